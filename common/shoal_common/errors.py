@@ -1,0 +1,127 @@
+"""The one exception tree of Shoal, and the one table from it to gRPC statuses and back.
+
+    ShoalError
+    ├── ConfigurationError (ValueError)     a setting or an argument that cannot work       INVALID_ARGUMENT
+    ├── InvalidRequestError (ValueError)    a malformed request                             INVALID_ARGUMENT
+    ├── UnknownResourceError (LookupError)  no such job, member, partition                  NOT_FOUND
+    ├── PreconditionError                   right request, wrong moment or wrong state      FAILED_PRECONDITION
+    │   └── StaleGenerationError            fenced off: the caller's generation is over
+    ├── LimitError                          larger than allowed                             RESOURCE_EXHAUSTED
+    ├── AuthenticationError                 no valid token or certificate                   UNAUTHENTICATED
+    ├── PermissionDeniedError               a valid token of the wrong role                 PERMISSION_DENIED
+    ├── UnavailableError                    cannot be answered now; try again               UNAVAILABLE
+    ├── DeadlineError (TimeoutError)        a wait ran into its deadline                    DEADLINE_EXCEEDED
+    ├── MembershipChanged                   the group a collective ran on is gone           ABORTED
+    ├── CorruptDataError                    a file or a transfer that fails its checks      DATA_LOSS
+    └── InternalError                       a bug in Shoal                                  INTERNAL
+
+Every error carries a `reason`: an UPPER_SNAKE name, stable over releases, that travels as google.rpc.ErrorInfo. The message is for
+people: it names the value, what was expected and what to do. The gRPC side (to_status, from_rpc_error) is in shoal_common.rpc.status.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import grpc
+
+
+class ShoalError(Exception):
+    """The root. `reason` is the machine-readable cause; classes give a default."""
+
+    code: ClassVar[grpc.StatusCode] = grpc.StatusCode.UNKNOWN
+    default_reason: ClassVar[str] = "UNKNOWN"
+
+    def __init__(self, message: str, *, reason: str | None = None) -> None:
+        super().__init__(message)
+        self.reason = reason or self.default_reason
+
+
+class ConfigurationError(ShoalError, ValueError):
+    """A setting or argument that cannot work: names the field, its value and the remedy."""
+
+    code = grpc.StatusCode.INVALID_ARGUMENT
+    default_reason = "CONFIGURATION_INVALID"
+
+
+class InvalidRequestError(ShoalError, ValueError):
+    """A malformed request: a field missing, out of range or in contradiction to another."""
+
+    code = grpc.StatusCode.INVALID_ARGUMENT
+    default_reason = "REQUEST_INVALID"
+
+
+class UnknownResourceError(ShoalError, LookupError):
+    """The named job, member, server or partition does not exist here."""
+
+    code = grpc.StatusCode.NOT_FOUND
+    default_reason = "RESOURCE_UNKNOWN"
+
+
+class PreconditionError(ShoalError):
+    """The request is well formed but the state does not allow it; repeating it unchanged will not help."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    default_reason = "PRECONDITION_FAILED"
+
+
+class StaleGenerationError(PreconditionError):
+    """The caller acts for a generation that is over. It must re-join or end; it must not retry."""
+
+    default_reason = "STALE_GENERATION"
+
+
+class LimitError(ShoalError):
+    """Larger or more than the receiver allows."""
+
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+    default_reason = "LIMIT_EXCEEDED"
+
+
+class AuthenticationError(ShoalError):
+    """No bearer token, or one that is not known."""
+
+    code = grpc.StatusCode.UNAUTHENTICATED
+    default_reason = "TOKEN_INVALID"
+
+
+class PermissionDeniedError(ShoalError):
+    """The token is valid, but its role may not do this."""
+
+    code = grpc.StatusCode.PERMISSION_DENIED
+    default_reason = "ROLE_NOT_ALLOWED"
+
+
+class UnavailableError(ShoalError):
+    """The service cannot answer now. The same call may be repeated."""
+
+    code = grpc.StatusCode.UNAVAILABLE
+    default_reason = "UNAVAILABLE"
+
+
+class DeadlineError(ShoalError, TimeoutError):
+    """A wait ran into its deadline; the message says what was waited for."""
+
+    code = grpc.StatusCode.DEADLINE_EXCEEDED
+    default_reason = "DEADLINE_EXCEEDED"
+
+
+class MembershipChanged(ShoalError):
+    """A collective ran on a process group whose membership is over; the group must be made anew."""
+
+    code = grpc.StatusCode.ABORTED
+    default_reason = "MEMBERSHIP_CHANGED"
+
+
+class CorruptDataError(ShoalError):
+    """A file or a transfer failed its checksum, is truncated, or comes from another program or a newer release."""
+
+    code = grpc.StatusCode.DATA_LOSS
+    default_reason = "DATA_CORRUPT"
+
+
+class InternalError(ShoalError):
+    """An invariant of Shoal's own does not hold. Please report it."""
+
+    code = grpc.StatusCode.INTERNAL
+    default_reason = "INTERNAL"

@@ -1,0 +1,563 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class JobPhase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    JOB_PHASE_UNSPECIFIED: _ClassVar[JobPhase]
+    JOB_PHASE_WAITING: _ClassVar[JobPhase]
+    JOB_PHASE_RUNNING: _ClassVar[JobPhase]
+    JOB_PHASE_STOPPING: _ClassVar[JobPhase]
+    JOB_PHASE_FINISHED: _ClassVar[JobPhase]
+
+class MemberPhase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    MEMBER_PHASE_UNSPECIFIED: _ClassVar[MemberPhase]
+    MEMBER_PHASE_JOINED: _ClassVar[MemberPhase]
+    MEMBER_PHASE_READY: _ClassVar[MemberPhase]
+    MEMBER_PHASE_RANKED: _ClassVar[MemberPhase]
+    MEMBER_PHASE_DRAINING: _ClassVar[MemberPhase]
+    MEMBER_PHASE_QUARANTINED: _ClassVar[MemberPhase]
+JOB_PHASE_UNSPECIFIED: JobPhase
+JOB_PHASE_WAITING: JobPhase
+JOB_PHASE_RUNNING: JobPhase
+JOB_PHASE_STOPPING: JobPhase
+JOB_PHASE_FINISHED: JobPhase
+MEMBER_PHASE_UNSPECIFIED: MemberPhase
+MEMBER_PHASE_JOINED: MemberPhase
+MEMBER_PHASE_READY: MemberPhase
+MEMBER_PHASE_RANKED: MemberPhase
+MEMBER_PHASE_DRAINING: MemberPhase
+MEMBER_PHASE_QUARANTINED: MemberPhase
+
+class JobSpec(_message.Message):
+    __slots__ = ("job_id", "min_workers", "max_workers", "parameter_servers", "join_grace_ms", "lease_ms", "stall_timeout_ms")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    MIN_WORKERS_FIELD_NUMBER: _ClassVar[int]
+    MAX_WORKERS_FIELD_NUMBER: _ClassVar[int]
+    PARAMETER_SERVERS_FIELD_NUMBER: _ClassVar[int]
+    JOIN_GRACE_MS_FIELD_NUMBER: _ClassVar[int]
+    LEASE_MS_FIELD_NUMBER: _ClassVar[int]
+    STALL_TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    min_workers: int
+    max_workers: int
+    parameter_servers: int
+    join_grace_ms: int
+    lease_ms: int
+    stall_timeout_ms: int
+    def __init__(self, job_id: _Optional[str] = ..., min_workers: _Optional[int] = ..., max_workers: _Optional[int] = ..., parameter_servers: _Optional[int] = ..., join_grace_ms: _Optional[int] = ..., lease_ms: _Optional[int] = ..., stall_timeout_ms: _Optional[int] = ...) -> None: ...
+
+class CreateJobRequest(_message.Message):
+    __slots__ = ("spec",)
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    spec: JobSpec
+    def __init__(self, spec: _Optional[_Union[JobSpec, _Mapping]] = ...) -> None: ...
+
+class CreateJobResponse(_message.Message):
+    __slots__ = ("spec", "created")
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    CREATED_FIELD_NUMBER: _ClassVar[int]
+    spec: JobSpec
+    created: bool
+    def __init__(self, spec: _Optional[_Union[JobSpec, _Mapping]] = ..., created: _Optional[bool] = ...) -> None: ...
+
+class GetJobRequest(_message.Message):
+    __slots__ = ("job_id",)
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    def __init__(self, job_id: _Optional[str] = ...) -> None: ...
+
+class GetJobResponse(_message.Message):
+    __slots__ = ("spec", "phase", "generation", "members", "servers", "now_unix_ms")
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    SERVERS_FIELD_NUMBER: _ClassVar[int]
+    NOW_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
+    spec: JobSpec
+    phase: JobPhase
+    generation: Generation
+    members: _containers.RepeatedCompositeFieldContainer[MemberStatus]
+    servers: _containers.RepeatedCompositeFieldContainer[ServerStatus]
+    now_unix_ms: int
+    def __init__(self, spec: _Optional[_Union[JobSpec, _Mapping]] = ..., phase: _Optional[_Union[JobPhase, str]] = ..., generation: _Optional[_Union[Generation, _Mapping]] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., servers: _Optional[_Iterable[_Union[ServerStatus, _Mapping]]] = ..., now_unix_ms: _Optional[int] = ...) -> None: ...
+
+class ListJobsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListJobsResponse(_message.Message):
+    __slots__ = ("jobs",)
+    JOBS_FIELD_NUMBER: _ClassVar[int]
+    jobs: _containers.RepeatedCompositeFieldContainer[JobSummary]
+    def __init__(self, jobs: _Optional[_Iterable[_Union[JobSummary, _Mapping]]] = ...) -> None: ...
+
+class JobSummary(_message.Message):
+    __slots__ = ("job_id", "phase", "generation", "world_size")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    phase: JobPhase
+    generation: int
+    world_size: int
+    def __init__(self, job_id: _Optional[str] = ..., phase: _Optional[_Union[JobPhase, str]] = ..., generation: _Optional[int] = ..., world_size: _Optional[int] = ...) -> None: ...
+
+class MemberStatus(_message.Message):
+    __slots__ = ("member_id", "phase", "rank", "host", "pid", "metrics_address", "progress", "joined_unix_ms", "launcher_id")
+    MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    METRICS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    JOINED_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
+    LAUNCHER_ID_FIELD_NUMBER: _ClassVar[int]
+    member_id: str
+    phase: MemberPhase
+    rank: int
+    host: str
+    pid: int
+    metrics_address: str
+    progress: Progress
+    joined_unix_ms: int
+    launcher_id: str
+    def __init__(self, member_id: _Optional[str] = ..., phase: _Optional[_Union[MemberPhase, str]] = ..., rank: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., metrics_address: _Optional[str] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., joined_unix_ms: _Optional[int] = ..., launcher_id: _Optional[str] = ...) -> None: ...
+
+class ServerStatus(_message.Message):
+    __slots__ = ("server_id", "server_index", "address", "metrics_address", "alive")
+    SERVER_ID_FIELD_NUMBER: _ClassVar[int]
+    SERVER_INDEX_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    METRICS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    ALIVE_FIELD_NUMBER: _ClassVar[int]
+    server_id: str
+    server_index: int
+    address: str
+    metrics_address: str
+    alive: bool
+    def __init__(self, server_id: _Optional[str] = ..., server_index: _Optional[int] = ..., address: _Optional[str] = ..., metrics_address: _Optional[str] = ..., alive: _Optional[bool] = ...) -> None: ...
+
+class MemberMessage(_message.Message):
+    __slots__ = ("join", "heartbeat", "ready", "collective_failure", "leave")
+    JOIN_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    READY_FIELD_NUMBER: _ClassVar[int]
+    COLLECTIVE_FAILURE_FIELD_NUMBER: _ClassVar[int]
+    LEAVE_FIELD_NUMBER: _ClassVar[int]
+    join: Join
+    heartbeat: Heartbeat
+    ready: Ready
+    collective_failure: CollectiveFailure
+    leave: Leave
+    def __init__(self, join: _Optional[_Union[Join, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., collective_failure: _Optional[_Union[CollectiveFailure, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ...) -> None: ...
+
+class Join(_message.Message):
+    __slots__ = ("job_id", "member_id", "host", "pid", "launcher_id", "local_index", "donor_address", "metrics_address", "last_generation")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    LAUNCHER_ID_FIELD_NUMBER: _ClassVar[int]
+    LOCAL_INDEX_FIELD_NUMBER: _ClassVar[int]
+    DONOR_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    METRICS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    LAST_GENERATION_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    member_id: str
+    host: str
+    pid: int
+    launcher_id: str
+    local_index: int
+    donor_address: str
+    metrics_address: str
+    last_generation: int
+    def __init__(self, job_id: _Optional[str] = ..., member_id: _Optional[str] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., launcher_id: _Optional[str] = ..., local_index: _Optional[int] = ..., donor_address: _Optional[str] = ..., metrics_address: _Optional[str] = ..., last_generation: _Optional[int] = ...) -> None: ...
+
+class Welcome(_message.Message):
+    __slots__ = ("spec", "heartbeat_interval_ms", "joining", "store_url")
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_INTERVAL_MS_FIELD_NUMBER: _ClassVar[int]
+    JOINING_FIELD_NUMBER: _ClassVar[int]
+    STORE_URL_FIELD_NUMBER: _ClassVar[int]
+    spec: JobSpec
+    heartbeat_interval_ms: int
+    joining: bool
+    store_url: str
+    def __init__(self, spec: _Optional[_Union[JobSpec, _Mapping]] = ..., heartbeat_interval_ms: _Optional[int] = ..., joining: _Optional[bool] = ..., store_url: _Optional[str] = ...) -> None: ...
+
+class Progress(_message.Message):
+    __slots__ = ("step", "epoch", "sequence", "samples_per_s", "loss", "step_time_s", "samples", "staleness")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    LOSS_FIELD_NUMBER: _ClassVar[int]
+    STEP_TIME_S_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    STALENESS_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    epoch: int
+    sequence: int
+    samples_per_s: float
+    loss: float
+    step_time_s: float
+    samples: int
+    staleness: float
+    def __init__(self, step: _Optional[int] = ..., epoch: _Optional[int] = ..., sequence: _Optional[int] = ..., samples_per_s: _Optional[float] = ..., loss: _Optional[float] = ..., step_time_s: _Optional[float] = ..., samples: _Optional[int] = ..., staleness: _Optional[float] = ...) -> None: ...
+
+class Heartbeat(_message.Message):
+    __slots__ = ("generation", "progress")
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    generation: int
+    progress: Progress
+    def __init__(self, generation: _Optional[int] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ...) -> None: ...
+
+class Ready(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class CollectiveFailure(_message.Message):
+    __slots__ = ("generation", "suspects", "timed_out", "detail")
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    SUSPECTS_FIELD_NUMBER: _ClassVar[int]
+    TIMED_OUT_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    generation: int
+    suspects: _containers.RepeatedScalarFieldContainer[int]
+    timed_out: bool
+    detail: str
+    def __init__(self, generation: _Optional[int] = ..., suspects: _Optional[_Iterable[int]] = ..., timed_out: _Optional[bool] = ..., detail: _Optional[str] = ...) -> None: ...
+
+class Leave(_message.Message):
+    __slots__ = ("reason", "detail")
+    class Reason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        REASON_UNSPECIFIED: _ClassVar[Leave.Reason]
+        REASON_DRAINED: _ClassVar[Leave.Reason]
+        REASON_FINISHED: _ClassVar[Leave.Reason]
+        REASON_FAILED: _ClassVar[Leave.Reason]
+    REASON_UNSPECIFIED: Leave.Reason
+    REASON_DRAINED: Leave.Reason
+    REASON_FINISHED: Leave.Reason
+    REASON_FAILED: Leave.Reason
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    reason: Leave.Reason
+    detail: str
+    def __init__(self, reason: _Optional[_Union[Leave.Reason, str]] = ..., detail: _Optional[str] = ...) -> None: ...
+
+class MemberDirective(_message.Message):
+    __slots__ = ("welcome", "generation", "drain", "stop", "standby")
+    WELCOME_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    DRAIN_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    STANDBY_FIELD_NUMBER: _ClassVar[int]
+    welcome: Welcome
+    generation: Generation
+    drain: Drain
+    stop: Stop
+    standby: Standby
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., generation: _Optional[_Union[Generation, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., standby: _Optional[_Union[Standby, _Mapping]] = ...) -> None: ...
+
+class Generation(_message.Message):
+    __slots__ = ("number", "nonce", "cause", "ranks", "interrupts_below", "created_unix_ms")
+    class Cause(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        CAUSE_UNSPECIFIED: _ClassVar[Generation.Cause]
+        CAUSE_START: _ClassVar[Generation.Cause]
+        CAUSE_FAILURE: _ClassVar[Generation.Cause]
+        CAUSE_BORDER: _ClassVar[Generation.Cause]
+    CAUSE_UNSPECIFIED: Generation.Cause
+    CAUSE_START: Generation.Cause
+    CAUSE_FAILURE: Generation.Cause
+    CAUSE_BORDER: Generation.Cause
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    NONCE_FIELD_NUMBER: _ClassVar[int]
+    CAUSE_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    INTERRUPTS_BELOW_FIELD_NUMBER: _ClassVar[int]
+    CREATED_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    nonce: str
+    cause: Generation.Cause
+    ranks: _containers.RepeatedCompositeFieldContainer[Rank]
+    interrupts_below: int
+    created_unix_ms: int
+    def __init__(self, number: _Optional[int] = ..., nonce: _Optional[str] = ..., cause: _Optional[_Union[Generation.Cause, str]] = ..., ranks: _Optional[_Iterable[_Union[Rank, _Mapping]]] = ..., interrupts_below: _Optional[int] = ..., created_unix_ms: _Optional[int] = ...) -> None: ...
+
+class Rank(_message.Message):
+    __slots__ = ("rank", "member_id", "host", "local_rank", "local_world_size", "donor_address", "joining")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    LOCAL_RANK_FIELD_NUMBER: _ClassVar[int]
+    LOCAL_WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    DONOR_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    JOINING_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    member_id: str
+    host: str
+    local_rank: int
+    local_world_size: int
+    donor_address: str
+    joining: bool
+    def __init__(self, rank: _Optional[int] = ..., member_id: _Optional[str] = ..., host: _Optional[str] = ..., local_rank: _Optional[int] = ..., local_world_size: _Optional[int] = ..., donor_address: _Optional[str] = ..., joining: _Optional[bool] = ...) -> None: ...
+
+class Drain(_message.Message):
+    __slots__ = ("reason",)
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    def __init__(self, reason: _Optional[str] = ...) -> None: ...
+
+class Stop(_message.Message):
+    __slots__ = ("reason",)
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    def __init__(self, reason: _Optional[str] = ...) -> None: ...
+
+class Standby(_message.Message):
+    __slots__ = ("reason",)
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    def __init__(self, reason: _Optional[str] = ...) -> None: ...
+
+class ReportExitRequest(_message.Message):
+    __slots__ = ("job_id", "member_id", "exit_code", "signal")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
+    EXIT_CODE_FIELD_NUMBER: _ClassVar[int]
+    SIGNAL_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    member_id: str
+    exit_code: int
+    signal: int
+    def __init__(self, job_id: _Optional[str] = ..., member_id: _Optional[str] = ..., exit_code: _Optional[int] = ..., signal: _Optional[int] = ...) -> None: ...
+
+class ReportExitResponse(_message.Message):
+    __slots__ = ("was_member",)
+    WAS_MEMBER_FIELD_NUMBER: _ClassVar[int]
+    was_member: bool
+    def __init__(self, was_member: _Optional[bool] = ...) -> None: ...
+
+class DrainMemberRequest(_message.Message):
+    __slots__ = ("job_id", "member_id", "rank", "reason")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    member_id: str
+    rank: int
+    reason: str
+    def __init__(self, job_id: _Optional[str] = ..., member_id: _Optional[str] = ..., rank: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class DrainMemberResponse(_message.Message):
+    __slots__ = ("member_id",)
+    MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
+    member_id: str
+    def __init__(self, member_id: _Optional[str] = ...) -> None: ...
+
+class StopJobRequest(_message.Message):
+    __slots__ = ("job_id", "reason")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    reason: str
+    def __init__(self, job_id: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class StopJobResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ServerMessage(_message.Message):
+    __slots__ = ("register", "heartbeat")
+    REGISTER_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    register: RegisterServer
+    heartbeat: ServerHeartbeat
+    def __init__(self, register: _Optional[_Union[RegisterServer, _Mapping]] = ..., heartbeat: _Optional[_Union[ServerHeartbeat, _Mapping]] = ...) -> None: ...
+
+class RegisterServer(_message.Message):
+    __slots__ = ("job_id", "server_id", "address", "metrics_address", "host", "pid")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    SERVER_ID_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    METRICS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    server_id: str
+    address: str
+    metrics_address: str
+    host: str
+    pid: int
+    def __init__(self, job_id: _Optional[str] = ..., server_id: _Optional[str] = ..., address: _Optional[str] = ..., metrics_address: _Optional[str] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ...) -> None: ...
+
+class ServerHeartbeat(_message.Message):
+    __slots__ = ("stored_bytes",)
+    STORED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    stored_bytes: int
+    def __init__(self, stored_bytes: _Optional[int] = ...) -> None: ...
+
+class ServerDirective(_message.Message):
+    __slots__ = ("welcome", "members", "stop")
+    WELCOME_FIELD_NUMBER: _ClassVar[int]
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    welcome: ServerWelcome
+    members: Members
+    stop: Stop
+    def __init__(self, welcome: _Optional[_Union[ServerWelcome, _Mapping]] = ..., members: _Optional[_Union[Members, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ...) -> None: ...
+
+class ServerWelcome(_message.Message):
+    __slots__ = ("server_index", "heartbeat_interval_ms", "spec")
+    SERVER_INDEX_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_INTERVAL_MS_FIELD_NUMBER: _ClassVar[int]
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    server_index: int
+    heartbeat_interval_ms: int
+    spec: JobSpec
+    def __init__(self, server_index: _Optional[int] = ..., heartbeat_interval_ms: _Optional[int] = ..., spec: _Optional[_Union[JobSpec, _Mapping]] = ...) -> None: ...
+
+class Members(_message.Message):
+    __slots__ = ("generation", "member_ids")
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    MEMBER_IDS_FIELD_NUMBER: _ClassVar[int]
+    generation: int
+    member_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, generation: _Optional[int] = ..., member_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class TensorSpec(_message.Message):
+    __slots__ = ("name", "shape", "dtype")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    dtype: str
+    def __init__(self, name: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ...) -> None: ...
+
+class DeclareTensorsRequest(_message.Message):
+    __slots__ = ("job_id", "tensors")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    TENSORS_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    tensors: _containers.RepeatedCompositeFieldContainer[TensorSpec]
+    def __init__(self, job_id: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ...) -> None: ...
+
+class DeclareTensorsResponse(_message.Message):
+    __slots__ = ("shard_map",)
+    SHARD_MAP_FIELD_NUMBER: _ClassVar[int]
+    shard_map: ShardMap
+    def __init__(self, shard_map: _Optional[_Union[ShardMap, _Mapping]] = ...) -> None: ...
+
+class GetShardMapRequest(_message.Message):
+    __slots__ = ("job_id",)
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    def __init__(self, job_id: _Optional[str] = ...) -> None: ...
+
+class GetShardMapResponse(_message.Message):
+    __slots__ = ("shard_map",)
+    SHARD_MAP_FIELD_NUMBER: _ClassVar[int]
+    shard_map: ShardMap
+    def __init__(self, shard_map: _Optional[_Union[ShardMap, _Mapping]] = ...) -> None: ...
+
+class ShardMap(_message.Message):
+    __slots__ = ("epoch", "tensors", "partitions", "servers")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    TENSORS_FIELD_NUMBER: _ClassVar[int]
+    PARTITIONS_FIELD_NUMBER: _ClassVar[int]
+    SERVERS_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    tensors: _containers.RepeatedCompositeFieldContainer[TensorSpec]
+    partitions: _containers.RepeatedCompositeFieldContainer[Partition]
+    servers: _containers.RepeatedCompositeFieldContainer[ServerStatus]
+    def __init__(self, epoch: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., partitions: _Optional[_Iterable[_Union[Partition, _Mapping]]] = ..., servers: _Optional[_Iterable[_Union[ServerStatus, _Mapping]]] = ...) -> None: ...
+
+class Partition(_message.Message):
+    __slots__ = ("partition_id", "tensor_index", "offset", "length", "primary")
+    PARTITION_ID_FIELD_NUMBER: _ClassVar[int]
+    TENSOR_INDEX_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_FIELD_NUMBER: _ClassVar[int]
+    PRIMARY_FIELD_NUMBER: _ClassVar[int]
+    partition_id: int
+    tensor_index: int
+    offset: int
+    length: int
+    primary: int
+    def __init__(self, partition_id: _Optional[int] = ..., tensor_index: _Optional[int] = ..., offset: _Optional[int] = ..., length: _Optional[int] = ..., primary: _Optional[int] = ...) -> None: ...
+
+class LeaseBatchesRequest(_message.Message):
+    __slots__ = ("job_id", "member_id", "loader", "epoch", "batches_in_epoch", "want", "finished")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
+    LOADER_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    BATCHES_IN_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    WANT_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    member_id: str
+    loader: str
+    epoch: int
+    batches_in_epoch: int
+    want: int
+    finished: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, job_id: _Optional[str] = ..., member_id: _Optional[str] = ..., loader: _Optional[str] = ..., epoch: _Optional[int] = ..., batches_in_epoch: _Optional[int] = ..., want: _Optional[int] = ..., finished: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class LeaseBatchesResponse(_message.Message):
+    __slots__ = ("batches", "epoch_done", "retry_after_ms")
+    BATCHES_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_DONE_FIELD_NUMBER: _ClassVar[int]
+    RETRY_AFTER_MS_FIELD_NUMBER: _ClassVar[int]
+    batches: _containers.RepeatedScalarFieldContainer[int]
+    epoch_done: bool
+    retry_after_ms: int
+    def __init__(self, batches: _Optional[_Iterable[int]] = ..., epoch_done: _Optional[bool] = ..., retry_after_ms: _Optional[int] = ...) -> None: ...
+
+class WatchEventsRequest(_message.Message):
+    __slots__ = ("job_id", "after_event_id", "follow")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    AFTER_EVENT_ID_FIELD_NUMBER: _ClassVar[int]
+    FOLLOW_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    after_event_id: str
+    follow: bool
+    def __init__(self, job_id: _Optional[str] = ..., after_event_id: _Optional[str] = ..., follow: _Optional[bool] = ...) -> None: ...
+
+class Event(_message.Message):
+    __slots__ = ("event_id", "unix_ms", "kind", "generation", "member_id", "attributes")
+    class AttributesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    EVENT_ID_FIELD_NUMBER: _ClassVar[int]
+    UNIX_MS_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTRIBUTES_FIELD_NUMBER: _ClassVar[int]
+    event_id: str
+    unix_ms: int
+    kind: str
+    generation: int
+    member_id: str
+    attributes: _containers.ScalarMap[str, str]
+    def __init__(self, event_id: _Optional[str] = ..., unix_ms: _Optional[int] = ..., kind: _Optional[str] = ..., generation: _Optional[int] = ..., member_id: _Optional[str] = ..., attributes: _Optional[_Mapping[str, str]] = ...) -> None: ...

@@ -1,0 +1,302 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Dtype(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    DTYPE_UNSPECIFIED: _ClassVar[Dtype]
+    DTYPE_FLOAT32: _ClassVar[Dtype]
+    DTYPE_FLOAT64: _ClassVar[Dtype]
+    DTYPE_FLOAT16: _ClassVar[Dtype]
+    DTYPE_BFLOAT16: _ClassVar[Dtype]
+
+class Codec(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    CODEC_UNSPECIFIED: _ClassVar[Codec]
+    CODEC_RAW: _ClassVar[Codec]
+DTYPE_UNSPECIFIED: Dtype
+DTYPE_FLOAT32: Dtype
+DTYPE_FLOAT64: Dtype
+DTYPE_FLOAT16: Dtype
+DTYPE_BFLOAT16: Dtype
+CODEC_UNSPECIFIED: Codec
+CODEC_RAW: Codec
+
+class OptimizerSpec(_message.Message):
+    __slots__ = ("name", "hyperparameters", "groups")
+    class HyperparametersEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    HYPERPARAMETERS_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    hyperparameters: _containers.ScalarMap[str, float]
+    groups: _containers.RepeatedCompositeFieldContainer[ParameterGroup]
+    def __init__(self, name: _Optional[str] = ..., hyperparameters: _Optional[_Mapping[str, float]] = ..., groups: _Optional[_Iterable[_Union[ParameterGroup, _Mapping]]] = ...) -> None: ...
+
+class ParameterGroup(_message.Message):
+    __slots__ = ("tensors", "hyperparameters")
+    class HyperparametersEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    TENSORS_FIELD_NUMBER: _ClassVar[int]
+    HYPERPARAMETERS_FIELD_NUMBER: _ClassVar[int]
+    tensors: _containers.RepeatedScalarFieldContainer[str]
+    hyperparameters: _containers.ScalarMap[str, float]
+    def __init__(self, tensors: _Optional[_Iterable[str]] = ..., hyperparameters: _Optional[_Mapping[str, float]] = ...) -> None: ...
+
+class Consistency(_message.Message):
+    __slots__ = ("mode", "bound")
+    class Mode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        MODE_UNSPECIFIED: _ClassVar[Consistency.Mode]
+        MODE_ASP: _ClassVar[Consistency.Mode]
+        MODE_SSP: _ClassVar[Consistency.Mode]
+    MODE_UNSPECIFIED: Consistency.Mode
+    MODE_ASP: Consistency.Mode
+    MODE_SSP: Consistency.Mode
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    BOUND_FIELD_NUMBER: _ClassVar[int]
+    mode: Consistency.Mode
+    bound: int
+    def __init__(self, mode: _Optional[_Union[Consistency.Mode, str]] = ..., bound: _Optional[int] = ...) -> None: ...
+
+class ConfigureOptimizerRequest(_message.Message):
+    __slots__ = ("job_id", "optimizer", "consistency")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
+    CONSISTENCY_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    optimizer: OptimizerSpec
+    consistency: Consistency
+    def __init__(self, job_id: _Optional[str] = ..., optimizer: _Optional[_Union[OptimizerSpec, _Mapping]] = ..., consistency: _Optional[_Union[Consistency, _Mapping]] = ...) -> None: ...
+
+class ConfigureOptimizerResponse(_message.Message):
+    __slots__ = ("configured",)
+    CONFIGURED_FIELD_NUMBER: _ClassVar[int]
+    configured: bool
+    def __init__(self, configured: _Optional[bool] = ...) -> None: ...
+
+class SetHyperparametersRequest(_message.Message):
+    __slots__ = ("job_id", "revision", "hyperparameters", "groups")
+    class HyperparametersEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    REVISION_FIELD_NUMBER: _ClassVar[int]
+    HYPERPARAMETERS_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    revision: int
+    hyperparameters: _containers.ScalarMap[str, float]
+    groups: _containers.RepeatedCompositeFieldContainer[ParameterGroup]
+    def __init__(self, job_id: _Optional[str] = ..., revision: _Optional[int] = ..., hyperparameters: _Optional[_Mapping[str, float]] = ..., groups: _Optional[_Iterable[_Union[ParameterGroup, _Mapping]]] = ...) -> None: ...
+
+class SetHyperparametersResponse(_message.Message):
+    __slots__ = ("applied",)
+    APPLIED_FIELD_NUMBER: _ClassVar[int]
+    applied: bool
+    def __init__(self, applied: _Optional[bool] = ...) -> None: ...
+
+class PushHeader(_message.Message):
+    __slots__ = ("job_id", "member_id", "generation", "partition_id", "shard_map_epoch", "sequence", "base_version", "clock", "dtype", "codec", "length", "payload_bytes", "checksum")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    PARTITION_ID_FIELD_NUMBER: _ClassVar[int]
+    SHARD_MAP_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    BASE_VERSION_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    CODEC_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    member_id: str
+    generation: int
+    partition_id: int
+    shard_map_epoch: int
+    sequence: int
+    base_version: int
+    clock: int
+    dtype: Dtype
+    codec: Codec
+    length: int
+    payload_bytes: int
+    checksum: int
+    def __init__(self, job_id: _Optional[str] = ..., member_id: _Optional[str] = ..., generation: _Optional[int] = ..., partition_id: _Optional[int] = ..., shard_map_epoch: _Optional[int] = ..., sequence: _Optional[int] = ..., base_version: _Optional[int] = ..., clock: _Optional[int] = ..., dtype: _Optional[_Union[Dtype, str]] = ..., codec: _Optional[_Union[Codec, str]] = ..., length: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., checksum: _Optional[int] = ...) -> None: ...
+
+class PushChunk(_message.Message):
+    __slots__ = ("header", "payload")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
+    header: PushHeader
+    payload: bytes
+    def __init__(self, header: _Optional[_Union[PushHeader, _Mapping]] = ..., payload: _Optional[bytes] = ...) -> None: ...
+
+class PushResponse(_message.Message):
+    __slots__ = ("results",)
+    RESULTS_FIELD_NUMBER: _ClassVar[int]
+    results: _containers.RepeatedCompositeFieldContainer[PartitionResult]
+    def __init__(self, results: _Optional[_Iterable[_Union[PartitionResult, _Mapping]]] = ...) -> None: ...
+
+class PartitionResult(_message.Message):
+    __slots__ = ("partition_id", "version", "staleness", "duplicate")
+    PARTITION_ID_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    STALENESS_FIELD_NUMBER: _ClassVar[int]
+    DUPLICATE_FIELD_NUMBER: _ClassVar[int]
+    partition_id: int
+    version: int
+    staleness: int
+    duplicate: bool
+    def __init__(self, partition_id: _Optional[int] = ..., version: _Optional[int] = ..., staleness: _Optional[int] = ..., duplicate: _Optional[bool] = ...) -> None: ...
+
+class PullRequest(_message.Message):
+    __slots__ = ("job_id", "member_id", "generation", "shard_map_epoch", "partitions", "clock", "wait_ms")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    SHARD_MAP_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    PARTITIONS_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_FIELD_NUMBER: _ClassVar[int]
+    WAIT_MS_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    member_id: str
+    generation: int
+    shard_map_epoch: int
+    partitions: _containers.RepeatedCompositeFieldContainer[PartitionPull]
+    clock: int
+    wait_ms: int
+    def __init__(self, job_id: _Optional[str] = ..., member_id: _Optional[str] = ..., generation: _Optional[int] = ..., shard_map_epoch: _Optional[int] = ..., partitions: _Optional[_Iterable[_Union[PartitionPull, _Mapping]]] = ..., clock: _Optional[int] = ..., wait_ms: _Optional[int] = ...) -> None: ...
+
+class PartitionPull(_message.Message):
+    __slots__ = ("partition_id", "newer_than")
+    PARTITION_ID_FIELD_NUMBER: _ClassVar[int]
+    NEWER_THAN_FIELD_NUMBER: _ClassVar[int]
+    partition_id: int
+    newer_than: int
+    def __init__(self, partition_id: _Optional[int] = ..., newer_than: _Optional[int] = ...) -> None: ...
+
+class PullHeader(_message.Message):
+    __slots__ = ("partition_id", "version", "dtype", "codec", "length", "payload_bytes", "unchanged", "checksum")
+    PARTITION_ID_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    CODEC_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    UNCHANGED_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    partition_id: int
+    version: int
+    dtype: Dtype
+    codec: Codec
+    length: int
+    payload_bytes: int
+    unchanged: bool
+    checksum: int
+    def __init__(self, partition_id: _Optional[int] = ..., version: _Optional[int] = ..., dtype: _Optional[_Union[Dtype, str]] = ..., codec: _Optional[_Union[Codec, str]] = ..., length: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., unchanged: _Optional[bool] = ..., checksum: _Optional[int] = ...) -> None: ...
+
+class PullChunk(_message.Message):
+    __slots__ = ("header", "payload")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
+    header: PullHeader
+    payload: bytes
+    def __init__(self, header: _Optional[_Union[PullHeader, _Mapping]] = ..., payload: _Optional[bytes] = ...) -> None: ...
+
+class AdvanceClockRequest(_message.Message):
+    __slots__ = ("job_id", "member_id", "clock")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    member_id: str
+    clock: int
+    def __init__(self, job_id: _Optional[str] = ..., member_id: _Optional[str] = ..., clock: _Optional[int] = ...) -> None: ...
+
+class AdvanceClockResponse(_message.Message):
+    __slots__ = ("slowest_clock",)
+    SLOWEST_CLOCK_FIELD_NUMBER: _ClassVar[int]
+    slowest_clock: int
+    def __init__(self, slowest_clock: _Optional[int] = ...) -> None: ...
+
+class SnapshotRequest(_message.Message):
+    __slots__ = ("job_id",)
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    def __init__(self, job_id: _Optional[str] = ...) -> None: ...
+
+class SnapshotResponse(_message.Message):
+    __slots__ = ("path", "bytes")
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    path: str
+    bytes: int
+    def __init__(self, path: _Optional[str] = ..., bytes: _Optional[int] = ...) -> None: ...
+
+class GetServerRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetServerResponse(_message.Message):
+    __slots__ = ("server_id", "job_id", "server_index", "stored_bytes", "shard_map_epoch", "pushes_applied", "pushes_deduplicated", "optimizer", "consistency", "partitions", "clocks")
+    class ClocksEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    SERVER_ID_FIELD_NUMBER: _ClassVar[int]
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    SERVER_INDEX_FIELD_NUMBER: _ClassVar[int]
+    STORED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SHARD_MAP_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    PUSHES_APPLIED_FIELD_NUMBER: _ClassVar[int]
+    PUSHES_DEDUPLICATED_FIELD_NUMBER: _ClassVar[int]
+    OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
+    CONSISTENCY_FIELD_NUMBER: _ClassVar[int]
+    PARTITIONS_FIELD_NUMBER: _ClassVar[int]
+    CLOCKS_FIELD_NUMBER: _ClassVar[int]
+    server_id: str
+    job_id: str
+    server_index: int
+    stored_bytes: int
+    shard_map_epoch: int
+    pushes_applied: int
+    pushes_deduplicated: int
+    optimizer: OptimizerSpec
+    consistency: Consistency
+    partitions: _containers.RepeatedCompositeFieldContainer[PartitionVersion]
+    clocks: _containers.ScalarMap[str, int]
+    def __init__(self, server_id: _Optional[str] = ..., job_id: _Optional[str] = ..., server_index: _Optional[int] = ..., stored_bytes: _Optional[int] = ..., shard_map_epoch: _Optional[int] = ..., pushes_applied: _Optional[int] = ..., pushes_deduplicated: _Optional[int] = ..., optimizer: _Optional[_Union[OptimizerSpec, _Mapping]] = ..., consistency: _Optional[_Union[Consistency, _Mapping]] = ..., partitions: _Optional[_Iterable[_Union[PartitionVersion, _Mapping]]] = ..., clocks: _Optional[_Mapping[str, int]] = ...) -> None: ...
+
+class PartitionVersion(_message.Message):
+    __slots__ = ("partition_id", "version")
+    PARTITION_ID_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    partition_id: int
+    version: int
+    def __init__(self, partition_id: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...

@@ -1,0 +1,115 @@
+"""What the elastic session, the loaders and the strategies promise each other.
+
+The session owns the generation and decides when a step begins, commits or is lost. Loaders only deal samples and keep a cursor; strategies
+only compute and reduce. They meet in the protocols below and know nothing else of each other. All of it runs on the thread that runs the
+user's training loop.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+
+class StepStatus(enum.Enum):
+    """What became of a step. True when committed, so that side effects can stand behind `if optimizer.step():`."""
+
+    COMMITTED = "committed"
+    """Every rank's part is in, and this rank has applied it."""
+    LOST = "lost"
+    """This rank applied nothing. Either a fault made the step void and the loader hands out the same samples again, dealt anew; or the
+    step went through at the peers, this rank took their state, and the loader goes on after it."""
+
+    def __bool__(self) -> bool:
+        return self is StepStatus.COMMITTED
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Where this process stands in the generation that a step belongs to."""
+
+    generation: int
+    """Number of the agreed generation; 0 in a world of one without a coordinator."""
+    rank: int
+    """This replica's data-parallel rank: who deals samples to it. Equals the global rank unless a model is split over ranks."""
+    world_size: int
+    """Number of data-parallel replicas."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """This rank's part of one step's global batch, told by the loader before it hands out the first batch of the step."""
+
+    weight: float
+    """Weight of this rank's samples (their number, unless a `weight_fn` says otherwise); 0 for a stand-in batch.
+    With a `weight_fn` and micro-batches it is only known at the end, and `micro_batch` carries it."""
+    total_weight: float | None
+    """Weight of the whole global batch when it is known without asking the other ranks, else None."""
+    micro_batches: int | None
+    """How many micro-batches this rank gets in this step (may be 0); None: the step is one plain batch per rank."""
+
+
+class StepClock(Protocol):
+    """The session, as a loader sees it."""
+
+    def begin_step(self, source: StepSource) -> Placement:
+        """Starts the next step: the border at which joins, drains and failures are settled.
+
+        Blocks while the generation re-forms. In a joiner, the first call says ready, waits for a rank and receives the peers' state, so the
+        caller must read its own cursor only after this returns. Raises `StopTraining` when the job is stopped or this member drained.
+        """
+        ...
+
+    def assign(self, share: Share) -> None:
+        """Tells the share of this rank in the step that began."""
+        ...
+
+    def begin_micro_batch(self, *, index: int, weight: float, key: Sequence[int]) -> None:
+        """Called before micro-batch `index` (0-based over the whole global batch) is handed out. `key` = (seed, epoch, step, micro-batch):
+        its random numbers. Plain batches call it once, with index = rank."""
+        ...
+
+    def end_micro_batch(self) -> None:
+        """Called when the user's loop asks for what follows the micro-batch handed out: its backward is done."""
+        ...
+
+    def lease_batches(self, *, loader: str, epoch: int, batches_in_epoch: int, finished: Sequence[int], want: int) -> Leases:
+        """Leases batches first come first served (async_sgd). One RPC to the coordinator, or local in a world of one."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leases:
+    """Answer to `lease_batches`."""
+
+    batches: tuple[int, ...]
+    epoch_done: bool
+    retry_after_s: float
+
+
+class StepSource(Protocol):
+    """A loader, as the session sees it. Its state is a part of the committed state."""
+
+    @property
+    def name(self) -> str:
+        """Stable over restarts, unique in the process."""
+        ...
+
+    def committed(self, placement: Placement) -> int:
+        """The step handed out last is committed in `placement`'s generation: advance the cursor, write the record. Returns the number of
+        samples of this rank that counted."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """The cursor after the last commit; JSON-able."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes over a cursor (of a checkpoint or of a peer). Drops what was prefetched."""
+        ...
+
+
+class StopTraining(Exception):  # noqa: N818 - it is no error: the run ends here
+    """Raised inside a loader to end its iteration: the job is stopped, finished, or this member was drained."""

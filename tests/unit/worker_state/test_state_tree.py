@@ -100,7 +100,7 @@ def containers(inner):
         st.lists(inner, max_size=4).map(tuple),
         pairs.map(dict),
         pairs.map(OrderedDict),
-        st.builds(lambda factory, items: defaultdict(factory, items), factories, pairs),
+        st.builds(defaultdict, factories, pairs),
         st.lists(keys, max_size=4).map(Counter),
         st.sets(keys, max_size=4),
         st.frozensets(keys, max_size=4),

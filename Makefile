@@ -1,0 +1,114 @@
+# Every target does its own set-up: a virtual environment in .venv, installed by one pip command at the versions of constraints.txt.
+# PYTHON chooses the interpreter (3.11 or newer): make test PYTHON=/opt/python3.11/bin/python3
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+PYTHON ?= $(firstword $(foreach name,python3.11 python3,$(shell $(name) -c 'import sys; print("$(name)" if sys.version_info >= (3, 11) else "")' 2>/dev/null)))
+PYTEST_ARGS ?=
+
+BIN := .venv/bin
+DISTRIBUTIONS := protos common coordinator ps_server worker sdk
+PROTOS := $(wildcard protos/shoal_protos/v1/*.proto)
+PROTOC = $(BIN)/python -m grpc_tools.protoc -I protos --python_out=$(1) --pyi_out=$(1) --grpc_python_out=$(1) $(PROTOS)
+
+.PHONY: help
+help: ## Say what there is
+	@sed -nE 's/^([a-z]+):.*## (.*)/make \1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r target text; do printf '%-13s %s\n' "$$target" "$$text"; done
+
+# ------------------------------------------------------------------------------------------------------------------------------- to run
+
+.PHONY: demo
+demo: .venv/installed ## Train on handwritten digits on a cluster of processes, with faults (at most 90 s)
+	$(BIN)/shoal demo
+
+.PHONY: test
+test: .venv/installed ## Run the tests (at most 8 minutes on 2 cores); PYTEST_ARGS='-x -k name' narrows them
+	$(BIN)/python -m pytest -m 'not images' $(PYTEST_ARGS)
+
+.PHONY: chaos
+chaos: .venv/installed ## Run the long soaks under faults
+	$(BIN)/python -m pytest tests/chaos $(PYTEST_ARGS)
+
+.PHONY: bench
+bench: .venv/installed .venv-peers/installed ## Measure the figures, side by side with torchrun and torchft
+	$(BIN)/python -m benchmarks
+
+# ---------------------------------------------------------------------------------------------------------------------- verify and fix
+
+.PHONY: verify
+verify: verify-stubs verify-style verify-types verify-imports verify-text verify-deployment verify-images ## Check everything but behaviour
+
+.PHONY: fix
+fix: protos dashboards ## Regenerate and reformat all that a tool can
+	$(BIN)/ruff check --fix --quiet .
+	$(BIN)/ruff format .
+
+.PHONY: protos
+protos: .venv/installed ## Regenerate the gRPC stubs
+	$(call PROTOC,protos)
+
+.PHONY: dashboards
+dashboards: .venv/installed ## Regenerate the Grafana dashboards
+	$(BIN)/python docker/grafana/dashboards.py
+
+.PHONY: verify-stubs
+verify-stubs: .venv/installed
+	@fresh=$$(mktemp -d); trap 'rm -rf "$$fresh"' EXIT; $(call PROTOC,"$$fresh"); \
+	for stub in $$(cd "$$fresh" && find . -name '*_pb2*' -printf '%P\n'); do \
+		cmp "$$fresh/$$stub" "protos/$$stub" || { echo "protos/$$stub is not what protoc generates: run make protos"; exit 1; }; \
+	done
+
+.PHONY: verify-style
+verify-style: .venv/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+.PHONY: verify-types
+verify-types: .venv/installed
+	$(BIN)/mypy
+	$(BIN)/mypy docker
+
+.PHONY: verify-imports
+verify-imports: .venv/installed
+	$(BIN)/lint-imports
+
+.PHONY: verify-text
+verify-text:
+	@if git grep -nwIE 'TO[D]O|FIX[M]E|XX[X]'; then echo "Committed text is finished text: open an issue instead of the marks above"; exit 1; fi
+
+.PHONY: verify-deployment
+verify-deployment: .venv/installed
+	$(BIN)/hadolint docker/Dockerfile
+	$(BIN)/check-jsonschema --builtin-schema vendor.compose-spec compose.yaml compose.gpu.yaml
+	$(BIN)/podman-compose -f compose.yaml config > /dev/null
+	$(BIN)/podman-compose -f compose.yaml -f compose.gpu.yaml config > /dev/null
+	$(BIN)/python docker/grafana/dashboards.py --check
+	@if command -v promtool > /dev/null; then promtool check config --syntax-only docker/prometheus/prometheus.yml; else echo "promtool is not on PATH: docker/prometheus is not checked"; fi
+
+.PHONY: verify-images
+verify-images: .venv/installed
+	$(BIN)/python -m pytest -m images $(PYTEST_ARGS)
+
+# ------------------------------------------------------------------------------------------------------------------------ environments
+
+.venv/installed: constraints.txt dev-requirements.txt $(DISTRIBUTIONS:%=%/pyproject.toml)
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed: none found as python3.11 or python3; name one with PYTHON=..."; exit 1; }
+	@echo "Installing into .venv (about a minute, once)"
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet -c constraints.txt -r dev-requirements.txt \
+		-e protos -e common -e coordinator -e ps_server -e worker -e 'sdk[demo]'
+	@touch $@
+
+.venv-peers/installed: benchmarks/peers-constraints.txt
+	@echo "Installing the peers into .venv-peers (about half a minute, once)"
+	$(PYTHON) -m venv .venv-peers
+	.venv-peers/bin/pip install --quiet -c benchmarks/peers-constraints.txt torch torchft-nightly numpy
+	@touch $@
+
+.PHONY: clean
+clean: ## Remove the environments, caches and outputs
+	rm -rf .venv .venv-peers out dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

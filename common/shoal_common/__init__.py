@@ -1,0 +1,7 @@
+"""What Shoal's services share: settings, errors, security, RPC, telemetry, wire format, Redis and the gRPC clients. No torch."""
+
+import os
+
+# Forked children (a DataLoader's workers) hang or crash when gRPC's fork handlers meet live channels; gRPC reads this once, when it is
+# first imported, so it must be set before anything in this package imports it.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")

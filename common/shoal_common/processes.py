@@ -1,0 +1,36 @@
+"""Starting child processes that cannot outlive the process that started them.
+
+Linux only (prctl). Used for the embedded Redis-protocol server and by launchers. It does not supervise: restarting, output and exit
+codes are the caller's.
+
+The kernel ties PR_SET_PDEATHSIG to the *thread* that started the child, not to its process: when that thread ends, the child gets the
+signal. Start such children from a thread that lives as long as they may.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+# Runs in the child, before the real program replaces it. A preexec_fn would do the same, but it runs between fork and exec in a copy of
+# a process that may have other threads, where it can deadlock. The parent may have died before prctl: then getppid() differs already.
+_TRAMPOLINE = """
+import ctypes, os, sys
+number, parent = int(sys.argv[1]), int(sys.argv[2])
+if ctypes.CDLL(None, use_errno=True).prctl(1, number, 0, 0, 0) != 0:
+    sys.exit(f"prctl(PR_SET_PDEATHSIG): {os.strerror(ctypes.get_errno())}")
+if os.getppid() != parent:
+    sys.exit("the parent process is gone")
+os.execvp(sys.argv[3], sys.argv[3:])
+"""
+
+
+def tied_to_parent(command: Sequence[str], *, death_signal: signal.Signals = signal.SIGKILL) -> list[str]:
+    """`command`, wrapped so that the kernel sends it `death_signal` when the thread that starts it ends, however it ends.
+
+    The wrapper execs the program, so its pid is the pid that Popen reports. It inherits file descriptors as `pass_fds` says.
+    Call this in the process that will start the command.
+    """
+    return [sys.executable, "-I", "-S", "-c", _TRAMPOLINE, str(int(death_signal)), str(os.getpid()), *command]

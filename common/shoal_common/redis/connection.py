@@ -63,7 +63,7 @@ def connect(
     """
     settings = _settings(url, connect_timeout, command_timeout)
     backoff = ExponentialWithJitterBackoff(base=0.05, cap=1.0)
-    client = _from_url(redis.Redis, settings, Retry(backoff, settings.retries))
+    client: redis.Redis = _from_url(redis.Redis, settings, Retry(backoff, settings.retries))
     try:
         client.ping()
     except (redis.RedisError, OSError) as error:
@@ -81,7 +81,7 @@ async def connect_async(
     """The same for asyncio; close it with `await client.aclose()`."""
     settings = _settings(url, connect_timeout, command_timeout)
     backoff = ExponentialWithJitterBackoff(base=0.05, cap=1.0)
-    client = _from_url(redis.asyncio.Redis, settings, AsyncRetry(backoff, settings.retries))
+    client: redis.asyncio.Redis = _from_url(redis.asyncio.Redis, settings, AsyncRetry(backoff, settings.retries))
     try:
         await client.ping()
     except (redis.RedisError, OSError) as error:

@@ -26,6 +26,8 @@ from typing import Final, Self
 from urllib.parse import unquote, urlsplit
 
 import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 
 from shoal_common.errors import ConfigurationError, DeadlineError, ShoalError, UnavailableError
 from shoal_common.processes import tied_to_parent
@@ -214,7 +216,7 @@ def _command(binary: Path, directory: Path, port: int) -> list[str]:
 def _wait_until_answering(child: _Child) -> None:
     """Until the process with this very pid answers: another server could have taken the port."""
     deadline = time.monotonic() + _START_DEADLINE_S
-    client = redis.Redis(host="127.0.0.1", port=child.port, socket_timeout=1.0, socket_connect_timeout=1.0, retry=None)
+    client = redis.Redis(host="127.0.0.1", port=child.port, socket_timeout=1.0, socket_connect_timeout=1.0, retry=Retry(NoBackoff(), 0))
     try:
         while time.monotonic() < deadline:
             with contextlib.suppress(redis.RedisError, OSError):

@@ -1,0 +1,123 @@
+"""The coordinator's client: a method per RPC of shoal.v1.Coordinator, with the same names in snake_case.
+
+Synchronous and safe to share between threads; never use one in a forked child. Every method raises ShoalErrors: what the .proto says of
+each RPC, and UnavailableError or DeadlineError where the coordinator cannot be reached. `deadline` overrides ChannelSettings.deadline.
+Requests are built here and validated by the coordinator, not here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, Self
+
+from shoal_protos.v1 import coordinator_pb2 as pb
+from shoal_protos.v1.coordinator_pb2_grpc import CoordinatorStub
+
+from shoal_common.clients.calls import Caller, ResponseStream
+from shoal_common.rpc.channel import ChannelSettings
+
+
+class CoordinatorClient:
+    """A context manager; the connection is made by the first call."""
+
+    def __init__(self, settings: ChannelSettings, *, interceptors: Sequence[Any] = ()) -> None:
+        self._caller = Caller(settings, interceptors, CoordinatorStub)
+
+    # ------------------------------------------------------------------------------------------------------------- jobs
+
+    def create_job(self, spec: pb.JobSpec, *, deadline: timedelta | None = None) -> pb.CreateJobResponse:
+        """Creates the job, or finds the equal one."""
+        return self._caller.unary("CreateJob", pb.CreateJobRequest(spec=spec), pb.CreateJobResponse, deadline)
+
+    def get_job(self, job_id: str, *, deadline: timedelta | None = None) -> pb.GetJobResponse:
+        return self._caller.unary("GetJob", pb.GetJobRequest(job_id=job_id), pb.GetJobResponse, deadline)
+
+    def list_jobs(self, *, deadline: timedelta | None = None) -> pb.ListJobsResponse:
+        return self._caller.unary("ListJobs", pb.ListJobsRequest(), pb.ListJobsResponse, deadline)
+
+    def report_exit(
+        self, job_id: str, member_id: str, *, exit_code: int, signal: int = 0, deadline: timedelta | None = None
+    ) -> pb.ReportExitResponse:
+        request = pb.ReportExitRequest(job_id=job_id, member_id=member_id, exit_code=exit_code, signal=signal)
+        return self._caller.unary("ReportExit", request, pb.ReportExitResponse, deadline)
+
+    def drain_member(
+        self,
+        job_id: str,
+        *,
+        member_id: str | None = None,
+        rank: int | None = None,
+        reason: str = "",
+        deadline: timedelta | None = None,
+    ) -> pb.DrainMemberResponse:
+        """Give `member_id` or `rank`."""
+        request = pb.DrainMemberRequest(job_id=job_id, member_id=member_id, rank=rank, reason=reason)
+        return self._caller.unary("DrainMember", request, pb.DrainMemberResponse, deadline)
+
+    def stop_job(self, job_id: str, *, reason: str = "", deadline: timedelta | None = None) -> pb.StopJobResponse:
+        return self._caller.unary("StopJob", pb.StopJobRequest(job_id=job_id, reason=reason), pb.StopJobResponse, deadline)
+
+    # --------------------------------------------------------------------------------------------------------- sessions
+
+    def join_session(self, messages: Iterator[pb.MemberMessage]) -> ResponseStream[pb.MemberDirective]:
+        """A member's session. `messages` is read on a thread of gRPC's: it may block, and must end after the stream has."""
+        return self._caller.stream("JoinSession", messages, pb.MemberDirective, None)
+
+    def server_session(self, messages: Iterator[pb.ServerMessage]) -> ResponseStream[pb.ServerDirective]:
+        """A parameter server's session, with the same rules."""
+        return self._caller.stream("ServerSession", messages, pb.ServerDirective, None)
+
+    # ------------------------------------------------------------------------------------------------------------- data
+
+    def declare_tensors(
+        self, job_id: str, tensors: Iterable[pb.TensorSpec], *, deadline: timedelta | None = None
+    ) -> pb.DeclareTensorsResponse:
+        """UnavailableError with reason NO_SERVERS: ask again until the job's parameter servers have registered."""
+        request = pb.DeclareTensorsRequest(job_id=job_id, tensors=tensors)
+        return self._caller.unary("DeclareTensors", request, pb.DeclareTensorsResponse, deadline)
+
+    def get_shard_map(self, job_id: str, *, deadline: timedelta | None = None) -> pb.GetShardMapResponse:
+        return self._caller.unary("GetShardMap", pb.GetShardMapRequest(job_id=job_id), pb.GetShardMapResponse, deadline)
+
+    def lease_batches(
+        self,
+        job_id: str,
+        member_id: str,
+        *,
+        loader: str,
+        epoch: int,
+        batches_in_epoch: int,
+        want: int,
+        finished: Iterable[int] = (),
+        deadline: timedelta | None = None,
+    ) -> pb.LeaseBatchesResponse:
+        """Not repeated by gRPC: after an UnavailableError leases may have been given that nobody knows of."""
+        request = pb.LeaseBatchesRequest(
+            job_id=job_id,
+            member_id=member_id,
+            loader=loader,
+            epoch=epoch,
+            batches_in_epoch=batches_in_epoch,
+            want=want,
+            finished=finished,
+        )
+        return self._caller.unary("LeaseBatches", request, pb.LeaseBatchesResponse, deadline)
+
+    def watch_events(
+        self, job_id: str, *, after_event_id: str = "", follow: bool = False, deadline: timedelta | None = None
+    ) -> ResponseStream[pb.Event]:
+        """Events, oldest first; with `follow` until cancelled. No deadline unless given."""
+        request = pb.WatchEventsRequest(job_id=job_id, after_event_id=after_event_id, follow=follow)
+        return self._caller.stream("WatchEvents", request, pb.Event, deadline)
+
+    def close(self) -> None:
+        """Cancels calls in progress and closes the connection. Idempotent."""
+        self._caller.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.close()

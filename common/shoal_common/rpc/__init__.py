@@ -1,0 +1,1 @@
+"""gRPC as Shoal uses it: statuses, channels, servers, interceptors."""

@@ -1,0 +1,129 @@
+"""Client channels: TLS, bearer token, keepalive, message limits, retries; the same for synchronous and asyncio callers.
+
+Deadlines are per call and belong to the clients (shoal_common.clients). Channels of the synchronous kind may be shared between threads
+and must never be used in a forked child; asynchronous ones belong to the running loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from shoal_common.errors import ConfigurationError
+from shoal_common.rpc.client_interceptors import async_bearer_token, sync_bearer_token
+from shoal_common.rpc.idempotence import service_config
+from shoal_common.security import TlsSettings
+from shoal_common.settings import parse_address
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChannelSettings:
+    """One server, and how to speak to it."""
+
+    address: str
+    """host:port."""
+
+    tls: TlsSettings | None = None
+    """None: plain text, for loopback and trusted networks."""
+
+    token: str | None = field(default=None, repr=False)
+    """Bearer token sent with every call; None: none."""
+
+    server_name: str | None = None
+    """The name the server's certificate must have, where it is not the host of `address`."""
+
+    deadline: timedelta = timedelta(seconds=10)
+    """Default deadline of a client's unary calls."""
+
+    keepalive: timedelta = timedelta(seconds=20)
+    """A ping after so long without traffic: finds peers that vanished without closing."""
+
+    keepalive_timeout: timedelta = timedelta(seconds=10)
+    """How long a ping may stay unanswered before the connection is given up."""
+
+    max_message_bytes: int = 16 << 20
+    """Longest message sent or received."""
+
+    attempts: int = 4
+    """Attempts in all of an idempotent call on UNAVAILABLE; 1 to 5. 1: no retries."""
+
+    first_backoff: timedelta = timedelta(milliseconds=100)
+    """Wait before the second attempt; doubles, with jitter."""
+
+    longest_backoff: timedelta = timedelta(seconds=2)
+    """The wait's upper limit."""
+
+    def __post_init__(self) -> None:
+        if parse_address(self.address).port == 0:
+            raise ConfigurationError(f"address {self.address!r}: cannot connect to port 0; give the port the server listens on")
+        for name in ("deadline", "keepalive", "keepalive_timeout", "first_backoff", "longest_backoff"):
+            if getattr(self, name) < timedelta(milliseconds=1):
+                raise ConfigurationError(f"{name}={getattr(self, name)}: expected at least one millisecond")
+        if not 1 <= self.attempts <= 5:
+            raise ConfigurationError(f"attempts={self.attempts}: expected 1 to 5, gRPC's limit")
+        if self.max_message_bytes < 1:
+            raise ConfigurationError(f"max_message_bytes={self.max_message_bytes}: expected at least 1")
+
+
+def channel(settings: ChannelSettings, *, interceptors: Sequence[Any] = ()) -> grpc.Channel:
+    """A synchronous channel. It connects at the first call. `interceptors` (metrics say) see the call before the token is added."""
+    credentials = _credentials(settings)
+    options = _options(settings)
+    if credentials is None:
+        plain = grpc.insecure_channel(settings.address, options=options)
+    else:
+        plain = grpc.secure_channel(settings.address, credentials, options=options)
+    token = () if settings.token is None else (sync_bearer_token(settings.token),)
+    return grpc.intercept_channel(plain, *interceptors, *token)
+
+
+def aio_channel(settings: ChannelSettings, *, interceptors: Sequence[grpc.aio.ClientInterceptor] = ()) -> grpc.aio.Channel:
+    """The same for the running event loop."""
+    credentials = _credentials(settings)
+    options = _options(settings)
+    chain = [*interceptors, *(() if settings.token is None else async_bearer_token(settings.token))]
+    if credentials is None:
+        return grpc.aio.insecure_channel(settings.address, options=options, interceptors=chain)
+    return grpc.aio.secure_channel(settings.address, credentials, options=options, interceptors=chain)
+
+
+def _credentials(settings: ChannelSettings) -> grpc.ChannelCredentials | None:
+    if settings.tls is None:
+        return None
+    material = settings.tls.load()
+    return grpc.ssl_channel_credentials(
+        root_certificates=material.authority, private_key=material.key, certificate_chain=material.certificate
+    )
+
+
+def _options(settings: ChannelSettings) -> list[tuple[str, Any]]:
+    options: list[tuple[str, Any]] = [
+        ("grpc.max_send_message_length", settings.max_message_bytes),
+        ("grpc.max_receive_message_length", settings.max_message_bytes),
+        ("grpc.keepalive_time_ms", _milliseconds(settings.keepalive)),
+        ("grpc.keepalive_timeout_ms", _milliseconds(settings.keepalive_timeout)),
+        # An idle session must notice a vanished peer too.
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        # Channels to one address share a connection by default; then one client's close or token would concern another's.
+        ("grpc.use_local_subchannel_pool", 1),
+        # A server that comes back is found within seconds, not minutes.
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", 2000),
+        ("grpc.enable_retries", int(settings.attempts > 1)),
+    ]
+    if settings.attempts > 1:
+        config = service_config(attempts=settings.attempts, first_backoff=settings.first_backoff, longest_backoff=settings.longest_backoff)
+        options.append(("grpc.service_config", config))
+    if settings.server_name is not None:
+        options.append(("grpc.ssl_target_name_override", settings.server_name))
+    return options
+
+
+def _milliseconds(duration: timedelta) -> int:
+    return max(1, round(duration.total_seconds() * 1000))

@@ -1,0 +1,185 @@
+"""The gRPC server of every Shoal service: TLS, bearer tokens, health, reflection, metrics, errors as statuses, graceful drain.
+
+A service gives its servicer and who may call what; handlers raise ShoalErrors and need nothing else. Everything here belongs to the
+event loop that called `start`. This module does not handle signals: the service's main does, and calls `drain_and_stop`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import grpc
+import grpc.aio
+from google.protobuf import descriptor_pool
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health import aio as health_aio
+from grpc_reflection.v1alpha import reflection
+from prometheus_client import CollectorRegistry
+
+from shoal_common.errors import ConfigurationError
+from shoal_common.rpc.server_interceptors import AuthInterceptor, ErrorInterceptor
+from shoal_common.security import Role, TlsSettings, TokenTable
+from shoal_common.settings import parse_address
+from shoal_common.telemetry.grpc_metrics import ServerMetricsInterceptor
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings:
+    """Where a server listens, and whom it lets in."""
+
+    listen: str
+    """host:port; port 0: the operating system picks one, `RpcServer.start` returns it."""
+
+    tls: TlsSettings | None = None
+    """None: plain text."""
+
+    tokens: TokenTable = field(default_factory=TokenTable.open)
+    """Open: everyone may do everything."""
+
+    insecure: bool = False
+    """Allows a `listen` address that other machines can reach without TLS or without tokens."""
+
+    drain_timeout: timedelta = timedelta(seconds=10)
+    """How long calls in progress may go on after a drain has begun."""
+
+    max_message_bytes: int = 16 << 20
+    """Longest message received or sent; longer ones get RESOURCE_EXHAUSTED."""
+
+    shortest_keepalive: timedelta = timedelta(seconds=5)
+    """Clients that ping more often are disconnected. At most the clients' `ChannelSettings.keepalive`."""
+
+    def __post_init__(self) -> None:
+        address = parse_address(self.listen)
+        if self.tls is not None and self.tls.certificate is None:
+            raise ConfigurationError("a TLS server needs a certificate and its key")
+        lacking = [name for name, lacks in (("TLS", self.tls is None), ("tokens", self.tokens.is_open)) if lacks]
+        if lacking and not address.is_loopback and not self.insecure:
+            raise ConfigurationError(
+                f"listen={self.listen!r} can be reached from other machines, without {' and '.join(lacking)}; "
+                "configure them, listen on 127.0.0.1, or say insecure=True"
+            )
+        if self.drain_timeout < timedelta(0):
+            raise ConfigurationError(f"drain_timeout={self.drain_timeout}: expected zero or more")
+        if self.max_message_bytes < 1:
+            raise ConfigurationError(f"max_message_bytes={self.max_message_bytes}: expected at least 1")
+
+
+class RpcServer:
+    """One service on one port. `start` once, `drain_and_stop` once, both on the same event loop."""
+
+    def __init__(
+        self,
+        settings: ServerSettings,
+        *,
+        service_name: str,
+        register: Callable[[grpc.aio.Server], None],
+        allowed_roles: Mapping[str, frozenset[Role]],
+        metrics_registry: CollectorRegistry,
+    ) -> None:
+        """`service_name`: "shoal.v1.Coordinator". `register` adds the servicer. `allowed_roles`: for each full method,
+        "/shoal.v1.Coordinator/CreateJob", the roles besides ADMIN that may call it; ConfigurationError unless it names exactly the
+        service's methods, so that none is left open or shut by oversight."""
+        _check_completeness(service_name, allowed_roles)
+        self.draining = asyncio.Event()
+        """Set when a drain begins: long-lived streams should end by themselves."""
+        self._settings = settings
+        self._service_name = service_name
+        self._register = register
+        self._interceptors = (
+            ServerMetricsInterceptor(metrics_registry),
+            ErrorInterceptor(),
+            AuthInterceptor(settings.tokens, allowed_roles),
+        )
+        self._health = health_aio.HealthServicer()
+        self._server: grpc.aio.Server | None = None
+
+    async def start(self) -> int:
+        """Binds, serves and says SERVING; returns the port. ConfigurationError when the address cannot be bound."""
+        if self._server is not None:
+            raise RuntimeError("this RpcServer was started before; make a new one")
+        server = grpc.aio.server(interceptors=self._interceptors, options=_options(self._settings))
+        self._register(server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        reflection.enable_server_reflection((self._service_name, "grpc.health.v1.Health", reflection.SERVICE_NAME), server)
+        port = self._bind(server)
+        await self.set_serving(False)
+        await server.start()
+        self._server = server
+        await self.set_serving(True)
+        logger.info("serving", extra={"service": self._service_name, "port": port})
+        return port
+
+    async def set_serving(self, serving: bool) -> None:
+        """What health checks are told, of the service and of the whole server. Not after a drain has begun."""
+        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+        for name in ("", self._service_name):
+            await self._health.set(name, status)
+
+    async def drain_and_stop(self) -> None:
+        """NOT_SERVING, no new calls, up to `drain_timeout` for those in progress, then they are cancelled. Idempotent."""
+        if self._server is None:
+            return
+        self.draining.set()
+        await self._health.enter_graceful_shutdown()
+        await self._server.stop(self._settings.drain_timeout.total_seconds())
+
+    def _bind(self, server: grpc.aio.Server) -> int:
+        settings = self._settings
+        credentials = _credentials(settings.tls)
+        try:
+            if credentials is None:
+                port = server.add_insecure_port(settings.listen)
+            else:
+                port = server.add_secure_port(settings.listen, credentials)
+        except RuntimeError as error:
+            raise ConfigurationError(
+                f"cannot listen on {settings.listen}: {error}; free the address, or use port 0 for one that is"
+            ) from error
+        return int(port)
+
+
+def _check_completeness(service_name: str, allowed_roles: Mapping[str, frozenset[Role]]) -> None:
+    try:
+        service = descriptor_pool.Default().FindServiceByName(service_name)
+    except KeyError:
+        raise ConfigurationError(f"service {service_name!r} is unknown; import its generated module first") from None
+    methods = {f"/{service_name}/{method.name}" for method in service.methods}
+    if missing := methods - allowed_roles.keys():
+        raise ConfigurationError(f"allowed_roles lacks {', '.join(sorted(missing))}")
+    if unknown := allowed_roles.keys() - methods:
+        raise ConfigurationError(f"allowed_roles names what {service_name} does not have: {', '.join(sorted(unknown))}")
+
+
+def _credentials(tls: TlsSettings | None) -> grpc.ServerCredentials | None:
+    if tls is None:
+        return None
+    material = tls.load()
+    return grpc.ssl_server_credentials(
+        [(material.key, material.certificate)],
+        root_certificates=material.authority,
+        require_client_auth=tls.require_client_certificate,
+    )
+
+
+def _options(settings: ServerSettings) -> list[tuple[str, Any]]:
+    return [
+        ("grpc.max_receive_message_length", settings.max_message_bytes),
+        ("grpc.max_send_message_length", settings.max_message_bytes),
+        # Otherwise two servers share a port silently, each getting some of the calls.
+        ("grpc.so_reuseport", 0),
+        # Clients ping idle connections (ChannelSettings.keepalive); pings more frequent than this end the connection with GOAWAY.
+        # The C name of this option is MIN_RECV_PING_INTERVAL_WITHOUT_DATA; its string is not.
+        ("grpc.http2.min_ping_interval_without_data_ms", max(1, round(settings.shortest_keepalive.total_seconds() * 1000))),
+        ("grpc.keepalive_permit_without_calls", 1),
+        # The server looks for vanished clients too: a member's broken session is how its death is noticed first.
+        ("grpc.keepalive_time_ms", 20_000),
+        ("grpc.keepalive_timeout_ms", 10_000),
+        ("grpc.http2.max_pings_without_data", 0),
+    ]

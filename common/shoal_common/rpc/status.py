@@ -1,0 +1,100 @@
+"""Errors over gRPC: ShoalError -> rich status (google.rpc.Status with ErrorInfo) -> ShoalError, keeping class and reason.
+
+ErrorInfo.reason is the error's reason, ErrorInfo.domain "shoal", ErrorInfo.metadata["class"] its class in shoal_common.errors. Clients
+in other languages need only the code and the reason. Statuses that did not come from Shoal's code (no connection, a deadline, a
+proxy's answer) have no ErrorInfo: the class then follows from the code alone.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any, Final, NoReturn
+
+import grpc
+from google.protobuf import any_pb2
+from google.protobuf.message import DecodeError
+from google.rpc import error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+from shoal_common import errors
+from shoal_common.errors import ShoalError
+
+DOMAIN: Final = "shoal"
+_CLASS_KEY: Final = "class"
+_DETAILS_KEY: Final = "grpc-status-details-bin"
+
+# gRPC refuses trailers above 8 KiB, and the message travels twice: percent-encoded (up to three bytes each) and within the details.
+_LONGEST_MESSAGE_BYTES: Final = 1200
+_LONGEST_REASON: Final = 63
+
+_CLASSES: Final[Mapping[str, type[ShoalError]]] = {
+    name: kind for name, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, ShoalError)
+}
+_BY_CODE: Final[Mapping[grpc.StatusCode, type[ShoalError]]] = {
+    # Two classes have this code; a status that does not say which came from a server that found the request malformed.
+    **{kind.code: kind for kind in _CLASSES.values() if ShoalError in kind.__bases__},
+    grpc.StatusCode.INVALID_ARGUMENT: errors.InvalidRequestError,
+}
+
+
+def to_status(error: ShoalError) -> Any:
+    """The grpc.Status (code, details, trailing_metadata) of an error. Messages over 1200 bytes are cut."""
+    kind = next(kind for kind in type(error).__mro__ if _CLASSES.get(kind.__name__) is kind)
+    info = error_details_pb2.ErrorInfo(reason=error.reason[:_LONGEST_REASON], domain=DOMAIN, metadata={_CLASS_KEY: kind.__name__})
+    detail = any_pb2.Any()
+    detail.Pack(info)
+    return rpc_status.to_status(status_pb2.Status(code=error.code.value[0], message=_cut(str(error)), details=[detail]))
+
+
+async def abort(context: grpc.aio.ServicerContext, error: ShoalError) -> NoReturn:
+    """Ends a grpc.aio call with the error's status. Handlers served by RpcServer need only raise the error."""
+    status = to_status(error)
+    await context.abort(status.code, status.details, status.trailing_metadata)
+    raise AssertionError("unreachable: abort raises")
+
+
+def from_rpc_error(rpc_error: grpc.RpcError, *, call: str = "") -> ShoalError:
+    """The ShoalError that a failed call stands for; raise it `from rpc_error`.
+
+    `call` says what was being asked of whom ("GetJob at 127.0.0.1:7000"); it goes before messages that gRPC itself made, which do not say.
+    """
+    code = rpc_error.code()
+    message = rpc_error.details() or code.name
+    info = _error_info(rpc_error)
+    if info is None:
+        kind = _BY_CODE.get(code, ShoalError)
+        reason = kind.default_reason if kind is not ShoalError else code.name
+        return kind(f"{call}: {message}" if call else message, reason=reason)
+    named = _CLASSES.get(info.metadata.get(_CLASS_KEY, ""))
+    kind = named if named is not None and named.code is code else _by_reason(code, info.reason)
+    return kind(message, reason=info.reason)
+
+
+def _by_reason(code: grpc.StatusCode, reason: str) -> type[ShoalError]:
+    """For servers that send a reason without a class."""
+    for kind in _CLASSES.values():
+        if kind.code is code and kind.default_reason == reason:
+            return kind
+    return _BY_CODE.get(code, ShoalError)
+
+
+def _error_info(rpc_error: grpc.RpcError) -> error_details_pb2.ErrorInfo | None:
+    for key, value in rpc_error.trailing_metadata() or ():
+        if key != _DETAILS_KEY:
+            continue
+        try:
+            for detail in status_pb2.Status.FromString(value).details:
+                info = error_details_pb2.ErrorInfo()
+                if detail.Unpack(info) and info.domain == DOMAIN:
+                    return info
+        except DecodeError:
+            return None
+    return None
+
+
+def _cut(message: str) -> str:
+    encoded = message.encode(errors="replace")
+    if len(encoded) <= _LONGEST_MESSAGE_BYTES:
+        return encoded.decode()
+    return encoded[: _LONGEST_MESSAGE_BYTES - 3].decode(errors="ignore") + "..."

@@ -1,0 +1,164 @@
+"""Who may call: roles, bearer tokens, certificates. No gRPC here; the interceptors are in rpc/.
+
+Tokens are compared in constant time and never appear in messages, reprs or logs. An empty table is open: everyone is let in, which
+servers allow on loopback only unless told otherwise.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import ssl
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Final
+
+from shoal_common.errors import AuthenticationError, ConfigurationError
+
+BEARER: Final = "Bearer "
+
+
+class Role(StrEnum):
+    """What a token's holder is. ADMIN may do everything; the others what each method's `allowed_roles` says."""
+
+    ADMIN = "admin"
+    WORKER = "worker"
+    SERVER = "server"
+    VIEWER = "viewer"
+
+
+ANY_ROLE: Final = frozenset(Role)
+
+
+class TokenTable:
+    """Which token has which role. Immutable, so threads may share it."""
+
+    def __init__(self, roles: Mapping[str, Role | str] | None = None) -> None:
+        """From token -> role. Raises ConfigurationError for an unknown role or a token that no HTTP header can carry."""
+        self._roles: dict[bytes, Role] = {}
+        for position, (token, role) in enumerate((roles or {}).items(), start=1):
+            self._add(token, role, f"token {position}")
+
+    @classmethod
+    def open(cls) -> TokenTable:
+        """The empty table: no authentication."""
+        return cls()
+
+    @classmethod
+    def from_file(cls, path: str | os.PathLike[str]) -> TokenTable:
+        """From lines `role: token`; blank lines and lines starting with # are skipped. A file without tokens is refused."""
+        table = cls()
+        try:
+            lines = Path(path).read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigurationError(f"the token file {os.fspath(path)} cannot be read: {error}") from error
+        for number, line in enumerate(lines, start=1):
+            if not line.strip() or line.lstrip().startswith("#"):
+                continue
+            role, separator, token = line.partition(":")
+            if not separator:
+                raise ConfigurationError(f"{os.fspath(path)}, line {number}: expected `role: token`, found no colon")
+            table._add(token.strip(), role.strip(), f"{os.fspath(path)}, line {number}")
+        if table.is_open:
+            raise ConfigurationError(f"the token file {os.fspath(path)} holds no token; add a line `admin: TOKEN`, or give no file")
+        return table
+
+    @property
+    def is_open(self) -> bool:
+        return not self._roles
+
+    def role_of(self, authorization: str | None) -> Role:
+        """The role of an `authorization` header's value, `Bearer TOKEN`. Not for open tables, which have no roles.
+
+        Raises AuthenticationError: TOKEN_MISSING or TOKEN_INVALID.
+        """
+        if not authorization:
+            raise AuthenticationError("a bearer token is required: send `authorization: Bearer TOKEN`", reason="TOKEN_MISSING")
+        scheme, token = authorization[: len(BEARER)], authorization[len(BEARER) :].strip()
+        if scheme.lower() != BEARER.lower():
+            raise AuthenticationError("the authorization is not of the form `Bearer TOKEN`")
+        digest = _digest(token)
+        found: Role | None = None
+        # No early exit: the time must not depend on which token matches.
+        for known, role in self._roles.items():
+            if hmac.compare_digest(known, digest):
+                found = role
+        if found is None:
+            raise AuthenticationError("the bearer token is not known here; ask for one from this cluster's token file")
+        return found
+
+    def _add(self, token: str, role: Role | str, where: str) -> None:
+        try:
+            parsed = Role(role)
+        except ValueError:
+            raise ConfigurationError(f"{where}: role {str(role)!r} is unknown; expected one of {', '.join(Role)}") from None
+        if not token or not token.isascii() or not token.isprintable() or " " in token:
+            raise ConfigurationError(f"{where}: a token must be printable ASCII without spaces, and not empty")
+        digest = _digest(token)
+        if self._roles.get(digest, parsed) != parsed:
+            raise ConfigurationError(f"{where}: this token has the role {self._roles[digest]} already; give each role its own")
+        self._roles[digest] = parsed
+
+    def __repr__(self) -> str:
+        return f"TokenTable({len(self._roles)} tokens)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TlsSettings:
+    """PEM files of one side of a TLS connection. A server needs certificate and key; a client needs them for mutual TLS only."""
+
+    certificate: Path | None = None
+    """This side's certificate chain."""
+
+    key: Path | None = None
+    """Its private key."""
+
+    authority: Path | None = None
+    """The certificates that the other side's must be signed by; None for a client: the system's."""
+
+    require_client_certificate: bool = False
+    """Server only: mutual TLS, clients must show a certificate signed by `authority`."""
+
+    def __post_init__(self) -> None:
+        if (self.certificate is None) != (self.key is None):
+            given, missing = ("certificate", "key") if self.key is None else ("key", "certificate")
+            raise ConfigurationError(f"TLS {given} is given without its {missing}; give both")
+        if self.require_client_certificate and self.authority is None:
+            raise ConfigurationError("require_client_certificate needs `authority`: the file with the certificates that sign clients'")
+
+    def load(self) -> TlsMaterial:
+        """Reads and checks the files, so that a wrong one is named here and not by a failing handshake. Raises ConfigurationError."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        if self.authority is not None:
+            _checked("authority", self.authority, lambda: context.load_verify_locations(self.authority))
+        if self.certificate is not None and self.key is not None:
+            certificate, key = self.certificate, self.key
+            # An encrypted key would make OpenSSL ask on the terminal.
+            _checked("certificate and key", certificate, lambda: context.load_cert_chain(certificate, key, password=""))
+        return TlsMaterial(*(None if path is None else path.read_bytes() for path in (self.certificate, self.key, self.authority)))
+
+
+@dataclass(frozen=True)
+class TlsMaterial:
+    """The contents of TlsSettings' files."""
+
+    certificate: bytes | None
+    key: bytes | None
+    authority: bytes | None
+
+    def __repr__(self) -> str:
+        return "TlsMaterial(...)"
+
+
+def _checked(what: str, path: Path, load: Callable[[], None]) -> None:
+    try:
+        load()
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigurationError(f"TLS {what} {path}: {error}; expected unencrypted PEM files that belong together") from error
+
+
+def _digest(token: str) -> bytes:
+    return hashlib.sha256(token.encode()).digest()

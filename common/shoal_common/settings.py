@@ -1,0 +1,133 @@
+"""Reading values that people write: durations, listen addresses, environment variables. One clear ConfigurationError for each mistake.
+
+Only a service's own settings module reads the environment, through ShoalSettings; everything else takes values. This module knows no
+service and has no defaults of theirs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from ipaddress import ip_address
+from typing import Annotated, Any, Final, Self
+
+from pydantic import BeforeValidator, SecretStr, ValidationError
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from shoal_common.errors import ConfigurationError
+
+_UNITS: Final[Mapping[str, float]] = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_DURATION: Final = re.compile(r"(?P<number>[0-9]+(\.[0-9]+)?)\s*(?P<unit>[a-z]+)", re.ASCII)
+_LONGEST_DURATION: Final = timedelta(days=3650)
+
+
+def parse_duration(text: str) -> timedelta:
+    """`250ms`, `1.5s`, `2m`, `1h`, `1d`, `10us`: a number and a unit, never negative, at most ten years."""
+    match = _DURATION.fullmatch(text.strip())
+    if match is None or match["unit"] not in _UNITS:
+        raise ConfigurationError(f"duration {_shown(text)}: expected a number and a unit ({', '.join(_UNITS)}), as in 250ms or 1.5s")
+    seconds = float(match["number"]) * _UNITS[match["unit"]]
+    if seconds > _LONGEST_DURATION.total_seconds():
+        raise ConfigurationError(f"duration {_shown(text)}: longer than ten years; give a shorter one")
+    return timedelta(seconds=seconds)
+
+
+@dataclass(frozen=True)
+class Address:
+    """host:port, to listen on or to connect to. Port 0, for listening: the operating system picks one."""
+
+    host: str
+    port: int
+
+    @property
+    def is_loopback(self) -> bool:
+        """Only this machine can reach it."""
+        if self.host == "localhost":
+            return True
+        try:
+            return ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def parse_address(text: str) -> Address:
+    """`127.0.0.1:7000`, `coordinator:7000`, `[::1]:7000`, `0.0.0.0:0`."""
+    wrong = ConfigurationError(f"address {_shown(text)}: expected HOST:PORT with a port of 0 to 65535, as in 127.0.0.1:7000 or [::1]:0")
+    host, separator, port = text.strip().rpartition(":")
+    if not separator or not port.isascii() or not port.isdigit() or int(port) > 65535 or len(port) > 5:
+        raise wrong
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+        try:
+            ip_address(host)
+        except ValueError:
+            raise wrong from None
+    elif not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?", host):
+        raise wrong
+    return Address(host, int(port))
+
+
+def _duration_or_pass(value: object) -> object:
+    return parse_duration(value) if isinstance(value, str) else value
+
+
+def _address_or_pass(value: object) -> object:
+    return parse_address(value) if isinstance(value, str) else value
+
+
+Duration = Annotated[timedelta, BeforeValidator(_duration_or_pass)]
+"""A settings field written as `250ms`."""
+
+AddressField = Annotated[Address, BeforeValidator(_address_or_pass)]
+"""A settings field written as `HOST:PORT`."""
+
+
+class ShoalSettings(BaseSettings):
+    """The base of every service's settings: environment variables SHOAL_..., frozen, unknown arguments refused.
+
+    A service subclasses it with `model_config = SettingsConfigDict(env_prefix="SHOAL_COORDINATOR_")`; pydantic merges the rest.
+    Explicit arguments win over the environment, the environment over defaults. Make instances with `load`, which turns pydantic's errors
+    into one ConfigurationError.
+    """
+
+    model_config = SettingsConfigDict(env_prefix="SHOAL_", frozen=True, extra="forbid", env_ignore_empty=True, validate_default=True)
+
+    @classmethod
+    def load(cls, **given: Any) -> Self:
+        """From `given` (flags; None means not given) over the environment over the defaults."""
+        try:
+            return cls(**{name: value for name, value in given.items() if value is not None})
+        except ValidationError as error:
+            raise ConfigurationError(cls._explained(error)) from error
+
+    @classmethod
+    def _explained(cls, error: ValidationError) -> str:
+        prefix = cls.model_config.get("env_prefix", "")
+        problems: list[str] = []
+        for detail in error.errors(include_url=False):
+            field = str(detail["loc"][0]) if detail["loc"] else ""
+            message = detail["msg"].removeprefix("Value error, ")
+            value = "" if detail["type"] == "missing" or not field or cls._is_secret(field) else f"={_shown(detail['input'])}"
+            remedy = f" (set --{field.replace('_', '-')} or {prefix}{field.upper()})" if field in cls.model_fields else ""
+            problems.append(f"{field}{value}: {message}{remedy}" if field else message)
+        return "; ".join(problems)
+
+    @classmethod
+    def _is_secret(cls, field: str) -> bool:
+        known = cls.model_fields.get(field)
+        return known is not None and "SecretStr" in str(known.annotation)
+
+
+def secret_value(secret: SecretStr | None) -> str | None:
+    """The text of an optional secret."""
+    return None if secret is None else secret.get_secret_value()
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 120 else f"{text[:117]}..."

@@ -1,0 +1,184 @@
+"""The small HTTP server beside every gRPC service: `/metrics`, `/healthz` and a service's own GET routes (the coordinator's `/sd`).
+
+Threaded, from the standard library: scrapes must be answered while the event loop is busy, and there is one every few seconds. Routes
+therefore run on threads of this server, several at a time. It is for operators and Prometheus, not for data; no TLS (put a proxy
+before it, or keep it on a private network).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import TracebackType
+from typing import Any, Final, Self
+from urllib.parse import parse_qsl, urlsplit
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import choose_encoder
+
+from shoal_common.errors import AuthenticationError, ConfigurationError, ShoalError, UnavailableError
+from shoal_common.security import TokenTable
+from shoal_common.settings import parse_address
+
+logger = logging.getLogger(__name__)
+
+_IDLE_CONNECTION_S: Final = 30
+
+
+@dataclass(frozen=True)
+class HttpRequest:
+    """A GET request."""
+
+    path: str
+    query: Mapping[str, str]
+    headers: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class HttpResponse:
+    """An answer."""
+
+    body: bytes
+    content_type: str = "text/plain; charset=utf-8"
+    status: int = HTTPStatus.OK
+
+    @classmethod
+    def json(cls, value: Any, *, status: int = HTTPStatus.OK) -> HttpResponse:
+        return cls(json.dumps(value).encode(), "application/json", status)
+
+    @classmethod
+    def text(cls, text: str, *, status: int = HTTPStatus.OK) -> HttpResponse:
+        return cls(f"{text}\n".encode(), status=status)
+
+
+Route = Callable[[HttpRequest], HttpResponse]
+"""Runs on a thread of the HTTP server. UnavailableError becomes 503, every other exception 500."""
+
+
+class HttpServer:
+    """A running server; a context manager. `close()` is idempotent and waits for the listening thread."""
+
+    def __init__(self, server: ThreadingHTTPServer) -> None:
+        self._server = server
+        self._closed = False
+        self._thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, name="shoal-http", daemon=True)
+        self._thread.start()
+
+    @property
+    def port(self) -> int:
+        return int(self._server.server_address[1])
+
+    @property
+    def address(self) -> str:
+        """host:port as listened on."""
+        return f"{self._server.server_address[0]!s}:{self.port}"
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.close()
+
+
+def serve_metrics(
+    listen: str,
+    registry: CollectorRegistry,
+    *,
+    routes: Mapping[str, Route] | None = None,
+    unhealthy: Callable[[], str | None] = lambda: None,
+    tokens: TokenTable | None = None,
+) -> HttpServer:
+    """Serves until closed. `listen`: host:port, port 0 picks one (`.port`).
+
+    `unhealthy` answers /healthz: None for 200, else the reason, sent with 503. `tokens`, unless open, are asked for on every path but
+    /healthz, any role. ConfigurationError when the address cannot be bound.
+    """
+    address = parse_address(listen)
+    table: dict[str, Route] = {
+        "/metrics": lambda request: _metrics(registry, request),
+        "/healthz": lambda request: _healthz(unhealthy()),
+        **(routes or {}),
+    }
+    required = None if tokens is None or tokens.is_open else tokens
+
+    class Handler(_Handler):
+        routes = table
+        tokens = required
+
+    class Server(ThreadingHTTPServer):
+        daemon_threads = True
+        block_on_close = False
+        address_family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+
+        def handle_error(self, request: Any, client_address: Any) -> None:
+            logger.debug("a connection broke", exc_info=True, extra={"client": client_address})
+
+    try:
+        server = Server((address.host, address.port), Handler)
+    except OSError as error:
+        raise ConfigurationError(f"cannot listen on {listen}: {error}; free the address, or use port 0 for one that is") from error
+    return HttpServer(server)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server_version = "shoal"
+    sys_version = ""
+    timeout = _IDLE_CONNECTION_S
+    routes: Mapping[str, Route]
+    tokens: TokenTable | None
+
+    def do_GET(self) -> None:
+        parts = urlsplit(self.path)
+        request = HttpRequest(parts.path, dict(parse_qsl(parts.query)), {key.lower(): value for key, value in self.headers.items()})
+        response = self._answer(request)
+        self.send_response(response.status)
+        self.send_header("Content-Type", response.content_type)
+        self.send_header("Content-Length", str(len(response.body)))
+        if response.status == HTTPStatus.UNAUTHORIZED:
+            self.send_header("WWW-Authenticate", "Bearer")
+        self.end_headers()
+        self.wfile.write(response.body)
+
+    def _answer(self, request: HttpRequest) -> HttpResponse:
+        route = self.routes.get(request.path)
+        if route is None:
+            return HttpResponse.text(f"no such page; there are {', '.join(sorted(self.routes))}", status=HTTPStatus.NOT_FOUND)
+        try:
+            if self.tokens is not None and request.path != "/healthz":
+                self.tokens.role_of(request.headers.get("authorization"))
+            return route(request)
+        except AuthenticationError as error:
+            return HttpResponse.text(str(error), status=HTTPStatus.UNAUTHORIZED)
+        except UnavailableError as error:
+            return HttpResponse.text(str(error), status=HTTPStatus.SERVICE_UNAVAILABLE)
+        except Exception as error:
+            logger.exception("an HTTP route failed", extra={"path": request.path})
+            known = str(error) if isinstance(error, ShoalError) else f"{type(error).__name__}; the log says more"
+            return HttpResponse.text(f"{request.path} failed: {known}", status=HTTPStatus.INTERNAL_SERVER_ERROR)
+
+    def log_message(self, format: str, *arguments: Any) -> None:
+        logger.debug(format, *arguments)
+
+
+def _metrics(registry: CollectorRegistry, request: HttpRequest) -> HttpResponse:
+    encode, content_type = choose_encoder(request.headers.get("accept", ""))
+    return HttpResponse(encode(registry), content_type)
+
+
+def _healthz(reason: str | None) -> HttpResponse:
+    return HttpResponse.text("ok") if reason is None else HttpResponse.text(reason, status=HTTPStatus.SERVICE_UNAVAILABLE)

@@ -1,0 +1,54 @@
+"""Log lines: one line per record on stderr, with `key=value` for what `extra=` gives.
+
+    2026-03-01T12:00:00.123Z INFO coordinator shoal_coordinator.sessions member joined job_id=mnist member_id=4f2c
+
+Times are UTC. Line breaks within a message or a traceback are written as \\n, so that a record never takes two lines.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from typing import Final
+
+from shoal_common.errors import ConfigurationError
+
+_STANDARD: Final = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}
+_LEVELS: Final = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+
+
+class LineFormatter(logging.Formatter):
+    """One record, one line."""
+
+    def __init__(self, service: str) -> None:
+        super().__init__()
+        self._service = service
+
+    def format(self, record: logging.LogRecord) -> str:
+        time_of_day = f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(record.created))}.{int(record.msecs):03d}Z"
+        parts = [time_of_day, record.levelname, self._service, record.name, record.getMessage()]
+        parts += [f"{key}={_value(value)}" for key, value in record.__dict__.items() if key not in _STANDARD]
+        if record.exc_info:
+            parts.append(f"exception={_value(self.formatException(record.exc_info))}")
+        if record.stack_info:
+            parts.append(f"stack={_value(self.formatStack(record.stack_info))}")
+        return " ".join(parts).replace("\r", "\\r").replace("\n", "\\n")
+
+
+def configure_logging(service: str, level: str = "INFO") -> None:
+    """Sends all logging of this process to stderr in Shoal's form. Replaces handlers set before. `level`: DEBUG ... CRITICAL."""
+    if level.upper() not in _LEVELS:
+        raise ConfigurationError(f"log level {level!r}: expected one of {', '.join(_LEVELS)}")
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(LineFormatter(service))
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    logging.captureWarnings(True)
+
+
+def _value(value: object) -> str:
+    """Quoted when a reader could not tell where it ends."""
+    text = str(value)
+    if text and not any(character.isspace() or character in '"=' for character in text):
+        return text
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'

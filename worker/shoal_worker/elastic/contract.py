@@ -54,15 +54,6 @@ class Share:
 class StepClock(Protocol):
     """The session, as a loader sees it."""
 
-    def attach(self, source: StepSource, name: str | None) -> str:
-        """A training loader was made, or meets this session for the first time. Returns its name: `name`, or when that is None the next free
-        one in order of construction (`loader`, `loader-2`, ...), which is the same in every rank because the scripts are.
-
-        Raises ConfigurationError when another live loader has `name`. Holds the source weakly. A state that came for this name before the
-        loader was there (`resume` ahead of its construction) is given to it here.
-        """
-        ...
-
     def begin_step(self, source: StepSource) -> Placement:
         """Starts the next step: the border at which joins, drains and failures are settled.
 
@@ -99,7 +90,9 @@ class StepClock(Protocol):
         ...
 
     def register_source(self, source: StepSource) -> None:
-        """Called once by a training loader's constructor. Gives it the cursor of a checkpoint or a peer, if one waits under its name."""
+        """Called once by a training loader's constructor, and before its first `begin_step` with another session than it was made under.
+        Gives it the cursor of a checkpoint or a peer, if one waits under its name. Holds the source weakly. Raises ConfigurationError when
+        another live loader has its name."""
         ...
 
     def lease_batches(self, *, loader: str, epoch: int, batches_in_epoch: int, finished: Sequence[int], want: int) -> Leases:

@@ -1,0 +1,153 @@
+"""One parameter server's client: a method per RPC of shoal.v1.ParameterServer, with the same names in snake_case.
+
+Tensors go through shoal_common.wire: payloads are sent from the caller's buffers and pulled straight into them. Synchronous and safe to
+share between threads; never use one in a forked child. Every method raises ShoalErrors: what the .proto says of each RPC, and
+UnavailableError or DeadlineError where the server cannot be reached. `deadline` overrides ChannelSettings.deadline.
+
+Which partition is on which server is the caller's business, and so is repeating a push (its sequence numbers make that safe).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, Final, Self
+
+from shoal_protos.v1 import parameter_server_pb2 as pb
+from shoal_protos.v1.parameter_server_pb2_grpc import ParameterServerStub
+
+from shoal_common.clients.calls import Caller
+from shoal_common.clients.pull import PullReceiver
+from shoal_common.errors import ShoalError
+from shoal_common.rpc.channel import ChannelSettings
+from shoal_common.wire import decode_pull_chunk, encode_push_chunk, framed
+
+SERVICE: Final = "shoal.v1.ParameterServer"
+DEFAULT_STREAM_DEADLINE: Final = timedelta(seconds=60)
+
+Partitions = Iterable[tuple[pb.PushHeader, memoryview]]
+"""What is pushed: each partition's header (payload_bytes and checksum as the caller set them) and its encoded payload."""
+
+
+class ParameterServerClient:
+    """A context manager; the connection is made by the first call."""
+
+    def __init__(self, settings: ChannelSettings, *, interceptors: Sequence[Any] = ()) -> None:
+        self._caller = Caller(settings, interceptors, ParameterServerStub)
+        grpc_channel = self._caller.channel
+        self._initialize = grpc_channel.stream_unary(
+            f"/{SERVICE}/Initialize", request_serializer=encode_push_chunk, response_deserializer=pb.PushResponse.FromString
+        )
+        self._push = grpc_channel.stream_unary(
+            f"/{SERVICE}/Push", request_serializer=encode_push_chunk, response_deserializer=pb.PushResponse.FromString
+        )
+        self._pull = grpc_channel.unary_stream(f"/{SERVICE}/Pull", request_serializer=pb.PullRequest.SerializeToString)
+
+    # ---------------------------------------------------------------------------------------------------------- tensors
+
+    def initialize(self, partitions: Partitions, *, deadline: timedelta = DEFAULT_STREAM_DEADLINE) -> list[pb.PartitionResult]:
+        """Offers first values; the first writer of each partition wins. One result per partition, in order."""
+        return self._upload("Initialize", self._initialize, partitions, deadline)
+
+    def push(self, partitions: Partitions, *, deadline: timedelta = DEFAULT_STREAM_DEADLINE) -> list[pb.PartitionResult]:
+        """Pushes gradients. One result per partition, in order.
+
+        After an error some partitions may have been applied: push them all again with the same sequence numbers; what was applied is
+        acknowledged and not applied twice. Buffers must not change until the call returns. `partitions` is read on a thread of gRPC's.
+        """
+        return self._upload("Push", self._push, partitions, deadline)
+
+    def _upload(
+        self, method: str, multi_callable: Callable[..., pb.PushResponse], partitions: Partitions, deadline: timedelta
+    ) -> list[pb.PartitionResult]:
+        outgoing = _Outgoing(partitions)
+        try:
+            with self._caller.errors(method):
+                return list(multi_callable(iter(outgoing), timeout=deadline.total_seconds()).results)
+        except ShoalError as error:
+            if outgoing.failure is not None:
+                raise outgoing.failure from error
+            raise
+
+    def pull(
+        self,
+        request: pb.PullRequest,
+        into: Callable[[pb.PullHeader], memoryview | None],
+        *,
+        deadline: timedelta | None = None,
+    ) -> list[pb.PullHeader]:
+        """Writes each partition straight into the buffer that `into` gives for its header; None: its payload is dropped.
+
+        `into` is not called for partitions that are `unchanged`. Buffers must be writable, C-contiguous and of exactly
+        `payload_bytes`. Returns every header, in the order sent. After an error buffers may hold part of a partition; the headers of
+        whole ones are not known then: pull again. Raises CorruptDataError for truncated or damaged payloads. `deadline` None: 60 s beyond
+        the request's own wait_ms.
+        """
+        if deadline is None:
+            deadline = DEFAULT_STREAM_DEADLINE + timedelta(milliseconds=request.wait_ms)
+        receiver = PullReceiver(into)
+        with self._caller.errors("Pull"):
+            call = self._pull(request, timeout=deadline.total_seconds())
+            try:
+                for data in call:
+                    receiver.receive(*decode_pull_chunk(data))
+            finally:
+                call.cancel()
+        return receiver.finish()
+
+    # -------------------------------------------------------------------------------------------------------- the rest
+
+    def configure_optimizer(
+        self, job_id: str, optimizer: pb.OptimizerSpec, consistency: pb.Consistency, *, deadline: timedelta | None = None
+    ) -> pb.ConfigureOptimizerResponse:
+        request = pb.ConfigureOptimizerRequest(job_id=job_id, optimizer=optimizer, consistency=consistency)
+        return self._caller.unary("ConfigureOptimizer", request, pb.ConfigureOptimizerResponse, deadline)
+
+    def set_hyperparameters(
+        self,
+        job_id: str,
+        *,
+        revision: int,
+        hyperparameters: Mapping[str, float],
+        groups: Iterable[pb.ParameterGroup] = (),
+        deadline: timedelta | None = None,
+    ) -> pb.SetHyperparametersResponse:
+        request = pb.SetHyperparametersRequest(job_id=job_id, revision=revision, hyperparameters=hyperparameters, groups=groups)
+        return self._caller.unary("SetHyperparameters", request, pb.SetHyperparametersResponse, deadline)
+
+    def advance_clock(self, job_id: str, member_id: str, *, clock: int, deadline: timedelta | None = None) -> pb.AdvanceClockResponse:
+        request = pb.AdvanceClockRequest(job_id=job_id, member_id=member_id, clock=clock)
+        return self._caller.unary("AdvanceClock", request, pb.AdvanceClockResponse, deadline)
+
+    def snapshot(self, job_id: str, *, deadline: timedelta = DEFAULT_STREAM_DEADLINE) -> pb.SnapshotResponse:
+        return self._caller.unary("Snapshot", pb.SnapshotRequest(job_id=job_id), pb.SnapshotResponse, deadline)
+
+    def get_server(self, *, deadline: timedelta | None = None) -> pb.GetServerResponse:
+        return self._caller.unary("GetServer", pb.GetServerRequest(), pb.GetServerResponse, deadline)
+
+    def close(self) -> None:
+        """Cancels calls in progress and closes the connection. Idempotent."""
+        self._caller.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.close()
+
+
+class _Outgoing:
+    """The chunks of an upload, and what went wrong while making them: gRPC only says that something did."""
+
+    def __init__(self, partitions: Partitions) -> None:
+        self._partitions = partitions
+        self.failure: Exception | None = None
+
+    def __iter__(self) -> Iterator[tuple[pb.PushHeader | None, memoryview]]:
+        try:
+            for header, payload in self._partitions:
+                yield from framed(header, payload)
+        except Exception as error:
+            self.failure = error
+            raise

@@ -1,0 +1,68 @@
+"""Putting a Pull's chunks together in the caller's own memory, and checking that every partition came whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from shoal_protos.v1 import parameter_server_pb2 as pb
+
+from shoal_common.errors import ConfigurationError, CorruptDataError
+from shoal_common.wire import as_bytes, checksum
+
+
+class PullReceiver:
+    """The state of one Pull, on the thread that reads it: `receive` each chunk, then `finish`."""
+
+    def __init__(self, into: Callable[[pb.PullHeader], memoryview | None]) -> None:
+        self._into = into
+        self._headers: list[pb.PullHeader] = []
+        self._target: memoryview | None = None
+        self._received = 0
+
+    def receive(self, header: pb.PullHeader | None, payload: memoryview) -> None:
+        """One chunk: with a header it opens a partition, without it continues the one before."""
+        if header is not None:
+            self._check_complete()
+            self._open(header)
+        elif not self._headers:
+            raise CorruptDataError("the server's stream begins without a header", reason="STREAM_MALFORMED")
+        end = self._received + payload.nbytes
+        expected = self._headers[-1].payload_bytes
+        if end > expected:
+            raise CorruptDataError(
+                f"partition {self._headers[-1].partition_id}: more than the {expected} bytes that its header declares",
+                reason="STREAM_MALFORMED",
+            )
+        if self._target is not None:
+            self._target[self._received : end] = payload
+        self._received = end
+
+    def finish(self) -> list[pb.PullHeader]:
+        """All headers, once the stream has ended."""
+        self._check_complete()
+        return self._headers
+
+    def _open(self, header: pb.PullHeader) -> None:
+        target = None if header.unchanged else self._into(header)
+        if target is not None:
+            if target.readonly or target.nbytes != header.payload_bytes:
+                raise ConfigurationError(
+                    f"partition {header.partition_id}: the buffer given has {target.nbytes} bytes{' and is read-only' * target.readonly}, "
+                    f"expected a writable one of {header.payload_bytes}",
+                    reason="BUFFER_MISMATCH",
+                )
+            target = as_bytes(target)
+        self._headers.append(header)
+        self._target = target
+        self._received = 0
+
+    def _check_complete(self) -> None:
+        if not self._headers:
+            return
+        header = self._headers[-1]
+        if self._received != header.payload_bytes:
+            raise CorruptDataError(
+                f"partition {header.partition_id} is truncated: {self._received} of {header.payload_bytes} bytes came", reason="TRUNCATED"
+            )
+        if self._target is not None and header.checksum and checksum(self._target) != header.checksum:
+            raise CorruptDataError(f"partition {header.partition_id} fails its checksum", reason="CHECKSUM_MISMATCH")

@@ -1,0 +1,205 @@
+"""Tensors on the wire: PushChunk and PullChunk in protobuf's own encoding, without protobuf's copies of their payload.
+
+A generated class copies a `bytes` field when it is set, when it is serialized, when it is parsed and when it is read. Here the header is
+protobuf's business and the payload stays a memoryview: one copy to encode (gRPC sends only `bytes`), none to decode. Any other client
+speaks the same bytes with its generated classes: what is unusual but valid (unknown fields, other orders) is left to protobuf itself.
+
+The functions are gRPC serializers: `(header or None, payload)` in, `bytes` out, and back. numpy only; bfloat16, which numpy does not have,
+is carried as uint16. Nothing here checks a header against a payload: the receivers do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
+
+import numpy as np
+import xxhash
+from google.protobuf.message import DecodeError
+from shoal_protos.v1 import parameter_server_pb2 as pb
+
+from shoal_common.errors import CorruptDataError, InvalidRequestError, ShoalError
+
+CHUNK_BYTES: Final = 1 << 20
+"""Payload of one chunk: streams are fastest between 256 KiB and 4 MiB."""
+
+LARGEST_CHUNK_BYTES: Final = 4 << 20
+"""What PushChunk allows."""
+
+HeaderT = TypeVar("HeaderT", pb.PushHeader, pb.PullHeader)
+
+
+# --------------------------------------------------------------------------------------------------------------- dtypes
+
+
+@dataclass(frozen=True)
+class DtypeInfo:
+    """One element type."""
+
+    dtype: int
+    """shoal.v1.Dtype."""
+
+    name: str
+    """As in TensorSpec.dtype."""
+
+    numpy: np.dtype[Any]
+    """Little-endian; uint16 for bfloat16."""
+
+    @property
+    def item_bytes(self) -> int:
+        return self.numpy.itemsize
+
+
+DTYPES: Final[Mapping[int, DtypeInfo]] = {
+    info.dtype: info
+    for info in (
+        DtypeInfo(pb.DTYPE_FLOAT32, "float32", np.dtype("<f4")),
+        DtypeInfo(pb.DTYPE_FLOAT64, "float64", np.dtype("<f8")),
+        DtypeInfo(pb.DTYPE_FLOAT16, "float16", np.dtype("<f2")),
+        DtypeInfo(pb.DTYPE_BFLOAT16, "bfloat16", np.dtype("<u2")),
+    )
+}
+"""Every Dtype but UNSPECIFIED."""
+
+_BY_NAME: Final = {info.name: info for info in DTYPES.values()}
+
+
+def dtype_info(dtype: int | str) -> DtypeInfo:
+    """Of a shoal.v1.Dtype or of a name ("bfloat16"). InvalidRequestError / DTYPE_UNSUPPORTED for others."""
+    info = _BY_NAME.get(dtype) if isinstance(dtype, str) else DTYPES.get(dtype)
+    if info is None:
+        raise InvalidRequestError(f"dtype {dtype!r}: expected one of {', '.join(_BY_NAME)}", reason="DTYPE_UNSUPPORTED")
+    return info
+
+
+# ------------------------------------------------------------------------------------------------------------- payloads
+
+
+def chunks(buffer: memoryview, size: int = CHUNK_BYTES) -> Iterator[memoryview]:
+    """The buffer's bytes in pieces of at most `size`; an empty buffer is one empty piece, since its header needs a chunk to travel in."""
+    if size < 1:
+        raise ValueError(f"size={size}: expected at least 1 byte")
+    data = as_bytes(buffer)
+    yield data[:size]
+    for start in range(size, data.nbytes, size):
+        yield data[start : start + size]
+
+
+def framed(header: HeaderT, payload: memoryview, size: int = CHUNK_BYTES) -> Iterator[tuple[HeaderT | None, memoryview]]:
+    """One partition as the chunks that carry it: the first with the header, the rest without."""
+    opening: HeaderT | None = header
+    for piece in chunks(payload, size):
+        yield opening, piece
+        opening = None
+
+
+def checksum(buffer: memoryview | bytes) -> int:
+    """xxh3-64 of the buffer's bytes, as PushHeader.checksum and PullHeader.checksum carry it."""
+    return xxhash.xxh3_64_intdigest(as_bytes(memoryview(buffer)))
+
+
+def as_bytes(buffer: memoryview) -> memoryview:
+    """The same memory as flat bytes. ValueError unless it is C-contiguous."""
+    if not buffer.c_contiguous:
+        raise ValueError("the buffer is not C-contiguous; make it so first (numpy.ascontiguousarray, Tensor.contiguous)")
+    # A view without elements cannot be cast when it has more than one dimension.
+    return buffer.cast("B") if buffer.nbytes else memoryview(b"")
+
+
+# ------------------------------------------------------------------------------------------------------------- messages
+
+# Both messages have `header` as field 1 and `payload` as field 2, both length-delimited: wire type 2 (tested against the descriptors).
+_HEADER_TAG: Final = 1 << 3 | 2
+_PAYLOAD_TAG: Final = 2 << 3 | 2
+
+
+def encode_push_chunk(chunk: tuple[pb.PushHeader | None, memoryview]) -> bytes:
+    """A PushChunk's bytes."""
+    return _encode(*chunk)
+
+
+def decode_push_chunk(data: bytes) -> tuple[pb.PushHeader | None, memoryview]:
+    """A PushChunk's header, if it has one, and payload, a read-only view of `data`. InvalidRequestError / MESSAGE_MALFORMED."""
+    return _decode(data, pb.PushChunk, pb.PushHeader, InvalidRequestError)
+
+
+def encode_pull_chunk(chunk: tuple[pb.PullHeader | None, memoryview]) -> bytes:
+    """A PullChunk's bytes."""
+    return _encode(*chunk)
+
+
+def decode_pull_chunk(data: bytes) -> tuple[pb.PullHeader | None, memoryview]:
+    """A PullChunk's header, if it has one, and payload, a read-only view of `data`. CorruptDataError / MESSAGE_MALFORMED."""
+    return _decode(data, pb.PullChunk, pb.PullHeader, CorruptDataError)
+
+
+def _encode(header: pb.PushHeader | pb.PullHeader | None, payload: memoryview) -> bytes:
+    parts: list[bytes | memoryview] = []
+    if header is not None:
+        encoded = header.SerializeToString()
+        parts += [_prefix(_HEADER_TAG, len(encoded)), encoded]
+    if payload.nbytes:
+        parts += [_prefix(_PAYLOAD_TAG, payload.nbytes), as_bytes(payload)]
+    return b"".join(parts)
+
+
+def _prefix(tag: int, length: int) -> bytes:
+    """A field's tag and its length as a varint: seven bits a byte, lowest first, the high bit set on all but the last."""
+    out = bytearray((tag,))
+    while length > 0x7F:
+        out.append(length & 0x7F | 0x80)
+        length >>= 7
+    out.append(length)
+    return bytes(out)
+
+
+def _decode(data: bytes, message: Any, header_type: type[HeaderT], malformed: type[ShoalError]) -> tuple[HeaderT | None, memoryview]:
+    try:
+        found = _decode_canonical(data, header_type)
+        if found is not None:
+            return found
+        parsed = message.FromString(data)
+    except DecodeError as error:
+        name = message.DESCRIPTOR.name
+        raise malformed(
+            f"{len(data)} bytes are not a {name}: {error}; they are truncated or of another type", reason="MESSAGE_MALFORMED"
+        ) from error
+    return (parsed.header if parsed.HasField("header") else None), memoryview(parsed.payload)
+
+
+def _decode_canonical(data: bytes, header_type: type[HeaderT]) -> tuple[HeaderT | None, memoryview] | None:
+    """The form that every protobuf library writes: the header, then the payload, each at most once. None for any other."""
+    view = memoryview(data)
+    end = len(data)
+    position = 0
+    header: HeaderT | None = None
+    if position < end and data[position] == _HEADER_TAG:
+        bounds = _field(data, position + 1)
+        if bounds is None:
+            return None
+        header = header_type.FromString(data[bounds[0] : bounds[1]])
+        position = bounds[1]
+    payload = view[end:]
+    if position < end and data[position] == _PAYLOAD_TAG:
+        bounds = _field(data, position + 1)
+        if bounds is None:
+            return None
+        payload = view[bounds[0] : bounds[1]]
+        position = bounds[1]
+    return (header, payload) if position == end else None
+
+
+def _field(data: bytes, position: int) -> tuple[int, int] | None:
+    """Start and end of the field whose length stands at `position`; None when it reaches beyond `data`."""
+    length = 0
+    for shift in range(0, 35, 7):
+        if position >= len(data):
+            return None
+        byte = data[position]
+        position += 1
+        length |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            end = position + length
+            return (position, end) if end <= len(data) else None
+    return None

@@ -133,3 +133,7 @@ class StepSource(Protocol):
 
 class StopTraining(Exception):  # noqa: N818 - it is no error: the run ends here
     """Raised inside a loader to end its iteration: the job is stopped, finished, or this member was drained."""
+
+
+class Drained(StopTraining):
+    """This member alone leaves: it was asked to drain, or got SIGTERM. Ends the process with status 0."""

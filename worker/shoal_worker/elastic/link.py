@@ -1,0 +1,298 @@
+"""A member's session with the coordinator: one gRPC stream, held open by a thread of its own.
+
+Threads. The link's thread reads directives and reconnects; grpc's own thread draws outgoing messages, and a heartbeat whenever there was
+none for an interval. The training thread calls the public methods. All shared fields are guarded by `_changed`, a condition
+that is notified at every change. Callbacks run on the link's thread and must not block.
+
+While the coordinator is away training goes on: the link reconnects, with backoff, for as long as it takes; only those who wait for a
+generation notice, by their own deadline.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+
+from shoal_common.clients.coordinator import CoordinatorClient
+from shoal_common.errors import (
+    DeadlineError,
+    PermissionDeniedError,
+    PreconditionError,
+    ShoalError,
+    UnavailableError,
+)
+from shoal_protos.v1 import coordinator_pb2 as pb
+
+from shoal_worker.elastic.contract import Drained, StopTraining
+from shoal_worker.elastic.generation import Generation
+
+_log = logging.getLogger(__name__)
+
+_FIRST_BACKOFF_S = 0.05
+_LONGEST_BACKOFF_S = 2.0
+_RETRYABLE = (UnavailableError, DeadlineError)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemberIdentity:
+    """What a member tells of itself when it joins."""
+
+    job_id: str
+    member_id: str
+    host: str
+    pid: int
+    launcher_id: str
+    local_index: int
+    donor_address: str
+    metrics_address: str
+
+
+class CoordinatorLink:
+    """The membership of this process, as told by the coordinator."""
+
+    def __init__(self, client: CoordinatorClient, identity: MemberIdentity, *, on_generation: Callable[[Generation], None]) -> None:
+        """Does not connect yet.
+
+        `on_generation` is called on the link's thread for every new generation, before waiters wake: it interrupts what the generation ends.
+        """
+        self.client = client
+        self.identity = identity
+        self._on_generation = on_generation
+        self._changed = threading.Condition()
+        self._welcome: pb.Welcome | None = None
+        self._newest: Generation | None = None
+        self._drain: str | None = None
+        self._stop: str | None = None
+        self._standby: str | None = None
+        self._fatal: ShoalError | None = None
+        self._ready = False
+        self._generation = 0
+        self._progress = pb.Progress(loss=float("nan"))
+        self._failure: pb.CollectiveFailure | None = None
+        self._leaving: pb.Leave | None = None
+        self._streams = 0
+        self._thread = threading.Thread(target=self._run, name="shoal-link", daemon=True)
+
+    # ------------------------------------------------------------------------------------------------ the training thread
+
+    def connect(self, timeout: timedelta) -> pb.Welcome:
+        """Opens the session and returns the coordinator's welcome.
+
+        Raises:
+            DeadlineError: no coordinator answered in time.
+            ShoalError: the coordinator refused the member.
+        """
+        self._thread.start()
+        deadline = time.monotonic() + timeout.total_seconds()
+        with self._changed:
+            while self._welcome is None:
+                self._raise_if_over()
+                if not self._changed.wait(deadline - time.monotonic()):
+                    raise DeadlineError(
+                        f"waited {timeout.total_seconds():.0f} s for the coordinator at {self.client.address} to accept this member into "
+                        f"job {self.identity.job_id!r}; check SHOAL_COORDINATOR and that the coordinator runs"
+                    )
+            return self._welcome
+
+    def ready(self) -> None:
+        """Asks for a rank."""
+        with self._changed:
+            self._ready = True
+            self._changed.notify_all()
+
+    def wait_generation(self, *, after: int, timeout: timedelta) -> Generation:
+        """Blocks until a generation above `after` is known, and returns the newest.
+
+        Raises:
+            StopTraining: the job was stopped (`Drained`: this member is to leave).
+            DeadlineError: none came in time.
+            ShoalError: this member was put out.
+        """
+        deadline = time.monotonic() + timeout.total_seconds()
+        with self._changed:
+            while self._newest is None or self._newest.number <= after:
+                self._raise_if_over()
+                if self._stop is not None:
+                    raise StopTraining(self._stop)
+                if self._drain is not None:
+                    raise Drained(self._drain)
+                if not self._changed.wait(deadline - time.monotonic()):
+                    raise DeadlineError(
+                        f"waited {timeout.total_seconds():.0f} s for a generation above {after} of job {self.identity.job_id!r}"
+                        f" ({self._standby or 'the coordinator has not said why there is none'})"
+                    )
+            return self._newest
+
+    def failed(self, generation: int, *, detail: str, timed_out: bool = False) -> None:
+        """Reports a failed collective of `generation`, unless a newer generation is known already."""
+        with self._changed:
+            if self._newest is None or self._newest.number == generation:
+                self._failure = pb.CollectiveFailure(generation=generation, timed_out=timed_out, detail=detail[:1024])
+                self._changed.notify_all()
+
+    def entered(self, generation: int) -> None:
+        """This member works in `generation` from now on: goes out with the heartbeats."""
+        with self._changed:
+            self._generation = generation
+
+    def report(self, progress: pb.Progress) -> None:
+        """Replaces the progress that the heartbeats carry. The caller must not change `progress` afterwards."""
+        self._progress = progress
+
+    @property
+    def newest(self) -> int:
+        """Number of the newest generation known; 0 before the first."""
+        newest = self._newest
+        return newest.number if newest is not None else 0
+
+    @property
+    def newest_generation(self) -> Generation | None:
+        """The newest generation known."""
+        return self._newest
+
+    @property
+    def draining(self) -> str | None:
+        """Why this member is to leave at the next border; None: it is not."""
+        return self._drain
+
+    @property
+    def stopped(self) -> str | None:
+        """Why the job is to stop; None: it goes on."""
+        return self._stop
+
+    def drain(self, reason: str) -> None:
+        """Marks this member as leaving at the next border (SIGTERM). Async-signal-safe: sets one field."""
+        self._drain = reason
+
+    def leave(self, reason: pb.Leave.Reason, detail: str = "", *, timeout: timedelta = timedelta(seconds=5)) -> None:
+        """Tells the coordinator goodbye and ends the session. Waits at most `timeout` for the message to go out."""
+        with self._changed:
+            if self._leaving is not None:
+                return
+            self._leaving = pb.Leave(reason=reason, detail=detail[:1024])
+            self._changed.notify_all()
+        self._thread.join(timeout.total_seconds())
+        self.client.close()
+
+    # ---------------------------------------------------------------------------------------------------- the link's thread
+
+    def _run(self) -> None:
+        backoff = _FIRST_BACKOFF_S
+        while not self._over():
+            try:
+                for directive in self.client.join_session(self._messages()):
+                    backoff = _FIRST_BACKOFF_S
+                    self._take(directive)
+                if self._over():
+                    return
+                _log.info("the coordinator ended the session; reconnecting")
+            except _RETRYABLE as error:
+                if self._over():
+                    return
+                _log.warning("no connection to the coordinator, training goes on without membership changes: %s", error)
+            except ShoalError as error:
+                if not self._over():
+                    self._fail(error)
+                return
+            time.sleep(backoff * random.uniform(0.5, 1.0))  # noqa: S311 - jitter, so that members do not come back all at once
+            backoff = min(2 * backoff, _LONGEST_BACKOFF_S)
+
+    def _messages(self) -> Iterator[pb.MemberMessage]:
+        """Outgoing messages of one stream, drawn by grpc's thread.
+
+        What a member has to say is kept as state, not as a queue, and each stream says all of it: a message that was drawn for a stream that had
+        just broken is said again on the next one.
+        """
+        identity = self.identity
+        with self._changed:
+            self._streams += 1
+            stream = self._streams
+        yield pb.MemberMessage(
+            join=pb.Join(
+                job_id=identity.job_id,
+                member_id=identity.member_id,
+                host=identity.host,
+                pid=identity.pid,
+                launcher_id=identity.launcher_id,
+                local_index=identity.local_index,
+                donor_address=identity.donor_address,
+                metrics_address=identity.metrics_address,
+                last_generation=self.newest,
+            )
+        )
+        said_ready = False
+        said_failure: pb.CollectiveFailure | None = None
+        while True:
+            with self._changed:
+                if stream != self._streams:
+                    return
+                if self._ready and not said_ready:
+                    said_ready = True
+                    message = pb.MemberMessage(ready=pb.Ready())
+                elif self._failure is not said_failure:
+                    said_failure = self._failure
+                    message = pb.MemberMessage(collective_failure=said_failure)
+                elif self._leaving is not None:
+                    message = pb.MemberMessage(leave=self._leaving)
+                elif self._changed.wait_for(lambda: self._unsaid(said_ready, said_failure, stream), self._heartbeat_interval_s()):
+                    continue
+                else:
+                    message = pb.MemberMessage(heartbeat=pb.Heartbeat(generation=self._generation, progress=self._progress))
+            yield message
+            if message.HasField("leave"):
+                return
+
+    def _unsaid(self, said_ready: bool, said_failure: pb.CollectiveFailure | None, stream: int) -> bool:
+        return (
+            stream != self._streams
+            or (self._ready and not said_ready)
+            or self._failure is not said_failure
+            or self._leaving is not None
+        )
+
+    def _heartbeat_interval_s(self) -> float:
+        return self._welcome.heartbeat_interval_ms / 1000 if self._welcome is not None else 1.0
+
+    def _take(self, directive: pb.MemberDirective) -> None:
+        kind = directive.WhichOneof("directive")
+        generation = Generation.parse(directive.generation, self.identity.member_id) if kind == "generation" else None
+        with self._changed:
+            if generation is not None:
+                if self._newest is not None and generation.number <= self._newest.number:
+                    return
+                self._newest = generation
+                self._standby = None
+            elif kind == "welcome":
+                self._welcome = directive.welcome
+            elif kind == "drain":
+                self._drain = directive.drain.reason or "drained"
+            elif kind == "stop":
+                self._stop = directive.stop.reason or "stopped"
+            elif kind == "standby":
+                self._standby = directive.standby.reason
+        if generation is not None:
+            self._on_generation(generation)
+        with self._changed:
+            self._changed.notify_all()
+
+    def _fail(self, error: ShoalError) -> None:
+        _log.error("the coordinator refuses this member: %s", error)
+        with self._changed:
+            self._fatal = error
+            self._changed.notify_all()
+
+    def _over(self) -> bool:
+        with self._changed:
+            return self._leaving is not None or self._fatal is not None
+
+    def _raise_if_over(self) -> None:
+        if self._fatal is not None:
+            error = self._fatal
+            if isinstance(error, PreconditionError | PermissionDeniedError):
+                raise type(error)(f"this member was put out of job {self.identity.job_id!r}: {error}", reason=error.reason) from error
+            raise error

@@ -1,0 +1,132 @@
+"""Which generation this process works in: asks the coordinator for ranks, connects groups, and gives up groups that are over.
+
+The training thread forms and leaves groups. The link's thread calls `_interrupt` for each new generation, which frees the training thread from
+collectives of a generation that is over and from forming one that is superseded. `_lock` guards `_group` and `_forming`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+from shoal_common.clients.coordinator import CoordinatorClient
+from shoal_protos.v1 import coordinator_pb2 as pb
+
+from shoal_worker.backends.base import CommunicationBackend
+from shoal_worker.elastic.generation import Generation
+from shoal_worker.elastic.group import Forming, Group, connect
+from shoal_worker.elastic.link import CoordinatorLink, MemberIdentity
+from shoal_worker.settings import WorkerSettings
+
+_log = logging.getLogger(__name__)
+
+
+class Membership:
+    """This process's place among the members of its job."""
+
+    def __init__(self, client: CoordinatorClient, identity: MemberIdentity, settings: WorkerSettings, *, host: str) -> None:
+        """Does not connect yet. `host` is the address peers reach this process at."""
+        self._settings = settings
+        self._host = host
+        self._lock = threading.Lock()
+        self._group: Group | None = None
+        self._forming: Forming | None = None
+        self._left = 0
+        self._store_url = ""
+        self.link = CoordinatorLink(client, identity, on_generation=self._interrupt)
+        self.make_backend: Callable[[], CommunicationBackend] | None = None
+        """Makes the backend of the next group; set before the first `form`."""
+
+    def join(self) -> pb.Welcome:
+        """Opens the session with the coordinator. Raises what `CoordinatorLink.connect` raises."""
+        welcome = self.link.connect(self._settings.rendezvous_timeout)
+        self._store_url = self._settings.store_url or welcome.store_url
+        return welcome
+
+    @property
+    def group(self) -> Group | None:
+        """The group formed last; it may be broken. None before the first and after `leave_group`."""
+        return self._group
+
+    @property
+    def changes(self) -> bool:
+        """There is a newer generation, or this member is to leave: settle it at the next border."""
+        group = self._group
+        return group is None or self.link.newest > group.generation.number or self.link.draining is not None or self.link.stopped is not None
+
+    def await_generation(self) -> Generation:
+        """Waits for the first generation that this process has not been in, without connecting it."""
+        return self.link.wait_generation(after=self._left, timeout=self._settings.rendezvous_timeout)
+
+    def form(self) -> Group:
+        """Leaves the group there is, waits for a newer generation and connects it.
+
+        Raises:
+            MembershipChanged: it did not form; `failed` was reported; call again.
+            StopTraining, DeadlineError, ShoalError: as `CoordinatorLink.wait_generation`.
+        """
+        self.leave_group("re-forming")
+        generation = self.await_generation()
+        self._left = generation.number
+        assert self.make_backend is not None
+        try:
+            group = connect(
+                generation,
+                make_backend=self.make_backend,
+                store_url=self._store_url,
+                prefix=f"shoal:{{{self.link.identity.job_id}}}:store:{generation.number}-{generation.nonce}",
+                host=self._host,
+                arrival_timeout=self._settings.rendezvous_timeout,
+                connect_timeout=self._settings.connect_timeout,
+                collective_timeout=self._settings.collective_timeout,
+                announce=self._announce,
+            )
+        finally:
+            with self._lock:
+                self._forming = None
+        with self._lock:
+            self._group = group
+        newest = self.link.newest_generation
+        if newest is not None and generation.number < newest.interrupts_below:
+            group.abort(f"superseded by generation {newest.number}")
+        self.link.entered(generation.number)
+        _log.info("generation %d formed: rank %d of %d", generation.number, generation.rank, generation.world_size)
+        return group
+
+    def failed(self, error: BaseException) -> None:
+        """A collective of the current generation failed here: tells the coordinator, unless it knows already."""
+        self.link.failed(self._left, detail=str(error), timed_out="timed out" in str(error).lower())
+
+    def leave_group(self, reason: str) -> None:
+        """Lets go of the group, so that its sockets close and no peer waits for this process."""
+        with self._lock:
+            group, self._group = self._group, None
+        if group is not None:
+            group.abort(reason)
+            started = time.monotonic()
+            group.close()
+            elapsed = time.monotonic() - started
+            if elapsed > 1.0:
+                _log.warning("closing the group of generation %d took %.1f s", group.generation.number, elapsed)
+
+    def leave(self, reason: pb.Leave.Reason, detail: str = "") -> None:
+        """Ends the session with the coordinator and lets go of the group."""
+        self.link.leave(reason, detail, timeout=timedelta(seconds=5))
+        self.leave_group("this member left")
+
+    def _announce(self, forming: Forming) -> None:
+        with self._lock:
+            self._forming = forming
+        if self.link.newest > forming.generation.number:
+            forming.abort("a newer generation was announced")
+
+    def _interrupt(self, generation: Generation) -> None:
+        with self._lock:
+            group, forming = self._group, self._forming
+        if forming is not None and forming.generation.number < generation.number:
+            forming.abort(f"superseded by generation {generation.number}")
+        if group is not None and group.generation.number < generation.interrupts_below:
+            group.abort(f"superseded by generation {generation.number}")

@@ -1,0 +1,114 @@
+"""What all ranks do together between steps: evaluate, decide on early stopping, save, confirm the end of an epoch.
+
+Operations are numbered from the last commit on, the same on every rank. Their results are kept until the next commit. So when a fault hits an operation
+that some ranks had finished, those ranks answer the others from what they kept (see `Session`), and nobody runs it again who need not.
+
+Results are JSON values: they travel between processes. All of it runs on the training thread.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from shoal_common.errors import PreconditionError
+
+from shoal_worker.elastic.group import Channel, Group
+
+Body = Callable[[Channel], Any]
+"""Runs one operation over a channel; may be run again, on another channel, when the membership changed on the way."""
+
+_SPECTATOR = "spectator"
+
+
+class Operations:
+    """The operations since the last commit, as this rank has gone through them."""
+
+    def __init__(self) -> None:
+        self._results: list[Any] = []
+        self._position = 0
+
+    @property
+    def finished(self) -> int:
+        """How many results this rank has."""
+        return len(self._results)
+
+    def take_known(self) -> tuple[bool, Any]:
+        """(True, result) if the next operation's result is known already, and moves past it; else (False, None)."""
+        if self._position < len(self._results):
+            self._position += 1
+            return True, self._results[self._position - 1]
+        return False, None
+
+    def keep(self, result: Any) -> None:
+        """The next operation is finished."""
+        self._results.append(result)
+        self._position += 1
+
+    def committed(self) -> None:
+        """A step was committed: numbering starts anew."""
+        self._results.clear()
+        self._position = 0
+
+    def encode(self) -> bytes:
+        """All results, for ranks that lack them."""
+        return json.dumps(self._results).encode()
+
+    def extend(self, encoded: bytes) -> None:
+        """Takes results from a rank that is further, or equally far."""
+        self._results = json.loads(encoded)
+
+    def restart(self, encoded: bytes, *, passed: bool) -> None:
+        """Takes another rank's results along with its state. `passed`: this rank's script is past these operations, too."""
+        self._results = json.loads(encoded) if encoded else []
+        self._position = len(self._results) if passed else 0
+
+
+class GroupChannel:
+    """A group's ranks without the spectators, who follow along and contribute nothing.
+
+    Each message says which operation it belongs to, so that ranks whose scripts went different ways get an error instead of each other's data.
+    """
+
+    def __init__(self, group: Group, kind: str, spectators: tuple[int, ...]) -> None:
+        self._group = group
+        self._kind = kind
+        self._members = [r for r in range(group.world_size) if r not in spectators]
+
+    @property
+    def rank(self) -> int:
+        """Among the members."""
+        return self._members.index(self._group.rank)
+
+    @property
+    def world_size(self) -> int:
+        """Number of members."""
+        return len(self._members)
+
+    def exchange(self, payload: bytes) -> list[bytes]:
+        """Sends `payload` to all members and returns everybody's, in rank order."""
+        answers = self._group.exchange(self._kind.encode() + b"\0" + payload)
+        split = [answers[r].split(b"\0", 1) for r in self._members]
+        kinds = {kind.decode() for kind, _ in split}
+        if kinds != {self._kind}:
+            told = ", ".join(f"rank {r}: {answers[r].split(bytes(1), 1)[0].decode()}" for r in self._members)
+            raise PreconditionError(
+                f"the ranks' scripts went different ways ({told}); every rank must call evaluate, save_checkpoint, should_early_stop and the"
+                " loader's iterations in the same order",
+                reason="RANKS_DIVERGED",
+            )
+        return [body for _, body in split]
+
+
+def spectate(group: Group, spectators: tuple[int, ...], border: str) -> None:
+    """Follows the members' exchanges until they are all at the border.
+
+    Raises:
+        MembershipChanged: the group is over.
+    """
+    members = [r for r in range(group.world_size) if r not in spectators]
+    while True:
+        answers = group.exchange(_SPECTATOR.encode() + b"\0")
+        if all(answers[r].startswith(border.encode() + b"\0") for r in members):
+            return

@@ -1,0 +1,109 @@
+"""State that the user registered: sent to joiners, put back on a redo, saved in checkpoints.
+
+Schedulers and gradient scalers advance by a call that the user's loop makes after `optimizer.step()`. When the step was lost, that call must do
+nothing. So their `step` (of a scheduler) or `update` (of a scaler) is wrapped at registration, and the wrapper asks this class. All of it runs on the
+training thread.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
+
+from shoal_common.errors import ConfigurationError
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """What can be registered."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
+
+
+class RegisteredState:
+    """Named stateful objects and their gates."""
+
+    def __init__(self) -> None:
+        self._objects: dict[str, Stateful] = {}
+        self._pending: dict[str, Any] = {}
+        self._calls: dict[str, int] = {}
+        """Advances since the last commit."""
+        self._skip: dict[str, int] = {}
+        """Advances still to be ignored after this rank took a state in which its peers had made them already."""
+        self._void = False
+        """The last step was void: ignore every advance until the next step begins."""
+
+    def register(self, name: str, value: object) -> None:
+        """Adds `value` under `name`; a state that waited under that name is loaded into it.
+
+        Raises:
+            ConfigurationError: it has no state_dict/load_state_dict, or the name is taken by another object.
+        """
+        if not isinstance(value, Stateful):
+            raise ConfigurationError(
+                f"register_state({name}=...): {type(value).__name__} has no state_dict() and load_state_dict(); "
+                "register an object that has both"
+            )
+        if name in self._objects and self._objects[name] is not value:
+            raise ConfigurationError(f"register_state({name}=...): the name {name!r} is taken by another object; choose another name")
+        if name in self._objects:
+            return
+        self._objects[name] = value
+        advance = "update" if hasattr(value, "get_scale") else "step"
+        if callable(getattr(value, advance, None)):
+            self._gate(name, value, advance)
+        if name in self._pending:
+            value.load_state_dict(self._pending.pop(name))
+
+    def capture(self) -> dict[str, Any]:
+        """State and advances of all objects."""
+        return {
+            "states": {name: value.state_dict() for name, value in self._objects.items()} | self._pending,
+            "calls": dict(self._calls),
+        }
+
+    def restore(self, captured: Mapping[str, Any], *, skip_advances: bool) -> None:
+        """Loads a captured state. States of names that are not registered yet wait for them.
+
+        `skip_advances`: the user's loop on this rank will still make the calls that the donor's loop had made when it was captured.
+        """
+        states = dict(captured["states"])
+        for name, value in self._objects.items():
+            if name in states:
+                value.load_state_dict(states.pop(name))
+        self._pending = states
+        self._calls = {}
+        self._skip = dict(captured["calls"]) if skip_advances else {}
+        self._void = False
+
+    def step_begins(self) -> None:
+        """The next step begins: advances count again."""
+        self._void = False
+        self._skip.clear()
+
+    def step_committed(self) -> None:
+        """The step's own advances come next."""
+        self._calls.clear()
+
+    def step_void(self) -> None:
+        """The step was lost: its advances must not count."""
+        self._void = True
+
+    def _gate(self, name: str, value: Any, method: str) -> None:
+        advance = getattr(value, method)
+
+        @functools.wraps(advance)
+        def gated(_self: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._void:
+                return None
+            if self._skip.get(name, 0) > 0:
+                self._skip[name] -= 1
+                return None
+            self._calls[name] = self._calls.get(name, 0) + 1
+            return advance(*args, **kwargs)  # bound before the class changed
+
+        # A class of its own, not an attribute of the instance: schedulers put their instance attributes into state_dict().
+        kind = type(value)
+        value.__class__ = type(kind.__name__, (kind,), {method: gated, "__module__": kind.__module__, "__qualname__": kind.__qualname__})

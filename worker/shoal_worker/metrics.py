@@ -1,0 +1,68 @@
+"""The worker's Prometheus metrics, each with its help text. One registry per session."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from shoal_worker.elastic.generation import Generation
+
+_PAUSES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+_STALENESS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128)
+
+
+class WorkerMetrics:
+    """What a worker tells Prometheus."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.generation = Gauge("shoal_worker_generation", "Number of the generation this worker works in.", registry=self.registry)
+        self.rank = Gauge("shoal_worker_rank", "Rank in that generation.", registry=self.registry)
+        self.world_size = Gauge("shoal_worker_world_size", "Ranks in that generation.", registry=self.registry)
+        self.steps_committed = Counter("shoal_worker_steps_committed", "Steps applied on this worker.", registry=self.registry)
+        self.steps_lost = Counter("shoal_worker_steps_lost", "Steps that a fault made void on this worker.", registry=self.registry)
+        self.samples = Counter("shoal_worker_samples", "Samples of this worker that committed steps counted.", registry=self.registry)
+        self.loss = Gauge("shoal_worker_loss", "Loss of the last committed step, if the loop told it.", registry=self.registry)
+        self.step_seconds = Histogram(
+            "shoal_worker_step_seconds",
+            "Time from one commit to the next.",
+            buckets=(0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30),
+            registry=self.registry,
+        )
+        self.reform_seconds = Histogram(
+            "shoal_worker_reform_seconds",
+            "Time to form a generation and reconcile state in it, once announced or awaited.",
+            buckets=_PAUSES,
+            registry=self.registry,
+        )
+        self.recovery_seconds = Histogram(
+            "shoal_worker_recovery_seconds",
+            "Pause of training at a failure: from noticing it to the next committed step.",
+            buckets=_PAUSES,
+            registry=self.registry,
+        )
+        self.join_seconds = Histogram(
+            "shoal_worker_join_seconds",
+            "Pause of training at a join: from the border to the joiners' having their state.",
+            buckets=_PAUSES,
+            registry=self.registry,
+        )
+        self.transfer_bytes = Counter("shoal_worker_state_received_bytes", "State received from peers.", registry=self.registry)
+        self.transfer_seconds = Counter("shoal_worker_state_receive_seconds", "Time spent receiving it.", registry=self.registry)
+        self.staleness = Histogram(
+            "shoal_worker_staleness",
+            "Versions that were applied between a pull and the push that followed it (async_sgd).",
+            buckets=_STALENESS,
+            registry=self.registry,
+        )
+
+    def generation_formed(self, generation: Generation, seconds: float) -> None:
+        """A generation formed."""
+        self.generation.set(generation.number)
+        self.rank.set(generation.rank)
+        self.world_size.set(generation.world_size)
+        self.reform_seconds.observe(seconds)
+
+    def transferred(self, size_bytes: int, seconds: float) -> None:
+        """State was received from peers."""
+        self.transfer_bytes.inc(size_bytes)
+        self.transfer_seconds.inc(seconds)

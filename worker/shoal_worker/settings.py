@@ -1,0 +1,91 @@
+"""What a worker reads from its environment: the one module of this distribution that does.
+
+Launchers set these; a user's script never needs to. Everything else in the package takes values.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import uuid
+from datetime import timedelta
+from pathlib import Path
+
+from pydantic import Field
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from shoal_common.errors import ConfigurationError
+
+
+def _default_host() -> str:
+    return socket.gethostname()
+
+
+class WorkerSettings(BaseSettings):
+    """`SHOAL_...` variables of one worker process."""
+
+    model_config = SettingsConfigDict(env_prefix="SHOAL_", frozen=True, extra="ignore")
+
+    coordinator: str | None = None
+    """host:port of the coordinator; None: this process is a world of one."""
+    job_id: str = "default"
+    """The job to join. The launcher has created it."""
+    member_id: str = Field(default_factory=lambda: uuid.uuid4().hex)
+    """This process, this incarnation."""
+    launcher_id: str = ""
+    """The launcher that started it."""
+    local_index: int = Field(default=0, ge=0)
+    """Its index among that launcher's workers: which GPU it takes."""
+    host: str = Field(default_factory=_default_host)
+    """Name of this machine: ranks of one host are adjacent, and on one host `interface` may be loopback."""
+    interface: str | None = None
+    """Address on which this worker's peers reach it; None: that of the route to the coordinator."""
+    token: str | None = None
+    """Bearer token of the worker role."""
+    tls_authority: Path | None = None
+    """CA certificate (PEM) that signed the services' certificates; None: plain text."""
+    tls_certificate: Path | None = None
+    """This worker's own certificate (PEM), for mutual TLS."""
+    tls_key: Path | None = None
+    """Its private key (PEM)."""
+    store_url: str | None = None
+    """Redis of the rendezvous stores, if other than what the coordinator tells."""
+    metrics_listen: str | None = None
+    """host:port to serve /metrics on (port 0: any); None: no metrics are served."""
+    record_dir: Path | None = None
+    """Where to record every sample index handed out and every commit, as JSON lines; None: nowhere."""
+    rendezvous_timeout_s: float = Field(default=900.0, gt=0)
+    """Longest wait for a rank: at the start, for `min_workers`, and after failures."""
+    collective_timeout_s: float = Field(default=300.0, gt=0)
+    """Longest a collective may take before a peer counts as stuck."""
+    connect_timeout_s: float = Field(default=5.0, gt=0)
+    """Longest time to connect the process group of a new generation."""
+
+    @property
+    def rendezvous_timeout(self) -> timedelta:
+        """As a duration."""
+        return timedelta(seconds=self.rendezvous_timeout_s)
+
+    @property
+    def collective_timeout(self) -> timedelta:
+        """As a duration."""
+        return timedelta(seconds=self.collective_timeout_s)
+
+    @property
+    def connect_timeout(self) -> timedelta:
+        """As a duration."""
+        return timedelta(seconds=self.connect_timeout_s)
+
+
+def check_not_torchrun(settings: WorkerSettings) -> None:
+    """Refuses to be a world of one under a launcher that expects several ranks.
+
+    Raises:
+        ConfigurationError: `WORLD_SIZE` says more than one, but no coordinator is named.
+    """
+    world_size = os.environ.get("WORLD_SIZE", "1")
+    if settings.coordinator is None and world_size not in ("", "1"):
+        raise ConfigurationError(
+            f"WORLD_SIZE={world_size} is set, but SHOAL_COORDINATOR is not: each rank would train alone. "
+            "Start the script with `shoal run --nproc-per-node ... train.py` instead of torchrun, or unset WORLD_SIZE."
+        )

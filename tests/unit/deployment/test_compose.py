@@ -1,0 +1,130 @@
+"""What compose's own tools accept although it cannot work: names that lead nowhere, waiting for the health of what has no health check."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[3]
+COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "compose.yaml").read_text())
+GPU: dict[str, Any] = yaml.safe_load((ROOT / "compose.gpu.yaml").read_text())
+SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
+
+
+def stages() -> dict[str, str]:
+    """The Dockerfile's stages by name, each with the text of those it is built from."""
+    found: dict[str, str] = {}
+    for block in re.split(r"(?m)^(?=FROM )", (ROOT / "docker/Dockerfile").read_text())[1:]:
+        match = re.match(r"FROM (\S+) AS (\S+)", block)
+        assert match, f"a stage without a name: {block.splitlines()[0]}"
+        found[match[2]] = found.get(match[1], "") + block
+    return found
+
+
+STAGES = stages()
+
+
+def has_healthcheck(service: dict[str, Any]) -> bool:
+    return "healthcheck" in service or ("build" in service and "HEALTHCHECK" in STAGES[service["build"]["target"]])
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_a_service_waits_only_for_services_that_exist_and_for_health_only_where_it_is_checked(name: str) -> None:
+    for dependency, how in SERVICES[name].get("depends_on", {}).items():
+        assert dependency in SERVICES, f"{name} waits for {dependency}, which is no service"
+        if how["condition"] == "service_healthy":
+            assert has_healthcheck(SERVICES[dependency]), f"{name} waits for the health of {dependency}, which has no health check"
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_a_required_dependency_runs_in_every_profile_that_its_dependent_runs_in(name: str) -> None:
+    for dependency, how in SERVICES[name].get("depends_on", {}).items():
+        profiles = set(SERVICES[dependency].get("profiles", []))
+        runs_too = not profiles or (set(SERVICES[name].get("profiles", [])) and set(SERVICES[name]["profiles"]) <= profiles)
+        assert runs_too or how.get("required") is False, f"{name} needs {dependency}, which only runs with the profiles {sorted(profiles)}"
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_a_service_uses_only_declared_networks_secrets_and_volumes(name: str) -> None:
+    service = SERVICES[name]
+    assert set(service["networks"]) <= set(COMPOSE["networks"])
+    assert set(service.get("secrets", [])) <= set(COMPOSE["secrets"])
+    named = {volume.split(":")[0] for volume in service.get("volumes", []) if not volume.startswith(".")}
+    assert named <= set(COMPOSE["volumes"])
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_a_service_gets_the_secrets_that_its_settings_name_and_no_others(name: str) -> None:
+    service = SERVICES[name]
+    text = yaml.safe_dump([service.get("command"), service.get("environment"), *configuration_mounted(service)])
+    assert set(re.findall(r"/run/secrets/(\w+)", text)) == set(service.get("secrets", []))
+
+
+def configuration_mounted(service: dict[str, Any]) -> list[str]:
+    mounted = [ROOT / volume.split(":")[0] for volume in service.get("volumes", []) if volume.startswith("./docker/")]
+    return [path.read_text() for root in mounted for path in ([root] if root.is_file() else sorted(root.rglob("*.yml")))]
+
+
+def test_whatever_compose_declares_is_used() -> None:
+    for kind in ("networks", "secrets"):
+        used = {name for service in SERVICES.values() for name in service.get(kind, [])}
+        assert used == set(COMPOSE[kind])
+    volumes = {volume.split(":")[0] for service in SERVICES.values() for volume in service.get("volumes", [])}
+    assert set(COMPOSE["volumes"]) <= volumes
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_files_mounted_from_the_repository_exist(name: str) -> None:
+    for volume in SERVICES[name].get("volumes", []):
+        if volume.startswith("."):
+            assert (ROOT / volume.split(":")[0]).exists(), f"{name} mounts {volume}"
+
+
+@pytest.mark.parametrize("name", [name for name, service in SERVICES.items() if "build" in service])
+def test_what_we_build_runs_without_root_privileges(name: str) -> None:
+    stage = STAGES[SERVICES[name]["build"]["target"]]
+    users = re.findall(r"(?m)^USER (\S+)", stage)
+    assert users
+    assert int(users[-1]) > 0
+    assert "no-new-privileges:true" in SERVICES[name]["security_opt"]
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_every_service_comes_back_after_a_crash_and_publishes_only_on_loopback(name: str) -> None:
+    assert SERVICES[name]["restart"] in {"unless-stopped", "on-failure"}
+    for port in SERVICES[name].get("ports", []):
+        assert port.startswith("127.0.0.1:")
+
+
+@pytest.mark.parametrize("name", [name for name, service in SERVICES.items() if "build" not in service])
+def test_images_of_others_are_pinned_to_a_release(name: str) -> None:
+    assert re.search(r":v?\d+\.\d+\.\d+$", SERVICES[name]["image"])
+
+
+def test_redis_writes_to_disk_before_it_answers() -> None:
+    command = shlex.join(SERVICES["redis"]["command"])
+    assert "--appendonly yes" in command
+    assert "--appendfsync always" in command
+
+
+def test_the_gpu_override_changes_services_that_exist_and_builds_a_stage_that_exists() -> None:
+    for name, service in GPU["services"].items():
+        assert name in SERVICES
+        assert service["build"]["target"] in STAGES
+    gpu, cpu = GPU["services"]["worker"]["command"], SERVICES["worker"]["command"]
+    assert [part for part in gpu if part not in cpu] == ["--nproc-per-node=gpu"]
+
+
+def test_the_build_context_holds_what_the_dockerfile_copies_and_no_secrets() -> None:
+    allowed = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    for stage in STAGES.values():
+        for copy in re.findall(r"(?m)^COPY (?!--from)(?:--\S+ )?(.+) \S+$", stage):
+            for source in copy.split():
+                assert (ROOT / source).exists(), source
+                assert any(source == path or source.startswith(f"{path}/") for path in allowed), f".dockerignore leaves out {source}"
+    assert not any(path.startswith("docker/secrets") or path == "docker" for path in allowed)

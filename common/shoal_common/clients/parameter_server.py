@@ -42,6 +42,7 @@ class ParameterServerClient:
         self._push = grpc_channel.stream_unary(
             f"/{SERVICE}/Push", request_serializer=encode_push_chunk, response_deserializer=pb.PushResponse.FromString
         )
+        # Chunks are decoded by the reader, where a malformed one can be named: from a deserializer gRPC only says that it failed.
         self._pull = grpc_channel.unary_stream(f"/{SERVICE}/Pull", request_serializer=pb.PullRequest.SerializeToString)
 
     # ---------------------------------------------------------------------------------------------------------- tensors
@@ -57,18 +58,6 @@ class ParameterServerClient:
         acknowledged and not applied twice. Buffers must not change until the call returns. `partitions` is read on a thread of gRPC's.
         """
         return self._upload("Push", self._push, partitions, deadline)
-
-    def _upload(
-        self, method: str, multi_callable: Callable[..., pb.PushResponse], partitions: Partitions, deadline: timedelta
-    ) -> list[pb.PartitionResult]:
-        outgoing = _Outgoing(partitions)
-        try:
-            with self._caller.errors(method):
-                return list(multi_callable(iter(outgoing), timeout=deadline.total_seconds()).results)
-        except ShoalError as error:
-            if outgoing.failure is not None:
-                raise outgoing.failure from error
-            raise
 
     def pull(
         self,
@@ -95,6 +84,18 @@ class ParameterServerClient:
             finally:
                 call.cancel()
         return receiver.finish()
+
+    def _upload(
+        self, method: str, multi_callable: Callable[..., pb.PushResponse], partitions: Partitions, deadline: timedelta
+    ) -> list[pb.PartitionResult]:
+        outgoing = _Outgoing(partitions)
+        try:
+            with self._caller.errors(method):
+                return list(multi_callable(iter(outgoing), timeout=deadline.total_seconds()).results)
+        except ShoalError as error:
+            if outgoing.failure is not None:
+                raise outgoing.failure from error
+            raise
 
     # -------------------------------------------------------------------------------------------------------- the rest
 
@@ -123,8 +124,9 @@ class ParameterServerClient:
     def snapshot(self, job_id: str, *, deadline: timedelta = DEFAULT_STREAM_DEADLINE) -> pb.SnapshotResponse:
         return self._caller.unary("Snapshot", pb.SnapshotRequest(job_id=job_id), pb.SnapshotResponse, deadline)
 
-    def get_server(self, *, deadline: timedelta | None = None) -> pb.GetServerResponse:
-        return self._caller.unary("GetServer", pb.GetServerRequest(), pb.GetServerResponse, deadline)
+    def get_server(self, *, member_id: str = "", deadline: timedelta | None = None) -> pb.GetServerResponse:
+        """With `member_id`, each partition also carries the last sequence number applied for that member."""
+        return self._caller.unary("GetServer", pb.GetServerRequest(member_id=member_id), pb.GetServerResponse, deadline)
 
     def close(self) -> None:
         """Cancels calls in progress and closes the connection. Idempotent."""

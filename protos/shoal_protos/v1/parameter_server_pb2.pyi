@@ -257,8 +257,10 @@ class SnapshotResponse(_message.Message):
     def __init__(self, path: _Optional[str] = ..., bytes: _Optional[int] = ...) -> None: ...
 
 class GetServerRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("member_id",)
+    MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
+    member_id: str
+    def __init__(self, member_id: _Optional[str] = ...) -> None: ...
 
 class GetServerResponse(_message.Message):
     __slots__ = ("server_id", "job_id", "server_index", "stored_bytes", "shard_map_epoch", "pushes_applied", "pushes_deduplicated", "optimizer", "consistency", "partitions", "clocks")
@@ -294,9 +296,11 @@ class GetServerResponse(_message.Message):
     def __init__(self, server_id: _Optional[str] = ..., job_id: _Optional[str] = ..., server_index: _Optional[int] = ..., stored_bytes: _Optional[int] = ..., shard_map_epoch: _Optional[int] = ..., pushes_applied: _Optional[int] = ..., pushes_deduplicated: _Optional[int] = ..., optimizer: _Optional[_Union[OptimizerSpec, _Mapping]] = ..., consistency: _Optional[_Union[Consistency, _Mapping]] = ..., partitions: _Optional[_Iterable[_Union[PartitionVersion, _Mapping]]] = ..., clocks: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class PartitionVersion(_message.Message):
-    __slots__ = ("partition_id", "version")
+    __slots__ = ("partition_id", "version", "sequence")
     PARTITION_ID_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     partition_id: int
     version: int
-    def __init__(self, partition_id: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
+    sequence: int
+    def __init__(self, partition_id: _Optional[int] = ..., version: _Optional[int] = ..., sequence: _Optional[int] = ...) -> None: ...

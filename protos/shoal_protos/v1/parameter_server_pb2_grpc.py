@@ -114,7 +114,9 @@ class ParameterServerServicer:
     def Push(self, request_iterator, context):
         """Pushes gradients. The stream holds partitions one after another: a chunk with a header opens one, chunks without continue it. A
         partition is applied as a whole when its last byte has come and it was found valid, or not at all; the next arrives meanwhile.
-        A (incarnation, partition, sequence) seen before is acknowledged and not applied again. Role: worker.
+        The first partition refused ends the stream with its error: those before it stay applied, none after it is.
+        A (incarnation, partition, sequence) seen before is acknowledged and not applied again. One stream carries one member's partitions;
+        when it has ended well, the member has finished the iteration `clock` on this server. Role: worker.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -122,14 +124,16 @@ class ParameterServerServicer:
 
     def Pull(self, request, context):
         """Streams the asked partitions, each consistent in itself and with its version. With ssp, waits until the slowest member is at most
-        `bound` clocks behind. Role: worker.
+        `bound` clocks behind. Partitions without values are waited for. Without a member_id the caller only looks on: it is not fenced,
+        has no clock and waits for no member. Role: worker.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def AdvanceClock(self, request, context):
-        """Says that a member finished a clock (an iteration) without pushing, or that it waits for no one any more. Role: worker.
+        """Says that a member finished a clock (an iteration) without pushing here, or, with the largest int64, that nobody need wait for it
+        any more. NOT_FOUND / MEMBER_UNKNOWN unless it is in the newest generation. Role: worker.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -5,7 +5,9 @@ Ports come from the operating system: servers listen on port 0 and say which the
 
 from __future__ import annotations
 
+import contextlib
 import os
+import uuid
 from collections.abc import Iterator
 
 import psutil
@@ -14,22 +16,38 @@ import redis
 from shoal_common.redis import EmbeddedRedis
 
 _GRACE_S = 5.0
+_MARK = "SHOAL_PYTEST_RUN"
 
 
 @pytest.fixture(scope="session", autouse=True)
 def leftover_processes() -> Iterator[None]:
-    """Fails the run when a process that a test started is still there at its end. Processes already on their way out get 5 s."""
-    before = {process.pid for process in psutil.Process().children(recursive=True)}
+    """Fails the run when a process that a test started is still there at its end. Processes already on their way out get 5 s.
+
+    Descendants are found by their parents, and orphans (whose parent died, so that nobody's child they are) by an environment variable
+    that all inherit.
+    """
+    mark = os.environ[_MARK] = uuid.uuid4().hex
+    before = set(psutil.pids())
     yield
-    started = [process for process in psutil.Process().children(recursive=True) if process.pid not in before]
-    _, alive = psutil.wait_procs([process for process in started if not _is_python_helper(process)], timeout=_GRACE_S)
+    ours = [process for process in _descendants_and_orphans(mark) if process.pid not in before and not _is_python_helper(process)]
+    _, alive = psutil.wait_procs(ours, timeout=_GRACE_S)
     if not alive:
         return
     described = [_described(process) for process in alive]
     for process in alive:
-        process.kill()
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
     psutil.wait_procs(alive, timeout=_GRACE_S)
     pytest.fail("tests left processes behind: " + "; ".join(described), pytrace=False)
+
+
+def _descendants_and_orphans(mark: str) -> list[psutil.Process]:
+    found = {process.pid: process for process in psutil.Process().children(recursive=True)}
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.pid != os.getpid() and process.environ().get(_MARK) == mark:
+                found[process.pid] = process
+    return list(found.values())
 
 
 @pytest.fixture(scope="session")

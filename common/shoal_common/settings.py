@@ -14,7 +14,8 @@ from ipaddress import ip_address
 from typing import Annotated, Any, Final, Self
 
 from pydantic import BeforeValidator, SecretStr, ValidationError
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+from pydantic_settings.exceptions import SettingsError
 
 from shoal_common.errors import ConfigurationError
 
@@ -83,7 +84,7 @@ def _address_or_pass(value: object) -> object:
 Duration = Annotated[timedelta, BeforeValidator(_duration_or_pass)]
 """A settings field written as `250ms`."""
 
-AddressField = Annotated[Address, BeforeValidator(_address_or_pass)]
+AddressField = Annotated[Address, NoDecode, BeforeValidator(_address_or_pass)]
 """A settings field written as `HOST:PORT`."""
 
 
@@ -104,6 +105,10 @@ class ShoalSettings(BaseSettings):
             return cls(**{name: value for name, value in given.items() if value is not None})
         except ValidationError as error:
             raise ConfigurationError(cls._explained(error)) from error
+        except SettingsError as error:
+            # A list or a mapping that is not JSON: pydantic-settings says so before it validates.
+            prefix = cls.model_config.get("env_prefix", "")
+            raise ConfigurationError(f"{error}: {error.__cause__}; correct the variable {prefix}...") from error
 
     @classmethod
     def _explained(cls, error: ValidationError) -> str:

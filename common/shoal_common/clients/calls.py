@@ -9,6 +9,7 @@ from typing import Any, Generic, Self, TypeVar
 
 import grpc
 
+from shoal_common.errors import UnavailableError
 from shoal_common.rpc.channel import ChannelSettings, channel
 from shoal_common.rpc.status import from_rpc_error
 
@@ -22,6 +23,7 @@ class Caller:
         self.channel = channel(settings, interceptors=interceptors)
         self._stub = stub(self.channel)
         self._settings = settings
+        self._closed = False
 
     def unary(self, method: str, request: Any, response: type[ResponseT], deadline: timedelta | None) -> ResponseT:
         """One answer, of type `response`. DeadlineError after `deadline` (None: the settings')."""
@@ -41,12 +43,19 @@ class Caller:
     @contextmanager
     def errors(self, method: str) -> Iterator[None]:
         """Turns gRPC's errors into ShoalErrors that say what was asked of whom."""
+        call = f"{method} at {self._settings.address}"
         try:
             yield
-        except grpc.RpcError as error:
-            raise from_rpc_error(error, call=f"{method} at {self._settings.address}") from error
+        except (grpc.RpcError, ValueError) as error:
+            # gRPC raises ValueError for calls begun on a closed channel, and cancels those in progress.
+            if self._closed:
+                raise UnavailableError(f"{call}: this client was closed", reason="CLIENT_CLOSED") from error
+            if isinstance(error, grpc.RpcError):
+                raise from_rpc_error(error, call=call) from error
+            raise
 
     def close(self) -> None:
+        self._closed = True
         self.channel.close()
 
 

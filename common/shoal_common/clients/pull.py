@@ -33,7 +33,7 @@ class PullReceiver:
                 f"partition {self._headers[-1].partition_id}: more than the {expected} bytes that its header declares",
                 reason="STREAM_MALFORMED",
             )
-        if self._target is not None:
+        if self._target is not None and payload.nbytes:
             self._target[self._received : end] = payload
         self._received = end
 
@@ -43,6 +43,11 @@ class PullReceiver:
         return self._headers
 
     def _open(self, header: pb.PullHeader) -> None:
+        if header.payload_bytes < 0 or (header.unchanged and header.payload_bytes):
+            raise CorruptDataError(
+                f"partition {header.partition_id}: payload_bytes={header.payload_bytes} with unchanged={header.unchanged}",
+                reason="STREAM_MALFORMED",
+            )
         target = None if header.unchanged else self._into(header)
         if target is not None:
             if target.readonly or target.nbytes != header.payload_bytes:

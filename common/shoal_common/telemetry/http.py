@@ -24,11 +24,11 @@ from prometheus_client.exposition import choose_encoder
 
 from shoal_common.errors import AuthenticationError, ConfigurationError, ShoalError, UnavailableError
 from shoal_common.security import TokenTable
-from shoal_common.settings import parse_address
+from shoal_common.settings import Address, parse_address
 
 logger = logging.getLogger(__name__)
 
-_IDLE_CONNECTION_S: Final = 30
+_REQUEST_TIMEOUT_S: Final = 10
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class HttpServer:
     @property
     def address(self) -> str:
         """host:port as listened on."""
-        return f"{self._server.server_address[0]!s}:{self.port}"
+        return str(Address(str(self._server.server_address[0]), self.port))
 
     def close(self) -> None:
         if self._closed:
@@ -138,7 +138,7 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server_version = "shoal"
     sys_version = ""
-    timeout = _IDLE_CONNECTION_S
+    timeout = _REQUEST_TIMEOUT_S
     routes: Mapping[str, Route]
     tokens: TokenTable | None
 
@@ -151,6 +151,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(response.body)))
         if response.status == HTTPStatus.UNAUTHORIZED:
             self.send_header("WWW-Authenticate", "Bearer")
+        # One request per connection: an idle one would hold a thread, and scrapes are seconds apart.
+        self.send_header("Connection", "close")
         self.end_headers()
         self.wfile.write(response.body)
 

@@ -1,0 +1,126 @@
+"""Errors over gRPC: every class maps to a status and back."""
+
+from __future__ import annotations
+
+import inspect
+from types import SimpleNamespace
+
+import grpc
+import pytest
+from google.protobuf import any_pb2
+from google.rpc import error_details_pb2, status_pb2
+from shoal_common import errors
+from shoal_common.errors import InvalidRequestError, PreconditionError, ShoalError, StaleGenerationError, UnavailableError
+from shoal_common.rpc.status import DOMAIN, from_rpc_error, to_status
+
+ALL_ERRORS = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, ShoalError)]
+
+
+class FakeRpcError(grpc.RpcError):
+    """What a client sees of a status: code, details, trailing metadata."""
+
+    def __init__(self, code: grpc.StatusCode, details: str | None, metadata=()) -> None:
+        self._seen = SimpleNamespace(code=code, details=details, metadata=metadata)
+
+    def code(self):
+        return self._seen.code
+
+    def details(self):
+        return self._seen.details
+
+    def trailing_metadata(self):
+        return self._seen.metadata
+
+
+def over_the_wire(error: ShoalError) -> ShoalError:
+    status = to_status(error)
+    return from_rpc_error(FakeRpcError(status.code, status.details, status.trailing_metadata))
+
+
+@pytest.mark.parametrize("kind", ALL_ERRORS, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("reason", [None, "SOMETHING_ELSE"])
+def test_every_error_keeps_class_code_reason_and_message(kind, reason):
+    sent = kind("rank 3: expected 8 bytes", reason=reason)
+    got = over_the_wire(sent)
+    assert type(got) is kind
+    assert got.reason == (reason or kind.default_reason)
+    assert str(got) == "rank 3: expected 8 bytes"
+    assert to_status(sent).code is kind.code
+
+
+def test_the_table_in_the_docstring_names_every_error_class():
+    for kind in ALL_ERRORS:
+        assert kind.__name__ in errors.__doc__
+
+
+def test_an_error_class_defined_elsewhere_travels_as_its_nearest_known_base():
+    class ShardGone(StaleGenerationError):
+        default_reason = "SHARD_GONE"
+
+    got = over_the_wire(ShardGone("gone"))
+    assert type(got) is StaleGenerationError
+    assert got.reason == "SHARD_GONE"
+
+
+def test_the_error_info_is_what_other_languages_read():
+    (_, value), *rest = to_status(StaleGenerationError("old")).trailing_metadata
+    assert not rest
+    info = error_details_pb2.ErrorInfo()
+    assert status_pb2.Status.FromString(value).details[0].Unpack(info)
+    assert (info.domain, info.reason) == (DOMAIN, "STALE_GENERATION")
+
+
+@pytest.mark.parametrize("message", ["x" * 100_000, "\N{SNOWMAN}" * 50_000, "lone surrogate \ud800"])
+def test_messages_too_long_for_trailers_or_not_encodable_are_cut_not_lost(message):
+    status = to_status(PreconditionError(message))
+    assert status.details[:4] == message[:4]
+    assert len(status.details.encode()) <= 1200
+    assert len(status.trailing_metadata[0][1]) < 2000
+
+
+def test_a_status_of_grpcs_own_gets_the_class_of_its_code_and_says_what_was_asked():
+    got = from_rpc_error(FakeRpcError(grpc.StatusCode.UNAVAILABLE, "failed to connect"), call="GetJob at 10.0.0.1:7000")
+    assert type(got) is UnavailableError
+    assert got.reason == "UNAVAILABLE"
+    assert str(got) == "GetJob at 10.0.0.1:7000: failed to connect"
+
+
+@pytest.mark.parametrize("code", list(grpc.StatusCode))
+def test_every_status_code_becomes_some_shoal_error_even_without_details(code):
+    got = from_rpc_error(FakeRpcError(code, None, None))
+    assert isinstance(got, ShoalError)
+    assert str(got) == code.name
+    assert got.code is code or type(got) is ShoalError
+
+
+def test_details_that_do_not_parse_are_ignored():
+    error = FakeRpcError(grpc.StatusCode.NOT_FOUND, "no such job", (("grpc-status-details-bin", b"\xff\xff\xff"), ("other", "1")))
+    assert type(from_rpc_error(error)) is errors.UnknownResourceError
+
+
+def test_an_error_info_of_another_domain_is_ignored():
+    detail = any_pb2.Any()
+    detail.Pack(error_details_pb2.ErrorInfo(reason="QUOTA", domain="proxy.example"))
+    value = status_pb2.Status(code=8, message="m", details=[detail]).SerializeToString()
+    got = from_rpc_error(FakeRpcError(grpc.StatusCode.RESOURCE_EXHAUSTED, "m", (("grpc-status-details-bin", value),)))
+    assert got.reason == "LIMIT_EXCEEDED"
+
+
+@pytest.mark.parametrize(
+    ("code", "reason", "named", "expected"),
+    [
+        # A server in another language knows the reasons, not our classes.
+        (grpc.StatusCode.FAILED_PRECONDITION, "STALE_GENERATION", "", StaleGenerationError),
+        (grpc.StatusCode.INVALID_ARGUMENT, "OPTIMIZER_INVALID", "", InvalidRequestError),
+        # A class that contradicts the code is not believed.
+        (grpc.StatusCode.NOT_FOUND, "X", "StaleGenerationError", errors.UnknownResourceError),
+        (grpc.StatusCode.NOT_FOUND, "X", "SystemExit", errors.UnknownResourceError),
+    ],
+)
+def test_without_a_believable_class_the_reason_and_then_the_code_decide(code, reason, named, expected):
+    detail = any_pb2.Any()
+    detail.Pack(error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN, metadata={"class": named} if named else {}))
+    value = status_pb2.Status(code=code.value[0], message="m", details=[detail]).SerializeToString()
+    got = from_rpc_error(FakeRpcError(code, "m", (("grpc-status-details-bin", value),)))
+    assert type(got) is expected
+    assert got.reason == reason

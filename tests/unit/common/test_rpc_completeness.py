@@ -1,0 +1,58 @@
+"""Every RPC of both services has a client method, a decision about retries, and reaches the stub."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from datetime import timedelta
+
+import pytest
+from shoal_common.clients import CoordinatorClient, ParameterServerClient
+from shoal_common.rpc.idempotence import IDEMPOTENT, NOT_REPEATED, service_config
+from shoal_protos.v1 import coordinator_pb2, parameter_server_pb2
+
+SERVICES = {
+    CoordinatorClient: coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"],
+    ParameterServerClient: parameter_server_pb2.DESCRIPTOR.services_by_name["ParameterServer"],
+}
+METHODS = [(client, method) for client, service in SERVICES.items() for method in service.methods]
+
+
+def snake_case(name: str) -> str:
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
+
+
+@pytest.mark.parametrize(("client", "method"), METHODS, ids=[method.full_name for _, method in METHODS])
+def test_every_rpc_has_a_client_method_of_its_name_with_a_deadline(client, method):
+    function = getattr(client, snake_case(method.name))
+    sessions = {"JoinSession", "ServerSession"}
+    assert ("deadline" in inspect.signature(function).parameters) == (method.name not in sessions)
+
+
+def test_clients_have_no_method_without_an_rpc():
+    for client, service in SERVICES.items():
+        public = {name for name, _ in inspect.getmembers(client, inspect.isfunction) if not name.startswith("_")}
+        assert public - {"close"} == {snake_case(method.name) for method in service.methods}
+
+
+def test_every_rpc_is_either_repeated_or_not():
+    for service in SERVICES.values():
+        repeated, not_repeated = IDEMPOTENT[service.full_name], NOT_REPEATED[service.full_name]
+        assert not repeated & not_repeated
+        assert repeated | not_repeated == {method.name for method in service.methods}
+
+
+def test_no_rpc_with_a_stream_of_requests_is_repeated_by_grpc():
+    for service in SERVICES.values():
+        for method in service.methods:
+            assert not (method.client_streaming and method.name in IDEMPOTENT[service.full_name])
+
+
+def test_the_service_config_repeats_on_unavailable_only():
+    config = json.loads(service_config(attempts=3, first_backoff=timedelta(milliseconds=50), longest_backoff=timedelta(seconds=1)))
+    (entry,) = config["methodConfig"]
+    assert entry["retryPolicy"]["retryableStatusCodes"] == ["UNAVAILABLE"]
+    assert entry["retryPolicy"]["initialBackoff"] == "0.050s"
+    assert {"service": "shoal.v1.Coordinator", "method": "GetJob"} in entry["name"]
+    assert all("method" in name for name in entry["name"])

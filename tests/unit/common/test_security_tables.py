@@ -1,0 +1,125 @@
+"""Tokens and TLS files."""
+
+from __future__ import annotations
+
+import pytest
+import trustme
+from hypothesis import given
+from hypothesis import strategies as st
+from shoal_common.errors import AuthenticationError, ConfigurationError
+from shoal_common.security import Role, TlsSettings, TokenTable
+
+TABLE = TokenTable({"alpha-token": Role.ADMIN, "beta-token": "worker"})
+
+
+def test_a_token_gives_its_role():
+    assert TABLE.role_of("Bearer alpha-token") is Role.ADMIN
+    assert TABLE.role_of("bearer beta-token") is Role.WORKER
+
+
+@pytest.mark.parametrize(
+    ("authorization", "reason"),
+    [
+        (None, "TOKEN_MISSING"),
+        ("", "TOKEN_MISSING"),
+        ("Bearer ", "TOKEN_INVALID"),
+        ("Bearer alpha-toke", "TOKEN_INVALID"),
+        ("alpha-token", "TOKEN_INVALID"),
+        ("Basic alpha-token", "TOKEN_INVALID"),
+    ],
+)
+def test_anything_else_is_refused_without_repeating_it(authorization, reason):
+    with pytest.raises(AuthenticationError) as refused:
+        TABLE.role_of(authorization)
+    assert refused.value.reason == reason
+    assert "alpha" not in str(refused.value)
+
+
+@given(st.text())
+def test_no_header_gets_in_by_accident(authorization):
+    with pytest.raises(AuthenticationError):
+        TABLE.role_of(authorization)
+
+
+def test_a_token_file_has_roles_comments_and_blank_lines(tmp_path):
+    path = tmp_path / "tokens"
+    path.write_text("# the cluster's tokens\n\nadmin: aaa\n  worker : b:b\nviewer:ccc\nadmin: aaa\n")
+    table = TokenTable.from_file(path)
+    assert [table.role_of(f"Bearer {token}") for token in ("aaa", "b:b", "ccc")] == [Role.ADMIN, Role.WORKER, Role.VIEWER]
+    assert not table.is_open
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("admin aaa", "line 1: expected `role: token`"),
+        ("\nroot: aaa", "line 2: role 'root' is unknown"),
+        ("admin:", "line 1: a token must be printable"),
+        ("admin: a b", "line 1: a token must be printable"),
+        ("admin: ü", "line 1: a token must be printable"),
+        ("admin: same\nworker: same", "line 2: this token has the role admin already"),
+        ("# nothing\n", "holds no token"),
+        (b"\xff\xfe", "cannot be read"),
+    ],
+)
+def test_a_wrong_token_file_is_one_error_with_its_line(tmp_path, text, expected):
+    path = tmp_path / "tokens"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ConfigurationError, match=expected) as refused:
+        TokenTable.from_file(path)
+    assert "aaa" not in str(refused.value)
+
+
+def test_a_missing_token_file_is_named(tmp_path):
+    with pytest.raises(ConfigurationError, match="nowhere"):
+        TokenTable.from_file(tmp_path / "nowhere")
+
+
+def test_tokens_do_not_appear_in_reprs():
+    assert repr(TABLE) == "TokenTable(2 tokens)"
+    assert TokenTable.open().is_open
+
+
+@pytest.fixture(scope="module")
+def pems(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("pems")
+    authority = trustme.CA()
+    authority.cert_pem.write_to_path(directory / "ca.pem")
+    for name in ("one", "two"):
+        issued = authority.issue_cert(f"{name}.test")
+        issued.private_key_pem.write_to_path(directory / f"{name}.key")
+        issued.cert_chain_pems[0].write_to_path(directory / f"{name}.pem")
+    (directory / "garbage").write_text("not a certificate")
+    return directory
+
+
+def test_matching_tls_files_are_read(pems):
+    material = TlsSettings(certificate=pems / "one.pem", key=pems / "one.key", authority=pems / "ca.pem").load()
+    assert material.certificate.startswith(b"-----BEGIN")
+    assert material.authority == (pems / "ca.pem").read_bytes()
+    assert "BEGIN" not in repr(material)
+
+
+@pytest.mark.parametrize(
+    ("certificate", "key", "authority", "named"),
+    [
+        ("one.pem", "two.key", None, "certificate and key"),
+        ("garbage", "one.key", None, "certificate and key"),
+        ("one.pem", "nowhere", None, "certificate and key"),
+        (None, None, "garbage", "authority"),
+        (None, None, "nowhere", "authority"),
+    ],
+)
+def test_wrong_tls_files_are_named_before_any_handshake(pems, certificate, key, authority, named):
+    paths = {name: pems / file for name, file in (("certificate", certificate), ("key", key), ("authority", authority)) if file}
+    with pytest.raises(ConfigurationError, match=f"TLS {named}"):
+        TlsSettings(**paths).load()
+
+
+def test_half_of_a_tls_pair_and_mutual_tls_without_an_authority_are_refused(pems):
+    with pytest.raises(ConfigurationError, match="certificate is given without its key"):
+        TlsSettings(certificate=pems / "one.pem")
+    with pytest.raises(ConfigurationError, match="key is given without its certificate"):
+        TlsSettings(key=pems / "one.key")
+    with pytest.raises(ConfigurationError, match="authority"):
+        TlsSettings(certificate=pems / "one.pem", key=pems / "one.key", require_client_certificate=True)

@@ -1,0 +1,68 @@
+"""constraints.txt pins what `make` installs: all of it, and nothing that is no longer needed."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parents[3]
+FOLDERS = ("protos", "common", "coordinator", "ps_server", "worker", "sdk")
+PROJECTS = {folder: tomllib.loads((ROOT / folder / "pyproject.toml").read_text())["project"] for folder in FOLDERS}
+OWN = {canonicalize_name(project["name"]) for project in PROJECTS.values()}
+PINNED = {
+    canonicalize_name(line.partition("==")[0]): line.partition("==")[2]
+    for line in (ROOT / "constraints.txt").read_text().splitlines()
+    if line and not line.startswith("#")
+}
+
+
+def asked_for() -> Iterator[Requirement]:
+    """What the developers' installation names: every distribution with all of its extras, and the tools."""
+    for project in PROJECTS.values():
+        extras = [line for lines in project.get("optional-dependencies", {}).values() for line in lines]
+        yield from map(Requirement, [*project.get("dependencies", []), *extras])
+    for line in (ROOT / "dev-requirements.txt").read_text().splitlines():
+        if line and not line.startswith("#"):
+            yield Requirement(line)
+
+
+def needed() -> set[str]:
+    """Names of all that is asked for, and of what that needs in turn on this machine."""
+    seen: set[tuple[str, frozenset[str]]] = set()
+    pending = list(asked_for())
+    while pending:
+        requirement = pending.pop()
+        asked = (canonicalize_name(requirement.name), frozenset(requirement.extras))
+        if asked in seen:
+            continue
+        seen.add(asked)
+        try:
+            metadata = distribution(requirement.name)
+        except PackageNotFoundError:  # an extra that developers do not install
+            continue
+        for line in metadata.requires or []:
+            further = Requirement(line)
+            if further.marker is None or any(further.marker.evaluate({"extra": extra}) for extra in ("", *requirement.extras)):
+                pending.append(further)
+    return {name for name, _ in seen} - OWN
+
+
+def test_every_package_that_make_installs_is_pinned_and_every_pin_is_needed() -> None:
+    # A CUDA build of torch brings its own libraries, at versions that it pins itself.
+    wanted = {name for name in needed() if not name.startswith(("nvidia-", "cuda-")) and name != "triton"}
+    assert wanted - set(PINNED) == set(), "not pinned: add them to constraints.txt"
+    assert set(PINNED) - wanted == set(), "needed by nothing: remove them from constraints.txt"
+
+
+def test_what_is_installed_here_is_what_is_pinned() -> None:
+    for name, version in PINNED.items():
+        try:
+            installed = distribution(name).version
+        except PackageNotFoundError:
+            continue
+        assert installed.partition("+")[0] == version, f"{name}: constraints.txt pins {version}; make a new .venv"

@@ -29,6 +29,8 @@ class StoreConnection:
         self.append = self.client.register_script(scripts.APPEND)
         self.compare_set = self.client.register_script(scripts.COMPARE_SET)
         self.queue_push = self.client.register_script(scripts.QUEUE_PUSH)
+        where = self.client.connection_pool.connection_kwargs
+        self.server: tuple[str, int] | None = (where["host"], int(where.get("port", 6379))) if "host" in where else None
         self._users = 0
         self._lock = threading.Lock()
 

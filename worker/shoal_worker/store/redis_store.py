@@ -10,10 +10,11 @@ every 0.5 s in case that message was lost. When Redis does not answer, a wait go
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Final, TypeVar, cast
 
@@ -152,9 +153,14 @@ class RedisStore(Store):
     # --- the store itself
 
     @property
+    def server(self) -> tuple[str, int] | None:
+        """Host and port of the Redis server; None for a Unix socket."""
+        return self._connection.server
+
+    @property
     def timeout(self) -> timedelta:
         """How long waits last; changed by `set_timeout`."""
-        return cast(timedelta, super().timeout)
+        return cast(timedelta, super().timeout)  # type: ignore[misc]  # torch's stub leaves it out
 
     def clone(self) -> RedisStore:
         """A store over the same keys and the same connections. Aborting one aborts the other."""
@@ -167,14 +173,26 @@ class RedisStore(Store):
 
     def abort(self, reason: str) -> None:
         """Makes every blocked and every later call on this store and its clones raise StoreAbortedError(reason). No I/O; any thread."""
-        if self._abort.reason is None:
-            self._abort.reason = reason
+        callbacks = self._abort.begin(reason)
         self._connection.wakeups.wake_all()
+        for callback in callbacks:
+            callback(reason)
 
     @property
     def aborted(self) -> str | None:
         """The reason given to `abort`, or None."""
         return self._abort.reason
+
+    @contextlib.contextmanager
+    def on_abort(self, callback: Callable[[str], None]) -> Iterator[None]:
+        """While in the context, `abort` also calls `callback(reason)`, in its own thread; at once if it has been called already."""
+        reason = self._abort.add(callback)
+        if reason is not None:
+            callback(reason)
+        try:
+            yield
+        finally:
+            self._abort.remove(callback)
 
     def discard(self) -> None:
         """Deletes all keys of the store (not its queues) at the server. For the one who knows that nobody needs them."""
@@ -276,11 +294,30 @@ class RedisStore(Store):
             raise StoreAbortedError(self._abort.reason)
 
 
-@dataclass
 class _Abort:
-    """Shared by a store and its clones. Written once, by whoever aborts first."""
+    """Whether a store and its clones are aborted, and who else wants to know. The first reason stays."""
 
-    reason: str | None = None
+    def __init__(self) -> None:
+        self.reason: str | None = None
+        self._callbacks: list[Callable[[str], None]] = []
+        self._lock = threading.Lock()
+
+    def begin(self, reason: str) -> list[Callable[[str], None]]:
+        """Sets the reason; whom to call. Nobody if it was set before."""
+        with self._lock:
+            if self.reason is not None:
+                return []
+            self.reason = reason
+            return list(self._callbacks)
+
+    def add(self, callback: Callable[[str], None]) -> str | None:
+        with self._lock:
+            self._callbacks.append(callback)
+            return self.reason
+
+    def remove(self, callback: Callable[[str], None]) -> None:
+        with self._lock:
+            self._callbacks.remove(callback)
 
 
 def _check(prefix: str, timeout: timedelta, lifetime: timedelta) -> None:

@@ -1,0 +1,345 @@
+"""What every communication backend offers: collectives over one process group of its own, and an end to them that works.
+
+A backend is a thin layer over a real `torch.distributed.ProcessGroup` (`process_group`), so that torch's own parallel code runs on it.
+It does not touch torch's default group: a process can hold several backends, one per generation, and drop one without a trace.
+The backend does not decide about membership. A group lives until its first failure; then it is aborted and a new one is initialized.
+
+Threads: one thread issues the collectives, in the same order on all ranks. `abort` may be called from any thread, at any time, and
+frees that thread. `initialize` and `shutdown` are called by the issuing thread.
+"""
+
+from __future__ import annotations
+
+import abc
+import enum
+import re
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import ClassVar, Final
+
+import torch
+import torch.distributed as dist
+from shoal_common.errors import ConfigurationError, InvalidRequestError, MembershipChanged, PreconditionError
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    BarrierOptions,
+    BroadcastOptions,
+    ReduceScatterOptions,
+    ScatterOptions,
+    Store,
+)
+
+from shoal_worker.backends.handle import Handle
+
+DEFAULT_TIMEOUT: Final = timedelta(seconds=300)
+DEFAULT_CONNECT_TIMEOUT: Final = timedelta(seconds=5)
+
+
+class ReduceOp(enum.Enum):
+    """How values of several ranks become one."""
+
+    SUM = "sum"
+    AVERAGE = "average"
+    """The mean over ranks; floating-point and complex tensors only."""
+    PRODUCT = "product"
+    MIN = "min"
+    MAX = "max"
+
+
+_SOURCE_LOCATION: Final = re.compile(r"^\[[^\]]*\] ")
+
+
+def cause_of(error: Exception) -> str:
+    """What a library's error says, without where in its source, and without its advice."""
+    first_line = _SOURCE_LOCATION.sub("", str(error).strip()).partition("\n")[0]
+    return first_line.partition(". This is typically")[0] or type(error).__name__
+
+
+_TORCH_OPS: Final = {
+    ReduceOp.SUM: dist.ReduceOp.SUM,
+    ReduceOp.AVERAGE: dist.ReduceOp.AVG,
+    ReduceOp.PRODUCT: dist.ReduceOp.PRODUCT,
+    ReduceOp.MIN: dist.ReduceOp.MIN,
+    ReduceOp.MAX: dist.ReduceOp.MAX,
+}
+
+
+class CommunicationBackend(abc.ABC):
+    """Collectives of one group of ranks.
+
+    All ranks of the group must issue the same collectives in the same order, with tensors of the same shape and dtype. Tensors must be
+    contiguous; results are written in place. Each collective returns a `Handle`; unless `async_op`, it is complete already.
+
+    Collectives raise MembershipChanged when the group has failed or was aborted, PreconditionError when it is not initialized, and
+    InvalidRequestError for arguments that cannot work (before anything is sent).
+    """
+
+    name: ClassVar[str]
+    """What users select it by: "gloo", "nccl"."""
+    averages_natively: ClassVar[bool]
+    """Whether the library knows AVERAGE; else it is a sum, divided afterwards."""
+
+    def __init__(self) -> None:
+        self._process_group: dist.ProcessGroup | None = None
+        self._rank = -1
+        self._world_size = 0
+        self._reason: str | None = None
+        """Why the group is over. Written once, under the lock."""
+        self._lock = threading.Lock()
+
+    # --- life
+
+    @property
+    def rank(self) -> int:
+        """This process's rank in the group, from 0; -1 before `initialize`."""
+        return self._rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks; 0 before `initialize`."""
+        return self._world_size
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether collectives can be issued: initialized, and neither aborted nor shut down."""
+        return self._process_group is not None and self._reason is None
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The torch process group underneath. Do not keep it longer than the backend: its sockets close when the last reference goes.
+
+        Failures of collectives issued on it directly come as RuntimeError, and the caller must then call `abort`.
+        """
+        if self._reason is not None:
+            raise MembershipChanged(self._reason)
+        if self._process_group is None:
+            raise PreconditionError(f"backend {self.name!r} is not initialized: call initialize() first", reason="BACKEND_NOT_INITIALIZED")
+        return self._process_group
+
+    def initialize(
+        self,
+        *,
+        rank: int,
+        world_size: int,
+        store: Store,
+        timeout: timedelta = DEFAULT_TIMEOUT,
+        connect_timeout: timedelta = DEFAULT_CONNECT_TIMEOUT,
+        hostname: str | None = None,
+    ) -> None:
+        """Connects to the other ranks over `store`, which no group may have used before. All ranks call it; returns when all are connected.
+
+        `timeout` holds for each later collective, `connect_timeout` for the connecting. `hostname` is the address or name under which peers
+        reach this process; None: the interface that reaches the store. A backend is initialized once.
+
+        Raises MembershipChanged when it was given up (`abort` here or on the store) or a peer went away, DeadlineError when a peer did not
+        come within `connect_timeout`, ConfigurationError for values that cannot work.
+        """
+        if self._process_group is not None or self._reason is not None:
+            raise PreconditionError(
+                f"backend {self.name!r} was initialized before: make a new one for each group", reason="BACKEND_ALREADY_INITIALIZED"
+            )
+        if not 0 <= rank < world_size:
+            raise ConfigurationError(f"rank={rank} with world_size={world_size}: expected 0 <= rank < world_size")
+        for field, value in (("timeout", timeout), ("connect_timeout", connect_timeout)):
+            if value <= timedelta(0):
+                raise ConfigurationError(f"{field}={value}: expected more than 0 s")
+        self._rank, self._world_size = rank, world_size
+        group = self._connect(store, timeout, connect_timeout, hostname)
+        with self._lock:
+            self._process_group = group
+            given_up = not self.is_initialized
+        if given_up:
+            self._release()
+            raise MembershipChanged(self._reason or "given up")
+
+    def abort(self, reason: str) -> None:
+        """Ends the group: running and later collectives raise MembershipChanged(reason), here and soon at all peers.
+
+        From any thread; returns at once; the first reason stays. The group's resources go with `shutdown`.
+        """
+        with self._lock:
+            if self._reason is not None:
+                return
+            self._reason = reason
+        self._break()
+
+    def shutdown(self) -> None:
+        """Ends the group and lets go of its sockets and threads, without waiting for them. Idempotent."""
+        self.abort(f"backend {self.name!r} was shut down")
+        self._release()
+
+    @abc.abstractmethod
+    def _connect(self, store: Store, timeout: timedelta, connect_timeout: timedelta, hostname: str | None) -> dist.ProcessGroup:
+        """Makes the process group of `rank` and `world_size`. Must return or raise soon after `abort`."""
+
+    @abc.abstractmethod
+    def _break(self) -> None:
+        """Makes everything that waits on the group fail, at any stage of its life. Any thread; must not block."""
+
+    @abc.abstractmethod
+    def _release(self) -> None:
+        """Drops the last references to the group. Idempotent."""
+
+    @abc.abstractmethod
+    def _is_broken(self, error: RuntimeError) -> bool:
+        """Whether an error of a collective means that the group is lost, rather than that an argument was wrong."""
+
+    # --- collectives
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = ReduceOp.SUM, *, async_op: bool = False) -> Handle:
+        """Reduces `tensor` over all ranks, in place, on every rank."""
+        group = self._checked("all_reduce", tensor, op=op)
+        options = AllreduceOptions()
+        options.reduceOp = self._torch_op(op)
+        return self._handle("all_reduce", lambda: group.allreduce([tensor], options), async_op, self._average(op, tensor))
+
+    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, *, async_op: bool = False) -> Handle:
+        """Writes the `tensor` of all ranks into `output`, one after the other by rank. `output` holds world_size times as many elements."""
+        group = self._checked("all_gather", output, tensor)
+        self._check_parts("all_gather", "output", output, "tensor", tensor)
+        return self._handle("all_gather", lambda: group.all_gather_single(output, tensor, AllgatherOptions()), async_op)
+
+    def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp = ReduceOp.SUM, *, async_op: bool = False) -> Handle:
+        """Reduces `tensor` over all ranks and writes this rank's part of it into `output`. `tensor` holds world_size parts, by rank."""
+        group = self._checked("reduce_scatter", output, tensor, op=op)
+        self._check_parts("reduce_scatter", "tensor", tensor, "output", output)
+        options = ReduceScatterOptions()
+        options.reduceOp = self._torch_op(op)
+        return self._handle(
+            "reduce_scatter", lambda: group.reduce_scatter_single(output, tensor, options), async_op, self._average(op, output)
+        )
+
+    def broadcast(self, tensor: torch.Tensor, source: int, *, async_op: bool = False) -> Handle:
+        """Copies `tensor` of rank `source` into `tensor` of every rank."""
+        group = self._checked("broadcast", tensor)
+        options = BroadcastOptions()
+        options.rootRank = self._checked_rank("broadcast", "source", source)
+        return self._handle("broadcast", lambda: group.broadcast([tensor], options), async_op)
+
+    def scatter(self, output: torch.Tensor, tensor: torch.Tensor | None, source: int, *, async_op: bool = False) -> Handle:
+        """Writes this rank's part of `tensor` of rank `source` into `output`. `tensor` holds world_size parts; None on other ranks."""
+        options = ScatterOptions()
+        options.rootRank = self._checked_rank("scatter", "source", source)
+        if (tensor is not None) != (self.rank == source):
+            raise InvalidRequestError(
+                f"scatter on rank {self.rank}: tensor {'given' if tensor is not None else 'missing'}; only rank {source} gives one"
+            )
+        group = self._checked("scatter", output, *([] if tensor is None else [tensor]))
+        parts: list[list[torch.Tensor]] = []
+        if tensor is not None:
+            self._check_parts("scatter", "tensor", tensor, "output", output)
+            parts = [[part.view_as(output) for part in tensor.view(self.world_size, -1)]]
+        return self._handle("scatter", lambda: group.scatter([output], parts, options), async_op)
+
+    def all_to_all(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        output_sizes: Sequence[int] | None = None,
+        input_sizes: Sequence[int] | None = None,
+        *,
+        async_op: bool = False,
+    ) -> Handle:
+        """Sends part j of `tensor` to rank j and receives part i of `output` from rank i.
+
+        Sizes are rows (of the first dimension) per rank; None: equal parts.
+        """
+        group = self._checked("all_to_all", output, tensor)
+        received = self._checked_sizes("output_sizes", output_sizes, output)
+        sent = self._checked_sizes("input_sizes", input_sizes, tensor)
+        return self._handle("all_to_all", lambda: group.all_to_all_single(output, tensor, received, sent, AllToAllOptions()), async_op)
+
+    def send(self, tensor: torch.Tensor, destination: int, tag: int = 0, *, async_op: bool = False) -> Handle:
+        """Sends `tensor` to one rank, which calls `recv` with the same tag. Blocking sends must be received in the order sent."""
+        group = self._checked("send", tensor)
+        peer = self._checked_peer("send", "destination", destination)
+        return self._handle("send", lambda: group.send([tensor], peer, tag), async_op)
+
+    def recv(self, tensor: torch.Tensor, source: int, tag: int = 0, *, async_op: bool = False) -> Handle:
+        """Receives into `tensor` what rank `source` sends with the same tag."""
+        group = self._checked("recv", tensor)
+        peer = self._checked_peer("recv", "source", source)
+        return self._handle("recv", lambda: group.recv([tensor], peer, tag), async_op)
+
+    def barrier(self, *, async_op: bool = False) -> Handle:
+        """Complete when all ranks have called it."""
+        group = self.process_group
+        return self._handle("barrier", lambda: group.barrier(BarrierOptions()), async_op)
+
+    # --- checks
+
+    def _handle(self, what: str, issue: Callable[[], dist.Work], async_op: bool, finish: Callable[[], None] | None = None) -> Handle:
+        def translate(error: RuntimeError) -> Exception:
+            return self._translated(what, error)
+
+        try:
+            work = issue()
+        except RuntimeError as error:
+            raise translate(error) from error
+        handle = Handle(work, finish=finish, translate=translate)
+        if not async_op:
+            handle.wait()
+        return handle
+
+    def _translated(self, what: str, error: RuntimeError) -> Exception:
+        """After a failure on the wire all later collectives fail too, and peers must hear of it now, not at their timeout.
+
+        Other errors (an unsupported dtype, say) are the caller's, and leave the group as it is.
+        """
+        if self._reason is None and not self._is_broken(error):
+            return error
+        self.abort(f"{what} on rank {self.rank} of {self.world_size} failed: {cause_of(error)}")
+        return MembershipChanged(self._reason or cause_of(error))
+
+    def _torch_op(self, op: ReduceOp) -> dist.ReduceOp:
+        known = ReduceOp.SUM if op is ReduceOp.AVERAGE and not self.averages_natively else op
+        return dist.ReduceOp(_TORCH_OPS[known])
+
+    def _average(self, op: ReduceOp, tensor: torch.Tensor) -> Callable[[], None] | None:
+        if op is not ReduceOp.AVERAGE or self.averages_natively:
+            return None
+
+        def divide() -> None:
+            tensor.div_(self.world_size)
+
+        return divide
+
+    def _checked(self, what: str, *tensors: torch.Tensor, op: ReduceOp | None = None) -> dist.ProcessGroup:
+        for tensor in tensors:
+            if not tensor.is_contiguous():
+                raise InvalidRequestError(f"{what} of a non-contiguous tensor of shape {tuple(tensor.shape)}: pass tensor.contiguous()")
+            if tensor.dtype != tensors[0].dtype:
+                raise InvalidRequestError(f"{what}: output is {tensors[0].dtype} and input {tensor.dtype}; expected one dtype")
+            if op is ReduceOp.AVERAGE and not (tensor.is_floating_point() or tensor.is_complex()):
+                raise InvalidRequestError(f"{what} with AVERAGE of {tensor.dtype}: expected a floating-point tensor; use SUM and divide")
+        return self.process_group
+
+    def _check_parts(self, what: str, whole_name: str, whole: torch.Tensor, part_name: str, part: torch.Tensor) -> None:
+        if whole.numel() != self.world_size * part.numel():
+            raise InvalidRequestError(
+                f"{what}: {whole_name} has {whole.numel()} elements and {part_name} {part.numel()}; "
+                f"expected world_size={self.world_size} times as many"
+            )
+
+    def _checked_rank(self, what: str, field: str, rank: int) -> int:
+        if not 0 <= rank < self.world_size:
+            raise InvalidRequestError(f"{what}: {field}={rank}; expected a rank from 0 to {self.world_size - 1}")
+        return rank
+
+    def _checked_peer(self, what: str, field: str, rank: int) -> int:
+        if rank == self.rank:
+            raise InvalidRequestError(f"{what}: {field}={rank} is this rank itself; expected another one")
+        return self._checked_rank(what, field, rank)
+
+    def _checked_sizes(self, field: str, sizes: Sequence[int] | None, tensor: torch.Tensor) -> list[int]:
+        rows = tensor.shape[0] if tensor.dim() else 0
+        if sizes is None:
+            if rows % self.world_size:
+                raise InvalidRequestError(f"all_to_all: {rows} rows do not divide by world_size={self.world_size}; pass {field}")
+            return []
+        if len(sizes) != self.world_size or sum(sizes) != rows or min(sizes) < 0:
+            raise InvalidRequestError(f"all_to_all: {field}={list(sizes)}; expected {self.world_size} sizes that sum to {rows}")
+        return list(sizes)

@@ -1,0 +1,154 @@
+"""Connecting the ranks of one Gloo group, in a way that can be given up.
+
+Gloo's constructor blocks until all peers are connected and cannot be interrupted, so it runs in a thread of its own: whoever waits for it
+leaves at once when the group is given up, and the thread ends by itself within the connect timeout, dropping what it made.
+
+This module knows nothing of collectives. Threads: `FormingGroup` is made, started and waited for by one thread; `give_up` is for any.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import traceback
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Final
+
+from shoal_common.errors import ConfigurationError, DeadlineError, InternalError, MembershipChanged, ShoalError
+from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, Store
+
+from shoal_worker.backends.base import cause_of
+from shoal_worker.backends.sockets import GroupSockets, OpenSocket, group_sockets, listeners
+
+_DEVICE_ATTEMPTS: Final = 10
+_LISTENER_LOCK: Final = threading.Lock()
+"""Held while a device is made, so that its listening socket can be told from others by being new."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GlooGroup:
+    """A connected group and its sockets."""
+
+    backend: ProcessGroupGloo
+    sockets: GroupSockets
+
+
+def connect_gloo(
+    store: Store, rank: int, world_size: int, *, hostname: str | None, connect_timeout: timedelta, timeout: timedelta
+) -> GlooGroup:
+    """Connects to all peers; blocks. Ranks tell each other through the store where they listen, to know connections apart."""
+    device, listener = _make_device(hostname)
+    names = PrefixStore("listener", store)
+    host, port = listener.local
+    names.set(str(rank), f"{host} {port}")
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch's stub calls it Options
+    options._devices = [device]
+    options._timeout = connect_timeout
+    backend = ProcessGroupGloo(PrefixStore("gloo", store), rank, world_size, options)
+    backend.set_timeout(timeout)
+    peers = [name.decode().rsplit(" ", 1) for name in names.multi_get([str(peer) for peer in range(world_size)])]
+    return GlooGroup(backend=backend, sockets=group_sockets(listener, {(host, int(port)) for host, port in peers}))
+
+
+class FormingGroup:
+    """`connect_gloo` in a thread. It is no daemon: ending the interpreter under it would crash, so the interpreter waits for it."""
+
+    def __init__(
+        self, store: Store, rank: int, world_size: int, *, hostname: str | None, connect_timeout: timedelta, timeout: timedelta
+    ) -> None:
+        self._store = store
+        self._world_size = world_size
+        self._connect_timeout = connect_timeout
+        self._changed = threading.Condition()
+        self._reason: str | None = None
+        self._group: GlooGroup | None = None
+        self._error: Exception | None = None
+        arguments = {"hostname": hostname, "connect_timeout": connect_timeout, "timeout": timeout}
+        thread = threading.Thread(target=self._run, args=(store, rank, world_size), kwargs=arguments, name="shoal-gloo-forming")
+        thread.start()
+
+    def give_up(self, reason: str) -> None:
+        """Makes `wait` raise MembershipChanged(reason) at once, and the group be dropped when it is made. Too late: does nothing."""
+        with self._changed:
+            if self._reason is None:
+                self._reason = reason
+            self._changed.notify_all()
+
+    def wait(self) -> GlooGroup:
+        """The group. Raises MembershipChanged (given up, or a peer went away), DeadlineError (one did not come), or a store's error."""
+        deadline = time.monotonic() + self._connect_timeout.total_seconds()
+        try:
+            with self._changed:
+                while self._group is None and self._error is None and self._reason is None:
+                    remaining = deadline - time.monotonic()
+                    if remaining <= 0:
+                        raise self._too_late()
+                    self._changed.wait(remaining)
+                if self._reason is not None:
+                    raise MembershipChanged(self._reason)
+                if self._error is not None:
+                    raise self._translated(self._error) from self._error
+                assert self._group is not None
+                return self._group
+        finally:
+            self.give_up("nobody waits for this group any more")
+            self._group = self._error = None
+
+    def _run(self, *arguments: Any, **options: Any) -> None:
+        group: GlooGroup | None = None
+        error: Exception | None = None
+        try:
+            group = connect_gloo(*arguments, **options)
+        except Exception as caught:
+            # The traceback must not keep the half-made group's sockets open for as long as somebody keeps the error.
+            traceback.clear_frames(caught.__traceback__)
+            error = caught
+        with self._changed:
+            self._error = error
+            if self._reason is None:
+                self._group = group
+            self._changed.notify_all()
+
+    def _too_late(self) -> DeadlineError:
+        names = PrefixStore("listener", self._store)
+        absent = [rank for rank in range(self._world_size) if not names.check([str(rank)])]
+        who = f"ranks {absent} did not come" if absent else "all ranks came, but not all could connect to each other"
+        return DeadlineError(
+            f"connecting {self._world_size} ranks took longer than connect_timeout={self._connect_timeout.total_seconds():g} s: {who}",
+            reason="CONNECT_TIMEOUT",
+        )
+
+    def _translated(self, error: Exception) -> Exception:
+        if isinstance(error, ShoalError) or not isinstance(error, RuntimeError):
+            return error
+        return MembershipChanged(f"connecting {self._world_size} ranks with Gloo failed: {cause_of(error)}")
+
+
+def _make_device(hostname: str | None) -> tuple[Any, OpenSocket]:
+    """A Gloo device and its listening socket, which is the one that is new. If another thread opened one meanwhile, another try tells."""
+    for _ in range(_DEVICE_ATTEMPTS):
+        with _LISTENER_LOCK:
+            before = listeners()
+            device = _create_device(hostname)
+            new = [one for inode, one in listeners().items() if inode not in before]
+        if len(new) == 1:
+            return device, new[0]
+    raise InternalError(f"Gloo's listening socket could not be told from others in {_DEVICE_ATTEMPTS} attempts")
+
+
+def _create_device(hostname: str | None) -> Any:
+    # Connections are made now and all (no lazy_init), whatever TORCH_GLOO_LAZY_INIT says: later ones would escape an abort.
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    try:
+        if hostname is not None:
+            return ProcessGroupGloo.create_device(hostname=hostname, lazy_init=False)
+        if interface:
+            return ProcessGroupGloo.create_device(interface=interface, lazy_init=False)
+        return ProcessGroupGloo.create_default_device(lazy_init=False)
+    except RuntimeError as error:
+        raise ConfigurationError(
+            f"hostname={hostname!r}, GLOO_SOCKET_IFNAME={interface!r}: Gloo cannot listen there ({cause_of(error)}); "
+            "expected an address or name of this host, or one of its interfaces"
+        ) from error

@@ -1,0 +1,42 @@
+"""A collective that was issued: what there is to wait for.
+
+It does not retry: a collective that fails on the wire ends its group. Threads: a handle belongs to the thread that issued it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+
+class Handle:
+    """The completion of one collective."""
+
+    def __init__(self, work: dist.Work, *, finish: Callable[[], None] | None, translate: Callable[[RuntimeError], Exception]) -> None:
+        """`finish` runs once `work` has completed. `translate` turns its failure into what `wait` raises."""
+        self._work: dist.Work | None = work
+        self._error: Exception | None = None
+        self._finish = finish
+        self._translate = translate
+
+    def wait(self) -> None:
+        """Returns when the result is in place. Raises MembershipChanged when the group failed. May be called again."""
+        if self._error is not None:
+            raise self._error
+        # Let go of it in any case: it would keep the sockets of its group open.
+        work, self._work = self._work, None
+        if work is not None:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                self._error = self._translate(error)
+                del work
+                raise self._error from error
+        if self._finish is not None:
+            finish, self._finish = self._finish, None
+            finish()
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would return, or raise, at once."""
+        return self._work is None or bool(self._work.is_completed())

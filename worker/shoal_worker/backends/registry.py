@@ -1,0 +1,30 @@
+"""The backends by name. Adding one is a module and a line here; it is imported when it is asked for."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Final
+
+from shoal_common.errors import ConfigurationError
+
+from shoal_worker.backends.base import CommunicationBackend
+
+_BACKENDS: Final = {
+    "gloo": "shoal_worker.backends.gloo:GlooBackend",
+    "nccl": "shoal_worker.backends.nccl:NCCLBackend",
+}
+
+
+def backend_names() -> list[str]:
+    """What `backend=` takes."""
+    return sorted(_BACKENDS)
+
+
+def backend_class(name: str) -> type[CommunicationBackend]:
+    """The class of that name. Raises ConfigurationError listing the known names."""
+    try:
+        module, _, attribute = _BACKENDS[name].partition(":")
+    except KeyError:
+        raise ConfigurationError(f"backend={name!r}: expected one of {', '.join(backend_names())}") from None
+    found: type[CommunicationBackend] = getattr(importlib.import_module(module), attribute)
+    return found

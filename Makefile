@@ -16,7 +16,7 @@ PROTOC = $(BIN)/python -m grpc_tools.protoc -I protos --python_out=$(1) --pyi_ou
 
 .PHONY: help
 help: ## Say what there is
-	@sed -nE 's/^([a-z]+):.*## (.*)/make \1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r target text; do printf '%-13s %s\n' "$$target" "$$text"; done
+	@sed -nE 's/^([a-z]+):.*## (.*)/make \1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r target text; do printf '%-16s %s\n' "$$target" "$$text"; done
 
 # ------------------------------------------------------------------------------------------------------------------------------- to run
 
@@ -73,7 +73,7 @@ verify-types: .venv/installed
 
 .PHONY: verify-imports
 verify-imports: .venv/installed
-	$(BIN)/lint-imports
+	$(BIN)/lint-imports --no-logo
 
 .PHONY: verify-text
 verify-text:
@@ -83,10 +83,11 @@ verify-text:
 verify-deployment: .venv/installed
 	$(BIN)/hadolint docker/Dockerfile
 	$(BIN)/check-jsonschema --builtin-schema vendor.compose-spec compose.yaml compose.gpu.yaml
-	$(BIN)/podman-compose -f compose.yaml config > /dev/null
-	$(BIN)/podman-compose -f compose.yaml -f compose.gpu.yaml config > /dev/null
+	$(BIN)/podman-compose --dry-run -f compose.yaml config > /dev/null
+	$(BIN)/podman-compose --dry-run -f compose.yaml -f compose.gpu.yaml config > /dev/null
 	$(BIN)/python docker/grafana/dashboards.py --check
-	@if command -v promtool > /dev/null; then promtool check config --syntax-only docker/prometheus/prometheus.yml; else echo "promtool is not on PATH: docker/prometheus is not checked"; fi
+	@if command -v promtool > /dev/null; then promtool check config --syntax-only docker/prometheus/prometheus.yml; \
+	else echo "promtool is not on PATH: docker/prometheus is not checked"; fi
 
 .PHONY: verify-images
 verify-images: .venv/installed
@@ -107,6 +108,10 @@ verify-images: .venv/installed
 	$(PYTHON) -m venv .venv-peers
 	.venv-peers/bin/pip install --quiet -c benchmarks/peers-constraints.txt torch torchft-nightly numpy
 	@touch $@
+
+.PHONY: secrets
+secrets: ## Make the tokens and passwords that compose.yaml mounts (docker/secrets), once
+	$(PYTHON) docker/make_secrets.py
 
 .PHONY: clean
 clean: ## Remove the environments, caches and outputs

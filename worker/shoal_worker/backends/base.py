@@ -276,10 +276,9 @@ class CommunicationBackend(abc.ABC):
             return self._translated(what, error)
 
         try:
-            work = issue()
+            handle = Handle(issue(), finish=finish, translate=translate)
         except RuntimeError as error:
             raise translate(error) from error
-        handle = Handle(work, finish=finish, translate=translate)
         if not async_op:
             handle.wait()
         return handle

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch.distributed as dist
+from shoal_common.errors import PreconditionError
 
 
 class Handle:
@@ -16,23 +17,24 @@ class Handle:
     def __init__(self, work: dist.Work, *, finish: Callable[[], None] | None, translate: Callable[[RuntimeError], Exception]) -> None:
         """`finish` runs once `work` has completed. `translate` turns its failure into what `wait` raises."""
         self._work: dist.Work | None = work
-        self._error: Exception | None = None
+        self._failure: str | None = None
         self._finish = finish
         self._translate = translate
 
     def wait(self) -> None:
-        """Returns when the result is in place. Raises MembershipChanged when the group failed. May be called again."""
-        if self._error is not None:
-            raise self._error
-        # Let go of it in any case: it would keep the sockets of its group open.
+        """Returns when the result is in place; may be called again. Raises MembershipChanged when the group failed."""
+        if self._failure is not None:
+            raise PreconditionError(f"this collective has failed before: {self._failure}")
+        # Let go of the work in any case: it would keep the sockets of its group open.
         work, self._work = self._work, None
         if work is not None:
             try:
                 work.wait()
             except RuntimeError as error:
-                self._error = self._translate(error)
+                # Only the text is kept: the error itself refers, by its traceback, to this handle and to the group.
+                self._failure = str(error)
                 del work
-                raise self._error from error
+                raise self._translate(error) from error
         if self._finish is not None:
             finish, self._finish = self._finish, None
             finish()

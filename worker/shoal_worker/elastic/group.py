@@ -174,6 +174,7 @@ class Group:
             raise
         except (RuntimeError, ValueError) as error:  # what c10d raises, DistError and DistBackendError among them
             reason = self._reason or f"{what} failed: {_first_line(error)}"
+            self.abort(reason)  # closes the sockets, so that peers stuck in the same collective are freed as well
             raise MembershipChanged(f"generation {self.generation.number} is over: {reason}") from error
 
 

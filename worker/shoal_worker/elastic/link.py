@@ -60,6 +60,8 @@ class CoordinatorLink:
 
         `on_generation` is called on the link's thread for every new generation, before waiters wake: it interrupts what the generation ends.
         """
+        self.progress: Callable[[], pb.Progress] = lambda: pb.Progress(loss=float("nan"))
+        """Asked for each heartbeat, on grpc's thread."""
         self.client = client
         self.identity = identity
         self._on_generation = on_generation
@@ -72,7 +74,6 @@ class CoordinatorLink:
         self._fatal: ShoalError | None = None
         self._ready = False
         self._generation = 0
-        self._progress = pb.Progress(loss=float("nan"))
         self._failure: pb.CollectiveFailure | None = None
         self._leaving: pb.Leave | None = None
         self._streams = 0
@@ -139,10 +140,6 @@ class CoordinatorLink:
         """This member works in `generation` from now on: goes out with the heartbeats."""
         with self._changed:
             self._generation = generation
-
-    def report(self, progress: pb.Progress) -> None:
-        """Replaces the progress that the heartbeats carry. The caller must not change `progress` afterwards."""
-        self._progress = progress
 
     @property
     def newest(self) -> int:
@@ -242,7 +239,7 @@ class CoordinatorLink:
                 elif self._changed.wait_for(lambda: self._unsaid(said_ready, said_failure, stream), self._heartbeat_interval_s()):
                     continue
                 else:
-                    message = pb.MemberMessage(heartbeat=pb.Heartbeat(generation=self._generation, progress=self._progress))
+                    message = pb.MemberMessage(heartbeat=pb.Heartbeat(generation=self._generation, progress=self.progress()))
             yield message
             if message.HasField("leave"):
                 return

@@ -1,9 +1,10 @@
-"""How far this worker is, for heartbeats and metrics. Written by the training thread; the link's thread only reads whole messages."""
+"""How far this worker is, for heartbeats and metrics. Written by the training thread, read by the link's; one lock guards it all."""
 
 from __future__ import annotations
 
 import math
 import statistics
+import threading
 import time
 from collections import deque
 
@@ -20,6 +21,7 @@ class ProgressMeter:
 
     def __init__(self, metrics: WorkerMetrics) -> None:
         self._metrics = metrics
+        self._lock = threading.Lock()
         self._sequence = 0
         self._steps = 0
         self._samples = 0
@@ -48,16 +50,18 @@ class ProgressMeter:
     def committed(self, *, steps: int, samples: int, loss: float | None) -> None:
         """A step was committed; `samples` of it were this rank's."""
         now = time.monotonic()
-        self._sequence += 1
-        self._steps = steps
-        self._samples += samples
-        self._recent.append((now, samples))
-        while self._recent and self._recent[0][0] < now - _WINDOW_S:
-            self._recent.popleft()
-        if self._last_commit is not None:
-            self._step_times.append(now - self._last_commit)
-            self._metrics.step_seconds.observe(now - self._last_commit)
-        self._last_commit = now
+        with self._lock:
+            self._sequence += 1
+            self._steps = steps
+            self._samples += samples
+            self._recent.append((now, samples))
+            while self._recent[0][0] < now - _WINDOW_S:
+                self._recent.popleft()
+            last, self._last_commit = self._last_commit, now
+            if last is not None:
+                self._step_times.append(now - last)
+        if last is not None:
+            self._metrics.step_seconds.observe(now - last)
         self._metrics.steps_committed.inc()
         self._metrics.samples.inc(samples)
         if loss is not None:
@@ -65,15 +69,16 @@ class ProgressMeter:
 
     def message(self) -> pb.Progress:
         """A snapshot."""
-        span = max(_WINDOW_S, 1e-3) if len(self._recent) < 2 else max(self._recent[-1][0] - self._recent[0][0], 1e-3)
-        counted = sum(n for _, n in list(self._recent)[1:]) if len(self._recent) > 1 else sum(n for _, n in self._recent)
-        return pb.Progress(
-            step=self._steps,
-            epoch=self.epoch,
-            sequence=self._sequence,
-            samples_per_s=counted / span,
-            loss=self._loss,
-            step_time_s=statistics.median(self._step_times) if self._step_times else 0.0,
-            samples=self._samples,
-            staleness=self._staleness,
-        )
+        with self._lock:
+            times, samples = list(self._step_times), [n for _, n in self._recent]
+            span = self._recent[-1][0] - self._recent[0][0] if samples else 0.0
+            return pb.Progress(
+                step=self._steps,
+                epoch=self.epoch,
+                sequence=self._sequence,
+                samples_per_s=sum(samples[1:]) / span if span > 0 else 0.0,
+                loss=self._loss,
+                step_time_s=statistics.median(times) if times else 0.0,
+                samples=self._samples,
+                staleness=self._staleness,
+            )

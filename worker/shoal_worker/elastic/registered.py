@@ -57,6 +57,10 @@ class RegisteredState:
         if name in self._pending:
             value.load_state_dict(self._pending.pop(name))
 
+    def find(self, name: str) -> Stateful | None:
+        """The object registered under `name`."""
+        return self._objects.get(name)
+
     def capture(self) -> dict[str, Any]:
         """State and advances of all objects."""
         return {

@@ -32,6 +32,7 @@ from shoal_common.errors import (
 )
 from shoal_protos.v1 import coordinator_pb2 as pb
 
+from shoal_worker.backends.registry import backend_class
 from shoal_worker.elastic.contract import Drained, Leases, Placement, Share, StepSource, StepStatus, StopTraining
 from shoal_worker.elastic.group import Channel, Group, LocalChannel
 from shoal_worker.elastic.membership import Membership
@@ -134,6 +135,8 @@ class Session:
         self._stopped: str | None = None
         self._failed_at: float | None = None
         self._fallback: Callable[[], None] | None = None
+        if membership is not None:
+            membership.link.progress = self.progress.message
 
     # ------------------------------------------------------------------------------------------------------------ identity
 
@@ -192,6 +195,15 @@ class Session:
             return torch.device("cpu")
         return torch.device("cuda", self.settings.local_index % torch.cuda.device_count())
 
+    def join(self) -> None:
+        """Opens the session with the coordinator. In a fresh job, waits for a rank; a joiner of a running one first replays its script."""
+        membership = self._membership
+        assert membership is not None
+        if not membership.join().joining:
+            self._live = True
+            membership.link.ready()
+            membership.await_generation()
+
     # -------------------------------------------------------------------------------------------------------------- attach
 
     def attach(self, replica: Replica) -> None:
@@ -210,11 +222,13 @@ class Session:
             self._state = StateName(0, 0)
             return
         if replica.asynchronous:
-            self._live = True
-            membership.link.ready()
-            membership.await_generation()
+            if self.is_joining:
+                membership.link.ready()
+                membership.await_generation()
+                self._live = True
             self._state = StateName(0, 0)
             return
+        membership.make_backend = backend_class(replica.backend_name)
         if self.is_joining:
             return
         if membership.group is None:
@@ -346,6 +360,12 @@ class Session:
             step.lost = str(error)
             self._failed_at = self._failed_at or time.monotonic()
 
+    def finish_reduction_if_whole(self) -> None:
+        """Inside one plain batch: its backward pass was the whole of this rank's part, so the sum over the ranks is due."""
+        step = self._require_step()
+        if step.share is None or step.share.micro_batches is None:
+            self._require_replica().finish_reduction()
+
     def finish_step(self, apply: Callable[[], None]) -> StepStatus:
         """Applies the step if every member's part is in it; else re-forms.
 
@@ -376,8 +396,6 @@ class Session:
         if self._failed_at is not None:
             self.metrics.recovery_seconds.observe(time.monotonic() - self._failed_at)
             self._failed_at = None
-        if self._membership is not None:
-            self._membership.link.report(self.progress.message())
 
     def _lose(self, step: Step) -> StepStatus:
         """The step is void on this rank: nothing was applied. Re-forms, which may bring this rank the state that its peers reached."""

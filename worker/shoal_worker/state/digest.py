@@ -63,7 +63,9 @@ def _by_content(structure: Json, of: Callable[[str], int]) -> Json:
         return [_by_content(item, of) for item in structure]
     if not isinstance(structure, dict):
         return structure
-    node: dict[str, Json] = {key: of(item) if key == "name" and "!" in structure else _by_content(item, of) for key, item in structure.items()}
+    node: dict[str, Json] = {key: _by_content(item, of) for key, item in structure.items()}
+    if node.get("!") in ("tensor", "ndarray"):
+        node["name"] = of(structure["name"])
     if structure.get("!") in ("dict", "counter", "default"):
         node["items"] = sorted(node["items"], key=lambda pair: json.dumps(pair, sort_keys=True))
     return node

@@ -1,0 +1,208 @@
+"""The public API, as functions over the session of this process. `import shoal` gives these under `shoal.`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from shoal_common.errors import ConfigurationError, PreconditionError
+from torch import nn
+
+from shoal_worker.checkpoint.saving import CheckpointSaver, load_newest
+from shoal_worker.config import ShardingConfiguration
+from shoal_worker.data.loader import ElasticDataLoader
+from shoal_worker.elastic.contract import StepStatus
+from shoal_worker.elastic.current import current_session, find_session
+from shoal_worker.elastic.evaluation import IteratedBatches
+from shoal_worker.elastic.evaluation import evaluate as _evaluate
+from shoal_worker.elastic.start import open_session
+from shoal_worker.strategies import registry
+from shoal_worker.strategies.base import ShardedModel, ShardedOptimizer
+
+__all__ = [
+    "ElasticDataLoader",
+    "ShardedModel",
+    "ShardedOptimizer",
+    "ShardingConfiguration",
+    "StepStatus",
+    "as_distributed",
+    "as_distributed_for_high_bandwidth",
+    "as_distributed_for_low_bandwidth",
+    "device",
+    "evaluate",
+    "generation",
+    "init",
+    "is_joining",
+    "rank",
+    "register_state",
+    "report",
+    "resume",
+    "save_checkpoint",
+    "shutdown",
+    "world_size",
+]
+
+_CONFIG_FIELDS = frozenset(f.name for f in dataclasses.fields(ShardingConfiguration))
+
+
+def init() -> None:
+    """Joins the cluster that `shoal run` started; alone, this process is a world of one. Calling it again does nothing.
+
+    In a fresh job it blocks until this member has a rank.
+
+    Raises:
+        ConfigurationError: the environment contradicts itself.
+        DeadlineError: no coordinator, or fewer than the job's minimum of workers, within SHOAL_RENDEZVOUS_TIMEOUT_S.
+    """
+    if find_session() is None:
+        open_session()
+
+
+def as_distributed(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    strategy: str = "ddp",
+    backend: str | None = None,
+    config: ShardingConfiguration | None = None,
+    **options: Any,
+) -> Any:
+    """Distributes a model and its optimizer over the ranks of the job: a pair in, a pair out; a model alone in, a model out.
+
+    Rank 0's weights win; other ranks may pass a model on the `meta` device. The model is moved to `shoal.device()`.
+
+    Args:
+        model: the user's module, whole.
+        optimizer: made from `model.parameters()`.
+        strategy: how to share the work; see the strategies' pages.
+        backend: "gloo" or "nccl"; None: nccl where there is CUDA, else gloo.
+        config: settings common to all strategies.
+        **options: fields of `ShardingConfiguration`, or options of the strategy.
+
+    Raises:
+        ConfigurationError: an unknown strategy, backend or option, or values that cannot work together.
+        PreconditionError: called a second time in this process.
+    """
+    session = current_session()
+    model_class, optimizer_class = registry.find(strategy)
+    common = {name: value for name, value in options.items() if name in _CONFIG_FIELDS}
+    config = dataclasses.replace(config or ShardingConfiguration(), **common)
+    specific = {name: value for name, value in options.items() if name not in _CONFIG_FIELDS}
+    if not any(p.is_meta for p in model.parameters()):
+        model.to(session.device)
+    distributed, wrapped = registry.build(model_class, optimizer_class, model, optimizer, session, config, backend=backend, options=specific)
+    return distributed if wrapped is None else (distributed, wrapped)
+
+
+def as_distributed_for_high_bandwidth(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **options: Any) -> Any:
+    """`as_distributed` with `ShardingConfiguration.for_high_bandwidth()`."""
+    return as_distributed(model, optimizer, config=ShardingConfiguration.for_high_bandwidth(), **options)
+
+
+def as_distributed_for_low_bandwidth(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **options: Any) -> Any:
+    """`as_distributed` with `ShardingConfiguration.for_low_bandwidth()`."""
+    return as_distributed(model, optimizer, config=ShardingConfiguration.for_low_bandwidth(), **options)
+
+
+def register_state(**objects: Any) -> None:
+    """Makes objects with state_dict/load_state_dict a part of the run's state: sent to joiners, put back on a redo, saved in checkpoints.
+
+    The `step` of registered schedulers and the `update` of registered gradient scalers do nothing after a lost step.
+
+    Raises:
+        ConfigurationError: an object without the two methods, or a name that is taken.
+    """
+    session = current_session()
+    for name, value in objects.items():
+        session.registered.register(name, value)
+
+
+def evaluate(model: nn.Module, loader: Any, fn: Callable[[nn.Module, Any], Mapping[str, Any]]) -> dict[str, float]:
+    """Evaluates on all ranks together: the sums of what `fn(model, batch)` gives, over every batch of `loader` once.
+
+    `fn` returns sums (correct answers, samples, summed loss), not means. The model is in evaluation mode, without gradients. Call it on every rank,
+    between steps; every rank gets the answer. The batches of a rank that dies meanwhile are dealt again.
+
+    Args:
+        model: from `as_distributed`, or any module that is equal on all ranks.
+        loader: an `ElasticDataLoader(train=False)`, or any loader with a length that gives the same batches on every rank.
+        fn: called with the model and one batch.
+    """
+    batches = loader.evaluation_batches() if isinstance(loader, ElasticDataLoader) else IteratedBatches(loader)
+    return _evaluate(current_session(), model, batches, fn)
+
+
+def save_checkpoint(directory: str | Path, *, keep: int = 3) -> None:
+    """Saves model, optimizer, registered state and cursors, asynchronously and atomically. Call it on every rank, between steps.
+
+    The state is copied before this returns; rank 0 then writes `directory/step-<n>` in the background, and renames it into place when it is whole. An
+    error of an earlier save is raised here. Joiners save nothing.
+
+    Args:
+        directory: shared by all ranks, or local to rank 0's machine.
+        keep: how many checkpoints to keep; >= 1.
+
+    Raises:
+        ConfigurationError: `keep` below 1, or the directory cannot be written.
+    """
+    if keep < 1:
+        raise ConfigurationError(f"save_checkpoint(keep={keep}): expected at least 1")
+    CheckpointSaver.of(current_session()).save(Path(directory), keep=keep)
+
+
+def resume(directory: str | Path) -> bool:
+    """Goes on from the newest checkpoint in `directory`, if there is one; True if there was. Call it on every rank, before the loop.
+
+    Rank 0 reads it and sends it to the others. In a joiner it does nothing: the peers' state is newer.
+
+    Raises:
+        CorruptDataError: the newest checkpoint is damaged, of another model or of a newer release; nothing is changed.
+    """
+    return load_newest(current_session(), Path(directory))
+
+
+def report(*, loss: float) -> None:
+    """Tells `shoal status` and the metrics this rank's loss. `train_step` does so by itself."""
+    current_session().progress.told_loss(loss)
+
+
+def is_joining() -> bool:
+    """True in a joiner until its first live batch: it replays its script to get there."""
+    return current_session().is_joining
+
+
+def rank() -> int:
+    """This process's rank in the newest generation it is in. Changes when members come and go."""
+    return current_session().rank
+
+
+def world_size() -> int:
+    """Number of ranks in that generation."""
+    return current_session().world_size
+
+
+def generation() -> int:
+    """Number of that generation; 0 in a world of one."""
+    return current_session().generation
+
+
+def device() -> torch.device:
+    """The device of this rank: its own GPU where there is CUDA, else the CPU."""
+    return current_session().device
+
+
+def shutdown(*, timeout: timedelta = timedelta(seconds=60)) -> None:
+    """Waits for checkpoints that are being written and leaves the job. Happens by itself when the process ends.
+
+    Raises:
+        DeadlineError: a checkpoint was not written within `timeout`.
+    """
+    session = find_session()
+    if session is None:
+        raise PreconditionError("shutdown: there is no session; shoal.init() was not called")
+    CheckpointSaver.of(session).close(timeout)
+    session.close()

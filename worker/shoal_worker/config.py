@@ -1,0 +1,54 @@
+"""How a model is sharded: the settings that are common to all strategies. Strategy-specific options are keyword arguments of `as_distributed`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from shoal_common.errors import ConfigurationError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardingConfiguration:
+    """Settings of a distributed model and optimizer.
+
+    Raises:
+        ConfigurationError: values that cannot work, or contradict each other.
+    """
+
+    auto_sync_gradients: bool = True
+    """Reduce gradients during the backward pass. False: the loop calls `model.synchronize_gradients()` before `optimizer.step()`."""
+    minimum_parameter_group_size: int = 1024
+    """Parameters (elements) below which tensors are not worth a collective of their own and are grouped; >= 1."""
+    bucket_cap_mb: int = 25
+    """MiB of gradients that travel in one all-reduce; >= 1."""
+    gradient_compression: str | None = None
+    """Compressor of gradients; None: they travel as they are."""
+    reduce_dtype: torch.dtype | None = None
+    """Type in which gradients are summed; None: their own."""
+    loss_reduction: str = "mean"
+    """What the loop's loss does over a batch: "mean", or "sum"."""
+    find_unused_parameters: bool = False
+    """Some parameters take no part in some steps: search for them after every forward pass."""
+    deterministic: bool = False
+    """Sum micro-batch gradients in float64, so that the result is bitwise the same for any world size. Needs `micro_batch_size` on the loader."""
+
+    def __post_init__(self) -> None:
+        if self.minimum_parameter_group_size < 1:
+            raise ConfigurationError(
+                f"minimum_parameter_group_size={self.minimum_parameter_group_size}: expected at least 1 (1 groups nothing)"
+            )
+        if self.bucket_cap_mb < 1:
+            raise ConfigurationError(f"bucket_cap_mb={self.bucket_cap_mb}: expected at least 1 MiB")
+        if self.loss_reduction not in ("mean", "sum"):
+            raise ConfigurationError(f'loss_reduction={self.loss_reduction!r}: expected "mean" or "sum"')
+
+    @classmethod
+    def for_high_bandwidth(cls, **overrides: object) -> ShardingConfiguration:
+        """For fast links (NVLink, 100 Gbit/s): larger messages, nothing compressed."""
+        return cls(**({"bucket_cap_mb": 100} | overrides))  # type: ignore[arg-type]
+
+    @classmethod
+    def for_low_bandwidth(cls, **overrides: object) -> ShardingConfiguration:
+        """For slow links: small buckets, so that sending starts early in the backward pass."""
+        return cls(**({"bucket_cap_mb": 4} | overrides))  # type: ignore[arg-type]

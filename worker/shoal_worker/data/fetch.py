@@ -1,0 +1,157 @@
+"""Turns planned dataset indices into batches, inline or in worker processes that work ahead.
+
+torch's DataLoader does the work; its `batch_sampler` is a feed of requests. A fetch names the request it needs. While that is the next
+one in the feed, the batch is ready or being made; when it is not (the ranks changed, a step is redone), what was made ahead is dropped and
+the feed starts anew at the request, with the same worker processes. They are forked at the first fetch and again after each `close`, which
+the loader calls when an epoch ends, so that a change to the dataset between epochs reaches them, as with a plain DataLoader.
+
+Worker processes are forked children: they hold copies of the session's channels and sockets and must never use them. The kernel kills them
+when the thread that started them ends, however it ends: otherwise they would keep a killed rank's sockets open, and its peers waiting.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import signal
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from shoal_common.errors import InternalError
+from torch.utils.data import DataLoader, Dataset
+
+from shoal_worker.data.seeding import seeded
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """One batch to make. Equal requests give equal batches."""
+
+    epoch: int
+    indices: tuple[int, ...]
+    """Of the dataset, in order."""
+    key: tuple[int, ...]
+    """Of the random numbers: (seed, epoch, step, micro-batch)."""
+
+
+class Fetcher:
+    """Makes batches of one dataset. Used by one thread."""
+
+    def __init__(self, dataset: Any, *, collate_fn: Callable[[list[Any]], Any], num_workers: int, pin_memory: bool) -> None:
+        self._source = _Source(dataset, collate_fn)
+        self._num_workers = num_workers
+        self._pin_memory = pin_memory
+        self._feed = _Feed()
+        self._loader: DataLoader[Any] | None = None
+        self._batches: Iterator[tuple[Request, Any]] | None = None
+
+    def fetch(self, request: Request, following: Callable[[], Iterator[Request]]) -> Any:
+        """The batch of `request`. `following` gives the requests expected from this one on, itself first: what to make ahead."""
+        # Data workers that have nothing on its way get no new requests: torch counts that as the end.
+        idle = self._num_workers > 0 and not self._feed.busy
+        if self._batches is None or idle or self._feed.upcoming() != request:
+            self._restart(following())
+        assert self._batches is not None
+        try:
+            made, batch = next(self._batches)
+        except BaseException:
+            self._batches = None  # the feed and the workers may be out of step now
+            raise
+        self._feed.arrived()
+        if made != request:
+            raise InternalError(f"the data workers made batch {made.key}, expected {request.key}")
+        return batch
+
+    def close(self) -> None:
+        """Ends the worker processes and drops what was made ahead. The next fetch starts new ones."""
+        self._batches = None
+        self._loader = None
+        self._feed.restart(iter(()))
+
+    def _restart(self, requests: Iterator[Request]) -> None:
+        self._feed.restart(requests)
+        if self._loader is None:
+            self._loader = DataLoader(
+                self._source,
+                batch_sampler=cast(Any, self._feed),  # its "lists of indices" are requests
+                collate_fn=cast(Any, _as_it_is),
+                num_workers=self._num_workers,
+                pin_memory=self._pin_memory and torch.accelerator.is_available(),
+                persistent_workers=self._num_workers > 0,
+                worker_init_fn=_tie_to_parent if self._num_workers else None,
+                generator=torch.Generator(),  # not the global one: making batches must not move the training's random numbers
+            )
+        self._batches = iter(self._loader)
+
+
+class _Feed:
+    """A batch_sampler whose requests can be replaced, and that knows which of them are on their way."""
+
+    def __init__(self) -> None:
+        self._requests: Iterator[Request] = iter(())
+        self._on_their_way: deque[Request] = deque()
+        self._next: Request | None = None
+
+    def restart(self, requests: Iterator[Request]) -> None:
+        self._requests = requests
+        self._on_their_way.clear()
+        self._next = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether a batch is being made, or waits."""
+        return bool(self._on_their_way)
+
+    def upcoming(self) -> Request | None:
+        """The request whose batch arrives next."""
+        if self._on_their_way:
+            return self._on_their_way[0]
+        if self._next is None:
+            self._next = next(self._requests, None)
+        return self._next
+
+    def arrived(self) -> None:
+        """That batch has arrived."""
+        self._on_their_way.popleft()
+
+    def __iter__(self) -> _Feed:
+        return self
+
+    def __next__(self) -> Request:
+        request, self._next = self._next, None
+        if request is None:
+            request = next(self._requests)
+        self._on_their_way.append(request)
+        return request
+
+
+class _Source(Dataset[Any]):
+    """The dataset as torch's fetcher sees it: a "list of indices" is a request, and "the samples" are its finished batch."""
+
+    def __init__(self, dataset: Any, collate_fn: Callable[[list[Any]], Any]) -> None:
+        self._dataset = dataset
+        self._collate = collate_fn
+
+    def __getitems__(self, request: Request) -> tuple[Request, Any]:
+        many = getattr(self._dataset, "__getitems__", None)
+        with seeded(request.key):
+            samples = many(list(request.indices)) if callable(many) else [self._dataset[index] for index in request.indices]
+            return request, self._collate(samples)
+
+
+def _as_it_is(made: tuple[Request, Any]) -> tuple[Request, Any]:
+    return made
+
+
+def _tie_to_parent(_worker: int) -> None:
+    """Runs first in each worker process. Ctrl-C reaches the whole foreground group; what it means is the parent's to decide."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    set_parent_death_signal = 1
+    ctypes.CDLL(None).prctl(set_parent_death_signal, int(signal.SIGKILL), 0, 0, 0)
+    parent = multiprocessing.parent_process()
+    if parent is None or os.getppid() != parent.pid:
+        os._exit(1)  # the parent died before the call above

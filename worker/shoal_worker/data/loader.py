@@ -1,0 +1,481 @@
+"""The loader: hands the user's loop the samples of each step that fall to this rank, and keeps the cursor.
+
+It asks the session for a border before each step (`StepClock.begin_step`), deals the step by the placement it gets, and moves the cursor
+only when the session says that the step is committed. What was handed out and not committed is dealt again. It decides nothing about
+membership and reduces nothing. All of it runs on the thread of the user's training loop.
+
+Which epoch an iteration is: inside `epochs()`, the one that stands there; else the k-th iteration is epoch k, where one that is broken off
+before its first commit (`next(iter(loader))`, to look at a batch) does not count. An iteration of an epoch before the cursor's yields
+nothing; of the cursor's, the rest; of a later one, all of it: leaving a loop early gives up what remained of the epoch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from shoal_common.errors import ConfigurationError, CorruptDataError, InternalError, PreconditionError, ShoalError
+from torch.utils.data import default_collate
+
+from shoal_worker.data.arguments import check_dataset, check_rest, check_sizes
+from shoal_worker.data.cursor import Cursor
+from shoal_worker.data.evaluation import EvaluationBatches
+from shoal_worker.data.fetch import Fetcher, Request
+from shoal_worker.data.leases import LeasedBatches
+from shoal_worker.data.orders import EpochOrders
+from shoal_worker.data.plan import Block, EpochPlan
+from shoal_worker.data.record import SampleRecord
+from shoal_worker.data.step import DealtStep, Step
+from shoal_worker.elastic.contract import Placement, Share, StepClock, StopTraining
+from shoal_worker.elastic.current import current_clock
+from shoal_worker.settings import WorkerSettings
+
+_log = logging.getLogger(__name__)
+
+_STATE_VERSION = 1
+_unnamed: weakref.WeakKeyDictionary[StepClock, int] = weakref.WeakKeyDictionary()
+"""How many loaders without a name each session has seen. Ranks that are threads of one process have a session each."""
+
+
+class ElasticDataLoader:
+    """Deals a map-style dataset to the ranks of an elastic job: each sample exactly once an epoch, with a constant global batch.
+
+    Three forms. With `global_batch_size` alone, `for batch in loader` is one step an iteration, and each rank gets its part of the global
+    batch. With `micro_batch_size`, `for step in loader.steps(): for batch in step`. With `batch_size` (async_sgd), whole batches are leased
+    first come first served. `train=False` makes a loader for `evaluate`; iterated directly, it yields every batch here.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        global_batch_size: int | None = None,
+        micro_batch_size: int | None = None,
+        batch_size: int | None = None,
+        seed: int = 0,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        sampler: Iterable[int] | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+        weight_fn: Callable[[Any], float] | None = None,
+        name: str | None = None,
+        train: bool = True,
+    ) -> None:
+        """
+        Args:
+            dataset: has `__len__` and `__getitem__` (and perhaps `__getitems__`, which takes a list of indices).
+            global_batch_size: samples in a step over all ranks; the same whatever their number.
+            micro_batch_size: samples in a micro-batch, the unit that is dealt to ranks then.
+            batch_size: samples in a leased batch (async_sgd). Exactly one of this and `global_batch_size`.
+            seed: of the order and of the random numbers in datasets and models; the same on every rank.
+            shuffle: a new order each epoch; else the dataset's. Without effect beside `sampler` and with `train=False`.
+            drop_last: leave out the last step of an epoch if it is short.
+            sampler: draws each epoch's indices instead, once per epoch; must draw the same on every rank.
+            collate_fn: makes a batch of a list of samples; None: torch's `default_collate`.
+            num_workers: processes that fetch ahead; 0: fetch in the loop.
+            pin_memory: put batches in page-locked memory, where there is an accelerator.
+            weight_fn: a batch's weight in the mean over the step, in place of its number of samples (unmasked tokens, say).
+            name: tells several loaders apart in checkpoints; the same in every rank and after a restart. None: by order of construction.
+            train: False for evaluation: takes no part in steps. Batches are those of `micro_batch_size` or, without it, of the other size.
+
+        Raises:
+            ConfigurationError: arguments that cannot work, or a dataset that cannot be sharded by position.
+        """
+        check_dataset(dataset)
+        check_sizes(global_batch_size, micro_batch_size, batch_size, train=train)
+        check_rest(seed=seed, num_workers=num_workers, name=name, drop_last=drop_last, train=train)
+        self.dataset = dataset
+        self._batch_size = global_batch_size or batch_size or 0
+        self._micro_batch_size = micro_batch_size
+        self._drop_last = drop_last
+        self._is_leased = train and batch_size is not None
+        self._seed = seed
+        self._shuffle = train and shuffle
+        self._weight_fn = weight_fn
+        self._orders = EpochOrders(dataset_length=len(dataset), seed=seed, shuffle=self._shuffle, sampler=sampler)
+        collate = collate_fn or default_collate
+        self._num_workers = num_workers
+        self._fetcher = Fetcher(dataset, collate_fn=collate, num_workers=num_workers, pin_memory=pin_memory)
+
+        self._cursor = Cursor()
+        self._dealt: DealtStep | None = None
+        self._leases: LeasedBatches | None = None
+        self._next_epoch = 0
+        self._within: int | None = None
+        self._stopped = False
+
+        if len(self.plan) == 0:
+            raise ConfigurationError(
+                f"drop_last=True leaves no step: {self.plan.length} samples are fewer than one batch of {self._batch_size}; "
+                "make the batch smaller or keep the last one"
+            )
+        self._evaluation: EvaluationBatches | None = None
+        self._record: SampleRecord | None = None
+        self._session: weakref.ref[StepClock] | None = None
+        self._name = name or ("" if train else "evaluation")
+        if train:
+            settings = WorkerSettings()
+            if settings.record_dir is not None:
+                self._record = SampleRecord(settings.record_dir, settings.member_id)
+            self._clock()
+        else:
+            inline = Fetcher(dataset, collate_fn=collate, num_workers=0, pin_memory=pin_memory)
+            self._evaluation = EvaluationBatches(orders=self._orders, inline=inline, ahead=self._fetcher, seed=seed)
+
+    @property
+    def name(self) -> str:
+        """Stable over restarts, unique among the training loaders of a session."""
+        return self._name
+
+    @property
+    def global_step(self) -> int:
+        """Steps committed so far, over all epochs; in the leased form those of this rank."""
+        return self._cursor.global_step
+
+    @property
+    def plan(self) -> EpochPlan:
+        """How the cursor's epoch becomes steps; of an evaluation loader, the one order it has."""
+        return self._plan(self._orders.length(self._cursor.epoch))
+
+    def __len__(self) -> int:
+        """Steps in a whole epoch, whatever the world; in the leased form, batches over all ranks."""
+        return len(self.plan)
+
+    # ---------------------------------------------------------------------------------------------- for the training loop
+
+    def epochs(self, n: int) -> Iterator[int]:
+        """The epochs from where the run stands (after a resume, or in a joiner) up to `n`: `for epoch in loader.epochs(90)`. Ends early when
+        the job is stopped or this member drained."""
+        self._refuse_evaluation("epochs()")
+        return self._epochs(n)
+
+    def __iter__(self) -> Iterator[Any]:
+        """This rank's batches, one a step; of an evaluation loader, every batch.
+
+        Raises:
+            ConfigurationError: the loader has micro-batches; iterate `steps()`.
+        """
+        if self._evaluation is not None:
+            return self._evaluation.stream(self.batches())
+        if self._micro_batch_size is not None:
+            raise ConfigurationError(
+                f"micro_batch_size={self._micro_batch_size} is set, so one step is several batches, or none on some ranks: write "
+                "`for step in loader.steps():` and inside it `for batch in step:`, with optimizer.step() after the inner loop"
+            )
+        return itertools.chain.from_iterable(self._iteration())
+
+    def steps(self) -> Iterator[Step]:
+        """One `Step` a global batch; iterate each for this rank's batches of it."""
+        self._refuse_evaluation("steps()")
+        return self._iteration()
+
+    # ---------------------------------------------------------------------------------------------------- for evaluation
+
+    def batches(self) -> list[range]:
+        """Of an evaluation loader: every batch, as positions for `fetch` and `stream`. Each sample is in exactly one."""
+        return self._for_evaluation("batches()").all(self.plan)
+
+    def fetch(self, positions: range) -> Any:
+        """Of an evaluation loader: the batch of these positions, made here and now."""
+        return self._for_evaluation("fetch()").fetch(positions)
+
+    def stream(self, batches: Sequence[range]) -> Iterator[Any]:
+        """Of an evaluation loader: these batches in this order, made ahead by the data workers."""
+        return self._for_evaluation("stream()").stream(batches)
+
+    # --------------------------------------------------------------------------------------------------- for the session
+
+    def committed(self, placement: Placement) -> int:
+        """See `StepSource.committed`."""
+        dealt, self._dealt = self._dealt, None
+        if dealt is None:
+            raise InternalError(f"loader {self._name!r} was told of a commit, but no step of it is under way")
+        place = {"loader": self._name, "generation": placement.generation, "epoch": dealt.epoch, "step": dealt.number}
+        if self._is_leased:
+            assert self._leases is not None
+            self._leases.finish()
+            self._cursor = self._cursor.after_leased_batch()
+        else:
+            self._cursor = self._cursor.after_step(dealt.positions, self._dealing_plan(dealt.epoch))
+        if self._record is not None and self._is_leased:
+            self._record.write("finished", **place)
+        elif self._record is not None:
+            self._record.write("committed", **place, begin=dealt.positions.start)
+        return dealt.handed_out
+
+    def state_dict(self) -> dict[str, Any]:
+        """The cursor after the last commit, in samples, and what its meaning depends on. JSON-able."""
+        return {
+            "version": _STATE_VERSION,
+            **self._cursor.to_state(),
+            "seed": self._seed,
+            "shuffle": self._shuffle,
+            "length": len(self.dataset),
+            "order": self._orders.digest(self._cursor.epoch) if self._cursor.samples else None,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes over a cursor, of a checkpoint or a peer. The global batch size may be another.
+
+        Raises:
+            CorruptDataError: this is no loader's state, or a newer release's.
+            ConfigurationError: the cursor is within an epoch whose order is another one here, so samples would be lost or seen twice.
+        """
+        if state.get("version") != _STATE_VERSION:
+            raise CorruptDataError(
+                f"loader {self._name!r}: the state has version {state.get('version')!r}; this release reads {_STATE_VERSION}"
+            )
+        cursor = Cursor.from_state(state)
+        if cursor.samples and not self._is_leased:
+            self._check_order(cursor, state)
+        self._cursor = cursor
+        self._dealt = None
+        if self._leases is not None and self._leases.epoch != cursor.epoch:
+            self._leases = None
+
+    # ------------------------------------------------------------------------------------------------------- step by step
+
+    def _epochs(self, n: int) -> Iterator[int]:
+        if self._begin() is None:  # a joiner learns here where the run stands
+            return
+        epoch = self._cursor.epoch
+        try:
+            while epoch < n and not self._stopped:
+                self._within = epoch
+                yield epoch
+                epoch = max(epoch + 1, self._cursor.epoch)
+        finally:
+            self._within = None
+
+    def _iteration(self) -> Iterator[Step]:
+        epoch = self._next_epoch if self._within is None else self._within
+        before = self._cursor.global_step
+        ran_out = False
+        try:
+            yield from self._epoch_steps(epoch)
+            ran_out = True
+        finally:
+            if ran_out or self._cursor.global_step > before:
+                self._next_epoch = max(self._next_epoch, epoch + 1)
+            self._fetcher.close()
+            self._acknowledge()
+
+    def _epoch_steps(self, epoch: int) -> Iterator[Step]:
+        self._move_to(epoch)  # ahead of the border, where a joiner may be given this cursor
+        took_part = False
+        while self._cursor.epoch <= epoch:
+            placement = self._begin()
+            if placement is None:
+                return
+            self._move_to(epoch)
+            if self._cursor.epoch > epoch:
+                break
+            took_part = True
+            self._dealt = self._take_lease(placement) if self._is_leased else self._deal(placement)
+            if self._dealt is not None:
+                yield self._assigned(self._dealt)
+        if took_part:
+            self._end_epoch()
+
+    def _move_to(self, epoch: int) -> None:
+        if self._cursor.epoch < epoch:
+            self._cursor = self._cursor.at_epoch(epoch)
+
+    def _begin(self) -> Placement | None:
+        """The next border; None when this rank is to stop."""
+        self._dealt = None
+        self._stopped = False
+        try:
+            return self._clock().begin_step(self)
+        except StopTraining:
+            self._stopped = True
+            return None
+
+    def _end_epoch(self) -> None:
+        try:
+            self._clock().end_epoch(self)
+        except StopTraining:
+            self._stopped = True
+
+    def _deal(self, placement: Placement) -> DealtStep | None:
+        """This rank's part of the step at the cursor; None when the epoch has no further one."""
+        plan = self._dealing_plan(self._cursor.epoch)
+        positions = plan.step(self._cursor.samples)
+        if not positions:  # the cursor of a run with another batch size: `drop_last` leaves the rest out
+            self._cursor = self._cursor.at_epoch(self._cursor.epoch + 1)
+            return None
+        return DealtStep(
+            placement=placement,
+            epoch=self._cursor.epoch,
+            number=self._cursor.step,
+            positions=positions,
+            blocks=plan.deal(positions, placement.rank, placement.world_size),
+        )
+
+    def _take_lease(self, placement: Placement) -> DealtStep | None:
+        """The next batch leased to this rank; None when there is none now, or the epoch is done."""
+        plan = self._dealing_plan(self._cursor.epoch)
+        if self._leases is None or self._leases.epoch != self._cursor.epoch:
+            self._leases = LeasedBatches(
+                loader=self._name, epoch=self._cursor.epoch, batches_in_epoch=len(plan), ahead=1 + self._num_workers
+            )
+        number = self._leases.take(self._clock())
+        if number is None:
+            if self._leases.done:
+                self._cursor = self._cursor.at_epoch(self._cursor.epoch + 1)
+            return None
+        positions = self._leased_positions(number)
+        block = Block(index=placement.rank, positions=positions)
+        return DealtStep(placement=placement, epoch=self._cursor.epoch, number=number, positions=positions, blocks=(block,))
+
+    def _assigned(self, dealt: DealtStep) -> Step:
+        """The step for the user's loop. With micro-batches the session hears the share here, else with the batch, which may weigh it."""
+        if self._micro_batch_size is not None:
+            weighed = self._weight_fn is not None
+            weight = math.nan if weighed else float(sum(map(len, dealt.blocks)))
+            total = None if weighed else float(len(dealt.positions))
+            self._clock().assign(Share(weight=weight, total_weight=total, micro_batches=len(dealt.blocks)))
+        return Step(dealt, self._hand_out(dealt))
+
+    def _hand_out(self, dealt: DealtStep) -> Iterator[Any]:
+        clock = self._clock()
+        for block in dealt.blocks:
+            if self._dealt is not dealt:
+                raise PreconditionError(f"step {dealt.number} of epoch {dealt.epoch} is over; its batches can no longer be taken")
+            request = self._request(dealt.epoch, dealt.number, dealt.positions, block)
+            batch = self._fetcher.fetch(request, lambda request=request: self._following(dealt, request))  # type: ignore[misc]
+            weight = self._weight(batch, block)
+            if self._micro_batch_size is None:
+                clock.assign(Share(weight=weight, total_weight=self._total_weight(dealt, weight), micro_batches=None))
+            clock.begin_micro_batch(index=block.index, weight=weight, key=request.key)
+            self._note(dealt, block, request)
+            dealt.handed_out += len(block)
+            yield batch
+            clock.end_micro_batch()
+        if self._micro_batch_size is not None:
+            clock.finish_batches()
+
+    def _weight(self, batch: Any, block: Block) -> float:
+        if self._weight_fn is None or not len(block):
+            return float(len(block))
+        weight = float(self._weight_fn(batch))
+        if not math.isfinite(weight) or weight < 0:
+            raise ConfigurationError(f"weight_fn gave {weight}; expected a finite number of at least 0")
+        return weight
+
+    def _total_weight(self, dealt: DealtStep, weight: float) -> float | None:
+        if self._is_leased:
+            return weight
+        return None if self._weight_fn is not None else float(len(dealt.positions))
+
+    # ------------------------------------------------------------------------------------------------ what is to be made
+
+    def _request(self, epoch: int, number: int, positions: range, block: Block) -> Request:
+        """A rank without samples in the step gets the step's first one as a stand-in, of weight nought: it must take part in collectives."""
+        wanted = block.positions or positions[:1]
+        return Request(
+            epoch=epoch,
+            indices=tuple(self._orders.indices(epoch, wanted)),
+            key=(self._seed, epoch, number, 0 if self._is_leased else block.index),
+        )
+
+    def _following(self, dealt: DealtStep, request: Request) -> Iterator[Request]:
+        """`request` and all that this rank will need after it in the epoch, if nothing happens."""
+        if self._is_leased:
+            assert self._leases is not None
+            return map(lambda number: self._leased_request(dealt, number), self._leases.coming())
+        return itertools.dropwhile(lambda planned: planned != request, self._planned(dealt))
+
+    def _planned(self, dealt: DealtStep) -> Iterator[Request]:
+        plan, rank, world_size = self._dealing_plan(dealt.epoch), dealt.placement.rank, dealt.placement.world_size
+        positions, number = dealt.positions, dealt.number
+        while positions:
+            for block in plan.deal(positions, rank, world_size):
+                yield self._request(dealt.epoch, number, positions, block)
+            positions, number = plan.step(positions.stop), number + 1
+
+    def _leased_request(self, dealt: DealtStep, number: int) -> Request:
+        positions = self._leased_positions(number)
+        return self._request(dealt.epoch, number, positions, Block(index=dealt.placement.rank, positions=positions))
+
+    def _leased_positions(self, number: int) -> range:
+        return self._dealing_plan(self._cursor.epoch).step(number * self._batch_size)
+
+    def _plan(self, length: int) -> EpochPlan:
+        return EpochPlan(
+            length=length, global_batch_size=self._batch_size, micro_batch_size=self._micro_batch_size, drop_last=self._drop_last
+        )
+
+    def _dealing_plan(self, epoch: int) -> EpochPlan:
+        """As `plan`, but by the order itself: a sampler may draw fewer than its length says."""
+        return self._plan(len(self._orders.order(epoch)))
+
+    # --------------------------------------------------------------------------------------------------------------- rest
+
+    def _clock(self) -> StepClock:
+        """The session; introduces itself to one that it meets for the first time."""
+        clock = current_clock()
+        if self._session is None or self._session() is not clock:
+            if not self._name:
+                _unnamed[clock] = _unnamed.get(clock, 0) + 1
+                self._name = "loader" if _unnamed[clock] == 1 else f"loader-{_unnamed[clock]}"
+            self._session = weakref.ref(clock)
+            clock.register_source(self)
+        return clock
+
+    def _acknowledge(self) -> None:
+        if self._leases is None:
+            return
+        try:
+            self._leases.acknowledge(self._clock())
+        except ShoalError as error:
+            _log.warning("loader %s: the last batches could not be acknowledged and will be dealt again: %s", self._name, error)
+
+    def _check_order(self, cursor: Cursor, state: Mapping[str, Any]) -> None:
+        here: dict[str, Any] = {"length": len(self.dataset), "order": self._orders.digest(cursor.epoch)}
+        if not self._orders.drawn:
+            here |= {"seed": self._seed, "shuffle": self._shuffle}
+        for field, value in here.items():
+            if state.get(field) != value:
+                raise ConfigurationError(
+                    f"loader {self._name!r}: the state is {cursor.samples} samples into epoch {cursor.epoch} of an order with "
+                    f"{field}={state.get(field)!r}, but here it is {value!r}: samples would be lost or seen twice. "
+                    "Use the same dataset, seed, shuffle and sampler, or a state saved between epochs"
+                )
+
+    def _note(self, dealt: DealtStep, block: Block, request: Request) -> None:
+        if self._record is None:
+            return
+        plan = self._dealing_plan(dealt.epoch)
+        self._record.write(
+            "dealt",
+            loader=self._name,
+            generation=dealt.placement.generation,
+            epoch=dealt.epoch,
+            step=dealt.number,
+            rank=dealt.placement.rank,
+            index=block.index,
+            begin=dealt.positions.start,
+            first=block.positions.start,
+            samples=list(request.indices) if len(block) else [],
+            expected=plan.counted,
+            dataset=len(self.dataset),
+            drawn=self._orders.drawn,
+        )
+
+    def _refuse_evaluation(self, what: str) -> None:
+        if self._evaluation is not None:
+            raise ConfigurationError(f"{what} of a loader with train=False: it has no steps; iterate it, or give it to shoal.evaluate")
+
+    def _for_evaluation(self, what: str) -> EvaluationBatches:
+        if self._evaluation is None:
+            raise ConfigurationError(
+                f"{what} of the training loader {self._name!r}: evaluation needs a loader made with train=False, which leaves the cursor alone"
+            )
+        return self._evaluation

@@ -1,0 +1,98 @@
+"""The order of the samples in each epoch: the plan's permutation, or what a user's sampler draws.
+
+A sampler is drawn once per epoch and process, and every rank must draw the same. So its `set_epoch` is called if it has one, its own
+torch generator is seeded if it has one, and the global generators are seeded while it is drawn. A sampler that differs all the same
+(one that looks at the rank, say) is found by the digest that travels in the loader's state.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+import xxhash
+from shoal_common.errors import ConfigurationError
+from torch.utils.data import BatchSampler, DistributedSampler
+
+from shoal_worker.data.plan import Order, permutation
+from shoal_worker.data.seeding import seeded
+
+
+class EpochOrders:
+    """Keeps the order of the epoch asked for last."""
+
+    def __init__(self, *, dataset_length: int, seed: int, shuffle: bool, sampler: Iterable[int] | None) -> None:
+        if isinstance(sampler, DistributedSampler):
+            raise ConfigurationError(
+                "sampler=DistributedSampler(...): the loader deals samples to the ranks itself; leave sampler out, or give one that "
+                "draws over the whole dataset"
+            )
+        if isinstance(sampler, BatchSampler):
+            raise ConfigurationError("sampler=BatchSampler(...): the loader cuts batches itself; give a sampler that draws single indices")
+        self._dataset_length = dataset_length
+        self._seed = seed
+        self._shuffle = shuffle
+        self._sampler = sampler
+        self._held: tuple[int, Order] | None = None
+
+    @property
+    def drawn(self) -> bool:
+        """Whether a sampler makes the order, so that indices may come twice or not at all."""
+        return self._sampler is not None
+
+    def length(self, epoch: int) -> int:
+        """Samples in an epoch; draws it if the sampler does not tell."""
+        if self._sampler is None:
+            return self._dataset_length
+        length = getattr(self._sampler, "__len__", None)
+        return length() if length is not None else len(self.order(epoch))
+
+    def order(self, epoch: int) -> Order:
+        """The dataset index at each position.
+
+        Raises:
+            ConfigurationError: the sampler draws something other than indices of the dataset.
+        """
+        if self._held is None or self._held[0] != epoch:
+            if self._sampler is None:
+                order = permutation(self._seed, epoch, self._dataset_length, self._shuffle)
+            else:
+                order = self._draw(self._sampler, epoch)
+            self._held = epoch, order
+        return self._held[1]
+
+    def indices(self, epoch: int, positions: range) -> list[int]:
+        """The dataset indices at neighbouring positions."""
+        part = self.order(epoch)[positions.start : positions.stop]
+        return list(part) if isinstance(part, range) else part.tolist()
+
+    def digest(self, epoch: int) -> str | None:
+        """Digest of a drawn order; None when the order follows from the loader's arguments."""
+        if self._sampler is None:
+            return None
+        return xxhash.xxh3_64_hexdigest(np.ascontiguousarray(self.order(epoch)).data)
+
+    def _draw(self, sampler: Iterable[int], epoch: int) -> Order:
+        key = (self._seed, epoch)
+        set_epoch = getattr(sampler, "set_epoch", None)
+        if callable(set_epoch):
+            set_epoch(epoch)
+        with seeded(key):
+            generator = getattr(sampler, "generator", None)
+            if isinstance(generator, torch.Generator):
+                generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_()))
+            drawn = list(sampler)
+        try:
+            order = np.fromiter((operator.index(index) for index in drawn), dtype=np.int64, count=len(drawn))
+        except (TypeError, OverflowError) as error:
+            raise ConfigurationError(
+                f"sampler={sampler!r} drew something that is no index of the dataset ({error}); expected whole numbers"
+            ) from error
+        if len(order) and not (order.min() >= 0 and order.max() < self._dataset_length):
+            raise ConfigurationError(
+                f"sampler={sampler!r} drew indices from {order.min()} to {order.max()}; "
+                f"expected 0 to {self._dataset_length - 1} for a dataset of {self._dataset_length}"
+            )
+        return order

@@ -1,0 +1,200 @@
+"""A record of every sample that was handed out and every step that was committed, and the audit that reads it.
+
+It is evidence, written beside the training and never read by it: one file of JSON lines per member, `<member_id>.jsonl`. Each line is one
+write to a file opened with O_APPEND, so lines already written outlive a SIGKILL; a last line may be torn, which the audit tolerates.
+
+    {"kind": "dealt", "loader", "generation", "epoch", "step", "rank", "index", "begin", "first", "samples": [...], "expected", "dataset",
+     "drawn"}                             written when a batch is handed out
+    {"kind": "committed", "loader", "generation", "epoch", "step", "begin"}    synchronous: the step counts on this rank
+    {"kind": "finished", "loader", "generation", "epoch", "step"}              leased: this member's push of batch `step` is acknowledged
+
+`samples` are the dataset indices fetched, at positions `first`, `first` + 1, ... of the epoch's order; empty for a stand-in batch. `begin`
+is the position where the step begins, `index` the micro-batch (or the rank), `expected` how many samples a whole epoch deals, `dataset` the
+dataset's length, and `drawn` says that a sampler made the order.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shoal_common.errors import ConfigurationError, CorruptDataError
+
+
+class SampleRecord:
+    """One member's file, append-only. Safe to use from several threads."""
+
+    def __init__(self, directory: Path, member_id: str) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self._file = os.open(directory / f"{member_id}.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+
+    def write(self, kind: str, **fields: Any) -> None:
+        """Appends one line."""
+        line = json.dumps({"kind": kind, **fields}, separators=(",", ":")).encode() + b"\n"
+        if os.write(self._file, line) != len(line):
+            raise OSError("the sample record's disk is full: a line was written in part")
+
+    def close(self) -> None:
+        """Closes the file."""
+        os.close(self._file)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochAudit:
+    """What became of the samples of one epoch of one loader."""
+
+    loader: str
+    epoch: int
+    expected: int
+    """Samples that a whole epoch deals."""
+    once: int
+    """Samples that count exactly once."""
+    lost: int
+    """Samples that count nowhere: dropped by a fault, or not reached because the run ended before."""
+    repeated: int
+    """Samples that count more than once."""
+    lost_samples: tuple[int, ...]
+    """The lost ones, where they can be named (not with `drop_last`, which leaves out some rightly)."""
+    repeated_samples: tuple[int, ...]
+
+    @property
+    def exactly_once(self) -> bool:
+        """Whether the epoch is whole, and every sample counts once."""
+        return self.lost == 0 and self.repeated == 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Audit:
+    """The verdict over a directory of records. Samples are dataset indices; where a sampler drew the order, positions in it."""
+
+    epochs: tuple[EpochAudit, ...]
+    """By loader, then epoch. Only epochs of which something was handed out."""
+
+    @property
+    def once(self) -> int:
+        """Samples that count exactly once, over all epochs."""
+        return sum(epoch.once for epoch in self.epochs)
+
+    @property
+    def lost(self) -> int:
+        """Samples lost, over all epochs."""
+        return sum(epoch.lost for epoch in self.epochs)
+
+    @property
+    def repeated(self) -> int:
+        """Samples that count more than once, over all epochs."""
+        return sum(epoch.repeated for epoch in self.epochs)
+
+    @property
+    def exactly_once(self) -> bool:
+        """Whether every epoch that began is whole, and every sample in it counts once."""
+        return all(epoch.exactly_once for epoch in self.epochs)
+
+
+def audit(directory: Path) -> Audit:
+    """Reads all records of one job in `directory`.
+
+    A step counts when a rank committed it and no later generation went on from before it: the first position that a generation commits
+    voids whatever lower generations committed from there on. Its samples are those that all members were handed for it in that generation.
+    A leased batch counts as often as members finished it.
+
+    Raises:
+        ConfigurationError: `directory` does not exist.
+        CorruptDataError: a line other than a file's last is no record.
+    """
+    if not directory.is_dir():
+        raise ConfigurationError(f"no directory of sample records at {directory}; was SHOAL_RECORD_DIR set for the workers?")
+    by_loader: dict[str, _Lines] = defaultdict(_Lines)
+    for file in sorted(directory.glob("*.jsonl")):
+        for line in _read(file):
+            by_loader[line["loader"]].add(file.stem, line)
+    return Audit(epochs=tuple(verdict for loader in sorted(by_loader) for verdict in by_loader[loader].judge(loader)))
+
+
+_FIELDS = {
+    "dealt": {"loader", "generation", "epoch", "step", "rank", "index", "begin", "first", "samples", "expected", "dataset", "drawn"},
+    "committed": {"loader", "generation", "epoch", "step", "begin"},
+    "finished": {"loader", "generation", "epoch", "step"},
+}
+
+
+def _read(file: Path) -> Iterator[dict[str, Any]]:
+    raw = file.read_bytes()
+    whole, _, _torn = raw.rpartition(b"\n")
+    for number, text in enumerate(whole.split(b"\n") if whole else (), start=1):
+        try:
+            line = json.loads(text)
+            missing = _FIELDS[line["kind"]] - line.keys()
+        except (ValueError, KeyError, TypeError) as error:
+            raise CorruptDataError(f"{file}:{number} is no line of a sample record: {text[:80]!r}") from error
+        if missing:
+            raise CorruptDataError(f"{file}:{number} is a {line['kind']!r} line without {', '.join(sorted(missing))}")
+        yield line
+
+
+class _Lines:
+    """The lines of one loader, of all members."""
+
+    def __init__(self) -> None:
+        # A step lost and dealt again within one generation overwrites: the last hand-out is the one that was committed.
+        self._dealt: dict[tuple[int, int, int], dict[tuple[str, int], dict[str, Any]]] = defaultdict(dict)
+        self._leased: dict[tuple[str, int, int], dict[str, Any]] = {}
+        self._begins: dict[tuple[int, int, int], int] = {}
+        self._finished: list[tuple[str, int, int]] = []
+
+    def add(self, member: str, line: dict[str, Any]) -> None:
+        step = line["generation"], line["epoch"], line["step"]
+        match line["kind"]:
+            case "dealt":
+                self._dealt[step][member, line["index"]] = line
+                self._leased[member, line["epoch"], line["step"]] = line
+            case "committed":
+                self._begins[step] = line["begin"]
+            case "finished":
+                self._finished.append((member, line["epoch"], line["step"]))
+
+    def judge(self, loader: str) -> Iterator[EpochAudit]:
+        counted: dict[int, list[dict[str, Any]]] = defaultdict(list)
+        for step in self._steps_that_count():
+            counted[step[1]] += self._dealt[step].values()
+        for member, epoch, batch in self._finished:
+            if (member, epoch, batch) not in self._leased:
+                raise CorruptDataError(f"member {member} finished batch {batch} of epoch {epoch} of {loader!r}, which it was never handed")
+            counted[epoch].append(self._leased[member, epoch, batch])
+        any_line = {epoch: line for (_, epoch, _), lines in self._dealt.items() for line in lines.values()}
+        for epoch in sorted(any_line):
+            yield _judge_epoch(loader, any_line[epoch], counted[epoch])
+
+    def _steps_that_count(self) -> list[tuple[int, int, int]]:
+        counting = []
+        limit: tuple[int, int] | None = None
+        for generation in sorted({step[0] for step in self._begins}, reverse=True):
+            places = {step: (step[1], begin) for step, begin in self._begins.items() if step[0] == generation}
+            counting += [step for step, place in places.items() if limit is None or place < limit]
+            first = min(places.values())
+            limit = first if limit is None else min(limit, first)
+        return counting
+
+
+def _judge_epoch(loader: str, like: dict[str, Any], lines: Iterable[dict[str, Any]]) -> EpochAudit:
+    drawn, expected = like["drawn"], like["expected"]
+    seen: Counter[int] = Counter()
+    for line in lines:
+        seen.update(range(line["first"], line["first"] + len(line["samples"])) if drawn else line["samples"])
+    repeated = sorted(sample for sample, times in seen.items() if times > 1)
+    nameable = expected if drawn else expected == like["dataset"] and expected
+    return EpochAudit(
+        loader=loader,
+        epoch=like["epoch"],
+        expected=expected,
+        once=len(seen) - len(repeated),
+        lost=max(0, expected - len(seen)),
+        repeated=len(repeated),
+        lost_samples=tuple(sample for sample in range(nameable) if sample not in seen),
+        repeated_samples=tuple(repeated),
+    )

@@ -1,0 +1,122 @@
+"""Opens the session of a process: reads the environment, joins the job, and makes sure that the process leaves it when it ends."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from types import FrameType, TracebackType
+
+from shoal_common.clients.coordinator import CoordinatorClient
+from shoal_common.errors import ConfigurationError
+from shoal_common.rpc.channel import ChannelSettings
+from shoal_common.security import TlsSettings
+from shoal_common.telemetry import HttpServer, serve_metrics
+
+from shoal_worker.elastic.current import find_session, set_session
+from shoal_worker.elastic.link import MemberIdentity
+from shoal_worker.elastic.membership import Membership
+from shoal_worker.elastic.session import Session
+from shoal_worker.elastic.transfer import StateDonor
+from shoal_worker.metrics import WorkerMetrics
+from shoal_worker.settings import WorkerSettings, check_not_torchrun
+
+_log = logging.getLogger(__name__)
+
+
+def open_session(settings: WorkerSettings | None = None) -> Session:
+    """Makes the session of this process, from its environment unless `settings` are given, and makes it the current one.
+
+    With a coordinator: blocks until this member is accepted, and for a fresh job until it has a rank. Without: a world of one.
+
+    Raises:
+        ConfigurationError: the environment contradicts itself.
+        DeadlineError: no coordinator, or too few members, within the rendezvous timeout.
+    """
+    settings = settings or WorkerSettings()
+    metrics = WorkerMetrics()
+    if settings.coordinator is None:
+        check_not_torchrun(settings)
+        session = Session(settings, None, None, metrics)
+        set_session(session)
+        return session
+    http = serve_metrics(settings.metrics_listen, metrics.registry) if settings.metrics_listen is not None else None
+    host = settings.interface or _address_towards(settings.coordinator)
+    donor = StateDonor(host)
+    client = CoordinatorClient(ChannelSettings(address=settings.coordinator, token=settings.token, tls=_tls(settings)))
+    identity = MemberIdentity(
+        job_id=settings.job_id,
+        member_id=settings.member_id,
+        host=settings.host,
+        pid=os.getpid(),
+        launcher_id=settings.launcher_id,
+        local_index=settings.local_index,
+        donor_address=donor.address,
+        metrics_address=f"{host}:{http.port}" if http is not None else "",
+    )
+    membership = Membership(client, identity, settings, host=host)
+    session = Session(settings, membership, donor, metrics)
+    session.join()
+    set_session(session)
+    _Exit(session, http).install()
+    return session
+
+
+class _Exit:
+    """What has to happen when the process ends, however it does."""
+
+    def __init__(self, session: Session, http: HttpServer | None) -> None:
+        self._session = session
+        self._http = http
+        self._failed: str | None = None
+        self._previous_hook = sys.excepthook
+
+    def install(self) -> None:
+        """Hooks into exceptions, exit and SIGTERM."""
+        sys.excepthook = self._uncaught
+        atexit.register(self._leave)
+        if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, self._drain)
+
+    def _uncaught(self, kind: type[BaseException], value: BaseException, traceback: TracebackType | None) -> None:
+        self._failed = f"{kind.__name__}: {value}"
+        self._previous_hook(kind, value, traceback)
+
+    def _leave(self) -> None:
+        if find_session() is self._session:
+            set_session(None)
+        self._session.close(failed=self._failed)
+        if self._http is not None:
+            self._http.close()
+
+    def _drain(self, _signal: int, _frame: FrameType | None) -> None:
+        # The second SIGTERM ends the process at once.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        membership = self._session.membership
+        if membership is not None:
+            membership.link.drain("SIGTERM")
+
+
+def _tls(settings: WorkerSettings) -> TlsSettings | None:
+    if settings.tls_authority is None and settings.tls_certificate is None:
+        return None
+    return TlsSettings(authority=settings.tls_authority, certificate=settings.tls_certificate, key=settings.tls_key)
+
+
+def _address_towards(endpoint: str) -> str:
+    """The address of the local interface that reaches `endpoint`: peers reach this process there."""
+    host, _, port = endpoint.rpartition(":")
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)  # of a datagram socket: sends nothing, only picks the route
+            local: str = probe.getsockname()[0]
+            return local
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(
+            f"SHOAL_COORDINATOR={endpoint!r}: expected host:port of a host that this machine can resolve and reach ({error})"
+        ) from error

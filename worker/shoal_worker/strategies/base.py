@@ -1,0 +1,301 @@
+"""What every strategy's model and optimizer have in common: the public surface of `ShardedModel` and `ShardedOptimizer`.
+
+A strategy is one file beside this one: a `ShardedModel` and the `ShardedOptimizer` that goes with it, written against `Session` (when a step begins,
+commits, is lost) and registered in `registry.py`.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar
+
+import torch
+from shoal_common.errors import ConfigurationError, PreconditionError
+from torch import nn
+
+from shoal_worker.config import ShardingConfiguration
+from shoal_worker.elastic.contract import StepStatus
+from shoal_worker.elastic.session import Session
+
+
+class ShardedModel(nn.Module, abc.ABC):
+    """A model that several ranks train together.
+
+    `model.module` is the user's own; attributes that this class lacks are looked up there.
+    """
+
+    strategy: ClassVar[str]
+    """Name in the registry."""
+    options: ClassVar[frozenset[str]] = frozenset()
+    """Keyword arguments of `as_distributed` that only this strategy knows."""
+
+    def __init__(self, module: nn.Module, session: Session, config: ShardingConfiguration, *, backend: str | None, **options: Any) -> None:
+        """`backend`: None chooses by the session's device. `options`: those named in `options`."""
+        super().__init__()
+        self.module = module
+        self.config = config
+        self.backend_name = backend or ("nccl" if session.device.type == "cuda" else "gloo")
+        self._session = session
+        self._options = options
+        self.on_before_initialize_sharding()
+        self.initialize_sharding()
+
+    def on_before_initialize_sharding(self) -> None:
+        """Hook for subclasses: called once, before anything is sharded."""
+
+    @abc.abstractmethod
+    def initialize_sharding(self) -> None:
+        """Lays the module out over the ranks. Called once, by the constructor."""
+
+    @abc.abstractmethod
+    def attach(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Joins the session: from here on model and optimizer are the run's state. Called once, by `as_distributed`."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+    # ------------------------------------------------------------------------------------------------------------- training
+
+    @abc.abstractmethod
+    def train_step(
+        self,
+        inputs: Any,
+        targets: Any = None,
+        loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """Forward, loss, backward and synchronization. Returns the loss averaged over the whole batch, the same on every rank.
+
+        A mapping as `inputs` becomes keyword arguments, a tuple positional ones. Without `loss_fn` the output's `.loss` is used.
+        """
+
+    @torch.no_grad()
+    def predict(self, inputs: Any) -> Any:
+        """The forward pass in evaluation mode, without gradients; the mode is put back afterwards."""
+        was_training = self.module.training
+        self.module.eval()
+        try:
+            return call_module(self.module, inputs)
+        finally:
+            self.module.train(was_training)
+
+    @abc.abstractmethod
+    def synchronize_gradients(self) -> None:
+        """Sums the gradients over the ranks, where that does not happen by itself during the backward pass."""
+
+    def get_gradients(self) -> dict[str, torch.Tensor]:
+        """The gradients by parameter name, as they are now; parameters without one are left out."""
+        return {name: p.grad for name, p in self.module.named_parameters() if p.grad is not None}
+
+    def set_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Replaces gradients by name.
+
+        Raises:
+            ConfigurationError: an unknown name or another shape; nothing is changed.
+        """
+        parameters = dict(self.module.named_parameters())
+        for name, gradient in gradients.items():
+            if name not in parameters:
+                raise ConfigurationError(f"set_gradients: the model has no parameter {name!r}; it has {sorted(parameters)[:5]} ...")
+            if gradient.shape != parameters[name].shape:
+                raise ConfigurationError(
+                    f"set_gradients: the gradient of {name!r} has shape {tuple(gradient.shape)}, the parameter {tuple(parameters[name].shape)}"
+                )
+        for name, gradient in gradients.items():
+            parameters[name].grad = gradient.to(parameters[name].dtype)
+
+    @abc.abstractmethod
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scales the gradients so that their norm over all parameters of all ranks is at most `max_norm`; returns the norm before."""
+
+    # ---------------------------------------------------------------------------------------------------------------- state
+
+    @abc.abstractmethod
+    def gather_full_parameters(self) -> dict[str, torch.Tensor]:
+        """The whole parameters on every rank, by the original module's names."""
+
+    @abc.abstractmethod
+    def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
+        """Parameters and buffers under the original module's names; with `rank0_only` empty on other ranks."""
+
+    @property
+    @abc.abstractmethod
+    def local_shard(self) -> dict[str, torch.Tensor]:
+        """What this rank holds of the parameters."""
+
+    def with_parameters(self, parameters: torch.Tensor | Mapping[str, torch.Tensor]) -> ShardedModel:
+        """This model with other values: a flat vector of all parameters in order, or a dict by name. Returns self.
+
+        Raises:
+            ConfigurationError: a name, a shape or the number of elements does not fit; nothing is changed.
+        """
+        own = dict(self.module.named_parameters())
+        given = _unflatten_vector(parameters, own) if isinstance(parameters, torch.Tensor) else dict(parameters)
+        unknown = sorted(set(given) - set(own))
+        if unknown:
+            raise ConfigurationError(f"with_parameters: the model has no parameters {unknown[:5]}")
+        for name, value in given.items():
+            if value.shape != own[name].shape:
+                raise ConfigurationError(
+                    f"with_parameters: {name!r} has shape {tuple(value.shape)}, the model's has {tuple(own[name].shape)}"
+                )
+        with torch.no_grad():
+            for name, value in given.items():
+                own[name].copy_(value)
+        return self
+
+    def get_model_metadata(self) -> dict[str, Any]:
+        """What the model is and how it is laid out; JSON-able."""
+        return {
+            "strategy": self.strategy,
+            "world_size": self._session.world_size,
+            "module": type(self.module).__name__,
+            "parameters": sum(p.numel() for p in self.module.parameters()),
+            "parameter_bytes": sum(p.numel() * p.element_size() for p in self.module.parameters()),
+            "trainable_parameters": sum(p.numel() for p in self.module.parameters() if p.requires_grad),
+        }
+
+    # ---------------------------------------------------------------------------------------------------------------- ranks
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Which replica of the model this rank belongs to."""
+        return self._session.rank
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Number of replicas."""
+        return self._session.world_size
+
+
+class ShardedOptimizer(torch.optim.Optimizer, abc.ABC):
+    """The optimizer that goes with a `ShardedModel`.
+
+    It shares `param_groups` and `state` with the user's optimizer, so that schedulers and code that looks into them work on either.
+    """
+
+    _step_supports_amp_scaling = True  # GradScaler then hands over its scale and its finding instead of skipping step()
+
+    def __init__(self, optimizer: torch.optim.Optimizer, model: Any, session: Session) -> None:
+        # Not torch's constructor: parameter groups and state are the user's optimizer's own.
+        self.optimizer = optimizer
+        self._model = model
+        self._session = session
+        self.defaults = optimizer.defaults
+        self._patch_step_hooks()
+
+    def _patch_step_hooks(self) -> None:
+        self.__dict__.setdefault("_optimizer_step_pre_hooks", self.optimizer._optimizer_step_pre_hooks)  # noqa: SLF001
+        self.__dict__.setdefault("_optimizer_step_post_hooks", self.optimizer._optimizer_step_post_hooks)  # noqa: SLF001
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The user's optimizer's own."""
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.optimizer.param_groups = groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The user's optimizer's own."""
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.optimizer.state = state
+
+    @abc.abstractmethod
+    def step(self, closure: Callable[[], Any] | None = None) -> StepStatus:  # type: ignore[override]
+        """Applies the step that the backward pass prepared, on all ranks or on none; see `StepStatus`.
+
+        Raises:
+            ConfigurationError: `closure` was given: it would run the backward pass again, outside of the step.
+        """
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's."""
+        self.optimizer.zero_grad(set_to_none=set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The user's optimizer's."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """The user's optimizer's."""
+        self.optimizer.load_state_dict(state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused: the model's layout over the ranks is fixed when it is made.
+
+        Raises:
+            PreconditionError: always.
+        """
+        raise PreconditionError("add_param_group: add parameter groups to the optimizer before as_distributed")
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.optimizer!r})"
+
+    def should_early_stop(self, metric: float, *, mode: str = "min", patience: int = 5, min_delta: float = 0.0) -> bool:
+        """One answer for all ranks: has `metric` not improved by more than `min_delta` in the last `patience` calls?
+
+        The ranks' metrics are averaged, so pass what `evaluate` returned, or a rank's own value. Call it on every rank.
+
+        Raises:
+            ConfigurationError: an unknown mode or a patience below 1.
+        """
+        from shoal_worker.elastic.early_stop import should_early_stop  # noqa: PLC0415 - keeps the base free of it
+
+        return should_early_stop(self._session, metric, mode=mode, patience=patience, min_delta=min_delta)
+
+
+def call_module(module: Callable[..., Any], inputs: Any) -> Any:
+    """Calls `module` with `inputs`: a mapping as keyword arguments, a tuple as positional ones, all else as one argument."""
+    if isinstance(inputs, Mapping):
+        return module(**inputs)
+    if isinstance(inputs, tuple):
+        return module(*inputs)
+    return module(inputs)
+
+
+def loss_of(output: Any, targets: Any, loss_fn: Callable[[Any, Any], torch.Tensor] | None) -> torch.Tensor:
+    """The loss of an output: `loss_fn(output, targets)`, or the output's `.loss`.
+
+    Raises:
+        ConfigurationError: there is neither.
+    """
+    if loss_fn is not None:
+        return loss_fn(output, targets)
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if not isinstance(loss, torch.Tensor):
+        raise ConfigurationError(f"train_step without loss_fn needs an output with a .loss tensor; the model returned {type(output).__name__}")
+    return loss
+
+
+def _unflatten_vector(vector: torch.Tensor, own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    total = sum(p.numel() for p in own.values())
+    if vector.dim() != 1 or vector.numel() != total:
+        raise ConfigurationError(f"with_parameters: expected a flat vector of {total} elements, got shape {tuple(vector.shape)}")
+    return dict(zip(own, (v.view_as(p) for v, p in zip(vector.split([p.numel() for p in own.values()]), own.values(), strict=True)), strict=True))
+
+
+def check_optimizer_covers(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Checks that the optimizer was made for this module.
+
+    Raises:
+        ConfigurationError: it holds tensors that are not parameters of the module.
+    """
+    own = {id(p) for p in module.parameters()}
+    foreign = sum(1 for p in _parameters(optimizer) if id(p) not in own)
+    if foreign:
+        raise ConfigurationError(
+            f"the optimizer holds {foreign} tensor(s) that are not parameters of the model; make it from the same model's parameters()"
+        )
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:
+    return (p for group in optimizer.param_groups for p in group["params"])

@@ -1,0 +1,245 @@
+"""Data parallelism: every rank holds the whole model and optimizer, and averages gradients over all ranks in every step.
+
+Cost per rank: parameters, gradients and optimizer state in full; 2P(N-1)/N bytes sent per step (ring all-reduce). The result is that of one process on
+the whole batch, for any optimizer, because it is the gradients that are averaged and not the parameters. (Li et al., "PyTorch Distributed",
+VLDB 2020, section 3; Goyal et al., 2017, section 3 on why gradients.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from shoal_common.errors import ConfigurationError, CorruptDataError
+from torch import nn
+
+from shoal_worker.elastic.contract import StepStatus
+from shoal_worker.state.serial import dump_tensors, load_tensors
+from shoal_worker.strategies.base import ShardedModel, ShardedOptimizer, call_module, check_optimizer_covers, loss_of
+from shoal_worker.strategies.reduction import AccumulatedReduction, OverlappedReduction
+
+
+class DDPModel(ShardedModel):
+    """A replica of the whole model on every rank."""
+
+    strategy = "ddp"
+    asynchronous = False
+
+    def initialize_sharding(self) -> None:
+        """Nothing is sharded: the whole module stays on this rank."""
+        self._overlapped: OverlappedReduction | None = None
+        self._accumulated: AccumulatedReduction | None = None
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._committed_buffers: list[torch.Tensor] = []
+        if not any(p.requires_grad for p in self.module.parameters()):
+            raise ConfigurationError("the model has no parameter with requires_grad=True: there is nothing to train")
+
+    def attach(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """See `ShardedModel`."""
+        if optimizer is not None:
+            check_optimizer_covers(self.module, optimizer)
+        self._optimizer = optimizer
+        self._session.attach(self)
+        self._committed_buffers = [b.clone() for b in self.module.buffers()]
+
+    # ------------------------------------------------------------------------------------------------------------- training
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward pass; in training its backward pass reduces the gradients over all ranks."""
+        if not (self.module.training and torch.is_grad_enabled()):
+            return self.module(*args, **kwargs)
+        session = self._session
+        session.ensure_step()
+        if self._in_micro_batches or not session.elastic:
+            if self.config.deterministic and not self._in_micro_batches:
+                raise ConfigurationError(
+                    "deterministic=True needs micro-batches, whose results do not depend on the number of ranks: give micro_batch_size= to "
+                    "the ElasticDataLoader and iterate over loader.steps()"
+                )
+            return self.module(*args, **kwargs)
+        if self._overlapped is None:
+            self._overlapped = OverlappedReduction(
+                self.module,
+                session,
+                bucket_cap_mb=self.config.bucket_cap_mb,
+                find_unused_parameters=self.config.find_unused_parameters,
+            )
+        return self._overlapped(*args, **kwargs)
+
+    def train_step(
+        self,
+        inputs: Any,
+        targets: Any = None,
+        loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """See `ShardedModel`. The loss travels in the step's control word, so that it costs no collective of its own."""
+        session = self._session
+        step = session.ensure_step()
+        loss = loss_of(call_module(self, inputs), targets, loss_fn)
+        step.loss = float(loss.detach())
+        loss.backward()
+        session.finish_reduction_if_whole()
+        if step.control is not None and step.control[2] > 0:
+            return loss.detach().new_tensor(step.control[1] / step.control[2])
+        return loss.detach()
+
+    def synchronize_gradients(self) -> None:
+        """Waits until the gradients of all ranks are in."""
+        self.finish_reduction()
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """See `ShardedModel`. The gradients are whole on every rank, so this needs no communication."""
+        self.finish_reduction()
+        return nn.utils.clip_grad_norm_(self.module.parameters(), max_norm, norm_type)
+
+    # --------------------------------------------------------------------------------------------- Replica: for the session
+
+    @property
+    def _in_micro_batches(self) -> bool:
+        step = self._session.step
+        return step is not None and step.share is not None and step.share.micro_batches is not None
+
+    def capture(self) -> dict[str, Any]:
+        """See `Replica`."""
+        return {
+            "model": self.module.state_dict(),
+            "optimizer": self._optimizer.state_dict() if self._optimizer is not None else None,
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """See `Replica`."""
+        if not self.has_values():
+            self.module.to_empty(device=self._session.device)
+        with torch.no_grad():
+            self.module.load_state_dict(state["model"])
+        if self._optimizer is not None and state["optimizer"] is not None:
+            self._optimizer.load_state_dict(state["optimizer"])
+        self._committed_buffers = [b.clone() for b in self.module.buffers()]
+
+    def has_values(self) -> bool:
+        """See `Replica`."""
+        return not any(t.is_meta for t in self.module.state_dict().values())
+
+    def step_begins(self) -> None:
+        """See `Replica`."""
+
+    def micro_batch_begins(self) -> None:
+        """See `Replica`."""
+        self._accumulation().micro_batch_begins()
+
+    def micro_batch_ends(self, weight: float) -> None:
+        """See `Replica`."""
+        self._accumulation().micro_batch_ends(weight)
+
+    @torch.no_grad()
+    def finish_reduction(self) -> None:
+        """See `Replica`."""
+        if self._in_micro_batches:
+            self._accumulation().finish()
+        elif self._overlapped is not None:
+            self._overlapped.finish()
+
+    @torch.no_grad()
+    def discard_step(self) -> None:
+        """See `Replica`."""
+        for buffer, committed in zip(self.module.buffers(), self._committed_buffers, strict=True):
+            buffer.copy_(committed)
+        for parameter in self.module.parameters():
+            parameter.grad = None
+        if self._accumulated is not None:
+            self._accumulated.reset()
+
+    @torch.no_grad()
+    def commit_step(self) -> None:
+        """See `Replica`."""
+        if self._accumulated is not None and self._accumulated.open:
+            self._accumulated.write_buffers()
+            self._accumulated.reset()
+        elif self._overlapped is not None:
+            self._overlapped.write_buffers()
+        for buffer, committed in zip(self.module.buffers(), self._committed_buffers, strict=True):
+            committed.copy_(buffer)
+
+    def _accumulation(self) -> AccumulatedReduction:
+        if self._accumulated is None:
+            self._accumulated = AccumulatedReduction(self.module, self._session, deterministic=self.config.deterministic)
+        return self._accumulated
+
+    # ---------------------------------------------------------------------------------------------------------------- state
+
+    def gather_full_parameters(self) -> dict[str, torch.Tensor]:
+        """See `ShardedModel`."""
+        return {name: p.detach() for name, p in self.module.named_parameters()}
+
+    def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
+        """See `ShardedModel`."""
+        return {} if rank0_only and self._session.rank != 0 else self.module.state_dict()
+
+    @property
+    def local_shard(self) -> dict[str, torch.Tensor]:
+        """See `ShardedModel`: with ddp the whole."""
+        return self.gather_full_parameters()
+
+    def serialize(self) -> bytes:
+        """Parameters and buffers with the strategy's name and layout."""
+        return dump_tensors(self.full_state_dict(), self.get_model_metadata())
+
+    def deserialize(self, data: bytes) -> None:
+        """Loads what `serialize` of any strategy gave.
+
+        Raises:
+            CorruptDataError: damaged, foreign or newer, or not of this model; nothing is changed.
+        """
+        tensors, metadata = load_tensors(data)
+        own = self.module.state_dict()
+        if {n: t.shape for n, t in tensors.items()} != {n: t.shape for n, t in own.items()}:
+            differing = sorted(set(tensors) ^ set(own)) or [n for n in own if own[n].shape != tensors[n].shape]
+            raise CorruptDataError(
+                f"the data is of another model ({metadata.get('module')}): names or shapes differ, {differing[:3]} among them", reason="MODEL_DIFFERS"
+            )
+        self.module.load_state_dict(tensors)
+
+    def save_model(self, path: str | Path) -> None:
+        """Writes `serialize()` to a file, atomically; on rank 0 only."""
+        if self._session.rank == 0 and not self._session.is_joining:
+            target = Path(path)
+            temporary = target.with_name(f".{target.name}.tmp")
+            temporary.write_bytes(self.serialize())
+            temporary.replace(target)
+
+    def load_model(self, path: str | Path) -> None:
+        """Reads a file of `save_model`. Raises what `deserialize` raises."""
+        self.deserialize(Path(path).read_bytes())
+
+
+class DDPOptimizer(ShardedOptimizer):
+    """The user's optimizer, stepped on every rank with the averaged gradients."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> StepStatus:  # type: ignore[override]
+        """See `ShardedOptimizer`."""
+        if closure is not None:
+            raise ConfigurationError(
+                f"{type(self.optimizer).__name__}.step(closure): closures run the backward pass again, outside of the step; "
+                "use an optimizer that needs none (LBFGS does)"
+            )
+        return self._session.finish_step(self._apply)
+
+    def _apply(self) -> None:
+        # A GradScaler leaves its finding on the optimizer that it steps.
+        found_inf = getattr(self, "found_inf", None)
+        if found_inf is not None and float(found_inf) > 0:
+            return  # the step counts, but its gradients are unusable on every rank alike
+        grad_scale = getattr(self, "grad_scale", None)
+        if grad_scale is not None:
+            inverse = 1.0 / float(grad_scale)
+            for parameter in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+                parameter.grad.mul_(inverse)
+        self.optimizer.step()
+
+    def synchronize_parameters(self) -> None:
+        """With ddp the parameters are equal on all ranks after every step: nothing to do."""
+
+    def synchronize_optimizer_state(self) -> None:
+        """With ddp the optimizer state is equal on all ranks after every step: nothing to do."""

@@ -18,8 +18,8 @@ def check_dataset(dataset: Any) -> None:
         missing = " and ".join(name for name, there in (("__getitem__", indexable), ("__len__", hasattr(kind, "__len__"))) if not there)
         what = "an iterable dataset" if isinstance(dataset, IterableDataset) else "a dataset"
         raise ConfigurationError(
-            f"dataset={kind.__qualname__} is {what} without {missing}, so its samples cannot be dealt by position: with a stream nobody could "
-            "say which samples a dead rank had. Give it __len__ and __getitem__(index)"
+            f"dataset={kind.__qualname__} is {what} without {missing}, so its samples cannot be dealt by position: of a stream nobody "
+            "could say which samples a dead rank had. Give it __len__ and __getitem__(index)"
         )
     if len(dataset) == 0:
         raise ConfigurationError(f"dataset={kind.__qualname__} is empty; expected at least one sample")
@@ -34,8 +34,8 @@ def check_sizes(global_batch_size: int | None, micro_batch_size: int | None, bat
     if (global_batch_size is None) == (batch_size is None):
         given = "both" if batch_size is not None else "neither"
         raise ConfigurationError(
-            f"exactly one of global_batch_size (synchronous: samples in a step over all ranks) and batch_size (async_sgd: samples in a batch "
-            f"of one rank) is needed; {given} was given"
+            "exactly one of global_batch_size (synchronous: samples in a step over all ranks) and batch_size (async_sgd: samples in a "
+            f"batch of one rank) is needed; {given} was given"
         )
     if batch_size is not None and micro_batch_size is not None and train:
         raise ConfigurationError(

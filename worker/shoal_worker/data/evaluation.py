@@ -1,47 +1,47 @@
 """The batches of an evaluation loader: a fixed list of pieces of work that any rank can do, so that `evaluate` can deal them.
 
-There are no steps here, no cursor and no commits. Every sample is in exactly one batch, in the dataset's order (or that of the sampler's one
-draw).
+There are no steps here, no cursor and no commits. Every sample is in exactly one batch, in the dataset's order, or that of the sampler's
+one draw. A batch has a number, and is the same whoever makes it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from shoal_worker.data.fetch import Fetcher, Request
 from shoal_worker.data.orders import EpochOrders
-from shoal_worker.data.plan import EpochPlan
 
 
 class EvaluationBatches:
-    """Used by one thread at a time."""
+    """Batches by number. Used by one thread at a time."""
 
-    def __init__(self, *, orders: EpochOrders, inline: Fetcher, ahead: Fetcher, seed: int) -> None:
-        """`inline` makes single batches, `ahead` streams of them (with the data workers, if there are any)."""
+    def __init__(self, *, orders: EpochOrders, fetcher: Fetcher, size: int, seed: int) -> None:
         self._orders = orders
-        self._inline = inline
-        self._ahead = ahead
+        self._fetcher = fetcher
+        self._length = orders.length(0)
+        self._size = size
         self._seed = seed
 
-    def all(self, plan: EpochPlan) -> list[range]:
-        """The positions of every batch, in order: micro-batches where the plan has them, else whole batches."""
-        size = plan.micro_batch_size or plan.global_batch_size
-        return [range(start, min(start + size, plan.length)) for start in range(0, plan.length, size)]
+    def __len__(self) -> int:
+        """How many there are."""
+        return math.ceil(self._length / self._size)
 
-    def fetch(self, positions: range) -> Any:
-        """One batch, made here and now."""
-        request = self._request(positions)
-        return self._inline.fetch(request, lambda: iter([request]))
+    def __iter__(self) -> Iterator[Any]:
+        """All of them."""
+        return (batch for _, batch in self.read(range(len(self))))
 
-    def stream(self, batches: Sequence[range]) -> Iterator[Any]:
-        """These batches, in this order, made ahead by the data workers."""
-        requests = [self._request(positions) for positions in batches]
+    def read(self, numbers: Iterable[int]) -> Iterator[tuple[int, Any]]:
+        """(number, batch) for these numbers, in this order. Data workers make them ahead."""
+        wanted = [(number, self._request(number)) for number in numbers]
         try:
-            for index, request in enumerate(requests):
-                yield self._ahead.fetch(request, lambda index=index: iter(requests[index:]))  # type: ignore[misc]
+            for place, (number, request) in enumerate(wanted):
+                yield number, self._fetcher.fetch(request, lambda place=place: (later for _, later in wanted[place:]))  # type: ignore[misc]
         finally:
-            self._ahead.close()
+            self._fetcher.close()
 
-    def _request(self, positions: range) -> Request:
-        return Request(epoch=0, indices=tuple(self._orders.indices(0, positions)), key=(self._seed, 0, 0, positions.start))
+    def _request(self, number: int) -> Request:
+        start = number * self._size
+        positions = range(start, min(start + self._size, self._length))
+        return Request(epoch=0, indices=tuple(self._orders.indices(0, positions)), key=(self._seed, 0, 0, start))

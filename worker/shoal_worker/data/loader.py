@@ -11,11 +11,12 @@ nothing; of the cursor's, the rest; of a later one, all of it: leaving a loop ea
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from shoal_common.errors import ConfigurationError, CorruptDataError, InternalError, PreconditionError, ShoalError
@@ -23,6 +24,7 @@ from torch.utils.data import default_collate
 
 from shoal_worker.data.arguments import check_dataset, check_rest, check_sizes
 from shoal_worker.data.cursor import Cursor
+from shoal_worker.data.dealer import Dealer
 from shoal_worker.data.evaluation import EvaluationBatches
 from shoal_worker.data.fetch import Fetcher, Request
 from shoal_worker.data.leases import LeasedBatches
@@ -91,17 +93,16 @@ class ElasticDataLoader:
         check_sizes(global_batch_size, micro_batch_size, batch_size, train=train)
         check_rest(seed=seed, num_workers=num_workers, name=name, drop_last=drop_last, train=train)
         self.dataset = dataset
-        self._batch_size = global_batch_size or batch_size or 0
+        size = global_batch_size or batch_size or 0
         self._micro_batch_size = micro_batch_size
-        self._drop_last = drop_last
         self._is_leased = train and batch_size is not None
         self._seed = seed
         self._shuffle = train and shuffle
         self._weight_fn = weight_fn
         self._orders = EpochOrders(dataset_length=len(dataset), seed=seed, shuffle=self._shuffle, sampler=sampler)
-        collate = collate_fn or default_collate
+        self._dealer = Dealer(self._orders, batch_size=size, micro_batch_size=micro_batch_size, drop_last=drop_last, seed=seed)
         self._num_workers = num_workers
-        self._fetcher = Fetcher(dataset, collate_fn=collate, num_workers=num_workers, pin_memory=pin_memory)
+        self._fetcher = Fetcher(dataset, collate_fn=collate_fn or default_collate, num_workers=num_workers, pin_memory=pin_memory)
 
         self._cursor = Cursor()
         self._dealt: DealtStep | None = None
@@ -112,7 +113,7 @@ class ElasticDataLoader:
 
         if len(self.plan) == 0:
             raise ConfigurationError(
-                f"drop_last=True leaves no step: {self.plan.length} samples are fewer than one batch of {self._batch_size}; "
+                f"drop_last=True leaves no step: {self.plan.length} samples are fewer than one batch of {size}; "
                 "make the batch smaller or keep the last one"
             )
         self._evaluation: EvaluationBatches | None = None
@@ -125,8 +126,7 @@ class ElasticDataLoader:
                 self._record = SampleRecord(settings.record_dir, settings.member_id)
             self._clock()
         else:
-            inline = Fetcher(dataset, collate_fn=collate, num_workers=0, pin_memory=pin_memory)
-            self._evaluation = EvaluationBatches(orders=self._orders, inline=inline, ahead=self._fetcher, seed=seed)
+            self._evaluation = EvaluationBatches(orders=self._orders, fetcher=self._fetcher, size=micro_batch_size or size, seed=seed)
 
     @property
     def name(self) -> str:
@@ -140,18 +140,19 @@ class ElasticDataLoader:
 
     @property
     def plan(self) -> EpochPlan:
-        """How the cursor's epoch becomes steps; of an evaluation loader, the one order it has."""
-        return self._plan(self._orders.length(self._cursor.epoch))
+        """How the cursor's epoch becomes steps."""
+        return self._dealer.announced_plan(self._cursor.epoch)
 
     def __len__(self) -> int:
-        """Steps in a whole epoch, whatever the world; in the leased form, batches over all ranks."""
-        return len(self.plan)
+        """Steps in a whole epoch, whatever the world; batches in the leased form (over all ranks) and for evaluation."""
+        return len(self.plan) if self._evaluation is None else len(self._evaluation)
 
     # ---------------------------------------------------------------------------------------------- for the training loop
 
     def epochs(self, n: int) -> Iterator[int]:
-        """The epochs from where the run stands (after a resume, or in a joiner) up to `n`: `for epoch in loader.epochs(90)`. Ends early when
-        the job is stopped or this member drained."""
+        """The epochs from where the run stands (after a resume, or in a joiner) up to `n`: `for epoch in loader.epochs(90)`.
+
+        Ends early when the job is stopped."""
         self._refuse_evaluation("epochs()")
         return self._epochs(n)
 
@@ -162,7 +163,7 @@ class ElasticDataLoader:
             ConfigurationError: the loader has micro-batches; iterate `steps()`.
         """
         if self._evaluation is not None:
-            return self._evaluation.stream(self.batches())
+            return iter(self._evaluation)
         if self._micro_batch_size is not None:
             raise ConfigurationError(
                 f"micro_batch_size={self._micro_batch_size} is set, so one step is several batches, or none on some ranks: write "
@@ -175,19 +176,17 @@ class ElasticDataLoader:
         self._refuse_evaluation("steps()")
         return self._iteration()
 
-    # ---------------------------------------------------------------------------------------------------- for evaluation
+    def evaluation_batches(self) -> EvaluationBatches:
+        """The batches of an evaluation loader by number, for `evaluate` to deal to the ranks.
 
-    def batches(self) -> list[range]:
-        """Of an evaluation loader: every batch, as positions for `fetch` and `stream`. Each sample is in exactly one."""
-        return self._for_evaluation("batches()").all(self.plan)
-
-    def fetch(self, positions: range) -> Any:
-        """Of an evaluation loader: the batch of these positions, made here and now."""
-        return self._for_evaluation("fetch()").fetch(positions)
-
-    def stream(self, batches: Sequence[range]) -> Iterator[Any]:
-        """Of an evaluation loader: these batches in this order, made ahead by the data workers."""
-        return self._for_evaluation("stream()").stream(batches)
+        Raises:
+            ConfigurationError: this is a training loader.
+        """
+        if self._evaluation is None:
+            raise ConfigurationError(
+                f"loader {self._name!r} is a training loader, and evaluating with it would move its cursor; make one with train=False"
+            )
+        return self._evaluation
 
     # --------------------------------------------------------------------------------------------------- for the session
 
@@ -202,7 +201,7 @@ class ElasticDataLoader:
             self._leases.finish()
             self._cursor = self._cursor.after_leased_batch()
         else:
-            self._cursor = self._cursor.after_step(dealt.positions, self._dealing_plan(dealt.epoch))
+            self._cursor = self._cursor.after_step(dealt.positions, self._dealer.plan(dealt.epoch))
         if self._record is not None and self._is_leased:
             self._record.write("finished", **place)
         elif self._record is not None:
@@ -304,35 +303,25 @@ class ElasticDataLoader:
             self._stopped = True
 
     def _deal(self, placement: Placement) -> DealtStep | None:
-        """This rank's part of the step at the cursor; None when the epoch has no further one."""
-        plan = self._dealing_plan(self._cursor.epoch)
-        positions = plan.step(self._cursor.samples)
-        if not positions:  # the cursor of a run with another batch size: `drop_last` leaves the rest out
+        """This rank's part of the step at the cursor; None when the epoch is over (that of a run with another batch size may be: `drop_last`
+        leaves out what remains)."""
+        dealt = self._dealer.deal(self._cursor, placement)
+        if dealt is None:
             self._cursor = self._cursor.at_epoch(self._cursor.epoch + 1)
-            return None
-        return DealtStep(
-            placement=placement,
-            epoch=self._cursor.epoch,
-            number=self._cursor.step,
-            positions=positions,
-            blocks=plan.deal(positions, placement.rank, placement.world_size),
-        )
+        return dealt
 
     def _take_lease(self, placement: Placement) -> DealtStep | None:
-        """The next batch leased to this rank; None when there is none now, or the epoch is done."""
-        plan = self._dealing_plan(self._cursor.epoch)
-        if self._leases is None or self._leases.epoch != self._cursor.epoch:
-            self._leases = LeasedBatches(
-                loader=self._name, epoch=self._cursor.epoch, batches_in_epoch=len(plan), ahead=1 + self._num_workers
-            )
+        """The next batch leased to this rank; None when there is none now, or the epoch is over."""
+        epoch = self._cursor.epoch
+        if self._leases is None or self._leases.epoch != epoch:
+            batches = len(self._dealer.plan(epoch))
+            self._leases = LeasedBatches(loader=self._name, epoch=epoch, batches_in_epoch=batches, ahead=1 + self._num_workers)
         number = self._leases.take(self._clock())
-        if number is None:
-            if self._leases.done:
-                self._cursor = self._cursor.at_epoch(self._cursor.epoch + 1)
-            return None
-        positions = self._leased_positions(number)
-        block = Block(index=placement.rank, positions=positions)
-        return DealtStep(placement=placement, epoch=self._cursor.epoch, number=number, positions=positions, blocks=(block,))
+        if number is not None:
+            return self._dealer.leased(epoch, number, placement)
+        if self._leases.done:
+            self._cursor = self._cursor.at_epoch(epoch + 1)
+        return None
 
     def _assigned(self, dealt: DealtStep) -> Step:
         """The step for the user's loop. With micro-batches the session hears the share here, else with the batch, which may weigh it."""
@@ -348,8 +337,8 @@ class ElasticDataLoader:
         for block in dealt.blocks:
             if self._dealt is not dealt:
                 raise PreconditionError(f"step {dealt.number} of epoch {dealt.epoch} is over; its batches can no longer be taken")
-            request = self._request(dealt.epoch, dealt.number, dealt.positions, block)
-            batch = self._fetcher.fetch(request, lambda request=request: self._following(dealt, request))  # type: ignore[misc]
+            request = self._dealer.request(dealt, block)
+            batch = self._fetcher.fetch(request, functools.partial(self._following, dealt, request))
             weight = self._weight(batch, block)
             if self._micro_batch_size is None:
                 clock.assign(Share(weight=weight, total_weight=self._total_weight(dealt, weight), micro_batches=None))
@@ -360,6 +349,11 @@ class ElasticDataLoader:
             clock.end_micro_batch()
         if self._micro_batch_size is not None:
             clock.finish_batches()
+
+    def _following(self, dealt: DealtStep, request: Request) -> Iterator[Request]:
+        if self._leases is not None:
+            return self._dealer.following_leases(dealt, self._leases.coming())
+        return self._dealer.following(dealt, request)
 
     def _weight(self, batch: Any, block: Block) -> float:
         if self._weight_fn is None or not len(block):
@@ -373,48 +367,6 @@ class ElasticDataLoader:
         if self._is_leased:
             return weight
         return None if self._weight_fn is not None else float(len(dealt.positions))
-
-    # ------------------------------------------------------------------------------------------------ what is to be made
-
-    def _request(self, epoch: int, number: int, positions: range, block: Block) -> Request:
-        """A rank without samples in the step gets the step's first one as a stand-in, of weight nought: it must take part in collectives."""
-        wanted = block.positions or positions[:1]
-        return Request(
-            epoch=epoch,
-            indices=tuple(self._orders.indices(epoch, wanted)),
-            key=(self._seed, epoch, number, 0 if self._is_leased else block.index),
-        )
-
-    def _following(self, dealt: DealtStep, request: Request) -> Iterator[Request]:
-        """`request` and all that this rank will need after it in the epoch, if nothing happens."""
-        if self._is_leased:
-            assert self._leases is not None
-            return map(lambda number: self._leased_request(dealt, number), self._leases.coming())
-        return itertools.dropwhile(lambda planned: planned != request, self._planned(dealt))
-
-    def _planned(self, dealt: DealtStep) -> Iterator[Request]:
-        plan, rank, world_size = self._dealing_plan(dealt.epoch), dealt.placement.rank, dealt.placement.world_size
-        positions, number = dealt.positions, dealt.number
-        while positions:
-            for block in plan.deal(positions, rank, world_size):
-                yield self._request(dealt.epoch, number, positions, block)
-            positions, number = plan.step(positions.stop), number + 1
-
-    def _leased_request(self, dealt: DealtStep, number: int) -> Request:
-        positions = self._leased_positions(number)
-        return self._request(dealt.epoch, number, positions, Block(index=dealt.placement.rank, positions=positions))
-
-    def _leased_positions(self, number: int) -> range:
-        return self._dealing_plan(self._cursor.epoch).step(number * self._batch_size)
-
-    def _plan(self, length: int) -> EpochPlan:
-        return EpochPlan(
-            length=length, global_batch_size=self._batch_size, micro_batch_size=self._micro_batch_size, drop_last=self._drop_last
-        )
-
-    def _dealing_plan(self, epoch: int) -> EpochPlan:
-        """As `plan`, but by the order itself: a sampler may draw fewer than its length says."""
-        return self._plan(len(self._orders.order(epoch)))
 
     # --------------------------------------------------------------------------------------------------------------- rest
 
@@ -452,7 +404,7 @@ class ElasticDataLoader:
     def _note(self, dealt: DealtStep, block: Block, request: Request) -> None:
         if self._record is None:
             return
-        plan = self._dealing_plan(dealt.epoch)
+        plan = self._dealer.plan(dealt.epoch)
         self._record.write(
             "dealt",
             loader=self._name,
@@ -472,10 +424,3 @@ class ElasticDataLoader:
     def _refuse_evaluation(self, what: str) -> None:
         if self._evaluation is not None:
             raise ConfigurationError(f"{what} of a loader with train=False: it has no steps; iterate it, or give it to shoal.evaluate")
-
-    def _for_evaluation(self, what: str) -> EvaluationBatches:
-        if self._evaluation is None:
-            raise ConfigurationError(
-                f"{what} of the training loader {self._name!r}: evaluation needs a loader made with train=False, which leaves the cursor alone"
-            )
-        return self._evaluation

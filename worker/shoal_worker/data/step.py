@@ -29,8 +29,8 @@ class DealtStep:
 
 
 class Step:
-    """One global batch, as `ElasticDataLoader.steps()` gives it. Iterate it once: it yields this rank's micro-batches, perhaps none; without
-    `micro_batch_size`, the one batch of this rank."""
+    """One global batch, as `ElasticDataLoader.steps()` gives it. Iterate it once: it yields this rank's micro-batches, perhaps none;
+    without `micro_batch_size`, the one batch of this rank."""
 
     def __init__(self, dealt: DealtStep, batches: Iterator[Any]) -> None:
         self.epoch = dealt.epoch
@@ -48,7 +48,8 @@ class Step:
         """Raises PreconditionError when called a second time: the samples would count twice."""
         if self._batches is None:
             raise PreconditionError(
-                f"step {self.number} of epoch {self.epoch} was iterated before; a step hands out its batches once, so that no sample counts twice"
+                f"step {self.number} of epoch {self.epoch} was iterated before; a step hands out its batches once, "
+                "so that no sample counts twice"
             )
         batches, self._batches = self._batches, None
         return batches

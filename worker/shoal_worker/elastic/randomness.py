@@ -15,7 +15,7 @@ import xxhash
 def derive_seed(key: Sequence[int]) -> int:
     """A 63-bit seed from `key`; fixed for ever."""
     text = ",".join(str(k) for k in key)
-    return xxhash.xxh3_64_intdigest(text) >> 1
+    return xxhash.xxh3_64_intdigest(text.encode()) >> 1
 
 
 def seed_generators(key: Sequence[int]) -> None:

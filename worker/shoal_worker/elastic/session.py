@@ -19,6 +19,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -123,12 +124,15 @@ class Session:
         self._membership = membership
         self._donor = donor
         self._replica: Replica | None = None
-        self._sources: dict[str, StepSource] = {}
+        self._sources: weakref.WeakValueDictionary[str, StepSource] = weakref.WeakValueDictionary()
         self._pending_sources: dict[str, Any] = {}
         self._operations = Operations()
         self._state: StateName | None = None
         self._poisoned = False
         self._live = membership is None
+        """It has the job's state. False in a joiner until it was fed."""
+        self._replaying = False
+        """A joiner's script has not come to its first live batch: what it asks for is answered locally."""
         self._spectators: tuple[int, ...] = ()
         self._border_due = False
         self._step: Step | None = None
@@ -153,7 +157,7 @@ class Session:
     @property
     def is_joining(self) -> bool:
         """This process replays its script and has not received the peers' state yet."""
-        return not self._live
+        return self._replaying
 
     @property
     def group(self) -> Group | None:
@@ -199,10 +203,12 @@ class Session:
         """Opens the session with the coordinator. In a fresh job, waits for a rank; a joiner of a running one first replays its script."""
         membership = self._membership
         assert membership is not None
-        if not membership.join().joining:
-            self._live = True
-            membership.link.ready()
-            membership.await_generation()
+        if membership.join().joining:
+            self._replaying = True
+            return
+        self._live = True
+        membership.link.ready()
+        membership.await_generation()
 
     # -------------------------------------------------------------------------------------------------------------- attach
 
@@ -222,14 +228,14 @@ class Session:
             self._state = StateName(0, 0)
             return
         if replica.asynchronous:
-            if self.is_joining:
+            if not self._live:
                 membership.link.ready()
                 membership.await_generation()
-                self._live = True
+                self._live, self._replaying = True, False
             self._state = StateName(0, 0)
             return
         membership.make_backend = backend_class(replica.backend_name)
-        if self.is_joining:
+        if not self._live:
             return
         if membership.group is None:
             self._reform()
@@ -262,6 +268,10 @@ class Session:
 
     def register_source(self, source: StepSource) -> None:
         """See `StepClock`."""
+        if self._sources.get(source.name, source) is not source:
+            raise ConfigurationError(
+                f"two training loaders have the name {source.name!r}; give each a name of its own: ElasticDataLoader(..., name=...)"
+            )
         self._sources[source.name] = source
         if source.name in self._pending_sources:
             source.load_state_dict(self._pending_sources.pop(source.name))
@@ -300,6 +310,7 @@ class Session:
             share = dataclasses.replace(share, total_weight=self._sum_weights(share.weight))
         step.share = share
         step.handed_out = True
+        self._replaying = False
 
     def begin_micro_batch(self, *, index: int, weight: float, key: Sequence[int]) -> None:
         """See `StepClock`."""
@@ -493,7 +504,7 @@ class Session:
         if self._donor is not None:
             self._donor.close()
         self._membership = self._donor = None
-        self._live = True
+        self._live, self._replaying = True, False
 
     def _exit_drained(self, drained: Drained) -> None:
         _log.info("leaving at the border: %s", drained)
@@ -513,7 +524,7 @@ class Session:
         if self._require_replica().asynchronous:
             self._stop_if_asked(membership)
             return
-        if self.is_joining:
+        if not self._live:
             membership.link.ready()
             self._reform()
         elif self._border_due:
@@ -597,16 +608,12 @@ class Session:
             self._restore(state, skip_advances=True)
             self._operations.restart(b"", passed=False)
             self._state, self._poisoned = plan.newest, False
-            for source in self._sources.values():
-                self._record_caught_up(source)
+            _log.info("took the peers' state %s", self._state)
         elif group.rank in plan.donors:
             with self._require_donor().offering(self.capture(), group.generation.nonce):
                 group.exchange(b"")
         else:
             group.exchange(b"")
-
-    def _record_caught_up(self, source: StepSource) -> None:
-        _log.info("took the peers' state %s; loader %s stands at %s", self._state, source.name, source.state_dict())
 
     def _feed_spectators(self, group: Group) -> None:
         """The border at which joiners become members. Everybody is here when the first exchange is over."""

@@ -194,6 +194,17 @@ class RedisStore(Store):
         finally:
             self._abort.remove(callback)
 
+    def run_script(self, script: str, *arguments: str | bytes | int) -> Any:
+        """Runs a Lua script of this package on the store's key, with the lifetime and the channels' prefix as ARGV[1] and ARGV[2].
+
+        It must be safe to repeat. For what is more than a key-value store, such as the agreement on a round of a rendezvous.
+        """
+        return self._script(self._connection.client.register_script(script), self.prefix, *arguments, repeatable=True)
+
+    def watch_writes(self, key: str) -> contextlib.AbstractContextManager[threading.Event]:
+        """An event that is set soon after each write of `key`, and when the store is aborted. Look every second too: a hint can be lost."""
+        return self._connection.wakeups.watch(self._channels + key)
+
     def discard(self) -> None:
         """Deletes all keys of the store (not its queues) at the server. For the one who knows that nobody needs them."""
         self._command(lambda: self._connection.client.unlink(self.prefix), repeatable=True)

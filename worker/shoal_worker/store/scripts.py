@@ -72,3 +72,62 @@ renew()
 """
 )
 """ARGV[3] the queue's key, ARGV[4] the item."""
+
+ARRIVE: Final = """
+local clock = redis.call('TIME')
+local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
+local size, rank, token, patience = tonumber(ARGV[3]), ARGV[4], ARGV[5], tonumber(ARGV[6])
+
+local function holder(of)
+  local entry = redis.call('HGET', KEYS[1], 'rank:' .. of)
+  if not entry then return nil end
+  local held, at = entry:match('^(%S+) (%S+)$')
+  return held, now - tonumber(at) < patience
+end
+
+local function absent()
+  local names = {}
+  for other = 0, size - 1 do
+    local held, alive = holder(other)
+    if not (held and alive) then table.insert(names, 'rank ' .. other) end
+  end
+  return names
+end
+
+local function begin()
+  redis.call('DEL', KEYS[1])
+  redis.call('HSET', KEYS[1], 'name', ARGV[7], 'size', size)
+  redis.call('EXPIRE', KEYS[1], ARGV[8])
+end
+
+local name = redis.call('HGET', KEYS[1], 'name')
+local held, alive = holder(rank)
+if name and redis.call('HEXISTS', KEYS[1], 'complete') == 1 then
+  if held == token then return {name} end
+  begin()
+elseif not name then
+  begin()
+elseif tonumber(redis.call('HGET', KEYS[1], 'size')) ~= size then
+  for other = 0, tonumber(redis.call('HGET', KEYS[1], 'size')) - 1 do
+    local _, there = holder(other)
+    if there then return {name, 'the end of a round of ' .. redis.call('HGET', KEYS[1], 'size') .. ' ranks'} end
+  end
+  begin()
+elseif held and held ~= token and alive then
+  return {name, 'another process that has rank ' .. rank .. ' too'}
+end
+
+redis.call('HSET', KEYS[1], 'rank:' .. rank, token .. ' ' .. now)
+local missing = absent()
+if #missing == 0 then
+  redis.call('HSET', KEYS[1], 'complete', 1)
+  redis.call('PUBLISH', ARGV[2] .. 'round', '')
+end
+return {redis.call('HGET', KEYS[1], 'name'), unpack(missing)}
+"""
+"""A rank comes to a rendezvous, and again every second while it waits, so that who died waiting is not counted.
+
+KEYS[1] the round: name, size, `rank:N` = token and time of the last sign of life, complete. ARGV[3] world size, [4] rank, [5] this
+process's token, [6] after how many ms without a sign a rank is dead, [7] name for a new round, [8] lifetime in s. Returns the round's name
+and what is waited for; nothing: the round is complete. A rank that comes to a complete round without having been in it begins a new one.
+"""

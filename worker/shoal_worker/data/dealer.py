@@ -1,0 +1,81 @@
+"""Deals the step at a cursor to one rank, and says which batches that means. Keeps no state but the order of the epoch at hand."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+
+from shoal_worker.data.cursor import Cursor
+from shoal_worker.data.fetch import Request
+from shoal_worker.data.orders import EpochOrders
+from shoal_worker.data.plan import Block, EpochPlan
+from shoal_worker.data.step import DealtStep
+from shoal_worker.elastic.contract import Placement
+
+
+class Dealer:
+    """Joins the orders (which samples) with the plan (which positions)."""
+
+    def __init__(self, orders: EpochOrders, *, batch_size: int, micro_batch_size: int | None, drop_last: bool, seed: int) -> None:
+        """`batch_size`: samples in a step over all ranks or, where batches are leased, in one of those."""
+        self._orders = orders
+        self._batch_size = batch_size
+        self._micro_batch_size = micro_batch_size
+        self._drop_last = drop_last
+        self._seed = seed
+
+    def announced_plan(self, epoch: int) -> EpochPlan:
+        """The plan of `epoch` by the length that the sampler tells, without drawing it."""
+        return self._plan(self._orders.length(epoch))
+
+    def plan(self, epoch: int) -> EpochPlan:
+        """The plan of `epoch` by its order: a sampler may draw fewer than its length says."""
+        return self._plan(len(self._orders.order(epoch)))
+
+    def deal(self, cursor: Cursor, placement: Placement) -> DealtStep | None:
+        """This rank's part of the step at `cursor`; None when the epoch has no further one."""
+        plan = self.plan(cursor.epoch)
+        positions = plan.step(cursor.samples)
+        if not positions:
+            return None
+        blocks = plan.deal(positions, placement.rank, placement.world_size)
+        return DealtStep(placement=placement, epoch=cursor.epoch, number=cursor.step, positions=positions, blocks=blocks)
+
+    def leased(self, epoch: int, number: int, placement: Placement) -> DealtStep:
+        """Batch `number` of `epoch` as a step that this rank has to itself."""
+        positions = self.plan(epoch).step(number * self._batch_size)
+        block = Block(index=0, positions=positions)
+        return DealtStep(placement=placement, epoch=epoch, number=number, positions=positions, blocks=(block,))
+
+    def request(self, dealt: DealtStep, block: Block) -> Request:
+        """The batch that `block` means. A rank without samples in the step gets the step's first one: it must take part in collectives."""
+        positions = block.positions or dealt.positions[:1]
+        indices = tuple(self._orders.indices(dealt.epoch, positions))
+        return Request(epoch=dealt.epoch, indices=indices, key=(self._seed, dealt.epoch, dealt.number, block.index))
+
+    def following(self, dealt: DealtStep, request: Request) -> Iterator[Request]:
+        """`request` and all that its rank will need after it in the epoch, if the ranks stay as they are."""
+        return itertools.dropwhile(lambda planned: planned != request, self._planned(dealt))
+
+    def following_leases(self, dealt: DealtStep, numbers: Iterable[int]) -> Iterator[Request]:
+        """The batches of `numbers`. Like `numbers`, it may go on after it has run dry."""
+
+        def whole(number: int) -> Request:
+            step = self.leased(dealt.epoch, number, dealt.placement)
+            return self.request(step, step.blocks[0])
+
+        return map(whole, numbers)
+
+    def _planned(self, dealt: DealtStep) -> Iterator[Request]:
+        placement = dealt.placement
+        at: DealtStep | None = dealt
+        cursor = Cursor(epoch=dealt.epoch, samples=dealt.positions.start, step=dealt.number)
+        while at is not None:
+            yield from (self.request(at, block) for block in at.blocks)
+            cursor = Cursor(epoch=cursor.epoch, samples=at.positions.stop, step=cursor.step + 1)
+            at = self.deal(cursor, placement)
+
+    def _plan(self, length: int) -> EpochPlan:
+        return EpochPlan(
+            length=length, global_batch_size=self._batch_size, micro_batch_size=self._micro_batch_size, drop_last=self._drop_last
+        )

@@ -1,0 +1,25 @@
+"""`python -m shoal_worker.store script.py [arguments]`: runs a script that does not import shoal, with the init method redis:// known.
+
+The same as `python script.py` otherwise: sys.argv, sys.path[0] and __name__ are what the script expects.
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+import shoal_worker.store  # noqa: F401 - registers the init methods
+
+
+def main() -> None:
+    """Runs the script named by the first argument."""
+    if len(sys.argv) < 2:
+        sys.exit("usage: python -m shoal_worker.store SCRIPT [ARGUMENTS]: runs it with init_method='redis://HOST:PORT/JOB' known")
+    script = sys.argv[1]
+    sys.argv = sys.argv[1:]
+    sys.path[0] = str(Path(script).resolve().parent)
+    runpy.run_path(script, run_name="__main__")
+
+
+main()

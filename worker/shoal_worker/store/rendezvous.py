@@ -1,0 +1,131 @@
+"""`init_process_group(init_method="redis://host:port/job")`: a plain torch script's rendezvous through Redis.
+
+The URL is redis://[user:password@]host:port/job (rediss:// for TLS); `?db=2` picks a database. Rank and world size come from the arguments
+of init_process_group, else from the query (`?rank=0&world_size=4`), else from RANK and WORLD_SIZE. The job's name can be used again: ranks
+first agree on a round, and each round has a prefix of its own, so that what an earlier run left behind is never seen.
+
+torch has no plug-in for init methods: importing this module registers them, so `import shoal` (or shoal_worker.store) must come before
+init_process_group. For scripts that import neither, `python -m shoal_worker.store script.py` registers them first.
+
+This is not how Shoal's own generations form (the coordinator gives those rank and prefix). It does not watch over the ranks afterwards.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Final
+from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
+
+from shoal_common.errors import ConfigurationError
+from shoal_common.redis import redacted
+from torch.distributed.rendezvous import register_rendezvous_handler
+
+from shoal_worker.store import scripts
+from shoal_worker.store.errors import StoreTimeoutError
+from shoal_worker.store.redis_store import DEFAULT_LIFETIME, RedisStore
+
+SCHEMES: Final = ("redis", "rediss")
+_REFRESH_S: Final = 1.0
+_PATIENCE_S: Final = 5.0
+"""A rank that waits and has not refreshed its arrival for so long is taken for dead."""
+
+_LOG: Final = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """A redis:// init method, taken apart."""
+
+    server: str
+    """URL of the server and database."""
+    job: str
+    rank: int
+    world_size: int
+
+
+def parse(url: str, environment: os._Environ[str] | dict[str, str] | None = None) -> Target:
+    """Takes an init method apart. Raises ConfigurationError naming what is missing or wrong."""
+    parts = urlsplit(url)
+    given = f"init_method {redacted(url)!r}"
+    query = {name: values[-1] for name, values in parse_qs(parts.query).items()}
+    if unknown := sorted(set(query) - {"rank", "world_size", "db"}):
+        raise ConfigurationError(f"{given}: unknown {', '.join(unknown)}; expected rank, world_size or db")
+    job = unquote(parts.path.strip("/"))
+    if not parts.hostname or not job:
+        raise ConfigurationError(f"{given}: expected redis://HOST:PORT/JOB, with a job name that no other run is using")
+    environment = os.environ if environment is None else environment
+    rank = _number(given, "rank", 0, query.get("rank"), environment.get("RANK"))
+    world_size = _number(given, "world_size", 1, query.get("world_size"), environment.get("WORLD_SIZE"))
+    if rank >= world_size:
+        raise ConfigurationError(f"{given}: rank={rank} with world_size={world_size}; expected a smaller rank")
+    database = query.get("db", "0")
+    server = SplitResult(parts.scheme, parts.netloc, f"/{database}", "", "").geturl()
+    return Target(server=server, job=job, rank=rank, world_size=world_size)
+
+
+def rendezvous(url: str, timeout: timedelta = timedelta(minutes=30), **_: Any) -> Iterator[tuple[RedisStore, int, int]]:
+    """The handler that torch calls: yields the store, the rank and the world size once all ranks have come.
+
+    Raises ConfigurationError, UnavailableError (no server), or StoreTimeoutError naming the ranks that did not come in `timeout`.
+    """
+    target = parse(url)
+    lobby = RedisStore(target.server, f"shoal:{{{target.job}}}:rendezvous", timeout=timeout)
+    prefix = _join_round(lobby, target, timeout)
+    yield lobby.with_prefix(prefix), target.rank, target.world_size
+    raise RuntimeError("init_method redis:// cannot form the same group again: call init_process_group anew")
+
+
+def register() -> None:
+    """Makes torch know the schemes. Done on import."""
+    for scheme in SCHEMES:
+        try:
+            register_rendezvous_handler(scheme, rendezvous)  # type: ignore[no-untyped-call]
+        except RuntimeError:
+            _LOG.warning("another package has registered the init method %s:// already; Shoal's is not available", scheme)
+
+
+def _join_round(lobby: RedisStore, target: Target, timeout: timedelta) -> str:
+    """Waits for all ranks; the prefix that this round's store uses."""
+    token = uuid.uuid4().hex
+    deadline = time.monotonic() + timeout.total_seconds()
+    with lobby.watch_writes("round") as written:
+        while True:
+            written.clear()
+            name, absent = _arrive(lobby, target, token)
+            if not absent:
+                return f"shoal:{{{target.job}}}:group:{name}"
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
+                raise StoreTimeoutError(
+                    f"job {target.job!r}: rank {target.rank} waited {timeout.total_seconds():g} s for {', '.join(absent)} "
+                    f"of world_size={target.world_size}"
+                )
+            written.wait(min(remaining, _REFRESH_S))
+
+
+def _arrive(lobby: RedisStore, target: Target, token: str) -> tuple[str, list[str]]:
+    """Says, or says again, that this rank is here. Returns the round and who is absent; nobody: the round is complete."""
+    patience_ms, lifetime_s = int(_PATIENCE_S * 1000), int(DEFAULT_LIFETIME.total_seconds())
+    new_name = uuid.uuid4().hex[:12]
+    reply = lobby.run_script(scripts.ARRIVE, target.world_size, target.rank, token, patience_ms, new_name, lifetime_s)
+    name, *absent = [part.decode() for part in reply]
+    return name, absent
+
+
+def _number(given: str, field: str, least: int, argument: str | None, environment: str | None) -> int:
+    """An argument that torch was given (it writes them into the query, -1 for none), or the environment's."""
+    text = argument if argument is not None and argument != "-1" else environment
+    if text is None:
+        raise ConfigurationError(f"{given}: no {field}; pass {field}= to init_process_group, put it in the query, or set {field.upper()}")
+    if not text.isdecimal() or int(text) < least:
+        raise ConfigurationError(f"{given}: {field}={text!r}; expected an integer of {least} or more")
+    return int(text)
+
+
+register()

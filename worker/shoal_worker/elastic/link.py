@@ -95,7 +95,7 @@ class CoordinatorLink:
                 self._raise_if_over()
                 if not self._changed.wait(deadline - time.monotonic()):
                     raise DeadlineError(
-                        f"waited {timeout.total_seconds():.0f} s for the coordinator at {self.client.address} to accept this member into "
+                        f"waited {timeout.total_seconds():.0f} s for the coordinator to accept this member into "
                         f"job {self.identity.job_id!r}; check SHOAL_COORDINATOR and that the coordinator runs"
                     )
             return self._welcome

@@ -85,7 +85,7 @@ def register() -> None:
     """Makes torch know the schemes. Done on import."""
     for scheme in SCHEMES:
         try:
-            register_rendezvous_handler(scheme, rendezvous)  # type: ignore[no-untyped-call]
+            register_rendezvous_handler(scheme, rendezvous)
         except RuntimeError:
             _LOG.warning("another package has registered the init method %s:// already; Shoal's is not available", scheme)
 

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from shoal_common.errors import MembershipChanged
 from torch import nn
+from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
@@ -151,7 +152,7 @@ class OverlappedReduction:
             buffer.copy_(reduced.view_as(buffer))
         self._reduced_buffers = []
 
-    def _reduce_bucket(self, _state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def _reduce_bucket(self, _state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """DDP's communication hook. Never raises: a failure marks the step lost and gives zeros."""
         buffer = bucket.buffer()
         session = self._session
@@ -191,7 +192,7 @@ class OverlappedReduction:
 
         return work.get_future().then(arrived)
 
-    def _find_control(self, bucket: dist.GradBucket) -> torch.Tensor | None:
+    def _find_control(self, bucket: GradBucket) -> torch.Tensor | None:
         """The control word's place in this bucket, if it is in this one."""
         where = self._control_at
         if where is None:

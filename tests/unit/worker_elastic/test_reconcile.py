@@ -1,0 +1,110 @@
+"""Who gives state to whom: worked cases, and invariants over arbitrary standings."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal_worker.elastic.reconcile import Standing, StateName, reconcile
+
+
+def standing(
+    state: tuple[int, int] | None,
+    *,
+    attached: bool = True,
+    spectator: bool = False,
+    poisoned: bool = False,
+    operations: int = 0,
+) -> Standing:
+    return Standing(
+        state=None if state is None else StateName(*state),
+        attached=attached,
+        spectator=spectator,
+        poisoned=poisoned,
+        operations=operations,
+    )
+
+
+def test_equal_states_need_nothing() -> None:
+    plan = reconcile([standing((1, 5)), standing((1, 5))])
+    assert (plan.donors, plan.behind, plan.results_from) == ((0, 1), (), None)
+
+
+def test_a_rank_that_missed_the_last_step_takes_it_from_all_that_applied_it() -> None:
+    plan = reconcile([standing((1, 6)), standing((1, 5)), standing((1, 6))])
+    assert plan.newest == StateName(1, 6)
+    assert plan.donors == (0, 2)
+    assert plan.behind == (1,)
+
+
+def test_a_later_generation_wins_over_a_higher_step() -> None:
+    plan = reconcile([standing((1, 9)), standing((2, 7))])
+    assert plan.newest == StateName(2, 7)
+    assert plan.behind == (0,)
+
+
+def test_a_spectator_takes_nothing_before_the_border_and_counts_for_nothing() -> None:
+    plan = reconcile([standing((1, 5)), standing(None, spectator=True)])
+    assert plan.behind == ()
+    assert plan.spectators == (1,)
+
+
+def test_a_rank_whose_update_raised_half_way_never_donates_and_takes_the_state_anew() -> None:
+    plan = reconcile([standing((1, 5), poisoned=True), standing((1, 5))])
+    assert plan.donors == (1,)
+    assert plan.behind == (0,)
+
+
+def test_when_every_holder_is_torn_the_state_is_lost() -> None:
+    assert reconcile([standing((1, 5), poisoned=True)]).state_lost
+
+
+def test_a_rank_that_has_not_finished_the_first_synchronization_takes_the_state_of_one_that_has() -> None:
+    plan = reconcile([standing((1, 0)), standing(None)])
+    assert plan.behind == (1,)
+    assert plan.donors == (0,)
+
+
+def test_results_come_from_the_rank_that_finished_most_operations() -> None:
+    plan = reconcile([standing((1, 5), operations=1), standing((1, 5), operations=3), standing((1, 5))])
+    assert plan.results_from == 1
+    assert plan.operations == 3
+
+
+def test_a_rank_behind_gets_the_results_that_followed_the_step_it_missed() -> None:
+    plan = reconcile([standing((1, 6), operations=1), standing((1, 5))])
+    assert plan.results_from == 0
+
+
+standings = st.lists(
+    st.builds(
+        standing,
+        st.none() | st.tuples(st.integers(1, 3), st.integers(0, 3)),
+        attached=st.booleans(),
+        spectator=st.booleans(),
+        poisoned=st.booleans(),
+        operations=st.integers(0, 3),
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+@given(standings)
+def test_donors_hold_the_newest_state_whole_and_nobody_both_gives_and_takes(ranks: list[Standing]) -> None:
+    plan = reconcile(ranks)
+    assert not set(plan.donors) & set(plan.behind)
+    for rank in plan.donors:
+        assert ranks[rank].state == plan.newest
+        assert not ranks[rank].poisoned
+        assert not ranks[rank].spectator
+    for rank in plan.behind:
+        assert ranks[rank].attached
+        assert not ranks[rank].spectator
+    for rank, s in enumerate(ranks):
+        if s.state is not None and not s.spectator:
+            assert plan.newest is not None
+            assert s.state <= plan.newest
+
+
+@given(standings)
+def test_standings_survive_the_wire(ranks: list[Standing]) -> None:
+    assert [Standing.decode(s.encode()) for s in ranks] == ranks

@@ -1,0 +1,79 @@
+"""Registered state: gates of schedulers and scalers after lost steps, and states that wait for their object."""
+
+import pytest
+import torch
+
+from shoal_common.errors import ConfigurationError
+from shoal_worker.elastic.registered import RegisteredState
+
+
+def scheduler() -> torch.optim.lr_scheduler.StepLR:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    lr = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    optimizer.step()
+    return lr
+
+
+def test_a_scheduler_does_not_advance_after_a_void_step() -> None:
+    registered, lr = RegisteredState(), scheduler()
+    registered.register("lr", lr)
+    registered.step_void()
+    lr.step()
+    assert lr.get_last_lr() == [1.0]
+    registered.step_begins()
+    lr.step()
+    assert lr.get_last_lr() == [0.5]
+
+
+def test_the_gate_stays_out_of_the_schedulers_state() -> None:
+    registered, lr = RegisteredState(), scheduler()
+    before = set(lr.state_dict())
+    registered.register("lr", lr)
+    assert set(lr.state_dict()) == before
+    assert isinstance(lr, torch.optim.lr_scheduler.StepLR)
+
+
+def test_a_rank_that_took_its_peers_state_skips_the_advances_they_had_made() -> None:
+    donor, donors_lr = RegisteredState(), scheduler()
+    donor.register("lr", donors_lr)
+    donor.step_committed()
+    donors_lr.step()
+    taker, takers_lr = RegisteredState(), scheduler()
+    taker.register("lr", takers_lr)
+    taker.restore(donor.capture(), skip_advances=True)
+    takers_lr.step()
+    assert takers_lr.get_last_lr() == donors_lr.get_last_lr() == [0.5]
+
+
+def test_a_scheduler_that_advances_per_epoch_still_advances_after_a_step_was_taken_over() -> None:
+    donor, donors_lr = RegisteredState(), scheduler()
+    donor.register("lr", donors_lr)
+    donor.step_committed()  # captured in an operation at the end of the epoch, before the scheduler's turn
+    taker, takers_lr = RegisteredState(), scheduler()
+    taker.register("lr", takers_lr)
+    taker.restore(donor.capture(), skip_advances=True)
+    takers_lr.step()
+    assert takers_lr.get_last_lr() == [0.5]
+
+
+def test_a_state_waits_for_an_object_that_is_registered_later() -> None:
+    donor, donors_lr = RegisteredState(), scheduler()
+    donor.register("lr", donors_lr)
+    donors_lr.step()
+    taker = RegisteredState()
+    taker.restore(donor.capture(), skip_advances=False)
+    late = scheduler()
+    taker.register("lr", late)
+    assert late.last_epoch == donors_lr.last_epoch
+
+
+def test_an_object_without_state_is_refused_by_name() -> None:
+    with pytest.raises(ConfigurationError, match=r"register_state\(ema=...\): int has no state_dict"):
+        RegisteredState().register("ema", 3)
+
+
+def test_a_name_belongs_to_one_object() -> None:
+    registered = RegisteredState()
+    registered.register("lr", scheduler())
+    with pytest.raises(ConfigurationError, match="taken"):
+        registered.register("lr", scheduler())

@@ -105,8 +105,10 @@ def _options(settings: ChannelSettings) -> list[tuple[str, Any]]:
     options: list[tuple[str, Any]] = [
         ("grpc.max_send_message_length", settings.max_message_bytes),
         ("grpc.max_receive_message_length", settings.max_message_bytes),
-        ("grpc.keepalive_time_ms", _milliseconds(settings.keepalive)),
-        ("grpc.keepalive_timeout_ms", _milliseconds(settings.keepalive_timeout)),
+        ("grpc.keepalive_time_ms", milliseconds(settings.keepalive)),
+        ("grpc.keepalive_timeout_ms", milliseconds(settings.keepalive_timeout)),
+        # In grpc 1.85 the timeout above does not apply while this one, 60 s by default, is longer.
+        ("grpc.http2.ping_timeout_ms", milliseconds(settings.keepalive_timeout)),
         # An idle session must notice a vanished peer too.
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
@@ -125,5 +127,6 @@ def _options(settings: ChannelSettings) -> list[tuple[str, Any]]:
     return options
 
 
-def _milliseconds(duration: timedelta) -> int:
+def milliseconds(duration: timedelta) -> int:
+    """For gRPC's options, whose unit it is; at least 1."""
     return max(1, round(duration.total_seconds() * 1000))

@@ -22,6 +22,7 @@ from grpc_reflection.v1alpha import reflection
 from prometheus_client import CollectorRegistry
 
 from shoal_common.errors import ConfigurationError
+from shoal_common.rpc.channel import milliseconds
 from shoal_common.rpc.server_interceptors import AuthInterceptor, ErrorInterceptor
 from shoal_common.security import Role, TlsSettings, TokenTable
 from shoal_common.settings import parse_address
@@ -52,6 +53,12 @@ class ServerSettings:
     max_message_bytes: int = 16 << 20
     """Longest message received or sent; longer ones get RESOURCE_EXHAUSTED."""
 
+    keepalive: timedelta = timedelta(seconds=20)
+    """A ping after so long without traffic: clients that vanished without closing are found, and their streams broken."""
+
+    keepalive_timeout: timedelta = timedelta(seconds=10)
+    """How long a ping may stay unanswered before the connection is given up."""
+
     shortest_keepalive: timedelta = timedelta(seconds=5)
     """Clients that ping more often are disconnected. At most the clients' `ChannelSettings.keepalive`."""
 
@@ -67,6 +74,9 @@ class ServerSettings:
             )
         if self.drain_timeout < timedelta(0):
             raise ConfigurationError(f"drain_timeout={self.drain_timeout}: expected zero or more")
+        for name in ("keepalive", "keepalive_timeout", "shortest_keepalive"):
+            if getattr(self, name) < timedelta(milliseconds=1):
+                raise ConfigurationError(f"{name}={getattr(self, name)}: expected at least one millisecond")
         if self.max_message_bytes < 1:
             raise ConfigurationError(f"max_message_bytes={self.max_message_bytes}: expected at least 1")
 
@@ -176,10 +186,11 @@ def _options(settings: ServerSettings) -> list[tuple[str, Any]]:
         ("grpc.so_reuseport", 0),
         # Clients ping idle connections (ChannelSettings.keepalive); pings more frequent than this end the connection with GOAWAY.
         # The C name of this option is MIN_RECV_PING_INTERVAL_WITHOUT_DATA; its string is not.
-        ("grpc.http2.min_ping_interval_without_data_ms", max(1, round(settings.shortest_keepalive.total_seconds() * 1000))),
+        ("grpc.http2.min_ping_interval_without_data_ms", milliseconds(settings.shortest_keepalive)),
         ("grpc.keepalive_permit_without_calls", 1),
-        # The server looks for vanished clients too: a member's broken session is how its death is noticed first.
-        ("grpc.keepalive_time_ms", 20_000),
-        ("grpc.keepalive_timeout_ms", 10_000),
+        ("grpc.keepalive_time_ms", milliseconds(settings.keepalive)),
+        ("grpc.keepalive_timeout_ms", milliseconds(settings.keepalive_timeout)),
+        # In grpc 1.85 the timeout above does not apply while this one, 60 s by default, is longer.
+        ("grpc.http2.ping_timeout_ms", milliseconds(settings.keepalive_timeout)),
         ("grpc.http2.max_pings_without_data", 0),
     ]

@@ -1,0 +1,102 @@
+"""TLS and mutual TLS between real sockets, with certificates made for the test."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+import trustme
+from shoal_common.clients import CoordinatorClient
+from shoal_common.errors import AuthenticationError, ConfigurationError, UnavailableError
+from shoal_common.rpc.channel import ChannelSettings
+from shoal_common.security import TlsSettings, TokenTable
+from shoal_protos.v1 import coordinator_pb2 as pb
+from shoal_protos.v1 import coordinator_pb2_grpc
+
+QUICK = {"attempts": 1, "deadline": timedelta(seconds=10)}
+
+
+class Answering(coordinator_pb2_grpc.CoordinatorServicer):
+    async def GetJob(self, request, context):
+        return pb.GetJobResponse(now_unix_ms=7)
+
+
+@pytest.fixture(scope="module")
+def pki(tmp_path_factory):
+    """Files of two authorities, each with a server and a client."""
+    directory = tmp_path_factory.mktemp("pki")
+    for name in ("ours", "theirs"):
+        authority = trustme.CA()
+        authority.cert_pem.write_to_path(directory / f"{name}.pem")
+        for holder, identity in (("server", "127.0.0.1"), ("named", "coordinator.test"), ("client", "worker.test")):
+            issued = authority.issue_cert(identity)
+            issued.private_key_pem.write_to_path(directory / f"{name}-{holder}.key")
+            issued.cert_chain_pems[0].write_to_path(directory / f"{name}-{holder}.pem")
+    return directory
+
+
+def _pair(pki, holder, **more):
+    return TlsSettings(certificate=pki / f"{holder}.pem", key=pki / f"{holder}.key", **more)
+
+
+def test_a_client_that_trusts_the_authority_gets_an_answer_over_tls(serve, pki):
+    running = serve(Answering(), tls=_pair(pki, "ours-server"))
+    with running.client(tls=TlsSettings(authority=pki / "ours.pem"), **QUICK) as client:
+        assert client.get_job("mnist").now_unix_ms == 7
+
+
+def test_tokens_are_asked_for_over_tls_too(serve, pki):
+    running = serve(Answering(), tls=_pair(pki, "ours-server"), tokens=TokenTable({"t": "viewer"}))
+    trusting = TlsSettings(authority=pki / "ours.pem")
+    with running.client(tls=trusting, token="t", **QUICK) as client:
+        assert client.get_job("mnist").now_unix_ms == 7
+    with running.client(tls=trusting, **QUICK) as client, pytest.raises(AuthenticationError):
+        client.get_job("mnist")
+
+
+@pytest.mark.parametrize("trusted", ["theirs.pem", None], ids=["another authority", "the system's authorities"])
+def test_a_server_of_an_unknown_authority_is_not_spoken_to(serve, pki, trusted):
+    running = serve(Answering(), tls=_pair(pki, "ours-server"))
+    tls = TlsSettings(authority=None if trusted is None else pki / trusted)
+    with running.client(tls=tls, **QUICK) as client, pytest.raises(UnavailableError):
+        client.get_job("mnist")
+
+
+def test_plain_text_does_not_reach_a_tls_server_nor_tls_a_plain_one(serve, pki):
+    secure, plain = serve(Answering(), tls=_pair(pki, "ours-server")), serve(Answering())
+    with secure.client(**QUICK) as client, pytest.raises(UnavailableError):
+        client.get_job("mnist")
+    with plain.client(tls=TlsSettings(authority=pki / "ours.pem"), **QUICK) as client, pytest.raises(UnavailableError):
+        client.get_job("mnist")
+
+
+def test_the_servers_name_is_checked_and_can_be_given(serve, pki):
+    running = serve(Answering(), tls=_pair(pki, "ours-named"))
+    trusting = TlsSettings(authority=pki / "ours.pem")
+    with running.client(tls=trusting, **QUICK) as client, pytest.raises(UnavailableError):
+        client.get_job("mnist")
+    with running.client(tls=trusting, server_name="coordinator.test", **QUICK) as client:
+        assert client.get_job("mnist").now_unix_ms == 7
+
+
+@pytest.mark.parametrize(
+    ("certificate", "let_in"),
+    [("ours-client", True), ("theirs-client", False), (None, False)],
+    ids=["of our authority", "of another authority", "none"],
+)
+def test_mutual_tls_lets_in_who_shows_a_certificate_of_the_authority(serve, pki, certificate, let_in):
+    running = serve(Answering(), tls=_pair(pki, "ours-server", authority=pki / "ours.pem", require_client_certificate=True))
+    authority = pki / "ours.pem"
+    tls = TlsSettings(authority=authority) if certificate is None else _pair(pki, certificate, authority=authority)
+    with running.client(tls=tls, **QUICK) as client:
+        if let_in:
+            assert client.get_job("mnist").now_unix_ms == 7
+        else:
+            with pytest.raises(UnavailableError):
+                client.get_job("mnist")
+
+
+def test_a_channel_names_a_wrong_file_when_it_is_made(pki):
+    settings = ChannelSettings(address="127.0.0.1:7000", tls=TlsSettings(authority=pki / "nowhere.pem"))
+    with pytest.raises(ConfigurationError, match=r"TLS authority .*nowhere\.pem"):
+        CoordinatorClient(settings)

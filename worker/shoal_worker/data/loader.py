@@ -152,7 +152,8 @@ class ElasticDataLoader:
     def epochs(self, n: int) -> Iterator[int]:
         """The epochs from where the run stands (after a resume, or in a joiner) up to `n`: `for epoch in loader.epochs(90)`.
 
-        Ends early when the job is stopped."""
+        Ends early when the job is stopped.
+        """
         self._refuse_evaluation("epochs()")
         return self._epochs(n)
 
@@ -303,8 +304,8 @@ class ElasticDataLoader:
             self._stopped = True
 
     def _deal(self, placement: Placement) -> DealtStep | None:
-        """This rank's part of the step at the cursor; None when the epoch is over (that of a run with another batch size may be: `drop_last`
-        leaves out what remains)."""
+        """This rank's part of the step at the cursor; None when the epoch is over: where a run with another batch size left the cursor,
+        `drop_last` may leave out what remains."""
         dealt = self._dealer.deal(self._cursor, placement)
         if dealt is None:
             self._cursor = self._cursor.at_epoch(self._cursor.epoch + 1)
@@ -382,10 +383,12 @@ class ElasticDataLoader:
         return clock
 
     def _acknowledge(self) -> None:
-        if self._leases is None:
+        """The loop is left: finished batches that no further lease would tell of."""
+        clock = self._session() if self._session is not None else None
+        if clock is None or self._leases is None:
             return
         try:
-            self._leases.acknowledge(self._clock())
+            self._leases.acknowledge(clock)
         except ShoalError as error:
             _log.warning("loader %s: the last batches could not be acknowledged and will be dealt again: %s", self._name, error)
 

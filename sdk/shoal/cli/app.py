@@ -1,0 +1,62 @@
+"""The program: its commands, and how errors reach a person. Each command's flags are in its own module; what it needs is imported when it
+is called.
+
+Flags may be spelled with hyphens or underscores, as torchrun allows. Exit statuses: 0; the script's own for `run` and `up`; 2 for a command
+line that cannot work; 1 for everything else that went wrong.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib.metadata import version
+from typing import Annotated
+
+import typer
+from shoal_common.errors import ConfigurationError, ShoalError
+
+from shoal.cli.control import drain, kill
+from shoal.cli.demo import demo
+from shoal.cli.run import run
+from shoal.cli.status import status
+from shoal.cli.up import up
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"token_normalize_func": lambda token: token.replace("_", "-"), "help_option_names": ["-h", "--help"]},
+)
+# What follows the script is the script's own, flags too.
+app.command(context_settings={"allow_interspersed_args": False})(run)
+app.command(context_settings={"allow_interspersed_args": False})(up)
+app.command()(status)
+app.command()(kill)
+app.command()(drain)
+app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})(demo)
+
+
+def main() -> None:
+    """The entry point of the console script and of `python -m shoal`."""
+    try:
+        app(prog_name="shoal")
+    except ShoalError as error:
+        print(f"shoal: {error}", file=sys.stderr)  # noqa: T201 - errors become text here
+        sys.exit(2 if isinstance(error, ConfigurationError) else 1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"shoal {version('shoal')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    show_version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Elastic distributed training for PyTorch."""

@@ -1,0 +1,63 @@
+"""Runs an agent on this terminal: its output, its notes, its table, and its exit status."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from datetime import timedelta
+from typing import Final, NoReturn
+
+from shoal.launcher.agent import Agent, RunResult, Site
+from shoal.launcher.output import ConsoleWriter, OutputPump, Stream, Writer
+from shoal.launcher.settings import RunSettings
+from shoal.launcher.standalone import StandaloneSite
+from shoal.launcher.summary import failure_summary, survived_summary
+
+_LAST_OUTPUT_TIMEOUT: Final = timedelta(seconds=60)
+
+Note = Callable[[str], None]
+
+
+def tell(text: str) -> None:
+    """A line of the launcher's own, before anything runs."""
+    print(f"shoal: {text}", file=sys.stderr, flush=True)  # noqa: T201 - a command speaks to its person
+
+
+def run_to_exit(settings: RunSettings, *, live: bool = False) -> NoReturn:
+    """Runs, and exits with the run's status. `live`: under a table, if standard output is a terminal."""
+    if settings.workers > 1 and "OMP_NUM_THREADS" not in os.environ:
+        tell("OMP_NUM_THREADS is not set: each worker gets 1 thread; set it to what suits your script")
+    with ExitStack() as stack:
+        pump: OutputPump
+
+        def note(text: str) -> None:
+            pump.say(f"shoal: {text}\n")
+
+        site = _site(settings, note)
+        writer: Writer = ConsoleWriter()
+        if live and Stream.OUT.is_terminal:
+            from shoal.cli.live import LiveView
+
+            writer = stack.enter_context(LiveView(site.coordinator, settings.job_id, fallback=writer)).write
+        pump = OutputPump(writer)
+        stack.callback(pump.close, _LAST_OUTPUT_TIMEOUT)
+        result = Agent(settings, site, pump=pump, note=note, colour=_coloured()).run()
+        _tell_result(settings, result, pump, note)
+    sys.exit(result.exit_code)
+
+
+def _site(settings: RunSettings, note: Note) -> Site:
+    return StandaloneSite(settings, note=note)
+
+
+def _tell_result(settings: RunSettings, result: RunResult, pump: OutputPump, note: Note) -> None:
+    if result.failures:
+        pump.say(failure_summary(settings.program, result.failures))
+    elif result.survived and result.exit_code == 0:
+        note(survived_summary(result.survived))
+
+
+def _coloured() -> bool:
+    return Stream.OUT.is_terminal and Stream.ERR.is_terminal and not os.environ.get("NO_COLOR")

@@ -1,0 +1,64 @@
+"""The live table of `shoal up`: the job's state below the workers' scrolling output.
+
+A thread of its own asks the coordinator twice a second; the output pump's thread prints the workers' lines; rich's lock keeps them apart.
+"""
+
+from __future__ import annotations
+
+import threading
+from types import TracebackType
+from typing import Final, Self
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from shoal.launcher.output import Stream, Writer
+
+_INTERVAL_S: Final = 0.5
+
+
+class LiveView:
+    """A context manager: shown while it is open."""
+
+    def __init__(self, coordinator: str, job_id: str, *, fallback: Writer) -> None:
+        """`fallback` writes streams that are no terminal."""
+        self._coordinator = coordinator
+        self._job_id = job_id
+        self._fallback = fallback
+        self._console = Console()
+        self._live = Live(Text("starting", style="dim"), console=self._console, auto_refresh=False)
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="shoal-live", daemon=True)
+
+    def write(self, stream: Stream, data: bytes) -> None:
+        """Prints workers' lines above the table; safe on any thread."""
+        if stream.is_terminal:
+            self._console.print(Text.from_ansi(data.decode(errors="replace")))
+        else:
+            self._fallback(stream, data)
+
+    def __enter__(self) -> Self:
+        self._live.start()
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self._closed.set()
+        self._thread.join()
+        self._live.stop()
+
+    def _follow(self) -> None:
+        from shoal_common.clients.coordinator import CoordinatorClient
+        from shoal_common.errors import ShoalError
+        from shoal_common.rpc.channel import ChannelSettings
+
+        from shoal.cli.view import job_view
+
+        with CoordinatorClient(ChannelSettings(address=self._coordinator, attempts=1)) as client:
+            while not self._closed.wait(_INTERVAL_S):
+                try:
+                    self._live.update(job_view(client.get_job(self._job_id)), refresh=True)
+                except ShoalError:
+                    # Not there yet, or away for a moment: what was known stays on the screen.
+                    continue

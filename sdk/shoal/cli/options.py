@@ -1,0 +1,32 @@
+"""Flags that several commands share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Script = Annotated[str, typer.Argument(help="The training script; with -m a module.", show_default=False)]
+Arguments = Annotated[list[str] | None, typer.Argument(help="Its arguments.", show_default=False)]
+Module = Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is a module, run as `python -m` does.", envvar="PET_MODULE")]
+Servers = Annotated[int, typer.Option(help="Parameter servers of the job, for async_sgd.")]
+RecordDirectory = Annotated[
+    Path | None, typer.Option("--record-dir", help="Record every sample index and commit there, as JSON lines.", show_default=False)
+]
+Metrics = Annotated[bool, typer.Option(help="Workers serve Prometheus metrics, at SHOAL_METRICS_LISTEN or any port of loopback.")]
+MaxRestarts = Annotated[
+    int | None,
+    typer.Option(
+        help="How often workers are started again: a plain script's all together, elastic ones each by itself. "
+        "Default: 0; 3 for elastic workers that a signal killed.",
+        envvar="PET_MAX_RESTARTS",
+        show_default=False,
+    ),
+]
+Coordinator = Annotated[
+    str | None,
+    typer.Option(help="HOST:PORT of the coordinator. Default: that of the newest cluster on this machine.", envvar="SHOAL_COORDINATOR"),
+]
+Job = Annotated[str | None, typer.Option(help="The job's id. Default: the only one there.", envvar="SHOAL_JOB_ID")]
+Rank = Annotated[int, typer.Argument(help="A rank, as `shoal status` shows it.", min=0, show_default=False)]

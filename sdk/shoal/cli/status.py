@@ -1,0 +1,29 @@
+"""`shoal status`: who is in the job, and how far they are."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+from shoal.cli.options import Coordinator, Job
+
+
+def status(
+    coordinator: Coordinator = None,
+    job: Job = None,
+    as_json: Annotated[bool, typer.Option("--json", help="As JSON, for programs.")] = False,
+) -> None:
+    """Show a job's members and servers: by default those of the newest cluster on this machine."""
+    from rich.console import Console
+
+    from shoal.cli.target import target
+    from shoal.cli.view import job_json, job_view
+
+    with target(coordinator, job) as found:
+        answer = found.client.get_job(found.job_id)
+    if as_json:
+        typer.echo(json.dumps(job_json(answer), indent=2))
+    else:
+        Console().print(job_view(answer))

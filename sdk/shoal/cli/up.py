@@ -1,0 +1,40 @@
+"""`shoal up`: a run on this machine under a live table."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from shoal.cli.options import Arguments, MaxRestarts, Metrics, Module, RecordDirectory, Script, Servers
+
+
+def up(
+    script: Script,
+    arguments: Arguments = None,
+    workers: Annotated[int, typer.Option("--workers", "-n", help="Workers.", min=1)] = 3,
+    servers: Servers = 0,
+    module: Module = False,
+    max_restarts: MaxRestarts = None,
+    record_dir: RecordDirectory = None,
+    metrics: Metrics = True,
+) -> None:
+    """Start a cluster on this machine, and run a script on it under a live table of its members.
+
+    The cluster (embedded Valkey, coordinator, servers, workers) is gone when the script ends. Without a terminal, as `shoal run`.
+    """
+    from shoal.cli.console import run_to_exit
+    from shoal.launcher.jobs import new_job_id
+    from shoal.launcher.settings import RunSettings, worker_command
+
+    settings = RunSettings(
+        command=worker_command(script, arguments or (), module=module, python=True),
+        program=script,
+        job_id=new_job_id(script),
+        workers=workers,
+        servers=servers,
+        max_restarts=max_restarts,
+        record_directory=record_dir,
+        metrics=metrics,
+    )
+    run_to_exit(settings, live=True)

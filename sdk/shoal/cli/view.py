@@ -1,0 +1,134 @@
+"""How a job looks on a terminal and as JSON. Pure: from the coordinator's answer to tables and plain values."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Final
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+from shoal_protos.v1 import coordinator_pb2 as pb
+
+_PHASE_STYLES: Final = {"ranked": "green", "draining": "yellow", "quarantined": "red", "ready": "cyan", "joined": "cyan"}
+_NOTHING: Final = "-"
+
+
+def job_phase(job: pb.GetJobResponse) -> str:
+    return str(pb.JobPhase.Name(job.phase)).removeprefix("JOB_PHASE_").lower()
+
+
+def member_phase(member: pb.MemberStatus) -> str:
+    return str(pb.MemberPhase.Name(member.phase)).removeprefix("MEMBER_PHASE_").lower()
+
+
+def job_view(job: pb.GetJobResponse) -> RenderableType:
+    """A headline and tables of members and servers."""
+    parts: list[RenderableType] = [_headline(job), _member_table(job)]
+    if job.servers:
+        parts.append(_server_table(job))
+    return Group(*parts)
+
+
+def _headline(job: pb.GetJobResponse) -> Text:
+    ranks = len(job.generation.ranks)
+    text = Text(f"job {job.spec.job_id}", style="bold")
+    text.append(
+        f"  {job_phase(job)}, generation {job.generation.number}, {ranks} of {job.spec.max_workers} workers have a rank", style="not bold"
+    )
+    if not job.members:
+        text.append(
+            "\nno members yet (workers join when their script calls shoal.init(); a plain torchrun script never does)", style="dim not bold"
+        )
+    return text
+
+
+def _member_table(job: pb.GetJobResponse) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("rank", justify="right")
+    for name in ("phase", "host"):
+        table.add_column(name)
+    for name in ("pid", "generation", "epoch", "step", "samples/s", "loss", "step time"):
+        table.add_column(name, justify="right")
+    asynchronous = any(member.progress.staleness for member in job.members)
+    if asynchronous:
+        table.add_column("staleness", justify="right")
+    for member in job.members:
+        phase = member_phase(member)
+        row = [
+            str(member.rank) if member.rank >= 0 else _NOTHING,
+            Text(phase, style=_PHASE_STYLES.get(phase, "")),
+            member.host,
+            str(member.pid),
+            str(job.generation.number) if member.rank >= 0 else _NOTHING,
+            *_progress_cells(member.progress),
+        ]
+        if asynchronous:
+            row.append(f"{member.progress.staleness:.0f}")
+        table.add_row(*row)
+    return table
+
+
+def _progress_cells(progress: pb.Progress) -> list[str]:
+    return [
+        str(progress.epoch),
+        str(progress.step),
+        f"{progress.samples_per_s:,.0f}" if progress.samples_per_s else _NOTHING,
+        _NOTHING if math.isnan(progress.loss) or not progress.step else f"{progress.loss:.4g}",
+        f"{progress.step_time_s * 1e3:.1f} ms" if progress.step_time_s else _NOTHING,
+    ]
+
+
+def _server_table(job: pb.GetJobResponse) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("server", "id", "address", "state"):
+        table.add_column(name)
+    for server in job.servers:
+        state = Text("alive", style="green") if server.alive else Text("gone", style="red")
+        table.add_row(str(server.server_index), server.server_id, server.address, state)
+    return table
+
+
+def job_json(job: pb.GetJobResponse) -> dict[str, Any]:
+    """The same as plain values. Unknown numbers are null; times are milliseconds of the Unix epoch, by the Redis server's clock."""
+    spec = job.spec
+    return {
+        "job_id": spec.job_id,
+        "phase": job_phase(job),
+        "generation": job.generation.number,
+        "world_size": len(job.generation.ranks),
+        "min_workers": spec.min_workers,
+        "max_workers": spec.max_workers,
+        "now_unix_ms": job.now_unix_ms,
+        "members": [_member_json(member) for member in job.members],
+        "servers": [
+            {
+                "server_index": server.server_index,
+                "server_id": server.server_id,
+                "address": server.address,
+                "metrics_address": server.metrics_address or None,
+                "alive": server.alive,
+            }
+            for server in job.servers
+        ],
+    }
+
+
+def _member_json(member: pb.MemberStatus) -> dict[str, Any]:
+    progress = member.progress
+    return {
+        "rank": member.rank if member.rank >= 0 else None,
+        "phase": member_phase(member),
+        "member_id": member.member_id,
+        "host": member.host,
+        "pid": member.pid,
+        "metrics_address": member.metrics_address or None,
+        "joined_unix_ms": member.joined_unix_ms,
+        "step": progress.step,
+        "epoch": progress.epoch,
+        "samples": progress.samples,
+        "samples_per_s": progress.samples_per_s,
+        "loss": None if math.isnan(progress.loss) else progress.loss,
+        "step_time_s": progress.step_time_s,
+        "staleness": progress.staleness,
+    }

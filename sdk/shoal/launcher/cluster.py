@@ -1,0 +1,252 @@
+"""A cluster on this machine: the coordinator with its embedded Valkey, and parameter servers, as processes. Workers are not part of it.
+
+`LocalCluster` is a context manager. A caller with an event loop of its own (`keeper`) takes the steps of `open` one by one and waits in
+between as it likes. When a cluster is closed, all its processes are gone, and that is checked.
+
+A cluster belongs to the thread that opens it; its processes are killed when that thread ends.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Final, Self
+from urllib.parse import quote
+
+from shoal_common.errors import DeadlineError, UnavailableError
+
+from shoal.launcher.jobs import JobSettings
+from shoal.launcher.ports import ReservedPort, ServiceAddresses, read_port_file
+from shoal.launcher.process import Child, stop_all
+from shoal.launcher.registry import Registration
+
+if TYPE_CHECKING:
+    from shoal_common.clients.coordinator import CoordinatorClient
+
+START_TIMEOUT: Final = timedelta(seconds=60)
+POLL_INTERVAL: Final = timedelta(milliseconds=5)
+_STOP_GRACE: Final = timedelta(seconds=10)
+
+
+class Service:
+    """One service process of the cluster: a program that writes a port file once it serves, and logs into a file."""
+
+    def __init__(self, name: str, program: str, arguments: Sequence[str], *, directory: Path, environment: Mapping[str, str]) -> None:
+        """Does not start it. `program` is a module; `directory` gets its port file and its log, `<name>.log`."""
+        self.name = name
+        self._port = ReservedPort()
+        self.address = f"127.0.0.1:{self._port.port}"
+        """host:port of its gRPC service: known before it serves, and kept over restarts."""
+        self.log = directory / f"{name}.log"
+        self.restarts = 0
+        self._port_file = directory / f"{name}.json"
+        self._command = [sys.executable, "-m", program, "--listen", self.address, "--http", "127.0.0.1:0"]
+        self._command += [*arguments, "--port-file", str(self._port_file)]
+        self._environment = environment
+        self._child: Child | None = None
+        self._addresses: ServiceAddresses | None = None
+
+    @property
+    def started(self) -> bool:
+        return self._child is not None
+
+    @property
+    def child(self) -> Child:
+        assert self._child is not None, f"{self.name} was not started"
+        return self._child
+
+    @property
+    def addresses(self) -> ServiceAddresses:
+        assert self._addresses is not None, f"{self.name} does not serve yet"
+        return self._addresses
+
+    def start(self) -> None:
+        """Starts the process, anew if there was one."""
+        self.restarts += self._child is not None
+        self._addresses = None
+        self._port_file.unlink(missing_ok=True)
+        with self.log.open("ab") as log:
+            self._child = Child(self._command, environment=self._environment, stdout=log, stderr=log)
+
+    def ready(self) -> bool:
+        """Whether it serves. Raises UnavailableError, with the end of its log, when it has ended instead."""
+        if self._addresses is None:
+            ended = self.child.poll()
+            self._addresses = read_port_file(self._port_file)
+            if ended is not None and self._addresses is None:
+                raise UnavailableError(f"{self.name} did not start ({ended}); its last words: {self.last_words()}", reason="SERVICE_FAILED")
+        return self._addresses is not None
+
+    def wait_ready(self, timeout: timedelta) -> None:
+        """Blocks until it serves. Raises DeadlineError, UnavailableError."""
+        deadline = time.monotonic() + timeout.total_seconds()
+        while not self.ready():
+            if time.monotonic() > deadline:
+                raise self.late(timeout)
+            time.sleep(POLL_INTERVAL.total_seconds())
+
+    def late(self, timeout: timedelta) -> DeadlineError:
+        return DeadlineError(f"{self.name} did not serve within {timeout.total_seconds():g} s; its last words: {self.last_words()}")
+
+    def release(self) -> None:
+        """Gives the port back; after its process was stopped."""
+        self._port.close()
+
+    def last_words(self) -> str:
+        try:
+            lines = self.log.read_text(errors="replace").strip().splitlines()
+        except FileNotFoundError:
+            lines = []
+        return " | ".join(lines[-4:]) or "nothing"
+
+
+class LocalCluster:
+    """Coordinator, Valkey and parameter servers of one job, on loopback without tokens."""
+
+    def __init__(self, job: JobSettings, *, command: str = "", log_directory: Path | None = None) -> None:
+        """Starts nothing yet.
+
+        Args:
+            job: created at the coordinator; `job.parameter_servers` servers are started for it.
+            command: what `shoal status` shows as this cluster's purpose.
+            log_directory: keeps the services' logs; None: they are deleted with the cluster's other files.
+        """
+        self.job = job
+        self.directory = Path(tempfile.mkdtemp(prefix="shoal-"))
+        self._command = command
+        self._log_directory = log_directory
+        self._environment = _service_environment()
+        self.coordinator = self._service(
+            "coordinator", "shoal_coordinator", "--redis", f"embedded://{quote(str(self.directory / 'redis'))}"
+        )
+        self.servers: list[Service] = []
+        self._client: CoordinatorClient | None = None
+        self._registration: Registration | None = None
+
+    # ------------------------------------------------------------------------------------------------------------- opening
+
+    def open(self) -> None:
+        """Blocks until all serve. Raises UnavailableError or DeadlineError; then everything is stopped again."""
+        try:
+            self.start_coordinator()
+            self.coordinator.wait_ready(START_TIMEOUT)
+            self.create_job()
+            self.start_servers()
+            for server in self.servers:
+                server.wait_ready(START_TIMEOUT)
+            self.register()
+        except BaseException:
+            self.close()
+            raise
+
+    def start_coordinator(self) -> None:
+        """The first step; the coordinator's address is told before."""
+        self.coordinator.start()
+
+    def create_job(self) -> None:
+        """The second step, once the coordinator is ready. Blocks for an RPC, so it may be called on any thread, unlike the others."""
+        self.client.create_job(self.job.message())
+
+    def start_servers(self) -> None:
+        """The third step: parameter servers register with the job, so they come after it."""
+        for index in range(self.job.parameter_servers):
+            self.servers.append(self._server(index))
+            self.servers[-1].start()
+
+    def register(self) -> None:
+        """The last step, once all are ready: makes the cluster known to `shoal status` and the like."""
+        self._registration = Registration(
+            job_id=self.job.job_id,
+            coordinator=self.coordinator.address,
+            http=self.coordinator.addresses.http,
+            redis=self.coordinator.addresses.redis,
+            command=self._command,
+        )
+
+    @property
+    def client(self) -> CoordinatorClient:
+        """A client of the coordinator; made at first use, closed with the cluster."""
+        if self._client is None:
+            from shoal_common.clients.coordinator import CoordinatorClient
+            from shoal_common.rpc.channel import ChannelSettings
+
+            self._client = CoordinatorClient(ChannelSettings(address=self.coordinator.address))
+        return self._client
+
+    @property
+    def services(self) -> list[Service]:
+        """Those started so far, the coordinator first."""
+        return [service for service in (self.coordinator, *self.servers) if service.started]
+
+    def worker_environment(self, member_id: str, *, index: int) -> dict[str, str]:
+        """What a worker process started by hand needs to join this cluster's job (SHOAL_...)."""
+        return {
+            "SHOAL_COORDINATOR": self.coordinator.address,
+            "SHOAL_JOB_ID": self.job.job_id,
+            "SHOAL_MEMBER_ID": member_id,
+            "SHOAL_LAUNCHER_ID": f"cluster-{os.getpid()}",
+            "SHOAL_LOCAL_INDEX": str(index),
+        }
+
+    def _service(self, name: str, program: str, *arguments: str) -> Service:
+        return Service(name, program, arguments, directory=self.directory, environment=self._environment)
+
+    def _server(self, index: int) -> Service:
+        name = f"server-{index}"
+        data = self.directory / name
+        data.mkdir()
+        identity = ("--coordinator", self.coordinator.address, "--job", self.job.job_id, "--server-id", name)
+        return self._service(name, "shoal_ps_server", *identity, "--data-dir", str(data))
+
+    # ------------------------------------------------------------------------------------------------------------- closing
+
+    def close(self) -> None:
+        """Stops all: servers first, so that they can take their leave of the coordinator. Idempotent.
+
+        Raises DeadlineError if a process of the cluster is still there afterwards.
+        """
+        if self._registration is not None:
+            self._registration.close()
+        if self._client is not None:
+            self._client.close()
+        try:
+            stop_all([server.child for server in self.servers if server.started], grace=_STOP_GRACE)
+        finally:
+            try:
+                stop_all([self.coordinator.child] if self.coordinator.started else [], grace=_STOP_GRACE)
+            finally:
+                self._clean_up()
+
+    def _clean_up(self) -> None:
+        for service in (self.coordinator, *self.servers):
+            service.release()
+        self._keep_logs()
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def _keep_logs(self) -> None:
+        if self._log_directory is not None and self.directory.exists():
+            self._log_directory.mkdir(parents=True, exist_ok=True)
+            for log in self.directory.glob("*.log"):
+                shutil.copy(log, self._log_directory / log.name)
+
+    def __enter__(self) -> Self:
+        self.open()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.close()
+
+
+def _service_environment() -> dict[str, str]:
+    """The caller's, without the settings that belong to other services of the same names: those of the workers that it runs itself."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("SHOAL_COORDINATOR_", "SHOAL_PS_SERVER_"))}
+    # Each service has a core's worth of work at most; more threads would only take the workers' cores.
+    environment.setdefault("OMP_NUM_THREADS", "1")
+    return environment

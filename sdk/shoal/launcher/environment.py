@@ -1,0 +1,115 @@
+"""The environment of a worker process: torchrun's variables, so that its scripts run unchanged, and Shoal's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodePlacement:
+    """Where this launcher's workers stand among those of all nodes, at one start of all."""
+
+    node_rank: int
+    node_count: int
+    master_address: str
+    master_port: int
+    """Free on the node of rank 0, whose first worker will listen on it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerPlacement:
+    """One worker process at one start."""
+
+    index: int
+    """Its local rank."""
+    workers: int
+    """On this node; every node has as many."""
+    node: NodePlacement
+
+    @property
+    def rank(self) -> int:
+        return self.node.node_rank * self.workers + self.index
+
+    @property
+    def world_size(self) -> int:
+        return self.node.node_count * self.workers
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerIdentity:
+    """One worker process towards the coordinator."""
+
+    coordinator: str
+    """host:port"""
+    job_id: str
+    member_id: str
+    launcher_id: str
+    metrics_listen: str | None
+    """host:port, None: no metrics."""
+    record_directory: Path | None
+
+
+def torchrun_variables(
+    placement: WorkerPlacement, *, run_id: str, role: str, restarts: int, max_restarts: int, error_file: Path
+) -> dict[str, str]:
+    """What torchrun sets, with its meanings."""
+    node = placement.node
+    return {
+        "RANK": str(placement.rank),
+        "LOCAL_RANK": str(placement.index),
+        "GROUP_RANK": str(node.node_rank),
+        "ROLE_RANK": str(placement.rank),
+        "ROLE_NAME": role,
+        "WORLD_SIZE": str(placement.world_size),
+        "LOCAL_WORLD_SIZE": str(placement.workers),
+        "GROUP_WORLD_SIZE": str(node.node_count),
+        "ROLE_WORLD_SIZE": str(placement.world_size),
+        "MASTER_ADDR": node.master_address,
+        "MASTER_PORT": str(node.master_port),
+        "TORCHELASTIC_RESTART_COUNT": str(restarts),
+        "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
+        "TORCHELASTIC_RUN_ID": run_id,
+        # The store of init_method="env://" is hosted by rank 0 and not by the launcher, which has no torch.
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+        "TORCHELASTIC_ERROR_FILE": str(error_file),
+    }
+
+
+def shoal_variables(identity: WorkerIdentity, *, index: int) -> dict[str, str]:
+    """What shoal.init() reads."""
+    variables = {
+        "SHOAL_COORDINATOR": identity.coordinator,
+        "SHOAL_JOB_ID": identity.job_id,
+        "SHOAL_MEMBER_ID": identity.member_id,
+        "SHOAL_LAUNCHER_ID": identity.launcher_id,
+        "SHOAL_LOCAL_INDEX": str(index),
+    }
+    if identity.metrics_listen is not None:
+        variables["SHOAL_METRICS_LISTEN"] = identity.metrics_listen
+    if identity.record_directory is not None:
+        variables["SHOAL_RECORD_DIR"] = str(identity.record_directory)
+    return variables
+
+
+def inherited(environment: Mapping[str, str], *, workers: int, local: bool) -> dict[str, str]:
+    """What workers take over from the launcher's own environment.
+
+    With several workers a node and OMP_NUM_THREADS unset, each gets one thread, as under torchrun. `local`: the cluster is this
+    launcher's own and knows neither tokens nor certificates.
+    """
+    credentials = ("SHOAL_TOKEN", "SHOAL_TLS_")
+    kept = {name: value for name, value in environment.items() if not (local and name.startswith(credentials))}
+    kept.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    if workers > 1:
+        kept.setdefault("OMP_NUM_THREADS", "1")
+    return kept
+
+
+def metrics_listen(environment: Mapping[str, str], *, index: int, enabled: bool) -> str | None:
+    """Where worker `index` serves its metrics: SHOAL_METRICS_LISTEN, with the index added to a fixed port; else any port of loopback."""
+    if not enabled:
+        return None
+    host, _, port = environment.get("SHOAL_METRICS_LISTEN", "127.0.0.1:0").rpartition(":")
+    return f"{host}:{int(port) + index}" if port.isdigit() and int(port) else f"{host}:{port}"

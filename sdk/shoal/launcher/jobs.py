@@ -1,0 +1,55 @@
+"""A job as launchers describe it: durations and plain values, turned into the message that the coordinator takes."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import PurePath
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from shoal_protos.v1.coordinator_pb2 import JobSpec
+
+_JOB_ID_LENGTH = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobSettings:
+    """What a job is created with. The coordinator validates it."""
+
+    job_id: str
+    min_workers: int
+    """The smallest world that trains; below it members wait."""
+    max_workers: int
+    parameter_servers: int = 0
+    join_grace: timedelta = timedelta(seconds=30)
+    """How long the first ready worker waits for others, when the world is not full."""
+    lease: timedelta | None = None
+    """Silence after which a member is put out; None: the coordinator's default."""
+    stall_timeout: timedelta | None = None
+    """How long an accused member may make no progress; None: the coordinator's default."""
+
+    def message(self) -> JobSpec:
+        from shoal_protos.v1.coordinator_pb2 import JobSpec
+
+        return JobSpec(
+            job_id=self.job_id,
+            min_workers=self.min_workers,
+            max_workers=self.max_workers,
+            parameter_servers=self.parameter_servers,
+            join_grace_ms=_milliseconds(self.join_grace),
+            lease_ms=_milliseconds(self.lease),
+            stall_timeout_ms=_milliseconds(self.stall_timeout),
+        )
+
+
+def new_job_id(program: str) -> str:
+    """A fresh id that a person recognizes: `train-3f9a1c` for `examples/train.py`."""
+    stem = re.sub(r"[^A-Za-z0-9._-]+", "-", PurePath(program).stem).lstrip("._-") or "job"
+    return f"{stem[: _JOB_ID_LENGTH - 7]}-{secrets.token_hex(3)}"
+
+
+def _milliseconds(duration: timedelta | None) -> int:
+    return 0 if duration is None else round(duration.total_seconds() * 1000)

@@ -1,0 +1,67 @@
+"""Opens a local cluster without blocking an event loop, and keeps its services running: one that dies is started again at its address.
+
+The coordinator's state is in Redis and the members reconnect, so training does not notice; a parameter server comes back with its newest
+snapshot.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Final
+
+from shoal_common.errors import ShoalError, UnavailableError
+
+from shoal.launcher.cluster import POLL_INTERVAL, START_TIMEOUT, LocalCluster, Service
+
+_MOST_RESTARTS: Final = 3
+
+
+class ClusterKeeper:
+    """Belongs to the event loop's thread, which must live as long as the cluster."""
+
+    def __init__(self, cluster: LocalCluster, *, note: Callable[[str], None]) -> None:
+        """`note` tells a person what happened."""
+        self._cluster = cluster
+        self._note = note
+
+    async def open(self) -> None:
+        """The rest of the way after `start_coordinator`. Raises UnavailableError, DeadlineError; the caller closes the cluster."""
+        cluster = self._cluster
+        await _until_ready(cluster.coordinator)
+        # gRPC is imported here, which takes longer than the call.
+        await asyncio.to_thread(cluster.create_job)
+        cluster.start_servers()
+        for server in cluster.servers:
+            await _until_ready(server)
+        cluster.register()
+
+    async def keep(self) -> None:
+        """Never returns; to be cancelled before the cluster is closed."""
+        await asyncio.gather(*(self._keep(service) for service in self._cluster.services))
+
+    async def _keep(self, service: Service) -> None:
+        while True:
+            pid, status = service.child.pid, await service.child.wait()
+            if service.restarts >= _MOST_RESTARTS:
+                self._note(
+                    f"{service.name} (pid {pid}) ended ({status}) once too often and is given up; its last words: {service.last_words()}"
+                )
+                return
+            service.start()
+            self._note(f"{service.name} (pid {pid}) ended ({status}); started again as pid {service.child.pid}")
+            try:
+                await _until_ready(service)
+            except UnavailableError:
+                continue  # its end is noticed above
+            except ShoalError as error:
+                self._note(str(error))
+
+
+async def _until_ready(service: Service) -> None:
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + START_TIMEOUT.total_seconds()
+    while not service.ready():
+        if loop.time() > deadline:
+            raise service.late(START_TIMEOUT)
+        await asyncio.sleep(POLL_INTERVAL.total_seconds())

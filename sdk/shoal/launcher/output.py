@@ -1,0 +1,219 @@
+"""Brings the output of many processes to one terminal: whole lines, each with its rank in front, and into a file per process.
+
+One thread, the pump's, reads all pipes and writes all output; so a terminal that stands still (Ctrl-S, `less`) holds up the workers' output
+and nothing else. That thread owns the sources; `attach` and `finish` may be called from any thread and hand it work.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import selectors
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from enum import IntEnum
+from pathlib import Path
+from typing import IO, Final
+
+from shoal_common.errors import DeadlineError
+
+_READ_SIZE: Final = 1 << 16
+_LONGEST_LINE: Final = 1 << 20
+_COLOURS: Final = (36, 33, 32, 35, 34, 31, 96, 93, 92, 95, 94, 91)
+_ERASE_LINE: Final = b"\x1b[K"
+
+
+class Stream(IntEnum):
+    """Which of the launcher's own streams a line goes to; the value is its file descriptor."""
+
+    OUT = 1
+    ERR = 2
+
+    @property
+    def is_terminal(self) -> bool:
+        return os.isatty(self)
+
+
+Writer = Callable[[Stream, bytes], None]
+"""Takes whole lines. Called on the pump's thread."""
+
+
+class LineSplitter:
+    """Cuts a stream of bytes into lines. A carriage return ends a line too, so that progress bars show while they move."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """The lines that `data` completes, with their ends. A line of more than 1 MiB comes in pieces."""
+        lines = (self._rest + data).splitlines(keepends=True)
+        # A final carriage return may be the first half of the pair \r\n.
+        self._rest = lines.pop() if lines and not lines[-1].endswith(b"\n") else b""
+        if len(self._rest) >= _LONGEST_LINE:
+            lines.append(self._rest + b"\n")
+            self._rest = b""
+        return [line for line in lines if line != b"\r"]
+
+    def flush(self) -> list[bytes]:
+        """The unfinished last line, if there is one, ended here."""
+        rest, self._rest = self._rest.rstrip(b"\r"), b""
+        return [rest + b"\n"] if rest else []
+
+
+@dataclass(kw_only=True)
+class Source:
+    """One pipe of one process, and where its lines go."""
+
+    pipe: IO[bytes]
+    stream: Stream
+    prefix: bytes
+    """Put in front of each line on the console."""
+    console: bool
+    """Whether the console shows it."""
+    file: Path | None
+    """Gets every byte, without prefixes; None: no file."""
+    splitter: LineSplitter = field(default_factory=LineSplitter)
+    log: IO[bytes] | None = None
+
+
+def rank_prefix(rank: int, *, colour: bool) -> bytes:
+    """`[3]: `, in the rank's own colour for a terminal."""
+    if not colour:
+        return b"[%d]: " % rank
+    return b"\x1b[%dm[%d]:\x1b[0m " % (_COLOURS[rank % len(_COLOURS)], rank)
+
+
+class ConsoleWriter:
+    """Writes to this process's standard output and error, past Python's buffers. A stream whose reader is gone is dropped: losing the
+    terminal must not end the training."""
+
+    def __init__(self) -> None:
+        self._gone: set[Stream] = set()
+        self._returned = dict.fromkeys(Stream, False)
+        self._terminal = {stream: stream.is_terminal for stream in Stream}
+
+    def __call__(self, stream: Stream, data: bytes) -> None:
+        if stream in self._gone:
+            return
+        if self._terminal[stream] and self._returned[stream]:
+            data = _ERASE_LINE + data
+        self._returned[stream] = data.endswith(b"\r")
+        rest = memoryview(data)
+        try:
+            while rest:
+                rest = rest[os.write(stream, rest) :]
+        except OSError:
+            self._gone.add(stream)
+
+
+class OutputPump:
+    """The thread that moves the output. Close it after the last process has ended."""
+
+    def __init__(self, write: Writer) -> None:
+        self._write = write
+        self._selector = selectors.DefaultSelector()
+        self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._closing = False
+        self._selector.register(self._wakeup, selectors.EVENT_READ, None)
+        self._thread = threading.Thread(target=self._run, name="shoal-output", daemon=True)
+        self._thread.start()
+
+    def attach(self, source: Source) -> None:
+        """Takes over the pipe. Raises OSError if the log file cannot be made."""
+        os.set_blocking(source.pipe.fileno(), False)
+        if source.file is not None:
+            source.file.parent.mkdir(parents=True, exist_ok=True)
+            source.log = source.file.open("ab", buffering=0)
+        self._order(lambda: self._register(source))
+
+    def finish(self, source: Source) -> None:
+        """The process of this pipe has ended: moves what the pipe still holds, and closes it.
+
+        The pipe's own end is not waited for, since a process that the dead one started may hold it open.
+        """
+        self._order(lambda: self._end(source))
+
+    def say(self, text: str) -> None:
+        """Writes lines of the launcher's own to standard error, after all output ordered before."""
+        self._order(lambda: self._write(Stream.ERR, text.encode()))
+
+    def close(self, timeout: timedelta) -> None:
+        """Moves what is left and ends the thread. Raises DeadlineError when the terminal does not take the output in time."""
+        self._order(self._begin_closing)
+        self._thread.join(timeout.total_seconds())
+        if self._thread.is_alive():
+            raise DeadlineError(f"the terminal did not take the workers' last output within {timeout.total_seconds():g} s")
+        os.close(self._wakeup)
+        self._selector.close()
+
+    # ---------------------------------------------------------------------------------------------------- the pump's thread
+
+    def _order(self, order: Callable[[], None]) -> None:
+        self._orders.put(order)
+        os.eventfd_write(self._wakeup, 1)
+
+    def _run(self) -> None:
+        while not self._closing:
+            for key, _ in self._selector.select():
+                if key.data is None:
+                    os.eventfd_read(self._wakeup)
+                    self._obey()
+                elif not key.data.pipe.closed:  # an order of this very round may have finished it
+                    self._move(key.data)
+
+    def _obey(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._orders.get_nowait()()
+
+    def _begin_closing(self) -> None:
+        for key in list(self._selector.get_map().values()):
+            if key.data is not None:
+                self._end(key.data)
+        self._closing = True
+
+    def _register(self, source: Source) -> None:
+        self._selector.register(source.pipe, selectors.EVENT_READ, source)
+
+    def _end(self, source: Source) -> None:
+        while not source.pipe.closed and self._move(source):
+            pass
+        if not source.pipe.closed:
+            self._release(source)
+
+    def _move(self, source: Source) -> bool:
+        """Moves one read's worth; False when there is nothing more to be had now. Releases the source at its end."""
+        try:
+            data = os.read(source.pipe.fileno(), _READ_SIZE)
+        except BlockingIOError:
+            return False
+        if not data:
+            self._release(source)
+            return False
+        self._deliver(source, data, source.splitter.feed(data))
+        return True
+
+    def _release(self, source: Source) -> None:
+        self._deliver(source, b"", source.splitter.flush())
+        self._selector.unregister(source.pipe)
+        source.pipe.close()
+        if source.log is not None:
+            source.log.close()
+
+    def _deliver(self, source: Source, data: bytes, lines: list[bytes]) -> None:
+        if source.log is not None and data:
+            self._log(source, source.log, data)
+        if source.console and lines:
+            self._write(source.stream, b"".join(source.prefix + line for line in lines))
+
+    def _log(self, source: Source, log: IO[bytes], data: bytes) -> None:
+        try:
+            log.write(data)
+        except OSError as error:
+            source.log = None
+            log.close()
+            self._write(Stream.ERR, f"shoal: {source.file} gets no more output: {error}\n".encode())

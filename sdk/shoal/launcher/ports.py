@@ -1,0 +1,59 @@
+"""Addresses on this machine: ports kept for a process that is about to start, and the files in which services tell their own."""
+
+from __future__ import annotations
+
+import json
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from shoal_common.errors import CorruptDataError
+
+
+class ReservedPort:
+    """A free TCP port that the operating system gives to nobody else until `close`, so that it can be told before it is listened on.
+
+    The port is bound but not listened on, with SO_REUSEADDR; a listener that sets this too, as torch's TCPStore and gRPC do, can take it.
+    """
+
+    def __init__(self, host: str = "127.0.0.1") -> None:
+        self._socket = socket.socket()
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._socket.bind((host, 0))
+        self.port: int = self._socket.getsockname()[1]
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.close()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServiceAddresses:
+    """What a service wrote into its port file once it served."""
+
+    grpc: str
+    """host:port"""
+    http: str
+    """host:port of /metrics; empty: none."""
+    redis: str
+    """redis:// URL, of coordinators only; else empty."""
+
+
+def read_port_file(path: Path) -> ServiceAddresses | None:
+    """None while the file is not there: services rename it into place when they serve. Raises CorruptDataError."""
+    try:
+        text = path.read_text()
+    except FileNotFoundError:
+        return None
+    try:
+        content = json.loads(text)
+        return ServiceAddresses(grpc=content["grpc"], http=content.get("http") or "", redis=content.get("redis") or "")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CorruptDataError(f"{path}: expected a port file, JSON with the field grpc, found {text[:200]!r}") from error

@@ -1,0 +1,226 @@
+"""Child processes whose end is noticed at once and which leave nothing behind.
+
+Every child leads a session of its own, so that a terminal's Ctrl-C reaches the launcher alone, which then decides; and it is tied to the
+launcher: the kernel kills it when the thread that started it ends, however it ends. When a child ends, what is left of its process group
+is killed before its pid is given back. Nothing here restarts anything, and nothing reads output: see `agent` and `output`.
+
+A `Child` belongs to the thread that made it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import IO, Final
+
+from shoal_common.processes import tied_to_parent
+
+_KILL_DEADLINE: Final = timedelta(seconds=10)
+
+
+@dataclass(frozen=True)
+class ExitStatus:
+    """How a process ended."""
+
+    code: int
+    """As a shell gives it: the exit code, or 128 + signal."""
+    signal: int = 0
+    """0: none."""
+
+    @classmethod
+    def from_returncode(cls, returncode: int) -> ExitStatus:
+        """From subprocess's convention, in which a signal is a negative number."""
+        return cls(returncode) if returncode >= 0 else cls(128 - returncode, -returncode)
+
+    @property
+    def ok(self) -> bool:
+        return self.code == 0
+
+    def __str__(self) -> str:
+        if not self.signal:
+            return f"exit code {self.code}"
+        try:
+            return signal.Signals(self.signal).name
+        except ValueError:
+            return f"signal {self.signal}"
+
+
+class Child:
+    """One running process. `wait` and `poll` reap it; `close` is not needed after that."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        environment: Mapping[str, str],
+        stdout: int | IO[bytes],
+        stderr: int | IO[bytes],
+        directory: Path | None = None,
+    ) -> None:
+        """Starts it, with /dev/null as its standard input. Raises OSError when even the interpreter cannot be started; a program that is
+        not there makes the child exit with code 127, as in a shell."""
+        self.command = tuple(command)
+        self._process = subprocess.Popen(
+            tied_to_parent(command),
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=stderr,
+            env=dict(environment),
+            cwd=directory,
+            start_new_session=True,
+        )
+        self.pid = self._process.pid
+        self.pidfd = os.pidfd_open(self.pid)
+        self.status: ExitStatus | None = None
+        """Set once the process was reaped."""
+
+    @property
+    def stdout(self) -> IO[bytes] | None:
+        return self._process.stdout
+
+    @property
+    def stderr(self) -> IO[bytes] | None:
+        return self._process.stderr
+
+    def poll(self) -> ExitStatus | None:
+        """The exit status if the process has ended, else None. Does not wait."""
+        if self.status is None and os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+            # Not reaped yet, so its pid, and with it the group's number, cannot be another's.
+            self._kill_group()
+            self.status = ExitStatus.from_returncode(self._process.wait())
+            os.close(self.pidfd)
+        return self.status
+
+    async def wait(self) -> ExitStatus:
+        """Waits for the end, for as long as it takes; on the event loop of the thread that made the child."""
+        if (status := self.poll()) is not None:
+            return status
+        loop = asyncio.get_running_loop()
+        ended = asyncio.Event()
+        loop.add_reader(self.pidfd, ended.set)
+        try:
+            await ended.wait()
+        finally:
+            loop.remove_reader(self.pidfd)
+        status = self.poll()
+        assert status is not None, "a pidfd is readable only when its process has ended"
+        return status
+
+    def send(self, number: signal.Signals) -> None:
+        """Signals the process itself, not the processes that it started: those are its own to end. Nothing if it has ended."""
+        if self.status is None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self.pidfd, number)
+
+    def kill(self) -> None:
+        """SIGKILL to the process and its group."""
+        if self.status is None:
+            self._kill_group()
+            self.send(signal.SIGKILL)
+
+    def _kill_group(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+
+def wait_all(children: Iterable[Child], timeout: timedelta) -> list[Child]:
+    """Blocks until all have ended or `timeout` has passed; returns those that still run."""
+    left = [child for child in children if child.poll() is None]
+    deadline = time.monotonic() + timeout.total_seconds()
+    while left:
+        remaining = deadline - time.monotonic()
+        if remaining <= 0:
+            break
+        poller = select.poll()
+        for child in left:
+            poller.register(child.pidfd, select.POLLIN)
+        poller.poll(remaining * 1000)
+        left = [child for child in left if child.poll() is None]
+    return left
+
+
+def stop_all(children: Sequence[Child], *, grace: timedelta) -> None:
+    """Blocks until all are gone: SIGTERM, SIGKILL after `grace`, and SIGKILL for whatever they had started and left running.
+
+    Raises DeadlineError when the kernel does not let one go within 10 s (a process stuck in the kernel).
+    """
+    offspring = [process for child in children if child.poll() is None for process in descendants(child.pid)]
+    try:
+        for child in children:
+            child.send(signal.SIGTERM)
+        for child in wait_all(children, grace):
+            child.kill()
+        stuck = [f"{child.pid} ({' '.join(child.command[:4])})" for child in wait_all(children, _KILL_DEADLINE)]
+        for process in offspring:
+            process.kill()
+        stuck += [str(process.pid) for process in offspring if not process.wait(_KILL_DEADLINE)]
+    finally:
+        for process in offspring:
+            process.close()
+    if stuck:
+        from shoal_common.errors import DeadlineError
+
+        raise DeadlineError(f"still there {_KILL_DEADLINE.total_seconds():g} s after SIGKILL: process {', '.join(stuck)}")
+
+
+class Handle:
+    """A process that is not a child of ours, held by a pidfd, so that its number cannot come to mean another one."""
+
+    def __init__(self, pid: int) -> None:
+        """Raises ProcessLookupError if there is none."""
+        self.pid = pid
+        self._fd = os.pidfd_open(pid)
+
+    def kill(self) -> None:
+        """SIGKILL; nothing if it has ended. Raises PermissionError for another user's."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._fd, signal.SIGKILL)
+
+    def wait(self, timeout: timedelta) -> bool:
+        """Whether it ended within `timeout`."""
+        poller = select.poll()
+        poller.register(self._fd, select.POLLIN)
+        return bool(poller.poll(timeout.total_seconds() * 1000))
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+def descendants(pid: int) -> list[Handle]:
+    """The processes below `pid`, children first. Those that an ended child left to init are not among them."""
+    found: list[Handle] = []
+    pending = [pid]
+    while pending:
+        for child in _children(pending.pop(0)):
+            with contextlib.suppress(ProcessLookupError):
+                found.append(Handle(child))
+                pending.append(child)
+    return found
+
+
+def _children(pid: int) -> list[int]:
+    numbers: list[int] = []
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                numbers += [int(number) for number in (task / "children").read_text().split()]
+    return numbers
+
+
+def start_ticks(pid: int) -> int | None:
+    """When the process started, in clock ticks since boot; None if there is none. With the pid it names a process for good."""
+    try:
+        # The second field is the program's name in brackets, which may hold anything.
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return None if fields[0] in "ZX" else int(fields[19])

@@ -1,0 +1,116 @@
+"""Which clusters run on this machine, so that `shoal status` in a second terminal needs no address.
+
+One small JSON file per cluster, written by the process that runs it and removed by it. A process that was killed leaves its file behind:
+files whose process is gone are removed by whoever meets them. This is a convenience for one user on one host, not a service directory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Final
+
+from shoal_common.errors import UnknownResourceError
+
+from shoal.launcher.process import start_ticks
+
+_FORMAT: Final = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterRecord:
+    """One running local cluster."""
+
+    job_id: str
+    coordinator: str
+    """host:port"""
+    http: str
+    """host:port of the coordinator's /metrics."""
+    redis: str
+    command: str
+    """What was started, for people."""
+    host: str
+    pid: int
+    """Of the process that runs the cluster."""
+    pid_start_ticks: int
+    """With the pid, names that process for good."""
+    started_unix_s: float
+
+
+def registry_directory(environment: Mapping[str, str] | None = None) -> Path:
+    """$XDG_RUNTIME_DIR/shoal, else ~/.cache/shoal/run."""
+    environment = os.environ if environment is None else environment
+    if runtime := environment.get("XDG_RUNTIME_DIR"):
+        return Path(runtime) / "shoal"
+    return Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shoal" / "run"
+
+
+class Registration:
+    """This process's own file. `close` removes it."""
+
+    def __init__(self, *, job_id: str, coordinator: str, http: str, redis: str, command: str, directory: Path | None = None) -> None:
+        """Raises OSError if the directory cannot be written."""
+        pid = os.getpid()
+        record = ClusterRecord(
+            job_id=job_id,
+            coordinator=coordinator,
+            http=http,
+            redis=redis,
+            command=command,
+            host=socket.gethostname(),
+            pid=pid,
+            pid_start_ticks=start_ticks(pid) or 0,
+            started_unix_s=time.time(),
+        )
+        folder = directory or registry_directory()
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self.path = folder / f"{pid}-{coordinator.rpartition(':')[2]}.json"
+        descriptor, temporary = tempfile.mkstemp(dir=folder, prefix=".new-")
+        with os.fdopen(descriptor, "w") as file:
+            json.dump({"format": _FORMAT, **asdict(record)}, file)
+        Path(temporary).rename(self.path)
+
+    def close(self) -> None:
+        self.path.unlink(missing_ok=True)
+
+
+def running_clusters(directory: Path | None = None) -> list[ClusterRecord]:
+    """The newest first. Removes the files of processes of this host that are gone."""
+    found: list[ClusterRecord] = []
+    for path in (directory or registry_directory()).glob("[!.]*.json"):
+        record = _read(path)
+        if record is None or record.host != socket.gethostname():
+            continue
+        if start_ticks(record.pid) == record.pid_start_ticks:
+            found.append(record)
+        else:
+            path.unlink(missing_ok=True)
+    return sorted(found, key=lambda record: record.started_unix_s, reverse=True)
+
+
+def newest_cluster(directory: Path | None = None) -> ClusterRecord:
+    """Raises UnknownResourceError, with the remedy, when none runs."""
+    clusters = running_clusters(directory)
+    if not clusters:
+        raise UnknownResourceError(
+            "no cluster of yours runs on this machine; start one (shoal run --standalone --nproc-per-node 3 train.py), "
+            "or name a coordinator with --coordinator HOST:PORT --job ID",
+            reason="CLUSTER_UNKNOWN",
+        )
+    return clusters[0]
+
+
+def _read(path: Path) -> ClusterRecord | None:
+    """None for a file that has gone meanwhile or that another release wrote."""
+    with contextlib.suppress(FileNotFoundError, ValueError, TypeError, AttributeError):
+        content = json.loads(path.read_text())
+        if content.pop("format", None) == _FORMAT:
+            return ClusterRecord(**content)
+    return None

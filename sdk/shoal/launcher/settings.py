@@ -1,0 +1,202 @@
+"""What a run consists of, and how people write it: the values of torchrun's flags, parsed and checked together.
+
+The command line itself is `shoal.cli`'s. Mistakes raise ConfigurationError, naming the flag, its value and the remedy.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from enum import IntFlag
+from pathlib import Path
+from typing import Final
+
+from shoal_common.errors import ConfigurationError
+
+_MOST_WORKERS: Final = 10_000
+_COUNT_DEVICES: Final = "import torch; print(torch.cuda.device_count())"
+
+
+@dataclass(frozen=True)
+class NodeRange:
+    """`--nnodes`: how many launchers, one a machine, make the job."""
+
+    least: int
+    most: int
+
+    @classmethod
+    def parse(cls, text: str) -> NodeRange:
+        """From `2` or `1:4`."""
+        match = re.fullmatch(r"(\d{1,5})(?::(\d{1,5}))?", text)
+        if match is None:
+            raise ConfigurationError(f"--nnodes {text!r}: expected a number or MIN:MAX, as in 2 or 1:4")
+        least, most = int(match[1]), int(match[2] or match[1])
+        if not 1 <= least <= most:
+            raise ConfigurationError(f"--nnodes {text!r}: expected 1 <= MIN <= MAX")
+        return cls(least, most)
+
+    @property
+    def fixed(self) -> bool:
+        return self.least == self.most
+
+
+def parse_workers(text: str) -> int:
+    """`--nproc-per-node`: a number, `cpu` (cores), `gpu` (CUDA devices, at least one) or `auto` (gpu, else cpu)."""
+    if text == "cpu":
+        return _cores()
+    if text in ("gpu", "auto"):
+        devices = cuda_devices()
+        if text == "gpu" and devices == 0:
+            raise ConfigurationError("--nproc-per-node gpu: torch sees no CUDA device here; use a number, cpu or auto")
+        return devices or _cores()
+    if not re.fullmatch(r"\d{1,5}", text) or not 1 <= int(text) <= _MOST_WORKERS:
+        raise ConfigurationError(f"--nproc-per-node {text!r}: expected a number from 1 to {_MOST_WORKERS}, or one of auto, cpu, gpu")
+    return int(text)
+
+
+def cuda_devices() -> int:
+    """CUDA devices as torch counts them. torch is asked in a process of its own, and only where there is a driver: importing it is slow."""
+    if not Path("/dev/nvidiactl").exists():
+        return 0
+    answer = subprocess.run([sys.executable, "-c", _COUNT_DEVICES], capture_output=True, text=True, timeout=120, check=False)
+    if answer.returncode != 0:
+        raise ConfigurationError(f"torch cannot count the CUDA devices: {answer.stderr.strip()[-500:]}; give --nproc-per-node a number")
+    return int(answer.stdout)
+
+
+def _cores() -> int:
+    return os.cpu_count() or 1
+
+
+class Streams(IntFlag):
+    """Some of a worker's output streams, by torchrun's numbers."""
+
+    NONE = 0
+    OUT = 1
+    ERR = 2
+    BOTH = 3
+
+
+def parse_streams(flag: str, text: str) -> Mapping[int, Streams] | Streams:
+    """`--redirects` and `--tee`: `3` for all workers, or `0:1,2:3` by local rank."""
+    if re.fullmatch(r"[0-3]", text):
+        return Streams(int(text))
+    if not re.fullmatch(r"\d+:[0-3](,\d+:[0-3])*", text):
+        raise ConfigurationError(f"{flag} {text!r}: expected 0, 1, 2 or 3 (none, stdout, stderr, both), or by local rank as in 0:3,1:2")
+    return {int(rank): Streams(int(streams)) for rank, streams in (part.split(":") for part in text.split(","))}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogSettings:
+    """Where the workers' output goes besides the console."""
+
+    directory: Path | None = None
+    """Base of the log files; each run has a folder of its own below. None: no files."""
+    redirects: Mapping[int, Streams] | Streams = Streams.NONE
+    """To files only."""
+    tee: Mapping[int, Streams] | Streams = Streams.NONE
+    """To files and the console."""
+    console_ranks: frozenset[int] | None = None
+    """Local ranks that the console shows; None: all."""
+
+    @classmethod
+    def parse(cls, *, directory: Path | None, redirects: str, tee: str, console_ranks: str) -> LogSettings:
+        """From the flags' texts. A directory alone keeps all output; redirects or tee alone get a directory of their own in /tmp."""
+        to_files, to_both = parse_streams("--redirects", redirects), parse_streams("--tee", tee)
+        if directory is not None and not to_files and not to_both:
+            to_both = Streams.BOTH
+        if directory is None and (to_files or to_both):
+            directory = Path(tempfile.mkdtemp(prefix="shoal-logs-"))
+        if console_ranks and not re.fullmatch(r"\d+(,\d+)*", console_ranks):
+            raise ConfigurationError(f"--local-ranks-filter {console_ranks!r}: expected local ranks, as in 0,1")
+        shown = frozenset(map(int, console_ranks.split(","))) if console_ranks else None
+        return cls(directory=directory, redirects=to_files, tee=to_both, console_ranks=shown)
+
+    def to_file(self, index: int, stream: Streams) -> bool:
+        return self.directory is not None and bool(stream & (_of(self.redirects, index) | _of(self.tee, index)))
+
+    def to_console(self, index: int, stream: Streams) -> bool:
+        shown = self.console_ranks is None or index in self.console_ranks
+        return shown and bool(stream & (~_of(self.redirects, index) | _of(self.tee, index)))
+
+
+def _of(streams: Mapping[int, Streams] | Streams, index: int) -> Streams:
+    return streams if isinstance(streams, Streams) else streams.get(index, Streams.NONE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    """One `shoal run` on one machine."""
+
+    command: tuple[str, ...]
+    """Of each worker process."""
+    program: str
+    """The script or module, for people."""
+    job_id: str
+    workers: int
+    """Processes on this machine."""
+    nodes: NodeRange = NodeRange(1, 1)
+    endpoint: str | None = None
+    """host:port of a running coordinator; None: the run brings its own cluster."""
+    servers: int = 0
+    """Parameter servers of the job; started here when there is no `endpoint`."""
+    max_restarts: int | None = None
+    """None: see `policy`."""
+    join_grace: timedelta | None = None
+    """How long a generation waits for more workers than the fewest; None: 30 s for a fixed number of nodes, else 5 s."""
+    shutdown_grace: timedelta = timedelta(seconds=30)
+    """From SIGTERM to SIGKILL."""
+    node_rank: int | None = None
+    """With `master_address`: this launcher's place, settled beforehand. None: the launchers agree."""
+    master_address: str | None = None
+    master_port: int | None = None
+    local_address: str | None = None
+    """Where other nodes reach this one; None: found out."""
+    role: str = "default"
+    logs: LogSettings = field(default_factory=LogSettings)
+    record_directory: Path | None = None
+    metrics: bool = True
+
+    def __post_init__(self) -> None:
+        if self.endpoint is None and self.nodes != NodeRange(1, 1):
+            raise ConfigurationError(
+                f"--nnodes {self.nodes.least}:{self.nodes.most} without --rdzv-endpoint: several machines need a coordinator that all of "
+                "them reach; start one (shoal-coordinator --listen 0.0.0.0:7000 ...) and name it with --rdzv-endpoint HOST:7000"
+            )
+        if self.nodes.most * self.workers > _MOST_WORKERS:
+            raise ConfigurationError(f"{self.nodes.most} nodes of {self.workers} workers are more than {_MOST_WORKERS}, the most in a job")
+        if self.max_restarts is not None and self.max_restarts < 0:
+            raise ConfigurationError(f"--max-restarts {self.max_restarts}: expected 0 or more")
+        if self.servers < 0:
+            raise ConfigurationError(f"--servers {self.servers}: expected 0 or more")
+        if self.master_port is not None and not 1 <= self.master_port <= 65535:
+            raise ConfigurationError(f"--master-port {self.master_port}: expected 1 to 65535")
+        if self.node_rank is not None and not 0 <= self.node_rank < self.nodes.most:
+            raise ConfigurationError(
+                f"--node-rank {self.node_rank}: expected 0 to {self.nodes.most - 1}, since --nnodes is {self.nodes.most}"
+            )
+
+    @property
+    def effective_join_grace(self) -> timedelta:
+        return self.join_grace or timedelta(seconds=30 if self.nodes.fixed else 5)
+
+
+def worker_command(program: str, arguments: Sequence[str], *, module: bool, python: bool) -> tuple[str, ...]:
+    """How a worker is started: `python -u program ...`, as torchrun does it, so that its output comes at once."""
+    if not python:
+        if module:
+            raise ConfigurationError("--module and --no-python exclude each other: a module is run by Python")
+        return (program, *arguments)
+    if module:
+        return (sys.executable, "-u", "-m", program, *arguments)
+    if not Path(program).is_file():
+        raise ConfigurationError(
+            f"the script {program!r} does not exist here ({Path.cwd()}); for a module use -m, for another program --no-python"
+        )
+    return (sys.executable, "-u", program, *arguments)

@@ -1,0 +1,76 @@
+"""A run on one machine, with a cluster of its own: `shoal run --standalone`.
+
+Workers start while the cluster does: they need the coordinator only once they have imported torch, which takes longer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shoal.launcher.cluster import LocalCluster
+from shoal.launcher.environment import NodePlacement
+from shoal.launcher.jobs import JobSettings
+from shoal.launcher.keeper import ClusterKeeper
+from shoal.launcher.ports import ReservedPort
+from shoal.launcher.settings import RunSettings
+
+if TYPE_CHECKING:
+    from shoal.launcher.reporter import ExitReporter
+
+
+class StandaloneSite:
+    """See `agent.Site`. Belongs to the event loop's thread."""
+
+    def __init__(self, settings: RunSettings, *, note: Callable[[str], None], log_directory: Path | None = None) -> None:
+        self._settings = settings
+        self._cluster = LocalCluster(job_of(settings), command=settings.program, log_directory=log_directory)
+        self._keeper = ClusterKeeper(self._cluster, note=note)
+        self._master_port: ReservedPort | None = None
+        self.coordinator = self._cluster.coordinator.address
+
+    def begin(self) -> None:
+        self._cluster.start_coordinator()
+
+    async def open(self, launcher_id: str) -> ExitReporter:
+        await self._keeper.open()
+        from shoal.launcher.reporter import ExitReporter
+
+        return ExitReporter(self._cluster.client, job_id=self._settings.job_id, launcher_id=launcher_id)
+
+    async def keep(self) -> None:
+        await self._keeper.keep()
+
+    async def place(self, *, again: bool) -> NodePlacement:
+        """At once. Each start gets a fresh port: the one before may still be in use."""
+        self._release_port()
+        port = self._settings.master_port
+        if port is None:
+            self._master_port = ReservedPort()
+            port = self._master_port.port
+        return NodePlacement(node_rank=0, node_count=1, master_address=self._settings.master_address or "127.0.0.1", master_port=port)
+
+    async def moved(self) -> None:
+        """Never: there is no other launcher."""
+        await asyncio.Event().wait()
+
+    def close(self, exit_code: int) -> None:
+        self._release_port()
+        self._cluster.close()
+
+    def _release_port(self) -> None:
+        if self._master_port is not None:
+            self._master_port.close()
+
+
+def job_of(settings: RunSettings) -> JobSettings:
+    """All workers are waited for at the start, while the grace lasts; but one that is left may go on alone, so `min_workers` is 1."""
+    return JobSettings(
+        job_id=settings.job_id,
+        min_workers=1,
+        max_workers=settings.workers,
+        parameter_servers=settings.servers,
+        join_grace=settings.effective_join_grace,
+    )

@@ -1,0 +1,173 @@
+"""Children of a launcher: how their end is noticed, and that nothing of them stays."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from shoal.launcher.ports import ReservedPort, ServiceAddresses, read_port_file
+from shoal.launcher.process import Child, ExitStatus, Handle, descendants, start_ticks, stop_all, wait_all
+from shoal_common.errors import CorruptDataError
+
+DEADLINE = timedelta(seconds=20)
+
+
+def python(code: str, **options: object) -> Child:
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    return Child(command, environment=os.environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, **options)  # type: ignore[arg-type]
+
+
+def until(condition: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + DEADLINE.total_seconds()
+    while not condition():
+        assert time.monotonic() < deadline, f"waited for {what}"
+        time.sleep(0.01)
+
+
+def ended(child: Child) -> ExitStatus:
+    assert wait_all([child], DEADLINE) == []
+    assert child.status is not None
+    return child.status
+
+
+def gone(pid: int) -> bool:
+    return start_ticks(pid) is None
+
+
+@pytest.mark.parametrize(("code", "status"), [("exit(7)", ExitStatus(7)), ("import os; os.kill(os.getpid(), 9)", ExitStatus(137, 9))])
+def test_exit_codes_and_signals_come_through(code: str, status: ExitStatus) -> None:
+    assert ended(python(code)) == status
+
+
+def test_a_program_that_is_not_there_ends_with_an_error() -> None:
+    child = Child(["/no/such/program"], environment=os.environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    assert not ended(child).ok
+
+
+def test_a_child_leads_its_own_session() -> None:
+    child = python("import time; time.sleep(60)")
+    assert os.getsid(child.pid) == child.pid
+    assert os.getpgid(child.pid) == child.pid
+    stop_all([child], grace=DEADLINE)
+
+
+def test_an_event_loop_hears_of_the_end_at_once() -> None:
+    async def story() -> float:
+        child = python("import time; time.sleep(60)")
+        waiting = asyncio.create_task(child.wait())
+        await asyncio.sleep(0)
+        killed = time.perf_counter()
+        child.kill()
+        assert (await asyncio.wait_for(waiting, DEADLINE.total_seconds())).signal == signal.SIGKILL
+        return time.perf_counter() - killed
+
+    # The bound is what a polling loop would miss, not a figure: bench measures those.
+    assert min(asyncio.run(story()) for _ in range(3)) < 0.05
+
+
+def test_what_a_child_started_ends_with_it(tmp_path: Path) -> None:
+    note = tmp_path / "pid"
+    child = python(f"""
+        import os, subprocess, sys
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+        open({str(note)!r}, "w").write(str(child.pid))
+        os._exit(0)
+    """)
+    assert ended(child).ok
+    until(lambda: gone(int(note.read_text())), "the grandchild's end")
+
+
+def test_stopping_is_gentle_first(tmp_path: Path) -> None:
+    ready, log = tmp_path / "ready", tmp_path / "log"
+    child = python(f"""
+        import pathlib, signal, sys
+        def leave(*_):
+            pathlib.Path({str(log)!r}).write_text("left")
+            sys.exit(5)
+        signal.signal(signal.SIGTERM, leave)
+        pathlib.Path({str(ready)!r}).touch()
+        signal.pause()
+    """)
+    until(ready.exists, "the handler")
+    stop_all([child], grace=DEADLINE)
+    assert (child.status, log.read_text()) == (ExitStatus(5), "left")
+
+
+def test_stopping_ends_those_that_do_not_listen_and_what_they_hid_in_other_sessions(tmp_path: Path) -> None:
+    note = tmp_path / "pid"
+    child = python(f"""
+        import pathlib, signal, subprocess, sys
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        hidden = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+        pathlib.Path({str(note)!r}).write_text(str(hidden.pid))
+        signal.pause()
+    """)
+    until(lambda: note.exists() and note.read_text(), "the grandchild")
+    assert [process.pid for process in descendants(child.pid)] == [int(note.read_text())]
+    stop_all([child], grace=timedelta(milliseconds=50))
+    assert child.status == ExitStatus(137, 9)
+    assert gone(int(note.read_text()))
+
+
+def test_children_die_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
+    note = tmp_path / "pid"
+    launcher = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            textwrap.dedent(f"""
+                import os, pathlib, signal, subprocess, sys
+                from shoal.launcher.process import Child
+                child = Child([sys.executable, "-c", "import time; time.sleep(60)"], environment=os.environ,
+                              stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+                pathlib.Path({str(note)!r}).write_text(str(child.pid))
+                signal.pause()
+            """),
+        ]
+    )
+    until(lambda: note.exists() and note.read_text(), "the child")
+    # From here on the child is past its wrapper, or ends by itself when it finds its parent gone.
+    launcher.kill()
+    launcher.wait(DEADLINE.total_seconds())
+    until(lambda: gone(int(note.read_text())), "the child's end")
+
+
+def test_a_handle_names_one_process_for_good() -> None:
+    child = python("import time; time.sleep(60)")
+    handle = Handle(child.pid)
+    assert not handle.wait(timedelta(0))
+    handle.kill()
+    assert handle.wait(DEADLINE)
+    ended(child)
+    handle.kill()  # nothing, whatever has that number now
+    handle.close()
+    with pytest.raises(ProcessLookupError):
+        Handle(child.pid)
+
+
+def test_a_reserved_port_can_be_told_before_it_is_listened_on() -> None:
+    import socket
+
+    with ReservedPort() as reserved:
+        taker = socket.create_server(("127.0.0.1", reserved.port))
+        socket.create_connection(("127.0.0.1", reserved.port), timeout=5).close()
+        taker.close()
+
+
+def test_port_files_are_read_when_they_are_there(tmp_path: Path) -> None:
+    path = tmp_path / "service.json"
+    assert read_port_file(path) is None
+    path.write_text('{"grpc": "127.0.0.1:1", "http": "127.0.0.1:2", "pid": 3}')
+    assert read_port_file(path) == ServiceAddresses(grpc="127.0.0.1:1", http="127.0.0.1:2", redis="")
+    path.write_text("[]")
+    with pytest.raises(CorruptDataError, match="port file"):
+        read_port_file(path)

@@ -1,0 +1,119 @@
+"""Values of flags: what is understood, and what each mistake is told."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from shoal.launcher.jobs import new_job_id
+from shoal.launcher.settings import LogSettings, NodeRange, RunSettings, Streams, parse_workers, worker_command
+from shoal_common.errors import ConfigurationError
+
+
+def settings(**changes: object) -> RunSettings:
+    values: dict[str, object] = {"command": ("true",), "program": "true", "job_id": "job", "workers": 2, **changes}
+    return RunSettings(**values)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("text", "least", "most"), [("1", 1, 1), ("4", 4, 4), ("1:4", 1, 4), ("2:2", 2, 2)])
+def test_node_ranges(text: str, least: int, most: int) -> None:
+    assert NodeRange.parse(text) == NodeRange(least, most)
+
+
+@pytest.mark.parametrize("text", ["", "0", "3:2", "a", "1:", ":2", "1:2:3", "-1", "1.5"])
+def test_wrong_node_ranges_are_refused_by_name(text: str) -> None:
+    with pytest.raises(ConfigurationError, match="--nnodes"):
+        NodeRange.parse(text)
+
+
+def test_workers_are_a_number_or_what_the_machine_has() -> None:
+    assert parse_workers("3") == 3
+    assert parse_workers("cpu") == os.cpu_count()
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "many", "1e3", "10001"])
+def test_wrong_numbers_of_workers_are_refused_by_name(text: str) -> None:
+    with pytest.raises(ConfigurationError, match="--nproc-per-node"):
+        parse_workers(text)
+
+
+@pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="this machine has GPUs")
+def test_gpu_without_a_gpu_names_the_remedy_and_auto_takes_the_cores() -> None:
+    assert parse_workers("auto") == os.cpu_count()
+    with pytest.raises(ConfigurationError, match="use a number, cpu or auto"):
+        parse_workers("gpu")
+
+
+def test_commands_are_those_of_torchrun(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.touch()
+    assert worker_command(str(script), ["-m", "x"], module=False, python=True) == (sys.executable, "-u", str(script), "-m", "x")
+    assert worker_command("pkg.train", ["1"], module=True, python=True) == (sys.executable, "-u", "-m", "pkg.train", "1")
+    assert worker_command("echo", ["1"], module=False, python=False) == ("echo", "1")
+
+
+def test_a_script_that_is_not_there_is_refused_before_anything_starts() -> None:
+    with pytest.raises(ConfigurationError, match=r"'missing.py' does not exist here .* use -m"):
+        worker_command("missing.py", [], module=False, python=True)
+
+
+def test_a_module_is_run_by_python() -> None:
+    with pytest.raises(ConfigurationError, match="exclude each other"):
+        worker_command("train", [], module=True, python=False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"nodes": NodeRange(2, 2)}, "--rdzv-endpoint"),
+        ({"workers": 6000, "nodes": NodeRange(1, 2), "endpoint": "c:1"}, "10000"),
+        ({"max_restarts": -1}, "--max-restarts -1"),
+        ({"servers": -1}, "--servers -1"),
+        ({"master_port": 0}, "--master-port 0"),
+        ({"node_rank": 1}, "--node-rank 1"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        settings(**changes)
+
+
+class TestLogs:
+    def test_by_default_all_goes_to_the_console_and_nothing_to_files(self) -> None:
+        logs = LogSettings()
+        assert logs.to_console(0, Streams.OUT)
+        assert not logs.to_file(0, Streams.OUT)
+
+    def test_a_directory_alone_keeps_everything_and_shows_it(self, tmp_path: Path) -> None:
+        logs = LogSettings.parse(directory=tmp_path, redirects="0", tee="0", console_ranks="")
+        assert logs.to_console(1, Streams.ERR)
+        assert logs.to_file(1, Streams.ERR)
+
+    def test_redirects_leave_the_console(self, tmp_path: Path) -> None:
+        logs = LogSettings.parse(directory=tmp_path, redirects="0:1,1:2", tee="0", console_ranks="")
+        assert (logs.to_console(0, Streams.OUT), logs.to_file(0, Streams.OUT)) == (False, True)
+        assert (logs.to_console(0, Streams.ERR), logs.to_file(0, Streams.ERR)) == (True, False)
+        assert (logs.to_console(1, Streams.OUT), logs.to_file(1, Streams.ERR)) == (True, True)
+        assert (logs.to_console(2, Streams.OUT), logs.to_file(2, Streams.OUT)) == (True, False)
+
+    def test_the_filter_concerns_the_console_alone(self, tmp_path: Path) -> None:
+        logs = LogSettings.parse(directory=tmp_path, redirects="0", tee="3", console_ranks="0,2")
+        assert [logs.to_console(index, Streams.OUT) for index in range(3)] == [True, False, True]
+        assert all(logs.to_file(index, Streams.OUT) for index in range(3))
+
+    @pytest.mark.parametrize(
+        ("values", "flag"),
+        [({"redirects": "4"}, "--redirects"), ({"tee": "0:4"}, "--tee"), ({"console_ranks": "a"}, "--local-ranks-filter")],
+    )
+    def test_mistakes_name_the_flag(self, values: dict[str, str], flag: str) -> None:
+        with pytest.raises(ConfigurationError, match=flag):
+            LogSettings.parse(**{"directory": None, "redirects": "0", "tee": "0", "console_ranks": "", **values})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("program", ["train.py", "examples/my train.py", "...", "ünïcode.py", "x" * 200])
+def test_job_ids_are_what_the_coordinator_takes(program: str) -> None:
+    import re
+
+    assert re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", new_job_id(program))

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import SplitResult, urlsplit, urlunsplit
 
 import redis
 import redis.asyncio
@@ -42,7 +42,7 @@ class RedisSettings:
     """How often a command is sent again after a broken connection. Commands must be idempotent, or this must be 0."""
 
     def __post_init__(self) -> None:
-        scheme = urlsplit(self.url).scheme
+        scheme = _split(self.url).scheme
         if scheme == EMBEDDED_SCHEME:
             raise ConfigurationError(f"{self.url!r} names no running server: start one with EmbeddedRedis.from_url() and use its .url")
         if scheme not in _SCHEMES:
@@ -92,12 +92,20 @@ async def connect_async(
 
 def redacted(url: str) -> str:
     """The URL with its password replaced, for messages and logs."""
-    parts = urlsplit(url)
+    parts = _split(url)
     if "@" not in parts.netloc:
         return url
     credentials, _, host = parts.netloc.rpartition("@")
     user = credentials.partition(":")[0]
     return urlunsplit(parts._replace(netloc=f"{user}:***@{host}"))
+
+
+def _split(url: str) -> SplitResult:
+    try:
+        return urlsplit(url)
+    except ValueError as error:
+        # The text is not repeated: it may hold a password where none is looked for.
+        raise ConfigurationError(f"the Redis URL cannot be read: {error}; expected redis://HOST:PORT") from error
 
 
 def _settings(url: str | RedisSettings, connect_timeout: timedelta | None, command_timeout: timedelta | None) -> RedisSettings:

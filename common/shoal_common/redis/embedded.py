@@ -65,7 +65,10 @@ class EmbeddedRedis:
     @classmethod
     def from_url(cls, url: str, *, port: int = 0) -> EmbeddedRedis:
         """From `embedded://` (temporary data) or `embedded:///absolute/directory`."""
-        parts = urlsplit(url)
+        try:
+            parts = urlsplit(url)
+        except ValueError as error:
+            raise ConfigurationError(f"{url!r}: {error}; expected embedded:// or embedded:///ABSOLUTE/DIRECTORY") from error
         if parts.scheme != EMBEDDED_SCHEME or parts.netloc or parts.query or parts.fragment:
             raise ConfigurationError(f"{url!r}: expected embedded:// or embedded:///ABSOLUTE/DIRECTORY")
         directory = unquote(parts.path)
@@ -197,6 +200,9 @@ def _start(binary: Path, directory: Path, port: int, lock: int) -> _Child:
                 raise UnavailableError(
                     f"the embedded Redis server did not start on port {chosen}: {child.log_tail()}", reason="REDIS_UNAVAILABLE"
                 ) from error
+        except BaseException:
+            child.stop()
+            raise
     raise AssertionError("unreachable: the last attempt returns or raises")
 
 

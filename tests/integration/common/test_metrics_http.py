@@ -1,0 +1,141 @@
+"""The HTTP server beside every service."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import threading
+import urllib.error
+import urllib.request
+
+import pytest
+from prometheus_client import CollectorRegistry, Counter
+from prometheus_client.parser import text_string_to_metric_families
+from shoal_common.errors import ConfigurationError, PreconditionError, UnavailableError
+from shoal_common.security import TokenTable
+from shoal_common.telemetry import HttpResponse, serve_metrics
+
+
+@pytest.fixture
+def registry():
+    made = CollectorRegistry()
+    Counter("shoal_demo", "Demo.", registry=made).inc(3)
+    return made
+
+
+def get(server, path, **headers):
+    request = urllib.request.Request(f"http://127.0.0.1:{server.port}{path}", headers=headers)
+    try:
+        with urllib.request.urlopen(request, timeout=10) as response:
+            return response.status, response.read().decode(), response.headers["Content-Type"]
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode(), error.headers["Content-Type"]
+
+
+def test_metrics_are_what_prometheus_reads(registry):
+    with serve_metrics("127.0.0.1:0", registry) as server:
+        status, body, content_type = get(server, "/metrics")
+        assert (status, content_type.split(";")[0]) == (200, "text/plain")
+        samples = {sample.name: sample.value for family in text_string_to_metric_families(body) for sample in family.samples}
+        assert samples["shoal_demo_total"] == 3
+        assert "# EOF" in get(server, "/metrics", Accept="application/openmetrics-text; version=1.0.0")[1]
+
+
+def test_health_says_why_it_is_not(registry):
+    reasons = iter([None, "Redis does not answer"])
+    with serve_metrics("127.0.0.1:0", registry, unhealthy=lambda: next(reasons)) as server:
+        assert get(server, "/healthz")[:2] == (200, "ok\n")
+        assert get(server, "/healthz")[:2] == (503, "Redis does not answer\n")
+
+
+def test_a_services_own_routes_get_the_query_and_answer_json(registry):
+    routes = {"/sd": lambda request: HttpResponse.json([{"targets": [request.query["job"]]}])}
+    with serve_metrics("127.0.0.1:0", registry, routes=routes) as server:
+        status, body, content_type = get(server, "/sd?job=mnist")
+        assert (status, json.loads(body), content_type) == (200, [{"targets": ["mnist"]}], "application/json")
+
+
+def test_other_pages_name_those_that_are_there(registry):
+    with serve_metrics("127.0.0.1:0", registry) as server:
+        assert get(server, "/nothing") == (404, "no such page; there are /healthz, /metrics\n", "text/plain; charset=utf-8")
+
+
+def test_failing_routes_answer_with_the_right_status_and_bugs_tell_nothing(registry, caplog):
+    def raising(error):
+        def route(request):
+            raise error
+
+        return route
+
+    routes = {
+        "/away": raising(UnavailableError("Redis is away")),
+        "/known": raising(PreconditionError("no job")),
+        "/bug": raising(ZeroDivisionError("secret")),
+    }
+    with serve_metrics("127.0.0.1:0", registry, routes=routes) as server:
+        assert get(server, "/away")[:2] == (503, "Redis is away\n")
+        assert get(server, "/known")[:2] == (500, "/known failed: no job\n")
+        assert get(server, "/bug")[:2] == (500, "/bug failed: ZeroDivisionError; the log says more\n")
+
+
+def test_with_tokens_all_but_health_asks_for_one(registry):
+    with serve_metrics("127.0.0.1:0", registry, tokens=TokenTable({"t": "viewer"})) as server:
+        assert get(server, "/metrics")[0] == 401
+        assert get(server, "/metrics", Authorization="Bearer x")[0] == 401
+        assert get(server, "/metrics", Authorization="Bearer t")[0] == 200
+        assert get(server, "/healthz")[0] == 200
+    with serve_metrics("127.0.0.1:0", registry, tokens=TokenTable.open()) as server:
+        assert get(server, "/metrics")[0] == 200
+
+
+def test_a_slow_route_does_not_hold_up_the_others(registry):
+    entered, release = threading.Event(), threading.Event()
+
+    def slow(request):
+        entered.set()
+        assert release.wait(20)
+        return HttpResponse.text("slow")
+
+    with serve_metrics("127.0.0.1:0", registry, routes={"/slow": slow}) as server:
+        caller = threading.Thread(target=get, args=(server, "/slow"))
+        caller.start()
+        assert entered.wait(10)
+        assert get(server, "/healthz")[0] == 200
+        release.set()
+        caller.join(10)
+        assert not caller.is_alive()
+
+
+def test_other_methods_and_garbage_are_refused_and_harm_nobody(registry):
+    with serve_metrics("127.0.0.1:0", registry) as server:
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
+        connection.request("POST", "/metrics", body=b"x")
+        assert connection.getresponse().status == 501
+        connection.close()
+        with socket.create_connection(("127.0.0.1", server.port), timeout=10) as raw:
+            raw.sendall(b"\xff\xfe garbage\r\n\r\n")
+            with raw.makefile("rb") as answer:
+                assert b"400" in answer.read()
+        assert get(server, "/healthz")[0] == 200
+
+
+def test_an_address_in_use_is_one_clear_error_and_closing_frees_it(registry):
+    server = serve_metrics("127.0.0.1:0", registry)
+    address = server.address
+    with pytest.raises(ConfigurationError, match=f"cannot listen on {address}"):
+        serve_metrics(address, registry)
+    server.close()
+    server.close()
+    with serve_metrics(address, registry) as again:
+        assert again.address == address
+
+
+def test_ipv6_works_where_there_is_any(registry):
+    try:
+        server = serve_metrics("[::1]:0", registry)
+    except ConfigurationError:
+        pytest.skip("no IPv6 loopback on this machine")
+    with server:
+        assert server.address == f"[::1]:{server.port}"

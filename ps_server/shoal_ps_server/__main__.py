@@ -1,0 +1,49 @@
+"""`shoal-ps-server`: starts one parameter server and runs it until SIGTERM or the end of its job."""
+
+from __future__ import annotations
+
+import os
+
+# Before grpc is imported: no child of this process may touch its channels.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+
+import asyncio
+import signal
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+import torch
+from shoal_common.errors import ShoalError
+from shoal_common.telemetry import configure_logging
+
+from shoal_ps_server.server import ParameterServer
+from shoal_ps_server.settings import PsServerSettings, parse_command_line
+from shoal_ps_server.snapshot.directory import DataDirectory
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 0 after SIGTERM, SIGINT or the end of the job; 1, with one line on stderr, if it could not serve."""
+    try:
+        settings = parse_command_line(arguments)
+        configure_logging("ps-server", settings.log_level)
+        torch.set_num_threads(settings.threads)
+        asyncio.run(_serve(settings))
+    except ShoalError as error:
+        print(f"shoal-ps-server: {error}", file=sys.stderr)  # noqa: T201 - it may have no logging yet
+        return 1
+    return 0
+
+
+async def _serve(settings: PsServerSettings) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    with ExitStack() as stack:
+        directory = None if settings.data_dir is None else stack.enter_context(DataDirectory(settings.data_dir))
+        await ParameterServer(settings, directory).run(stop)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,90 @@
+"""Who may still act on this server: a pure core.
+
+The coordinator names the members of each generation; this remembers who was put out, and when.
+
+Asynchronous training is not interrupted by a change of membership, so a member's generation need not be the newest: a member that is
+still in may go on in the one it knows. What must not get through is what a member sent before it was put out. So the fence refuses
+
+- members that are not in the newest generation known here, and
+- generations below the one in which the member was last put out, when it is in again.
+
+A caller whose generation is above every one known here is neither let in nor refused: the news has not reached this server yet.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from shoal_common.errors import StaleGenerationError
+
+REMEMBERED = 1024
+"""Members out of the job whose sequence numbers and put-out generations are kept, in case they come back."""
+
+
+class Verdict(enum.Enum):
+    """What the fence says of a caller it does not refuse."""
+
+    ADMITTED = "admitted"
+    UNHEARD_OF = "unheard of"
+    """Its generation is newer than any known here: ask again when the coordinator has spoken."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """What a new membership changed."""
+
+    joined: frozenset[str] = frozenset()
+    left: frozenset[str] = frozenset()
+    forgotten: frozenset[str] = frozenset()
+    """Out for so long that nothing is kept of them."""
+
+
+@dataclass(kw_only=True)
+class Fence:
+    """Invariants: `generation` never falls; `put_out` has every member out of the job that is still remembered, and those that came back."""
+
+    generation: int = -1
+    """The newest known; 0: the job has none yet; -1: the coordinator has not spoken."""
+    members: frozenset[str] = frozenset()
+    put_out: dict[str, int] = field(default_factory=dict)
+    """Member -> the generation that came without it, oldest departure first."""
+
+    @classmethod
+    def restored(cls, *, generation: int, members: Iterable[str], put_out: Mapping[str, int]) -> Fence:
+        """As a snapshot held it."""
+        return cls(generation=generation, members=frozenset(members), put_out=dict(put_out))
+
+    def learn(self, generation: int, members: Iterable[str]) -> Change:
+        """The coordinator names a generation's members. An older generation than the known one is old news, and changes nothing."""
+        if generation < self.generation:
+            return Change()
+        now = frozenset(members)
+        change = Change(joined=now - self.members, left=self.members - now)
+        self.generation, self.members = generation, now
+        for member in sorted(change.left):
+            self.put_out.pop(member, None)  # so that it goes to the end
+            self.put_out[member] = generation
+        return Change(joined=change.joined, left=change.left, forgotten=self._forget())
+
+    def check(self, member: str, generation: int) -> Verdict:
+        """Raises StaleGenerationError for a caller that is fenced off for good."""
+        if member in self.members:
+            if generation < (floor := self.put_out.get(member, 0)):
+                raise StaleGenerationError(
+                    f"member {member!r} speaks for generation {generation}, but generation {floor} had put it out: what it began before is "
+                    "void; go on in the generation it was ranked in again"
+                )
+            return Verdict.ADMITTED
+        if generation > self.generation:
+            return Verdict.UNHEARD_OF
+        raise StaleGenerationError(
+            f"member {member!r} (generation {generation}) is not in generation {self.generation}, the newest known here; join again or end"
+        )
+
+    def _forget(self) -> frozenset[str]:
+        forgotten = [member for member in self.put_out if member not in self.members][: max(0, len(self.put_out) - REMEMBERED)]
+        for member in forgotten:
+            del self.put_out[member]
+        return frozenset(forgotten)

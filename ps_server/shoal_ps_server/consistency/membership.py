@@ -1,0 +1,99 @@
+"""The fence and the clocks of a running server, and the waits on them. Belongs to the event loop; fence.py and clocks.py decide."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from typing import Final
+
+from shoal_common.errors import DeadlineError, UnavailableError
+
+from shoal_ps_server.consistency.clocks import Clocks, Consistency
+from shoal_ps_server.consistency.fence import Change, Fence, Verdict
+
+ADMISSION_WAIT: Final = timedelta(seconds=5)
+"""How long a caller of a generation that this server has not heard of may wait for the coordinator's word. It comes within milliseconds
+when the coordinator is there."""
+
+
+class Membership:
+    """Who may act, and who must wait for whom."""
+
+    def __init__(self, *, fence: Fence, clocks: Clocks, admission_wait: timedelta = ADMISSION_WAIT) -> None:
+        self.fence = fence
+        self.clocks = clocks
+        self.consistency = Consistency()
+        self._admission_wait = admission_wait
+        self._news = asyncio.Event()
+        """Set, and replaced, whenever something that a waiter looks at has changed."""
+
+    def learn(self, generation: int, members: Iterable[str]) -> Change:
+        """The coordinator's word on a generation's members."""
+        change = self.fence.learn(generation, members)
+        self.clocks.follow(self.fence.members)
+        self._announce()
+        return change
+
+    def check(self, member: str, generation: int) -> None:
+        """Raises StaleGenerationError when a caller that was admitted is so no more."""
+        self.fence.check(member, generation)
+
+    async def admit(self, member: str, generation: int) -> None:
+        """Returns when the caller may act.
+
+        Raises StaleGenerationError, or UnavailableError / MEMBERSHIP_UNKNOWN when the coordinator has not told this server of the caller's
+        generation within `admission_wait`.
+        """
+        if self.fence.check(member, generation) is Verdict.ADMITTED:
+            return
+        if not await self._until(lambda: self.fence.check(member, generation) is Verdict.ADMITTED, self._admission_wait):
+            raise UnavailableError(
+                f"member {member!r} speaks for generation {generation}, this server knows of {max(self.fence.generation, 0)} and waited "
+                f"{self._admission_wait.total_seconds():g} s for the coordinator's word; try again",
+                reason="MEMBERSHIP_UNKNOWN",
+            )
+
+    def finished(self, member: str, clock: int) -> None:
+        """A member finished iteration `clock`, as it counts them. Ignored from one that has just been put out."""
+        if member not in self.fence.members:
+            return
+        slowest = self.clocks.slowest
+        self.clocks.report(member, clock)
+        if self.clocks.slowest != slowest:
+            self._announce()
+
+    async def proceed(self, member: str, generation: int, *, wait: timedelta) -> None:
+        """Returns when the member may begin its next iteration.
+
+        Raises DeadlineError / SSP_WAIT_TIMEOUT after `wait`, and StaleGenerationError when it is put out meanwhile.
+        """
+
+        def may_proceed() -> bool:
+            self.fence.check(member, generation)
+            return self.clocks.may_proceed(member, self.consistency)
+
+        if may_proceed() or await self._until(may_proceed, wait):
+            return
+        raise DeadlineError(
+            f"member {member!r} is {self.clocks.lead(member)} clocks ahead of the slowest ({self.clocks.slowest}), ssp allows "
+            f"{self.consistency.bound}; it waited {wait.total_seconds():g} s",
+            reason="SSP_WAIT_TIMEOUT",
+        )
+
+    def reconsider(self) -> None:
+        """The consistency has changed."""
+        self._announce()
+
+    async def _until(self, condition: Callable[[], bool], wait: timedelta) -> bool:
+        try:
+            async with asyncio.timeout(wait.total_seconds()):
+                while not condition():
+                    await self._news.wait()
+                return True
+        except TimeoutError:
+            return False
+
+    def _announce(self) -> None:
+        self._news.set()
+        self._news = asyncio.Event()

@@ -1,0 +1,66 @@
+"""Every metric of a parameter server; gRPC's own come from shoal_common.telemetry. All are set on the event loop."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+_APPLY_BUCKETS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.5)
+_WAIT_BUCKETS_S = (0.0005, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 30.0, 120.0, 600.0)
+_STALENESS_BUCKETS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128)
+
+
+class Metrics:
+    """One server's."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.pushes = Counter(
+            "shoal_ps_pushes", "Pushed partitions, by what became of them: applied or duplicate.", ("outcome",), registry=registry
+        )
+        self.initialized = Counter(
+            "shoal_ps_initializations", "Partitions in Initialize streams: applied or duplicate.", ("outcome",), registry=registry
+        )
+        self.pulls = Counter(
+            "shoal_ps_pulls", "Partitions answered in pulls: sent, or unchanged and not sent.", ("outcome",), registry=registry
+        )
+        self.received_bytes = Counter("shoal_ps_received_bytes", "Payload bytes of uploaded partitions that came whole.", registry=registry)
+        self.sent_bytes = Counter("shoal_ps_sent_bytes", "Bytes of pulled partitions, framing included.", registry=registry)
+        self.refused = Counter("shoal_ps_refused", "Calls refused, by RPC and reason.", ("method", "reason"), registry=registry)
+        self.apply_seconds = Histogram(
+            "shoal_ps_apply_seconds",
+            "Time to check and apply one pushed partition, in seconds.",
+            registry=registry,
+            buckets=_APPLY_BUCKETS_S,
+        )
+        self.staleness = Histogram(
+            "shoal_ps_staleness",
+            "Versions between the values a gradient was computed on and those it was applied to.",
+            registry=registry,
+            buckets=_STALENESS_BUCKETS,
+        )
+        self.ssp_wait_seconds = Histogram(
+            "shoal_ps_ssp_wait_seconds",
+            "Time that pulls waited for slower members under ssp, in seconds.",
+            registry=registry,
+            buckets=_WAIT_BUCKETS_S,
+        )
+        self.stored_bytes = Gauge("shoal_ps_stored_bytes", "Bytes of values and optimizer state.", registry=registry)
+        self.partitions = Gauge("shoal_ps_partitions", "Partitions held, with values or without.", registry=registry)
+        self.lowest_version = Gauge("shoal_ps_lowest_version", "Lowest version of a partition held.", registry=registry)
+        self.highest_version = Gauge("shoal_ps_highest_version", "Highest version of a partition held.", registry=registry)
+        self.generation = Gauge("shoal_ps_generation", "Newest generation that the coordinator has told of.", registry=registry)
+        self.members = Gauge("shoal_ps_members", "Members of that generation.", registry=registry)
+        self.slowest_clock = Gauge("shoal_ps_slowest_clock", "Clock of the slowest member.", registry=registry)
+        self.fastest_clock = Gauge("shoal_ps_fastest_clock", "Clock of the fastest member.", registry=registry)
+        self.coordinator_connected = Gauge(
+            "shoal_ps_coordinator_connected", "1 while the session with the coordinator is open.", registry=registry
+        )
+        self.snapshot_seconds = Histogram("shoal_ps_snapshot_seconds", "Time to take and write a snapshot, in seconds.", registry=registry)
+        self.snapshot_bytes = Gauge("shoal_ps_snapshot_bytes", "Size of the last snapshot.", registry=registry)
+        self.snapshot_timestamp = Gauge("shoal_ps_snapshot_timestamp_seconds", "When the last snapshot was written.", registry=registry)
+        self.snapshot_failures = Counter("shoal_ps_snapshot_failures", "Snapshots that could not be written.", registry=registry)
+
+    def snapshot_written(self, *, nbytes: int, seconds: float) -> None:
+        """A snapshot is on disk."""
+        self.snapshot_seconds.observe(seconds)
+        self.snapshot_bytes.set(nbytes)
+        self.snapshot_timestamp.set_to_current_time()

@@ -1,0 +1,254 @@
+"""One parameter server, put together: which part owns what, in which order it starts and ends. Belongs to the event loop.
+
+event loop     gRPC, the coordinator's session, membership (fence, clocks), layouts, configuration, metrics
+shard thread   partitions: values, versions, optimizers, sequence numbers (shard/worker.py)
+HTTP threads   /metrics and /healthz
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import socket
+from contextlib import AsyncExitStack
+from datetime import timedelta
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry
+from shoal_common.errors import ConfigurationError
+from shoal_common.rpc.channel import ChannelSettings
+from shoal_common.rpc.server import RpcServer, ServerSettings
+from shoal_common.settings import secret_value
+from shoal_common.telemetry import HttpServer, serve_metrics
+
+from shoal_ps_server.consistency.clocks import Clocks
+from shoal_ps_server.consistency.fence import Fence
+from shoal_ps_server.consistency.membership import Membership
+from shoal_ps_server.metrics import Metrics
+from shoal_ps_server.service.intake import Intake
+from shoal_ps_server.service.layouts import Layouts
+from shoal_ps_server.service.pulls import Pulls
+from shoal_ps_server.service.requests import UploadKind
+from shoal_ps_server.service.servicer import ALLOWED_ROLES, SERVICE, Identity, ParameterServerServicer
+from shoal_ps_server.session import CoordinatorSession, Registration
+from shoal_ps_server.settings import PsServerSettings
+from shoal_ps_server.shard.layout import Layout
+from shoal_ps_server.shard.payload import Upload
+from shoal_ps_server.shard.shard import Outcome, Shard
+from shoal_ps_server.shard.worker import ShardWorker
+from shoal_ps_server.snapshot.directory import DataDirectory
+from shoal_ps_server.snapshot.image import ServerImage, ServerState
+from shoal_ps_server.snapshot.keeper import SnapshotKeeper
+
+logger = logging.getLogger(__name__)
+
+
+class ParameterServer:
+    """Made and run on one event loop; `run` does everything."""
+
+    def __init__(self, settings: PsServerSettings, directory: DataDirectory | None) -> None:
+        """Restores what `directory` holds. Raises CorruptDataError and ConfigurationError; nothing has changed then."""
+        self._settings = settings
+        self._identity = Identity(job_id=settings.job, server_id=settings.server_id)
+        image = None if directory is None else directory.read(job_id=settings.job, server_id=settings.server_id)
+        self._server_index = None if image is None else image.state.layout.server_index
+        self._registry = CollectorRegistry()
+        self._metrics = Metrics(self._registry)
+        self._shard = ShardWorker(_shard(image))
+        self._membership = Membership(
+            fence=Fence() if image is None else image.state.fence(), clocks=Clocks() if image is None else image.state.restored_clocks()
+        )
+        self._layouts = Layouts(current=None if image is None else image.state.layout, fetch=self._fetch_layout, adopt=self._adopt_layout)
+        self._pulls = Pulls(shard=self._shard, membership=self._membership, waited=self._metrics.ssp_wait_seconds.observe)
+        self._snapshots = SnapshotKeeper(directory=directory, shard=self._shard, state=self._state, metrics=self._metrics)
+        self._servicer = ParameterServerServicer(
+            identity=self._identity,
+            shard=self._shard,
+            membership=self._membership,
+            layouts=self._layouts,
+            intake=Intake(
+                job_id=settings.job,
+                shard=self._shard,
+                membership=self._membership,
+                layout_of_epoch=self._layouts.of_epoch,
+                applied=self._applied,
+            ),
+            pulls=self._pulls,
+            snapshots=self._snapshots,
+            metrics=self._metrics,
+            configuration=None if image is None else image.state.configuration,
+        )
+        self._session: CoordinatorSession | None = None
+        self._forgetting: set[asyncio.Future[None]] = set()
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Serves until `stop` is set or the job is over, then drains and writes a last snapshot.
+
+        Raises ConfigurationError (addresses, TLS, tokens), and the coordinator's refusal of this server's registration.
+        """
+        async with AsyncExitStack() as stack:
+            stack.callback(self._shard.close)
+            rpc = RpcServer(
+                self._server_settings(),
+                service_name=SERVICE,
+                register=self._servicer.register,
+                allowed_roles=ALLOWED_ROLES,
+                metrics_registry=self._registry,
+            )
+            http = stack.enter_context(serve_metrics(str(self._settings.http), self._registry, tokens=self._settings.token_table))
+            grpc_port = await rpc.start()
+            stack.push_async_callback(self._snapshots.write_if_changed)
+            stack.push_async_callback(rpc.drain_and_stop)
+            self._session = CoordinatorSession(self._channel_settings(), self._registration(grpc_port, http), self)
+            stack.push_async_callback(self._session.close)
+            self._write_port_file(grpc_port, http)
+            await self._until_over(stop, self._session)
+
+    # ------------------------------------------------------------------------------------------- the coordinator's listener
+
+    def welcomed(self, server_index: int) -> None:
+        """The session is open."""
+        if self._server_index is not None and server_index != self._server_index:
+            raise ConfigurationError(
+                f"the coordinator takes this for server {server_index} of job {self._settings.job!r}, but it holds the "
+                f"partitions of server {self._server_index}; start it with the data directory and the server id that belong together, or with an empty one"
+            )
+        self._server_index = server_index
+        self._metrics.coordinator_connected.set(1)
+        logger.info("registered with the coordinator", extra={"server_index": server_index})
+
+    def disconnected(self) -> None:
+        """The session is broken; training goes on."""
+        self._metrics.coordinator_connected.set(0)
+
+    def members(self, generation: int, member_ids: tuple[str, ...]) -> None:
+        """The members of a generation."""
+        change = self._membership.learn(generation, member_ids)
+        if change.forgotten:
+            # The future is kept, since the loop itself holds it only weakly.
+            done = self._shard.submit(lambda shard: shard.forget(change.forgotten))
+            self._forgetting.add(done)
+            done.add_done_callback(self._forgetting.discard)
+        self._metrics.generation.set(generation)
+        self._metrics.members.set(len(member_ids))
+        logger.info("members", extra={"generation": generation, "joined": len(change.joined), "left": len(change.left)})
+
+    async def stored_bytes(self) -> int:
+        """For the heartbeat, and, as often, for the gauges."""
+        summary = await self._shard.submit(lambda shard: shard.summary())
+        clocks = [each.clock for each in self._membership.clocks.members.values()]
+        metrics = self._metrics
+        metrics.stored_bytes.set(summary.stored_bytes)
+        metrics.partitions.set(len(summary.versions))
+        metrics.lowest_version.set(min(summary.versions.values(), default=0))
+        metrics.highest_version.set(max(summary.versions.values(), default=0))
+        metrics.slowest_clock.set(self._membership.clocks.slowest)
+        metrics.fastest_clock.set(max(clocks, default=self._membership.clocks.slowest))
+        return summary.stored_bytes
+
+    # ---------------------------------------------------------------------------------------------------------- its parts
+
+    async def _fetch_layout(self) -> Layout:
+        assert self._session is not None, "requests come after the session was made"
+        return await self._session.layout()
+
+    async def _adopt_layout(self, layout: Layout) -> None:
+        await self._shard.submit(lambda shard: shard.adopt(layout))
+        logger.info("shard map", extra={"epoch": layout.epoch, "partitions": len(layout.partitions)})
+
+    def _applied(self, kind: UploadKind, upload: Upload, outcome: Outcome) -> None:
+        """An upload has been applied, or was known."""
+        label = "duplicate" if outcome.duplicate else "applied"
+        self._metrics.received_bytes.inc(upload.header.spec.nbytes)
+        if kind is UploadKind.INITIALIZE:
+            self._metrics.initialized.labels(label).inc()
+            self._pulls.initialized(outcome.partition_id)
+            return
+        self._metrics.pushes.labels(label).inc()
+        if not outcome.duplicate:
+            self._metrics.staleness.observe(outcome.staleness)
+            self._metrics.apply_seconds.observe(outcome.apply_seconds)
+
+    def _state(self) -> ServerState | None:
+        layout, fence, clocks = self._layouts.current, self._membership.fence, self._membership.clocks
+        if layout is None:
+            return None
+        return ServerState(
+            job_id=self._identity.job_id,
+            server_id=self._identity.server_id,
+            layout=layout,
+            configuration=self._servicer.configuration,
+            generation=fence.generation,
+            members=fence.members,
+            put_out=dict(fence.put_out),
+            clocks=clocks.members,
+            slowest_clock=clocks.slowest,
+        )
+
+    # ---------------------------------------------------------------------------------------------------- start and end
+
+    async def _until_over(self, stop: asyncio.Event, session: CoordinatorSession) -> None:
+        """Returns when told to stop or the job is over; raises what ends the session for good."""
+        stopped = asyncio.create_task(stop.wait())
+        held = asyncio.create_task(session.run())
+        interval = self._settings.snapshot_interval
+        snapshots = asyncio.create_task(self._snapshots.periodically(interval)) if interval > timedelta(0) else None
+        tasks = [task for task in (stopped, held, snapshots) if task is not None]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+            reason = f"the job is over: {held.result()}" if held in done else "asked to"
+            logger.info("stopping", extra={"reason": reason})
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _server_settings(self) -> ServerSettings:
+        settings = self._settings
+        return ServerSettings(
+            listen=str(settings.listen),
+            tls=settings.tls,
+            tokens=settings.token_table,
+            insecure=settings.insecure,
+            drain_timeout=settings.drain_timeout,
+        )
+
+    def _channel_settings(self) -> ChannelSettings:
+        settings = self._settings
+        return ChannelSettings(address=str(settings.coordinator), tls=settings.tls, token=secret_value(settings.token))
+
+    def _registration(self, grpc_port: int, http: HttpServer) -> Registration:
+        return Registration(
+            job_id=self._settings.job,
+            server_id=self._settings.server_id,
+            address=self._settings.advertised(grpc_port),
+            metrics_address=self._settings.advertised_http(http.port),
+            host=socket.gethostname(),
+            pid=os.getpid(),
+        )
+
+    def _write_port_file(self, grpc_port: int, http: HttpServer) -> None:
+        path = self._settings.port_file
+        if path is None:
+            return
+        addresses = {"grpc": self._settings.advertised(grpc_port), "http": self._settings.advertised_http(http.port), "pid": os.getpid()}
+        _write_atomically(path, json.dumps(addresses))
+
+
+def _shard(image: ServerImage | None) -> Shard:
+    if image is None:
+        return Shard()
+    optimizer = None if image.state.configuration is None else image.state.configuration.optimizer
+    shard = Shard(optimizer=optimizer, restored=image.partitions)
+    shard.adopt(image.state.layout)
+    return shard
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)

@@ -1,0 +1,191 @@
+"""From protobuf messages to frozen domain types: here, and only here, requests are checked for being well formed.
+
+What depends on the server's state (is the member fenced, has the partition values) is checked where that state is. Every refusal names the
+field, its value and what was expected.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Final
+
+from shoal_common.errors import InvalidRequestError, LimitError, UnknownResourceError
+from shoal_protos.v1 import parameter_server_pb2 as pb
+
+from shoal_ps_server.consistency.clocks import Consistency, ConsistencyMode
+from shoal_ps_server.shard.layout import Layout, PartitionSpec
+from shoal_ps_server.shard.optimizer import OptimizerSettings, ParameterGroup, optimizer_settings
+from shoal_ps_server.shard.payload import UploadHeader, describe
+
+LARGEST_PARTITION_BYTES: Final = 16 << 20
+"""What a header may declare."""
+LONGEST_WAIT: Final = timedelta(minutes=10)
+
+
+class UploadKind(enum.Enum):
+    """The two streams that carry partitions to a server."""
+
+    INITIALIZE = "Initialize"
+    PUSH = "Push"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """One partition of a pull."""
+
+    spec: PartitionSpec
+    newer_than: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pull:
+    """A PullRequest that is right for this server."""
+
+    member_id: str
+    """Empty: an onlooker."""
+    generation: int
+    partitions: tuple[Wanted, ...]
+    clock: int
+    wait: timedelta
+
+
+@dataclass(frozen=True, kw_only=True)
+class HyperparameterChange:
+    """A SetHyperparametersRequest."""
+
+    revision: int
+    hyperparameters: Mapping[str, float]
+    groups: tuple[ParameterGroup, ...]
+
+
+def check_job(job_id: str, expected: str) -> None:
+    """Raises UnknownResourceError / JOB_UNKNOWN for a request of another job."""
+    if job_id != expected:
+        raise UnknownResourceError(f"this server holds job {expected!r}, the request is for {job_id!r}", reason="JOB_UNKNOWN")
+
+
+def parse_upload_header(header: pb.PushHeader, layout: Layout, kind: UploadKind) -> UploadHeader:
+    """A header, checked before a byte of its payload is kept.
+
+    Raises LimitError / PAYLOAD_TOO_LARGE, UnknownResourceError / PARTITION_UNKNOWN, InvalidRequestError: DTYPE_MISMATCH,
+    CODEC_UNSUPPORTED, LENGTH_MISMATCH, PAYLOAD_SIZE_MISMATCH, SEQUENCE_INVALID, REQUEST_INVALID.
+    """
+    if header.payload_bytes > LARGEST_PARTITION_BYTES:
+        raise LimitError(
+            f"payload_bytes={header.payload_bytes}: a partition may have at most {LARGEST_PARTITION_BYTES} bytes",
+            reason="PAYLOAD_TOO_LARGE",
+        )
+    spec = _partition(header.partition_id, layout)
+    if header.dtype != spec.element.wire:
+        raise InvalidRequestError(
+            f"{describe(spec)}: dtype={_enum_name(pb.Dtype, header.dtype)}, this server holds {spec.element.name}", reason="DTYPE_MISMATCH"
+        )
+    if header.codec != pb.CODEC_RAW:
+        raise InvalidRequestError(
+            f"{describe(spec)}: codec={_enum_name(pb.Codec, header.codec)}, this server takes CODEC_RAW", reason="CODEC_UNSUPPORTED"
+        )
+    if header.length != spec.length:
+        raise InvalidRequestError(f"{describe(spec)}: length={header.length}, expected {spec.length} elements", reason="LENGTH_MISMATCH")
+    if header.payload_bytes != spec.nbytes:
+        raise InvalidRequestError(
+            f"{describe(spec)}: payload_bytes={header.payload_bytes}, but {spec.length} elements of {spec.element.name} are {spec.nbytes}",
+            reason="PAYLOAD_SIZE_MISMATCH",
+        )
+    first = 1 if kind is UploadKind.PUSH else 0
+    if header.sequence < first:
+        raise InvalidRequestError(f"{describe(spec)}: sequence={header.sequence}: expected {first} or more", reason="SEQUENCE_INVALID")
+    return UploadHeader(
+        spec=spec,
+        member_id=parse_member(header.member_id),
+        generation=at_least("generation", header.generation, 0),
+        sequence=header.sequence,
+        base_version=at_least("base_version", header.base_version, first),
+        clock=at_least("clock", header.clock, 0),
+        checksum=header.checksum,
+    )
+
+
+def parse_pull(request: pb.PullRequest, layout: Layout) -> Pull:
+    """Raises UnknownResourceError / PARTITION_UNKNOWN and InvalidRequestError."""
+    longest_ms = LONGEST_WAIT // timedelta(milliseconds=1)
+    if not 0 <= request.wait_ms <= longest_ms:
+        raise InvalidRequestError(f"wait_ms={request.wait_ms}: expected 0 to {longest_ms}")
+    wanted = tuple(
+        Wanted(spec=_partition(each.partition_id, layout), newer_than=at_least("newer_than", each.newer_than, 0))
+        for each in request.partitions
+    )
+    if len({each.spec.partition_id for each in wanted}) < len(wanted):
+        raise InvalidRequestError("partitions: one is asked for twice; name each at most once")
+    return Pull(
+        member_id=parse_member(request.member_id) if request.member_id else "",
+        generation=at_least("generation", request.generation, 0),
+        partitions=wanted or tuple(Wanted(spec=spec, newer_than=0) for spec in layout.partitions.values()),
+        clock=at_least("clock", request.clock, 0),
+        wait=timedelta(milliseconds=request.wait_ms),
+    )
+
+
+def parse_optimizer(spec: pb.OptimizerSpec, tensors: frozenset[str] | None) -> OptimizerSettings:
+    """Raises InvalidRequestError / OPTIMIZER_INVALID. `tensors`: all of the job's; None: unknown, groups are not compared with them."""
+    return optimizer_settings(
+        name=spec.name, hyperparameters=dict(spec.hyperparameters), groups=_parameter_groups(spec.groups), tensors=tensors
+    )
+
+
+def parse_consistency(consistency: pb.Consistency) -> Consistency:
+    """Raises InvalidRequestError / CONSISTENCY_INVALID."""
+    mode = {pb.Consistency.MODE_ASP: ConsistencyMode.ASP, pb.Consistency.MODE_SSP: ConsistencyMode.SSP}.get(consistency.mode)
+    if mode is None:
+        raise InvalidRequestError(
+            f"consistency.mode={_enum_name(pb.Consistency.Mode, consistency.mode)}: expected MODE_ASP or MODE_SSP",
+            reason="CONSISTENCY_INVALID",
+        )
+    if consistency.bound < 0 or (mode is ConsistencyMode.ASP and consistency.bound):
+        raise InvalidRequestError(
+            f"consistency.bound={consistency.bound}: expected 0 or more with ssp, and 0 with asp", reason="CONSISTENCY_INVALID"
+        )
+    return Consistency(mode=mode, bound=consistency.bound)
+
+
+def parse_hyperparameter_change(request: pb.SetHyperparametersRequest) -> HyperparameterChange:
+    """Raises InvalidRequestError."""
+    return HyperparameterChange(
+        revision=at_least("revision", request.revision, 1),
+        hyperparameters=dict(request.hyperparameters),
+        groups=_parameter_groups(request.groups),
+    )
+
+
+def parse_member(member_id: str) -> str:
+    """Raises InvalidRequestError."""
+    if not 1 <= len(member_id) <= 128:
+        raise InvalidRequestError(f"member_id={member_id[:128]!r}: expected 1 to 128 characters")
+    return member_id
+
+
+def at_least(field: str, value: int, least: int) -> int:
+    """Raises InvalidRequestError."""
+    if value < least:
+        raise InvalidRequestError(f"{field}={value}: expected {least} or more")
+    return value
+
+
+def _parameter_groups(groups: Iterable[pb.ParameterGroup]) -> tuple[ParameterGroup, ...]:
+    return tuple(ParameterGroup(tensors=frozenset(group.tensors), hyperparameters=dict(group.hyperparameters)) for group in groups)
+
+
+def _partition(partition_id: int, layout: Layout) -> PartitionSpec:
+    spec = layout.partitions.get(partition_id)
+    if spec is not None:
+        return spec
+    owner = layout.owners.get(partition_id)
+    where = f"it is server {owner}'s, this is server {layout.server_index}" if owner is not None else "the job has none of that number"
+    raise UnknownResourceError(f"partition {partition_id}: {where} (shard map epoch {layout.epoch})", reason="PARTITION_UNKNOWN")
+
+
+def _enum_name(enum_type: type[pb.Dtype] | type[pb.Codec] | type[pb.Consistency.Mode], value: int) -> str:
+    names: dict[int, str] = {number: name for name, number in enum_type.items()}
+    return names.get(value, str(value))

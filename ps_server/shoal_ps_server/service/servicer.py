@@ -1,0 +1,235 @@
+"""The RPCs of shoal.v1.ParameterServer: each parses its request, asks the parts of the server, and puts the answer together.
+
+Handlers run on the event loop and raise ShoalErrors; RpcServer turns those into statuses. Uploads and pulls are moved as raw messages, so
+that their payloads are not copied by protobuf (shoal_common.wire).
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
+
+import grpc
+import grpc.aio
+from shoal_common.errors import PreconditionError, ShoalError, UnknownResourceError
+from shoal_common.security import ANY_ROLE, Role
+from shoal_protos.v1 import parameter_server_pb2 as pb
+
+from shoal_ps_server.configuration import Configuration
+from shoal_ps_server.consistency.clocks import Consistency, ConsistencyMode
+from shoal_ps_server.consistency.membership import Membership
+from shoal_ps_server.metrics import Metrics
+from shoal_ps_server.service.intake import Intake
+from shoal_ps_server.service.layouts import Layouts
+from shoal_ps_server.service.pulls import Pulls
+from shoal_ps_server.service.requests import (
+    UploadKind,
+    at_least,
+    check_job,
+    parse_consistency,
+    parse_hyperparameter_change,
+    parse_member,
+    parse_optimizer,
+    parse_pull,
+)
+from shoal_ps_server.shard.optimizer import OptimizerSettings
+from shoal_ps_server.shard.worker import ShardWorker
+from shoal_ps_server.snapshot.keeper import SnapshotKeeper
+
+SERVICE: Final = "shoal.v1.ParameterServer"
+
+_WORKERS: Final = frozenset({Role.WORKER})
+
+ALLOWED_ROLES: Final[Mapping[str, frozenset[Role]]] = {
+    f"/{SERVICE}/ConfigureOptimizer": _WORKERS,
+    f"/{SERVICE}/SetHyperparameters": _WORKERS,
+    f"/{SERVICE}/Initialize": _WORKERS,
+    f"/{SERVICE}/Push": _WORKERS,
+    f"/{SERVICE}/Pull": _WORKERS,
+    f"/{SERVICE}/AdvanceClock": _WORKERS,
+    f"/{SERVICE}/Snapshot": _WORKERS,
+    f"/{SERVICE}/GetServer": ANY_ROLE,
+}
+"""Besides admins, who may do everything."""
+
+RequestT = TypeVar("RequestT")
+ResponseT = TypeVar("ResponseT")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Identity:
+    """Whose server this is."""
+
+    job_id: str
+    server_id: str
+
+
+class ParameterServerServicer:
+    """One server's RPCs. The configuration is its own; the rest belongs to the parts it is given."""
+
+    def __init__(
+        self,
+        *,
+        identity: Identity,
+        shard: ShardWorker,
+        membership: Membership,
+        layouts: Layouts,
+        intake: Intake,
+        pulls: Pulls,
+        snapshots: SnapshotKeeper,
+        metrics: Metrics,
+        configuration: Configuration | None,
+    ) -> None:
+        self.configuration = configuration
+        self._identity = identity
+        self._shard = shard
+        self._membership = membership
+        self._layouts = layouts
+        self._intake = intake
+        self._pulls = pulls
+        self._snapshots = snapshots
+        self._metrics = metrics
+        if configuration is not None:
+            membership.consistency = configuration.consistency
+
+    def register(self, server: grpc.aio.Server) -> None:
+        """Adds the service to a gRPC server."""
+        handlers: dict[str, grpc.RpcMethodHandler] = {
+            "Initialize": grpc.stream_unary_rpc_method_handler(self.initialize, response_serializer=pb.PushResponse.SerializeToString),
+            "Push": grpc.stream_unary_rpc_method_handler(self.push, response_serializer=pb.PushResponse.SerializeToString),
+            "Pull": grpc.unary_stream_rpc_method_handler(self.pull, request_deserializer=pb.PullRequest.FromString),
+        }
+        unary: tuple[tuple[Callable[[Any, Any], Awaitable[Any]], Any, Any], ...] = (
+            (self.configure_optimizer, pb.ConfigureOptimizerRequest, pb.ConfigureOptimizerResponse),
+            (self.set_hyperparameters, pb.SetHyperparametersRequest, pb.SetHyperparametersResponse),
+            (self.advance_clock, pb.AdvanceClockRequest, pb.AdvanceClockResponse),
+            (self.snapshot, pb.SnapshotRequest, pb.SnapshotResponse),
+            (self.get_server, pb.GetServerRequest, pb.GetServerResponse),
+        )
+        for behaviour, request, response in unary:
+            name = request.DESCRIPTOR.name.removesuffix("Request")
+            handlers[name] = grpc.unary_unary_rpc_method_handler(
+                behaviour, request_deserializer=request.FromString, response_serializer=response.SerializeToString
+            )
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+
+    # ------------------------------------------------------------------------------------------------------ tensors
+
+    async def initialize(self, messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> pb.PushResponse:
+        """Initialize."""
+        with self._counting_refusals("Initialize"):
+            return await self._intake.receive(messages, UploadKind.INITIALIZE)
+
+    async def push(self, messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> pb.PushResponse:
+        """Push."""
+        with self._counting_refusals("Push"):
+            return await self._intake.receive(messages, UploadKind.PUSH)
+
+    async def pull(self, request: pb.PullRequest, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
+        """Pull."""
+        with self._counting_refusals("Pull"):
+            check_job(request.job_id, self._identity.job_id)
+            pull = parse_pull(request, await self._layouts.of_epoch(request.shard_map_epoch))
+            async with aclosing(self._pulls.serve(pull)) as partitions:
+                async for version, chunks in partitions:
+                    for chunk in chunks:
+                        yield chunk
+                    self._metrics.pulls.labels("sent" if version else "unchanged").inc()
+                    self._metrics.sent_bytes.inc(sum(map(len, chunks)))
+
+    # ---------------------------------------------------------------------------------------------------- the rest
+
+    async def configure_optimizer(self, request: pb.ConfigureOptimizerRequest, context: Any) -> pb.ConfigureOptimizerResponse:
+        """ConfigureOptimizer."""
+        with self._counting_refusals("ConfigureOptimizer"):
+            check_job(request.job_id, self._identity.job_id)
+            tensors = (await self._layouts.any()).tensors if request.optimizer.groups else None
+            optimizer = parse_optimizer(request.optimizer, tensors)
+            consistency = parse_consistency(request.consistency)
+            if self.configuration is not None:
+                self.configuration.check_equal(optimizer, consistency)
+                return pb.ConfigureOptimizerResponse(configured=False)
+            self.configuration = Configuration(configured=optimizer, optimizer=optimizer, consistency=consistency)
+            self._membership.consistency = consistency
+            await self._shard.submit(lambda shard: shard.configure(optimizer))
+            return pb.ConfigureOptimizerResponse(configured=True)
+
+    async def set_hyperparameters(self, request: pb.SetHyperparametersRequest, context: Any) -> pb.SetHyperparametersResponse:
+        """SetHyperparameters."""
+        with self._counting_refusals("SetHyperparameters"):
+            check_job(request.job_id, self._identity.job_id)
+            change = parse_hyperparameter_change(request)
+            if self.configuration is None:
+                raise PreconditionError("this server has no optimizer yet: send ConfigureOptimizer", reason="OPTIMIZER_UNCONFIGURED")
+            revised = self.configuration.revised(change.revision, change.hyperparameters, change.groups)
+            if revised is self.configuration:
+                return pb.SetHyperparametersResponse(applied=False)
+            self.configuration = revised
+            await self._shard.submit(lambda shard: shard.configure(revised.optimizer))
+            return pb.SetHyperparametersResponse(applied=True)
+
+    async def advance_clock(self, request: pb.AdvanceClockRequest, context: Any) -> pb.AdvanceClockResponse:
+        """AdvanceClock."""
+        with self._counting_refusals("AdvanceClock"):
+            check_job(request.job_id, self._identity.job_id)
+            member_id, clock = parse_member(request.member_id), at_least("clock", request.clock, 0)
+            if member_id not in self._membership.fence.members:
+                raise UnknownResourceError(
+                    f"member {member_id!r} is not in generation {self._membership.fence.generation}, the newest known here",
+                    reason="MEMBER_UNKNOWN",
+                )
+            self._membership.finished(member_id, clock)
+            return pb.AdvanceClockResponse(slowest_clock=self._membership.clocks.slowest)
+
+    async def snapshot(self, request: pb.SnapshotRequest, context: Any) -> pb.SnapshotResponse:
+        """Snapshot."""
+        with self._counting_refusals("Snapshot"):
+            check_job(request.job_id, self._identity.job_id)
+            written = await self._snapshots.write()
+            return pb.SnapshotResponse(path=str(written.path), bytes=written.nbytes)
+
+    async def get_server(self, request: pb.GetServerRequest, context: Any) -> pb.GetServerResponse:
+        """GetServer."""
+        summary = await self._shard.submit(lambda shard: shard.summary(request.member_id))
+        layout, configuration = self._layouts.current, self.configuration
+        return pb.GetServerResponse(
+            server_id=self._identity.server_id,
+            job_id=self._identity.job_id,
+            server_index=-1 if layout is None else layout.server_index,
+            stored_bytes=summary.stored_bytes,
+            shard_map_epoch=0 if layout is None else layout.epoch,
+            pushes_applied=summary.pushes_applied,
+            pushes_deduplicated=summary.pushes_deduplicated,
+            optimizer=None if configuration is None else _optimizer_message(configuration.optimizer),
+            consistency=None if configuration is None else _consistency_message(configuration.consistency),
+            partitions=[
+                pb.PartitionVersion(partition_id=number, version=version, sequence=summary.sequences.get(number, 0))
+                for number, version in summary.versions.items()
+            ],
+            clocks={member: each.clock for member, each in self._membership.clocks.members.items()},
+        )
+
+    @contextmanager
+    def _counting_refusals(self, method: str) -> Iterator[None]:
+        try:
+            yield
+        except ShoalError as error:
+            self._metrics.refused.labels(method, error.reason).inc()
+            raise
+
+
+def _optimizer_message(optimizer: OptimizerSettings) -> pb.OptimizerSpec:
+    return pb.OptimizerSpec(
+        name=optimizer.name,
+        hyperparameters=dict(optimizer.hyperparameters),
+        groups=[
+            pb.ParameterGroup(tensors=sorted(group.tensors), hyperparameters=dict(group.hyperparameters)) for group in optimizer.groups
+        ],
+    )
+
+
+def _consistency_message(consistency: Consistency) -> pb.Consistency:
+    mode = {ConsistencyMode.ASP: pb.Consistency.MODE_ASP, ConsistencyMode.SSP: pb.Consistency.MODE_SSP}[consistency.mode]
+    return pb.Consistency(mode=mode, bound=consistency.bound)

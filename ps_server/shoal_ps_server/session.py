@@ -1,0 +1,219 @@
+"""This server's session with the coordinator: registration, heartbeats, the members of each generation, and the shard map.
+
+The session may break and be opened again at any time: pushes and pulls go on meanwhile with the members known last. Only a refusal before
+the first welcome, and a session taken over by another process of the same server_id, end the server. Belongs to the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Final, Protocol
+
+import grpc
+import grpc.aio
+from shoal_common.errors import (
+    AuthenticationError,
+    ConfigurationError,
+    InvalidRequestError,
+    PermissionDeniedError,
+    PreconditionError,
+    ShoalError,
+    UnavailableError,
+)
+from shoal_common.rpc.channel import ChannelSettings, aio_channel
+from shoal_common.rpc.status import from_rpc_error
+from shoal_protos.v1 import coordinator_pb2
+from shoal_protos.v1.coordinator_pb2_grpc import CoordinatorStub
+
+from shoal_ps_server.shard.layout import Layout, layout_from_shard_map
+
+logger = logging.getLogger(__name__)
+
+_FIRST_BACKOFF: Final = timedelta(milliseconds=100)
+_LONGEST_BACKOFF: Final = timedelta(seconds=3)
+_WELCOME_LIMIT: Final = timedelta(seconds=10)
+"""How long a coordinator may take to answer a registration."""
+_PERMANENT: Final = (AuthenticationError, ConfigurationError, InvalidRequestError, PermissionDeniedError, PreconditionError)
+_NOT_YET: Final = "SERVER_CONFLICT"
+"""The coordinator has not noticed yet that this server's last process is gone."""
+_TAKEN_OVER: Final = "SESSION_REPLACED"
+_JOB_OVER: Final = "JOB_CLOSED"
+
+
+class Listener(Protocol):
+    """What hears the coordinator."""
+
+    def welcomed(self, server_index: int) -> None:
+        """The session is open; at every reconnection again. Raises ConfigurationError when the server cannot be that one."""
+
+    def disconnected(self) -> None:
+        """The session is broken and will be opened again."""
+
+    def members(self, generation: int, member_ids: tuple[str, ...]) -> None:
+        """The members of a generation."""
+
+    async def stored_bytes(self) -> int:
+        """For the heartbeat."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Registration:
+    """What the coordinator is told of this server."""
+
+    job_id: str
+    server_id: str
+    address: str
+    metrics_address: str
+    host: str
+    pid: int
+
+
+class CoordinatorSession:
+    """One session, opened anew as often as it breaks."""
+
+    def __init__(self, settings: ChannelSettings, registration: Registration, listener: Listener) -> None:
+        self._channel = aio_channel(settings)
+        self._stub = CoordinatorStub(self._channel)
+        self._settings = settings
+        self._registration = registration
+        self._listener = listener
+        self._server_index: int | None = None
+        """Set by the first welcome."""
+
+    async def run(self) -> str:
+        """Holds the session until the coordinator says that the job is over; returns its reason.
+
+        Raises the coordinator's refusal of the first registration, PreconditionError / SESSION_REPLACED, and ConfigurationError when the
+        listener cannot be the server that the coordinator takes it for.
+        """
+        backoff = _FIRST_BACKOFF
+        while True:
+            opened = _Opened()
+            try:
+                return await self._hold(opened)
+            except ShoalError as error:
+                if error.reason == _JOB_OVER and self._server_index is not None:
+                    return str(error)
+                if self._is_final(error):
+                    raise
+                backoff = _FIRST_BACKOFF if opened.welcomed else backoff
+                logger.warning(
+                    "no session with the coordinator",
+                    extra={
+                        "address": self._settings.address,
+                        "reason": error.reason,
+                        "error": error,
+                        "again_in_s": backoff.total_seconds(),
+                    },
+                )
+            finally:
+                if opened.welcomed:
+                    self._listener.disconnected()
+            # Spread, so that many servers do not come back at once.
+            await asyncio.sleep(backoff.total_seconds() * random.uniform(0.5, 1.0))  # noqa: S311
+            backoff = min(backoff * 2, _LONGEST_BACKOFF)
+
+    async def layout(self) -> Layout:
+        """The current shard map, as far as it concerns this server.
+
+        Raises PreconditionError / TENSORS_UNDECLARED, and UnavailableError when the coordinator cannot be asked or has not welcomed this
+        server yet.
+        """
+        if self._server_index is None:
+            raise UnavailableError("this server is not registered with the coordinator yet; try again", reason="SERVER_UNREGISTERED")
+        request = coordinator_pb2.GetShardMapRequest(job_id=self._registration.job_id)
+        try:
+            answer = await self._stub.GetShardMap(request, timeout=self._settings.deadline.total_seconds())
+        except grpc.aio.AioRpcError as error:
+            raise self._explained("GetShardMap", error) from error
+        return layout_from_shard_map(answer.shard_map, server_index=self._server_index)
+
+    async def close(self) -> None:
+        """Ends the session and its connection."""
+        await self._channel.close()
+
+    async def _hold(self, opened: _Opened) -> str:
+        """One stream, from registration to its end. Returns when the job is over, else raises why it ended."""
+        call = self._stub.ServerSession()
+        heartbeats: asyncio.Task[None] | None = None
+        try:
+            await call.write(coordinator_pb2.ServerMessage(register=self._register_message()))
+            welcome = await self._welcome(call)
+            self._listener.welcomed(welcome.server_index)
+            self._server_index, opened.welcomed = welcome.server_index, True
+            heartbeats = asyncio.create_task(self._heartbeats(call, timedelta(milliseconds=welcome.heartbeat_interval_ms)))
+            while True:
+                directive = await call.read()
+                if directive is grpc.aio.EOF:
+                    raise UnavailableError("the coordinator ended the session", reason="SESSION_ENDED")
+                match directive.WhichOneof("directive"):
+                    case "members":
+                        self._listener.members(directive.members.generation, tuple(directive.members.member_ids))
+                    case "stop":
+                        return str(directive.stop.reason)
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
+            # A write may fail first; the status says why.
+            raise self._explained("ServerSession", error if isinstance(error, grpc.aio.AioRpcError) else await _status(call)) from error
+        finally:
+            if heartbeats is not None:
+                heartbeats.cancel()
+                await asyncio.gather(heartbeats, return_exceptions=True)
+            call.cancel()
+
+    async def _welcome(self, call: grpc.aio.StreamStreamCall) -> coordinator_pb2.ServerWelcome:
+        try:
+            async with asyncio.timeout(_WELCOME_LIMIT.total_seconds()):
+                first = await call.read()
+        except TimeoutError as error:
+            raise UnavailableError(
+                f"no welcome from the coordinator at {self._settings.address} within {_WELCOME_LIMIT.total_seconds():g} s",
+                reason="WELCOME_TIMEOUT",
+            ) from error
+        if first is grpc.aio.EOF or first.WhichOneof("directive") != "welcome":
+            raise UnavailableError("the coordinator ended the session before it said welcome", reason="SESSION_ENDED")
+        welcome: coordinator_pb2.ServerWelcome = first.welcome
+        return welcome
+
+    async def _heartbeats(self, call: grpc.aio.StreamStreamCall, interval: timedelta) -> None:
+        """Until the stream breaks; its reader says why it did."""
+        with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            while True:
+                heartbeat = coordinator_pb2.ServerHeartbeat(stored_bytes=await self._listener.stored_bytes())
+                await call.write(coordinator_pb2.ServerMessage(heartbeat=heartbeat))
+                await asyncio.sleep(interval.total_seconds())
+
+    def _register_message(self) -> coordinator_pb2.RegisterServer:
+        registration = self._registration
+        return coordinator_pb2.RegisterServer(
+            job_id=registration.job_id,
+            server_id=registration.server_id,
+            address=registration.address,
+            metrics_address=registration.metrics_address,
+            host=registration.host,
+            pid=registration.pid,
+        )
+
+    def _is_final(self, error: ShoalError) -> bool:
+        if error.reason == _TAKEN_OVER or isinstance(error, ConfigurationError):
+            return True
+        return self._server_index is None and isinstance(error, _PERMANENT) and error.reason != _NOT_YET
+
+    def _explained(self, method: str, error: grpc.RpcError) -> ShoalError:
+        return from_rpc_error(error, call=f"{method} at {self._settings.address}")
+
+
+class _Opened:
+    """How far one stream came."""
+
+    welcomed: bool = False
+
+
+async def _status(call: grpc.aio.StreamStreamCall) -> grpc.aio.AioRpcError:
+    return grpc.aio.AioRpcError(
+        await call.code(), await call.initial_metadata(), await call.trailing_metadata(), details=await call.details()
+    )

@@ -1,0 +1,139 @@
+"""What a parameter server reads from its environment (SHOAL_PS_SERVER_...) and its command line: the one module that does."""
+
+from __future__ import annotations
+
+import argparse
+import socket
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field, SecretStr, StringConstraints
+from pydantic_settings import SettingsConfigDict
+from shoal_common.security import TlsSettings, TokenTable
+from shoal_common.settings import Address, AddressField, Duration, ShoalSettings
+
+_Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+
+
+class PsServerSettings(ShoalSettings):
+    """One server. Flags win over the environment."""
+
+    model_config = SettingsConfigDict(env_prefix="SHOAL_PS_SERVER_")
+
+    coordinator: AddressField
+    """host:port of the coordinator."""
+
+    job: _Name
+    """The job whose tensors this server holds."""
+
+    server_id: _Name = Field(default_factory=socket.gethostname)
+    """Stable over restarts of the same server: its snapshot belongs to it."""
+
+    listen: AddressField = Address("127.0.0.1", 0)
+    """host:port of the gRPC service."""
+
+    http: AddressField = Address("127.0.0.1", 0)
+    """host:port of /metrics and /healthz."""
+
+    advertise: str | None = None
+    """The host under which workers reach this server; None: the one it listens on, or this machine's name if that is all of them."""
+
+    data_dir: Path | None = None
+    """Directory of the snapshot, read at the start; None: no snapshots."""
+
+    snapshot_interval: Duration = timedelta(minutes=1)
+    """Time between snapshots of a server whose values change; 0s: only when asked, and at SIGTERM."""
+
+    tokens: Path | None = None
+    """File of `role: token` lines: who may call. None: everyone."""
+
+    token: SecretStr | None = None
+    """This server's own bearer token, towards the coordinator; role server."""
+
+    tls_certificate: Path | None = None
+    """This server's certificate chain (PEM); None: plain text."""
+
+    tls_key: Path | None = None
+    """Its private key (PEM)."""
+
+    tls_authority: Path | None = None
+    """Certificates (PEM) that the coordinator's must be signed by, and clients' with `tls_require_client_certificate`."""
+
+    tls_require_client_certificate: bool = False
+    """Mutual TLS: clients must show a certificate signed by `tls_authority`."""
+
+    insecure: bool = False
+    """Allows a `listen` address that other machines can reach without TLS or without tokens."""
+
+    port_file: Path | None = None
+    """Where to write the bound addresses, as JSON, once serving."""
+
+    drain_timeout: Duration = timedelta(seconds=10)
+    """How long calls in progress may go on after SIGTERM."""
+
+    threads: Annotated[int, Field(ge=1, le=256)] = 1
+    """Threads of torch's arithmetic. More servers use more cores better than more threads do."""
+
+    log_level: str = "INFO"
+    """DEBUG, INFO, WARNING, ERROR or CRITICAL."""
+
+    @property
+    def tls(self) -> TlsSettings | None:
+        """For serving, and towards the coordinator; None: plain text."""
+        if self.tls_certificate is None and self.tls_key is None and self.tls_authority is None:
+            return None
+        return TlsSettings(
+            certificate=self.tls_certificate,
+            key=self.tls_key,
+            authority=self.tls_authority,
+            require_client_certificate=self.tls_require_client_certificate,
+        )
+
+    @property
+    def token_table(self) -> TokenTable:
+        """Who may call. Raises ConfigurationError when the file cannot be read."""
+        return TokenTable.open() if self.tokens is None else TokenTable.from_file(self.tokens)
+
+    def advertised(self, port: int) -> str:
+        """host:port for workers, given the port that was bound."""
+        host = self.advertise or (socket.gethostname() if self.listen.host in ("0.0.0.0", "::") else self.listen.host)  # noqa: S104
+        return str(Address(host, port))
+
+    def advertised_http(self, port: int) -> str:
+        """host:port for Prometheus."""
+        host = self.advertise or (socket.gethostname() if self.http.host in ("0.0.0.0", "::") else self.http.host)  # noqa: S104
+        return str(Address(host, port))
+
+
+def parse_command_line(arguments: Sequence[str] | None = None) -> PsServerSettings:
+    """Flags over the environment over the defaults. Exits on --help and unknown flags; raises ConfigurationError for wrong values."""
+    parser = argparse.ArgumentParser(
+        prog="shoal-ps-server",
+        description="A parameter server: holds a share of one job's tensors and applies pushed gradients to it.",
+        epilog="Every flag is also an environment variable, SHOAL_PS_SERVER_..., in capitals and with _ for -.",
+    )
+    for flag, metavar, text in (
+        ("--coordinator", "HOST:PORT", "the coordinator"),
+        ("--job", "ID", "the job whose tensors this server holds"),
+        ("--server-id", "ID", "stable over restarts of this server (default: this machine's name)"),
+        ("--listen", "HOST:PORT", "address of the gRPC service (default: 127.0.0.1:0, a free port)"),
+        ("--http", "HOST:PORT", "address of /metrics and /healthz (default: 127.0.0.1:0)"),
+        ("--advertise", "HOST", "the host under which workers reach this server"),
+        ("--data-dir", "DIR", "where the snapshot is kept; read at the start (default: no snapshots)"),
+        ("--snapshot-interval", "DURATION", "time between snapshots, 0s for none but at SIGTERM (default: 1m)"),
+        ("--tokens", "FILE", "lines `role: token`: who may call (default: everyone)"),
+        ("--token", "TOKEN", "this server's own token; better in the environment"),
+        ("--tls-certificate", "FILE", "this server's certificate chain (PEM)"),
+        ("--tls-key", "FILE", "its private key (PEM)"),
+        ("--tls-authority", "FILE", "certificates that the other side's must be signed by (PEM)"),
+        ("--port-file", "FILE", "written once serving: the bound addresses as JSON"),
+        ("--drain-timeout", "DURATION", "how long calls may go on after SIGTERM (default: 10s)"),
+        ("--threads", "N", "threads of torch's arithmetic (default: 1)"),
+        ("--log-level", "LEVEL", "DEBUG, INFO, WARNING, ERROR or CRITICAL (default: INFO)"),
+    ):
+        parser.add_argument(flag, metavar=metavar, help=text)
+    parser.add_argument("--tls-require-client-certificate", action="store_true", default=None, help="mutual TLS")
+    parser.add_argument("--insecure", action="store_true", default=None, help="serve other machines without TLS or tokens")
+    return PsServerSettings.load(**vars(parser.parse_args(arguments)))

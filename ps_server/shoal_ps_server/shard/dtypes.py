@@ -1,0 +1,35 @@
+"""Element types of partitions: what shoal_common.wire knows of them, and torch's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from shoal_common.wire import DTYPES
+from shoal_protos.v1 import parameter_server_pb2 as pb
+
+
+@dataclass(frozen=True, kw_only=True)
+class ElementType:
+    """One element type, in every spelling that a server meets."""
+
+    name: str
+    """As in a shard map and a snapshot: numpy's."""
+
+    wire: pb.Dtype
+    """shoal.v1.Dtype."""
+
+    torch: torch.dtype
+
+    itemsize: int
+    """Bytes per element."""
+
+
+BY_WIRE: Final[Mapping[int, ElementType]] = {
+    info.dtype: ElementType(name=info.name, wire=pb.Dtype.ValueType(info.dtype), torch=getattr(torch, info.name), itemsize=info.item_bytes)
+    for info in DTYPES.values()
+}
+
+BY_NAME: Final[Mapping[str, ElementType]] = {element.name: element for element in BY_WIRE.values()}

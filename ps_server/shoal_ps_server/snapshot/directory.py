@@ -1,0 +1,69 @@
+"""A server's data directory: one snapshot in it, and one server at a time."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self
+
+from shoal_common.errors import ConfigurationError
+
+from shoal_ps_server.snapshot.file import read_snapshot
+from shoal_ps_server.snapshot.image import ServerImage
+
+_SNAPSHOT: Final = "snapshot.safetensors"
+_LOCK: Final = "lock"
+
+
+class DataDirectory:
+    """An open, locked data directory; a context manager. The lock goes with the process, however it ends."""
+
+    def __init__(self, path: Path) -> None:
+        """Makes the directory if it is not there. ConfigurationError when it cannot be used or another server uses it."""
+        self.path = path
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise ConfigurationError(f"data_dir={path}: {error}; give a directory that can be written to") from error
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(self._lock)
+            raise ConfigurationError(f"data_dir={path}: another server uses it; give each its own") from error
+
+    @property
+    def snapshot(self) -> Path:
+        """Where the snapshot is, or will be."""
+        return self.path / _SNAPSHOT
+
+    def read(self, *, job_id: str, server_id: str) -> ServerImage | None:
+        """The snapshot of this job and server; None when there is none.
+
+        Raises CorruptDataError as `read_snapshot`, and ConfigurationError / SNAPSHOT_FOREIGN for another job's or server's. Only after a
+        good read are temporary files of a server that died while writing removed.
+        """
+        image = read_snapshot(self.snapshot)
+        if image is not None and (image.state.job_id, image.state.server_id) != (job_id, server_id):
+            raise ConfigurationError(
+                f"data_dir={self.path} holds server {image.state.server_id!r} of job {image.state.job_id!r}, this is server {server_id!r} "
+                f"of job {job_id!r}; give another directory",
+                reason="SNAPSHOT_FOREIGN",
+            )
+        for leftover in self.path.glob(f"{_SNAPSHOT}.*.tmp"):
+            leftover.unlink(missing_ok=True)
+        return image
+
+    def close(self) -> None:
+        """Gives the directory back. Idempotent."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.close()

@@ -1,0 +1,170 @@
+"""A snapshot on disk: a safetensors file that any tool can open, written under a temporary name, synced, and renamed into place.
+
+Tensors are named `PARTITION:values` and `PARTITION:state:NAME`. The safetensors metadata has three entries: `format` says whose file it is,
+`shoal` is the JSON of image.py with each tensor's xxh3-64, `xxh3` is the xxh3-64 of that JSON. The file is written by hand, since the
+library's writer would hold all of it in memory once more, and read by the library, whose parser is strict.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from safetensors import SafetensorError, safe_open
+from shoal_common.errors import CorruptDataError, ShoalError
+from shoal_common.wire import checksum
+
+from shoal_ps_server.shard.layout import PartitionSpec
+from shoal_ps_server.shard.partition import PartitionImage
+from shoal_ps_server.shard.payload import bytes_of
+from shoal_ps_server.snapshot.image import FORMAT_VERSION, ServerImage, ServerState, dumps, state_from_json, state_to_json
+
+FORMAT: Final = "shoal-ps-server-snapshot"
+
+_SAFETENSORS_NAMES: Final = {torch.float32: "F32", torch.float64: "F64", torch.float16: "F16", torch.bfloat16: "BF16"}
+
+
+def write_snapshot(path: Path, image: ServerImage) -> int:
+    """Replaces `path` atomically; returns its size in bytes. On OSError the old file is still there, and nothing else is left."""
+    tensors = {name: tensor for partition in image.partitions for name, tensor in _named(partition).items()}
+    header = _header(tensors, _metadata(image))
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(len(header).to_bytes(8, "little"))
+            file.write(header)
+            for tensor in tensors.values():
+                file.write(bytes_of(tensor))
+            size = file.tell()
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    _sync_directory(path.parent)
+    return size
+
+
+def read_snapshot(path: Path) -> ServerImage | None:
+    """The image that was written; None when there is no file.
+
+    Raises CorruptDataError: SNAPSHOT_CORRUPT (truncated, changed, unreadable), SNAPSHOT_FOREIGN (another program's file), SNAPSHOT_NEWER
+    (a newer release's).
+    """
+    if not path.exists():
+        return None
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = _checked_metadata(path, file.metadata() or {})
+            state = state_from_json(metadata["state"])
+            partitions = tuple(_partition(file, state, entry) for entry in metadata["partitions"])
+            named = {name for partition in partitions for name in _named(partition)}
+            if extra := set(file.keys()) - named:
+                raise ValueError(f"tensors that the metadata does not name: {', '.join(sorted(extra)[:5])}")
+    except CorruptDataError:
+        raise
+    except (SafetensorError, OSError, ShoalError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise CorruptDataError(
+            f"{path} is damaged ({type(error).__name__}: {error}); put a copy of it in its place, or remove it to start without values",
+            reason="SNAPSHOT_CORRUPT",
+        ) from error
+    return ServerImage(state=state, partitions=partitions)
+
+
+def _named(partition: PartitionImage) -> dict[str, torch.Tensor]:
+    number = partition.spec.partition_id
+    return {f"{number}:values": partition.values} | {f"{number}:state:{name}": partition.state[name] for name in sorted(partition.state)}
+
+
+def _metadata(image: ServerImage) -> dict[str, str]:
+    text = dumps(
+        {
+            "version": FORMAT_VERSION,
+            "state": state_to_json(image.state),
+            "partitions": [
+                {
+                    "partition_id": partition.spec.partition_id,
+                    "version": partition.version,
+                    "sequences": partition.sequences,
+                    "digests": {name: f"{checksum(bytes_of(tensor)):016x}" for name, tensor in _named(partition).items()},
+                }
+                for partition in image.partitions
+            ],
+        }
+    )
+    return {"format": FORMAT, "shoal": text, "xxh3": f"{checksum(text.encode()):016x}"}
+
+
+def _header(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> bytes:
+    entries: dict[str, Any] = {"__metadata__": metadata}
+    position = 0
+    for name, tensor in tensors.items():
+        end = position + tensor.nbytes
+        entries[name] = {"dtype": _SAFETENSORS_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [position, end]}
+        position = end
+    header = json.dumps(entries, separators=(",", ":")).encode()
+    return header + b" " * (-len(header) % 8)  # the format asks for aligned data
+
+
+def _checked_metadata(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
+    if metadata.get("format") != FORMAT:
+        raise CorruptDataError(
+            f"{path} is a safetensors file, but no snapshot of a parameter server (format={metadata.get('format')!r}); "
+            "remove it, or give another --data-dir",
+            reason="SNAPSHOT_FOREIGN",
+        )
+    text = metadata["shoal"]
+    if f"{checksum(text.encode()):016x}" != metadata["xxh3"]:
+        raise ValueError("the metadata fails its checksum")
+    parsed: dict[str, Any] = json.loads(text)
+    if parsed["version"] > FORMAT_VERSION:
+        raise CorruptDataError(
+            f"{path} has format version {parsed['version']}, this release reads up to {FORMAT_VERSION}; start the release that wrote it",
+            reason="SNAPSHOT_NEWER",
+        )
+    return parsed
+
+
+def _partition(file: Any, state: ServerState, entry: Mapping[str, Any]) -> PartitionImage:
+    spec = state.layout.partitions[entry["partition_id"]]
+    prefix = f"{spec.partition_id}:state:"
+    allowed = frozenset[str]() if state.configuration is None else state.configuration.optimizer.state_names
+    tensors: dict[str, torch.Tensor] = {}
+    for name, digest in entry["digests"].items():
+        tensor = file.get_tensor(name).clone()
+        if f"{checksum(bytes_of(tensor)):016x}" != digest:
+            raise ValueError(f"tensor {name!r} fails its checksum")
+        tensors[name] = tensor
+    values = tensors.pop(f"{spec.partition_id}:values")
+    _check_shape(spec, "values", values)
+    for name, tensor in tensors.items():
+        if not name.startswith(prefix) or name.removeprefix(prefix) not in allowed:
+            raise ValueError(f"tensor {name!r} is no state of the optimizer")
+        if tensor.ndim:  # scalars count steps
+            _check_shape(spec, name, tensor)
+    return PartitionImage(
+        spec=spec,
+        version=int(entry["version"]),
+        values=values,
+        state={name.removeprefix(prefix): tensor for name, tensor in tensors.items()},
+        sequences={str(member): int(sequence) for member, sequence in entry["sequences"].items()},
+    )
+
+
+def _check_shape(spec: PartitionSpec, name: str, tensor: torch.Tensor) -> None:
+    if tuple(tensor.shape) != (spec.length,) or tensor.dtype != spec.element.torch:
+        raise ValueError(f"{name} of partition {spec.partition_id} is {tensor.dtype}{list(tensor.shape)}, the layout says otherwise")
+
+
+def _sync_directory(directory: Path) -> None:
+    """A rename is durable only when its directory is."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,107 @@
+"""When snapshots are written: when asked, every so often, and at the end. Belongs to the event loop.
+
+Partitions are copied one by one on the shard's thread, between pushes, and written to disk on another, so training goes on; what it costs
+is one copy of the shard in memory while it lasts (docs/decisions/0034).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+from shoal_common.errors import PreconditionError, UnavailableError
+
+from shoal_ps_server.metrics import Metrics
+from shoal_ps_server.shard.partition import PartitionImage
+from shoal_ps_server.shard.worker import ShardWorker
+from shoal_ps_server.snapshot.directory import DataDirectory
+from shoal_ps_server.snapshot.file import write_snapshot
+from shoal_ps_server.snapshot.image import ServerImage, ServerState
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    """A finished snapshot."""
+
+    path: Path
+    nbytes: int
+
+
+class SnapshotKeeper:
+    """Writes one snapshot at a time."""
+
+    def __init__(
+        self, *, directory: DataDirectory | None, shard: ShardWorker, state: Callable[[], ServerState | None], metrics: Metrics
+    ) -> None:
+        """`state` gives what is not in the shard; None while the server does not know its partitions."""
+        self._directory = directory
+        self._shard = shard
+        self._state = state
+        self._metrics = metrics
+        self._writing = asyncio.Lock()
+        self._last: tuple[object, ...] = ()
+
+    async def write(self) -> Written:
+        """Writes one now; returns when it is on disk.
+
+        Raises PreconditionError (SNAPSHOTS_OFF without a data directory, TENSORS_UNDECLARED before there are partitions) and
+        UnavailableError / SNAPSHOT_FAILED when the disk does not take it; the one before is still there then.
+        """
+        if self._directory is None:
+            raise PreconditionError("this server has no data directory: start it with --data-dir", reason="SNAPSHOTS_OFF")
+        async with self._writing:
+            state = self._state()
+            if state is None:
+                raise PreconditionError("this server holds no partitions yet: declare the job's tensors first", reason="TENSORS_UNDECLARED")
+            started = time.perf_counter()
+            image = ServerImage(state=state, partitions=await self._capture())
+            try:
+                nbytes = await asyncio.to_thread(write_snapshot, self._directory.snapshot, image)
+            except OSError as error:
+                self._metrics.snapshot_failures.inc()
+                raise UnavailableError(
+                    f"the snapshot could not be written to {self._directory.path}: {error}", reason="SNAPSHOT_FAILED"
+                ) from error
+            self._last = _fingerprint(image.state, {each.spec.partition_id: each.version for each in image.partitions})
+            self._metrics.snapshot_written(nbytes=nbytes, seconds=time.perf_counter() - started)
+            logger.info("snapshot written", extra={"path": self._directory.snapshot, "bytes": nbytes})
+            return Written(path=self._directory.snapshot, nbytes=nbytes)
+
+    async def write_if_changed(self) -> None:
+        """Writes one unless nothing was applied since the last. A failure is logged and counted; training goes on."""
+        state = self._state()
+        if self._directory is None or state is None:
+            return
+        summary = await self._shard.submit(lambda shard: shard.summary())
+        if _fingerprint(state, {number: version for number, version in summary.versions.items() if version}) == self._last:
+            return
+        try:
+            await self.write()
+        except UnavailableError as error:
+            logger.error("snapshot failed", extra={"error": error})
+
+    async def periodically(self, interval: timedelta) -> None:
+        """Writes one every `interval`, until cancelled."""
+        while True:
+            await asyncio.sleep(interval.total_seconds())
+            await self.write_if_changed()
+
+    async def _capture(self) -> tuple[PartitionImage, ...]:
+        images: list[PartitionImage] = []
+        for partition_id in await self._shard.submit(lambda shard: shard.partition_ids()):
+            image = await self._shard.submit(lambda shard, number=partition_id: shard.image(number))  # type: ignore[misc]
+            if image is not None:
+                images.append(image)
+        return tuple(images)
+
+
+def _fingerprint(state: ServerState, versions: dict[int, int]) -> tuple[object, ...]:
+    """Equal for two moments between which no value changed."""
+    return versions, state.configuration, state.layout.epoch

@@ -35,6 +35,8 @@ class GlooBackend(CommunicationBackend):
         super().__init__()
         self._forming: FormingGroup | None = None
         self._sockets: GroupSockets | None = None
+        self._store: Store | None = None
+        """Kept for the group, which holds only the C++ half of a store written in Python."""
 
     def _connect(self, store: Store, timeout: timedelta, connect_timeout: timedelta, hostname: str | None) -> dist.ProcessGroup:
         forming = FormingGroup(
@@ -48,7 +50,7 @@ class GlooBackend(CommunicationBackend):
                 group = forming.wait()
         finally:
             self._forming = None
-        self._sockets = group.sockets
+        self._sockets, self._store = group.sockets, store
         return _as_process_group(store, self.rank, self.world_size, group)
 
     def _break(self) -> None:
@@ -60,9 +62,9 @@ class GlooBackend(CommunicationBackend):
 
     def _release(self) -> None:
         # Destroying a group joins its threads, which takes some 10 ms: not on the way to the next group.
-        self._sockets = None
-        references, self._process_group = [self._process_group], None
-        if references[0] is not None:
+        references: list[object] = [self._process_group, self._store]
+        self._process_group = self._sockets = self._store = None
+        if any(references):
             threading.Thread(target=references.clear, name="shoal-gloo-reaper").start()
 
     def _is_broken(self, error: RuntimeError) -> bool:

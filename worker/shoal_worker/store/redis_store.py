@@ -42,20 +42,22 @@ class RedisStore(Store):
     """A torch store in the Redis hash `prefix` of the server at `url` (redis://, rediss:// or unix://).
 
     `timeout` is how long get, wait, multi_get and queue_pop wait. `lifetime`: Redis forgets the whole store that long after its last
-    write. Raises ConfigurationError (bad URL or prefix), AuthenticationError, UnavailableError.
+    write. Keep a reference for as long as C++ uses the store: torch's process groups and PrefixStore hold only its C++ half.
+
+    Raises ConfigurationError (bad URL or prefix), AuthenticationError, UnavailableError.
     """
 
     def __init__(self, url: str, prefix: str, *, timeout: timedelta = DEFAULT_TIMEOUT, lifetime: timedelta = DEFAULT_LIFETIME) -> None:
         _check(prefix, timeout, lifetime)
-        self._set_up(StoreConnection(url), _Abort(), prefix, timeout, lifetime)
+        self._set_up(StoreConnection(url), prefix, timeout, lifetime)
 
-    def _set_up(self, connection: StoreConnection, abort: _Abort, prefix: str, timeout: timedelta, lifetime: timedelta) -> None:
+    def _set_up(self, connection: StoreConnection, prefix: str, timeout: timedelta, lifetime: timedelta) -> None:
         Store.__init__(self)
         self.set_timeout(timeout)
         self.prefix = prefix
         self._lifetime = lifetime
         self._channels = f"{prefix}:wake:"
-        self._abort = abort
+        self._abort = _Abort()
         self._connection = connection
         connection.retain()
         self._release = weakref.finalize(self, connection.release, wait=False)
@@ -163,16 +165,21 @@ class RedisStore(Store):
         return cast(timedelta, super().timeout)  # type: ignore[misc]  # torch's stub leaves it out
 
     def clone(self) -> RedisStore:
-        """A store over the same keys and the same connections. Aborting one aborts the other."""
-        return self._derive(self.prefix, self._abort)
+        """The store itself: it may be used from any thread.
+
+        A copy made for a caller in C++ would lose its Python half at once: C++ holds only the other.
+        """
+        return self
 
     def with_prefix(self, prefix: str) -> RedisStore:
         """A store over other keys, with connections shared and an abort of its own: for the next generation."""
         _check(prefix, self.timeout, self._lifetime)
-        return self._derive(prefix, _Abort())
+        derived = RedisStore.__new__(RedisStore)
+        derived._set_up(self._connection, prefix, self.timeout, self._lifetime)
+        return derived
 
     def abort(self, reason: str) -> None:
-        """Makes every blocked and every later call on this store and its clones raise StoreAbortedError(reason). No I/O; any thread."""
+        """Makes every blocked and every later call on this store raise StoreAbortedError(reason). No I/O; any thread."""
         callbacks = self._abort.begin(reason)
         self._connection.wakeups.wake_all()
         for callback in callbacks:
@@ -215,11 +222,6 @@ class RedisStore(Store):
         if self._release.detach() is not None:
             self._connection.release(wait=True)
 
-    def _derive(self, prefix: str, abort: _Abort) -> RedisStore:
-        derived = RedisStore.__new__(RedisStore)
-        derived._set_up(self._connection, abort, prefix, self.timeout, self._lifetime)
-        return derived
-
     # --- how commands are sent and waited for
 
     def _write(self, script: Script, key: str, *arguments: str | bytes | int) -> Any:
@@ -251,6 +253,12 @@ class RedisStore(Store):
                         f"store {self.prefix!r}: Redis did not answer ({error}); tried {attempts} time(s)", reason="REDIS_UNAVAILABLE"
                     ) from error
                 time.sleep(_BACKOFF_S * 2**attempt)
+            except redis.RedisError:
+                raise
+            except Exception as error:
+                # `close` in another thread takes the connection away in the middle of a command, which redis-py reports in many ways.
+                self._raise_if_aborted(error)
+                raise
         raise AssertionError("unreachable: the last attempt returns or raises")
 
     def _wait_for_values(self, keys: list[str], timeout: timedelta) -> list[bytes]:
@@ -300,13 +308,13 @@ class RedisStore(Store):
             "is the rank that writes it running?"
         )
 
-    def _raise_if_aborted(self) -> None:
+    def _raise_if_aborted(self, cause: Exception | None = None) -> None:
         if self._abort.reason is not None:
-            raise StoreAbortedError(self._abort.reason)
+            raise StoreAbortedError(self._abort.reason) from cause
 
 
 class _Abort:
-    """Whether a store and its clones are aborted, and who else wants to know. The first reason stays."""
+    """Whether a store is aborted, and who else wants to know. The first reason stays."""
 
     def __init__(self) -> None:
         self.reason: str | None = None

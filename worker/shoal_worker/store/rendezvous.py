@@ -35,6 +35,9 @@ _REFRESH_S: Final = 1.0
 _PATIENCE_S: Final = 5.0
 """A rank that waits and has not refreshed its arrival for so long is taken for dead."""
 
+_STORES: Final[list[RedisStore]] = []
+"""Those handed to torch. It keeps only their C++ half, so they must be kept here; like torch's own stores, until the process ends."""
+
 _LOG: Final = logging.getLogger(__name__)
 
 
@@ -77,7 +80,9 @@ def rendezvous(url: str, timeout: timedelta = timedelta(minutes=30), **_: Any) -
     target = parse(url)
     lobby = RedisStore(target.server, f"shoal:{{{target.job}}}:rendezvous", timeout=timeout)
     prefix = _join_round(lobby, target, timeout)
-    yield lobby.with_prefix(prefix), target.rank, target.world_size
+    store = lobby.with_prefix(prefix)
+    _STORES.append(store)
+    yield store, target.rank, target.world_size
     raise RuntimeError("init_method redis:// cannot form the same group again: call init_process_group anew")
 
 

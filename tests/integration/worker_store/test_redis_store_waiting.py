@@ -1,0 +1,235 @@
+"""Waits wake by themselves, end at their deadline, are freed by an abort, and survive a server that is away."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+from shoal_common.errors import MembershipChanged
+from shoal_common.redis import EmbeddedRedis
+from shoal_worker.store import RedisStore, StoreAbortedError, StoreTimeoutError, StoreUnavailableError
+
+T = TypeVar("T")
+_DEADLINE_S = 10.0
+
+
+@pytest.fixture
+def threads() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor() as pool:
+        yield pool
+
+
+def _eventually(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + _DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true"
+        threading.Event().wait(0.005)
+
+
+def _blocked_on(store: RedisStore, key: str, waits: int = 1) -> Callable[[], bool]:
+    """Whether that many waits sleep on the key: their subscription is known to the server."""
+
+    def there() -> bool:
+        client = store._connection.client
+        return client.pubsub_numsub(f"{store.prefix}:wake:{key}")[0][1] >= 1 and len(_waits(store, key)) >= waits
+
+    return there
+
+
+def _waits(store: RedisStore, key: str) -> set[threading.Event]:
+    return store._connection.wakeups._waits.get(f"{store.prefix}:wake:{key}", set())
+
+
+def _result(future: Future[T]) -> T:
+    return future.result(timeout=_DEADLINE_S)
+
+
+def test_a_blocked_get_returns_when_another_store_sets_the_key(store: RedisStore, redis_url: str, threads: ThreadPoolExecutor) -> None:
+    writer = RedisStore(redis_url, store.prefix)
+    waiting = threads.submit(store.get, "late")
+    _eventually(_blocked_on(store, "late"))
+    writer.set("late", "here")
+    assert _result(waiting) == b"here"
+    writer.close()
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda store: store.set("key", "1"),
+        lambda store: store.add("key", 1),
+        lambda store: store.append("key", "1"),
+        lambda store: store.compare_set("key", "", "1"),
+        lambda store: store.multi_set(["other", "key"], ["0", "1"]),
+    ],
+    ids=["set", "add", "append", "compare_set", "multi_set"],
+)
+def test_every_kind_of_write_wakes_a_wait(store: RedisStore, threads: ThreadPoolExecutor, write: Callable[[RedisStore], object]) -> None:
+    waiting = threads.submit(store.get, "key")
+    _eventually(_blocked_on(store, "key"))
+    write(store)
+    assert _result(waiting) == b"1"
+
+
+def test_a_wake_up_needs_no_second_look_by_the_clock(store: RedisStore, threads: ThreadPoolExecutor) -> None:
+    """Twenty hand-overs in a row: with polling at the store's 0.5 s they would take 10 s."""
+
+    def answer() -> None:
+        for turn in range(20):
+            store.get(f"ball {turn}")
+            store.set(f"back {turn}", "x")
+
+    answering = threads.submit(answer)
+    started = time.monotonic()
+    for turn in range(20):
+        store.set(f"ball {turn}", "x")
+        store.get(f"back {turn}")
+    _result(answering)
+    assert time.monotonic() - started < 2.0
+
+
+def test_many_waits_on_one_key_all_wake(store: RedisStore, threads: ThreadPoolExecutor) -> None:
+    waiting = [threads.submit(store.get, "key") for _ in range(4)]
+    _eventually(_blocked_on(store, "key", waits=4))
+    store.set("key", "1")
+    assert [_result(one) for one in waiting] == [b"1"] * 4
+
+
+def test_a_wait_for_several_keys_ends_with_the_last(store: RedisStore, threads: ThreadPoolExecutor) -> None:
+    store.set("b", "2")
+    waiting = threads.submit(store.multi_get, ["a", "b", "c"])
+    _eventually(_blocked_on(store, "a"))
+    store.set("a", "1")
+    _eventually(_blocked_on(store, "c"))
+    store.set("c", "3")
+    assert _result(waiting) == [b"1", b"2", b"3"]
+
+
+def test_a_blocked_queue_pop_returns_what_is_pushed(store: RedisStore, threads: ThreadPoolExecutor) -> None:
+    waiting = threads.submit(store.queue_pop, "q")
+    _eventually(_blocked_on(store, "q"))
+    store.queue_push("q", "item")
+    assert _result(waiting) == b"item"
+
+
+def test_a_barrier_holds_until_all_have_come(store: RedisStore, redis_url: str, threads: ThreadPoolExecutor) -> None:
+    other = RedisStore(redis_url, store.prefix)
+    first = threads.submit(store.barrier, "b", 2, timedelta(seconds=10))
+    _eventually(_blocked_on(store, "b/last_member"))
+    assert not first.done()
+    other.barrier("b", 2)
+    _result(first)
+    other.close()
+
+
+def test_a_deadline_names_the_keys_that_did_not_come(store: RedisStore) -> None:
+    store.set("here", "1")
+    with pytest.raises(StoreTimeoutError, match=r"waited 0\.05 s for 'gone', 'lost'"):
+        store.wait(["here", "gone", "lost"], timedelta(milliseconds=50))
+
+
+def test_the_stores_own_timeout_holds_for_get(store: RedisStore) -> None:
+    store.set_timeout(timedelta(milliseconds=20))
+    assert store.timeout == timedelta(milliseconds=20)
+    with pytest.raises(StoreTimeoutError, match="'gone'"):
+        store.get("gone")
+
+
+def test_an_abort_frees_every_blocked_wait_and_forbids_later_ones(store: RedisStore, threads: ThreadPoolExecutor) -> None:
+    waiting = [threads.submit(store.get, "never"), threads.submit(store.queue_pop, "never"), threads.submit(store.wait, ["never"])]
+    _eventually(_blocked_on(store, "never", waits=3))
+    store.abort("generation 4 supersedes this one")
+    for one in waiting:
+        with pytest.raises(StoreAbortedError, match="generation 4"):
+            _result(one)
+    with pytest.raises(MembershipChanged):
+        store.get("never")
+    with pytest.raises(MembershipChanged):
+        store.set("a", "1")
+    assert store.aborted == "generation 4 supersedes this one"
+
+
+def test_an_abort_leaves_stores_of_other_prefixes_alone(store: RedisStore, threads: ThreadPoolExecutor) -> None:
+    following = store.with_prefix(store.prefix + ":next")
+    waiting = threads.submit(following.get, "key")
+    _eventually(_blocked_on(following, "key"))
+    store.abort("over")
+    following.set("key", "1")
+    assert _result(waiting) == b"1"
+
+
+def test_who_asks_to_be_called_on_an_abort_is_called_once_also_when_late(store: RedisStore) -> None:
+    called: list[str] = []
+    with store.on_abort(called.append):
+        store.abort("first")
+        store.abort("second")
+    assert called == ["first"]
+    with store.on_abort(called.append):
+        assert called == ["first", "first"]
+
+
+def test_a_wait_survives_a_restart_of_the_server(tmp_path: Path, threads: ThreadPoolExecutor) -> None:
+    server = EmbeddedRedis(tmp_path)
+    opened = RedisStore(server.url, "p", timeout=timedelta(seconds=20))
+    port = server.port
+    try:
+        waiting = threads.submit(opened.get, "key")
+        _eventually(_blocked_on(opened, "key"))
+        server.close()
+        server = EmbeddedRedis(tmp_path, port=port)
+        opened.set("key", "1")
+        assert _result(waiting) == b"1"
+    finally:
+        opened.close()
+        server.close()
+
+
+def test_a_server_that_is_gone_is_named_when_the_call_cannot_wait(tmp_path: Path) -> None:
+    with EmbeddedRedis(tmp_path) as server:
+        opened = RedisStore(server.url, "p")
+    with pytest.raises(StoreUnavailableError, match="Redis did not answer"):
+        opened.set("key", "1")
+    opened.close()
+
+
+def test_closing_a_store_ends_its_thread(redis_url: str, threads: ThreadPoolExecutor) -> None:
+    before = _listeners()
+    opened = RedisStore(redis_url, "p")
+    waiting = threads.submit(opened.get, "never")
+    _eventually(_blocked_on(opened, "never"))
+    opened.close()
+    opened.close()
+    with pytest.raises(StoreAbortedError, match="is closed"):
+        _result(waiting)
+    assert _listeners() <= before
+
+
+def test_a_store_that_is_forgotten_ends_its_thread(redis_url: str) -> None:
+    before = _listeners()
+    opened = RedisStore(redis_url, "p", timeout=timedelta(milliseconds=10))
+    with pytest.raises(StoreTimeoutError):
+        opened.get("never")
+    assert len(_listeners() - before) == 1
+    del opened
+    gc.collect()
+    _eventually(lambda: _listeners() <= before)
+
+
+def test_stores_that_share_connections_close_them_with_the_last(redis_url: str) -> None:
+    first = RedisStore(redis_url, "p")
+    second = first.with_prefix("q")
+    first.close()
+    second.set("a", "1")
+    assert second.get("a") == b"1"
+    second.close()
+
+
+def _listeners() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name == "shoal-store-wakeups"}

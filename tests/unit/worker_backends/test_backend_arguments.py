@@ -1,0 +1,123 @@
+"""What backends refuse before anything is sent. A world of one over torch's in-memory store: no network is needed to be told no."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from shoal_common.errors import ConfigurationError, InvalidRequestError, MembershipChanged, PreconditionError
+from shoal_worker.backends import CommunicationBackend, ReduceOp, backend_class, backend_names
+from shoal_worker.backends.gloo import GlooBackend
+
+
+@pytest.fixture
+def alone() -> Iterator[GlooBackend]:
+    backend = GlooBackend()
+    backend.initialize(rank=0, world_size=1, store=dist.HashStore(), hostname="127.0.0.1")
+    yield backend
+    backend.shutdown()
+
+
+def test_backends_are_found_by_name() -> None:
+    assert backend_class("gloo") is GlooBackend
+    assert {backend_class(name).name for name in backend_names()} == set(backend_names())
+
+
+def test_an_unknown_backend_is_refused_with_the_known_names() -> None:
+    with pytest.raises(ConfigurationError, match="backend='glo': expected one of gloo, nccl"):
+        backend_class("glo")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has a CUDA device")
+def test_nccl_without_cuda_names_the_remedy() -> None:
+    with pytest.raises(ConfigurationError, match="use backend='gloo'"):
+        backend_class("nccl")()
+
+
+def test_an_abstract_backend_cannot_be_made() -> None:
+    with pytest.raises(TypeError):
+        CommunicationBackend()  # type: ignore[abstract]
+
+
+@pytest.mark.parametrize(("rank", "world_size"), [(1, 1), (-1, 2), (0, 0)])
+def test_a_rank_outside_the_world_is_refused(rank: int, world_size: int) -> None:
+    with pytest.raises(ConfigurationError, match="expected 0 <= rank < world_size"):
+        GlooBackend().initialize(rank=rank, world_size=world_size, store=dist.HashStore())
+
+
+def test_a_timeout_of_nought_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="connect_timeout"):
+        GlooBackend().initialize(rank=0, world_size=1, store=dist.HashStore(), connect_timeout=timedelta(0))
+
+
+def test_a_hostname_of_another_machine_is_refused() -> None:
+    backend = GlooBackend()
+    with pytest.raises(ConfigurationError, match=r"hostname='192\.0\.2\.1'.*expected an address or name of this host"):
+        backend.initialize(rank=0, world_size=1, store=dist.HashStore(), hostname="192.0.2.1")
+
+
+def test_collectives_before_initialize_say_what_to_call() -> None:
+    with pytest.raises(PreconditionError, match=r"call initialize\(\) first"):
+        GlooBackend().all_reduce(torch.ones(1))
+
+
+def test_a_backend_serves_one_group_only(alone: GlooBackend) -> None:
+    with pytest.raises(PreconditionError, match="make a new one"):
+        alone.initialize(rank=0, world_size=1, store=dist.HashStore())
+
+
+def test_its_state_tells_where_it_is_in_its_life(alone: GlooBackend) -> None:
+    assert (alone.rank, alone.world_size, alone.is_initialized) == (0, 1, True)
+    assert (alone.process_group.rank(), alone.process_group.size()) == (0, 1)
+    alone.shutdown()
+    alone.shutdown()
+    assert not alone.is_initialized
+    with pytest.raises(MembershipChanged, match="was shut down"):
+        alone.barrier()
+
+
+def test_the_first_reason_of_an_abort_stays(alone: GlooBackend) -> None:
+    alone.abort("generation 7")
+    alone.abort("generation 8")
+    with pytest.raises(MembershipChanged, match="generation 7"):
+        alone.all_reduce(torch.ones(1))
+
+
+def test_a_backend_aborted_before_it_is_initialized_stays_so() -> None:
+    backend = GlooBackend()
+    backend.abort("too late")
+    with pytest.raises(PreconditionError):
+        backend.initialize(rank=0, world_size=1, store=dist.HashStore())
+
+
+def test_arguments_that_cannot_work_are_named(alone: GlooBackend) -> None:
+    grid = torch.ones(2, 2)
+    with pytest.raises(InvalidRequestError, match=r"non-contiguous.*\.contiguous\(\)"):
+        alone.all_reduce(grid.t())
+    with pytest.raises(InvalidRequestError, match="AVERAGE of torch.int64"):
+        alone.all_reduce(torch.ones(2, dtype=torch.int64), ReduceOp.AVERAGE)
+    with pytest.raises(InvalidRequestError, match="one dtype"):
+        alone.all_gather(torch.empty(2), torch.ones(2, dtype=torch.float64))
+    with pytest.raises(InvalidRequestError, match="expected world_size=1 times as many"):
+        alone.all_gather(torch.empty(3), torch.ones(2))
+    with pytest.raises(InvalidRequestError, match="expected world_size=1 times as many"):
+        alone.reduce_scatter(torch.empty(3), torch.ones(2))
+    with pytest.raises(InvalidRequestError, match="source=1; expected a rank from 0 to 0"):
+        alone.broadcast(grid, 1)
+    with pytest.raises(InvalidRequestError, match="tensor missing; only rank 0 gives one"):
+        alone.scatter(grid, None, 0)
+    with pytest.raises(InvalidRequestError, match=r"output_sizes=\[1\]; expected 1 sizes that sum to 2"):
+        alone.all_to_all(grid, grid, [1], [2])
+    with pytest.raises(InvalidRequestError, match="destination=0 is this rank itself"):
+        alone.send(grid, 0)
+    assert alone.is_initialized
+
+
+def test_an_unsupported_dtype_is_the_callers_error_and_leaves_the_group_whole(alone: GlooBackend) -> None:
+    with pytest.raises(RuntimeError) as caught:
+        alone.all_reduce(torch.ones(2, dtype=torch.complex64), ReduceOp.MAX)
+    assert not isinstance(caught.value, MembershipChanged)
+    alone.all_reduce(torch.ones(2))

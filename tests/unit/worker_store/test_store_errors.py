@@ -1,0 +1,26 @@
+"""A store's errors are Shoal's and torch's at once."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+from shoal_common.errors import DeadlineError, InvalidRequestError, MembershipChanged, ShoalError, UnavailableError
+from shoal_worker.store import StoreAbortedError, StoreTimeoutError, StoreUnavailableError, StoreValueError
+
+
+@pytest.mark.parametrize(
+    ("raised", "ours", "theirs"),
+    [
+        (StoreTimeoutError, DeadlineError, dist.DistStoreError),
+        (StoreAbortedError, MembershipChanged, dist.DistStoreError),
+        (StoreValueError, InvalidRequestError, dist.DistStoreError),
+        (StoreUnavailableError, UnavailableError, dist.DistNetworkError),
+    ],
+)
+def test_code_written_for_torch_or_for_shoal_catches_it(raised: type[ShoalError], ours: type[ShoalError], theirs: type[Exception]) -> None:
+    error = raised("what happened")
+    assert isinstance(error, ours)
+    assert isinstance(error, theirs)
+    assert isinstance(error, RuntimeError)
+    assert str(error) == "what happened"
+    assert error.reason == ours.default_reason

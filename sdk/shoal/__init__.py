@@ -1,0 +1,138 @@
+"""Elastic distributed training for PyTorch: `import shoal` is the whole public API.
+
+All but the errors is imported when it is first used (PEP 562), so that what needs no torch does not wait for it: the command line and the
+launcher live in this package too. Type checkers and editors read the imports below, the interpreter reads `_HOMES`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from shoal_common.errors import (
+    AuthenticationError,
+    ConfigurationError,
+    CorruptDataError,
+    DeadlineError,
+    InternalError,
+    InvalidRequestError,
+    LimitError,
+    MembershipChanged,
+    PermissionDeniedError,
+    PreconditionError,
+    ShoalError,
+    StaleGenerationError,
+    UnavailableError,
+    UnknownResourceError,
+)
+
+if TYPE_CHECKING:
+    from shoal_common.clients.coordinator import CoordinatorClient
+    from shoal_common.clients.parameter_server import ParameterServerClient
+    from shoal_common.rpc.channel import ChannelSettings
+    from shoal_common.security import TlsSettings
+    from shoal_worker.api import (
+        ElasticDataLoader,
+        ShardedModel,
+        ShardedOptimizer,
+        ShardingConfiguration,
+        StepStatus,
+        as_distributed,
+        as_distributed_for_high_bandwidth,
+        as_distributed_for_low_bandwidth,
+        device,
+        evaluate,
+        generation,
+        init,
+        is_joining,
+        rank,
+        register_state,
+        report,
+        resume,
+        save_checkpoint,
+        shutdown,
+        world_size,
+    )
+    from shoal_worker.backends.base import CommunicationBackend
+    from shoal_worker.backends.gloo import GlooBackend
+    from shoal_worker.backends.nccl import NCCLBackend
+    from shoal_worker.strategies.async_sgd import AsyncSGDModel, AsyncSGDOptimizer
+    from shoal_worker.strategies.ddp import DDPModel, DDPOptimizer
+
+__all__ = [
+    "AsyncSGDModel",
+    "AsyncSGDOptimizer",
+    "AuthenticationError",
+    "ChannelSettings",
+    "CommunicationBackend",
+    "ConfigurationError",
+    "CoordinatorClient",
+    "CorruptDataError",
+    "DDPModel",
+    "DDPOptimizer",
+    "DeadlineError",
+    "ElasticDataLoader",
+    "GlooBackend",
+    "InternalError",
+    "InvalidRequestError",
+    "LimitError",
+    "MembershipChanged",
+    "NCCLBackend",
+    "ParameterServerClient",
+    "PermissionDeniedError",
+    "PreconditionError",
+    "ShardedModel",
+    "ShardedOptimizer",
+    "ShardingConfiguration",
+    "ShoalError",
+    "StaleGenerationError",
+    "StepStatus",
+    "TlsSettings",
+    "UnavailableError",
+    "UnknownResourceError",
+    "as_distributed",
+    "as_distributed_for_high_bandwidth",
+    "as_distributed_for_low_bandwidth",
+    "device",
+    "evaluate",
+    "generation",
+    "init",
+    "is_joining",
+    "rank",
+    "register_state",
+    "report",
+    "resume",
+    "save_checkpoint",
+    "shutdown",
+    "world_size",
+]
+
+_API = "shoal_worker.api"
+_HOMES = {
+    "AsyncSGDModel": "shoal_worker.strategies.async_sgd",
+    "AsyncSGDOptimizer": "shoal_worker.strategies.async_sgd",
+    "ChannelSettings": "shoal_common.rpc.channel",
+    "CommunicationBackend": "shoal_worker.backends.base",
+    "CoordinatorClient": "shoal_common.clients.coordinator",
+    "DDPModel": "shoal_worker.strategies.ddp",
+    "DDPOptimizer": "shoal_worker.strategies.ddp",
+    "GlooBackend": "shoal_worker.backends.gloo",
+    "NCCLBackend": "shoal_worker.backends.nccl",
+    "ParameterServerClient": "shoal_common.clients.parameter_server",
+    "TlsSettings": "shoal_common.security",
+}
+"""Where a public name lives; all others are the API's."""
+
+
+def __getattr__(name: str) -> Any:
+    from importlib import import_module, metadata
+
+    if name == "__version__":
+        return metadata.version("shoal")
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_HOMES.get(name, _API)), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, "__version__"})

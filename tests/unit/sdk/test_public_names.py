@@ -1,0 +1,59 @@
+"""`import shoal`: every public name is there, and nothing is imported before it is used."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import shoal
+
+
+def checked_imports() -> dict[str, str]:
+    """What type checkers are told: name to module, of the imports that the interpreter skips."""
+    tree = ast.parse(Path(shoal.__file__).read_text())
+    block = next(node for node in tree.body if isinstance(node, ast.If))
+    return {alias.name: str(node.module) for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+
+
+@pytest.mark.parametrize("name", shoal.__all__)
+def test_every_public_name_is_there_under_its_own_name(name: str) -> None:
+    assert getattr(shoal, name).__name__ == name
+
+
+def test_type_checkers_and_the_interpreter_find_the_same_things() -> None:
+    for name, module in checked_imports().items():
+        assert getattr(import_module(module), name) is getattr(shoal, name), name
+    assert set(shoal._HOMES) <= set(checked_imports())
+
+
+def test_the_workers_whole_api_is_public() -> None:
+    from shoal_worker import api
+
+    assert set(api.__all__) <= set(shoal.__all__)
+
+
+def test_all_errors_are_public() -> None:
+    from shoal_common import errors
+
+    tree = {name for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, errors.ShoalError)}
+    assert tree <= set(shoal.__all__)
+
+
+def test_unknown_names_are_attribute_errors() -> None:
+    with pytest.raises(AttributeError, match="module 'shoal' has no attribute 'nothing'"):
+        _ = shoal.nothing
+
+
+def test_names_and_version_are_listed() -> None:
+    assert set(shoal.__all__) <= set(dir(shoal))
+    assert shoal.__version__.count(".") == 2
+
+
+@pytest.mark.parametrize("statement", ["import shoal", "import shoal.cli", "import shoal.launcher.agent, shoal.launcher.standalone"])
+def test_what_needs_no_torch_does_not_import_it(statement: str) -> None:
+    code = f"{statement}; import sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

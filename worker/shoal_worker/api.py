@@ -17,7 +17,7 @@ from shoal_worker.config import ShardingConfiguration
 from shoal_worker.data.loader import ElasticDataLoader
 from shoal_worker.elastic.contract import StepStatus
 from shoal_worker.elastic.current import current_session, find_session
-from shoal_worker.elastic.evaluation import IteratedBatches, PlannedBatches
+from shoal_worker.elastic.evaluation import IteratedBatches
 from shoal_worker.elastic.evaluation import evaluate as _evaluate
 from shoal_worker.elastic.start import open_session
 from shoal_worker.strategies import registry
@@ -132,7 +132,7 @@ def evaluate(model: nn.Module, loader: Any, fn: Callable[[nn.Module, Any], Mappi
         loader: an `ElasticDataLoader(train=False)`, or any loader with a length that gives the same batches on every rank.
         fn: called with the model and one batch.
     """
-    batches = PlannedBatches(loader) if isinstance(loader, ElasticDataLoader) else IteratedBatches(loader)
+    batches = loader.evaluation_batches() if isinstance(loader, ElasticDataLoader) else IteratedBatches(loader)
     return _evaluate(current_session(), model, batches, fn)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import threading
 from datetime import timedelta
 from typing import ClassVar, Final
 
@@ -16,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import GroupName, PrefixStore, Store
 
+from shoal_worker.backends import reaper
 from shoal_worker.backends.base import CommunicationBackend
 from shoal_worker.backends.forming import FormingGroup, GlooGroup
 from shoal_worker.backends.interface import address_for
@@ -61,11 +61,10 @@ class GlooBackend(CommunicationBackend):
             sockets.shut_down()
 
     def _release(self) -> None:
-        # Destroying a group joins its threads, which takes some 10 ms: not on the way to the next group.
         references: list[object] = [self._process_group, self._store]
         self._process_group = self._sockets = self._store = None
         if any(references):
-            threading.Thread(target=references.clear, name="shoal-gloo-reaper").start()
+            reaper.drop(references)
 
     def _is_broken(self, error: RuntimeError) -> bool:
         return "gloo/transport" in str(error)

@@ -15,7 +15,6 @@ from shoal_common.errors import ConfigurationError
 from torch import nn
 
 if TYPE_CHECKING:
-    from shoal_worker.data.loader import ElasticDataLoader
     from shoal_worker.elastic.group import Channel
     from shoal_worker.elastic.session import Session
 
@@ -53,22 +52,6 @@ class IteratedBatches:
                 wanted.discard(number)
                 if not wanted:
                     return
-
-
-class PlannedBatches:
-    """The batches of an `ElasticDataLoader(train=False)`: only those that are wanted are fetched."""
-
-    def __init__(self, loader: ElasticDataLoader) -> None:
-        self._loader = loader
-        self._batches = loader.batches()
-
-    def __len__(self) -> int:
-        return len(self._batches)
-
-    def read(self, numbers: Iterable[int]) -> Iterator[tuple[int, Any]]:
-        """See `Batches`."""
-        wanted = sorted(numbers)
-        return zip(wanted, self._loader.stream([self._batches[n] for n in wanted]), strict=True)
 
 
 def evaluate(session: Session, model: nn.Module, batches: Batches, fn: Callable[[nn.Module, Any], Mapping[str, Any]]) -> Sums:

@@ -18,6 +18,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from shoal_common.errors import MembershipChanged, ShoalError
+from torch._C._distributed_c10d import AllgatherOptions
 
 from shoal_worker.backends.base import CommunicationBackend
 from shoal_worker.elastic.generation import Generation
@@ -158,7 +159,7 @@ class Group:
             return [mine]
         with self._failures("all_gather"):
             outputs = [torch.empty_like(mine) for _ in range(self.world_size)]
-            self._process_group.allgather([outputs], [mine], dist.AllgatherOptions()).wait()
+            self._process_group.allgather([outputs], [mine], AllgatherOptions()).wait()
             return outputs
 
     def _check(self) -> None:

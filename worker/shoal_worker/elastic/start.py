@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 import threading
+from datetime import timedelta
 from types import FrameType, TracebackType
 
 from shoal_common.clients.coordinator import CoordinatorClient
@@ -17,6 +18,7 @@ from shoal_common.rpc.channel import ChannelSettings
 from shoal_common.security import TlsSettings
 from shoal_common.telemetry import HttpServer, serve_metrics
 
+from shoal_worker.backends import reaper
 from shoal_worker.elastic.current import find_session, set_session
 from shoal_worker.elastic.link import MemberIdentity
 from shoal_worker.elastic.membership import Membership
@@ -92,6 +94,8 @@ class _Exit:
         self._session.close(failed=self._failed)
         if self._http is not None:
             self._http.close()
+        if not reaper.wait(timedelta(seconds=5)):
+            _log.warning("a process group is still being destroyed; leaving without it")
 
     def _drain(self, _signal: int, _frame: FrameType | None) -> None:
         # The second SIGTERM ends the process at once.

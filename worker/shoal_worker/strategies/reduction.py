@@ -109,7 +109,8 @@ class OverlappedReduction:
             bucket_cap_mb=bucket_cap_mb,
             find_unused_parameters=find_unused_parameters,
         )
-        self._ddp.register_comm_hook(None, self._reduce_bucket)
+        # A lambda: DDP compares annotations with classes, and finds strings where annotations are postponed.
+        self._ddp.register_comm_hook(None, lambda state, bucket: self._reduce_bucket(bucket))
         self._fix_buckets(trained)
 
     def _fix_buckets(self, trained: Sequence[nn.Parameter]) -> None:
@@ -152,7 +153,7 @@ class OverlappedReduction:
             buffer.copy_(reduced.view_as(buffer))
         self._reduced_buffers = []
 
-    def _reduce_bucket(self, _state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def _reduce_bucket(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """DDP's communication hook. Never raises: a failure marks the step lost and gives zeros."""
         buffer = bucket.buffer()
         session = self._session

@@ -220,13 +220,16 @@ def _command(binary: Path, directory: Path, port: int) -> list[str]:
 
 
 def _wait_until_answering(child: _Child) -> None:
-    """Until the process with this very pid answers: another server could have taken the port."""
+    """Until the process with this very pid has loaded its data: another server could have taken the port.
+
+    INFO is answered while data is still being loaded (and may yet be found corrupt); PING is not.
+    """
     deadline = time.monotonic() + _START_DEADLINE_S
     client = redis.Redis(host="127.0.0.1", port=child.port, socket_timeout=1.0, socket_connect_timeout=1.0, retry=Retry(NoBackoff(), 0))
     try:
         while time.monotonic() < deadline:
             with contextlib.suppress(redis.RedisError, OSError):
-                if client.info("server")["process_id"] == child.process.pid:
+                if client.ping() and client.info("server")["process_id"] == child.process.pid:
                     return
             if child.ended.wait(0.005):
                 raise UnavailableError(f"the embedded Redis server ended with status {child.process.returncode}")

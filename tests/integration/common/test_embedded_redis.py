@@ -174,6 +174,13 @@ def test_a_directory_that_cannot_be_made_is_named(tmp_path):
         EmbeddedRedis(tmp_path / "file" / "data")
 
 
+def test_large_data_is_loaded_before_the_server_counts_as_started(tmp_path):
+    with EmbeddedRedis(tmp_path) as server, redis.Redis.from_url(server.url) as client:
+        client.mset({f"key:{number}": b"x" * 1000 for number in range(50_000)})
+    with EmbeddedRedis(tmp_path) as server, redis.Redis.from_url(server.url) as client:
+        assert client.dbsize() == 50_000
+
+
 def test_a_corrupt_append_only_file_is_told_with_the_servers_own_words(tmp_path):
     with EmbeddedRedis(tmp_path) as server, redis.Redis.from_url(server.url) as client:
         client.set("a", "b" * 1000)

@@ -92,6 +92,18 @@ def test_a_bug_in_a_handler_is_internal_logged_and_not_told_in_detail(serve, cal
     assert any(record.exc_info and "secret" in str(record.exc_info[1]) for record in caplog.records)
 
 
+def test_a_caller_that_goes_away_is_counted_and_is_no_error_in_the_log(serve, caplog):
+    slow = Slow()
+    running = serve(slow)
+    with running.client() as client:
+        result = _in_background(lambda: client.get_job("mnist"))
+        assert slow.begun.wait(20)
+    assert result()["error"].reason == "CLIENT_CLOSED"
+    assert slow.cancelled.wait(20)
+    assert running.counted(1, "grpc_server_handled_total", grpc_type="unary", grpc_method="GetJob", grpc_code="Canceled")
+    assert [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")] == []
+
+
 def test_what_a_service_does_not_implement_is_unimplemented(serve):
     with serve(Scripted()).client() as client, pytest.raises(ShoalError) as raised:
         client.stop_job("mnist")

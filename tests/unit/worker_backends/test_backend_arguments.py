@@ -97,7 +97,7 @@ def test_arguments_that_cannot_work_are_named(alone: GlooBackend) -> None:
     grid = torch.ones(2, 2)
     with pytest.raises(InvalidRequestError, match=r"non-contiguous.*\.contiguous\(\)"):
         alone.all_reduce(grid.t())
-    with pytest.raises(InvalidRequestError, match="AVERAGE of torch.int64"):
+    with pytest.raises(InvalidRequestError, match=r"AVERAGE of torch\.int64"):
         alone.all_reduce(torch.ones(2, dtype=torch.int64), ReduceOp.AVERAGE)
     with pytest.raises(InvalidRequestError, match="one dtype"):
         alone.all_gather(torch.empty(2), torch.ones(2, dtype=torch.float64))

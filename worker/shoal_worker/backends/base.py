@@ -200,7 +200,7 @@ class CommunicationBackend(abc.ABC):
         """Writes the `tensor` of all ranks into `output`, one after the other by rank. `output` holds world_size times as many elements."""
         group = self._checked("all_gather", output, tensor)
         self._check_parts("all_gather", "output", output, "tensor", tensor)
-        return self._handle("all_gather", lambda: group.all_gather_single(output, tensor, AllgatherOptions()), async_op)
+        return self._handle("all_gather", lambda: group.all_gather_single(output.view(-1), tensor.view(-1), AllgatherOptions()), async_op)
 
     def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp = ReduceOp.SUM, *, async_op: bool = False) -> Handle:
         """Reduces `tensor` over all ranks and writes this rank's part of it into `output`. `tensor` holds world_size parts, by rank."""
@@ -208,9 +208,8 @@ class CommunicationBackend(abc.ABC):
         self._check_parts("reduce_scatter", "tensor", tensor, "output", output)
         options = ReduceScatterOptions()
         options.reduceOp = self._torch_op(op)
-        return self._handle(
-            "reduce_scatter", lambda: group.reduce_scatter_single(output, tensor, options), async_op, self._average(op, output)
-        )
+        flat = output.view(-1), tensor.view(-1)
+        return self._handle("reduce_scatter", lambda: group.reduce_scatter_single(*flat, options), async_op, self._average(op, output))
 
     def broadcast(self, tensor: torch.Tensor, source: int, *, async_op: bool = False) -> Handle:
         """Copies `tensor` of rank `source` into `tensor` of every rank."""
@@ -272,26 +271,28 @@ class CommunicationBackend(abc.ABC):
     # --- checks
 
     def _handle(self, what: str, issue: Callable[[], dist.Work], async_op: bool, finish: Callable[[], None] | None = None) -> Handle:
-        def translate(error: RuntimeError) -> Exception:
-            return self._translated(what, error)
+        def raise_if_lost(error: RuntimeError) -> None:
+            self._raise_if_lost(what, error)
 
         try:
-            handle = Handle(issue(), finish=finish, translate=translate)
+            handle = Handle(issue(), finish=finish, failed=raise_if_lost)
         except RuntimeError as error:
-            raise translate(error) from error
+            raise_if_lost(error)
+            raise
         if not async_op:
             handle.wait()
         return handle
 
-    def _translated(self, what: str, error: RuntimeError) -> Exception:
+    def _raise_if_lost(self, what: str, error: RuntimeError) -> None:
         """After a failure on the wire all later collectives fail too, and peers must hear of it now, not at their timeout.
 
         Other errors (an unsupported dtype, say) are the caller's, and leave the group as it is.
         """
         if self._reason is None and not self._is_broken(error):
-            return error
-        self.abort(f"{what} on rank {self.rank} of {self.world_size} failed: {cause_of(error)}")
-        return MembershipChanged(self._reason or cause_of(error))
+            return
+        cause = cause_of(error)
+        self.abort(f"{what} on rank {self.rank} of {self.world_size} failed: {cause}")
+        raise MembershipChanged(self._reason or cause) from error
 
     def _torch_op(self, op: ReduceOp) -> dist.ReduceOp:
         known = ReduceOp.SUM if op is ReduceOp.AVERAGE and not self.averages_natively else op

@@ -14,12 +14,12 @@ from shoal_common.errors import PreconditionError
 class Handle:
     """The completion of one collective."""
 
-    def __init__(self, work: dist.Work, *, finish: Callable[[], None] | None, translate: Callable[[RuntimeError], Exception]) -> None:
-        """`finish` runs once `work` has completed. `translate` turns its failure into what `wait` raises."""
+    def __init__(self, work: dist.Work, *, finish: Callable[[], None] | None, failed: Callable[[RuntimeError], None]) -> None:
+        """`finish` runs once `work` has completed. `failed` sees its failure first, and may raise another error instead."""
         self._work: dist.Work | None = work
         self._failure: str | None = None
         self._finish = finish
-        self._translate = translate
+        self._failed = failed
 
     def wait(self) -> None:
         """Returns when the result is in place; may be called again. Raises MembershipChanged when the group failed."""
@@ -34,7 +34,8 @@ class Handle:
                 # Only the text is kept: the error itself refers, by its traceback, to this handle and to the group.
                 self._failure = str(error)
                 del work
-                raise self._translate(error) from error
+                self._failed(error)
+                raise
         if self._finish is not None:
             finish, self._finish = self._finish, None
             finish()

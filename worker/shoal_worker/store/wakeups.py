@@ -5,7 +5,7 @@ channel and gets a `threading.Event` that the listener sets. Published messages 
 must look again by itself from time to time: this module promises to be quick, not to be sure. It knows no keys and no values.
 
 Threads: `watch` and `wake_all` are for any thread. The subscription belongs to the listener thread alone; others reach it by a message
-to its inbox channel. The listener starts with the first wait and ends within LISTEN_TIMEOUT_S of `stop`.
+to its inbox channel. The listener starts with a wait and ends some seconds after the last, or within LISTEN_TIMEOUT_S of `stop`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 import uuid
 from collections.abc import Iterator
 from typing import Any, Final
@@ -24,6 +25,8 @@ _LOG: Final = logging.getLogger(__name__)
 LISTEN_TIMEOUT_S: Final = 0.5
 """Longest time for which the listener does not look at what it should listen to; also how long a stop can take."""
 _RECONNECT_PAUSE_S: Final = 0.1
+_LINGER_S: Final = 5.0
+"""How long the listener stays when nobody waits any more: a group that forms waits often, and one that trains never."""
 
 
 class Wakeups:
@@ -89,17 +92,20 @@ class Wakeups:
     def _listen(self) -> None:
         subscription = self._client.pubsub()
         failing = False
+        needed_at = time.monotonic()
         try:
             while not self._stopped.is_set():
+                if self._waits:
+                    needed_at = time.monotonic()
+                elif self._retires(needed_at):
+                    return
                 try:
                     self._follow_waits(subscription)
                     message = subscription.get_message(timeout=LISTEN_TIMEOUT_S)
                     failing = False
                 except (redis.RedisError, OSError) as error:
                     if not failing:
-                        _LOG.warning(
-                            "the store's wake-up connection broke; waits look for their keys by themselves until it is back: %s", error
-                        )
+                        _LOG.warning("the store's wake-up connection broke; until it is back, waits look for keys by the clock: %s", error)
                     failing = True
                     self._stopped.wait(_RECONNECT_PAUSE_S)
                     continue
@@ -107,6 +113,14 @@ class Wakeups:
                     self._wake(message["channel"].decode())
         finally:
             subscription.close()
+
+    def _retires(self, needed_at: float) -> bool:
+        """Whether the listener ends because nobody has waited for long. The next wait then starts another."""
+        with self._lock:
+            if self._waits or time.monotonic() - needed_at < _LINGER_S:
+                return False
+            self._thread = None
+            return True
 
     def _follow_waits(self, subscription: Any) -> None:
         """Subscribes to what is waited for and drops the rest. The server's answer to a subscription wakes the wait once."""

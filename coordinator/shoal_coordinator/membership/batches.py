@@ -1,0 +1,118 @@
+"""Which batches of an epoch are leased to whom: first come first served, and those of a lost member dealt again.
+
+`Epoch` and `Loader` are the frozen values that are kept; `Ledger` is the working copy of one epoch within one transition, so that a
+thousand requests folded together copy the leases once. Which batches are finished is not stored: they are those that were dealt and
+are neither leased nor returned.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """The last answer to a member that numbers its requests, so that a repeated request gets the same one."""
+
+    sequence: int
+    batches: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Epoch:
+    """Leases of one loader's epoch."""
+
+    batches: int
+    """How many it has; they are numbered from 0."""
+    dealt: int = 0
+    """Batches below this were leased at least once."""
+    returned: tuple[int, ...] = ()
+    """Dealt to members that are gone, to be dealt again; ascending."""
+    leased: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Member id -> batches it has not acknowledged yet; never empty ones. No batch is in two, or in `returned` too."""
+    answers: Mapping[str, Answer] = field(default_factory=dict)
+    """Member id -> the answer to its last numbered request."""
+
+    @property
+    def is_done(self) -> bool:
+        """Every batch is finished."""
+        return self.dealt == self.batches and not self.returned and not self.leased
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loader:
+    """The newest epochs of one loader."""
+
+    epochs: Mapping[int, Epoch]
+    """Epoch number -> its leases; at least one."""
+
+
+class Ledger:
+    """One epoch while a transition works on it."""
+
+    def __init__(self, epoch: Epoch) -> None:
+        self.batches = epoch.batches
+        self.changed = False
+        """The epoch has to be written again."""
+        self._dealt = epoch.dealt
+        self._returned = list(epoch.returned)
+        self._leased = dict(epoch.leased)
+        self._answers = dict(epoch.answers)
+
+    def repeated(self, member_id: str, sequence: int) -> Answer | None:
+        """The answer that a request numbered `sequence` has had already; of a later request, if it is older than that."""
+        answer = self._answers.get(member_id)
+        return answer if answer is not None and sequence <= answer.sequence else None
+
+    def finish(self, member_id: str, finished: Iterable[int]) -> None:
+        """Acknowledges batches. What is not leased to this member is passed over: an acknowledgement said twice."""
+        done = set(finished)
+        left = tuple(batch for batch in self._leased.get(member_id, ()) if batch not in done)
+        self.changed |= len(left) < len(self._leased.get(member_id, ()))
+        if left:
+            self._leased[member_id] = left
+        else:
+            self._leased.pop(member_id, None)
+
+    def lease(self, member_id: str, want: int, sequence: int) -> tuple[int, ...]:
+        """Leases up to `want` batches, returned ones first, and remembers the answer if the request is numbered (sequence above 0)."""
+        batches = [heapq.heappop(self._returned) for _ in range(min(want, len(self._returned)))]
+        fresh = min(want - len(batches), self.batches - self._dealt)
+        batches.extend(range(self._dealt, self._dealt + fresh))
+        self._dealt += fresh
+        if batches:
+            self._leased[member_id] = (*self._leased.get(member_id, ()), *batches)
+        self.changed |= bool(batches or sequence)
+        if sequence:
+            self._answers[member_id] = Answer(sequence=sequence, batches=tuple(batches))
+        return tuple(batches)
+
+    def give_back(self, member_id: str) -> int:
+        """Takes the leases of a member that is gone; returns how many there were."""
+        batches = self._leased.pop(member_id, ())
+        for batch in batches:
+            heapq.heappush(self._returned, batch)
+        self._answers.pop(member_id, None)
+        self.changed = True
+        return len(batches)
+
+    def holds_of(self, member_id: str) -> bool:
+        """There is something of this member to give back."""
+        return member_id in self._leased or member_id in self._answers
+
+    def close(self) -> Epoch:
+        """The frozen value after this transition."""
+        return Epoch(
+            batches=self.batches,
+            dealt=self._dealt,
+            returned=tuple(sorted(self._returned)),
+            leased=self._leased,
+            answers=self._answers,
+        )
+
+    @property
+    def is_done(self) -> bool:
+        """Every batch is finished."""
+        return self._dealt == self.batches and not self._returned and not self._leased

@@ -1,0 +1,238 @@
+"""The working copy of a job's state within one transition.
+
+A transition folds many events; mappings of ten thousand members are copied once, when the first event changes them, and what changed is
+noted so that only that is written. A draft belongs to one call of `transition`; it is the only mutable thing in the core.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+from shoal_coordinator.membership.batches import Epoch, Ledger, Loader
+from shoal_coordinator.membership.effects import Effect, Record
+from shoal_coordinator.membership.pulse import Pulse, Pulses
+from shoal_coordinator.membership.spec import Policy
+from shoal_coordinator.membership.state import Departure, JobState, Member, MemberPhase, Now, Server
+
+_MAPPINGS = frozenset({"members", "departed", "servers", "loaders", "population"})
+_WRITTEN_APART = frozenset({"generation", "layout"})
+_NOT_WRITTEN = frozenset({"population", "grace_until_ms", "incident", "formed_ms", "fresh_failures"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Changes:
+    """What of the state has to be written: keys of the mappings whose entry was put or removed, and which other parts differ."""
+
+    header: bool
+    """Any of the small fields: phase, number, accusations and so on."""
+    generation: bool
+    layout: bool
+    members: frozenset[str]
+    departed: frozenset[str]
+    servers: frozenset[str]
+    loaders: frozenset[str]
+
+    def __bool__(self) -> bool:
+        return any(getattr(self, item.name) for item in fields(self))
+
+
+class Draft:
+    """A job's state while events are folded into it, and what they lead to."""
+
+    def __init__(self, state: JobState, *, now: Now, pulses: Pulses, nonce: str, policy: Policy) -> None:
+        self.now = now
+        self.pulses = pulses
+        self.nonce = nonce
+        """For the generation that this transition may form; there is at most one."""
+        self.policy = policy
+        self.spec = state.spec
+
+        self.phase = state.phase
+        self.number = state.number
+        self.generation = state.generation
+        self.layout = state.layout
+        self.last_order = state.last_order
+        self.accusations = state.accusations
+        self.stop_reason = state.stop_reason
+        self.departing = state.departing
+        self.grace_until_ms = state.grace_until_ms
+        self.incident = state.incident
+        self.formed_ms = state.formed_ms
+        self.fresh_failures = state.fresh_failures
+
+        self.broken: list[str] = []
+        """Why the newest generation (or one that members still work in) cannot go on; empty: it can."""
+        self.unplaced: dict[str, None] = {}
+        """Members to be told to stand by, unless this transition gives them a rank."""
+        self.effects: list[Effect] = []
+        self.records: list[Record] = []
+        self.reasons: list[str] = []
+
+        self._before = state
+        self._members: dict[str, Member] | None = None
+        self._departed: dict[str, Departure] | None = None
+        self._servers: dict[str, Server] | None = None
+        self._population = Counter(state.population)
+        self._ledgers: dict[tuple[str, int], Ledger] = {}
+        self._dropped_epochs: set[tuple[str, int]] = set()
+        self._changed_members: set[str] = set()
+        self._changed_departed: set[str] = set()
+        self._changed_servers: set[str] = set()
+
+    # ------------------------------------------------------------------------------------------------------------ members
+
+    @property
+    def members(self) -> Mapping[str, Member]:
+        return self._before.members if self._members is None else self._members
+
+    @property
+    def departed(self) -> Mapping[str, Departure]:
+        return self._before.departed if self._departed is None else self._departed
+
+    def in_phase(self, phase: MemberPhase) -> int:
+        """How many members are in `phase`."""
+        return self._population[phase]
+
+    def put_member(self, member: Member) -> None:
+        """Adds or replaces a member."""
+        if self._members is None:
+            self._members = dict(self._before.members)
+        old = self._members.get(member.member_id)
+        if old is not None:
+            self._population[old.phase] -= 1
+        self._population[member.phase] += 1
+        self._members[member.member_id] = member
+        self._changed_members.add(member.member_id)
+
+    def remove_member(self, member_id: str, ending: str) -> None:
+        """Takes a member out for good: its id is remembered, its leases are dealt again, accusations against it are dropped."""
+        if self._members is None:
+            self._members = dict(self._before.members)
+        self._population[self._members.pop(member_id).phase] -= 1
+        self._changed_members.add(member_id)
+        if self._departed is None:
+            self._departed = dict(self._before.departed)
+        self._departed[member_id] = Departure(ending=ending, unix_ms=self.now.unix_ms)
+        self._changed_departed.add(member_id)
+        while len(self._departed) > self.policy.most_departed:
+            oldest = next(iter(self._departed))
+            del self._departed[oldest]
+            self._changed_departed.add(oldest)
+        for ledger in self._ledgers_holding(member_id):
+            ledger.give_back(member_id)
+        if self.accusations:
+            self.accusations = {pair: count for pair, count in self.accusations.items() if member_id not in pair}
+        self.unplaced.pop(member_id, None)
+
+    def pulse(self, member_id: str) -> Pulse | None:
+        """The last that was heard of a member; None: nothing since it joined."""
+        return self.pulses.members.get(member_id)
+
+    def works_in(self, member_id: str) -> int:
+        """The newest generation a member is known to work in; 0: none."""
+        pulse = self.pulses.members.get(member_id)
+        return pulse.generation if pulse is not None else 0
+
+    def place_of(self, member_id: str) -> int | None:
+        """A member's rank in the newest generation; None: it has none there."""
+        return None if self.generation is None else self.generation.rank_of.get(member_id)
+
+    # ------------------------------------------------------------------------------------------------------------ servers
+
+    @property
+    def servers(self) -> Mapping[str, Server]:
+        return self._before.servers if self._servers is None else self._servers
+
+    def put_server(self, server: Server) -> None:
+        """Adds or replaces a server."""
+        if self._servers is None:
+            self._servers = dict(self._before.servers)
+        self._servers[server.server_id] = server
+        self._changed_servers.add(server.server_id)
+
+    def remove_server(self, server_id: str) -> None:
+        """Frees a server's place."""
+        if self._servers is None:
+            self._servers = dict(self._before.servers)
+        del self._servers[server_id]
+        self._changed_servers.add(server_id)
+
+    # ------------------------------------------------------------------------------------------------------------ batches
+
+    def epochs_of(self, loader: str) -> set[int]:
+        """Epochs of a loader that have leases."""
+        kept = self._before.loaders.get(loader)
+        before = {epoch for epoch in kept.epochs if (loader, epoch) not in self._dropped_epochs} if kept is not None else set()
+        return before | {epoch for name, epoch in self._ledgers if name == loader}
+
+    def count_loaders(self) -> int:
+        """How many loaders have leases."""
+        return len(self._before.loaders.keys() | {loader for loader, _ in self._ledgers})
+
+    def ledger(self, loader: str, epoch: int) -> Ledger:
+        """The working copy of an epoch that has leases."""
+        if (loader, epoch) not in self._ledgers:
+            self._ledgers[loader, epoch] = Ledger(self._before.loaders[loader].epochs[epoch])
+        return self._ledgers[loader, epoch]
+
+    def open_epoch(self, loader: str, epoch: int, batches: int) -> None:
+        """Begins an epoch; the oldest ones above Policy.epochs_kept are dropped."""
+        self._ledgers[loader, epoch] = Ledger(Epoch(batches=batches))
+        self._ledgers[loader, epoch].changed = True
+        for oldest in sorted(self.epochs_of(loader))[: -self.policy.epochs_kept]:
+            self._ledgers.pop((loader, oldest), None)
+            self._dropped_epochs.add((loader, oldest))
+
+    def _ledgers_holding(self, member_id: str) -> list[Ledger]:
+        for name, loader in self._before.loaders.items():
+            for epoch, kept in loader.epochs.items():
+                if (member_id in kept.leased or member_id in kept.answers) and (name, epoch) not in self._dropped_epochs:
+                    self.ledger(name, epoch)
+        return [ledger for ledger in self._ledgers.values() if ledger.holds_of(member_id)]
+
+    # -------------------------------------------------------------------------------------------------------------- ending
+
+    def freeze(self) -> tuple[JobState, Changes]:
+        """The state after all events, and what of it has to be written."""
+        # An epoch is dropped only when a newer one was opened, so the changed loaders are those with ledgers.
+        changed_loaders = frozenset(loader for (loader, _), ledger in self._ledgers.items() if ledger.changed)
+        loaders = {**self._before.loaders, **{name: self._close_loader(name) for name in changed_loaders}}
+        state = JobState(
+            spec=self.spec,
+            phase=self.phase,
+            number=self.number,
+            generation=self.generation,
+            members=self.members,
+            departed=self.departed,
+            servers=self.servers,
+            layout=self.layout,
+            loaders=loaders if changed_loaders else self._before.loaders,
+            last_order=self.last_order,
+            accusations=self.accusations,
+            stop_reason=self.stop_reason,
+            departing=self.departing,
+            population=self._population,
+            grace_until_ms=self.grace_until_ms,
+            incident=self.incident,
+            formed_ms=self.formed_ms,
+            fresh_failures=self.fresh_failures,
+        )
+        changes = Changes(
+            header=any(getattr(state, name) != getattr(self._before, name) for name in _HEADER),
+            generation=state.generation is not self._before.generation,
+            layout=state.layout is not self._before.layout,
+            members=frozenset(self._changed_members),
+            departed=frozenset(self._changed_departed),
+            servers=frozenset(self._changed_servers),
+            loaders=changed_loaders,
+        )
+        return state, changes
+
+    def _close_loader(self, name: str) -> Loader:
+        epochs = {epoch: self._before.loaders[name].epochs[epoch] for epoch in self.epochs_of(name) if (name, epoch) not in self._ledgers}
+        return Loader(epochs=epochs | {epoch: ledger.close() for (owner, epoch), ledger in self._ledgers.items() if owner == name})
+
+
+_HEADER = tuple(item.name for item in fields(JobState) if item.name not in _MAPPINGS | _WRITTEN_APART | _NOT_WRITTEN)

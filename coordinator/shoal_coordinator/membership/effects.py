@@ -1,0 +1,97 @@
+"""What a decision asks the shell to do once the new state is on disk: the outputs of the core."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from shoal_common.errors import ShoalError
+
+from shoal_coordinator.membership.state import Generation
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnnounceGeneration:
+    """Send the generation to each of its members that has a session."""
+
+    generation: Generation
+
+
+@dataclass(frozen=True, kw_only=True)
+class SendGeneration:
+    """Send the newest generation to one member, which comes back and has not seen it."""
+
+    member_id: str
+    generation: Generation
+
+
+@dataclass(frozen=True, kw_only=True)
+class SendStandby:
+    """Tell a member that it will have no rank for now."""
+
+    member_id: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class SendDrain:
+    """Tell a member to leave at its next border."""
+
+    member_id: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class SendStop:
+    """Tell a member that everyone leaves at the next border."""
+
+    member_id: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class EndSession:
+    """End a member's stream: without an error after it left, else with one that says why it was put out."""
+
+    member_id: str
+    error: ShoalError | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EndServerSession:
+    """End a server's stream with an error."""
+
+    server_id: str
+    error: ShoalError
+
+
+@dataclass(frozen=True, kw_only=True)
+class SendMembers:
+    """Tell servers which members train: all servers, or one that has just registered."""
+
+    generation: int
+    member_ids: tuple[str, ...]
+    server_id: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StopServers:
+    """Tell all servers that the job is over and nobody is left."""
+
+    reason: str
+
+
+Effect = (
+    AnnounceGeneration | SendGeneration | SendStandby | SendDrain | SendStop | EndSession | EndServerSession | SendMembers | StopServers
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """One entry of the job's event log, written together with the state."""
+
+    kind: str
+    """snake_case; the kinds are listed in docs/decisions/0021."""
+    generation: int = 0
+    member_id: str = ""
+    attributes: Mapping[str, str] = field(default_factory=dict)

@@ -1,0 +1,153 @@
+"""What can happen to a job: the inputs of the core, one frozen value per kind. Parsed and checked before they get here."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from shoal_coordinator.membership.shards import TensorSpec
+from shoal_coordinator.membership.state import Identity
+
+
+class LeaveReason(enum.StrEnum):
+    """Values of shoal.v1.Leave.Reason, which describes them."""
+
+    DRAINED = "drained"
+    FINISHED = "finished"
+    FAILED = "failed"
+
+
+class Ending(enum.StrEnum):
+    """How the coordinator came to know that a process is gone."""
+
+    STREAM_BROKEN = "stream_broken"
+    LEASE_EXPIRED = "lease_expired"
+    PROCESS_EXITED = "process_exited"
+    SCRIPT_FAILED = "script_failed"
+    STALLED = "stalled"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemberJoined:
+    """A process opened a session: new, or again after its stream broke."""
+
+    identity: Identity
+    last_generation: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemberReady:
+    """A member wants a rank."""
+
+    member_id: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemberLost:
+    """A process is gone without saying so."""
+
+    member_id: str
+    ending: Ending
+    detail: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemberLeft:
+    """A member said goodbye."""
+
+    member_id: str
+    reason: LeaveReason
+    detail: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExitReported:
+    """A launcher saw a process end."""
+
+    member_id: str
+    exit_code: int
+    signal: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectiveFailed:
+    """A collective failed at a member."""
+
+    member_id: str
+    generation: int
+    suspects: tuple[int, ...]
+    """Ranks."""
+    timed_out: bool
+    detail: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrainRequested:
+    """Someone asks that a member leaves; exactly one of member_id and rank is given."""
+
+    member_id: str | None
+    rank: int | None
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class StopRequested:
+    """Someone asks that all members leave."""
+
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerRegistered:
+    """A parameter server opened a session."""
+
+    server_id: str
+    address: str
+    metrics_address: str
+    host: str
+    pid: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerLost:
+    """A parameter server's stream broke or its lease ended."""
+
+    server_id: str
+    ending: Ending
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorsDeclared:
+    """A worker says what its model consists of."""
+
+    tensors: tuple[TensorSpec, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchesLeased:
+    """A member acknowledges batches and asks for more."""
+
+    member_id: str
+    loader: str
+    epoch: int
+    batches_in_epoch: int
+    want: int
+    finished: tuple[int, ...]
+    sequence: int
+    """Numbers the member's requests for this loader and epoch; 0: not numbered."""
+
+
+Event = (
+    MemberJoined
+    | MemberReady
+    | MemberLost
+    | MemberLeft
+    | ExitReported
+    | CollectiveFailed
+    | DrainRequested
+    | StopRequested
+    | ServerRegistered
+    | ServerLost
+    | TensorsDeclared
+    | BatchesLeased
+)

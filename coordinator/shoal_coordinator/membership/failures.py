@@ -1,0 +1,145 @@
+"""Collectives that failed: waiting a moment for the death behind them, and what to do if there was none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from itertools import combinations
+
+from shoal_common.errors import InvalidRequestError
+
+from shoal_coordinator.membership.draft import Draft
+from shoal_coordinator.membership.effects import Record, SendStop
+from shoal_coordinator.membership.events import CollectiveFailed, Ending, MemberLost
+from shoal_coordinator.membership.joining import has_place, live_member
+from shoal_coordinator.membership.leaving import member_lost
+from shoal_coordinator.membership.reasons import Refusal
+from shoal_coordinator.membership.state import FailureReport, Incident, JobPhase, Member, MemberPhase, Pair
+
+
+def collective_failed(draft: Draft, event: CollectiveFailed) -> None:
+    """A member's collective failed. If the generation that follows from it is written already, this is no news.
+
+    Otherwise an incident is opened: a death that explains it is noticed within the settle time, by its stream or its launcher, and ends the
+    incident with a generation. If none is, `incident_due` decides.
+    """
+    member = live_member(draft, event.member_id)
+    if event.generation > draft.number:
+        raise InvalidRequestError(
+            f"collective_failure.generation={event.generation}: the newest generation of job {draft.spec.job_id} is {draft.number}",
+            reason=Refusal.GENERATION_UNKNOWN,
+        )
+    if draft.phase is JobPhase.FINISHED or draft.departing:
+        # A peer has left at the common end: all had confirmed the last step by then.
+        draft.effects.append(SendStop(member_id=event.member_id, reason=draft.stop_reason))
+        return
+    generation = draft.generation
+    if generation is None or not has_place(draft, member) or event.generation < generation.interrupts_below:
+        draft.reasons.append(f"collective failure of {event.member_id} in generation {event.generation} ignored: that is over")
+        return
+    suspects = _members_of_ranks(draft, event) - {event.member_id}
+    report = FailureReport(suspects=suspects, timed_out=event.timed_out)
+    draft.records.append(
+        Record(
+            kind="collective_failed",
+            generation=event.generation,
+            member_id=event.member_id,
+            attributes={"timed_out": str(event.timed_out).lower(), "suspects": " ".join(sorted(suspects)), "detail": event.detail},
+        )
+    )
+    if draft.incident is None:
+        due_ms = draft.now.ms + _settle_ms(draft)
+        draft.incident = Incident(generation=event.generation, opened_ms=draft.now.ms, due_ms=due_ms, reports={})
+    draft.incident = replace(draft.incident, reports={**draft.incident.reports, event.member_id: report})
+
+
+def incident_due(draft: Draft) -> None:
+    """No death has explained a failed collective: put out who is stuck, keep apart two that cannot reach each other, re-form.
+
+    A member that timed-out peers wait for is given until it has made no progress for stall_timeout_ms; everyone waits for that.
+    """
+    incident = draft.incident
+    if incident is None or draft.broken or draft.now.ms < incident.due_ms:
+        return
+    stuck = _stuck(draft, incident)
+    stalled_since = draft.now.ms - draft.spec.stall_timeout_ms
+    stalled = [member_id for member_id, moved_ms in stuck if moved_ms <= stalled_since]
+    if stuck and not stalled:
+        # Looked at again with each heartbeat: it may move.
+        decided_ms = min(moved_ms for _, moved_ms in stuck) + draft.spec.stall_timeout_ms
+        draft.incident = replace(incident, due_ms=min(decided_ms, draft.now.ms + draft.spec.heartbeat_interval_ms))
+        return
+    draft.incident = None
+    for member_id in stalled:
+        detail = f"no progress for {draft.spec.stall_timeout_ms} ms while its peers waited in a collective"
+        member_lost(draft, MemberLost(member_id=member_id, ending=Ending.STALLED, detail=detail))
+    if not stalled:
+        _quarantine(draft, _mutual_accusations(incident))
+        draft.fresh_failures = draft.fresh_failures + 1 if _is_fresh(draft) else 0
+        reporters = ", ".join(sorted(incident.reports)[:3]) + (", ..." if len(incident.reports) > 3 else "")
+        draft.broken.append(f"a collective failed at {len(incident.reports)} members ({reporters}), and none of them died")
+
+
+def _stuck(draft: Draft, incident: Incident) -> list[tuple[str, int]]:
+    """Members that peers timed out on, that reported nothing themselves and have not moved since; and when they last moved."""
+    timed_out = [report for report in incident.reports.values() if report.timed_out]
+    if not timed_out or draft.generation is None:
+        return []
+    if all(report.suspects for report in timed_out):
+        accused: Iterable[str] = sorted(frozenset().union(*(report.suspects for report in timed_out)))
+    else:
+        accused = [rank.member_id for rank in draft.generation.ranks]
+    furthest = max((pulse.progress.sequence for m in incident.reports if (pulse := draft.pulse(m)) is not None), default=0)
+    return [
+        (member_id, pulse.moved_ms)
+        for member_id in accused
+        if member_id not in incident.reports
+        and (pulse := draft.pulse(member_id)) is not None
+        and pulse.progress.sequence <= furthest
+        and pulse.moved_ms <= incident.opened_ms
+    ]
+
+
+def _mutual_accusations(incident: Incident) -> list[Pair]:
+    accusing = {member_id: report.suspects for member_id, report in incident.reports.items() if report.suspects}
+    return [(a, b) for a, b in combinations(sorted(accusing), 2) if b in accusing[a] and a in accusing[b]]
+
+
+def _quarantine(draft: Draft, pairs: list[Pair]) -> None:
+    """Counts accusations; of two members that accused each other too often, the higher rank is kept out."""
+    for pair in pairs:
+        count = draft.accusations.get(pair, 0) + 1
+        draft.accusations = {**draft.accusations, pair: count}
+        if count < draft.policy.quarantine_after:
+            continue
+        first, second = (draft.members.get(member_id) for member_id in pair)
+        if first is None or second is None or not (has_place(draft, first) and has_place(draft, second)):
+            continue
+        kept_out, other = _higher_rank_first(draft, first, second)
+        reason = f"it and {other.member_id} accused each other {count} times"
+        draft.put_member(replace(kept_out, phase=MemberPhase.QUARANTINED, reason=reason, apart_from=other.member_id))
+        draft.unplaced[kept_out.member_id] = None
+        draft.records.append(
+            Record(kind="member_quarantined", generation=draft.number, member_id=kept_out.member_id, attributes={"reason": reason})
+        )
+
+
+def _higher_rank_first(draft: Draft, first: Member, second: Member) -> tuple[Member, Member]:
+    higher = (draft.place_of(first.member_id) or 0) > (draft.place_of(second.member_id) or 0)
+    return (first, second) if higher else (second, first)
+
+
+def _members_of_ranks(draft: Draft, event: CollectiveFailed) -> frozenset[str]:
+    """Ranks mean members only in the generation they were given in; of older ones the coordinator keeps no record."""
+    generation = draft.generation
+    if generation is None or event.generation != generation.number:
+        return frozenset()
+    return frozenset(generation.ranks[rank].member_id for rank in event.suspects if rank < len(generation.ranks))
+
+
+def _settle_ms(draft: Draft) -> int:
+    return min(draft.policy.settle_ms << min(draft.fresh_failures, 16), draft.policy.longest_settle_ms)
+
+
+def _is_fresh(draft: Draft) -> bool:
+    return draft.formed_ms is not None and draft.now.ms < draft.formed_ms + draft.policy.fresh_generation_ms

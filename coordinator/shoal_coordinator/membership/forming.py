@@ -1,0 +1,103 @@
+"""Making a generation: who is in it, with which rank, and what that changes for each member."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from shoal_coordinator.membership.draft import Draft
+from shoal_coordinator.membership.effects import AnnounceGeneration, Record, SendMembers, SendStop
+from shoal_coordinator.membership.joining import has_place
+from shoal_coordinator.membership.ranks import assign_ranks
+from shoal_coordinator.membership.state import Cause, Generation, JobPhase, Member, MemberPhase
+
+
+def form(draft: Draft, cause: Cause, reason: str, *, joiners: int, draining: Sequence[Member] = ()) -> None:
+    """Writes the next generation: all that have a rank, `draining` too, and of those that are ready the `joiners` that waited longest.
+
+    The caller has checked that these are min_workers to max_workers.
+    """
+    previous = draft.generation
+    survivors, new = _choose(draft, joiners, {member.member_id: member for member in draining})
+    draft.number += 1
+    generation = Generation(
+        number=draft.number,
+        nonce=draft.nonce,
+        cause=cause,
+        ranks=assign_ranks(survivors, new, is_joining=lambda member: not holds_state(draft, member)),
+        # A member may miss the generation that interrupts it and see only this one.
+        interrupts_below=previous.interrupts_below if cause is Cause.BORDER and previous is not None else draft.number,
+        created_unix_ms=draft.now.unix_ms,
+    )
+    draft.generation = generation
+    draft.formed_ms = draft.now.ms
+    draft.grace_until_ms = None
+    if cause is not Cause.BORDER:
+        draft.incident = None
+    if draft.phase is JobPhase.WAITING:
+        draft.phase = JobPhase.RUNNING
+    _give_ranks(draft, generation)
+    _leave_out_draining(draft, generation, previous)
+
+    draft.reasons.append(f"generation {draft.number} ({cause}, {len(generation.ranks)} ranks): {reason}")
+    attributes = {"cause": cause, "world_size": str(len(generation.ranks)), "reason": reason}
+    draft.records.append(Record(kind="generation_formed", generation=draft.number, attributes=attributes))
+    draft.effects.append(AnnounceGeneration(generation=generation))
+    draft.effects.append(SendMembers(generation=draft.number, member_ids=tuple(rank.member_id for rank in generation.ranks)))
+
+
+def draining_in_group(draft: Draft) -> list[Member]:
+    """Members that drain and have not come to their border: they are in the newest generation, or nobody has taken one without them yet."""
+    if draft.in_phase(MemberPhase.DRAINING) == 0 or draft.generation is None:
+        return []
+    furthest = max((draft.works_in(rank.member_id) for rank in draft.generation.ranks), default=0)
+    return [
+        member
+        for member in draft.members.values()
+        if member.phase is MemberPhase.DRAINING and (has_place(draft, member) or 0 < furthest <= member.works_in)
+    ]
+
+
+def holds_state(draft: Draft, member: Member) -> bool:
+    """It is known to have worked in a generation."""
+    return member.holds_state or draft.works_in(member.member_id) > 0
+
+
+def _choose(draft: Draft, joiners: int, draining: Mapping[str, Member]) -> tuple[list[Member], list[Member]]:
+    """Members that go on, in their rank order, and members that are new.
+
+    After a hold all are READY, those of the newest generation too: they go on before others that wait, and keep their order.
+    """
+    placed = [draft.members[r.member_id] for r in draft.generation.ranks if r.member_id in draft.members] if draft.generation else []
+    held = [member for member in placed if member.phase is MemberPhase.READY][:joiners]
+    going_on = {member.member_id for member in held} | draining.keys()
+    survivors = [member for member in placed if member.phase is MemberPhase.RANKED or member.member_id in going_on]
+    # Those that a newer generation has left out, but that nobody has taken: behind the others of their host.
+    survivors += [member for member in draining.values() if member not in survivors]
+    waiting = [m for m in draft.members.values() if m.phase is MemberPhase.READY and m.member_id not in going_on]
+    waiting.sort(key=lambda member: member.ready_order)
+    return survivors, waiting[: joiners - len(held)]
+
+
+def _give_ranks(draft: Draft, generation: Generation) -> None:
+    """Touches only members that change: the others' records need not be written again."""
+    for rank in generation.ranks:
+        member = draft.members[rank.member_id]
+        draft.unplaced.pop(rank.member_id, None)
+        phase = member.phase if member.phase is MemberPhase.DRAINING else MemberPhase.RANKED
+        changed = replace(member, phase=phase, works_in=0, holds_state=not rank.joining)
+        if changed != member:
+            draft.put_member(changed)
+
+
+def _leave_out_draining(draft: Draft, generation: Generation, previous: Generation | None) -> None:
+    """Notes where members that drain work on. If the others are interrupted, no border will come for them: they are told to go now."""
+    if draft.in_phase(MemberPhase.DRAINING) == 0 or previous is None:
+        return
+    for member in list(draft.members.values()):
+        if member.phase is not MemberPhase.DRAINING or member.member_id in generation.rank_of:
+            continue
+        if generation.cause is not Cause.BORDER:
+            draft.effects.append(SendStop(member_id=member.member_id, reason=member.reason))
+        if member.works_in == 0 and member.member_id in previous.rank_of:
+            draft.put_member(replace(member, works_in=previous.number))

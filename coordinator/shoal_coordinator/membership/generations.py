@@ -1,0 +1,125 @@
+"""When a new generation is due. Runs once at the end of each transition, over everything that happened in it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from shoal_coordinator.membership.draft import Draft
+from shoal_coordinator.membership.effects import Record, SendMembers, SendStandby, SendStop
+from shoal_coordinator.membership.forming import draining_in_group, form, holds_state
+from shoal_coordinator.membership.state import Cause, JobPhase, Member, MemberPhase
+
+
+def generation_due(draft: Draft) -> None:
+    """Forms a generation if one is due, or puts the job on hold if the newest one is over and too few are left."""
+    if draft.phase is JobPhase.FINISHED or draft.departing:
+        draft.incident = None
+        return
+    if draft.in_phase(MemberPhase.READY) == 0:
+        draft.grace_until_ms = None
+    if draft.phase is JobPhase.WAITING:
+        _while_waiting(draft)
+    elif draft.broken:
+        _after_failure(draft)
+    elif draft.phase is JobPhase.RUNNING:
+        _at_border(draft)
+    _tell_unplaced(draft)
+
+
+def _after_failure(draft: Draft) -> None:
+    """The newest generation cannot go on: the survivors re-form at once, with joiners that happen to be ready.
+
+    Members that drain stay for now: their border has not come, and the others may need their part of the state.
+    """
+    reason = "; ".join(draft.broken)
+    draining = draining_in_group(draft)[: draft.spec.max_workers - draft.in_phase(MemberPhase.RANKED)]
+    joiners = _joiners(draft, beside=len(draining))
+    if draft.in_phase(MemberPhase.RANKED) + len(draining) + joiners >= draft.spec.min_workers:
+        form(draft, Cause.FAILURE, reason, draining=draining, joiners=joiners)
+    else:
+        _put_on_hold(draft, reason)
+
+
+def _while_waiting(draft: Draft) -> None:
+    """Nobody trains. A fresh start waits for the grace; members that hold state and wait go on as soon as they are enough."""
+    ready = draft.in_phase(MemberPhase.READY)
+    if ready < draft.spec.min_workers:
+        return
+    joiners = _joiners(draft)
+    if joiners == draft.spec.max_workers or _grace_is_over(draft):
+        form(draft, Cause.START if draft.number == 0 else Cause.FAILURE, f"{ready} members are ready", joiners=joiners)
+    elif draft.number > 0 and any(holds_state(draft, m) for m in draft.members.values() if m.phase is MemberPhase.READY):
+        form(draft, Cause.FAILURE, f"{ready} members are ready, enough to go on", joiners=joiners)
+
+
+def _at_border(draft: Draft) -> None:
+    """Training goes on meanwhile: joins and drains are taken at the next step border."""
+    staying = draft.in_phase(MemberPhase.RANKED)
+    joiners = _joiners(draft)
+    if draft.generation is None or draft.incident is not None or staying + joiners < draft.spec.min_workers:
+        # A drain that would leave too few waits for joiners, or for the member to go. After a failed collective another generation is due.
+        return
+    leaving = len(draft.generation.ranks) - staying
+    full = staying + joiners == draft.spec.max_workers
+    if (leaving or (joiners and (full or _grace_is_over(draft)))) and _may_supersede(draft):
+        form(draft, Cause.BORDER, f"{joiners} to join, {leaving} to leave", joiners=joiners)
+
+
+def _may_supersede(draft: Draft) -> bool:
+    """No member is just taking the newest generation: some would have it and others not, and the former would wait for the latter."""
+    generation = draft.generation
+    if generation is None or draft.formed_ms is None or draft.now.ms >= draft.formed_ms + draft.policy.border_patience_ms:
+        return True
+    taken = sum(draft.works_in(rank.member_id) >= generation.number for rank in generation.ranks)
+    return taken == len(generation.ranks) or (taken == 0 and generation.cause is Cause.BORDER)
+
+
+def _put_on_hold(draft: Draft, reason: str) -> None:
+    """The newest generation is over and too few are left: everyone stands by until there are enough."""
+    if draft.phase is JobPhase.RUNNING:
+        draft.phase = JobPhase.WAITING
+    draft.incident = None
+    for member in draining_in_group(draft):
+        # Its group is gone, so no border will come.
+        draft.effects.append(SendStop(member_id=member.member_id, reason=member.reason))
+    for member in list(draft.members.values()):
+        if member.phase is MemberPhase.RANKED:
+            draft.last_order += 1
+            held = holds_state(draft, member)
+            draft.put_member(replace(member, phase=MemberPhase.READY, ready_order=draft.last_order, holds_state=held))
+            draft.unplaced[member.member_id] = None
+    draft.reasons.append(f"on hold: {reason}")
+    draft.records.append(Record(kind="job_on_hold", generation=draft.number, attributes={"reason": reason}))
+    draft.effects.append(SendMembers(generation=draft.number, member_ids=()))
+
+
+def _tell_unplaced(draft: Draft) -> None:
+    for member_id in draft.unplaced:
+        reason = _standby_reason(draft, draft.members[member_id])
+        if reason is not None:
+            draft.effects.append(SendStandby(member_id=member_id, reason=reason))
+
+
+def _standby_reason(draft: Draft, member: Member) -> str | None:
+    """Why a member that wants a rank will not get one by waiting a little; None: it only waits for the grace, or for a border."""
+    if member.phase is MemberPhase.QUARANTINED:
+        return f"quarantined: {member.reason}"
+    if draft.phase is JobPhase.STOPPING:
+        return None
+    if draft.phase is not JobPhase.RUNNING:
+        waiting = draft.in_phase(MemberPhase.READY) < draft.spec.min_workers
+        return f"waiting for {draft.spec.min_workers} members" if waiting else None
+    if draft.in_phase(MemberPhase.RANKED) >= draft.spec.max_workers:
+        return f"the world is full: {draft.spec.max_workers} members"
+    return None
+
+
+def _joiners(draft: Draft, *, beside: int = 0) -> int:
+    """How many of those that are ready fit beside those that have a rank, and some more. A job that stops takes none."""
+    if draft.phase is JobPhase.STOPPING:
+        return 0
+    return min(draft.in_phase(MemberPhase.READY), draft.spec.max_workers - draft.in_phase(MemberPhase.RANKED) - beside)
+
+
+def _grace_is_over(draft: Draft) -> bool:
+    return draft.grace_until_ms is None or draft.now.ms >= draft.grace_until_ms

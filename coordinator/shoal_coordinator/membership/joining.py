@@ -1,0 +1,119 @@
+"""Members that come: new ones, those that come back, and those that want a rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from shoal_common.errors import InvalidRequestError, LimitError, PreconditionError, StaleGenerationError, UnknownResourceError
+
+from shoal_coordinator.membership.draft import Draft
+from shoal_coordinator.membership.effects import Record, SendDrain, SendGeneration, SendStop
+from shoal_coordinator.membership.events import MemberJoined, MemberReady
+from shoal_coordinator.membership.reasons import Refusal
+from shoal_coordinator.membership.state import JobPhase, Member, MemberPhase
+
+
+@dataclass(frozen=True, kw_only=True)
+class Joined:
+    """The outcome of MemberJoined."""
+
+    replays: bool
+    """shoal.v1.Welcome.joining"""
+    resumed: bool
+    """It was a member before, and keeps its place."""
+
+
+def member_joined(draft: Draft, event: MemberJoined) -> Joined:
+    """A process opened a session. Raises if its id has ended, belongs to another process, or the job takes nobody any more."""
+    member_id = event.identity.member_id
+    if event.last_generation > draft.number:
+        raise InvalidRequestError(
+            f"member {member_id} has agreed to generation {event.last_generation}, but the newest one of job {draft.spec.job_id} is "
+            f"{draft.number}; was Redis restored from an older state? Start the job anew under another id",
+            reason=Refusal.GENERATION_UNKNOWN,
+        )
+    member = draft.members.get(member_id)
+    if member is not None:
+        return _member_resumed(draft, event, member)
+    if member_id in draft.departed:
+        raise PreconditionError(
+            f"member {member_id} of job {draft.spec.job_id} is no member any more ({draft.departed[member_id].ending}); "
+            "start the process anew, with a new member_id",
+            reason=Refusal.MEMBER_REPLACED,
+        )
+    if event.last_generation > 0:
+        raise StaleGenerationError(
+            f"member {member_id} worked in generation {event.last_generation} of job {draft.spec.job_id}, but is no member of it now; "
+            "start the process anew, with a new member_id"
+        )
+    if draft.phase in (JobPhase.STOPPING, JobPhase.FINISHED):
+        raise PreconditionError(
+            f"job {draft.spec.job_id} is {draft.phase} ({draft.stop_reason}) and takes no members; create one under another id",
+            reason=Refusal.JOB_CLOSED,
+        )
+    if len(draft.members) >= draft.policy.most_members:
+        raise LimitError(
+            f"job {draft.spec.job_id} has {len(draft.members)} members, which is all it can hold; stop some of those that stand by",
+            reason=Refusal.MEMBERS_LIMIT,
+        )
+    replays = draft.number > 0
+    draft.put_member(Member(identity=event.identity, phase=MemberPhase.JOINED, joined_unix_ms=draft.now.unix_ms, replays=replays))
+    draft.records.append(Record(kind="member_joined", member_id=member_id, attributes={"host": event.identity.host}))
+    return Joined(replays=replays, resumed=False)
+
+
+def _member_resumed(draft: Draft, event: MemberJoined, member: Member) -> Joined:
+    """A member opened a new stream: it is told again whatever it may have missed."""
+    before, after = member.identity, event.identity
+    if (before.host, before.pid) != (after.host, after.pid):
+        raise PreconditionError(
+            f"member_id {after.member_id} belongs to process {before.pid} on {before.host}, not to {after.pid} on {after.host}; "
+            "each process needs an id of its own",
+            reason=Refusal.MEMBER_CONFLICT,
+        )
+    if before != after:
+        draft.put_member(replace(member, identity=after))
+    member_id = member.member_id
+    if member.phase is MemberPhase.DRAINING:
+        draft.effects.append(SendDrain(member_id=member_id, reason=member.reason))
+    if member.phase in (MemberPhase.READY, MemberPhase.QUARANTINED):
+        draft.unplaced[member_id] = None
+    generation = draft.generation
+    if has_place(draft, member) and generation is not None and event.last_generation < generation.number:
+        draft.effects.append(SendGeneration(member_id=member_id, generation=generation))
+    if draft.phase is JobPhase.STOPPING or (draft.phase is JobPhase.FINISHED and member.phase is not MemberPhase.RANKED):
+        draft.effects.append(SendStop(member_id=member_id, reason=draft.stop_reason))
+    return Joined(replays=member.replays, resumed=True)
+
+
+def member_ready(draft: Draft, event: MemberReady) -> None:
+    """A member wants a rank. Said again, it changes nothing."""
+    member = live_member(draft, event.member_id)
+    if member.phase is not MemberPhase.JOINED:
+        return
+    draft.last_order += 1
+    draft.put_member(replace(member, phase=MemberPhase.READY, ready_order=draft.last_order))
+    draft.records.append(Record(kind="member_ready", member_id=event.member_id))
+    draft.unplaced[event.member_id] = None
+    if draft.grace_until_ms is None:
+        draft.grace_until_ms = draft.now.ms + draft.spec.join_grace_ms
+
+
+def has_place(draft: Draft, member: Member) -> bool:
+    """It has a rank in the newest generation, and that is not over for it."""
+    if member.phase is MemberPhase.DRAINING:
+        return member.works_in == 0 and draft.place_of(member.member_id) is not None
+    return member.phase is MemberPhase.RANKED
+
+
+def live_member(draft: Draft, member_id: str) -> Member:
+    """The member of that id, or an error that says why there is none."""
+    member = draft.members.get(member_id)
+    if member is not None:
+        return member
+    if member_id in draft.departed:
+        raise PreconditionError(
+            f"member {member_id} of job {draft.spec.job_id} is no member any more ({draft.departed[member_id].ending})",
+            reason=Refusal.MEMBER_REPLACED,
+        )
+    raise UnknownResourceError(f"job {draft.spec.job_id} has no member {member_id!r}", reason=Refusal.MEMBER_UNKNOWN)

@@ -1,0 +1,51 @@
+"""Leasing batches to members: one request is folded into the job's ledgers (batches.py)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shoal_common.errors import InvalidRequestError, LimitError
+
+from shoal_coordinator.membership.draft import Draft
+from shoal_coordinator.membership.events import BatchesLeased
+from shoal_coordinator.membership.joining import live_member
+from shoal_coordinator.membership.reasons import Refusal
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leased:
+    """The outcome of BatchesLeased."""
+
+    batches: tuple[int, ...]
+    epoch_done: bool
+    retry_after_ms: int
+
+
+def batches_leased(draft: Draft, event: BatchesLeased) -> Leased:
+    """A member acknowledges batches and asks for more, first come first served."""
+    live_member(draft, event.member_id)
+    epochs = draft.epochs_of(event.loader)
+    if epochs and event.epoch not in epochs and event.epoch < max(epochs):
+        return Leased(batches=(), epoch_done=True, retry_after_ms=0)
+    if not epochs and draft.count_loaders() >= draft.policy.most_loaders:
+        raise LimitError(
+            f"job {draft.spec.job_id} has {draft.policy.most_loaders} loaders with leased batches, which is all it can hold",
+            reason=Refusal.LOADERS_LIMIT,
+        )
+    if event.epoch not in epochs:
+        draft.open_epoch(event.loader, event.epoch, event.batches_in_epoch)
+    ledger = draft.ledger(event.loader, event.epoch)
+    if ledger.batches != event.batches_in_epoch:
+        raise InvalidRequestError(
+            f"batches_in_epoch={event.batches_in_epoch}: epoch {event.epoch} of loader {event.loader!r} has {ledger.batches}; "
+            "all members must use the same data set and batch size",
+            reason=Refusal.BATCHES_CONFLICT,
+        )
+    repeated = ledger.repeated(event.member_id, event.sequence) if event.sequence else None
+    if repeated is not None and event.sequence < repeated.sequence:
+        raise InvalidRequestError(f"sequence={event.sequence}: member {event.member_id} has sent {repeated.sequence} before")
+    ledger.finish(event.member_id, event.finished)
+    batches = repeated.batches if repeated is not None else ledger.lease(event.member_id, event.want, event.sequence)
+    done = ledger.is_done
+    wait = event.want > 0 and not batches and not done
+    return Leased(batches=batches, epoch_done=done, retry_after_ms=draft.policy.batches_retry_after_ms if wait else 0)

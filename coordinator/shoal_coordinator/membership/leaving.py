@@ -1,0 +1,172 @@
+"""Members that go: lost, leaving by themselves, or asked to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from shoal_common.errors import PreconditionError, UnknownResourceError
+
+from shoal_coordinator.membership.draft import Draft
+from shoal_coordinator.membership.effects import EndSession, Record, SendDrain, SendStop, StopServers
+from shoal_coordinator.membership.events import DrainRequested, Ending, ExitReported, LeaveReason, MemberLeft, MemberLost, StopRequested
+from shoal_coordinator.membership.joining import has_place, live_member
+from shoal_coordinator.membership.reasons import Refusal
+from shoal_coordinator.membership.state import JobPhase, Member, MemberPhase
+
+_REFUSAL_OF: Mapping[Ending, Refusal] = {
+    Ending.STREAM_BROKEN: Refusal.MEMBER_REPLACED,
+    Ending.LEASE_EXPIRED: Refusal.LEASE_EXPIRED,
+    Ending.PROCESS_EXITED: Refusal.PROCESS_EXITED,
+    Ending.STALLED: Refusal.MEMBER_STALLED,
+}
+
+
+def member_lost(draft: Draft, event: MemberLost) -> None:
+    """A process is gone without goodbye: those it worked with are interrupted. Learnt a second time, it changes nothing."""
+    member = draft.members.get(event.member_id)
+    if member is None:
+        return
+    if _is_missed(draft, member):
+        draft.broken.append(f"member {member.member_id} is gone: {event.detail}")
+    _take_out(draft, member, kind="member_lost", ending=event.ending, detail=event.detail)
+    refusal = _REFUSAL_OF.get(event.ending)
+    error = None if refusal is None else PreconditionError(f"member {member.member_id} was put out: {event.detail}", reason=refusal)
+    draft.effects.append(EndSession(member_id=member.member_id, error=error))
+
+
+def member_left(draft: Draft, event: MemberLeft) -> None:
+    """A member says goodbye. Who leaves a group that goes on without a generation for it interrupts the others, as a loss does.
+
+    The first member with a rank that finishes ends the run for all. One that was asked to leave only speaks for itself, whatever it says.
+    """
+    member = live_member(draft, event.member_id)
+    if event.reason is LeaveReason.FAILED:
+        member_lost(draft, MemberLost(member_id=event.member_id, ending=Ending.SCRIPT_FAILED, detail=event.detail or "its script raised"))
+        return
+    if member.phase is MemberPhase.RANKED and event.reason is LeaveReason.FINISHED:
+        _finish(draft, f"member {member.member_id} came to the end of its script")
+    elif has_place(draft, member) and draft.phase is JobPhase.STOPPING:
+        # All leave at the same border, so whoever is still there is behind the last step too, and only has to say goodbye.
+        draft.departing = True
+    elif has_place(draft, member):
+        # It left at a border before a generation without it was written: on SIGTERM, or because too few would have remained.
+        draft.broken.append(f"member {member.member_id} left ({event.reason})")
+    _take_out(draft, member, kind="member_left", ending=event.reason, detail=event.detail)
+    draft.effects.append(EndSession(member_id=member.member_id, error=None))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExitNoted:
+    """The outcome of ExitReported."""
+
+    was_member: bool
+
+
+def exit_reported(draft: Draft, event: ExitReported) -> ExitNoted:
+    """A launcher saw a process end. A clean exit decides nothing while the stream is open: the goodbye may still be under way in it."""
+    known = event.member_id in draft.members
+    pulse = draft.pulse(event.member_id)
+    clean = event.exit_code == 0 and event.signal == 0
+    if known and not (clean and pulse is not None and pulse.attached):
+        how = f"signal {event.signal}" if event.signal else f"exit code {event.exit_code}"
+        member_lost(draft, MemberLost(member_id=event.member_id, ending=Ending.PROCESS_EXITED, detail=f"its process ended with {how}"))
+    return ExitNoted(was_member=known or event.member_id in draft.departed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrainNoted:
+    """The outcome of DrainRequested."""
+
+    member_id: str
+
+
+def drain_requested(draft: Draft, event: DrainRequested) -> DrainNoted:
+    """Someone asks a member to leave at its next border. Asked again, it changes nothing.
+
+    The others are told by a BORDER generation without it, as soon as enough remain or joiners can take its place.
+    """
+    member = _member_or_rank(draft, event)
+    if member.phase is not MemberPhase.DRAINING:
+        may_go_at_once = not has_place(draft, member)
+        draft.put_member(replace(member, phase=MemberPhase.DRAINING, reason=event.reason))
+        draft.unplaced.pop(member.member_id, None)
+        draft.records.append(Record(kind="drain_requested", member_id=member.member_id, attributes={"reason": event.reason}))
+        draft.effects.append(SendDrain(member_id=member.member_id, reason=event.reason))
+        if may_go_at_once:
+            draft.effects.append(SendStop(member_id=member.member_id, reason=event.reason))
+    return DrainNoted(member_id=member.member_id)
+
+
+def stop_requested(draft: Draft, event: StopRequested) -> None:
+    """Someone asks all members to leave at their next border. Asked again, or of a finished job, it changes nothing."""
+    if draft.phase in (JobPhase.STOPPING, JobPhase.FINISHED):
+        return
+    draft.phase = JobPhase.STOPPING
+    draft.stop_reason = event.reason
+    draft.records.append(Record(kind="stop_requested", attributes={"reason": event.reason}))
+    for member_id in draft.members:
+        draft.effects.append(SendStop(member_id=member_id, reason=event.reason))
+    draft.unplaced.clear()
+
+
+def last_one_left(draft: Draft) -> None:
+    """At the end of each transition: a job that is closed and empty is finished, and its servers are told."""
+    if draft.members or draft.phase not in (JobPhase.STOPPING, JobPhase.FINISHED):
+        return
+    if draft.phase is JobPhase.STOPPING:
+        _finish(draft, draft.stop_reason)
+    draft.effects.append(StopServers(reason=draft.stop_reason))
+
+
+def _finish(draft: Draft, reason: str) -> None:
+    """The run is over. Members with a rank have confirmed the last step too and come to their end by themselves; the others are told."""
+    if draft.phase is JobPhase.FINISHED:
+        return
+    draft.phase = JobPhase.FINISHED
+    draft.stop_reason = draft.stop_reason or reason
+    draft.records.append(Record(kind="job_finished", generation=draft.number, attributes={"reason": reason}))
+    for member in draft.members.values():
+        if member.phase in (MemberPhase.JOINED, MemberPhase.READY, MemberPhase.QUARANTINED):
+            draft.effects.append(SendStop(member_id=member.member_id, reason=reason))
+    draft.unplaced.clear()
+
+
+def _take_out(draft: Draft, member: Member, *, kind: str, ending: Ending | LeaveReason, detail: str) -> None:
+    draft.remove_member(member.member_id, ending)
+    draft.records.append(
+        Record(kind=kind, generation=draft.number, member_id=member.member_id, attributes={"ending": ending, "detail": detail})
+    )
+    if draft.in_phase(MemberPhase.QUARANTINED):
+        _release_quarantined(draft, member.member_id)
+
+
+def _release_quarantined(draft: Draft, member_id: str) -> None:
+    for kept_out in [m for m in draft.members.values() if m.phase is MemberPhase.QUARANTINED and m.apart_from == member_id]:
+        draft.last_order += 1
+        draft.put_member(replace(kept_out, phase=MemberPhase.READY, ready_order=draft.last_order, reason="", apart_from=""))
+        draft.unplaced[kept_out.member_id] = None
+
+
+def _is_missed(draft: Draft, member: Member) -> bool:
+    """Others work, or may work, in a group with this member."""
+    if has_place(draft, member):
+        return True
+    if member.works_in == 0 or draft.generation is None:
+        return False
+    # A generation without it was written; whoever has not taken it yet is still in the older group.
+    return any(draft.works_in(rank.member_id) < draft.number for rank in draft.generation.ranks if rank.member_id in draft.members)
+
+
+def _member_or_rank(draft: Draft, event: DrainRequested) -> Member:
+    if event.member_id is not None:
+        return live_member(draft, event.member_id)
+    generation, rank = draft.generation, event.rank
+    if generation is not None and rank is not None and 0 <= rank < len(generation.ranks):
+        member = draft.members.get(generation.ranks[rank].member_id)
+        if member is not None and member.phase in (MemberPhase.RANKED, MemberPhase.DRAINING):
+            return member
+    size = 0 if generation is None else len(generation.ranks)
+    raise UnknownResourceError(
+        f"job {draft.spec.job_id} has no live member of rank {rank}; its newest generation has {size} ranks", reason=Refusal.MEMBER_UNKNOWN
+    )

@@ -1,0 +1,61 @@
+"""The `reason` strings of the refusals that the coordinator makes: stable over releases, clients decide by them.
+
+Malformed fields have no reason of their own: they are REQUEST_INVALID and their message names the field.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class Refusal(StrEnum):
+    """Why a request that is well formed was not granted, or a session was ended."""
+
+    JOB_UNKNOWN = "JOB_UNKNOWN"
+    """NOT_FOUND: no such job."""
+    JOB_CONFLICT = "JOB_CONFLICT"
+    """The job exists with another specification."""
+    JOB_CLOSED = "JOB_CLOSED"
+    """The job was stopped or is finished: nobody can join it any more."""
+    MEMBER_UNKNOWN = "MEMBER_UNKNOWN"
+    """NOT_FOUND: no live member of that id or rank."""
+    MEMBER_REPLACED = "MEMBER_REPLACED"
+    """This member was given up (its stream broke, its lease ended, its process ended) or has left; come back with a new member_id."""
+    MEMBER_CONFLICT = "MEMBER_CONFLICT"
+    """Another process holds this member_id."""
+    MEMBERS_LIMIT = "MEMBERS_LIMIT"
+    """RESOURCE_EXHAUSTED: more processes have joined than a job can hold, waiting ones included."""
+    MEMBER_STALLED = "MEMBER_STALLED"
+    """Ends the session of a member that made no progress while its peers waited for it."""
+    LEASE_EXPIRED = "LEASE_EXPIRED"
+    """Ends the session of a member or server that sent no heartbeat for lease_ms."""
+    PROCESS_EXITED = "PROCESS_EXITED"
+    """Ends the session of a member whose launcher saw its process end."""
+    SESSION_REPLACED = "SESSION_REPLACED"
+    """Ends a stream whose member or server has opened a newer one."""
+    GENERATION_UNKNOWN = "GENERATION_UNKNOWN"
+    """INVALID_ARGUMENT: a generation above the newest one. The coordinator's Redis lost writes, or the caller is wrong."""
+    JOB_WITHOUT_SERVERS = "JOB_WITHOUT_SERVERS"
+    """The job was created with parameter_servers = 0."""
+    SERVERS_COMPLETE = "SERVERS_COMPLETE"
+    """Each of the job's parameter server places is taken by another server_id."""
+    SERVER_CONFLICT = "SERVER_CONFLICT"
+    """Another live process holds this server_id."""
+    NO_SERVERS = "NO_SERVERS"
+    """UNAVAILABLE: not all parameter servers of the job are there yet; ask again."""
+    TENSORS_CONFLICT = "TENSORS_CONFLICT"
+    """The job's tensors were declared before, and differ."""
+    TENSORS_UNDECLARED = "TENSORS_UNDECLARED"
+    """No member has declared the job's tensors yet."""
+    TENSORS_LIMIT = "TENSORS_LIMIT"
+    """RESOURCE_EXHAUSTED: more bytes than a shard map can hold."""
+    BATCHES_CONFLICT = "BATCHES_CONFLICT"
+    """INVALID_ARGUMENT: another member said that this epoch has another number of batches."""
+    LOADERS_LIMIT = "LOADERS_LIMIT"
+    """RESOURCE_EXHAUSTED: more loaders than a job can hold."""
+    STORAGE_UNAVAILABLE = "STORAGE_UNAVAILABLE"
+    """UNAVAILABLE: Redis does not answer; ask again."""
+    COORDINATOR_STOPPING = "COORDINATOR_STOPPING"
+    """UNAVAILABLE: this coordinator shuts down; connect again, to the next one."""
+    COORDINATOR_REPLACED = "COORDINATOR_REPLACED"
+    """UNAVAILABLE: another coordinator has taken over these jobs; connect to it."""

@@ -1,0 +1,63 @@
+"""What a job was created with, and the constants of the core's decisions. Values are checked where requests are parsed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+DEFAULT_LEASE_MS: Final = 10_000
+DEFAULT_STALL_TIMEOUT_MS: Final = 60_000
+LARGEST_WORLD: Final = 10_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobSpec:
+    """A job's specification with the defaults filled in. Never changes."""
+
+    job_id: str
+    """1 to 64 characters of [A-Za-z0-9._-], starting with a letter or digit."""
+    min_workers: int
+    """Smallest world that may train; >= 1."""
+    max_workers: int
+    """Largest world; min_workers to LARGEST_WORLD."""
+    parameter_servers: int = 0
+    """Servers the job waits for before its tensors are laid out; >= 0."""
+    join_grace_ms: int = 0
+    """Wait for more joiners, from the first one on; 0 to 600000."""
+    lease_ms: int = DEFAULT_LEASE_MS
+    """A member or server without a heartbeat for longer is put out; 500 to 600000."""
+    stall_timeout_ms: int = DEFAULT_STALL_TIMEOUT_MS
+    """A member that peers wait for and that makes no progress for longer is put out; 1000 to 3600000."""
+
+    @property
+    def heartbeat_interval_ms(self) -> int:
+        """A tenth of the lease, so that one lost or late heartbeat costs nobody their place; at least every second."""
+        return max(50, min(1000, self.lease_ms // 10))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """Constants of the core's decisions, the same for all jobs."""
+
+    settle_ms: int = 75
+    """How long a failed collective waits for the death behind it to be noticed: a broken stream or a waitpid comes within a few
+    milliseconds, and then says who died; without a death all live members re-form."""
+    longest_settle_ms: int = 5_000
+    """Failures of fresh generations double the settle time up to this, so that a broken network does not make generations without end."""
+    fresh_generation_ms: int = 10_000
+    """A generation that fails before this age counts as a fresh one."""
+    border_patience_ms: int = 5_000
+    """A BORDER generation does not supersede one that members are just taking, but waits at most this long for all of them to say that they
+    work in it."""
+    quarantine_after: int = 2
+    """Mutual accusations of two members after which the higher rank is kept out."""
+    most_members: int = 2 * LARGEST_WORLD
+    """Processes that may be in one job, those that stand by included."""
+    most_departed: int = 2 * LARGEST_WORLD
+    """Member ids that are remembered after their end, oldest forgotten first."""
+    most_loaders: int = 64
+    """Loader names with leased batches."""
+    epochs_kept: int = 2
+    """Epochs of one loader whose leases are kept at once; asking for an older one is answered with epoch_done."""
+    batches_retry_after_ms: int = 100
+    """When to ask again, if all free batches are leased to others."""

@@ -1,0 +1,228 @@
+"""What the coordinator knows of one job: frozen values with the invariants on the fields.
+
+Everything here is written to Redis (state/codec.py), except where a field says that it lives in memory only: such fields start afresh when
+the coordinator does. Heartbeats change nothing here; what they say is in pulse.py.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from shoal_coordinator.membership.batches import Loader
+from shoal_coordinator.membership.shards import ShardLayout
+from shoal_coordinator.membership.spec import JobSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Now:
+    """The two clocks that a decision may use."""
+
+    ms: int
+    """Milliseconds of a clock that never steps back; decides about waits and leases. Its origin means nothing."""
+    unix_ms: int
+    """Redis server time; written down for people and clients, never compared."""
+
+
+class JobPhase(enum.StrEnum):
+    """Values of shoal.v1.JobPhase, which describes them."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    STOPPING = "stopping"
+    FINISHED = "finished"
+
+
+class MemberPhase(enum.StrEnum):
+    """Values of shoal.v1.MemberPhase, which describes them."""
+
+    JOINED = "joined"
+    READY = "ready"
+    RANKED = "ranked"
+    DRAINING = "draining"
+    QUARANTINED = "quarantined"
+
+
+class Cause(enum.StrEnum):
+    """Values of shoal.v1.Generation.Cause, which describes them."""
+
+    START = "start"
+    FAILURE = "failure"
+    BORDER = "border"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Identity:
+    """What a process says of itself when it joins."""
+
+    member_id: str
+    host: str
+    pid: int
+    launcher_id: str
+    local_index: int
+    donor_address: str
+    metrics_address: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Member:
+    """One live worker process. It is RANKED if and only if it has a rank in the newest generation and is not to leave."""
+
+    identity: Identity
+    phase: MemberPhase
+    joined_unix_ms: int
+    replays: bool
+    """The job had a generation when this member joined: it replays its script before it is ready."""
+    ready_order: int = 0
+    """Grows from one `ready` to the next within a job: who waits longest gets a rank first. 0 until it is ready."""
+    holds_state: bool = False
+    """It has worked in a generation, so it has a part of the training state. Written with the next generation after that is known."""
+    works_in: int = 0
+    """Only while DRAINING: the generation it goes on in after one without it was written. 0: it is in the newest one, or in none."""
+    reason: str = ""
+    """Why it is DRAINING or QUARANTINED."""
+    apart_from: str = ""
+    """Only while QUARANTINED: the member it cannot work with. When that one is gone, this one is READY again."""
+
+    @property
+    def member_id(self) -> str:
+        return self.identity.member_id
+
+
+@dataclass(frozen=True, kw_only=True)
+class Departure:
+    """The end of a member."""
+
+    ending: str
+    """How it ended: a value of events.Ending or events.LeaveReason."""
+    unix_ms: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rank:
+    """One place in a generation; its number is its position in Generation.ranks."""
+
+    member_id: str
+    host: str
+    local_rank: int
+    """0 .. local_world_size-1, in rank order."""
+    local_world_size: int
+    """Ranks of this host, which are adjacent."""
+    donor_address: str
+    joining: bool
+    """The member has not worked in any generation, as far as is known: it holds no state."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generation:
+    """One agreed membership. Written to Redis before anybody hears of it."""
+
+    number: int
+    """>= 1; higher than any before in this job, for ever."""
+    nonce: str
+    """32 hexadecimal digits."""
+    cause: Cause
+    ranks: tuple[Rank, ...]
+    """min_workers to max_workers of them; no member twice; the ranks of one host adjacent."""
+    interrupts_below: int
+    """Members that work in a generation below this number leave it at once. Never falls, since a member may miss generations between."""
+    created_unix_ms: int
+
+    @cached_property
+    def rank_of(self) -> Mapping[str, int]:
+        """Member id -> rank."""
+        return {rank.member_id: position for position, rank in enumerate(self.ranks)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Server:
+    """One parameter server's place."""
+
+    server_id: str
+    index: int
+    """0 .. parameter_servers-1; no two servers of a job have the same."""
+    address: str
+    metrics_address: str
+    host: str
+    pid: int
+    alive: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class FailureReport:
+    """What one member said about a failed collective."""
+
+    suspects: frozenset[str]
+    timed_out: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Incident:
+    """A failed collective that is not explained yet."""
+
+    generation: int
+    opened_ms: int
+    due_ms: int
+    """When to decide about it."""
+    reports: Mapping[str, FailureReport]
+    """Member id -> what it said; at least one."""
+
+
+def populate(members: Mapping[str, Member]) -> Mapping[MemberPhase, int]:
+    """JobState.population of these members."""
+    return Counter(member.phase for member in members.values())
+
+
+Pair = tuple[str, str]
+"""Two member ids, the smaller first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobState:
+    """All of one job."""
+
+    spec: JobSpec
+    phase: JobPhase = JobPhase.WAITING
+    number: int = 0
+    """Of the newest generation; 0 before the first. Never falls."""
+    generation: Generation | None = None
+    """The newest one, also when it is over because members are missing (phase WAITING)."""
+    members: Mapping[str, Member] = field(default_factory=dict)
+    """The live ones. None of them is in `departed`."""
+    departed: Mapping[str, Departure] = field(default_factory=dict)
+    """By member id, in the order they ended. These ids never come back."""
+    servers: Mapping[str, Server] = field(default_factory=dict)
+    layout: ShardLayout | None = None
+    """How the declared tensors are cut and spread; never changes once it is there."""
+    loaders: Mapping[str, Loader] = field(default_factory=dict)
+    last_order: int = 0
+    """The highest Member.ready_order given."""
+    accusations: Mapping[Pair, int] = field(default_factory=dict)
+    """How often two live members accused each other."""
+    stop_reason: str = ""
+    """Of phases STOPPING and FINISHED."""
+    departing: bool = False
+    """A ranked member has left at the border where all stop: no generation is formed any more."""
+
+    population: Mapping[MemberPhase, int] = field(default_factory=dict)
+    """Not written: how many of `members` are in each phase; phases without members may be missing."""
+    grace_until_ms: int | None = None
+    """In memory only. When the wait for further joiners ends; None: nobody waits for a rank."""
+    incident: Incident | None = None
+    """In memory only: members repeat their report when they reconnect."""
+    formed_ms: int | None = None
+    """In memory only. When the newest generation was written."""
+    fresh_failures: int = 0
+    """In memory only. Collectives that failed in generations one after another, each before Policy.fresh_generation_ms."""
+
+    def in_phase(self, phase: MemberPhase) -> int:
+        """How many members are in `phase`."""
+        return self.population.get(phase, 0)
+
+    @property
+    def is_over(self) -> bool:
+        """No generation will be formed any more."""
+        return self.phase is JobPhase.FINISHED or (self.phase is JobPhase.STOPPING and self.departing)

@@ -1,0 +1,145 @@
+"""The one entry to the core: a job's state and what happened go in; the next state, and what to do about it, come out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shoal_common.errors import ShoalError
+
+from shoal_coordinator.membership.draft import Changes, Draft
+from shoal_coordinator.membership.effects import Effect, Record
+from shoal_coordinator.membership.events import (
+    BatchesLeased,
+    CollectiveFailed,
+    DrainRequested,
+    Event,
+    ExitReported,
+    MemberJoined,
+    MemberLeft,
+    MemberLost,
+    MemberReady,
+    ServerLost,
+    ServerRegistered,
+    StopRequested,
+    TensorsDeclared,
+)
+from shoal_coordinator.membership.failures import collective_failed, incident_due
+from shoal_coordinator.membership.generations import generation_due
+from shoal_coordinator.membership.joining import Joined, member_joined, member_ready
+from shoal_coordinator.membership.leases import Leased, batches_leased
+from shoal_coordinator.membership.leaving import (
+    DrainNoted,
+    ExitNoted,
+    drain_requested,
+    exit_reported,
+    last_one_left,
+    member_left,
+    member_lost,
+    stop_requested,
+)
+from shoal_coordinator.membership.pulse import Pulses
+from shoal_coordinator.membership.servers import Registered, server_lost, server_registered, tensors_declared
+from shoal_coordinator.membership.shards import ShardLayout
+from shoal_coordinator.membership.spec import JobSpec, Policy
+from shoal_coordinator.membership.state import JobState, MemberPhase, Now
+
+Granted = Joined | ExitNoted | DrainNoted | Registered | ShardLayout | Leased | None
+"""What a granted event is answered with; None: there is nothing to say."""
+
+Outcome = Granted | ShoalError
+"""A ShoalError: the event was refused and has changed nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transition:
+    """One step of a job."""
+
+    state: JobState
+    outcomes: tuple[Outcome, ...]
+    """One for each event, in order."""
+    effects: tuple[Effect, ...]
+    """To be carried out in order, once the changes are on disk."""
+    records: tuple[Record, ...]
+    """For the event log."""
+    changes: Changes
+    reasons: tuple[str, ...]
+    """Why, for people."""
+
+
+def transition(
+    state: JobState, now: Now, events: Sequence[Event], *, pulses: Pulses, nonce: str, policy: Policy | None = None
+) -> Transition:
+    """Folds what happened since the last transition into the state, in order, and then forms a generation if one is due.
+
+    Also called without events when a deadline has come (`next_wake_ms`) or a member has taken a generation. `nonce`: 32 hexadecimal
+    digits, for the generation that may be formed; there is at most one, however many events led to it. Never raises for what an event
+    holds.
+    """
+    draft = Draft(state, now=now, pulses=pulses, nonce=nonce, policy=policy or Policy())
+    outcomes = tuple(_apply(draft, event) for event in events)
+    incident_due(draft)
+    generation_due(draft)
+    last_one_left(draft)
+    after, changes = draft.freeze()
+    return Transition(
+        state=after,
+        outcomes=outcomes,
+        effects=tuple(draft.effects),
+        records=tuple(draft.records),
+        changes=changes,
+        reasons=tuple(draft.reasons),
+    )
+
+
+def job_created(spec: JobSpec) -> JobState:
+    """The state of a new job."""
+    return JobState(spec=spec)
+
+
+def next_wake_ms(state: JobState, now_ms: int, policy: Policy | None = None) -> int | None:
+    """When to call `transition` again even if nothing happens, on Now.ms's clock. Leases are watched apart (pulse.expired)."""
+    if state.is_over:
+        return None
+    wakes = [] if state.incident is None else [state.incident.due_ms]
+    if state.grace_until_ms is not None and state.in_phase(MemberPhase.READY):
+        wakes.append(state.grace_until_ms)
+    if state.formed_ms is not None and (state.in_phase(MemberPhase.READY) or state.in_phase(MemberPhase.DRAINING)):
+        wakes.append(state.formed_ms + (policy or Policy()).border_patience_ms)
+    return min((wake for wake in wakes if wake > now_ms), default=None)
+
+
+def _apply(draft: Draft, event: Event) -> Outcome:
+    try:
+        return _handle(draft, event)
+    except ShoalError as error:
+        return error
+
+
+def _handle(draft: Draft, event: Event) -> Granted:
+    match event:
+        case MemberJoined():
+            return member_joined(draft, event)
+        case MemberReady():
+            member_ready(draft, event)
+        case MemberLost():
+            member_lost(draft, event)
+        case MemberLeft():
+            member_left(draft, event)
+        case ExitReported():
+            return exit_reported(draft, event)
+        case CollectiveFailed():
+            collective_failed(draft, event)
+        case DrainRequested():
+            return drain_requested(draft, event)
+        case StopRequested():
+            stop_requested(draft, event)
+        case ServerRegistered():
+            return server_registered(draft, event)
+        case ServerLost():
+            server_lost(draft, event)
+        case TensorsDeclared():
+            return tensors_declared(draft, event)
+        case BatchesLeased():
+            return batches_leased(draft, event)
+    return None

@@ -1,0 +1,225 @@
+"""How a job's state is written: one Redis hash per job, JSON in its fields, so that a transition writes only what it changed.
+
+Fields: `header` (the small parts), `generation`, `layout`, and one per entry of the mappings: `member:ID`, `departed:ID`, `server:ID`,
+`loader:NAME`. The store adds fields of its own (store.py). Keys of dataclasses are written by name, so a later release can add fields with
+defaults; `format` in the header is raised when an older release could not read the state any more.
+
+What is read was written by this module; whatever does not parse is CorruptDataError, with the field's name.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, fields
+from functools import partial
+from typing import Any, Final, TypeVar
+
+from shoal_common.errors import CorruptDataError
+
+from shoal_coordinator.membership.batches import Answer, Epoch, Loader
+from shoal_coordinator.membership.draft import Changes
+from shoal_coordinator.membership.shards import Partition, ShardLayout, TensorSpec
+from shoal_coordinator.membership.spec import JobSpec
+from shoal_coordinator.membership.state import (
+    Cause,
+    Departure,
+    Generation,
+    Identity,
+    JobPhase,
+    JobState,
+    Member,
+    MemberPhase,
+    Rank,
+    Server,
+    populate,
+)
+
+T = TypeVar("T")
+
+FORMAT: Final = 1
+_HEADER: Final = ("number", "last_order", "stop_reason", "departing")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    """Fields of the hash to set and to delete."""
+
+    put: Mapping[str, str]
+    remove: tuple[str, ...]
+
+
+def encode_changes(state: JobState, changes: Changes) -> Written:
+    """What has to be written for `state`, if `changes` is all that differs from what is there."""
+    put: dict[str, str] = {}
+    remove: list[str] = []
+    if changes.header:
+        put["header"] = _dump(_header(state))
+    if changes.generation and state.generation is not None:
+        put["generation"] = _dump(_generation(state.generation))
+    if changes.layout and state.layout is not None:
+        put["layout"] = _dump(_layout(state.layout))
+    for name, value in _entries(state, changes):
+        if value is None:
+            remove.append(name)
+        else:
+            put[name] = _dump(value)
+    return Written(put=put, remove=tuple(remove))
+
+
+def everything(state: JobState) -> Changes:
+    """The changes that write the whole state: of a new job."""
+    return Changes(
+        header=True,
+        generation=True,
+        layout=True,
+        members=frozenset(state.members),
+        departed=frozenset(state.departed),
+        servers=frozenset(state.servers),
+        loaders=frozenset(state.loaders),
+    )
+
+
+def decode_state(written: Mapping[str, str]) -> JobState:
+    """The state that these fields hold. Fields with other names are passed over. Raises CorruptDataError."""
+    header = _read(written, "header", _parse_header)
+    departed = _read_all(written, "departed", lambda _, value: Departure(**value))
+    members = _read_all(written, "member", lambda _, value: _parse_member(value))
+    return JobState(
+        **header,
+        generation=_read(written, "generation", _parse_generation) if "generation" in written else None,
+        layout=_read(written, "layout", _parse_layout) if "layout" in written else None,
+        members=dict(sorted(members.items(), key=lambda item: (item[1].joined_unix_ms, item[0]))),
+        population=populate(members),
+        departed=dict(sorted(departed.items(), key=lambda item: (item[1].unix_ms, item[0]))),
+        servers=_read_all(written, "server", lambda name, value: Server(server_id=name, **value)),
+        loaders=_read_all(written, "loader", lambda _, value: _parse_loader(value)),
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------------ writing
+
+
+def _entries(state: JobState, changes: Changes) -> Iterator[tuple[str, dict[str, Any] | None]]:
+    """Name and value of each changed entry of a mapping; None: it is gone."""
+    for member_id in changes.members:
+        member = state.members.get(member_id)
+        yield f"member:{member_id}", None if member is None else {"identity": asdict(member.identity), **_shallow(member, "identity")}
+    for member_id in changes.departed:
+        departure = state.departed.get(member_id)
+        yield f"departed:{member_id}", None if departure is None else _shallow(departure)
+    for server_id in changes.servers:
+        server = state.servers.get(server_id)
+        yield f"server:{server_id}", None if server is None else _shallow(server, "server_id")
+    for name in changes.loaders:
+        loader = state.loaders.get(name)
+        yield f"loader:{name}", None if loader is None else {str(number): _epoch(epoch) for number, epoch in loader.epochs.items()}
+
+
+def _header(state: JobState) -> dict[str, Any]:
+    return {
+        "format": FORMAT,
+        "spec": asdict(state.spec),
+        "phase": state.phase,
+        "accusations": [[*pair, count] for pair, count in state.accusations.items()],
+        **{name: getattr(state, name) for name in _HEADER},
+    }
+
+
+def _generation(generation: Generation) -> dict[str, Any]:
+    return {**_shallow(generation, "ranks"), "ranks": [_shallow(rank) for rank in generation.ranks]}
+
+
+def _layout(layout: ShardLayout) -> dict[str, Any]:
+    """Tensors and partitions as bare lists: there may be a hundred thousand of them."""
+    return {
+        "epoch": layout.epoch,
+        "tensors": [[t.name, list(t.shape), t.dtype] for t in layout.tensors],
+        "partitions": [[p.tensor_index, p.offset, p.length, p.primary] for p in layout.partitions],
+    }
+
+
+def _epoch(epoch: Epoch) -> dict[str, Any]:
+    return {
+        "batches": epoch.batches,
+        "dealt": epoch.dealt,
+        "returned": list(epoch.returned),
+        "leased": {member_id: list(batches) for member_id, batches in epoch.leased.items()},
+        "answers": {member_id: [answer.sequence, *answer.batches] for member_id, answer in epoch.answers.items()},
+    }
+
+
+def _shallow(value: Any, *without: str) -> dict[str, Any]:
+    return {item.name: getattr(value, item.name) for item in fields(value) if item.name not in without}
+
+
+def _dump(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
+
+
+# ------------------------------------------------------------------------------------------------------------------ reading
+
+
+def _read(written: Mapping[str, str], name: str, parse: Callable[[Any], T]) -> T:
+    try:
+        return parse(json.loads(written[name]))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CorruptDataError(
+            f"field {name!r} of a job in Redis cannot be read ({type(error).__name__}: {error}); it was changed by another program, "
+            "or written by a newer release"
+        ) from error
+
+
+def _read_all(written: Mapping[str, str], kind: str, parse: Callable[[str, Any], T]) -> dict[str, T]:
+    prefix = f"{kind}:"
+    found: dict[str, T] = {}
+    for name in written:
+        if name.startswith(prefix):
+            entry = name.removeprefix(prefix)
+            found[entry] = _read(written, name, partial(parse, entry))
+    return found
+
+
+def _parse_header(value: Any) -> dict[str, Any]:
+    if value["format"] != FORMAT:
+        raise ValueError(f"format {value['format']}, this release reads {FORMAT}")
+    return {
+        "spec": JobSpec(**value["spec"]),
+        "phase": JobPhase(value["phase"]),
+        "accusations": {(first, second): count for first, second, count in value["accusations"]},
+        **{name: value[name] for name in _HEADER},
+    }
+
+
+def _parse_member(value: Any) -> Member:
+    return Member(**{**value, "identity": Identity(**value["identity"]), "phase": MemberPhase(value["phase"])})
+
+
+def _parse_generation(value: Any) -> Generation:
+    ranks = tuple(Rank(**rank) for rank in value["ranks"])
+    return Generation(**{**value, "cause": Cause(value["cause"]), "ranks": ranks})
+
+
+def _parse_layout(value: Any) -> ShardLayout:
+    return ShardLayout(
+        epoch=value["epoch"],
+        tensors=tuple(TensorSpec(name=name, shape=tuple(shape), dtype=dtype) for name, shape, dtype in value["tensors"]),
+        partitions=tuple(
+            Partition(tensor_index=tensor, offset=offset, length=length, primary=primary)
+            for tensor, offset, length, primary in value["partitions"]
+        ),
+    )
+
+
+def _parse_loader(value: Any) -> Loader:
+    return Loader(epochs={int(number): _parse_epoch(epoch) for number, epoch in value.items()})
+
+
+def _parse_epoch(value: Any) -> Epoch:
+    return Epoch(
+        batches=value["batches"],
+        dealt=value["dealt"],
+        returned=tuple(value["returned"]),
+        leased={member_id: tuple(batches) for member_id, batches in value["leased"].items()},
+        answers={member_id: Answer(sequence=answer[0], batches=tuple(answer[1:])) for member_id, answer in value["answers"].items()},
+    )

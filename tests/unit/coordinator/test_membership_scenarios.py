@@ -1,0 +1,272 @@
+"""Golden scenarios of the membership core: each file in scenarios/ tells a story a person can read, events in, decisions out.
+
+A line that starts with `> ` is a decision; every other line is a command, a comment (#) or blank. The commands are the methods of Story.
+Times are milliseconds since the story's start; `at` runs every deadline that passes on the way, as the service does.
+To write the decisions anew after a change of rules, run with SHOAL_REWRITE_SCENARIOS=1 and read the diff.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from shoal_common.errors import ShoalError
+from shoal_coordinator.membership import effects as fx
+from shoal_coordinator.membership.events import (
+    BatchesLeased,
+    CollectiveFailed,
+    DrainRequested,
+    Ending,
+    Event,
+    ExitReported,
+    LeaveReason,
+    MemberJoined,
+    MemberLeft,
+    MemberLost,
+    MemberReady,
+    ServerLost,
+    ServerRegistered,
+    StopRequested,
+    TensorsDeclared,
+)
+from shoal_coordinator.membership.joining import Joined
+from shoal_coordinator.membership.leases import Leased
+from shoal_coordinator.membership.leaving import ExitNoted
+from shoal_coordinator.membership.pulse import Progress, Pulse, Pulses, attached, beaten, detached, expired
+from shoal_coordinator.membership.servers import Registered
+from shoal_coordinator.membership.shards import ShardLayout, TensorSpec
+from shoal_coordinator.membership.spec import JobSpec
+from shoal_coordinator.membership.state import Identity, JobState, Now
+from shoal_coordinator.membership.transition import Outcome, Transition, next_wake_ms, transition
+from shoal_coordinator.state.codec import decode_state, encode_changes, everything
+
+SCENARIOS = sorted((Path(__file__).parent / "scenarios").glob("*.txt"))
+
+
+@pytest.mark.parametrize("path", SCENARIOS, ids=lambda path: path.stem)
+def test_scenario_unfolds_as_written(path: Path) -> None:
+    written = path.read_text()
+    unfolded = Story().unfold(written)
+    if os.environ.get("SHOAL_REWRITE_SCENARIOS"):
+        path.write_text(unfolded)
+    assert unfolded == written
+
+
+class Story:
+    """Runs the commands of one scenario."""
+
+    def __init__(self) -> None:
+        self.ms = 0
+        self.state: JobState
+        self.pulses: dict[str, Pulse] = {}
+        self.collected: list[Event] | None = None
+        self.out: list[str] = []
+
+    def unfold(self, text: str) -> str:
+        lines: list[str] = []
+        for line in text.splitlines():
+            if line.startswith("> "):
+                continue
+            lines.append(line)
+            words = shlex.split(line, comments=True)
+            if words:
+                self.out = []
+                positional = [word for word in words[1:] if "=" not in word]
+                options = dict(word.split("=", 1) for word in words[1:] if "=" in word)
+                command: Callable[..., None] = getattr(self, words[0].replace("-", "_"))
+                command(*positional, **options)
+                lines.extend(f"> {decision}" for decision in self.out)
+        return "\n".join(lines) + "\n"
+
+    # ----------------------------------------------------------------------------------------------------------- commands
+
+    def job(self, **options: str) -> None:
+        names = {"min": "min_workers", "max": "max_workers", "servers": "parameter_servers", "grace": "join_grace_ms"}
+        names |= {"lease": "lease_ms", "stall": "stall_timeout_ms"}
+        self.pulses = {}
+        self.state = JobState(spec=JobSpec(job_id="digits", **{names[key]: int(value) for key, value in options.items()}))  # type: ignore[arg-type]
+
+    def at(self, ms: str) -> None:
+        while (due := self.next_deadline()) is not None and due <= int(ms):
+            self.ms = due
+            gone = expired(self.pulses, self.ms, self.state.spec.lease_ms)
+            detail = f"no heartbeat for {self.state.spec.lease_ms} ms"
+            self.happen(*[MemberLost(member_id=m, ending=Ending.LEASE_EXPIRED, detail=detail) for m in gone])
+        self.ms = int(ms)
+
+    def next_deadline(self) -> int | None:
+        leases = [pulse.heard_ms + self.state.spec.lease_ms + 1 for pulse in self.pulses.values()]
+        wake = next_wake_ms(self.state, self.ms)
+        return min([*leases, *([] if wake is None else [wake])], default=None)
+
+    def together(self) -> None:
+        """The events up to `end` are folded in one transition."""
+        self.collected = []
+
+    def end(self) -> None:
+        events, self.collected = self.collected or [], None
+        self.happen(*events)
+
+    def restart(self) -> None:
+        """The coordinator is killed and started again: what is not in Redis is forgotten, and all leases begin anew."""
+        self.state = decode_state(encode_changes(self.state, everything(self.state)).put)
+        self.pulses = {member_id: detached(attached(None, self.ms)) for member_id in self.state.members}
+        self.happen()
+
+    def join(self, member: str, host: str = "h1", index: str = "0", pid: str = "1", last: str = "0") -> None:
+        identity = Identity(
+            member_id=member,
+            host=host,
+            pid=int(pid),
+            launcher_id=host,
+            local_index=int(index),
+            donor_address=f"{host}:1",
+            metrics_address="",
+        )
+        self.happen(MemberJoined(identity=identity, last_generation=int(last)))
+
+    def ready(self, member: str) -> None:
+        self.happen(MemberReady(member_id=member))
+
+    def start(self, *members: str, host: str = "h1") -> None:
+        """Members join and are ready at once."""
+        for member in members:
+            self.join(member, host=host)
+            self.ready(member)
+
+    def lost(self, member: str, how: str = "stream_broken") -> None:
+        self.happen(MemberLost(member_id=member, ending=Ending(how), detail=how.replace("_", " ")))
+
+    def left(self, member: str, reason: str) -> None:
+        self.happen(MemberLeft(member_id=member, reason=LeaveReason(reason), detail=""))
+
+    def exit(self, member: str, code: str = "0", signal: str = "0") -> None:
+        self.happen(ExitReported(member_id=member, exit_code=int(code), signal=int(signal)))
+
+    def detach(self, member: str) -> None:
+        """The stream ends; within reconnect_grace that decides nothing."""
+        self.pulses[member] = detached(self.pulses[member])
+
+    def fail(self, *words: str, generation: str, suspects: str = "") -> None:
+        """A collective failed at each member named; `timeout` among them says how."""
+        ranks = tuple(int(rank) for rank in suspects.split(",") if rank)
+        for member in (word for word in words if word != "timeout"):
+            self.happen(
+                CollectiveFailed(
+                    member_id=member, generation=int(generation), suspects=ranks, timed_out="timeout" in words, detail="connection closed"
+                )
+            )
+
+    def beat(self, *members: str, generation: str = "0", sequence: str = "0") -> None:
+        for member in members:
+            before = self.pulses[member]
+            self.pulses[member] = beaten(before, self.ms, int(generation), Progress(sequence=int(sequence)))
+        self.happen()
+
+    def drain(self, member: str | None = None, rank: str | None = None) -> None:
+        self.happen(DrainRequested(member_id=member, rank=None if rank is None else int(rank), reason="asked to"))
+
+    def stop(self) -> None:
+        self.happen(StopRequested(reason="asked to"))
+
+    def server(self, server: str, pid: str = "1") -> None:
+        self.happen(ServerRegistered(server_id=server, address=f"{server}:1", metrics_address="", host="h1", pid=int(pid)))
+
+    def server_lost(self, server: str) -> None:
+        self.happen(ServerLost(server_id=server, ending=Ending.STREAM_BROKEN))
+
+    def declare(self, **tensors: str) -> None:
+        """name=elements, all float32."""
+        specs = tuple(TensorSpec(name=name, shape=(int(size),), dtype="float32") for name, size in tensors.items())
+        self.happen(TensorsDeclared(tensors=specs))
+
+    def lease(self, member: str, *, want: str, of: str, epoch: str = "0", finished: str = "", sequence: str = "0") -> None:
+        self.happen(
+            BatchesLeased(
+                member_id=member,
+                loader="train",
+                epoch=int(epoch),
+                batches_in_epoch=int(of),
+                want=int(want),
+                finished=tuple(int(batch) for batch in finished.split(",") if batch),
+                sequence=int(sequence),
+            )
+        )
+
+    def status(self) -> None:
+        phases = " ".join(f"{m.member_id}={m.phase}" for m in self.state.members.values())
+        self.out.append(f"{self.state.phase}, generation {self.state.number}: {phases}".rstrip(": "))
+
+    # ---------------------------------------------------------------------------------------------------------- decisions
+
+    def happen(self, *events: Event) -> None:
+        if self.collected is not None:
+            self.collected.extend(events)
+            return
+        now = Now(ms=self.ms, unix_ms=self.ms)
+        pulses = Pulses(members=self.pulses)
+        decided = transition(self.state, now, events, pulses=pulses, nonce=f"{self.state.number + 1:032x}")
+        self.state = decided.state
+        for event, outcome in zip(events, decided.outcomes, strict=True):
+            if isinstance(event, MemberJoined) and isinstance(outcome, Joined):
+                member_id = event.identity.member_id
+                self.pulses[member_id] = attached(self.pulses.get(member_id), self.ms)
+        self.pulses = {m: pulse for m, pulse in self.pulses.items() if m in self.state.members}
+        self.tell(events, decided)
+
+    def tell(self, events: Sequence[Event], decided: Transition) -> None:
+        for event, outcome in zip(events, decided.outcomes, strict=True):
+            if (line := told_outcome(event, outcome)) is not None:
+                self.out.append(line)
+        self.out.extend(line for effect in decided.effects if (line := told_effect(effect)) is not None)
+
+
+def told_outcome(event: Event, outcome: Outcome) -> str | None:
+    who = getattr(event, "member_id", "") or (event.identity.member_id if isinstance(event, MemberJoined) else "")
+    prefix = f"{who}: " if who else ""
+    match outcome:
+        case ShoalError():
+            return f"{prefix}refused, {outcome.code.name} / {outcome.reason}"
+        case Joined(resumed=True):
+            return f"{prefix}welcome back"
+        case Joined(replays=True):
+            return f"{prefix}welcome, replays its script"
+        case ExitNoted():
+            return f"{prefix}was {'a' if outcome.was_member else 'no'} member"
+        case Registered():
+            return f"server {outcome.index}"
+        case ShardLayout():
+            owners = [f"{outcome.tensors[p.tensor_index].name}[{p.offset}:{p.offset + p.length}]@{p.primary}" for p in outcome.partitions]
+            return f"epoch {outcome.epoch}: {' '.join(owners)}"
+        case Leased():
+            wait = f", ask again in {outcome.retry_after_ms} ms" if outcome.retry_after_ms else ""
+            return f"{prefix}batches {list(outcome.batches)}{', epoch done' if outcome.epoch_done else ''}{wait}"
+        case _:
+            return None
+
+
+def told_effect(effect: fx.Effect) -> str | None:
+    match effect:
+        case fx.AnnounceGeneration(generation=g):
+            ranks = " ".join(f"{i}:{r.member_id}@{r.host}{'*' if r.joining else ''}" for i, r in enumerate(g.ranks))
+            return f"generation {g.number} {g.cause}, interrupts below {g.interrupts_below}: {ranks}"
+        case fx.SendGeneration(generation=g):
+            return f"{effect.member_id}: generation {g.number} again"
+        case fx.SendStandby():
+            return f"{effect.member_id}: standby, {effect.reason}"
+        case fx.SendDrain():
+            return f"{effect.member_id}: drain, {effect.reason}"
+        case fx.SendStop():
+            return f"{effect.member_id}: stop, {effect.reason}"
+        case fx.EndSession():
+            return f"{effect.member_id}: session ends" + ("" if effect.error is None else f", {effect.error.reason}")
+        case fx.EndServerSession():
+            return f"server {effect.server_id}: session ends, {effect.error.reason}"
+        case fx.SendMembers(member_ids=members):
+            to = "servers" if effect.server_id is None else f"server {effect.server_id}"
+            return f"{to}: generation {effect.generation}, {' '.join(members) or 'nobody'}" if effect.server_id else None
+        case fx.StopServers():
+            return f"servers: stop, {effect.reason}"

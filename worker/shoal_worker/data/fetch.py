@@ -68,6 +68,12 @@ class Fetcher:
 
     def close(self) -> None:
         """Ends the worker processes and drops what was made ahead. The next fetch starts new ones."""
+        if self._loader is not None and self._num_workers > 0:
+            # Leaving it to the garbage collector takes 5 s where an exception's traceback still holds the iterator: by then the
+            # collector has ended the thread that tells the workers to end.
+            iterator = getattr(self._loader, "_iterator", None)
+            if iterator is not None:
+                iterator._shutdown_workers()
         self._batches = None
         self._loader = None
         self._feed.restart(iter(()))

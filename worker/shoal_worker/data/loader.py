@@ -110,6 +110,7 @@ class ElasticDataLoader:
         self._next_epoch = 0
         self._within: int | None = None
         self._stopped = False
+        self._fetch_failed = False
 
         if len(self.plan) == 0:
             raise ConfigurationError(
@@ -256,12 +257,17 @@ class ElasticDataLoader:
     def _iteration(self) -> Iterator[Step]:
         epoch = self._next_epoch if self._within is None else self._within
         before = self._cursor.global_step
-        ran_out = False
+        self._fetch_failed = False
+        over = False
         try:
             yield from self._epoch_steps(epoch)
-            ran_out = True
+            over = True
+        except GeneratorExit:
+            # Left early. After an error in the dataset the loop may be entered again, and goes on with the epoch.
+            over = self._cursor.global_step > before and not self._fetch_failed
+            raise
         finally:
-            if ran_out or self._cursor.global_step > before:
+            if over:
                 self._next_epoch = max(self._next_epoch, epoch + 1)
             self._fetcher.close()
             self._acknowledge()
@@ -339,7 +345,11 @@ class ElasticDataLoader:
             if self._dealt is not dealt:
                 raise PreconditionError(f"step {dealt.number} of epoch {dealt.epoch} is over; its batches can no longer be taken")
             request = self._dealer.request(dealt, block)
-            batch = self._fetcher.fetch(request, functools.partial(self._following, dealt, request))
+            try:
+                batch = self._fetcher.fetch(request, functools.partial(self._following, dealt, request))
+            except Exception:
+                self._fetch_failed = True
+                raise
             weight = self._weight(batch, block)
             if self._micro_batch_size is None:
                 clock.assign(Share(weight=weight, total_weight=self._total_weight(dealt, weight), micro_batches=None))

@@ -1,0 +1,144 @@
+"""A session that does only what a loader sees of one, and a world of ranks in one thread that it can be used in."""
+
+import contextlib
+from dataclasses import dataclass, field
+
+import pytest
+from shoal_worker.data.loader import ElasticDataLoader
+from shoal_worker.elastic.contract import Leases, Placement, StopTraining
+from shoal_worker.elastic.current import set_session
+
+
+class FakeClock:
+    """Grants borders as it is told, and notes what the loader says."""
+
+    def __init__(self, placement=None):
+        self.placement = placement or Placement(generation=0, rank=0, world_size=1)
+        self.calls = []
+        self.sources = {}
+        self.waiting = {}
+        """States that begin_step hands to their sources: what a joiner or a rank behind gets from its peers."""
+        self.stopped = False
+        self.coordinator = None
+
+    def register_source(self, source):
+        self.sources[source.name] = source
+        self.calls.append(("register", source.name))
+
+    def begin_step(self, source):
+        self.calls.append(("begin",))
+        if self.stopped:
+            raise StopTraining("stopped")
+        if source.name in self.waiting:
+            source.load_state_dict(self.waiting.pop(source.name))
+        return self.placement
+
+    def assign(self, share):
+        self.calls.append(("assign", share))
+
+    def begin_micro_batch(self, *, index, weight, key):
+        self.calls.append(("micro", index, weight, tuple(key)))
+
+    def end_micro_batch(self):
+        self.calls.append(("end_micro",))
+
+    def finish_batches(self):
+        self.calls.append(("finish",))
+
+    def end_epoch(self, source):
+        self.calls.append(("end_epoch",))
+
+    def lease_batches(self, *, loader, epoch, batches_in_epoch, finished, want):
+        self.calls.append(("lease", epoch, tuple(finished), want))
+        return self.coordinator.lease(self, epoch, batches_in_epoch, finished, want)
+
+    def said(self, kind):
+        return [call for call in self.calls if call[0] == kind]
+
+    @contextlib.contextmanager
+    def current(self):
+        """This session is the process's, as far as this thread sees."""
+        set_session(self, thread_only=True)
+        try:
+            yield self
+        finally:
+            set_session(None, thread_only=True)
+
+
+class FakeCoordinator:
+    """Leases first come first served."""
+
+    def __init__(self):
+        self.free = {}
+        self.held = {}
+
+    def lease(self, holder, epoch, batches, finished, want):
+        free = self.free.setdefault(epoch, list(range(batches)))
+        held = self.held.setdefault(epoch, {})
+        for batch in finished:
+            held.pop(batch, None)
+        taken, free[:] = free[:want], free[want:]
+        held.update(dict.fromkeys(taken, holder))
+        return Leases(batches=tuple(taken), epoch_done=not free and not held, retry_after_s=0.0)
+
+    def drop(self, holder):
+        """A member died: what it held is free again."""
+        for epoch, held in self.held.items():
+            lost = [batch for batch, by in held.items() if by is holder]
+            self.free[epoch] += lost
+            for batch in lost:
+                del held[batch]
+
+
+@dataclass
+class Rank:
+    """One rank of a simulated world: its session, its loader, and the training loop's place in it."""
+
+    clock: FakeClock
+    loader: ElasticDataLoader
+    iterator: object = None
+    seen: list = field(default_factory=list)
+
+    def take(self):
+        """The loop asks for its next batch (or batches, with steps()); None at the end of the iteration."""
+        with self.clock.current():
+            if self.iterator is None:
+                micro = self.loader.plan.micro_batch_size is not None
+                self.iterator = self.loader.steps() if micro else iter(self.loader)
+            got = next(self.iterator, None)
+            if got is None:
+                self.iterator = None
+                return None
+            return [sample for batch in got for sample in batch.tolist()] if hasattr(got, "number") else got.tolist()
+
+    def commit(self):
+        with self.clock.current():
+            return self.loader.committed(self.clock.placement)
+
+
+@pytest.fixture
+def clock():
+    """The session of this test."""
+    with FakeClock().current() as clock:
+        yield clock
+
+
+@pytest.fixture(scope="session")
+def make_rank():
+    """Makes a rank of a simulated world."""
+
+    def make(make_loader, placement, state=None):
+        clock = FakeClock(placement)
+        with clock.current():
+            loader = make_loader()
+        if state is not None:
+            clock.waiting[loader.name] = state
+        return Rank(clock, loader)
+
+    return make
+
+
+@pytest.fixture
+def coordinator():
+    """Leases batches."""
+    return FakeCoordinator()

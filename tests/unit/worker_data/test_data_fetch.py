@@ -1,0 +1,238 @@
+"""Batches made inline and by data workers are the same, and data workers never outlive, disturb or mislead the training."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from shoal_worker.data.fetch import Fetcher, Request
+from shoal_worker.data.loader import ElasticDataLoader
+from shoal_worker.elastic.contract import Placement
+from torch.utils.data import Dataset, get_worker_info
+
+
+class Noisy(Dataset):
+    """Draws from all three global generators, as augmentations do."""
+
+    def __init__(self, n=12):
+        self._n = n
+
+    def __len__(self):
+        return self._n
+
+    def __getitem__(self, index):
+        return torch.tensor([float(index), torch.rand(()).item(), np.random.rand(), random.random()], dtype=torch.float64)
+
+
+def run_epoch(loader, clock):
+    batches = []
+    for batch in loader:
+        batches.append(batch)
+        loader.committed(clock.placement)
+    return batches
+
+
+def all_equal(one, other):
+    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def noisy(**options):
+    return ElasticDataLoader(Noisy(), **{"global_batch_size": 4, "seed": 3, **options})
+
+
+def test_augmentation_is_the_same_inline_and_in_data_workers_and_differs_by_epoch(clock):
+    inline, workers = noisy(), noisy(num_workers=2)
+    first = run_epoch(inline, clock)
+    assert all_equal(first, run_epoch(workers, clock))
+    second = run_epoch(inline, clock)
+    assert not all_equal(first, second)
+    assert all_equal(second, run_epoch(workers, clock))
+
+
+def test_augmentation_of_a_micro_batch_does_not_depend_on_the_world(clock):
+    def epoch(world):
+        parts = []
+        for rank in range(world):
+            loader = noisy(micro_batch_size=2, shuffle=False)
+            clock.placement = Placement(generation=1, rank=rank, world_size=world)
+            for step in loader.steps():
+                parts += list(step)
+                loader.committed(clock.placement)
+        return sorted(parts, key=lambda batch: batch[0, 0].item())
+
+    assert all_equal(epoch(1), epoch(2))
+
+
+def test_a_redo_draws_the_same_numbers(clock):
+    for workers in (0, 1):
+        iterator = iter(noisy(num_workers=workers))
+        assert torch.equal(next(iterator), next(iterator))
+
+
+def test_making_batches_leaves_the_training_s_random_numbers_alone(clock):
+    for workers in (0, 1):
+        torch.manual_seed(0), np.random.seed(0), random.seed(0)
+        expected = torch.rand(1), np.random.rand(), random.random()
+        torch.manual_seed(0), np.random.seed(0), random.seed(0)
+        next(iter(noisy(num_workers=workers)))
+        assert (torch.rand(1), np.random.rand(), random.random()) == expected
+
+
+def test_a_collate_function_draws_keyed_numbers_too(clock):
+    def collate(samples):
+        return torch.stack(samples) * torch.rand(())
+
+    one, two = noisy(collate_fn=collate), noisy(collate_fn=collate)
+    assert all_equal(run_epoch(one, clock), run_epoch(two, clock))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_getitems_is_used_where_the_dataset_has_it(clock, workers):
+    class Batched(Noisy):
+        def __getitems__(self, indices):
+            assert isinstance(indices, list)
+            return [torch.tensor(index * 10) for index in indices]
+
+    loader = ElasticDataLoader(Batched(), global_batch_size=4, shuffle=False, num_workers=workers)
+    assert next(iter(loader)).tolist() == [0, 10, 20, 30]
+
+
+def test_the_ranks_may_change_while_batches_are_made_ahead(clock):
+    loader = ElasticDataLoader(list(range(40)), global_batch_size=4, shuffle=False, num_workers=2)
+    iterator = iter(loader)
+    seen = [next(iterator).tolist()]
+    workers = _children()
+    loader.committed(clock.placement)
+    clock.placement = Placement(generation=2, rank=1, world_size=2)
+    seen.append(next(iterator).tolist())
+    clock.placement = Placement(generation=3, rank=1, world_size=4)
+    seen.append(next(iterator).tolist())
+    loader.committed(clock.placement)
+    seen.append(next(iterator).tolist())
+    assert seen == [[0, 1, 2, 3], [6, 7], [5], [9]]
+    assert _children() == workers, "the data workers were started anew"
+
+
+def test_prefetch_goes_on_over_a_generation_that_leaves_this_rank_its_place(clock):
+    made = []
+    fetcher = Fetcher(list(range(4)), collate_fn=list, num_workers=0, pin_memory=False)
+    requests = [Request(epoch=0, indices=(i,), key=(i,)) for i in range(3)]
+
+    def following():
+        made.append(1)
+        return iter(requests)
+
+    assert [fetcher.fetch(request, following) for request in requests] == [[0], [1], [2]]
+    assert len(made) == 1
+
+
+def test_a_change_to_the_dataset_between_epochs_reaches_the_data_workers(clock):
+    data = [0, 1, 2, 3]
+    loader = ElasticDataLoader(data, global_batch_size=4, shuffle=False, num_workers=1)
+    assert run_epoch(loader, clock)[0].tolist() == [0, 1, 2, 3]
+    data[0] = 9
+    assert run_epoch(loader, clock)[0].tolist() == [9, 1, 2, 3]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_after_an_error_in_the_dataset_the_loop_can_be_entered_again_where_it_was(clock, workers, tmp_path):
+    broken = tmp_path / "broken"
+    broken.touch()
+
+    class Flaky(Noisy):
+        def __getitem__(self, index):
+            if index >= 2 and broken.exists():
+                raise OSError("disk")
+            return index
+
+    loader = ElasticDataLoader(Flaky(4), global_batch_size=2, shuffle=False, num_workers=workers)
+    started = time.monotonic()
+    with pytest.raises(OSError, match="disk"):
+        run_epoch(loader, clock)
+    broken.unlink()
+    assert [batch.tolist() for batch in run_epoch(loader, clock)] == [[2, 3]]
+    assert time.monotonic() - started < 4, "the data workers were not told to end"
+
+
+def test_no_data_worker_is_left_when_an_iteration_ends_or_is_left(clock):
+    before = _children()
+    loader = noisy(num_workers=2)
+    run_epoch(loader, clock)
+    assert _children() == before
+    iterator = iter(loader)
+    next(iterator)
+    assert len(_children() - before) == 2
+    del iterator
+    assert _children() == before
+
+
+def test_an_evaluation_loader_uses_data_workers_and_ends_them(clock):
+    before = _children()
+    loader = ElasticDataLoader(list(range(5)), global_batch_size=2, train=False, num_workers=1)
+    assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4]]
+    assert _children() == before
+
+
+def test_batches_are_pinned_only_where_there_is_an_accelerator(clock):
+    loader = noisy(pin_memory=True)
+    assert next(iter(loader)).is_pinned() == torch.accelerator.is_available()
+
+
+KILLED = """
+import sys, time
+from shoal_worker.data.fetch import Fetcher, Request
+fetcher = Fetcher(list(range(8)), collate_fn=list, num_workers=2, pin_memory=False)
+request = Request(epoch=0, indices=(0,), key=(0,))
+fetcher.fetch(request, lambda: iter([request]))
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+def test_data_workers_die_at_once_with_a_killed_rank():
+    """Else they would keep its sockets open, and its peers waiting."""
+    process = subprocess.Popen([sys.executable, "-c", KILLED], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout.readline().strip() == "ready"
+        workers = [
+            child for child in psutil.Process(process.pid).children(recursive=True) if "resource_tracker" not in " ".join(child.cmdline())
+        ]
+        assert len(workers) >= 2
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+    started = time.monotonic()
+    _, alive = psutil.wait_procs(workers, timeout=3)
+    assert not alive, f"still there after {time.monotonic() - started:.1f} s"
+
+
+class WorkerFacts(Dataset):
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        return int(signal.getsignal(signal.SIGINT) == signal.SIG_IGN), int(get_worker_info() is not None), os.getpid()
+
+
+def test_data_workers_leave_ctrl_c_to_the_rank(clock):
+    loader = ElasticDataLoader(WorkerFacts(), global_batch_size=2, num_workers=1)
+    ignores, in_worker, pid = next(iter(loader))
+    assert ignores.tolist() == in_worker.tolist() == [1, 1]
+    assert pid[0] != os.getpid()
+
+
+def _workers(pid):
+    """Living children that are not multiprocessing's own."""
+    found = psutil.Process(pid).children()
+    return [c for c in found if c.status() != psutil.STATUS_ZOMBIE and "resource_tracker" not in " ".join(c.cmdline())]
+
+
+def _children():
+    return {child.pid for child in _workers(os.getpid())}

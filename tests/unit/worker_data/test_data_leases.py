@@ -1,0 +1,163 @@
+"""Leased batches: first come first served, one RPC a step, a dead member's dealt again, none handed out twice to one member."""
+
+import pytest
+from shoal_common.errors import UnavailableError
+from shoal_worker.data.loader import ElasticDataLoader
+from shoal_worker.data.record import audit
+from shoal_worker.elastic.contract import Placement
+
+
+def make(n=10, **options):
+    return ElasticDataLoader(list(range(n)), **{"batch_size": 3, "shuffle": False, **options})
+
+
+@pytest.fixture
+def alone(clock, coordinator):
+    clock.coordinator = coordinator
+    return clock
+
+
+@pytest.fixture
+def members(make_rank, coordinator):
+    def start(count, **options):
+        ranks = [make_rank(lambda: make(**options), Placement(generation=1, rank=r, world_size=count)) for r in range(count)]
+        for rank in ranks:
+            rank.clock.coordinator = coordinator
+        return ranks
+
+    return start
+
+
+def test_one_member_gets_every_batch_once_with_one_call_a_step(alone):
+    loader = make()
+    seen = []
+    for batch in loader:
+        seen.append(batch.tolist())
+        loader.committed(alone.placement)
+    assert seen == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9]]
+    assert len(loader) == loader.global_step == 4
+    assert alone.said("lease") == [("lease", 0, (), 1), *[("lease", 0, (b,), 1) for b in range(4)]]
+    assert loader.state_dict()["epoch"] == 1
+    assert len(alone.said("end_epoch")) == 1
+
+
+def test_a_leased_batch_weighs_for_itself(alone):
+    next(iter(make()))
+    share = alone.said("assign")[0][1]
+    assert (share.weight, share.total_weight, share.micro_batches) == (3.0, 3.0, None)
+    assert alone.said("micro") == [("micro", 0, 3.0, (0, 0, 0, 0))]
+
+
+def test_a_lost_batch_is_handed_out_again_without_a_new_lease(alone):
+    iterator = iter(make())
+    assert next(iterator).tolist() == [0, 1, 2]
+    assert next(iterator).tolist() == [0, 1, 2]
+    assert len(alone.said("lease")) == 1
+
+
+def test_a_dead_members_batches_are_dealt_again(members, coordinator):
+    one, two = members(2)
+    assert (one.take(), two.take()) == ([0, 1, 2], [3, 4, 5])
+    coordinator.drop(two.clock)
+    seen = []
+    one.commit()
+    while (got := one.take()) is not None:
+        seen.append(got)
+        one.commit()
+    assert sorted(seen) == [[3, 4, 5], [6, 7, 8], [9]]
+
+
+def test_a_member_waits_at_the_end_of_an_epoch_for_batches_that_may_come_back(members, coordinator):
+    one, two = members(2, n=6)
+    assert (one.take(), two.take()) == ([0, 1, 2], [3, 4, 5])
+    one.commit()
+    begun = []
+    granted = one.clock.begin_step
+
+    def begin_step(source):
+        begun.append(1)
+        if len(begun) == 3:
+            coordinator.drop(two.clock)
+        return granted(source)
+
+    one.clock.begin_step = begin_step
+    assert one.take() == [3, 4, 5]
+    assert len(begun) == 3
+    one.commit()
+    assert one.take() is None
+
+
+def test_leaving_the_loop_acknowledges_what_was_finished(alone, coordinator):
+    loader = make(3)
+    for _ in loader:
+        loader.committed(alone.placement)
+        break
+    assert alone.said("lease")[-1] == ("lease", 0, (0,), 0)
+    assert coordinator.held == {0: {}}
+
+
+def test_a_failed_acknowledgement_at_the_end_is_logged_not_raised(alone, caplog):
+    loader = make(6)
+    iterator = iter(loader)
+    next(iterator)
+    loader.committed(alone.placement)
+
+    def refuse(*_):
+        raise UnavailableError("gone")
+
+    alone.coordinator.lease = refuse
+    del iterator
+    assert "could not be acknowledged" in caplog.text
+
+
+def test_a_finished_batch_is_told_again_when_the_call_failed(alone, coordinator):
+    loader = make(6)
+    iterator = iter(loader)
+    next(iterator)
+    loader.committed(alone.placement)
+    lease = coordinator.lease
+
+    def refuse(*_):
+        raise UnavailableError("gone")
+
+    coordinator.lease = refuse
+    with pytest.raises(UnavailableError):
+        next(iterator)
+    coordinator.lease = lease
+    assert next(iter(loader)).tolist() == [3, 4, 5]
+    assert coordinator.held[0].keys() == {1}
+
+
+def test_the_record_of_leased_batches_tells_how_often_each_sample_was_trained_on(members, coordinator, tmp_path, monkeypatch):
+    monkeypatch.setenv("SHOAL_RECORD_DIR", str(tmp_path))
+    one, two = members(2)
+    one.take(), two.take()
+    two.commit()  # its push is applied, but it dies before the coordinator hears of it
+    coordinator.drop(two.clock)
+    one.commit()
+    while one.take() is not None:
+        one.commit()
+    (epoch,) = audit(tmp_path).epochs
+    assert (epoch.expected, epoch.once, epoch.lost, epoch.repeated_samples) == (10, 7, 0, (3, 4, 5))
+
+
+def test_data_workers_make_leased_batches_ahead(alone, coordinator):
+    loader = make(20, num_workers=1)
+    seen = []
+    for batch in loader:
+        seen.append(batch.tolist())
+        loader.committed(alone.placement)
+    assert seen == [list(range(start, min(start + 3, 20))) for start in range(0, 20, 3)]
+    assert alone.said("lease")[0] == ("lease", 0, (), 2)
+
+
+def test_data_workers_go_on_after_they_ran_dry(alone, coordinator):
+    coordinator.free[0] = [0]
+    loader = make(9, num_workers=1)
+    iterator = iter(loader)
+    assert next(iterator).tolist() == [0, 1, 2]
+    coordinator.free[0] = [2, 1]
+    loader.committed(alone.placement)
+    assert next(iterator).tolist() == [6, 7, 8]
+    loader.committed(alone.placement)
+    assert next(iterator).tolist() == [3, 4, 5]

@@ -1,0 +1,555 @@
+"""The loader's promises to the training loop and to the session, one at a time."""
+
+import math
+import random
+
+import numpy as np
+import pytest
+import torch
+from shoal_common.errors import ConfigurationError, CorruptDataError, InternalError, PreconditionError
+from shoal_worker.data.loader import ElasticDataLoader
+from shoal_worker.data.plan import permutation
+from shoal_worker.elastic.contract import Placement
+from torch.utils.data import (
+    BatchSampler,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    WeightedRandomSampler,
+)
+
+
+def loader_of(n=10, **options):
+    return ElasticDataLoader(list(range(n)), **{"global_batch_size": 4, "shuffle": False, **options})
+
+
+def run_epoch(loader, clock):
+    batches = []
+    for batch in loader:
+        batches.append(batch.tolist())
+        loader.committed(clock.placement)
+    return batches
+
+
+# ------------------------------------------------------------------------------------------------------- the plain form
+
+
+def test_one_iteration_is_one_step_and_each_sample_comes_once(clock):
+    loader = loader_of()
+    assert run_epoch(loader, clock) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    assert len(loader) == 3
+    assert loader.global_step == 3
+
+
+def test_shuffled_epochs_follow_the_published_permutation(clock):
+    loader = ElasticDataLoader(list(range(10)), global_batch_size=10, seed=5)
+    for epoch in range(3):
+        assert run_epoch(loader, clock) == [list(permutation(5, epoch, 10, True))]
+
+
+def test_each_rank_gets_its_part_and_a_rank_without_samples_a_stand_in_of_weight_nought(make_rank):
+    ranks = [make_rank(loader_of, Placement(generation=1, rank=r, world_size=3)) for r in range(3)]
+    taken = []
+    while (batches := [rank.take() for rank in ranks])[0] is not None:
+        taken.append((batches, [rank.commit() for rank in ranks]))
+    assert taken == [([[0, 1], [2], [3]], [2, 1, 1]), ([[4, 5], [6], [7]], [2, 1, 1]), ([[8], [9], [8]], [1, 1, 0])]
+    share = ranks[2].clock.said("assign")[-1][1]
+    assert (share.weight, share.total_weight, share.micro_batches) == (0.0, 2.0, None)
+
+
+def test_the_session_hears_everything_in_order(clock):
+    loader = loader_of(4)
+    run_epoch(loader, clock)
+    kinds = [call[0] for call in clock.calls]
+    assert kinds == ["register", "begin", "assign", "micro", "end_micro", "end_epoch"]
+    assert clock.said("micro") == [("micro", 0, 4.0, (0, 0, 0, 0))]
+
+
+def test_a_batch_that_was_not_committed_is_handed_out_again(clock):
+    loader = loader_of()
+    iterator = iter(loader)
+    assert next(iterator).tolist() == [0, 1, 2, 3]
+    assert next(iterator).tolist() == [0, 1, 2, 3]
+    loader.committed(clock.placement)
+    assert next(iterator).tolist() == [4, 5, 6, 7]
+
+
+def test_a_lost_step_is_dealt_anew_under_the_new_placement(clock):
+    loader = loader_of()
+    iterator = iter(loader)
+    clock.placement = Placement(generation=1, rank=1, world_size=2)
+    assert next(iterator).tolist() == [2, 3]
+    clock.placement = Placement(generation=2, rank=0, world_size=1)
+    assert next(iterator).tolist() == [0, 1, 2, 3]
+
+
+def test_a_rank_that_took_its_peers_state_goes_on_after_the_step(clock):
+    loader = loader_of()
+    iterator = iter(loader)
+    next(iterator)
+    ahead = loader_of(name="ahead")
+    next(iter(ahead))
+    ahead.committed(clock.placement)
+    loader.load_state_dict(ahead.state_dict())
+    assert next(iterator).tolist() == [4, 5, 6, 7]
+
+
+def test_a_rank_that_took_the_state_after_the_last_step_ends_its_epoch_like_the_others(clock):
+    loader, ahead = loader_of(4), loader_of(4, name="ahead")
+    iterator = iter(loader)
+    next(iterator)
+    run_epoch(ahead, clock)
+    clock.calls.clear()
+    loader.load_state_dict(ahead.state_dict())
+    assert next(iterator, None) is None
+    assert clock.said("end_epoch")
+    assert run_epoch(loader, clock) == [[0, 1, 2, 3]]
+    assert loader.state_dict()["epoch"] == 2
+
+
+def test_drop_last_leaves_out_the_short_step(clock):
+    loader = loader_of(drop_last=True)
+    assert run_epoch(loader, clock) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert len(loader) == 2
+    assert loader.state_dict()["epoch"] == 1
+
+
+def test_looking_at_a_batch_costs_no_epoch(clock):
+    loader = loader_of()
+    assert next(iter(loader)).tolist() == [0, 1, 2, 3]
+    assert len(run_epoch(loader, clock)) == 3
+
+
+def test_leaving_a_loop_early_gives_up_the_rest_of_the_epoch(clock):
+    loader = loader_of()
+    for _ in loader:
+        loader.committed(clock.placement)
+        break
+    assert loader.state_dict()["samples"] == 4
+    assert len(run_epoch(loader, clock)) == 3
+    assert loader.state_dict()["epoch"] == 2
+
+
+def test_a_step_finished_after_the_loop_was_left_counts(clock):
+    loader = loader_of()
+    for _ in loader:
+        break
+    assert loader.committed(clock.placement) == 4
+    assert loader.state_dict()["samples"] == 4
+
+
+def test_a_commit_without_a_step_is_a_bug_that_is_told(clock):
+    with pytest.raises(InternalError, match="loader"):
+        loader_of().committed(clock.placement)
+
+
+# -------------------------------------------------------------------------------------------------------------- epochs()
+
+
+def test_epochs_starts_where_the_run_stands(clock):
+    first = loader_of(name="a")
+    for epoch in first.epochs(3):
+        run_epoch(first, clock)
+        if epoch == 1:
+            break
+    second = loader_of(name="b")
+    second.load_state_dict(first.state_dict())
+    seen = []
+    for epoch in second.epochs(4):
+        seen.append((epoch, len(run_epoch(second, clock))))
+    assert seen == [(2, 3), (3, 3)]
+
+
+def test_a_joiner_learns_its_epoch_at_the_head_of_epochs(make_rank):
+    donor = make_rank(loader_of, Placement(generation=1, rank=0, world_size=1))
+    for _ in range(4):
+        if donor.take() is None:
+            donor.take()
+        donor.commit()
+    assert donor.loader.state_dict()["samples"] == 4
+    joiner = make_rank(loader_of, Placement(generation=2, rank=1, world_size=2), donor.loader.state_dict())
+    with joiner.clock.current():
+        for epoch in joiner.loader.epochs(9):
+            assert epoch == 1
+            assert next(iter(joiner.loader)).tolist() == [6, 7]
+            break
+
+
+def test_a_joiner_with_a_plain_range_of_epochs_passes_over_those_before_the_cursor(make_rank):
+    donor = make_rank(loader_of, Placement(generation=1, rank=0, world_size=1))
+    for _ in range(2 * 4 + 1):
+        if donor.take() is not None:
+            donor.commit()
+    state = donor.loader.state_dict()
+    assert (state["epoch"], state["samples"]) == (2, 4)
+    joiner = make_rank(loader_of, Placement(generation=2, rank=1, world_size=2), state)
+    with joiner.clock.current():
+        counts = [len(run_epoch(joiner.loader, joiner.clock)) for _ in range(4)]
+    assert counts == [0, 0, 2, 3]
+    assert len(joiner.clock.said("end_epoch")) == 2
+
+
+def test_members_move_their_cursor_to_a_new_epoch_ahead_of_the_border_where_joiners_are_fed(clock):
+    loader = loader_of()
+    for _ in loader:
+        loader.committed(clock.placement)
+        break
+    told = []
+    clock.begin_step = lambda source: told.append(source.state_dict()["epoch"]) or clock.placement
+    next(iter(loader))
+    assert told == [1]
+
+
+def test_stop_ends_the_iteration_and_the_epochs(clock):
+    loader = loader_of()
+    seen = []
+    for epoch in loader.epochs(5):
+        for batch in loader:
+            seen.append((epoch, batch.tolist()))
+            loader.committed(clock.placement)
+            clock.stopped = True
+    assert seen == [(0, [0, 1, 2, 3])]
+    assert list(loader.epochs(5)) == []
+
+
+def test_two_loaders_keep_separate_cursors(clock):
+    one, two = loader_of(), loader_of(12)
+    assert (one.name, two.name) == ("loader", "loader-2")
+    a, b = iter(one), iter(two)
+    next(a)
+    one.committed(clock.placement)
+    next(a)
+    next(b)
+    assert (one.state_dict()["samples"], two.state_dict()["samples"]) == (4, 0)
+    two.committed(clock.placement)
+    assert next(b).tolist() == [4, 5, 6, 7]
+
+
+# ---------------------------------------------------------------------------------------------------------- micro-batches
+
+
+def test_plain_iteration_with_micro_batches_is_refused_naming_steps(clock):
+    with pytest.raises(ConfigurationError, match=r"loader\.steps\(\)"):
+        iter(loader_of(micro_batch_size=2))
+
+
+def test_steps_hand_out_whole_micro_batches_and_perhaps_none(make_rank):
+    ranks = [make_rank(lambda: loader_of(micro_batch_size=3), Placement(generation=1, rank=r, world_size=3)) for r in range(3)]
+    taken = []
+    while (batches := [rank.take() for rank in ranks])[0] is not None:
+        taken.append((batches, [rank.commit() for rank in ranks]))
+    assert taken == [([[0, 1, 2], [3], []], [3, 1, 0]), ([[4, 5, 6], [7], []], [3, 1, 0]), ([[8, 9], [], []], [2, 0, 0])]
+    assert [call[0] for call in ranks[2].clock.calls[1:4]] == ["begin", "assign", "finish"]
+    assert ranks[1].clock.said("micro")[0] == ("micro", 1, 1.0, (0, 0, 0, 1))
+
+
+def test_the_session_hears_of_micro_batches_in_order(clock):
+    loader = loader_of(4, micro_batch_size=2)
+    for step in loader.steps():
+        assert (step.epoch, step.number, len(step)) == (0, 0, 2)
+        for _ in step:
+            clock.calls.append(("backward",))
+        loader.committed(clock.placement)
+    kinds = [call[0] for call in clock.calls[1:]]
+    assert kinds == ["begin", "assign", "micro", "backward", "end_micro", "micro", "backward", "end_micro", "finish", "end_epoch"]
+    share = clock.said("assign")[0][1]
+    assert (share.weight, share.total_weight, share.micro_batches) == (4.0, 4.0, 2)
+
+
+def test_a_step_hands_out_its_batches_once(clock):
+    step = next(loader_of(micro_batch_size=2).steps())
+    list(step)
+    with pytest.raises(PreconditionError, match="no sample counts twice"):
+        iter(step)
+
+
+def test_a_step_that_is_over_hands_out_nothing(clock):
+    steps = loader_of(micro_batch_size=2).steps()
+    first = next(steps)
+    next(steps)
+    with pytest.raises(PreconditionError, match="is over"):
+        next(iter(first))
+
+
+def test_steps_without_micro_batches_hold_one_batch(clock):
+    step = next(loader_of(4).steps())
+    assert [batch.tolist() for batch in step] == [[0, 1, 2, 3]]
+    assert [call[0] for call in clock.calls[1:]] == ["begin", "assign", "micro", "end_micro"]
+
+
+# ---------------------------------------------------------------------------------------------------------------- weights
+
+
+def test_weight_fn_replaces_the_number_of_samples_and_leaves_the_total_open(clock):
+    loader = loader_of(4, weight_fn=lambda batch: batch.sum())
+    next(iter(loader))
+    share = clock.said("assign")[0][1]
+    assert (share.weight, share.total_weight) == (6.0, None)
+
+
+def test_weight_fn_with_micro_batches_tells_each_weight(clock):
+    loader = loader_of(4, micro_batch_size=2, weight_fn=lambda batch: batch.sum())
+    list(next(loader.steps()))
+    share = clock.said("assign")[0][1]
+    assert math.isnan(share.weight)
+    assert share.total_weight is None
+    assert [call[2] for call in clock.said("micro")] == [1.0, 5.0]
+
+
+@pytest.mark.parametrize("weight", [-1.0, math.nan, math.inf])
+def test_a_weight_that_cannot_be_is_refused(clock, weight):
+    with pytest.raises(ConfigurationError, match="weight_fn"):
+        next(iter(loader_of(weight_fn=lambda batch: weight)))
+
+
+# ------------------------------------------------------------------------------------------------------------------ state
+
+
+def test_a_cursor_in_samples_goes_on_with_another_batch_size(clock):
+    loader = loader_of(20, name="a")
+    iterator = iter(loader)
+    for _ in range(2):
+        next(iterator)
+        loader.committed(clock.placement)
+    other = loader_of(20, name="b", global_batch_size=5)
+    other.load_state_dict(loader.state_dict())
+    assert run_epoch(other, clock) == [[8, 9, 10, 11, 12], [13, 14, 15, 16, 17], [18, 19]]
+    assert other.global_step == 5
+
+
+def test_a_cursor_whose_rest_is_dropped_under_the_new_batch_size_moves_to_the_next_epoch(clock):
+    loader = loader_of(20, name="a")
+    iterator = iter(loader)
+    for _ in range(4):
+        next(iterator)
+        loader.committed(clock.placement)
+    other = loader_of(20, name="b", global_batch_size=8, drop_last=True)
+    other.load_state_dict(loader.state_dict())
+    assert run_epoch(other, clock) == []
+    assert run_epoch(other, clock) == [list(range(8)), list(range(8, 16))]
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [({"seed": 1}, "seed=0"), ({"shuffle": False}, "shuffle=True"), ({"n": 11}, "length=10"), ({"sampler": range(10)}, "order")],
+)
+def test_a_cursor_within_an_epoch_of_another_order_is_refused(clock, options, named):
+    loader = loader_of(name="a", shuffle=True)
+    next(iter(loader))
+    loader.committed(clock.placement)
+    other = loader_of(**{"shuffle": True, **options}, name="b")
+    with pytest.raises(ConfigurationError, match=named):
+        other.load_state_dict(loader.state_dict())
+    assert other.state_dict()["samples"] == 0
+
+
+def test_between_epochs_another_order_is_allowed(clock):
+    loader = loader_of(name="a", shuffle=True)
+    run_epoch(loader, clock)
+    other = loader_of(name="b", shuffle=True, seed=1, n=12)
+    other.load_state_dict(loader.state_dict())
+    assert other.state_dict()["epoch"] == 1
+
+
+@pytest.mark.parametrize(
+    "state", [{}, {"version": 2}, {"version": 1, "epoch": -1}, {"version": 1, "epoch": 0, "samples": "4", "step": 0, "global_step": 0}]
+)
+def test_a_state_that_is_none_is_corrupt_data(clock, state):
+    with pytest.raises(CorruptDataError):
+        loader_of().load_state_dict(state)
+
+
+def test_a_loader_meets_each_session_once(clock):
+    loader = loader_of()
+    run_epoch(loader, clock)
+    assert clock.said("register") == [("register", "loader")]
+    with type(clock)().current() as other:
+        next(iter(loader))
+        assert other.said("register") == [("register", "loader")]
+    with clock.current():
+        pass
+
+
+# ---------------------------------------------------------------------------------------------------------------- samplers
+
+
+def test_a_sampler_is_drawn_once_per_epoch_and_each_position_counts_once(clock):
+    draws = []
+
+    class Sampler:
+        def __len__(self):
+            return 6
+
+        def __iter__(self):
+            draws.append(1)
+            return iter([9, 9, 1, 2, 3, 4])
+
+    loader = loader_of(sampler=Sampler())
+    assert run_epoch(loader, clock) == [[9, 9, 1, 2], [3, 4]]
+    assert len(loader) == 2
+    assert len(draws) == 1
+    run_epoch(loader, clock)
+    assert len(draws) == 2
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: RandomSampler(range(10)),
+        lambda: RandomSampler(range(10), generator=torch.Generator()),
+        lambda: WeightedRandomSampler([1.0] * 10, 12),
+        lambda: _Shuffled(lambda: random.sample(range(10), 10)),
+        lambda: _Shuffled(lambda: np.random.permutation(10)),
+    ],
+)
+def test_samplers_draw_the_same_on_every_rank_and_differ_by_epoch(make, make_rank):
+    epochs = []
+    for r in range(2):
+        torch.manual_seed(r)
+        random.seed(r)
+        np.random.seed(r)
+        rank = make_rank(lambda: loader_of(sampler=make(), global_batch_size=12), Placement(generation=1, rank=0, world_size=1))
+        with rank.clock.current():
+            epochs.append([run_epoch(rank.loader, rank.clock) for _ in range(2)])
+    assert epochs[0] == epochs[1]
+    assert epochs[0][0] != epochs[0][1]
+
+
+class _Shuffled:
+    def __init__(self, draw):
+        self._draw = draw
+
+    def __iter__(self):
+        return iter(self._draw())
+
+
+def test_set_epoch_is_called_before_a_draw(clock):
+    class Sampler:
+        epoch = None
+
+        def set_epoch(self, epoch):
+            self.epoch = epoch
+
+        def __iter__(self):
+            return iter([self.epoch])
+
+    loader = loader_of(sampler=Sampler())
+    assert [run_epoch(loader, clock) for _ in range(3)] == [[[0]], [[1]], [[2]]]
+
+
+def test_a_sampler_that_draws_otherwise_here_than_on_the_peers_is_found(clock):
+    loader = loader_of(sampler=list(range(10)), name="a")
+    next(iter(loader))
+    loader.committed(clock.placement)
+    other = loader_of(sampler=list(reversed(range(10))), name="b")
+    with pytest.raises(ConfigurationError, match="order="):
+        other.load_state_dict(loader.state_dict())
+
+
+def test_drawing_leaves_the_global_random_numbers_alone(clock):
+    torch.manual_seed(3)
+    expected = torch.rand(1)
+    torch.manual_seed(3)
+    next(iter(loader_of(sampler=RandomSampler(range(10)))))
+    assert torch.rand(1) == expected
+
+
+@pytest.mark.parametrize(
+    ("sampler", "named"),
+    [
+        (DistributedSampler(range(10), num_replicas=2, rank=0), "DistributedSampler"),
+        (BatchSampler(SequentialSampler(range(10)), 2, False), "BatchSampler"),
+        ([0, "a"], "whole numbers"),
+        ([0, 10], "0 to 9"),
+        ([-1], "0 to 9"),
+    ],
+)
+def test_samplers_that_cannot_work_are_refused(clock, sampler, named):
+    with pytest.raises(ConfigurationError, match=named):
+        next(iter(loader_of(sampler=sampler)))
+
+
+# --------------------------------------------------------------------------------------------------------------- arguments
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(3))
+
+
+class Unsized(Dataset):
+    def __getitem__(self, index):
+        return index
+
+
+class Sharded(IterableDataset):
+    """Iterable, but by position, too."""
+
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        return index
+
+    def __iter__(self):
+        return iter(range(3))
+
+
+@pytest.mark.parametrize(("dataset", "named"), [(Stream(), "Stream"), (Unsized(), "__len__"), (iter([1]), "__getitem__"), ([], "empty")])
+def test_datasets_that_cannot_be_dealt_by_position_are_refused(clock, dataset, named):
+    with pytest.raises(ConfigurationError, match=named):
+        ElasticDataLoader(dataset, global_batch_size=2)
+
+
+def test_an_iterable_dataset_with_positions_is_accepted(clock):
+    assert run_epoch(ElasticDataLoader(Sharded(), global_batch_size=2, shuffle=False), clock) == [[0, 1], [2]]
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"global_batch_size": None}, "neither"),
+        ({"batch_size": 2}, "both"),
+        ({"global_batch_size": 0}, "global_batch_size=0"),
+        ({"global_batch_size": 2.0}, "global_batch_size=2.0"),
+        ({"global_batch_size": True}, "global_batch_size=True"),
+        ({"micro_batch_size": 5}, "micro_batch_size=5"),
+        ({"global_batch_size": None, "batch_size": 4, "micro_batch_size": 2}, "micro_batch_size=2"),
+        ({"seed": "x"}, "seed='x'"),
+        ({"num_workers": -1}, "num_workers=-1"),
+        ({"name": ""}, "name=''"),
+        ({"drop_last": True, "global_batch_size": 11}, "drop_last"),
+        ({"drop_last": True, "train": False}, "drop_last"),
+    ],
+)
+def test_arguments_that_cannot_work_are_refused_by_name(clock, options, named):
+    with pytest.raises(ConfigurationError, match=named):
+        loader_of(**options)
+
+
+# -------------------------------------------------------------------------------------------------------------- evaluation
+
+
+def test_an_evaluation_loader_yields_every_sample_in_order_and_takes_no_part_in_steps(clock):
+    loader = loader_of(train=False, shuffle=True)
+    assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    assert len(loader) == 3
+    assert clock.calls == []
+
+
+def test_evaluation_batches_come_by_number_in_the_size_of_micro_batches(clock):
+    batches = loader_of(train=False, micro_batch_size=3).evaluation_batches()
+    assert len(batches) == 4
+    assert [(number, batch.tolist()) for number, batch in batches.read([0, 3])] == [(0, [0, 1, 2]), (3, [9])]
+
+
+def test_steps_of_an_evaluation_loader_and_evaluation_with_a_training_loader_are_refused(clock):
+    with pytest.raises(ConfigurationError, match="train=False"):
+        loader_of(train=False).steps()
+    with pytest.raises(ConfigurationError, match="train=False"):
+        loader_of(train=False).epochs(3)
+    with pytest.raises(ConfigurationError, match="train=False"):
+        loader_of().evaluation_batches()

@@ -5,3 +5,6 @@ import os
 # Forked children (a DataLoader's workers) hang or crash when gRPC's fork handlers meet live channels; gRPC reads this once, when it is
 # first imported, so it must be set before anything in this package imports it.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+
+# gRPC's own notes on connections that come and go would break up the log; what matters reaches callers as a status.
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")

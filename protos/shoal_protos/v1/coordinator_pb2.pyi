@@ -502,7 +502,7 @@ class Partition(_message.Message):
     def __init__(self, partition_id: _Optional[int] = ..., tensor_index: _Optional[int] = ..., offset: _Optional[int] = ..., length: _Optional[int] = ..., primary: _Optional[int] = ...) -> None: ...
 
 class LeaseBatchesRequest(_message.Message):
-    __slots__ = ("job_id", "member_id", "loader", "epoch", "batches_in_epoch", "want", "finished")
+    __slots__ = ("job_id", "member_id", "loader", "epoch", "batches_in_epoch", "want", "finished", "sequence")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
     LOADER_FIELD_NUMBER: _ClassVar[int]
@@ -510,6 +510,7 @@ class LeaseBatchesRequest(_message.Message):
     BATCHES_IN_EPOCH_FIELD_NUMBER: _ClassVar[int]
     WANT_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     member_id: str
     loader: str
@@ -517,7 +518,8 @@ class LeaseBatchesRequest(_message.Message):
     batches_in_epoch: int
     want: int
     finished: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, job_id: _Optional[str] = ..., member_id: _Optional[str] = ..., loader: _Optional[str] = ..., epoch: _Optional[int] = ..., batches_in_epoch: _Optional[int] = ..., want: _Optional[int] = ..., finished: _Optional[_Iterable[int]] = ...) -> None: ...
+    sequence: int
+    def __init__(self, job_id: _Optional[str] = ..., member_id: _Optional[str] = ..., loader: _Optional[str] = ..., epoch: _Optional[int] = ..., batches_in_epoch: _Optional[int] = ..., want: _Optional[int] = ..., finished: _Optional[_Iterable[int]] = ..., sequence: _Optional[int] = ...) -> None: ...
 
 class LeaseBatchesResponse(_message.Message):
     __slots__ = ("batches", "epoch_done", "retry_after_ms")

@@ -133,9 +133,11 @@ class CoordinatorServicer:
 
     def JoinSession(self, request_iterator, context):
         """One member's session: opened once per process and held until it leaves. The first message must be `join`; the
-        coordinator answers `welcome`, then pushes generations, drain and stop. Breaking the stream is how a member's death
-        is noticed first. A member whose stream broke by a network fault, or by a coordinator restart, reconnects with the same
-        member_id before its lease ends and keeps its place. Role: worker.
+        coordinator answers `welcome`, then pushes generations, drain and stop. A stream that ends without `leave` is how a member's
+        death is noticed first: it is put out at once, or after the coordinator's reconnect_grace (0 unless set) if it has not opened a new
+        stream by then. After a coordinator restart members have their whole lease to come back. Whoever reconnects gives the same member_id,
+        keeps its place and says `ready` and `collective_failure` again if they still hold; a member that was put out gets
+        FAILED_PRECONDITION / MEMBER_REPLACED, and its process starts anew with a new member_id. Role: worker.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

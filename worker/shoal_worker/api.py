@@ -94,7 +94,9 @@ def as_distributed(
     specific = {name: value for name, value in options.items() if name not in _CONFIG_FIELDS}
     if not any(p.is_meta for p in model.parameters()):
         model.to(session.device)
-    distributed, wrapped = registry.build(model_class, optimizer_class, model, optimizer, session, config, backend=backend, options=specific)
+    distributed, wrapped = registry.build(
+        model_class, optimizer_class, model, optimizer, session, config, backend=backend, options=specific
+    )
     return distributed if wrapped is None else (distributed, wrapped)
 
 
@@ -124,8 +126,8 @@ def register_state(**objects: Any) -> None:
 def evaluate(model: nn.Module, loader: Any, fn: Callable[[nn.Module, Any], Mapping[str, Any]]) -> dict[str, float]:
     """Evaluates on all ranks together: the sums of what `fn(model, batch)` gives, over every batch of `loader` once.
 
-    `fn` returns sums (correct answers, samples, summed loss), not means. The model is in evaluation mode, without gradients. Call it on every rank,
-    between steps; every rank gets the answer. The batches of a rank that dies meanwhile are dealt again.
+    `fn` returns sums (correct answers, samples, summed loss), not means. The model is in evaluation mode, without gradients. Call it on
+    every rank, between steps; every rank gets the answer. The batches of a rank that dies meanwhile are dealt again.
 
     Args:
         model: from `as_distributed`, or any module that is equal on all ranks.
@@ -139,8 +141,8 @@ def evaluate(model: nn.Module, loader: Any, fn: Callable[[nn.Module, Any], Mappi
 def save_checkpoint(directory: str | Path, *, keep: int = 3) -> None:
     """Saves model, optimizer, registered state and cursors, asynchronously and atomically. Call it on every rank, between steps.
 
-    The state is copied before this returns; rank 0 then writes `directory/step-<n>` in the background, and renames it into place when it is whole. An
-    error of an earlier save is raised here. Joiners save nothing.
+    The state is copied before this returns; rank 0 then writes `directory/step-<n>` in the background, and renames it into place when it
+    is whole. An error of an earlier save is raised here. Joiners save nothing.
 
     Args:
         directory: shared by all ranks, or local to rank 0's machine.

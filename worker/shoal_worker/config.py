@@ -1,4 +1,5 @@
-"""How a model is sharded: the settings that are common to all strategies. Strategy-specific options are keyword arguments of `as_distributed`."""
+"""How a model is sharded: the settings that are common to all strategies. Strategy-specific options are keyword arguments of
+`as_distributed`."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ class ShardingConfiguration:
     find_unused_parameters: bool = False
     """Some parameters take no part in some steps: search for them after every forward pass."""
     deterministic: bool = False
-    """Sum micro-batch gradients in float64, so that the result is bitwise the same for any world size. Needs `micro_batch_size` on the loader."""
+    """Sum micro-batch gradients in float64, so that the result is bitwise the same for any world size. Needs `micro_batch_size` on the
+    loader."""
 
     def __post_init__(self) -> None:
         if self.minimum_parameter_group_size < 1:

@@ -13,7 +13,6 @@ from pathlib import Path
 
 from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
-
 from shoal_common.errors import ConfigurationError
 
 

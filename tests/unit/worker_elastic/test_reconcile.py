@@ -2,7 +2,6 @@
 
 from hypothesis import given
 from hypothesis import strategies as st
-
 from shoal_worker.elastic.reconcile import Standing, StateName, reconcile
 
 
@@ -99,7 +98,7 @@ def test_donors_hold_the_newest_state_whole_and_nobody_both_gives_and_takes(rank
     for rank in plan.behind:
         assert ranks[rank].attached
         assert not ranks[rank].spectator
-    for rank, s in enumerate(ranks):
+    for s in ranks:
         if s.state is not None and not s.spectator:
             assert plan.newest is not None
             assert s.state <= plan.newest

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-
 from shoal_common.errors import ConfigurationError
 from shoal_worker.elastic.registered import RegisteredState
 

@@ -5,7 +5,6 @@ from datetime import timedelta
 
 import pytest
 import torch
-
 from shoal_common.errors import CorruptDataError, UnavailableError
 from shoal_worker.elastic import transfer
 from shoal_worker.elastic.transfer import StateDonor, take_state
@@ -16,7 +15,13 @@ TIMEOUT = timedelta(seconds=10)
 
 def state() -> dict[str, object]:
     torch.manual_seed(0)
-    return {"weights": torch.randn(1500, 1000), "half": torch.randn(7).to(torch.bfloat16), "step": 3, "scalar": torch.tensor(2.5), "none": torch.empty(0)}
+    return {
+        "weights": torch.randn(1500, 1000),
+        "half": torch.randn(7).to(torch.bfloat16),
+        "step": 3,
+        "scalar": torch.tensor(2.5),
+        "none": torch.empty(0),
+    }
 
 
 @pytest.mark.parametrize("donors", [1, 2, 3])
@@ -63,9 +68,9 @@ def test_a_damaged_block_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         transfer,
         "_check",
-        lambda data, checksum, address, what: (_ for _ in ()).throw(CorruptDataError("wrong"))
-        if honest(memoryview(data)) != bytes(checksum)
-        else None,
+        lambda data, checksum, address, what: (
+            (_ for _ in ()).throw(CorruptDataError("wrong")) if honest(memoryview(data)) != bytes(checksum) else None
+        ),
     )
     with donor.offering(state(), NONCE), pytest.raises(CorruptDataError):
         take_state([donor.address], NONCE, timeout=TIMEOUT)

@@ -131,7 +131,7 @@ class StepSource(Protocol):
         ...
 
 
-class StopTraining(Exception):  # noqa: N818 - it is no error: the run ends here
+class StopTraining(Exception):
     """Raised inside a loader to end its iteration: the job is stopped, finished, or this member was drained."""
 
 

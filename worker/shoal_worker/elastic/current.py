@@ -22,7 +22,7 @@ def current_session() -> Session:
     """The session, made by `shoal.init()`; a world of one is made if the script did not call it."""
     session = find_session()
     if session is None:
-        from shoal_worker.elastic.start import open_session  # noqa: PLC0415 - the session imports the loaders' contract
+        from shoal_worker.elastic.start import open_session
 
         session = open_session()
     return session

@@ -1,7 +1,7 @@
 """Evaluates a model on all ranks together, each batch once, also when a rank dies on the way.
 
-Every rank keeps the sums of the batches it computed. When the membership changes, the batches that died with a rank are dealt again; the others are
-not computed twice. The totals are added up in the order of the batches, so they do not depend on the number of ranks.
+Every rank keeps the sums of the batches it computed. When the membership changes, the batches that died with a rank are dealt again; the
+others are not computed twice. The totals are added up in the order of the batches, so they do not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class IteratedBatches:
     def __init__(self, loader: Any) -> None:
         if not hasattr(loader, "__len__"):
             raise ConfigurationError(
-                f"evaluate: {type(loader).__name__} has no length, so its batches cannot be dealt to ranks; use ElasticDataLoader(train=False)"
+                f"evaluate: {type(loader).__name__} has no length, so its batches cannot be dealt to ranks; "
+                "use ElasticDataLoader(train=False)"
             )
         self._loader = loader
 

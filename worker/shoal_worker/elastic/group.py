@@ -1,7 +1,7 @@
 """The process group of one generation, with the few collectives that the session needs.
 
-Every failure of a collective comes out as `MembershipChanged`: for a group that is thrown away at the first failure, that is what it means. A
-world of one has no process group at all; its collectives are identities.
+Every failure of a collective comes out as `MembershipChanged`: for a group that is thrown away at the first failure, that is what it
+means. A world of one has no process group at all; its collectives are identities.
 
 The training thread issues the collectives. `abort` may be called from any thread, and is what frees a training thread that is stuck in one.
 """
@@ -206,8 +206,8 @@ def connect(
 ) -> Group:
     """Connects this member to the others of `generation` over a store prefix that nobody used before.
 
-    Waits first until all have arrived: peers may still be building their models, or finishing a forward pass. Only then does it connect, with
-    a short deadline. `announce` gets the handle by which another thread can give up the attempt, before anything blocks.
+    Waits first until all have arrived: peers may still be building their models, or finishing a forward pass. Only then does it connect,
+    with a short deadline. `announce` gets the handle by which another thread can give up the attempt, before anything blocks.
 
     Raises:
         MembershipChanged: given up, a peer went away, not all arrived within `arrival_timeout` or connected within `connect_timeout`.

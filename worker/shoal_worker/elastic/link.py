@@ -52,13 +52,23 @@ class MemberIdentity:
     metrics_address: str
 
 
+@dataclass(kw_only=True)
+class _Said:
+    """What was said on one stream."""
+
+    stream: int
+    ready: bool = False
+    failure: pb.CollectiveFailure | None = None
+
+
 class CoordinatorLink:
     """The membership of this process, as told by the coordinator."""
 
     def __init__(self, client: CoordinatorClient, identity: MemberIdentity, *, on_generation: Callable[[Generation], None]) -> None:
         """Does not connect yet.
 
-        `on_generation` is called on the link's thread for every new generation, before waiters wake: it interrupts what the generation ends.
+        `on_generation` is called on the link's thread for every new generation, before waiters wake: it interrupts what the generation
+        ends.
         """
         self.progress: Callable[[], pb.Progress] = lambda: pb.Progress(loss=float("nan"))
         """Asked for each heartbeat, on grpc's thread."""
@@ -202,8 +212,8 @@ class CoordinatorLink:
     def _messages(self) -> Iterator[pb.MemberMessage]:
         """Outgoing messages of one stream, drawn by grpc's thread.
 
-        What a member has to say is kept as state, not as a queue, and each stream says all of it: a message that was drawn for a stream that had
-        just broken is said again on the next one.
+        What a member has to say is kept as state, not as a queue, and each stream says all of it: a message that was drawn for a stream
+        that had just broken is said again on the next one.
         """
         identity = self.identity
         with self._changed:
@@ -222,21 +232,20 @@ class CoordinatorLink:
                 last_generation=self.newest,
             )
         )
-        said_ready = False
-        said_failure: pb.CollectiveFailure | None = None
+        said = _Said(stream=stream)
         while True:
             with self._changed:
                 if stream != self._streams:
                     return
-                if self._ready and not said_ready:
-                    said_ready = True
+                if self._ready and not said.ready:
+                    said.ready = True
                     message = pb.MemberMessage(ready=pb.Ready())
-                elif self._failure is not said_failure:
-                    said_failure = self._failure
-                    message = pb.MemberMessage(collective_failure=said_failure)
+                elif self._failure is not said.failure:
+                    said.failure = self._failure
+                    message = pb.MemberMessage(collective_failure=said.failure)
                 elif self._leaving is not None:
                     message = pb.MemberMessage(leave=self._leaving)
-                elif self._changed.wait_for(lambda: self._unsaid(said_ready, said_failure, stream), self._heartbeat_interval_s()):
+                elif self._changed.wait_for(lambda: self._unsaid(said), self._heartbeat_interval_s()):
                     continue
                 else:
                     message = pb.MemberMessage(heartbeat=pb.Heartbeat(generation=self._generation, progress=self.progress()))
@@ -244,11 +253,11 @@ class CoordinatorLink:
             if message.HasField("leave"):
                 return
 
-    def _unsaid(self, said_ready: bool, said_failure: pb.CollectiveFailure | None, stream: int) -> bool:
+    def _unsaid(self, said: _Said) -> bool:
         return (
-            stream != self._streams
-            or (self._ready and not said_ready)
-            or self._failure is not said_failure
+            said.stream != self._streams
+            or (self._ready and not said.ready)
+            or self._failure is not said.failure
             or self._leaving is not None
         )
 

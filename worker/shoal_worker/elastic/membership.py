@@ -1,7 +1,7 @@
 """Which generation this process works in: asks the coordinator for ranks, connects groups, and gives up groups that are over.
 
-The training thread forms and leaves groups. The link's thread calls `_interrupt` for each new generation, which frees the training thread from
-collectives of a generation that is over and from forming one that is superseded. `_lock` guards `_group` and `_forming`.
+The training thread forms and leaves groups. The link's thread calls `_interrupt` for each new generation, which frees the training thread
+from collectives of a generation that is over and from forming one that is superseded. `_lock` guards `_group` and `_forming`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ class Membership:
     def changes(self) -> bool:
         """There is a newer generation, or this member is to leave: settle it at the next border."""
         group = self._group
-        return group is None or self.link.newest > group.generation.number or self.link.draining is not None or self.link.stopped is not None
+        return (
+            group is None or self.link.newest > group.generation.number or self.link.draining is not None or self.link.stopped is not None
+        )
 
     def await_generation(self) -> Generation:
         """Waits for the first generation that this process has not been in, without connecting it."""

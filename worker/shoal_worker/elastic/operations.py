@@ -1,7 +1,8 @@
 """What all ranks do together between steps: evaluate, decide on early stopping, save, confirm the end of an epoch.
 
-Operations are numbered from the last commit on, the same on every rank. Their results are kept until the next commit. So when a fault hits an operation
-that some ranks had finished, those ranks answer the others from what they kept (see `Session`), and nobody runs it again who need not.
+Operations are numbered from the last commit on, the same on every rank. Their results are kept until the next commit. So when a fault
+hits an operation that some ranks had finished, those ranks answer the others from what they kept (see `Session`), and nobody runs it
+again who need not.
 
 Results are JSON values: they travel between processes. All of it runs on the training thread.
 """
@@ -68,7 +69,8 @@ class Operations:
 class GroupChannel:
     """A group's ranks without the spectators, who follow along and contribute nothing.
 
-    Each message says which operation it belongs to, so that ranks whose scripts went different ways get an error instead of each other's data.
+    Each message says which operation it belongs to, so that ranks whose scripts went different ways get an error instead of each other's
+    data.
     """
 
     def __init__(self, group: Group, kind: str, spectators: tuple[int, ...]) -> None:
@@ -94,8 +96,8 @@ class GroupChannel:
         if kinds != {self._kind}:
             told = ", ".join(f"rank {r}: {answers[r].split(bytes(1), 1)[0].decode()}" for r in self._members)
             raise PreconditionError(
-                f"the ranks' scripts went different ways ({told}); every rank must call evaluate, save_checkpoint, should_early_stop and the"
-                " loader's iterations in the same order",
+                f"the ranks' scripts went different ways ({told}); every rank must call evaluate, save_checkpoint, should_early_stop and "
+                "the loader's iterations in the same order",
                 reason="RANKS_DIVERGED",
             )
         return [body for _, body in split]

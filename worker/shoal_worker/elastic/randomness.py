@@ -1,7 +1,7 @@
 """Random numbers that do not depend on how many ranks share a step.
 
-Each batch and micro-batch has a key, (seed, epoch, step, index), and torch's generators are seeded from it before it is handed out. A step that is
-done again therefore draws the same numbers, on whatever rank. (EasyScale, OSDI 2022, section 3: "EasyScaleThread".)
+Each batch and micro-batch has a key, (seed, epoch, step, index), and torch's generators are seeded from it before it is handed out. A
+step that is done again therefore draws the same numbers, on whatever rank. (EasyScale, OSDI 2022, section 3: "EasyScaleThread".)
 """
 
 from __future__ import annotations

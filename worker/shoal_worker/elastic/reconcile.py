@@ -1,7 +1,7 @@
 """Who gives state to whom after a re-forming: a pure decision from what every rank says of itself.
 
-Each rank of a new generation sends its `Standing` to all others (one all-gather), and every rank computes the same `Reconciliation` from the
-same list. No I/O, no torch.
+Each rank of a new generation sends its `Standing` to all others (one all-gather), and every rank computes the same `Reconciliation` from
+the same list. No I/O, no torch.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import NamedTuple
 class StateName(NamedTuple):
     """Names a committed state: the generation that committed it and the step, compared in this order.
 
-    Two ranks that hold equal names hold equal states. A step redone in a later generation gets a higher name than the void attempt could have
-    had, so a rank that was cut off with a state nobody else has can never win over the others' newer one.
+    Two ranks that hold equal names hold equal states. A step redone in a later generation gets a higher name than the void attempt could
+    have had, so a rank that was cut off with a state nobody else has can never win over the others' newer one.
     """
 
     generation: int

@@ -1,8 +1,8 @@
 """State that the user registered: sent to joiners, put back on a redo, saved in checkpoints.
 
-Schedulers and gradient scalers advance by a call that the user's loop makes after `optimizer.step()`. When the step was lost, that call must do
-nothing. So their `step` (of a scheduler) or `update` (of a scaler) is wrapped at registration, and the wrapper asks this class. All of it runs on the
-training thread.
+Schedulers and gradient scalers advance by a call that the user's loop makes after `optimizer.step()`. When the step was lost, that call
+must do nothing. So their `step` (of a scheduler) or `update` (of a scaler) is wrapped at registration, and the wrapper asks this class.
+All of it runs on the training thread.
 """
 
 from __future__ import annotations

@@ -2,14 +2,15 @@
 
 The rules (DESIGN: "Elastic training"), in the order in which a reader meets them below:
 
-- A step begins at a border. There, and only there, joiners come in and drained members go: when the last step's control word said so, on all ranks.
-- A step is applied on a rank only when all its collectives completed, so every member's part is in it. There is no vote: after a failure some
-  ranks may have applied it and others not. The highest state name wins, and those behind take the state of those ahead.
-- A failure inside a step never raises out of the user's forward or backward pass. It marks the step lost; `finish_step` then re-forms and says
-  LOST, and the loader deals the same samples again.
+- A step begins at a border. There, and only there, joiners come in and drained members go: when the last step's control word said so, on
+  all ranks.
+- A step is applied on a rank only when all its collectives completed, so every member's part is in it. There is no vote: after a failure
+  some ranks may have applied it and others not. The highest state name wins, and those behind take the state of those ahead.
+- A failure inside a step never raises out of the user's forward or backward pass. It marks the step lost; `finish_step` then re-forms and
+  says LOST, and the loader deals the same samples again.
 - Operations between steps are run again on a new group until they succeed, unless a peer that finished them still has the result.
-- A joiner is a spectator of its first generation until all others stand at a border; there it is fed. So it never sees a state in the middle
-  of the users' code between two steps.
+- A joiner is a spectator of its first generation until all others stand at a border; there it is fed. So it never sees a state in the
+  middle of the users' code between two steps.
 
 Everything here runs on the training thread, except what `Membership`, `CoordinatorLink` and `StateDonor` do on theirs.
 """
@@ -588,7 +589,8 @@ class Session:
         plan = reconcile([Standing.decode(row) for row in gathered])
         if plan.state_lost and not plan.spectators:
             raise PreconditionError(
-                f"the state {plan.newest} is lost: no rank that holds it can give it (an update failed half way on each); restart from a checkpoint"
+                f"the state {plan.newest} is lost: no rank that holds it can give it (an update failed half way on each); "
+                "restart from a checkpoint"
             )
         if plan.behind and plan.donors:
             self._catch_up(group, plan)

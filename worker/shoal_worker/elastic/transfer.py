@@ -3,9 +3,9 @@
 Plain sockets, because the same bytes over gRPC or Gloo take about twice as long on one host, and survivors stand still meanwhile.
 
 A donor's `StateDonor` listens from the start of the session on a thread of its own. It answers only while an offer is open: the training
-thread opens one, waits in a barrier until the receivers have what they need, and closes it; so nothing is applied to the tensors while they are
-read. A receiver asks each donor for its part of the bytes, all donors at once. A request names the generation's nonce, so a peer of another
-generation, or a stranger, is turned away.
+thread opens one, waits in a barrier until the receivers have what they need, and closes it; so nothing is applied to the tensors while
+they are read. A receiver asks each donor for its part of the bytes, all donors at once. A request names the generation's nonce, so a peer
+of another generation, or a stranger, is turned away.
 
 Framing, all integers big-endian: request = magic, nonce (32 bytes), part, parts (u32 each). Answer = header length (u64), header (JSON:
 structure, tensors, digest), its xxh3-64, then the part's bytes in blocks, each followed by its xxh3-64.
@@ -149,9 +149,7 @@ def take_state(donors: Sequence[str], nonce: str, *, timeout: timedelta) -> tupl
             for part in parts:
                 part.close()
             return take_state(donors[:1], nonce, timeout=timedelta(seconds=max(0.001, deadline - time.monotonic())))
-        staged = {
-            t["name"]: torch.empty(t["shape"], dtype=getattr(torch, t["dtype"])) for t in headers[0]["tensors"]
-        }
+        staged = {t["name"]: torch.empty(t["shape"], dtype=getattr(torch, t["dtype"])) for t in headers[0]["tensors"]}
         buffers = [bytes_of(t) for t in staged.values()]
         list(pool.map(lambda part: part.read_into(buffers), parts))
     return unflatten(headers[0]["structure"], staged), sum(b.nbytes for b in buffers)

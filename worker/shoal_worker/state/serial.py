@@ -39,11 +39,14 @@ def load_tensors(data: bytes) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         header = json.loads(data[8 : 8 + length]).get("__metadata__", {})
         metadata: dict[str, Any] = json.loads(header[_KEY])
     except KeyError:
-        raise CorruptDataError("the file is a safetensors file, but Shoal did not write it: its metadata lacks 'shoal'", reason="FILE_FOREIGN") from None
+        raise CorruptDataError(
+            "a safetensors file, but not one that Shoal wrote: its metadata lacks 'shoal'", reason="FILE_FOREIGN"
+        ) from None
     except (safetensors.SafetensorError, ValueError, UnicodeDecodeError) as error:
         raise CorruptDataError(f"not a complete safetensors file: {error}", reason="FILE_CORRUPT") from error
     if metadata.get("format") != _FORMAT:
         raise CorruptDataError(
-            f"the file has format {metadata.get('format')!r}, this release reads {_FORMAT}; use the release that wrote it", reason="FILE_NEWER"
+            f"the file has format {metadata.get('format')!r}, this release reads {_FORMAT}; use the release that wrote it",
+            reason="FILE_NEWER",
         )
     return tensors, metadata

@@ -11,7 +11,8 @@ themselves; all else is an object whose one marker key `"!"` says what it is:
     {"!": "scalar", "dtype": D, "data": base64}          a numpy scalar
     {"!": "int", "hex": ...}  {"!": "float", "hex": big-endian IEEE 754}  {"!": "str"|"bytes", "data": base64}
     {"!": "tuple"|"set"|"frozenset", "items": [...]}
-    {"!": "dict"|"ordered"|"counter"|"default", "items": [[key, value], ...]}  (default also has "factory")
+    {"!": "dict"|"ordered"|"counter"|"default", "items": [[key, value], ...]}  (default also has "factory",
+                                                         ordered perhaps "metadata")
 
 A tensor's name is its path, `optimizer/state/0/exp_avg`: keys joined by "/", with "~" and "/" in keys written as in JSON pointers
 (RFC 6901), so that no two paths have one name.
@@ -209,7 +210,10 @@ class _Flattener:
         return {_MARK: "dict", "items": self._pairs(value, path, depth)}
 
     def ordered(self, value: OrderedDict[Any, Any], path: tuple[object, ...], depth: int) -> Json:
-        return {_MARK: "ordered", "items": self._pairs(value, path, depth)}
+        node = {_MARK: "ordered", "items": self._pairs(value, path, depth)}
+        # Module.state_dict() hangs the modules' versions on its result; load_state_dict() looks at them.
+        metadata = getattr(value, "_metadata", None)
+        return node if metadata is None else {**node, "metadata": self.encode(metadata, (*path, "_metadata"), depth + 1)}
 
     def counter(self, value: Counter[Any], path: tuple[object, ...], depth: int) -> Json:
         return {_MARK: "counter", "items": self._pairs(value, path, depth)}
@@ -304,7 +308,10 @@ class _Unflattener:
         pairs = [(self.decode(key, depth + 1), self.decode(item, depth + 1)) for key, item in node["items"]]
         match name:
             case "ordered":
-                return OrderedDict(pairs)
+                ordered = OrderedDict(pairs)
+                if "metadata" in node:
+                    ordered._metadata = self.decode(node["metadata"], depth + 1)  # type: ignore[attr-defined]
+                return ordered
             case "counter":
                 return Counter(dict(pairs))
             case "default":

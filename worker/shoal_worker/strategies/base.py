@@ -1,7 +1,7 @@
 """What every strategy's model and optimizer have in common: the public surface of `ShardedModel` and `ShardedOptimizer`.
 
-A strategy is one file beside this one: a `ShardedModel` and the `ShardedOptimizer` that goes with it, written against `Session` (when a step begins,
-commits, is lost) and registered in `registry.py`.
+A strategy is one file beside this one: a `ShardedModel` and the `ShardedOptimizer` that goes with it, written against `Session` (when a
+step begins, commits, is lost) and registered in `registry.py`.
 """
 
 from __future__ import annotations
@@ -188,8 +188,8 @@ class ShardedOptimizer(torch.optim.Optimizer, abc.ABC):
         self._patch_step_hooks()
 
     def _patch_step_hooks(self) -> None:
-        self.__dict__.setdefault("_optimizer_step_pre_hooks", self.optimizer._optimizer_step_pre_hooks)  # noqa: SLF001
-        self.__dict__.setdefault("_optimizer_step_post_hooks", self.optimizer._optimizer_step_post_hooks)  # noqa: SLF001
+        self.__dict__.setdefault("_optimizer_step_pre_hooks", self.optimizer._optimizer_step_pre_hooks)
+        self.__dict__.setdefault("_optimizer_step_post_hooks", self.optimizer._optimizer_step_post_hooks)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -248,7 +248,7 @@ class ShardedOptimizer(torch.optim.Optimizer, abc.ABC):
         Raises:
             ConfigurationError: an unknown mode or a patience below 1.
         """
-        from shoal_worker.elastic.early_stop import should_early_stop  # noqa: PLC0415 - keeps the base free of it
+        from shoal_worker.elastic.early_stop import should_early_stop
 
         return should_early_stop(self._session, metric, mode=mode, patience=patience, min_delta=min_delta)
 
@@ -272,7 +272,9 @@ def loss_of(output: Any, targets: Any, loss_fn: Callable[[Any, Any], torch.Tenso
         return loss_fn(output, targets)
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if not isinstance(loss, torch.Tensor):
-        raise ConfigurationError(f"train_step without loss_fn needs an output with a .loss tensor; the model returned {type(output).__name__}")
+        raise ConfigurationError(
+            f"train_step without loss_fn needs an output with a .loss tensor; the model returned {type(output).__name__}"
+        )
     return loss
 
 
@@ -280,7 +282,9 @@ def _unflatten_vector(vector: torch.Tensor, own: Mapping[str, torch.Tensor]) -> 
     total = sum(p.numel() for p in own.values())
     if vector.dim() != 1 or vector.numel() != total:
         raise ConfigurationError(f"with_parameters: expected a flat vector of {total} elements, got shape {tuple(vector.shape)}")
-    return dict(zip(own, (v.view_as(p) for v, p in zip(vector.split([p.numel() for p in own.values()]), own.values(), strict=True)), strict=True))
+    return dict(
+        zip(own, (v.view_as(p) for v, p in zip(vector.split([p.numel() for p in own.values()]), own.values(), strict=True)), strict=True)
+    )
 
 
 def check_optimizer_covers(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:

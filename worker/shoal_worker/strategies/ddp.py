@@ -1,8 +1,8 @@
 """Data parallelism: every rank holds the whole model and optimizer, and averages gradients over all ranks in every step.
 
-Cost per rank: parameters, gradients and optimizer state in full; 2P(N-1)/N bytes sent per step (ring all-reduce). The result is that of one process on
-the whole batch, for any optimizer, because it is the gradients that are averaged and not the parameters. (Li et al., "PyTorch Distributed",
-VLDB 2020, section 3; Goyal et al., 2017, section 3 on why gradients.)
+Cost per rank: parameters, gradients and optimizer state in full; 2P(N-1)/N bytes sent per step (ring all-reduce). The result is that of
+one process on the whole batch, for any optimizer, because it is the gradients that are averaged and not the parameters. (Li et al.,
+"PyTorch Distributed", VLDB 2020, section 3; Goyal et al., 2017, section 3 on why gradients.)
 """
 
 from __future__ import annotations
@@ -197,7 +197,8 @@ class DDPModel(ShardedModel):
         if {n: t.shape for n, t in tensors.items()} != {n: t.shape for n, t in own.items()}:
             differing = sorted(set(tensors) ^ set(own)) or [n for n in own if own[n].shape != tensors[n].shape]
             raise CorruptDataError(
-                f"the data is of another model ({metadata.get('module')}): names or shapes differ, {differing[:3]} among them", reason="MODEL_DIFFERS"
+                f"the data is of another model ({metadata.get('module')}): names or shapes differ, {differing[:3]} among them",
+                reason="MODEL_DIFFERS",
             )
         self.module.load_state_dict(tensors)
 

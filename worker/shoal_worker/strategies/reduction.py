@@ -2,16 +2,16 @@
 
 Two ways, one for each form of the training loop:
 
-- `OverlappedReduction`, one batch per rank and step: torch's own DDP reducer, so that buckets are reduced while the backward pass goes on. The reducer
-  is built on a group of this rank alone, and a communication hook sends the buckets to whatever group the session has at the time. So a
-  re-forming does not rebuild it, and a failed collective is noted instead of raised out of `backward()`.
-- `AccumulatedReduction`, micro-batches: gradients, and the buffers each micro-batch left behind, are added up per micro-batch with its weight into one
-  flat vector, which is reduced when the inner loop ends. The result does not depend on which rank computed what; in float64 (deterministic) not even
-  bitwise: float32 gradients times whole-number weights sum exactly unless one element's gradients differ by more than 2^20 between
-  micro-batches, and the sum is rounded to float32 once.
+- `OverlappedReduction`, one batch per rank and step: torch's own DDP reducer, so that buckets are reduced while the backward pass goes
+  on. The reducer is built on a group of this rank alone, and a communication hook sends the buckets to whatever group the session has at
+  the time. So a re-forming does not rebuild it, and a failed collective is noted instead of raised out of `backward()`.
+- `AccumulatedReduction`, micro-batches: gradients, and the buffers each micro-batch left behind, are added up per micro-batch with its
+  weight into one flat vector, which is reduced when the inner loop ends. The result does not depend on which rank computed what; in
+  float64 (deterministic) not even bitwise: float32 gradients times whole-number weights sum exactly unless one element's gradients differ
+  by more than 2^20 between micro-batches, and the sum is rounded to float32 once.
 
-Both leave the mean gradient over the global batch in `.grad`. All of it runs on the training thread, except the completion of a bucket, which
-torch calls on a thread of the process group while the training thread waits for it in `backward()`.
+Both leave the mean gradient over the global batch in `.grad`. All of it runs on the training thread, except the completion of a bucket,
+which torch calls on a thread of the process group while the training thread waits for it in `backward()`.
 """
 
 from __future__ import annotations
@@ -76,9 +76,7 @@ class _WithControl(nn.Module):
         if args and args[0] is _WARM_UP:
             return self._all_parameters()
         output = self.inner(*args, **kwargs)
-        return pytree.tree_map_only(
-            torch.Tensor, lambda t: _Attach.apply(t, self.control) if t.requires_grad else t, output
-        )
+        return pytree.tree_map_only(torch.Tensor, lambda t: _Attach.apply(t, self.control) if t.requires_grad else t, output)
 
     def _all_parameters(self) -> torch.Tensor:
         """A value whose backward pass reaches the control word first, then the parameters from last to first."""
@@ -116,8 +114,9 @@ class OverlappedReduction:
     def _fix_buckets(self, trained: Sequence[nn.Parameter]) -> None:
         """Makes the reducer settle its buckets now.
 
-        It rebuilds them once, after the first backward pass, in the order in which gradients became ready. A joiner's first pass is another step
-        than its peers', so their buckets could differ, and their collectives would not match (TRAPS.md). Here all ranks have the same first pass.
+        It rebuilds them once, after the first backward pass, in the order in which gradients became ready. A joiner's first pass is
+        another step than its peers', so their buckets could differ, and their collectives would not match (TRAPS.md). Here all ranks have
+        the same first pass.
         """
         before = [p.grad for p in trained]
         self._ddp(_WARM_UP).backward()
@@ -324,8 +323,8 @@ def _group_of_one() -> dist.ProcessGroup:
     store = dist.HashStore()
     group = dist.ProcessGroup(store, 0, 1)
     backend = dist.ProcessGroupGloo(store, 0, 1, datetime.timedelta(seconds=5))
-    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)  # noqa: SLF001 - as new_group does
-    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)  # noqa: SLF001
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
     return group
 
 

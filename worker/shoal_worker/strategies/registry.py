@@ -58,7 +58,9 @@ def build(
     unknown = sorted(set(options) - set(model_class.options))
     if unknown:
         known = ", ".join(sorted(model_class.options)) or "none of its own"
-        raise ConfigurationError(f"strategy {model_class.strategy!r} does not know {unknown}; its options: {known}, and those of ShardingConfiguration")
+        raise ConfigurationError(
+            f"strategy {model_class.strategy!r} does not know {unknown}; its options: {known}, and those of ShardingConfiguration"
+        )
     distributed = model_class(model, session, config, backend=backend, **options)
     wrapped = optimizer_class(optimizer, distributed, session) if optimizer is not None else None
     distributed.attach(optimizer)

@@ -1,0 +1,175 @@
+"""One training run of the demo: starts it as a user would, watches it through the coordinator, makes the faults, and sees that nothing
+stays behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import IO
+
+from shoal_common.clients.coordinator import CoordinatorClient
+from shoal_common.errors import DeadlineError, InternalError, ShoalError
+from shoal_common.rpc.channel import ChannelSettings
+from shoal_protos.v1 import coordinator_pb2 as pb
+
+from shoal.demo import trace
+from shoal.launcher.registry import ClusterRecord, running_clusters
+
+_POLL_S = 0.2
+_MARK = "SHOAL_DEMO_RUN"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What to run and which faults to make."""
+
+    title: str
+    strategy: str
+    epochs: int
+    total_steps: int
+    """Optimizer steps of the whole run, over all workers if they step on their own."""
+    workers: int = 3
+    servers: int = 0
+    kill_at: float | None = None
+    """Share of the run after which a worker gets SIGKILL; None: none does."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    deadline: timedelta = timedelta(seconds=70)
+
+
+@dataclass(kw_only=True)
+class Outcome:
+    """What happened."""
+
+    plan: Plan
+    directory: Path
+    exit_code: int = -1
+    killed_unix_s: float | None = None
+    killed: str = ""
+    """Whom, for people."""
+    left_running: list[str] = field(default_factory=list)
+
+    @property
+    def records(self) -> Path:
+        """Where the loaders recorded every sample."""
+        return self.directory / "records"
+
+    @property
+    def traces(self) -> Path:
+        """Where the workers noted their steps."""
+        return self.directory / "traces"
+
+    @property
+    def log(self) -> Path:
+        """The run's output."""
+        return self.directory / "output.log"
+
+
+Show = Callable[[Plan, pb.GetJobResponse | None, Outcome], None]
+
+
+def perform(plan: Plan, directory: Path, show: Show) -> Outcome:
+    """Runs `plan` to its end; `show` is called some times a second.
+
+    Raises:
+        DeadlineError: the run took longer than the plan allows; it was stopped.
+    """
+    outcome = Outcome(plan=plan, directory=directory)
+    outcome.traces.mkdir(parents=True)
+    mark = uuid.uuid4().hex
+    environment = {**os.environ, **plan.environment, trace.ENVIRONMENT: str(outcome.traces), _MARK: mark}
+    with outcome.log.open("wb") as log, _process(_command(plan, outcome.records), environment, log) as process:
+        _watch(process, outcome, show)
+        outcome.exit_code = process.wait()
+    outcome.left_running = _marked_processes(mark)
+    return outcome
+
+
+def _command(plan: Plan, records: Path) -> list[str]:
+    return [
+        *(sys.executable, "-m", "shoal", "run", "--standalone", "--nproc-per-node", str(plan.workers), "--servers", str(plan.servers)),
+        *("--max-restarts", "3", "--record-dir", str(records)),
+        *("-m", "shoal.demo.train", plan.strategy, "--epochs", str(plan.epochs)),
+    ]
+
+
+@contextlib.contextmanager
+def _process(command: list[str], environment: Mapping[str, str], log: IO[bytes]) -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen(command, env=dict(environment), stdout=log, stderr=subprocess.STDOUT)
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _watch(process: subprocess.Popen[bytes], outcome: Outcome, show: Show) -> None:
+    plan = outcome.plan
+    deadline = time.monotonic() + plan.deadline.total_seconds()
+    client: CoordinatorClient | None = None
+    cluster: ClusterRecord | None = None
+    try:
+        while process.poll() is None:
+            if time.monotonic() > deadline:
+                raise DeadlineError(
+                    f"{plan.title} did not end within {plan.deadline.total_seconds():.0f} s; its output is in {outcome.log}"
+                )
+            if client is None:
+                cluster = next((c for c in running_clusters() if c.pid == process.pid), None)
+                client = CoordinatorClient(ChannelSettings(address=cluster.coordinator)) if cluster is not None else None
+            job = _job(client, cluster)
+            if job is not None and plan.kill_at is not None and outcome.killed_unix_s is None:
+                _kill_when_due(job, plan, outcome)
+            show(plan, job, outcome)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_POLL_S)
+    finally:
+        if client is not None:
+            client.close()
+
+
+def _job(client: CoordinatorClient | None, cluster: ClusterRecord | None) -> pb.GetJobResponse | None:
+    if client is None or cluster is None:
+        return None
+    try:
+        return client.get_job(cluster.job_id, deadline=timedelta(seconds=2))
+    except ShoalError:
+        return None  # not up yet, or gone already: the process says which
+
+
+def _kill_when_due(job: pb.GetJobResponse, plan: Plan, outcome: Outcome) -> None:
+    assert plan.kill_at is not None
+    ranked = [m for m in job.members if m.rank >= 0]
+    if len(ranked) < plan.workers or max(m.progress.step for m in ranked) < plan.kill_at * plan.total_steps:
+        return
+    victim = next(m for m in ranked if m.rank == 1)
+    outcome.killed_unix_s = time.time()
+    outcome.killed = f"rank {victim.rank} (pid {victim.pid})"
+    os.kill(victim.pid, signal.SIGKILL)
+
+
+def _marked_processes(mark: str) -> list[str]:
+    """Processes that carry the run's mark in their environment: its descendants, whatever became of their parents."""
+    if not Path("/proc/self/environ").exists():
+        raise InternalError("the demo looks for processes left behind in /proc, which this system does not have")
+    wanted = f"{_MARK}={mark}".encode()
+    found = []
+    for directory in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if wanted in (directory / "environ").read_bytes().split(b"\0"):
+                command = (directory / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+                found.append(f"{directory.name}: {command}")
+    return found

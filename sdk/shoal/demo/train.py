@@ -1,0 +1,77 @@
+"""What each worker of the demo runs: an ordinary training loop, with Shoal's lines marked. `python -m shoal.demo.train ddp|async_sgd`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+
+import torch
+from torch import nn
+
+import shoal
+from shoal.demo import digits
+from shoal.demo.trace import TraceWriter
+
+GLOBAL_BATCH = 96
+SLOW_INDEX = "SHOAL_DEMO_SLOW_INDEX"
+SLOW_FACTOR = 4
+
+
+def main() -> None:
+    """Trains, evaluates, notes down."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("strategy", choices=["ddp", "async_sgd"])
+    parser.add_argument("--epochs", type=int, required=True)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+
+    shoal.init()  # Shoal
+    torch.manual_seed(0)
+    train_set, test_set = digits.datasets()
+    net = digits.network()
+    if options.strategy == "ddp":
+        model, optimizer = shoal.as_distributed(net, torch.optim.AdamW(net.parameters(), 1e-3))  # Shoal
+        loader = shoal.ElasticDataLoader(train_set, global_batch_size=GLOBAL_BATCH)  # Shoal
+    else:
+        sgd = torch.optim.SGD(net.parameters(), lr=0.02, momentum=0.9)
+        model, optimizer = shoal.as_distributed(net, sgd, strategy="async_sgd")  # Shoal
+        loader = shoal.ElasticDataLoader(train_set, batch_size=GLOBAL_BATCH // 3)  # Shoal
+    test_loader = shoal.ElasticDataLoader(test_set, global_batch_size=120, train=False)
+
+    trace = TraceWriter()
+    slow = os.environ.get(SLOW_INDEX) == os.environ.get("SHOAL_LOCAL_INDEX", "none")
+    for _ in loader.epochs(options.epochs):
+        for images, labels in loader:
+            started = time.perf_counter()
+            loss = nn.functional.cross_entropy(model(images), labels)
+            loss.backward()
+            if slow:  # a worker on a machine that is busy otherwise
+                time.sleep((SLOW_FACTOR - 1) * (time.perf_counter() - started))
+            shoal.report(loss=loss.item())
+            generation = shoal.generation()
+            if optimizer.step():
+                trace.committed(
+                    rank=shoal.rank(),
+                    generation=generation,
+                    step=loader.global_step,
+                    loss=loss.item(),
+                    samples=len(labels),
+                    staleness=getattr(optimizer, "last_staleness", 0.0),
+                )
+            optimizer.zero_grad()
+
+    sums = shoal.evaluate(model, test_loader, count_correct)  # Shoal
+    trace.accuracy(sums)
+    if shoal.rank() == 0:
+        print(f"test accuracy {sums['correct'] / sums['samples']:.4f}", flush=True)
+
+
+def count_correct(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> dict[str, float]:
+    """Sums over one batch, for `shoal.evaluate`."""
+    images, labels = batch
+    return {"correct": float((model(images).argmax(1) == labels).sum()), "samples": float(len(labels))}
+
+
+if __name__ == "__main__":
+    main()

@@ -15,17 +15,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from grafana_foundation_sdk.builders.common import VizLegendOptions, VizTooltipOptions
-from grafana_foundation_sdk.builders.dashboard import Dashboard, QueryVariable, Row
+from grafana_foundation_sdk.builders.dashboard import Dashboard, Row
 from grafana_foundation_sdk.builders.prometheus import Dataquery
 from grafana_foundation_sdk.builders.timeseries import Panel
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models.common import LegendDisplayMode, LegendPlacement, SortOrder, TooltipDisplayMode
-from grafana_foundation_sdk.models.dashboard import DashboardCursorSync, DataSourceRef, VariableRefresh
+from grafana_foundation_sdk.models.dashboard import DashboardCursorSync, DataSourceRef
 
 TARGET = Path(__file__).resolve().with_name("shoal.json")
 DATASOURCE = DataSourceRef(type_val="prometheus", uid="prometheus")  # datasource.yml's uid
 
-WITHOUT_PANEL: dict[str, str] = {}
+WITHOUT_PANEL: dict[str, str] = {
+    "grpc_client_started": "the servers' figures show the same calls",
+    "grpc_client_handled": "the servers' figures show the same calls, and calls that found no server are errors in the caller's log",
+    "grpc_client_handling_seconds": "the servers' figures, and the network between is not Shoal's to show",
+}
 """Metric -> why no panel shows it."""
 
 
@@ -48,18 +52,215 @@ def quantiles(histogram: str, by: str) -> list[tuple[str, str]]:
     return [(f"histogram_quantile({q}, {rate})", f"{{{{{by}}}}} p{round(q * 100)}") for q in (0.5, 0.99)]
 
 
-ROWS: Sequence[tuple[str, Sequence[Graph]]] = (
-    (
-        "Training",
-        (
-            Graph(
-                title="Samples a second",
-                text="Samples that committed steps counted: the cluster's useful work. A dip is a fault; no return to the level before is a loss of capacity.",
-                unit="short",
-                queries=[("sum(rate(shoal_worker_samples_total[$__rate_interval]))", "all workers")],
-            ),
-        ),
+TRAINING = (
+    Graph(
+        title="Samples a second",
+        text="Samples that committed steps counted: the useful work. A dip is a fault; a lower level after it is capacity lost.",
+        unit="short",
+        queries=[("sum(rate(shoal_worker_samples_total[$__rate_interval]))", "all workers")],
     ),
+    Graph(
+        title="Loss",
+        text="The loss of each rank's last committed step, where the loop tells it.",
+        unit="short",
+        queries=[("shoal_worker_loss", "{{instance}}")],
+    ),
+    Graph(
+        title="Step time",
+        text="From one commit to the next. The 99th percentile far above the median: stragglers, or faults.",
+        unit="s",
+        queries=quantiles("shoal_worker_step_seconds", "job_id"),
+    ),
+    Graph(
+        title="Steps",
+        text="Steps a second that each worker committed, and that a fault made void. Committed, all lines of one job lie together.",
+        unit="short",
+        queries=[
+            ("rate(shoal_worker_steps_committed_total[$__rate_interval])", "{{instance}} committed"),
+            ("rate(shoal_worker_steps_lost_total[$__rate_interval]) > 0", "{{instance}} lost"),
+        ],
+    ),
+    Graph(
+        title="World size and generation",
+        text="Ranks in the generation that each worker works in. Workers that differ for longer than a step are being put out.",
+        unit="none",
+        queries=[("shoal_worker_world_size", "{{instance}} world size"), ("shoal_worker_generation", "{{instance}} generation")],
+    ),
+    Graph(
+        title="Rank",
+        text="Which worker has which rank, and when that changed.",
+        unit="none",
+        queries=[("shoal_worker_rank", "{{instance}}")],
+    ),
+)
+
+FAULTS = (
+    Graph(
+        title="Pause at a failure",
+        text="From noticing a failure to the next committed step, as the slowest survivor saw it.",
+        unit="s",
+        queries=quantiles("shoal_worker_recovery_seconds", "job_id"),
+    ),
+    Graph(
+        title="Pause at a join",
+        text="How long the others stood still at a border, until joiners had their state.",
+        unit="s",
+        queries=quantiles("shoal_worker_join_seconds", "job_id"),
+    ),
+    Graph(
+        title="Forming a generation",
+        text="To connect the new process group and reconcile state in it: the part of a pause that is not detection.",
+        unit="s",
+        queries=quantiles("shoal_worker_reform_seconds", "job_id"),
+    ),
+    Graph(
+        title="State received from peers",
+        text="Bytes a second while joiners, and ranks that were behind, are fed.",
+        unit="Bps",
+        queries=[
+            (
+                "rate(shoal_worker_state_received_bytes_total[$__rate_interval])"
+                " / rate(shoal_worker_state_receive_seconds_total[$__rate_interval])",
+                "{{instance}}",
+            )
+        ],
+    ),
+)
+
+PARAMETER_SERVERS = (
+    Graph(
+        title="Pushes and pulls",
+        text="Partitions a second. Duplicates are retries that were recognised; unchanged pulls cost no bytes.",
+        unit="short",
+        queries=[
+            ("sum by (outcome) (rate(shoal_ps_pushes_total[$__rate_interval]))", "pushes {{outcome}}"),
+            ("sum by (outcome) (rate(shoal_ps_pulls_total[$__rate_interval]))", "pulls {{outcome}}"),
+            ("sum by (outcome) (rate(shoal_ps_initializations_total[$__rate_interval]))", "initializations {{outcome}}"),
+        ],
+    ),
+    Graph(
+        title="Bytes moved",
+        text="Payload received and sent by each server. Servers that differ much: tensors lie unevenly.",
+        unit="Bps",
+        queries=[
+            ("rate(shoal_ps_received_bytes_total[$__rate_interval])", "{{instance}} received"),
+            ("rate(shoal_ps_sent_bytes_total[$__rate_interval])", "{{instance}} sent"),
+        ],
+    ),
+    Graph(
+        title="Staleness of pushes",
+        text="Versions between the values that a gradient was computed on and those that it met: on the servers, and as workers saw it.",
+        unit="none",
+        queries=[*quantiles("shoal_ps_staleness", "job_id"), *quantiles("shoal_worker_staleness", "job_id")],
+    ),
+    Graph(
+        title="Time to apply a partition",
+        text="Check and update of one pushed partition. Times the partitions pushed a second: how busy a server's one core is.",
+        unit="s",
+        queries=quantiles("shoal_ps_apply_seconds", "instance"),
+    ),
+    Graph(
+        title="Waiting for slower members",
+        text="How long pulls were held back under ssp. Much of it: the bound is tight, or a worker is slow.",
+        unit="s",
+        queries=quantiles("shoal_ps_ssp_wait_seconds", "job_id"),
+    ),
+    Graph(
+        title="Clocks",
+        text="The slowest and the fastest member's clock, as each server knows them.",
+        unit="none",
+        queries=[("shoal_ps_slowest_clock", "{{instance}} slowest"), ("shoal_ps_fastest_clock", "{{instance}} fastest")],
+    ),
+    Graph(
+        title="Versions",
+        text="The lowest and the highest version of a partition on each server.",
+        unit="none",
+        queries=[("shoal_ps_lowest_version", "{{instance}} lowest"), ("shoal_ps_highest_version", "{{instance}} highest")],
+    ),
+    Graph(
+        title="Stored bytes",
+        text="Values and optimizer state in memory, and the size of the last snapshot.",
+        unit="bytes",
+        queries=[("shoal_ps_stored_bytes", "{{instance}} in memory"), ("shoal_ps_snapshot_bytes", "{{instance}} snapshot")],
+    ),
+    Graph(
+        title="Snapshots",
+        text="Age of the last snapshot: what a crash would lose. Failures mean a full or broken disk.",
+        unit="s",
+        queries=[
+            ("time() - (shoal_ps_snapshot_timestamp_seconds > 0)", "{{instance}} age"),
+            (
+                "rate(shoal_ps_snapshot_seconds_sum[$__rate_interval]) / rate(shoal_ps_snapshot_seconds_count[$__rate_interval])",
+                "{{instance}} time",
+            ),
+            ("increase(shoal_ps_snapshot_failures_total[$__rate_interval]) > 0", "{{instance}} failures"),
+        ],
+    ),
+    Graph(
+        title="Refused calls",
+        text="By RPC and reason. STALE_GENERATION after a fault is the fence at work; anything steady is a bug in a client.",
+        unit="short",
+        queries=[("sum by (method, reason) (rate(shoal_ps_refused_total[$__rate_interval])) > 0", "{{method}} {{reason}}")],
+    ),
+    Graph(
+        title="Membership as the servers know it",
+        text="Partitions held, members of the newest generation told, and whether the session with the coordinator is open (1).",
+        unit="none",
+        queries=[
+            ("shoal_ps_partitions", "{{instance}} partitions"),
+            ("shoal_ps_members", "{{instance}} members"),
+            ("shoal_ps_generation", "{{instance}} generation"),
+            ("shoal_ps_coordinator_connected", "{{instance}} connected"),
+        ],
+    ),
+)
+
+RPCS = (
+    Graph(
+        title="Calls",
+        text="RPCs begun a second on the coordinator and the parameter servers.",
+        unit="short",
+        queries=[("sum by (grpc_method) (rate(grpc_server_started_total[$__rate_interval]))", "{{grpc_method}}")],
+    ),
+    Graph(
+        title="Calls that failed",
+        text="By method and status. FailedPrecondition after a fault is fencing; Unavailable is retried.",
+        unit="short",
+        queries=[
+            (
+                'sum by (grpc_method, grpc_code) (rate(grpc_server_handled_total{grpc_code!="OK"}[$__rate_interval])) > 0',
+                "{{grpc_method}} {{grpc_code}}",
+            )
+        ],
+    ),
+    Graph(
+        title="Time of calls",
+        text="From an RPC's start to its end on the server. Sessions last as long as their member and are left out.",
+        unit="s",
+        queries=[
+            (
+                "histogram_quantile(0.99, sum by (grpc_method, le) "
+                '(rate(grpc_server_handling_seconds_bucket{grpc_type!="bidi_stream"}[$__rate_interval])))',
+                "{{grpc_method}} p99",
+            )
+        ],
+    ),
+    Graph(
+        title="Messages",
+        text="Messages a second in both directions: heartbeats, directives, chunks of tensors.",
+        unit="short",
+        queries=[
+            ("sum by (grpc_method) (rate(grpc_server_msg_received_total[$__rate_interval]))", "{{grpc_method}} received"),
+            ("sum by (grpc_method) (rate(grpc_server_msg_sent_total[$__rate_interval]))", "{{grpc_method}} sent"),
+        ],
+    ),
+)
+
+ROWS: Sequence[tuple[str, Sequence[Graph]]] = (
+    ("Training", TRAINING),
+    ("Faults", FAULTS),
+    ("Parameter servers", PARAMETER_SERVERS),
+    ("RPCs", RPCS),
 )
 
 

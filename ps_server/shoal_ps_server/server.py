@@ -113,7 +113,7 @@ class ParameterServer:
         if self._server_index is not None and server_index != self._server_index:
             raise ConfigurationError(
                 f"the coordinator takes this for server {server_index} of job {self._settings.job!r}, but it holds the "
-                f"partitions of server {self._server_index}; start it with the data directory and the server id that belong together, or with an empty one"
+                f"partitions of server {self._server_index}; start it with the data directory of its server id, or an empty one"
             )
         self._server_index = server_index
         self._metrics.coordinator_connected.set(1)

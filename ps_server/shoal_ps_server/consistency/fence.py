@@ -6,7 +6,7 @@ Asynchronous training is not interrupted by a change of membership, so a member'
 still in may go on in the one it knows. What must not get through is what a member sent before it was put out. So the fence refuses
 
 - members that are not in the newest generation known here, and
-- generations below the one in which the member was last put out, when it is in again.
+- generations up to the one that last put the member out, when it is in again.
 
 A caller whose generation is above every one known here is neither let in nor refused: the news has not reached this server yet.
 """
@@ -43,7 +43,7 @@ class Change:
 
 @dataclass(kw_only=True)
 class Fence:
-    """Invariants: `generation` never falls; `put_out` has every member out of the job that is still remembered, and those that came back."""
+    """Invariants: `generation` never falls; `put_out` has the members out of the job that are still remembered, and those back in it."""
 
     generation: int = -1
     """The newest known; 0: the job has none yet; -1: the coordinator has not spoken."""
@@ -71,7 +71,7 @@ class Fence:
     def check(self, member: str, generation: int) -> Verdict:
         """Raises StaleGenerationError for a caller that is fenced off for good."""
         if member in self.members:
-            if generation < (floor := self.put_out.get(member, 0)):
+            if generation <= (floor := self.put_out.get(member, -1)):
                 raise StaleGenerationError(
                     f"member {member!r} speaks for generation {generation}, but generation {floor} had put it out: what it began before is "
                     "void; go on in the generation it was ranked in again"

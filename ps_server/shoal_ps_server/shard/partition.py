@@ -67,8 +67,8 @@ class Partition:
             return True
         if push.sequence > last + 1:
             raise PreconditionError(
-                f"{describe(self.spec)}: sequence {push.sequence} of member {push.member_id!r} after {last}, expected {last + 1}; send what "
-                "lies between, or, if this server was restored from a snapshot, go on from the sequences in GetServer",
+                f"{describe(self.spec)}: sequence {push.sequence} of member {push.member_id!r} after {last}, expected {last + 1}; send "
+                "what lies between, or, if this server was restored from a snapshot, go on from the sequences in GetServer",
                 reason="SEQUENCE_GAP",
             )
         if push.base_version > self.version:

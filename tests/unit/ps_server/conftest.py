@@ -1,0 +1,89 @@
+"""Makers of the values that these tests are about."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from shoal_common.wire import checksum
+from shoal_ps_server.shard.dtypes import BY_NAME
+from shoal_ps_server.shard.layout import Layout, PartitionSpec
+from shoal_ps_server.shard.optimizer import OptimizerSettings, optimizer_settings
+from shoal_ps_server.shard.payload import Upload, UploadHeader, bytes_of
+from shoal_ps_server.shard.shard import Shard
+
+
+class Make:
+    """Partitions, uploads and shards with sensible defaults."""
+
+    def spec(
+        self, partition_id: int = 0, *, length: int = 6, dtype: str = "float32", tensor: str = "weight", offset: int = 0
+    ) -> PartitionSpec:
+        return PartitionSpec(partition_id=partition_id, tensor=tensor, offset=offset, length=length, element=BY_NAME[dtype])
+
+    def layout(self, *specs: PartitionSpec, epoch: int = 1) -> Layout:
+        specs = specs or (self.spec(),)
+        return Layout(
+            epoch=epoch,
+            server_index=0,
+            partitions={spec.partition_id: spec for spec in specs},
+            owners={spec.partition_id: 0 for spec in specs},
+            tensors=frozenset(spec.tensor for spec in specs),
+        )
+
+    def upload(
+        self,
+        values: torch.Tensor | Sequence[float],
+        spec: PartitionSpec | None = None,
+        *,
+        member: str = "a",
+        sequence: int = 1,
+        base_version: int = 1,
+        cuts: Sequence[int] = (),
+        digest: int | None = None,
+    ) -> Upload:
+        """`cuts`: byte positions between which the payload's pieces lie. `digest` None: computed."""
+        spec = spec or self.spec()
+        data = bytes(bytes_of(torch.as_tensor(values, dtype=spec.element.torch)))
+        edges = [0, *sorted(cuts), len(data)]
+        header = UploadHeader(
+            spec=spec,
+            member_id=member,
+            generation=1,
+            sequence=sequence,
+            base_version=base_version,
+            clock=sequence,
+            checksum=checksum(data) if digest is None else digest,
+        )
+        return Upload(header=header, pieces=[memoryview(data)[start:end] for start, end in pairwise(edges)])
+
+    def sgd(self, **hyperparameters: float) -> OptimizerSettings:
+        return optimizer_settings(name="sgd", hyperparameters={"lr": 0.5, **hyperparameters})
+
+    def shard(self, *specs: PartitionSpec, optimizer: OptimizerSettings | None = None, values: Any = None) -> Shard:
+        """With every partition at version 1: `values`, or zeros."""
+        layout = self.layout(*specs)
+        shard = Shard(optimizer=optimizer or self.sgd())
+        shard.adopt(layout)
+        for spec in layout.partitions.values():
+            shard.initialize(self.upload(torch.zeros(spec.length) if values is None else values, spec, sequence=0, base_version=0))
+        return shard
+
+    def values(self, shard: Shard, partition_id: int = 0) -> torch.Tensor:
+        """What a pull would give."""
+        _, tensor = shard.read(
+            partition_id,
+            newer_than=0,
+            encode=lambda spec, version, data: torch.from_numpy(np.frombuffer(bytes(data), np.uint8).copy()).view(spec.element.torch),
+        )
+        assert tensor is not None
+        return tensor
+
+
+@pytest.fixture(scope="session")
+def make() -> Make:
+    return Make()

@@ -1,0 +1,79 @@
+"""The fence lets current members work on in older generations, and nothing through that was begun before a member was put out."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from shoal_common.errors import StaleGenerationError
+from shoal_ps_server.consistency import fence as fence_module
+from shoal_ps_server.consistency.fence import Change, Fence, Verdict
+
+
+def test_a_change_of_membership_does_not_interrupt_a_member() -> None:
+    fence = Fence()
+    fence.learn(1, ["a", "b"])
+    fence.learn(2, ["a"])
+    assert fence.check("a", 1) is Verdict.ADMITTED
+
+
+def test_a_member_put_out_is_refused_in_every_generation_it_knows() -> None:
+    fence = Fence()
+    fence.learn(1, ["a", "b"])
+    fence.learn(2, ["a"])
+    for generation in (1, 2):
+        with pytest.raises(StaleGenerationError, match="member 'b'"):
+            fence.check("b", generation)
+
+
+def test_a_member_that_is_back_cannot_send_what_it_began_before() -> None:
+    fence = Fence()
+    for generation, members in ((1, "ab"), (2, "a"), (3, "ab")):
+        fence.learn(generation, members)
+    with pytest.raises(StaleGenerationError, match="generation 2 had put it out"):
+        fence.check("b", 1)
+    assert fence.check("b", 3) is Verdict.ADMITTED
+
+
+def test_a_generation_that_is_news_here_is_neither_admitted_nor_refused() -> None:
+    fence = Fence()
+    assert fence.check("a", 0) is Verdict.UNHEARD_OF
+    fence.learn(1, ["a"])
+    assert fence.check("b", 2) is Verdict.UNHEARD_OF
+
+
+def test_old_news_changes_nothing() -> None:
+    fence = Fence()
+    fence.learn(3, ["a"])
+    assert fence.learn(2, ["b"]) == Change()
+    assert (fence.generation, fence.members) == (3, frozenset("a"))
+
+
+def test_the_longest_departed_are_forgotten_first(monkeypatch) -> None:
+    monkeypatch.setattr(fence_module, "REMEMBERED", 2)
+    fence = Fence()
+    fence.learn(1, "abcd")
+    fence.learn(2, "bcd")
+    assert fence.learn(3, "d").forgotten == frozenset("a")
+    assert fence.learn(4, "da") == Change(joined=frozenset("a"))
+    assert fence.put_out == {"b": 3, "c": 3}
+
+
+@given(st.lists(st.frozensets(st.sampled_from("abcd")), min_size=1, max_size=12), st.sampled_from("abcd"), st.integers(0, 14))
+def test_who_passes_has_been_a_member_ever_since_the_generation_it_speaks_for(history, member, spoken) -> None:
+    fence = Fence()
+    for number, members in enumerate(history, start=1):
+        fence.learn(number, members)
+    try:
+        verdict = fence.check(member, spoken)
+    except StaleGenerationError:
+        admitted = False
+    else:
+        admitted = verdict is Verdict.ADMITTED
+    # Before its first generation a member has sent nothing, so those may be spoken for too.
+    joined = next((number for number, members in enumerate(history, start=1) if member in members), len(history) + 1)
+    if spoken <= len(history) or member in history[-1]:
+        in_since = member in history[-1] and all(member in members for members in history[max(spoken, joined) - 1 :])
+        assert admitted is in_since
+    else:
+        assert not admitted

@@ -1,0 +1,125 @@
+"""Waits on the fence and the clocks: woken by news, ended by deadlines."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import timedelta
+
+import pytest
+from shoal_common.errors import DeadlineError, StaleGenerationError, UnavailableError
+from shoal_ps_server.consistency.clocks import Clocks, Consistency, ConsistencyMode
+from shoal_ps_server.consistency.fence import Fence
+from shoal_ps_server.consistency.membership import Membership
+
+LONG = timedelta(seconds=30)
+SHORT = timedelta(milliseconds=20)
+
+
+def membership(*, bound: int = 0, admission_wait: timedelta = LONG) -> Membership:
+    made = Membership(fence=Fence(), clocks=Clocks(), admission_wait=admission_wait)
+    made.consistency = Consistency(mode=ConsistencyMode.SSP, bound=bound)
+    return made
+
+
+async def settled(task: asyncio.Task[None]) -> None:
+    """Lets the task run until it waits."""
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert not task.done()
+
+
+def test_a_member_waits_for_the_coordinators_word_on_its_generation() -> None:
+    async def scenario() -> None:
+        members = membership()
+        admitted = asyncio.create_task(members.admit("a", 1))
+        await settled(admitted)
+        members.learn(1, ["a"])
+        await admitted
+
+    asyncio.run(scenario())
+
+
+def test_a_member_whose_generation_comes_without_it_is_refused_while_it_waits() -> None:
+    async def scenario() -> None:
+        members = membership()
+        admitted = asyncio.create_task(members.admit("a", 1))
+        await settled(admitted)
+        members.learn(1, ["b"])
+        with pytest.raises(StaleGenerationError):
+            await admitted
+
+    asyncio.run(scenario())
+
+
+def test_a_silent_coordinator_makes_the_caller_try_again() -> None:
+    async def scenario() -> None:
+        with pytest.raises(UnavailableError) as caught:
+            await membership(admission_wait=SHORT).admit("a", 3)
+        assert caught.value.reason == "MEMBERSHIP_UNKNOWN"
+        assert "generation 3" in str(caught.value)
+
+    asyncio.run(scenario())
+
+
+def test_the_fast_wait_until_the_slow_have_come_up() -> None:
+    async def scenario() -> None:
+        members = membership(bound=1)
+        members.learn(1, ["fast", "slow"])
+        for member in ("fast", "slow"):
+            members.finished(member, 0)
+        members.finished("fast", 2)
+        turn = asyncio.create_task(members.proceed("fast", 1, wait=LONG))
+        await settled(turn)
+        members.finished("slow", 1)
+        await turn
+
+    asyncio.run(scenario())
+
+
+def test_the_fast_go_on_when_the_slow_are_put_out() -> None:
+    async def scenario() -> None:
+        members = membership()
+        members.learn(1, ["fast", "slow"])
+        members.finished("fast", 0)
+        members.finished("fast", 1)
+        turn = asyncio.create_task(members.proceed("fast", 1, wait=LONG))
+        await settled(turn)
+        members.learn(2, ["fast"])
+        await turn
+
+    asyncio.run(scenario())
+
+
+def test_a_wait_for_the_slow_ends_at_its_deadline_and_says_by_how_much() -> None:
+    async def scenario() -> None:
+        members = membership(bound=2)
+        members.learn(1, ["fast", "slow"])
+        members.finished("fast", 0)
+        members.finished("fast", 5)
+        with pytest.raises(DeadlineError, match=r"5 clocks ahead .* ssp allows 2") as caught:
+            await members.proceed("fast", 1, wait=SHORT)
+        assert caught.value.reason == "SSP_WAIT_TIMEOUT"
+
+    asyncio.run(scenario())
+
+
+def test_a_member_put_out_while_it_waits_is_told_so() -> None:
+    async def scenario() -> None:
+        members = membership()
+        members.learn(1, ["fast", "slow"])
+        members.finished("fast", 0)
+        members.finished("fast", 1)
+        turn = asyncio.create_task(members.proceed("fast", 1, wait=LONG))
+        await settled(turn)
+        members.learn(2, ["slow"])
+        with pytest.raises(StaleGenerationError):
+            await turn
+
+    asyncio.run(scenario())
+
+
+def test_a_clock_of_one_just_put_out_is_ignored() -> None:
+    members = membership()
+    members.learn(1, ["a"])
+    members.finished("gone", 3)
+    assert set(members.clocks.members) == {"a"}

@@ -1,0 +1,145 @@
+"""Server-side optimizers are torch's, and what torch would refuse is refused before anything changes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from shoal_common.errors import InvalidRequestError
+from shoal_ps_server.shard.optimizer import ParameterGroup, optimizer_settings
+
+CASES = [
+    ("sgd", {}, lambda p: torch.optim.SGD(p, lr=0.1)),
+    ("sgd", {"momentum": 0.9}, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)),
+    ("sgd", {"momentum": 0.9, "dampening": 0.3, "weight_decay": 0.01}, lambda p: torch.optim.SGD(p, 0.1, 0.9, 0.3, 0.01)),
+    ("sgd", {"momentum": 0.9, "nesterov": 1, "maximize": 1}, lambda p: torch.optim.SGD(p, 0.1, 0.9, nesterov=True, maximize=True)),
+    ("adamw", {}, lambda p: torch.optim.AdamW(p, lr=0.1)),
+    (
+        "adamw",
+        {"beta1": 0.5, "beta2": 0.9, "eps": 1e-3, "weight_decay": 0.1, "amsgrad": 1, "maximize": 1},
+        lambda p: torch.optim.AdamW(p, 0.1, (0.5, 0.9), 1e-3, 0.1, amsgrad=True, maximize=True),
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "hyperparameters", "reference"), CASES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_partition_follows_the_same_path_as_torch_alone(make, name, hyperparameters, reference, dtype) -> None:
+    generator = torch.Generator().manual_seed(3)
+    start = torch.randn(257, generator=generator, dtype=dtype)
+    spec = make.spec(length=257, dtype=str(dtype).removeprefix("torch."))
+    shard = make.shard(spec, optimizer=optimizer_settings(name=name, hyperparameters={"lr": 0.1, **hyperparameters}), values=start)
+    parameter = start.clone()
+    optimizer = reference([parameter])
+    for step in range(1, 8):
+        parameter.grad = torch.randn(257, generator=generator, dtype=dtype)
+        optimizer.step()
+        shard.push(make.upload(parameter.grad, spec, sequence=step, base_version=step))
+    tolerance = 1e-6 if dtype == torch.float32 else 1e-14
+    torch.testing.assert_close(make.values(shard), parameter, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_sixteen_bit_values_move_and_stay_finite(make, name, dtype) -> None:
+    spec = make.spec(length=64, dtype=dtype)
+    shard = make.shard(spec, optimizer=optimizer_settings(name=name, hyperparameters={"lr": 0.25}))
+    shard.push(make.upload(torch.full((64,), 2e-4), spec))
+    expected = -0.25 if name == "adamw" else -0.5e-4
+    torch.testing.assert_close(make.values(shard).float(), torch.full((64,), expected), rtol=0.02, atol=1e-6)
+
+
+def test_groups_and_schedules_reach_the_tensors_they_name(make) -> None:
+    weight, bias = make.spec(0, tensor="weight"), make.spec(1, tensor="bias")
+    settings = optimizer_settings(
+        name="sgd", hyperparameters={"lr": 1.0}, groups=[ParameterGroup(tensors=frozenset({"bias"}), hyperparameters={"lr": 0.1})]
+    )
+    shard = make.shard(weight, bias, optimizer=settings)
+    for spec in (weight, bias):
+        shard.push(make.upload(torch.ones(6), spec))
+    assert make.values(shard, 0)[0] == -1.0
+    assert make.values(shard, 1)[0] == pytest.approx(-0.1)
+
+    both = settings.changed({"lr": 2.0}, [])
+    assert [both.for_tensor(tensor)["lr"] for tensor in ("weight", "bias")] == [2.0, 2.0]
+    apart = settings.changed({"lr": 2.0}, [ParameterGroup(tensors=frozenset({"bias"}), hyperparameters={"lr": 0.2})])
+    assert [apart.for_tensor(tensor)["lr"] for tensor in ("weight", "bias")] == [2.0, 0.2]
+    shard.configure(apart)
+    for spec in (weight, bias):
+        shard.push(make.upload(torch.ones(6), spec, sequence=2, base_version=2))
+    assert make.values(shard, 0)[0] == -3.0
+    assert make.values(shard, 1)[0] == pytest.approx(-0.3)
+
+
+def test_a_changed_learning_rate_keeps_the_momentum(make) -> None:
+    settings = make.sgd(lr=1.0, momentum=0.5)
+    shard = make.shard(optimizer=settings)
+    shard.push(make.upload(torch.ones(6)))
+    shard.configure(settings.changed({"lr": 2.0}, []))
+    shard.push(make.upload(torch.ones(6), sequence=2, base_version=2))
+    assert make.values(shard)[0] == -1.0 - 2.0 * 1.5
+
+
+def test_equal_settings_are_equal_however_they_are_spelled() -> None:
+    short = optimizer_settings(name="adamw", hyperparameters={})
+    assert short == optimizer_settings(name="adamw", hyperparameters={"eps": 1e-8, "lr": 1e-3})
+    assert short != optimizer_settings(name="adamw", hyperparameters={"lr": 2e-3})
+
+
+@pytest.mark.parametrize(
+    ("name", "hyperparameters", "complaint"),
+    [
+        ("adam", {}, "no optimizer 'adam'"),
+        ("sgd", {"beta1": 0.9}, "no hyperparameter 'beta1'"),
+        ("sgd", {"lr": -0.1}, "lr=-0.1"),
+        ("sgd", {"lr": float("nan")}, "lr=nan"),
+        ("sgd", {"nesterov": 0.5}, "expected 0 or 1"),
+        ("sgd", {"nesterov": 1}, "nesterov needs momentum"),
+        ("sgd", {"nesterov": 1, "momentum": 0.9, "dampening": 0.1}, "no dampening"),
+        ("adamw", {"beta2": 1.0}, "[0, 1)"),
+    ],
+)
+def test_an_impossible_optimizer_is_refused_by_name(name, hyperparameters, complaint) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        optimizer_settings(name=name, hyperparameters=hyperparameters)
+    assert caught.value.reason == "OPTIMIZER_INVALID"
+    assert complaint in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("groups", "complaint"),
+    [
+        ([({"a"}, {}), ({"a", "b"}, {})], "two parameter groups: a"),
+        ([(set(), {})], "names no tensors"),
+        ([({"c"}, {})], "not declared: c"),
+        ([({"a"}, {"momentum": -1})], "momentum=-1"),
+    ],
+)
+def test_impossible_groups_are_refused_by_name(groups, complaint) -> None:
+    with pytest.raises(InvalidRequestError, match=complaint):
+        optimizer_settings(
+            name="sgd",
+            hyperparameters={},
+            groups=[ParameterGroup(tensors=frozenset(tensors), hyperparameters=own) for tensors, own in groups],
+            tensors=frozenset({"a", "b"}),
+        )
+
+
+def test_a_schedule_cannot_name_new_groups_or_change_what_state_is_kept() -> None:
+    settings = optimizer_settings(name="adamw", hyperparameters={})
+    with pytest.raises(InvalidRequestError, match="no parameter group was configured"):
+        settings.changed({}, [ParameterGroup(tensors=frozenset({"a"}), hyperparameters={"lr": 1.0})])
+    with pytest.raises(InvalidRequestError, match="amsgrad decides which state"):
+        settings.changed({"amsgrad": 1}, [])
+
+
+@given(
+    st.sampled_from(["sgd", "adamw"]), st.dictionaries(st.sampled_from(["lr", "momentum", "beta1", "eps", "nesterov", "x"]), st.floats())
+)
+def test_what_is_accepted_torch_accepts_too(name, hyperparameters) -> None:
+    try:
+        settings = optimizer_settings(name=name, hyperparameters=hyperparameters)
+    except InvalidRequestError:
+        return
+    settings.build(torch.zeros(2), tensor="any")

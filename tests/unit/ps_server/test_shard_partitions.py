@@ -1,0 +1,160 @@
+"""A partition changes as a whole and once per sequence number, or not at all."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from shoal_common.errors import CorruptDataError, InvalidRequestError, PreconditionError
+from shoal_ps_server.shard.shard import Shard
+
+
+def test_the_first_values_win(make) -> None:
+    shard = make.shard(values=torch.ones(6))
+    again = shard.initialize(make.upload(torch.zeros(6), sequence=0, base_version=0))
+    assert (again.duplicate, again.version) == (True, 1)
+    assert make.values(shard).tolist() == [1.0] * 6
+
+
+def test_a_push_raises_the_version_and_tells_its_staleness(make) -> None:
+    shard = make.shard()
+    assert shard.push(make.upload(torch.ones(6), member="a")).version == 2
+    late = shard.push(make.upload(torch.ones(6), member="b", base_version=1))
+    assert (late.version, late.staleness, late.duplicate) == (3, 1, False)
+    assert make.values(shard)[0] == -1.0
+
+
+def test_a_repeated_push_is_acknowledged_and_not_applied(make) -> None:
+    shard = make.shard()
+    push = make.upload(torch.ones(6))
+    shard.push(push)
+    again = shard.push(push)
+    assert (again.duplicate, again.version) == (True, 2)
+    assert make.values(shard)[0] == -0.5
+    summary = shard.summary("a")
+    assert (summary.pushes_applied, summary.pushes_deduplicated, summary.sequences) == (1, 1, {0: 1})
+
+
+@pytest.mark.parametrize(
+    ("upload", "reason"),
+    [
+        ({"sequence": 3}, "SEQUENCE_GAP"),
+        ({"base_version": 9}, "BASE_VERSION_AHEAD"),
+        ({"digest": 1}, "CHECKSUM_MISMATCH"),
+        ({"values": [0, 1, float("nan"), 3, 4, 5]}, "GRADIENT_NOT_FINITE"),
+        ({"values": [0, 1, 2, 3, 4, float("-inf")]}, "GRADIENT_NOT_FINITE"),
+    ],
+)
+def test_a_refused_push_changes_nothing_and_its_number_stays_free(make, upload, reason) -> None:
+    shard = make.shard()
+    values = upload.pop("values", torch.ones(6))
+    with pytest.raises((PreconditionError, CorruptDataError, InvalidRequestError)) as caught:
+        shard.push(make.upload(values, **upload))
+    assert caught.value.reason == reason
+    assert "'weight'" in str(caught.value)
+    assert make.values(shard).tolist() == [0.0] * 6
+    assert shard.summary("a").sequences == {}
+    assert shard.push(make.upload(torch.ones(6))).version == 2
+
+
+def test_the_error_names_the_first_value_that_is_not_finite(make) -> None:
+    spec = make.spec(7, tensor="head", offset=100)
+    shard = make.shard(spec)
+    with pytest.raises(InvalidRequestError, match=r"tensor 'head', partition 7 .*2 of 6 values .* element 103"):
+        shard.push(make.upload([0, 0, 0, float("inf"), 0, float("nan")], spec))
+
+
+def test_finite_values_whose_sum_overflows_are_taken(make) -> None:
+    shard = make.shard(optimizer=make.sgd(lr=0.0))
+    assert shard.push(make.upload([3e38] * 6)).version == 2
+
+
+def test_infinities_of_both_signs_do_not_cancel_out(make) -> None:
+    with pytest.raises(InvalidRequestError):
+        make.shard().push(make.upload([float("inf"), float("-inf"), 0, 0, 0, 0]))
+
+
+def test_first_values_must_be_finite_too(make) -> None:
+    shard = Shard()
+    shard.adopt(make.layout())
+    with pytest.raises(InvalidRequestError):
+        shard.initialize(make.upload([float("nan")] * 6, sequence=0, base_version=0))
+    assert shard.summary().versions == {0: 0}
+
+
+def test_a_push_needs_values_and_an_optimizer(make) -> None:
+    shard = Shard()
+    shard.adopt(make.layout())
+    with pytest.raises(PreconditionError) as caught:
+        shard.push(make.upload(torch.ones(6)))
+    assert caught.value.reason == "OPTIMIZER_UNCONFIGURED"
+    shard.configure(make.sgd())
+    with pytest.raises(PreconditionError) as caught:
+        shard.push(make.upload(torch.ones(6)))
+    assert caught.value.reason == "PARTITION_UNINITIALIZED"
+
+
+def test_a_read_can_ask_for_newer_values_only(make) -> None:
+    shard = make.shard()
+    assert shard.read(0, newer_than=1, encode=lambda *_: "data") == (1, None)
+    assert shard.read(0, newer_than=0, encode=lambda *_: "data") == (1, "data")
+    shard.push(make.upload(torch.ones(6)))
+    assert shard.read(0, newer_than=1, encode=lambda *_: "data") == (2, "data")
+
+
+def test_a_partition_without_elements_can_be_pushed_and_read(make) -> None:
+    spec = make.spec(length=0)
+    shard = make.shard(spec)
+    assert shard.push(make.upload([], spec)).version == 2
+    assert shard.read(0, newer_than=0, encode=lambda _spec, _version, data: data.nbytes) == (2, 0)
+
+
+def test_stored_bytes_count_values_and_optimizer_state(make) -> None:
+    shard = make.shard(optimizer=make.sgd(momentum=0.9))
+    assert shard.summary().stored_bytes == 24
+    shard.push(make.upload(torch.ones(6)))
+    assert shard.summary().stored_bytes == 48
+
+
+def test_a_forgotten_member_begins_anew(make) -> None:
+    shard = make.shard()
+    shard.push(make.upload(torch.ones(6)))
+    shard.forget(["a", "never seen"])
+    assert shard.summary("a").sequences == {}
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_pieces_may_be_cut_anywhere(make, data) -> None:
+    dtype = data.draw(st.sampled_from(["float32", "float64", "float16", "bfloat16"]))
+    spec = make.spec(length=data.draw(st.integers(1, 40)), dtype=dtype)
+    cuts = data.draw(st.lists(st.integers(0, spec.nbytes), max_size=8))
+    values = torch.randn(spec.length, generator=torch.Generator().manual_seed(1)).to(spec.element.torch)
+    shard = Shard()
+    shard.adopt(make.layout(spec))
+    shard.initialize(make.upload(values, spec, sequence=0, base_version=0, cuts=cuts))
+    assert torch.equal(make.values(shard), values)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 2), st.booleans()), max_size=30))
+def test_retries_and_losses_leave_what_each_push_once_would_have(make, attempts) -> None:
+    """Each attempt is a member's next push, an old one again, or one with a gap; a damaged one in between changes nothing."""
+    shard = make.shard(optimizer=make.sgd(lr=1.0))
+    sent: dict[str, int] = {}
+    for member, back, damaged in attempts:
+        sequence = max(1, sent.get(member, 0) + 1 - back)
+        upload = make.upload(torch.full((6,), float(sequence)), member=member, sequence=sequence, digest=1 if damaged else None)
+        is_new = sequence > sent.get(member, 0)
+        if damaged and is_new:
+            with pytest.raises(CorruptDataError):
+                shard.push(upload)
+            continue
+        assert shard.push(upload).duplicate is not is_new
+        sent[member] = max(sent.get(member, 0), sequence)
+        with pytest.raises(PreconditionError):
+            shard.push(make.upload(torch.ones(6), member=member, sequence=sent[member] + 2))
+    applied = sum(sum(range(1, last + 1)) for last in sent.values())
+    assert make.values(shard).tolist() == [-float(applied)] * 6
+    assert shard.summary().versions == {0: 1 + sum(sent.values())}

@@ -1,0 +1,220 @@
+"""A snapshot is read back exactly as it was written, or refused; never pickled, never half written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from shoal_common.errors import ConfigurationError, CorruptDataError
+from shoal_common.wire import checksum
+from shoal_ps_server.configuration import Configuration
+from shoal_ps_server.consistency.clocks import Consistency, ConsistencyMode, MemberClock
+from shoal_ps_server.shard.optimizer import ParameterGroup, optimizer_settings
+from shoal_ps_server.shard.partition import PartitionImage
+from shoal_ps_server.shard.shard import Shard
+from shoal_ps_server.snapshot.directory import DataDirectory
+from shoal_ps_server.snapshot.file import FORMAT, read_snapshot, write_snapshot
+from shoal_ps_server.snapshot.image import FORMAT_VERSION, ServerImage, ServerState, dumps
+
+
+@pytest.fixture
+def image(make) -> ServerImage:
+    """Two trained partitions of different types, and one without values."""
+    optimizer = optimizer_settings(
+        name="adamw",
+        hyperparameters={"lr": 0.1},
+        groups=[ParameterGroup(tensors=frozenset({"bias"}), hyperparameters={"weight_decay": 0.0})],
+    )
+    specs = (make.spec(0), make.spec(4, length=3, dtype="bfloat16", tensor="bias"), make.spec(5, tensor="unused"))
+    shard = make.shard(*specs[:2], optimizer=optimizer)
+    for step in (1, 2):
+        shard.push(make.upload(torch.arange(6), specs[0], sequence=step, base_version=step))
+    shard.push(make.upload(torch.ones(3), specs[1], member="b"))
+    shard.adopt(make.layout(*specs))
+    state = ServerState(
+        job_id="job",
+        server_id="server",
+        layout=make.layout(*specs, epoch=3),
+        configuration=Configuration(
+            configured=optimizer,
+            optimizer=optimizer.changed({"lr": 0.05}, []),
+            consistency=Consistency(mode=ConsistencyMode.SSP, bound=4),
+            revision=9,
+        ),
+        generation=7,
+        members=frozenset({"a", "b"}),
+        put_out={"c": 6, "b": 5},
+        clocks={"a": MemberClock(clock=12, origin=-3), "b": MemberClock(clock=10)},
+        slowest_clock=10,
+    )
+    images = tuple(taken for number in shard.partition_ids() if (taken := shard.image(number)) is not None)
+    return ServerImage(state=state, partitions=images)
+
+
+def assert_same(left: ServerImage, right: ServerImage) -> None:
+    assert left.state == right.state
+    assert list(left.state.put_out) == list(right.state.put_out)
+    assert len(left.partitions) == len(right.partitions)
+    for one, other in zip(left.partitions, right.partitions, strict=True):
+        assert (one.spec, one.version, one.sequences, set(one.state)) == (other.spec, other.version, other.sequences, set(other.state))
+        assert torch.equal(one.values, other.values)
+        assert all(torch.equal(one.state[name], other.state[name]) for name in one.state)
+
+
+def test_a_snapshot_is_read_back_as_it_was_written(tmp_path, image) -> None:
+    path = tmp_path / "snapshot"
+    assert write_snapshot(path, image) == path.stat().st_size
+    assert [path.name for path in tmp_path.iterdir()] == ["snapshot"]
+    found = read_snapshot(path)
+    assert found is not None
+    assert_same(found, image)
+
+
+def test_a_restored_shard_trains_on_as_if_nothing_had_happened(make, tmp_path, image) -> None:
+    write_snapshot(tmp_path / "snapshot", image)
+    found = read_snapshot(tmp_path / "snapshot")
+    configuration = found.state.configuration
+    before = Shard(optimizer=configuration.optimizer, restored=image.partitions)
+    after = Shard(optimizer=configuration.optimizer, restored=found.partitions)
+    spec = image.partitions[0].spec
+    for shard in (before, after):
+        assert shard.push(make.upload(torch.ones(6), spec, sequence=2, base_version=2)).duplicate
+        assert shard.push(make.upload(torch.ones(6), spec, sequence=3, base_version=2)).staleness == 1
+    assert torch.equal(make.values(before), make.values(after))
+
+
+def test_other_tools_can_open_it(tmp_path, image) -> None:
+    write_snapshot(tmp_path / "snapshot", image)
+    tensors = load_file(tmp_path / "snapshot")
+    assert torch.equal(tensors["0:values"], image.partitions[0].values)
+    assert "4:state:exp_avg_sq" in tensors
+
+
+def test_no_file_is_no_snapshot(tmp_path) -> None:
+    assert read_snapshot(tmp_path / "none") is None
+
+
+def refused(path: Path) -> str:
+    with pytest.raises(CorruptDataError) as caught:
+        read_snapshot(path)
+    assert str(path) in str(caught.value)
+    return caught.value.reason
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_one_changed_bit_is_noticed_wherever_it_is(tmp_path, image, data) -> None:
+    path = tmp_path / "snapshot"
+    write_snapshot(path, image)
+    content = bytearray(path.read_bytes())
+    bit = data.draw(st.integers(0, 8 * len(content) - 1))
+    content[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(content)
+    assert refused(path) in {"SNAPSHOT_CORRUPT", "SNAPSHOT_FOREIGN"}
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_a_truncated_or_lengthened_file_is_refused(tmp_path, image, data) -> None:
+    path = tmp_path / "snapshot"
+    size = write_snapshot(path, image)
+    content = path.read_bytes()
+    kept = data.draw(st.integers(0, size - 1))
+    path.write_bytes(content[:kept])
+    assert refused(path) == "SNAPSHOT_CORRUPT"
+    path.write_bytes(content + bytes(kept + 1))
+    assert refused(path) == "SNAPSHOT_CORRUPT"
+
+
+@pytest.mark.parametrize("content", [b"", b"not a snapshot", b"\x80\x04K\x01.", bytes(64), b"\xff" * 64])
+def test_something_else_is_refused(tmp_path, content) -> None:
+    (tmp_path / "snapshot").write_bytes(content)
+    assert refused(tmp_path / "snapshot") == "SNAPSHOT_CORRUPT"
+
+
+def test_a_directory_in_its_place_is_refused(tmp_path) -> None:
+    assert refused(tmp_path) == "SNAPSHOT_CORRUPT"
+
+
+def test_another_programs_safetensors_file_is_refused_as_such(tmp_path) -> None:
+    save_file({"weight": torch.zeros(3)}, tmp_path / "snapshot", metadata={"format": "pt"})
+    assert refused(tmp_path / "snapshot") == "SNAPSHOT_FOREIGN"
+
+
+def rewritten(path: Path, **changes: object) -> None:
+    """The same file with other metadata, and the digest that belongs to it."""
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    text = dumps({**json.loads(header["__metadata__"]["shoal"]), **changes})
+    header["__metadata__"] = {"format": FORMAT, "shoal": text, "xxh3": f"{checksum(text.encode()):016x}"}
+    encoded = json.dumps(header).encode()
+    path.write_bytes(len(encoded).to_bytes(8, "little") + encoded + content[8 + length :])
+
+
+def test_a_newer_releases_snapshot_is_refused_as_such(tmp_path, image) -> None:
+    write_snapshot(tmp_path / "snapshot", image)
+    rewritten(tmp_path / "snapshot", version=FORMAT_VERSION + 1)
+    assert refused(tmp_path / "snapshot") == "SNAPSHOT_NEWER"
+
+
+@pytest.mark.parametrize("changes", [{"partitions": []}, {"state": {}}, {"partitions": [{"partition_id": 77, "digests": {}}]}])
+def test_metadata_that_contradicts_the_tensors_is_refused(tmp_path, image, changes) -> None:
+    write_snapshot(tmp_path / "snapshot", image)
+    rewritten(tmp_path / "snapshot", **changes)
+    assert refused(tmp_path / "snapshot") == "SNAPSHOT_CORRUPT"
+
+
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, image) -> None:
+    path = tmp_path / "snapshot"
+    write_snapshot(path, image)
+    before = path.read_bytes()
+    broken = PartitionImage(spec=image.partitions[0].spec, version=1, values=torch.zeros(2, dtype=torch.int8), state={}, sequences={})
+    with pytest.raises(KeyError):
+        write_snapshot(path, ServerImage(state=image.state, partitions=(broken,)))
+    path.unlink()
+    path.mkdir()  # so that the rename fails
+    with pytest.raises(OSError, match="directory"):
+        write_snapshot(path, image)
+    assert [path.name for path in tmp_path.iterdir()] == ["snapshot"]
+    path.rmdir()
+    path.write_bytes(before)
+    assert read_snapshot(path) is not None
+
+
+def test_a_data_directory_belongs_to_one_server_at_a_time(tmp_path) -> None:
+    with DataDirectory(tmp_path / "data"), pytest.raises(ConfigurationError, match="another server uses it"):
+        DataDirectory(tmp_path / "data")
+    DataDirectory(tmp_path / "data").close()
+
+
+def test_a_data_directory_that_cannot_be_made_is_one_clear_error(tmp_path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigurationError, match="data_dir="):
+        DataDirectory(tmp_path / "file" / "data")
+
+
+@pytest.mark.parametrize("names", [("other", "server"), ("job", "other")])
+def test_another_jobs_or_servers_snapshot_is_refused(tmp_path, image, names) -> None:
+    with DataDirectory(tmp_path) as directory:
+        write_snapshot(directory.snapshot, image)
+        with pytest.raises(ConfigurationError, match="holds server 'server' of job 'job'"):
+            directory.read(job_id=names[0], server_id=names[1])
+
+
+def test_what_a_dying_server_left_is_removed_only_after_a_good_read(tmp_path, image) -> None:
+    with DataDirectory(tmp_path) as directory:
+        leftover = tmp_path / "snapshot.safetensors.123.tmp"
+        leftover.write_bytes(b"half")
+        directory.snapshot.write_bytes(b"damaged")
+        with pytest.raises(CorruptDataError):
+            directory.read(job_id="job", server_id="server")
+        assert leftover.exists()
+        write_snapshot(directory.snapshot, image)
+        directory.read(job_id="job", server_id="server")
+        assert not leftover.exists()

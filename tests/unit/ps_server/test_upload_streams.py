@@ -1,0 +1,210 @@
+"""Streams are taken apart into whole partitions, or refused with a reason: whatever is in them, and however it is cut."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from datetime import timedelta
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from shoal_common.errors import DeadlineError, InvalidRequestError, LimitError, ShoalError
+from shoal_common.wire import encode_push_chunk
+from shoal_protos.v1 import parameter_server_pb2 as pb
+from shoal_ps_server.service.requests import UploadKind, parse_upload_header
+from shoal_ps_server.service.streams import MOST_CHUNKS, received_partitions
+from shoal_ps_server.shard.payload import Upload
+
+LENGTHS = {0: 6, 1: 40, 2: 0, 3: 5000}
+
+
+@pytest.fixture(scope="module")
+def layout(make):
+    return make.layout(*(make.spec(number, length=length) for number, length in LENGTHS.items()))
+
+
+def header(partition_id: int, **changes: int | str) -> pb.PushHeader:
+    length = LENGTHS.get(partition_id, 1)
+    made = pb.PushHeader(
+        job_id="job",
+        member_id="member",
+        generation=1,
+        partition_id=partition_id,
+        shard_map_epoch=1,
+        sequence=1,
+        base_version=1,
+        clock=1,
+        dtype=pb.DTYPE_FLOAT32,
+        codec=pb.CODEC_RAW,
+        length=length,
+        payload_bytes=4 * length,
+    )
+    for name, value in changes.items():
+        setattr(made, name, value)
+    return made
+
+
+def chunk(opening: pb.PushHeader | None, payload: bytes = b"") -> bytes:
+    return encode_push_chunk((opening, memoryview(payload)))
+
+
+def receive(layout, messages: Sequence[bytes], kind: UploadKind = UploadKind.PUSH) -> tuple[list[Upload], ShoalError | None]:
+    """The partitions that came whole, and what the stream was refused with."""
+    uploads: list[Upload] = []
+
+    async def scenario() -> None:
+        async def stream() -> AsyncIterator[bytes]:
+            for message in messages:
+                yield message
+
+        async def open_upload(opening: pb.PushHeader):
+            return parse_upload_header(opening, layout, kind)
+
+        async for upload in received_partitions(stream(), open_upload):
+            uploads.append(upload)
+
+    try:
+        asyncio.run(scenario())
+    except ShoalError as error:
+        return uploads, error
+    return uploads, None
+
+
+def refusal(layout, *messages: bytes) -> ShoalError:
+    _, error = receive(layout, messages)
+    assert error is not None
+    return error
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_partitions_come_back_however_they_are_cut(layout, data) -> None:
+    wanted = data.draw(st.lists(st.sampled_from([0, 1, 2]), max_size=4))
+    messages, payloads = [], []
+    for partition_id in wanted:
+        payload = data.draw(st.binary(min_size=4 * LENGTHS[partition_id], max_size=4 * LENGTHS[partition_id]))
+        cuts = sorted(data.draw(st.sets(st.integers(1, len(payload) - 1), max_size=5))) if payload else []
+        pieces = [payload[start:end] for start, end in zip([0, *cuts], [*cuts, len(payload)], strict=True)]
+        messages += [chunk(header(partition_id) if index == 0 else None, piece) for index, piece in enumerate(pieces)]
+        payloads.append(payload)
+    uploads, error = receive(layout, messages)
+    assert error is None
+    assert [upload.header.spec.partition_id for upload in uploads] == wanted
+    assert [b"".join(upload.pieces) for upload in uploads] == payloads
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"partition_id": 9}, "PARTITION_UNKNOWN"),
+        ({"dtype": pb.DTYPE_FLOAT64}, "DTYPE_MISMATCH"),
+        ({"dtype": pb.DTYPE_UNSPECIFIED}, "DTYPE_MISMATCH"),
+        ({"codec": pb.CODEC_UNSPECIFIED}, "CODEC_UNSUPPORTED"),
+        ({"length": 7}, "LENGTH_MISMATCH"),
+        ({"length": -6}, "LENGTH_MISMATCH"),
+        ({"payload_bytes": 20}, "PAYLOAD_SIZE_MISMATCH"),
+        ({"payload_bytes": -1}, "PAYLOAD_SIZE_MISMATCH"),
+        ({"payload_bytes": (16 << 20) + 1}, "PAYLOAD_TOO_LARGE"),
+        ({"sequence": 0}, "SEQUENCE_INVALID"),
+        ({"sequence": -4}, "SEQUENCE_INVALID"),
+        ({"base_version": 0}, "REQUEST_INVALID"),
+        ({"clock": -1}, "REQUEST_INVALID"),
+        ({"generation": -1}, "REQUEST_INVALID"),
+        ({"member_id": ""}, "REQUEST_INVALID"),
+        ({"member_id": "m" * 129}, "REQUEST_INVALID"),
+    ],
+)
+def test_a_wrong_header_is_refused_before_its_payload(layout, changes, reason) -> None:
+    partition = header(0)
+    for name, value in changes.items():
+        setattr(partition, name, value)
+    error = refusal(layout, chunk(partition))
+    assert error.reason == reason
+    assert str(next(iter(changes.values())))[:20] in str(error) or reason in ("DTYPE_MISMATCH", "CODEC_UNSUPPORTED")
+
+
+def test_first_values_need_neither_sequence_nor_version(layout) -> None:
+    message = chunk(header(0, sequence=0, base_version=0), bytes(24))
+    uploads, error = receive(layout, [message], UploadKind.INITIALIZE)
+    assert (len(uploads), error) == (1, None)
+    assert refusal(layout, message).reason == "SEQUENCE_INVALID"
+
+
+@pytest.mark.parametrize(
+    ("messages", "reason"),
+    [
+        ([chunk(None, b"1234")], "STREAM_MALFORMED"),
+        ([chunk(header(0), bytes(23))], "PAYLOAD_TRUNCATED"),
+        ([chunk(header(0))], "PAYLOAD_TRUNCATED"),
+        ([chunk(header(0), bytes(20)), chunk(header(1), bytes(160))], "PAYLOAD_TRUNCATED"),
+        ([chunk(header(0), bytes(25))], "PAYLOAD_SIZE_MISMATCH"),
+        ([chunk(header(0), bytes(20)), chunk(None, bytes(5))], "PAYLOAD_SIZE_MISMATCH"),
+        ([chunk(header(0), bytes(24)), chunk(None, b"more")], "STREAM_MALFORMED"),
+        ([chunk(header(0), bytes((4 << 20) + 1))], "PAYLOAD_TOO_LARGE"),
+        ([chunk(header(3), b"")] + [chunk(None, b"")] * MOST_CHUNKS, "CHUNKS_TOO_SMALL"),
+        ([b"\xff\xff\xff"], "MESSAGE_MALFORMED"),
+    ],
+)
+def test_a_stream_that_is_cut_wrongly_is_refused(layout, messages, reason) -> None:
+    uploads, error = receive(layout, messages)
+    assert error is not None
+    assert error.reason == reason
+    assert isinstance(error, InvalidRequestError | LimitError)
+    assert len(uploads) == (1 if messages[0] == chunk(header(0), bytes(24)) else 0)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(
+        st.one_of(
+            st.binary(max_size=40),
+            st.builds(
+                lambda partition_id, changes, payload: chunk(header(partition_id, **changes), payload),
+                st.sampled_from([0, 1, 2, 3, 99, -1]),
+                st.dictionaries(
+                    st.sampled_from(["length", "payload_bytes", "sequence", "base_version", "clock", "generation"]),
+                    st.one_of(st.integers(-(2**63), 2**63 - 1), st.integers(-1, 200)),
+                    max_size=2,
+                ),
+                st.binary(max_size=200),
+            ),
+            st.binary(max_size=200).map(lambda payload: chunk(None, payload)),
+        ),
+        max_size=6,
+    )
+)
+def test_whatever_comes_partitions_are_whole_or_the_stream_is_refused(layout, messages) -> None:
+    uploads, error = receive(layout, messages)
+    for upload in uploads:
+        assert sum(piece.nbytes for piece in upload.pieces) == upload.header.spec.nbytes
+    assert error is None or error.reason in {
+        "MESSAGE_MALFORMED",
+        "STREAM_MALFORMED",
+        "PARTITION_UNKNOWN",
+        "LENGTH_MISMATCH",
+        "PAYLOAD_SIZE_MISMATCH",
+        "PAYLOAD_TOO_LARGE",
+        "PAYLOAD_TRUNCATED",
+        "SEQUENCE_INVALID",
+        "REQUEST_INVALID",
+        "DTYPE_MISMATCH",
+        "CODEC_UNSUPPORTED",
+    }
+
+
+def test_a_silent_stream_is_ended(layout) -> None:
+    async def scenario() -> None:
+        async def silent() -> AsyncIterator[bytes]:
+            yield chunk(header(0), bytes(4))
+            await asyncio.Event().wait()
+
+        async def open_upload(opening: pb.PushHeader):
+            return parse_upload_header(opening, layout, UploadKind.PUSH)
+
+        async for _ in received_partitions(silent(), open_upload, idle_limit=timedelta(milliseconds=20)):
+            pass
+
+    with pytest.raises(DeadlineError) as caught:
+        asyncio.run(scenario())
+    assert caught.value.reason == "STREAM_IDLE"

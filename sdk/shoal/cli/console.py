@@ -49,7 +49,12 @@ def run_to_exit(settings: RunSettings, *, live: bool = False) -> NoReturn:
 
 
 def _site(settings: RunSettings, note: Note) -> Site:
-    return StandaloneSite(settings, note=note)
+    if settings.endpoint is None:
+        return StandaloneSite(settings, note=note)
+    # Imported here: it brings gRPC's and the settings' modules, which a local run loads only once its workers are on their way.
+    from shoal.launcher.nodes import SharedSite
+
+    return SharedSite(settings)
 
 
 def _tell_result(settings: RunSettings, result: RunResult, pump: OutputPump, note: Note) -> None:

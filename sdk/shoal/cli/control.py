@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 
 def kill(rank: Rank, coordinator: Coordinator = None, job: Job = None) -> None:
-    """Kill the worker of a rank with SIGKILL, to see the others go on. Only on the machine where it runs."""
+    """Kill the worker of a rank (SIGKILL).
+
+    To see the others go on. Only on the machine where it runs.
+    """
     from shoal.cli.target import target
 
     with target(coordinator, job) as found:
@@ -27,7 +30,10 @@ def kill(rank: Rank, coordinator: Coordinator = None, job: Job = None) -> None:
 
 
 def drain(rank: Rank, coordinator: Coordinator = None, job: Job = None) -> None:
-    """Ask the worker of a rank to leave at the next step border, losing nothing."""
+    """Ask the worker of a rank to leave.
+
+    It goes at the next step border, and nothing is lost.
+    """
     from shoal.cli.target import target
 
     with target(coordinator, job) as found:

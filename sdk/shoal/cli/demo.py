@@ -6,7 +6,7 @@ import typer
 
 
 def demo(context: typer.Context) -> None:
-    """Train on handwritten digits on a cluster of processes, with faults (at most 90 s)."""
+    """Train on digits on a local cluster, with faults."""
     import shoal.demo
 
     raise typer.Exit(shoal.demo.main(context.args))

@@ -9,7 +9,9 @@ import typer
 
 Script = Annotated[str, typer.Argument(help="The training script; with -m a module.", show_default=False)]
 Arguments = Annotated[list[str] | None, typer.Argument(help="Its arguments.", show_default=False)]
-Module = Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is a module, run as `python -m` does.", envvar="PET_MODULE")]
+Module = Annotated[
+    bool, typer.Option("--module", "-m", help="SCRIPT is a module, run as `python -m` does.", envvar="PET_MODULE", show_envvar=False)
+]
 Servers = Annotated[int, typer.Option(help="Parameter servers of the job, for async_sgd.")]
 RecordDirectory = Annotated[
     Path | None, typer.Option("--record-dir", help="Record every sample index and commit there, as JSON lines.", show_default=False)
@@ -21,6 +23,7 @@ MaxRestarts = Annotated[
         help="How often workers are started again: a plain script's all together, elastic ones each by itself. "
         "Default: 0; 3 for elastic workers that a signal killed.",
         envvar="PET_MAX_RESTARTS",
+        show_envvar=False,
         show_default=False,
     ),
 ]

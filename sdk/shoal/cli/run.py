@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from shoal_common.errors import ConfigurationError
@@ -19,75 +19,115 @@ _DEFAULT_JOB_ID = "default"
 def run(
     script: Script,
     arguments: Arguments = None,
-    nnodes: Annotated[str, typer.Option(help="Machines, or MIN:MAX.", envvar="PET_NNODES")] = "1",
+    nnodes: Annotated[str, typer.Option(help="Machines, or MIN:MAX.", envvar="PET_NNODES", show_envvar=False)] = "1",
     nproc_per_node: Annotated[
-        str, typer.Option(help="Workers per machine: a number, auto, cpu or gpu.", envvar="PET_NPROC_PER_NODE")
+        str, typer.Option(help="Workers per machine: a number, auto, cpu or gpu.", envvar="PET_NPROC_PER_NODE", show_envvar=False)
     ] = "1",
     standalone: Annotated[
         bool,
         typer.Option(
-            "--standalone", help="One machine with a cluster of its own; so is a run without --rdzv-endpoint.", envvar="PET_STANDALONE"
+            "--standalone",
+            help="One machine with a cluster of its own; so is a run without --rdzv-endpoint.",
+            envvar="PET_STANDALONE",
+            show_envvar=False,
         ),
     ] = False,
     rdzv_endpoint: Annotated[
-        str, typer.Option(help="HOST:PORT of the coordinator that all machines reach.", envvar="PET_RDZV_ENDPOINT", show_default=False)
+        str,
+        typer.Option(
+            help="HOST:PORT of the coordinator that all machines reach.", envvar="PET_RDZV_ENDPOINT", show_envvar=False, show_default=False
+        ),
     ] = "",
-    rdzv_id: Annotated[str, typer.Option(help="The job's id, the same on all machines.", envvar="PET_RDZV_ID", show_default=False)] = "",
+    rdzv_id: Annotated[
+        str, typer.Option(help="The job's id, the same on all machines.", envvar="PET_RDZV_ID", show_envvar=False, show_default=False)
+    ] = "",
     rdzv_backend: Annotated[
-        str, typer.Option(help="Accepted for torchrun's sake: it is always shoal.", envvar="PET_RDZV_BACKEND")
+        str, typer.Option(help="Accepted for torchrun's sake: it is always shoal.", envvar="PET_RDZV_BACKEND", show_envvar=False)
     ] = "shoal",
     rdzv_conf: Annotated[
         str,
-        typer.Option(help="last_call_timeout=SECONDS: the wait for more than MIN machines.", envvar="PET_RDZV_CONF", show_default=False),
+        typer.Option(
+            help="last_call_timeout=SECONDS: the wait for more than MIN machines; join_timeout=SECONDS: for MIN.",
+            envvar="PET_RDZV_CONF",
+            show_envvar=False,
+            show_default=False,
+        ),
     ] = "",
     max_restarts: MaxRestarts = None,
     monitor_interval: Annotated[
         float, typer.Option(help="Accepted for torchrun's sake: exits are noticed at once.", show_default=False)
     ] = 0,
     start_method: Annotated[str, typer.Option(help="Accepted for torchrun's sake.", hidden=True)] = "",
-    role: Annotated[str, typer.Option(help="ROLE_NAME of the workers.", envvar="PET_ROLE")] = "default",
+    role: Annotated[str, typer.Option(help="ROLE_NAME of the workers.", envvar="PET_ROLE", show_envvar=False)] = "default",
     module: Module = False,
-    no_python: Annotated[bool, typer.Option("--no-python", help="SCRIPT is a program of its own.", envvar="PET_NO_PYTHON")] = False,
+    no_python: Annotated[
+        bool, typer.Option("--no-python", help="SCRIPT is a program of its own.", envvar="PET_NO_PYTHON", show_envvar=False)
+    ] = False,
     log_dir: Annotated[
-        Path | None, typer.Option(help="Keep each worker's output in files there.", envvar="PET_LOG_DIR", show_default=False)
+        Path | None,
+        typer.Option(help="Keep each worker's output in files there.", envvar="PET_LOG_DIR", show_envvar=False, show_default=False),
     ] = None,
     redirects: Annotated[
         str,
         typer.Option(
-            "--redirects", "-r", help="Output for files only: 1 stdout, 2 stderr, 3 both; by local rank: 0:3,1:2.", envvar="PET_REDIRECTS"
+            "--redirects",
+            "-r",
+            help="Output for files only: 1 stdout, 2 stderr, 3 both; by local rank: 0:3,1:2.",
+            envvar="PET_REDIRECTS",
+            show_envvar=False,
         ),
     ] = "0",
     tee: Annotated[
-        str, typer.Option("--tee", "-t", help="Output for files and console, written like --redirects.", envvar="PET_TEE")
+        str,
+        typer.Option("--tee", "-t", help="Output for files and console, written like --redirects.", envvar="PET_TEE", show_envvar=False),
     ] = "0",
     local_ranks_filter: Annotated[
-        str, typer.Option(help="Local ranks that the console shows: 0,1.", envvar="PET_LOCAL_RANKS_FILTER", show_default=False)
+        str,
+        typer.Option(
+            help="Local ranks that the console shows: 0,1.", envvar="PET_LOCAL_RANKS_FILTER", show_envvar=False, show_default=False
+        ),
     ] = "",
     node_rank: Annotated[
         int | None,
-        typer.Option(help="This machine's rank, with --master-addr. Default: agreed on.", envvar="PET_NODE_RANK", show_default=False),
+        typer.Option(
+            help="This machine's rank, with --master-addr. Default: agreed on.",
+            envvar="PET_NODE_RANK",
+            show_envvar=False,
+            show_default=False,
+        ),
     ] = None,
     master_addr: Annotated[
-        str | None, typer.Option(help="MASTER_ADDR of the workers. Default: agreed on.", envvar="PET_MASTER_ADDR", show_default=False)
+        str | None,
+        typer.Option(
+            help="MASTER_ADDR of the workers. Default: agreed on.", envvar="PET_MASTER_ADDR", show_envvar=False, show_default=False
+        ),
     ] = None,
     master_port: Annotated[
-        int | None, typer.Option(help="MASTER_PORT of the workers. Default: a free one.", envvar="PET_MASTER_PORT", show_default=False)
+        int | None,
+        typer.Option(
+            help="MASTER_PORT of the workers. Default: a free one.", envvar="PET_MASTER_PORT", show_envvar=False, show_default=False
+        ),
     ] = None,
     local_addr: Annotated[
         str | None,
-        typer.Option(help="Where other machines reach this one. Default: found out.", envvar="PET_LOCAL_ADDR", show_default=False),
+        typer.Option(
+            help="Where other machines reach this one. Default: found out.", envvar="PET_LOCAL_ADDR", show_envvar=False, show_default=False
+        ),
     ] = None,
     shutdown_timeout: Annotated[
-        int, typer.Option(help="Seconds from SIGTERM to SIGKILL when workers are stopped.", envvar="PET_SHUTDOWN_TIMEOUT", min=0)
+        int,
+        typer.Option(
+            help="Seconds from SIGTERM to SIGKILL when workers are stopped.", envvar="PET_SHUTDOWN_TIMEOUT", show_envvar=False, min=0
+        ),
     ] = 30,
     servers: Servers = 0,
     record_dir: RecordDirectory = None,
     metrics: Metrics = True,
 ) -> None:
-    """Run a script on many workers, with torchrun's flags and environment variables.
+    """Run a script on many workers, as torchrun does.
 
-    A plain torchrun script runs unchanged. A script that calls shoal.init() is elastic: when a worker dies, the others go on and another
-    takes its place.
+    The flags are torchrun's, and so are the variables that the workers get: a plain torchrun script runs unchanged. A script that calls
+    shoal.init() is elastic: when a worker dies, the others go on and another takes its place. torchrun's PET_... variables are read too.
     """
     from shoal.cli.console import run_to_exit, tell
 
@@ -107,7 +147,6 @@ def run(
         endpoint=endpoint,
         servers=servers,
         max_restarts=max_restarts,
-        join_grace=_join_grace(rdzv_conf),
         shutdown_grace=timedelta(seconds=shutdown_timeout),
         node_rank=node_rank,
         master_address=master_addr,
@@ -117,17 +156,20 @@ def run(
         logs=LogSettings.parse(directory=log_dir, redirects=redirects, tee=tee, console_ranks=local_ranks_filter),
         record_directory=record_dir,
         metrics=metrics,
+        **_rendezvous(rdzv_conf),
     )
     run_to_exit(settings)
 
 
-def _join_grace(configuration: str) -> timedelta | None:
-    """The part of --rdzv-conf that means something here; torchrun's other settings are those of its own backends."""
+def _rendezvous(configuration: str) -> dict[str, Any]:
+    """The parts of --rdzv-conf that mean something here, as fields of RunSettings; torchrun's others are those of its own backends."""
+    fields = {"last_call_timeout": "join_grace", "join_timeout": "join_timeout"}
+    found = {}
     for setting in filter(None, configuration.split(",")):
         name, _, value = setting.partition("=")
-        if name.strip() == "last_call_timeout":
+        if field := fields.get(name.strip()):
             try:
-                return timedelta(seconds=float(value))
+                found[field] = timedelta(seconds=float(value))
             except (ValueError, OverflowError):
-                raise ConfigurationError(f"--rdzv-conf {configuration!r}: last_call_timeout is a number of seconds") from None
-    return None
+                raise ConfigurationError(f"--rdzv-conf {configuration!r}: {name.strip()} is a number of seconds, found {value!r}") from None
+    return found

@@ -15,7 +15,10 @@ def status(
     job: Job = None,
     as_json: Annotated[bool, typer.Option("--json", help="As JSON, for programs.")] = False,
 ) -> None:
-    """Show a job's members and servers: by default those of the newest cluster on this machine."""
+    """Show who is in a job, and how far they are.
+
+    By default the job of the newest cluster on this machine.
+    """
     from rich.console import Console
 
     from shoal.cli.target import target

@@ -19,7 +19,7 @@ def up(
     record_dir: RecordDirectory = None,
     metrics: Metrics = True,
 ) -> None:
-    """Start a cluster on this machine, and run a script on it under a live table of its members.
+    """Run a script on a local cluster, under a live table.
 
     The cluster (embedded Valkey, coordinator, servers, workers) is gone when the script ends. Without a terminal, as `shoal run`.
     """

@@ -17,6 +17,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
+from enum import Enum, auto
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -32,6 +33,16 @@ if TYPE_CHECKING:
 
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _KILL_TIMEOUT: Final = timedelta(seconds=10)
+
+
+class Ending(Enum):
+    """How a run ended, towards other launchers."""
+
+    FINISHED = auto()
+    """The script came to its end."""
+    FAILED = auto()
+    STOPPED = auto()
+    """By a signal: this launcher goes, the job may go on elsewhere."""
 
 
 class Site(Protocol):
@@ -61,7 +72,7 @@ class Site(Protocol):
         """Returns when the place given last does not hold any more, since launchers came or went."""
         ...
 
-    def close(self, exit_code: int) -> None:
+    def close(self, ending: Ending) -> None:
         """Takes leave, and ends whatever the site started. Blocks. Raises ShoalError."""
         ...
 
@@ -101,11 +112,12 @@ class Agent:
     def run(self) -> RunResult:
         """Runs to the end. Raises ShoalError when the run could not be started or kept up, OSError when a process could not be started.
         Either way nothing is left running."""
-        code = 1
+        ending = Ending.FAILED
         try:
             code = asyncio.run(self._run())
+            ending = Ending.STOPPED if self._signal is not None else Ending.FAILED if code else Ending.FINISHED
         finally:
-            self._end(code)
+            self._end(ending)
         return RunResult(exit_code=code, failures=tuple(self._policy.failures), survived=tuple(self._policy.survived))
 
     async def _run(self) -> int:
@@ -123,7 +135,7 @@ class Agent:
                     task.cancel()
                 await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _end(self, code: int) -> None:
+    def _end(self, ending: Ending) -> None:
         """Ends what still runs, in the order that lets each take its leave."""
         if self._reporter is not None:
             self._reporter.close()
@@ -134,7 +146,7 @@ class Agent:
         finally:
             self._threads.shutdown(cancel_futures=True)
             try:
-                self._site.close(code)
+                self._site.close(ending)
             finally:
                 self._files.cleanup()
 

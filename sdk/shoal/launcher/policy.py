@@ -62,9 +62,9 @@ class RestartPolicy:
         self.restarts = 0
         """Restarts of all workers so far."""
         self.failures: list[WorkerExit] = []
-        """Failures since the last worker that succeeded, first one first."""
+        """Failures since the last worker that succeeded and the last start of all, first one first."""
         self.survived: list[WorkerExit] = []
-        """Failures that others outlived."""
+        """The failures before those."""
         self._max_restarts = max_restarts
         self._replaced = [0] * workers
         self._elastic = False
@@ -76,6 +76,7 @@ class RestartPolicy:
 
     def started_all(self) -> None:
         """All workers are started, at first or anew."""
+        self._outlive()
         self._stopping = False
 
     def stopping(self) -> None:
@@ -96,13 +97,16 @@ class RestartPolicy:
                 self.failures.append(worker)
             return Action.NONE
         if worker.status.ok:
-            self.survived += self.failures
-            self.failures = []
+            self._outlive()
             return Action.NONE
         self.failures.append(worker)
         action = self._after_elastic_failure(worker, over) if self._elastic else self._after_plain_failure()
         self._stopping = action in (Action.RESTART_ALL, Action.STOP)
         return action
+
+    def _outlive(self) -> None:
+        self.survived += self.failures
+        self.failures = []
 
     def _after_elastic_failure(self, worker: WorkerExit, over: bool) -> Action:
         if over:

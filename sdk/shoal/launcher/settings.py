@@ -150,6 +150,8 @@ class RunSettings:
     """None: see `policy`."""
     join_grace: timedelta | None = None
     """How long a generation waits for more workers than the fewest; None: 30 s for a fixed number of nodes, else 5 s."""
+    join_timeout: timedelta = timedelta(minutes=10)
+    """How long the launchers wait for each other."""
     shutdown_grace: timedelta = timedelta(seconds=30)
     """From SIGTERM to SIGKILL."""
     node_rank: int | None = None

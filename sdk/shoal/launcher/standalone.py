@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shoal.launcher.agent import Ending
 from shoal.launcher.cluster import LocalCluster
 from shoal.launcher.environment import NodePlacement
 from shoal.launcher.jobs import JobSettings
@@ -56,7 +57,7 @@ class StandaloneSite:
         """Never: there is no other launcher."""
         await asyncio.Event().wait()
 
-    def close(self, exit_code: int) -> None:
+    def close(self, ending: Ending) -> None:
         self._release_port()
         self._cluster.close()
 

@@ -153,7 +153,8 @@ def save_checkpoint(directory: str | Path, *, keep: int = 3) -> None:
     """
     if keep < 1:
         raise ConfigurationError(f"save_checkpoint(keep={keep}): expected at least 1")
-    CheckpointSaver.of(current_session()).save(Path(directory), keep=keep)
+    session = current_session()
+    CheckpointSaver.of(session).save(session, Path(directory), keep=keep)
 
 
 def resume(directory: str | Path) -> bool:

@@ -20,7 +20,7 @@ from shoal_common.errors import ConfigurationError, DeadlineError, InternalError
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
 from shoal_worker.backends.base import cause_of
-from shoal_worker.backends.sockets import GroupSockets, OpenSocket, group_sockets, listeners
+from shoal_worker.backends.sockets import GroupSockets, Listener, listeners
 
 _DEVICE_ATTEMPTS: Final = 10
 _LISTENER_LOCK: Final = threading.Lock()
@@ -41,7 +41,7 @@ def connect_gloo(
     """Connects to all peers; blocks. Ranks tell each other through the store where they listen, to know connections apart."""
     device, listener = _make_device(hostname)
     names = PrefixStore("listener", store)
-    host, port = listener.local
+    host, port = listener.endpoint
     names.set(str(rank), f"{host} {port}")
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch's stub calls it Options
     options._devices = [device]
@@ -49,7 +49,7 @@ def connect_gloo(
     backend = ProcessGroupGloo(PrefixStore("gloo", store), rank, world_size, options)
     backend.set_timeout(timeout)
     peers = [name.decode().rsplit(" ", 1) for name in names.multi_get([str(peer) for peer in range(world_size)])]
-    return GlooGroup(backend=backend, sockets=group_sockets(listener, {(host, int(port)) for host, port in peers}))
+    return GlooGroup(backend=backend, sockets=GroupSockets(listener, {(host, int(port)) for host, port in peers}))
 
 
 class FormingGroup:
@@ -126,7 +126,7 @@ class FormingGroup:
         return MembershipChanged(f"connecting {self._world_size} ranks with Gloo failed: {cause_of(error)}")
 
 
-def _make_device(hostname: str | None) -> tuple[Any, OpenSocket]:
+def _make_device(hostname: str | None) -> tuple[Any, Listener]:
     """A Gloo device and its listening socket, which is the one that is new. If another thread opened one meanwhile, another try tells."""
     for _ in range(_DEVICE_ATTEMPTS):
         with _LISTENER_LOCK:

@@ -1,13 +1,16 @@
 """Gloo: collectives over TCP, for CPU clusters, with an abort that frees every waiting rank within milliseconds.
 
 Gloo's own abort and shutdown do nothing, and a rank that waits for a stuck peer waits out its whole timeout. Here an abort shuts down the
-group's own connections (sockets.py), which fails every pending operation here and, by the broken connections, at the peers.
+group's own connections (sockets.py), which fails every pending operation here at once. At the peers it fails what waits for this rank at
+once, and the rest when their watch has noticed (sockets.GRACE_S). The same happens when a rank dies. So a group ends for all of its ranks
+when it ends for one; a rank that leaves in good order does so after a collective that all take part in.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import weakref
 from datetime import timedelta
 from typing import ClassVar, Final
 
@@ -51,6 +54,15 @@ class GlooBackend(CommunicationBackend):
         finally:
             self._forming = None
         self._sockets, self._store = group.sockets, store
+        weakref.finalize(self, group.sockets.close)
+        reference = weakref.ref(self)
+
+        def lost(what: str) -> None:
+            backend = reference()
+            if backend is not None:
+                backend.abort(what)
+
+        group.sockets.watch(lost)
         return _as_process_group(store, self.rank, self.world_size, group)
 
     def _break(self) -> None:
@@ -61,8 +73,11 @@ class GlooBackend(CommunicationBackend):
             sockets.shut_down()
 
     def _release(self) -> None:
+        sockets = self._sockets
         references: list[object] = [self._process_group, self._store]
         self._process_group = self._sockets = self._store = None
+        if sockets is not None:
+            sockets.close()
         if any(references):
             reaper.drop(references)
 

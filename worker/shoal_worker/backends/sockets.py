@@ -1,99 +1,153 @@
-"""Finds and shuts the TCP sockets of one Gloo group, which Gloo itself offers no way to do.
+"""The TCP sockets of one Gloo group: which they are, breaking them, and noticing that a peer has broken one.
 
-Gloo keeps a collective waiting until its sockets close, and neither its abort nor its shutdown closes them. So we learn which descriptors
-of this process are a group's and shut those down: each pending operation then fails at once, here and, by the broken connection, at the
-peers. The descriptors stay open until Gloo closes them itself, so a number is never pulled from under it. Listening sockets are left
-alone, and so is every socket that is not the group's (gRPC, Redis): a socket is told by its inode, never by its number alone.
+Gloo keeps a collective waiting until the one socket it waits for closes: its abort and shutdown close none, and the loss of another
+connection of the same group does not end the wait. So we learn which sockets of this process are a group's, and keep a copy (dup) of each.
+Shutting down a copy breaks the connection itself, which fails what waits for it here and is seen by the peer. One thread per group
+watches the copies: some time after any connection has ended it says so, and the group that is then broken altogether fails on all ranks,
+whoever waits for whom. Not at once: a rank that leaves in good order has completed the last collective a little before its peers.
 
-Linux only (/proc/self/fd). Threads: functions here may be called from any thread; a `GroupSockets` never changes once made.
+Listening sockets are left alone, and so is every socket that is not the group's (gRPC, Redis). Linux only (/proc/self/fd, epoll).
+Threads: everything here may be called from any thread.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import select
 import socket
 import stat
+import threading
 import weakref
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Final
 
 Endpoint = tuple[str, int]
 """Numeric address and port."""
 
+GRACE_S: Final = 0.25
+"""How much later than its first rank the last one may complete a collective."""
+
 
 @dataclass(frozen=True, kw_only=True)
-class OpenSocket:
-    """A TCP socket that this process holds."""
+class Listener:
+    """A listening TCP socket of this process. The inode tells it from a later one with the same descriptor."""
 
     descriptor: int
     inode: int
-    listening: bool
-    local: Endpoint
-    remote: Endpoint | None
+    endpoint: Endpoint
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class GroupSockets:
-    """The sockets of one formed group: `connected` to its peers, and the `listener` through which they came."""
-
-    connected: tuple[OpenSocket, ...]
-    listener: OpenSocket
-
-    def shut_down(self) -> int:
-        """Breaks every connection of the group; the number of those that were still open. Never blocks, any thread, idempotent."""
-        return sum(_shut_down(one) for one in self.connected)
-
-    def still_open(self) -> int:
-        """How many descriptors of the group Gloo has not closed yet, its listener's included."""
-        return sum(_is_same(one.descriptor, one.inode) for one in (*self.connected, self.listener))
-
-
-def open_sockets() -> Iterator[OpenSocket]:
-    """All TCP sockets of this process."""
-    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 - numbers, not paths
-        found = _inspect(int(name))
-        if found is not None:
-            yield found
-
-
-def listeners() -> dict[int, OpenSocket]:
+def listeners() -> dict[int, Listener]:
     """The listening TCP sockets of this process, by inode."""
-    return {one.inode: one for one in open_sockets() if one.listening}
+    found = {}
+    for descriptor, copy in _tcp_copies():
+        with copy:
+            if copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                inode = os.fstat(copy.fileno()).st_ino
+                found[inode] = Listener(descriptor=descriptor, inode=inode, endpoint=copy.getsockname()[:2])
+    return found
 
 
-def group_sockets(listener: OpenSocket, peers: Collection[Endpoint]) -> GroupSockets:
-    """What belongs to the group of `listener`: connections that came in through it, and those that lead to a peer's listener."""
-    connected = tuple(one for one in open_sockets() if one.remote is not None and (one.local == listener.local or one.remote in peers))
-    sockets = GroupSockets(connected=connected, listener=listener)
-    _LIVE.add(sockets)
-    return sockets
+class GroupSockets:
+    """Copies of the connections of one group: those that came in through its listener, and those that lead to a peer's."""
+
+    def __init__(self, listener: Listener, peers: Collection[Endpoint]) -> None:
+        self._copies: list[socket.socket] = []
+        self._originals = [(listener.descriptor, listener.inode)]
+        for descriptor, copy in _tcp_copies():
+            remote = _remote(copy)
+            if remote is not None and (copy.getsockname()[:2] == listener.endpoint or remote in peers):
+                self._copies.append(copy)
+                self._originals.append((descriptor, os.fstat(copy.fileno()).st_ino))
+            else:
+                copy.close()
+        self._stop = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._watcher: threading.Thread | None = None
+        self._closing = threading.Lock()
+        self._closed = False
+        _LIVE.add(self)
+
+    def __len__(self) -> int:
+        return len(self._copies)
+
+    def shut_down(self) -> None:
+        """Breaks every connection of the group. Never blocks; idempotent."""
+        for copy in self._copies:
+            with contextlib.suppress(OSError):  # broken already, or closed
+                copy.shutdown(socket.SHUT_RDWR)
+
+    def watch(self, lost: Callable[[str], None]) -> None:
+        """Calls `lost(what happened)` once, from a thread, when a connection of the group has ended GRACE_S ago. Until `close`."""
+        arguments = (self._stop, [copy for copy in self._copies], lost)
+        self._watcher = threading.Thread(target=_watch, args=arguments, name="shoal-gloo-watch", daemon=True)
+        self._watcher.start()
+
+    def close(self) -> None:
+        """Ends the watch and lets go of the copies; connections that Gloo still holds stay as they are. Idempotent."""
+        with self._closing:
+            if self._closed:
+                return
+            self._closed = True
+        os.eventfd_write(self._stop, 1)
+        if self._watcher is not None and self._watcher is not threading.current_thread():
+            self._watcher.join()
+        for copy in self._copies:
+            copy.close()
+        os.close(self._stop)
+
+    def gloo_holds_any(self) -> bool:
+        """Whether Gloo has not closed all of its own descriptors yet."""
+        return any(_is_same(descriptor, inode) for descriptor, inode in self._originals)
+
+    def let_go_in_child(self, null: int) -> None:
+        """In a forked child: drops its copies of the connections. Gloo's numbers stay taken, by `null`: its objects there still know them."""
+        for copy in self._copies:
+            copy.close()
+        for descriptor, inode in self._originals:
+            if _is_same(descriptor, inode):
+                os.dup2(null, descriptor, inheritable=False)
 
 
-def _inspect(descriptor: int) -> OpenSocket | None:
-    """Looks at a duplicate, so that a descriptor that another thread closes and reuses meanwhile is never mixed up."""
+def _watch(stop: int, copies: list[socket.socket], lost: Callable[[str], None]) -> None:
+    names: dict[int, Endpoint | None] = {}
+    with select.epoll() as poll:
+        poll.register(stop, select.EPOLLIN)
+        for copy in copies:
+            with contextlib.suppress(OSError, ValueError):  # closed already
+                names[copy.fileno()] = _remote(copy)
+                poll.register(copy.fileno(), select.EPOLLRDHUP)
+        del copies
+        ended = [descriptor for descriptor, _ in poll.poll()]
+    if stop in ended or select.select([stop], [], [], GRACE_S)[0]:
+        return
+    remote = names[ended[0]]
+    lost("the connection to a peer ended" + (f" ({remote[0]}:{remote[1]})" if remote else ""))
+
+
+def _tcp_copies() -> Iterator[tuple[int, socket.socket]]:
+    """A copy of each TCP socket of this process, and its descriptor. Looking at copies cannot mix up descriptors that are reused meanwhile."""
+    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 - numbers, not paths
+        descriptor = int(name)
+        try:
+            if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                continue
+            copy = socket.socket(fileno=os.dup(descriptor))
+        except OSError:
+            continue  # closed since it was listed
+        if copy.family in (socket.AF_INET, socket.AF_INET6) and copy.type == socket.SOCK_STREAM:
+            yield descriptor, copy
+        else:
+            copy.close()
+
+
+def _remote(copy: socket.socket) -> Endpoint | None:
     try:
-        if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
-            return None
-        with socket.socket(fileno=os.dup(descriptor)) as one:
-            if one.family not in (socket.AF_INET, socket.AF_INET6) or one.type != socket.SOCK_STREAM:
-                return None
-            listening = bool(one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
-            remote: Endpoint | None = None
-            if not listening:
-                with contextlib.suppress(OSError):
-                    remote = one.getpeername()[:2]
-            return OpenSocket(
-                descriptor=descriptor,
-                inode=os.fstat(one.fileno()).st_ino,
-                listening=listening,
-                local=one.getsockname()[:2],
-                remote=remote,
-            )
+        host, port = copy.getpeername()[:2]
     except OSError:
-        # Closed since it was listed.
         return None
+    return host, port
 
 
 def _is_same(descriptor: int, inode: int) -> bool:
@@ -103,33 +157,15 @@ def _is_same(descriptor: int, inode: int) -> bool:
         return False
 
 
-def _shut_down(one: OpenSocket) -> bool:
-    try:
-        duplicate = socket.socket(fileno=os.dup(one.descriptor))
-    except OSError:
-        return False
-    with duplicate:
-        if not _is_same(duplicate.fileno(), one.inode):
-            return False
-        with contextlib.suppress(OSError):  # the peer was faster
-            duplicate.shutdown(socket.SHUT_RDWR)
-        return True
-
-
 _LIVE: Final[weakref.WeakSet[GroupSockets]] = weakref.WeakSet()
-"""Of this process, so that a forked child can let go of them."""
+"""Of this process, for its forked children."""
 
 
 def _let_go_in_child() -> None:
-    """A forked child (a DataLoader's worker) holds copies of the sockets, and peers would not see this rank's death before the child's.
-
-    The numbers stay taken, by /dev/null: Gloo's objects in the child still know them.
-    """
+    """A DataLoader's forked worker holds copies of the sockets: peers would not see this rank's death before that child's."""
     null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     for sockets in _LIVE:
-        for one in (*sockets.connected, sockets.listener):
-            if _is_same(one.descriptor, one.inode):
-                os.dup2(null, one.descriptor, inheritable=False)
+        sockets.let_go_in_child(null)
     os.close(null)
 
 

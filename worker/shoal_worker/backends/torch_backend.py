@@ -56,8 +56,8 @@ def _create(options: _DistributedBackendOptions, _: Any) -> dist.ProcessGroupGlo
         timeout=options.timeout,
     )
     with _LOCK:
-        for name in [name for name, sockets in _SOCKETS.items() if not sockets.still_open()]:
-            del _SOCKETS[name]
+        for name in [name for name, sockets in _SOCKETS.items() if not sockets.gloo_holds_any()]:
+            _SOCKETS.pop(name).close()
         _SOCKETS[options.group_id] = group.sockets
     return group.backend
 

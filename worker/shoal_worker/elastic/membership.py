@@ -13,6 +13,7 @@ from collections.abc import Callable
 from datetime import timedelta
 
 from shoal_common.clients.coordinator import CoordinatorClient
+from shoal_common.errors import DeadlineError, StaleGenerationError, UnavailableError
 from shoal_protos.v1 import coordinator_pb2 as pb
 
 from shoal_worker.backends.base import CommunicationBackend
@@ -101,6 +102,24 @@ class Membership:
     def failed(self, error: BaseException) -> None:
         """A collective of the current generation failed here: tells the coordinator, unless it knows already."""
         self.link.failed(self._left, detail=str(error), timed_out="timed out" in str(error).lower())
+
+    def check_current(self, generation: int) -> None:
+        """Asks the coordinator whether this member, which acts for `generation`, still belongs to the job. Called on any thread.
+
+        While the coordinator is away nobody can have been put out by it since, so what this process knows decides.
+
+        Raises:
+            StaleGenerationError: it does not.
+        """
+        identity = self.link.identity
+        try:
+            job = self.link.client.get_job(identity.job_id)
+        except (UnavailableError, DeadlineError):
+            return
+        if all(m.member_id != identity.member_id for m in job.members):
+            raise StaleGenerationError(
+                f"this process was put out of job {identity.job_id!r} after generation {generation}: what it holds is not published"
+            )
 
     def leave_group(self, reason: str) -> None:
         """Lets go of the group, so that its sockets close and no peer waits for this process."""

@@ -22,7 +22,7 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from shoal_common.errors import (
@@ -59,7 +59,8 @@ _BORDER = "border"
 class Replica(Protocol):
     """A strategy's model and optimizer, as the session sees them. All methods run on the training thread."""
 
-    asynchronous: bool
+    strategy: ClassVar[str]
+    asynchronous: ClassVar[bool]
     """No process group: every iteration is a step of its own (async_sgd)."""
     backend_name: str
 
@@ -187,6 +188,11 @@ class Session:
     def steps(self) -> int:
         """Committed steps of the run."""
         return self._state.step if self._state is not None else 0
+
+    @property
+    def strategy(self) -> str:
+        """Name of the strategy; empty before `as_distributed`."""
+        return self._replica.strategy if self._replica is not None else ""
 
     @property
     def step(self) -> Step | None:
@@ -466,8 +472,7 @@ class Session:
         group = self.group
         if group is None or self._membership is None or isinstance(channel, LocalChannel):
             if captured is not None:
-                self._restore(captured, skip_advances=False)
-                self._state = StateName(self.generation, int(captured["steps"]))
+                self.restore_alone(captured)
             return
         if channel.rank == 0:
             assert captured is not None
@@ -490,6 +495,16 @@ class Session:
             "sources": {name: source.state_dict() for name, source in self._sources.items()} | self._pending_sources,
             "steps": self.steps,
         }
+
+    def fence(self) -> Callable[[], None]:
+        """A check that this process may still publish what it holds now: raises StaleGenerationError if it was put out of the job since."""
+        membership, generation = self._membership, self.generation
+        return (lambda: membership.check_current(generation)) if membership is not None else lambda: None
+
+    def restore_alone(self, captured: Mapping[str, Any]) -> None:
+        """Takes over a checkpoint's state in this process alone; peers will get it from here."""
+        self._restore(captured, skip_advances=False)
+        self._state = StateName(self.generation, int(captured["steps"]))
 
     def on_state_lost(self, fallback: Callable[[], None]) -> None:
         """`fallback` loads the newest checkpoint into this process; it is called if every process that held the state is gone."""

@@ -102,7 +102,8 @@ class ShardedModel(nn.Module, abc.ABC):
                 raise ConfigurationError(f"set_gradients: the model has no parameter {name!r}; it has {sorted(parameters)[:5]} ...")
             if gradient.shape != parameters[name].shape:
                 raise ConfigurationError(
-                    f"set_gradients: the gradient of {name!r} has shape {tuple(gradient.shape)}, the parameter {tuple(parameters[name].shape)}"
+                    f"set_gradients: the gradient of {name!r} has shape {tuple(gradient.shape)}, "
+                    f"the parameter {tuple(parameters[name].shape)}"
                 )
         for name, gradient in gradients.items():
             parameters[name].grad = gradient.to(parameters[name].dtype)
@@ -192,7 +193,7 @@ class ShardedOptimizer(torch.optim.Optimizer, abc.ABC):
         self.__dict__.setdefault("_optimizer_step_post_hooks", self.optimizer._optimizer_step_post_hooks)
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+    def param_groups(self) -> list[dict[str, Any]]:
         """The user's optimizer's own."""
         return self.optimizer.param_groups
 
@@ -201,7 +202,7 @@ class ShardedOptimizer(torch.optim.Optimizer, abc.ABC):
         self.optimizer.param_groups = groups
 
     @property
-    def state(self) -> Any:  # type: ignore[override]
+    def state(self) -> Any:
         """The user's optimizer's own."""
         return self.optimizer.state
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from shoal_common.errors import ConfigurationError, CorruptDataError
@@ -24,8 +24,8 @@ from shoal_worker.strategies.reduction import AccumulatedReduction, OverlappedRe
 class DDPModel(ShardedModel):
     """A replica of the whole model on every rank."""
 
-    strategy = "ddp"
-    asynchronous = False
+    strategy: ClassVar[str] = "ddp"
+    asynchronous: ClassVar[bool] = False
 
     def initialize_sharding(self) -> None:
         """Nothing is sharded: the whole module stays on this rank."""
@@ -110,6 +110,7 @@ class DDPModel(ShardedModel):
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """See `Replica`."""
+        self._check_fits(state["model"])
         if not self.has_values():
             self.module.to_empty(device=self._session.device)
         with torch.no_grad():
@@ -192,15 +193,19 @@ class DDPModel(ShardedModel):
         Raises:
             CorruptDataError: damaged, foreign or newer, or not of this model; nothing is changed.
         """
-        tensors, metadata = load_tensors(data)
+        tensors, _ = load_tensors(data)
+        self._check_fits(tensors)
+        self.module.load_state_dict(tensors)
+
+    def _check_fits(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Checked as a whole before anything is copied: torch copies what fits and only then complains."""
         own = self.module.state_dict()
-        if {n: t.shape for n, t in tensors.items()} != {n: t.shape for n, t in own.items()}:
-            differing = sorted(set(tensors) ^ set(own)) or [n for n in own if own[n].shape != tensors[n].shape]
+        differing = sorted(set(tensors) ^ set(own)) or [name for name in own if own[name].shape != tensors[name].shape]
+        if differing:
             raise CorruptDataError(
-                f"the data is of another model ({metadata.get('module')}): names or shapes differ, {differing[:3]} among them",
+                f"the state is of another model than this {type(self.module).__name__}: names or shapes differ, {differing[:3]} among them",
                 reason="MODEL_DIFFERS",
             )
-        self.module.load_state_dict(tensors)
 
     def save_model(self, path: str | Path) -> None:
         """Writes `serialize()` to a file, atomically; on rank 0 only."""

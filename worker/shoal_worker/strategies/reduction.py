@@ -17,14 +17,14 @@ which torch calls on a thread of the process group while the training thread wai
 from __future__ import annotations
 
 import datetime
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from shoal_common.errors import MembershipChanged
 from torch import nn
-from torch._C._distributed_c10d import GradBucket
+from torch._C._distributed_c10d import GradBucket, HashStore
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
@@ -76,7 +76,8 @@ class _WithControl(nn.Module):
         if args and args[0] is _WARM_UP:
             return self._all_parameters()
         output = self.inner(*args, **kwargs)
-        return pytree.tree_map_only(torch.Tensor, lambda t: _Attach.apply(t, self.control) if t.requires_grad else t, output)
+        attach: Callable[..., Any] = _Attach.apply
+        return pytree.tree_map_only(torch.Tensor, lambda t: attach(t, self.control) if t.requires_grad else t, output)
 
     def _all_parameters(self) -> torch.Tensor:
         """A value whose backward pass reaches the control word first, then the parameters from last to first."""
@@ -320,7 +321,7 @@ class AccumulatedReduction:
 
 def _group_of_one() -> dist.ProcessGroup:
     """A process group of this rank alone, for the reducer to be built on. Nothing is ever sent over it."""
-    store = dist.HashStore()
+    store = HashStore()
     group = dist.ProcessGroup(store, 0, 1)
     backend = dist.ProcessGroupGloo(store, 0, 1, datetime.timedelta(seconds=5))
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)

@@ -1,0 +1,140 @@
+"""`shoal status`, `kill`, `drain`, `up`: against a running cluster whose workers have no torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Shell = Any  # of tests/integration/conftest.py
+Command = Any
+
+
+@pytest.fixture
+def cluster(shell: Shell, elastic_worker: Path) -> Command:
+    """Three workers with ranks."""
+    command = shell.start("run", "--standalone", "--nproc-per-node", "3", "--rdzv-id", "digits", elastic_worker, shell.directory / "finish")
+    command.wait_for_output(*(f"[{rank}]: generation 1" for rank in range(3)))
+    return command
+
+
+def status_of(shell: Shell, *flags: str) -> dict[str, Any]:
+    status, out, err = shell.run("status", "--json", *flags)
+    assert status == 0, err
+    return dict(json.loads(out))
+
+
+def test_status_shows_the_members_of_the_newest_cluster(shell: Shell, cluster: Command) -> None:
+    cluster.wait_for(lambda: all(member["step"] > 0 for member in status_of(shell)["members"]), "progress")
+    job = status_of(shell)
+    assert (job["job_id"], job["phase"], job["generation"], job["world_size"]) == ("digits", "running", 1, 3)
+    assert [(member["rank"], member["phase"]) for member in job["members"]] == [(rank, "ranked") for rank in range(3)]
+    assert {member["pid"] for member in job["members"]} <= {process.pid for process in cluster.family()}
+
+    status, out, _ = shell.run("status", COLUMNS="160")
+    assert status == 0
+    assert "job digits  running, generation 1, 3 of 3 workers have a rank" in out
+    rows = [line.split() for line in out.splitlines() if re.match(r" *\d", line)]
+    assert [row[0] for row in rows] == ["0", "1", "2"]
+    assert {"rank", "phase", "host", "pid", "generation", "step", "samples/s", "loss"} <= set(out.split())
+
+
+def test_a_coordinator_can_be_named(shell: Shell, cluster: Command) -> None:
+    (record,) = (shell.directory / "runtime" / "shoal").glob("*.json")
+    address = json.loads(record.read_text())["coordinator"]
+    elsewhere = {"XDG_RUNTIME_DIR": str(shell.directory / "other")}
+    assert shell.run("status", "--coordinator", address, **elsewhere)[0] == 0
+    assert shell.run("status", "--job", "digits", SHOAL_COORDINATOR=address, **elsewhere)[0] == 0
+    status, _, err = shell.run("status", "--coordinator", address, "--job", "other", **elsewhere)
+    assert (status, "other" in err, "Traceback" in err) == (1, True, False)
+
+
+def test_kill_sends_sigkill_to_the_process_it_names(shell: Shell, cluster: Command) -> None:
+    pid = status_of(shell)["members"][1]["pid"]
+    status, out, err = shell.run("kill", "1")
+    assert (status, err) == (0, "")
+    assert out == f"killed rank 1 of job digits: SIGKILL to pid {pid} (generation 1)\n"
+    cluster.wait_for(lambda: f"pid {pid}) ended with SIGKILL" in cluster.stderr, "the launcher's notice")
+
+
+@pytest.mark.parametrize("command", ["kill", "drain"])
+def test_a_rank_that_is_not_there_is_refused(shell: Shell, cluster: Command, command: str) -> None:
+    status, out, err = shell.run(command, "7")
+    assert (status, out) == (1, "")
+    assert "rank 7" in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("arguments", [["status"], ["kill", "0"], ["drain", "0"]])
+def test_without_a_cluster_the_remedy_is_named(shell: Shell, arguments: list[str]) -> None:
+    status, out, err = shell.run(*arguments)
+    assert (status, out) == (1, "")
+    assert "no cluster of yours runs on this machine; start one (shoal run --standalone" in err
+
+
+def test_a_coordinator_that_does_not_answer_is_named(shell: Shell) -> None:
+    status, _, err = shell.run("status", "--coordinator", "127.0.0.1:9", "--job", "x")
+    assert status == 1
+    assert "127.0.0.1:9" in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("arguments", [["kill"], ["kill", "one"], ["kill", "-1"], ["statu"], ["status", "--jsn"]])
+def test_command_lines_that_cannot_work_end_with_2(shell: Shell, arguments: list[str]) -> None:
+    assert shell.run(*arguments)[0] == 2
+
+
+def test_version_and_help(shell: Shell) -> None:
+    status, out, _ = shell.run("--version")
+    assert status == 0
+    assert re.fullmatch(r"shoal \d+\.\d+\.\d+\n", out)
+    status, out, _ = shell.run("--help")
+    assert status == 0
+    assert {"run", "up", "status", "kill", "drain", "demo"} <= set(out.split())
+
+
+def test_up_without_a_terminal_is_a_run_that_ends_with_the_script(shell: Shell) -> None:
+    script = shell.script("import os\nprint('rank', os.environ['RANK'])\nraise SystemExit(4 * (os.environ['RANK'] == '1'))")
+    status, out, err = shell.run("up", "--workers", "2", script)
+    assert (status, "[1]: rank 1" in out) == (4, True), err
+
+
+def test_up_on_a_terminal_shows_the_members_below_the_output(shell: Shell, elastic_worker: Path) -> None:
+    finish = shell.directory / "finish"
+    ours, theirs = pty.openpty()
+    environment = {**shell.environment, "COLUMNS": "120", "LINES": "40", "TERM": "xterm"}
+    command = subprocess.Popen(
+        [sys.executable, "-m", "shoal", "up", "--workers", "2", str(elastic_worker), str(finish)],
+        stdin=subprocess.DEVNULL,
+        stdout=theirs,
+        stderr=theirs,
+        env=environment,
+    )
+    os.close(theirs)
+    seen = b""
+    while b"samples/s" not in seen or b"generation 1 rank 1 of 2" not in seen:
+        seen += os.read(ours, 65536)
+    finish.touch()
+    seen += read_to_end(ours)
+    assert command.wait(30) == 0, seen.decode()
+    assert b"2 of 2 workers have a rank" in seen
+
+
+def read_to_end(terminal: int) -> bytes:
+    """A terminal whose other side is closed gives EIO."""
+    seen = b""
+    try:
+        while data := os.read(terminal, 65536):
+            seen += data
+    except OSError:
+        pass
+    finally:
+        os.close(terminal)
+    return seen

@@ -1,0 +1,144 @@
+"""The command `shoal` as a process, for tests of the launcher and the command line."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+_DEADLINE_S = 40.0
+
+
+class Command:
+    """One running command. Output goes to files, so that it can be looked at while it grows."""
+
+    def __init__(self, arguments: list[str], *, directory: Path, environment: dict[str, str]) -> None:
+        self._mark = uuid.uuid4().hex
+        self._known: set[psutil.Process] = set()
+        self._out, self._err = (directory / f"{self._mark}.{name}" for name in ("out", "err"))
+        with self._out.open("wb") as out, self._err.open("wb") as err:
+            self.process = subprocess.Popen(
+                arguments,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                cwd=directory,
+                env={**environment, "SHOAL_TEST_COMMAND": self._mark},
+            )
+
+    @property
+    def stdout(self) -> str:
+        return self._out.read_text()
+
+    @property
+    def stderr(self) -> str:
+        return self._err.read_text()
+
+    def wait(self) -> int:
+        """The exit status."""
+        try:
+            return self.process.wait(_DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"the command did not end; it said: {self.stdout}\n{self.stderr}")
+
+    def wait_for(self, condition: Callable[[], object], what: str) -> None:
+        """Until `condition`; the command must be running meanwhile."""
+        deadline = time.monotonic() + _DEADLINE_S
+        while not condition():
+            ended = self.process.poll() is not None
+            if time.monotonic() > deadline or (ended and not condition()):
+                pytest.fail(f"waited for {what}; the command {'ended' if ended else 'goes on'}; it said: {self.stdout}\n{self.stderr}")
+            time.sleep(0.01)
+
+    def wait_for_output(self, *texts: str) -> None:
+        self.wait_for(lambda: all(text in self.stdout for text in texts), f"{texts} on standard output")
+
+    def family(self) -> list[psutil.Process]:
+        """The processes that this command has started and that still run, whoever their parents are now, and itself.
+
+        Marked by a variable in their environment. Valkey overwrites its own: it is found by its parent, and remembered.
+        """
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.environ().get("SHOAL_TEST_COMMAND") == self._mark:
+                    self._known |= {process, *process.children()}
+        return [process for process in self._known if _runs(process)]
+
+    def wait_until_gone(self) -> None:
+        """Until nothing of it runs any more."""
+        deadline = time.monotonic() + _DEADLINE_S
+        while family := self.family():
+            assert time.monotonic() < deadline, f"still running: {[process.cmdline() for process in family]}"
+            time.sleep(0.01)
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGKILL)
+            self.process.wait(_DEADLINE_S)
+        self.wait_until_gone()
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+class Shell:
+    """Starts commands that share a registry of clusters and a directory."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.environment = {
+            **{name: value for name, value in os.environ.items() if not name.startswith(("SHOAL_", "PET_"))},
+            "XDG_RUNTIME_DIR": str(directory / "runtime"),
+            "OMP_NUM_THREADS": "1",
+        }
+        self._commands: list[Command] = []
+
+    def start(self, *arguments: str | Path, **variables: str) -> Command:
+        """Starts `shoal ARGUMENTS`."""
+        return self.start_program(sys.executable, "-m", "shoal", *arguments, **variables)
+
+    def start_program(self, *arguments: str | Path, **variables: str) -> Command:
+        command = Command([str(a) for a in arguments], directory=self.directory, environment={**self.environment, **variables})
+        self._commands.append(command)
+        return command
+
+    def run(self, *arguments: str | Path, **variables: str) -> tuple[int, str, str]:
+        """Runs `shoal ARGUMENTS` to its end: exit status, standard output, standard error."""
+        command = self.start(*arguments, **variables)
+        return command.wait(), command.stdout, command.stderr
+
+    def script(self, text: str, name: str = "script.py") -> Path:
+        path = self.directory / name
+        path.write_text(text)
+        return path
+
+    def close(self) -> None:
+        for command in self._commands:
+            command.close()
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Iterator[Shell]:
+    """The command `shoal`; what it started is gone when the test ends."""
+    shell = Shell(tmp_path)
+    yield shell
+    shell.close()
+
+
+@pytest.fixture(scope="session")
+def elastic_worker() -> Path:
+    """A script that joins its job as shoal.init() does, without torch; see its docstring."""
+    return Path(__file__).parent / "programs" / "elastic_worker.py"

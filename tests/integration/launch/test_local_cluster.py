@@ -1,0 +1,59 @@
+"""A local cluster as tests, demos and notebooks use it."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+import psutil
+import pytest
+from shoal.launcher.cluster import LocalCluster
+from shoal.launcher.jobs import JobSettings
+from shoal.launcher.registry import running_clusters
+from shoal_common.clients.parameter_server import ParameterServerClient
+from shoal_common.errors import UnavailableError
+from shoal_common.rpc.channel import ChannelSettings
+
+
+@pytest.fixture(autouse=True)
+def own_registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "runtime"))
+
+
+def test_a_cluster_serves_is_known_and_goes_without_a_trace(tmp_path: Path) -> None:
+    job = JobSettings(job_id="job", min_workers=1, max_workers=2, parameter_servers=2)
+    with LocalCluster(job, command="a test", log_directory=tmp_path / "logs") as cluster:
+        answer = cluster.client.get_job("job")
+        assert (answer.spec.max_workers, answer.spec.parameter_servers) == (2, 2)
+        for server in cluster.servers:
+            with ParameterServerClient(ChannelSettings(address=server.address)) as client:
+                assert client.get_server("job").server_id == server.name
+        (record,) = running_clusters()
+        assert (record.job_id, record.coordinator, record.command) == ("job", cluster.coordinator.address, "a test")
+        processes = psutil.Process().children(recursive=True)
+        assert len(processes) >= 4
+        directory = cluster.directory
+    assert not [process for process in processes if process.is_running()]
+    assert running_clusters() == []
+    assert not directory.exists()
+    assert {path.name for path in (tmp_path / "logs").iterdir()} == {"coordinator.log", "server-0.log", "server-1.log"}
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", int(cluster.coordinator.address.rpartition(":")[2])), timeout=5)
+
+
+def test_a_service_that_cannot_start_is_told_with_its_own_words_and_nothing_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = LocalCluster(JobSettings(job_id="job", min_workers=1, max_workers=1))
+    # A file where Valkey's directory should be.
+    (cluster.directory / "redis").touch()
+    with pytest.raises(UnavailableError, match=r"coordinator did not start \(exit code \d+\); its last words: .*redis"):
+        cluster.open()
+    assert not cluster.directory.exists()
+    assert psutil.Process().children() == []
+
+
+def test_closing_twice_or_before_opening_does_nothing() -> None:
+    cluster = LocalCluster(JobSettings(job_id="job", min_workers=1, max_workers=1))
+    cluster.close()
+    cluster.close()
+    assert os.getpid()

@@ -1,0 +1,87 @@
+"""A member of a job without torch: joins, says what it is told, and leaves when asked.
+
+It prints a line per generation, `generation G rank R of N`, and one when it leaves. On SIGTERM, a drain or a stop it leaves as drained;
+once the file named by its argument exists, as finished. Its heartbeats count steps.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from shoal_common.clients.coordinator import CoordinatorClient
+from shoal_common.errors import DeadlineError, UnavailableError, UnknownResourceError
+from shoal_common.rpc.channel import ChannelSettings
+from shoal_protos.v1 import coordinator_pb2 as pb
+
+
+class Member:
+    def __init__(self, finish_file: Path) -> None:
+        self.finish_file = finish_file
+        self.member_id = os.environ["SHOAL_MEMBER_ID"]
+        self.leaving: queue.SimpleQueue[pb.Leave.Reason] = queue.SimpleQueue()
+        self.generation = 0
+        self.interval_s = 0.1
+        self.left = False
+
+    def messages(self) -> Iterator[pb.MemberMessage]:
+        yield pb.MemberMessage(
+            join=pb.Join(
+                job_id=os.environ["SHOAL_JOB_ID"],
+                member_id=self.member_id,
+                host=socket.gethostname(),
+                pid=os.getpid(),
+                launcher_id=os.environ["SHOAL_LAUNCHER_ID"],
+                local_index=int(os.environ["SHOAL_LOCAL_INDEX"]),
+                last_generation=self.generation,
+            )
+        )
+        yield pb.MemberMessage(ready=pb.Ready())
+        for step in range(1_000_000):
+            if self.finish_file.exists() and self.generation:
+                self.leaving.put(pb.Leave.REASON_FINISHED)
+            try:
+                reason = self.leaving.get(timeout=self.interval_s)
+            except queue.Empty:
+                progress = pb.Progress(step=step, sequence=step, samples_per_s=100.0, loss=1 / (step + 1), step_time_s=0.1)
+                yield pb.MemberMessage(heartbeat=pb.Heartbeat(generation=self.generation, progress=progress))
+                continue
+            self.left = True
+            yield pb.MemberMessage(leave=pb.Leave(reason=reason))
+            return
+
+    def heard(self, directive: pb.MemberDirective) -> None:
+        match directive.WhichOneof("directive"):
+            case "welcome":
+                self.interval_s = min(0.1, directive.welcome.heartbeat_interval_ms / 1000)
+            case "generation":
+                ranks = directive.generation.ranks
+                rank = next(rank.rank for rank in ranks if rank.member_id == self.member_id)
+                self.generation = directive.generation.number
+                print(f"generation {self.generation} rank {rank} of {len(ranks)}", flush=True)
+            case "drain" | "stop":
+                self.leaving.put(pb.Leave.REASON_DRAINED)
+
+    def run(self) -> None:
+        deadline = time.monotonic() + 30
+        with CoordinatorClient(ChannelSettings(address=os.environ["SHOAL_COORDINATOR"])) as client:
+            while not self.left:
+                try:
+                    for directive in client.join_session(self.messages()):
+                        self.heard(directive)
+                except (UnavailableError, DeadlineError, UnknownResourceError) as error:
+                    if time.monotonic() > deadline:
+                        raise SystemExit(str(error)) from error
+                    time.sleep(0.02)
+        print("left", flush=True)
+
+
+member = Member(Path(sys.argv[1]))
+signal.signal(signal.SIGTERM, lambda *_: member.leaving.put(pb.Leave.REASON_DRAINED))
+member.run()

@@ -102,7 +102,8 @@ class GroupSockets:
         return any(_is_same(descriptor, inode) for descriptor, inode in self._originals)
 
     def let_go_in_child(self, null: int) -> None:
-        """In a forked child: drops its copies of the connections. Gloo's numbers stay taken, by `null`: its objects there still know them."""
+        """In a forked child: drops its copies of the connections. Gloo's numbers stay taken, by `null`: its objects there still know
+        them."""
         for copy in self._copies:
             copy.close()
         for descriptor, inode in self._originals:
@@ -127,7 +128,8 @@ def _watch(stop: int, copies: list[socket.socket], lost: Callable[[str], None]) 
 
 
 def _tcp_copies() -> Iterator[tuple[int, socket.socket]]:
-    """A copy of each TCP socket of this process, and its descriptor. Looking at copies cannot mix up descriptors that are reused meanwhile."""
+    """A copy of each TCP socket of this process, and its descriptor. Looking at copies cannot mix up descriptors that are reused
+    meanwhile."""
     for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 - numbers, not paths
         descriptor = int(name)
         try:

@@ -13,9 +13,10 @@ for later, and are refused by name here. Nothing is pickled. When to save, and w
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -102,13 +103,13 @@ def write_checkpoint(directory: Path, snapshot: Snapshot, info: CheckpointInfo, 
         ) from error
     target = directory / f"step-{info.step}"
     try:
-        _fill(temporary, snapshot, parts, info)
+        with _disk_errors(target):
+            _fill(temporary, snapshot, parts, info)
         fence()
-        publish(temporary, target)
-    except OSError as error:
-        raise UnavailableError(f"checkpoint {target} could not be written: {error}", reason="CHECKPOINT_NOT_WRITTEN") from error
+        with _disk_errors(target):
+            publish(temporary, target)
     finally:
-        remove(temporary)  # gone already if it was published
+        remove(temporary)  # gone already, or the one that was replaced
     _prune(directory, target, keep)
     return target
 
@@ -138,6 +139,14 @@ def read_checkpoint(path: Path) -> Checkpoint:
 # ------------------------------------------------------------------------------------------------------------------ writing
 
 
+@contextlib.contextmanager
+def _disk_errors(target: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, SafetensorError) as error:  # the library reports a full disk as its own error
+        raise UnavailableError(f"checkpoint {target} could not be written: {error}", reason="CHECKPOINT_NOT_WRITTEN") from error
+
+
 def _by_part(snapshot: Snapshot) -> dict[str, dict[str, torch.Tensor]]:
     """The tensors of each top-level key, by their name in its file."""
     if not isinstance(snapshot.structure, Mapping) or not all(_PART.fullmatch(key) for key in snapshot.structure):
@@ -155,10 +164,7 @@ def _fill(temporary: Path, snapshot: Snapshot, parts: Mapping[str, Mapping[str, 
     files = {}
     for part, tensors in parts.items():
         file = temporary / f"{part}.safetensors"
-        try:
-            safetensors.torch.save_file({name: _stored(tensor) for name, tensor in tensors.items()}, file)
-        except SafetensorError as error:  # how it reports a full disk
-            raise OSError(str(error)) from error
+        safetensors.torch.save_file({name: _stored(tensor) for name, tensor in tensors.items()}, file)
         sync_file(file)
         as_bytes = {
             name: {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
@@ -225,6 +231,8 @@ def _release(document: Mapping[str, Any]) -> str:
 
 
 def _read_tensors(path: Path, part: str, about: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    if "/" in part:
+        raise _corrupt(path, f"its {_MANIFEST} names a file {part!r} elsewhere")
     file = path / f"{part}.safetensors"
     try:
         size = file.stat().st_size

@@ -1,7 +1,7 @@
 """Checkpoints of a session: what `shoal.save_checkpoint` and `shoal.resume` do on each rank.
 
-Rank 0 alone reads and writes files. Saving copies the state on the training thread and writes it on another; resuming reads on rank 0 and sends the
-state to the other ranks as a joiner would get it. A rank that was put out of the job meanwhile publishes nothing (`fence`).
+Rank 0 alone reads and writes files. Saving copies the state on the training thread and writes it on another; resuming reads on rank 0 and
+sends the state to the other ranks as a joiner would get it. A rank that was put out of the job meanwhile publishes nothing (`fence`).
 """
 
 from __future__ import annotations
@@ -31,15 +31,13 @@ _FILES = frozenset({"registered", "sources", "steps"})
 class CheckpointSaver:
     """Saves a session's state in the background. One per session."""
 
-    _of: weakref.WeakKeyDictionary[Session, CheckpointSaver] = weakref.WeakKeyDictionary()
-
     def __init__(self) -> None:
         self._writer = CheckpointWriter()
 
     @classmethod
     def of(cls, session: Session) -> CheckpointSaver:
         """The saver of `session`."""
-        return cls._of.setdefault(session, cls())
+        return _savers.setdefault(session, cls())
 
     def save(self, session: Session, directory: Path, *, keep: int) -> None:
         """One rank's part of a save. Returns when the state is copied. Raises what an earlier save on this rank raised."""
@@ -67,6 +65,9 @@ class CheckpointSaver:
     def close(self, timeout: timedelta) -> None:
         """Waits for the save under way. Raises what it raised, or DeadlineError."""
         self._writer.close(timeout)
+
+
+_savers: weakref.WeakKeyDictionary[Session, CheckpointSaver] = weakref.WeakKeyDictionary()
 
 
 def load_newest(session: Session, directory: Path) -> bool:

@@ -44,6 +44,7 @@ from shoal_worker.elastic.randomness import seed_generators
 from shoal_worker.elastic.reconcile import STANDING_LENGTH, Reconciliation, Standing, StateName, reconcile
 from shoal_worker.elastic.registered import RegisteredState
 from shoal_worker.elastic.transfer import StateDonor, take_state
+from shoal_worker.failpoints import failpoint
 from shoal_worker.metrics import WorkerMetrics
 from shoal_worker.settings import WorkerSettings
 from shoal_worker.state.digest import state_digest
@@ -395,10 +396,13 @@ class Session:
         replica.finish_reduction()
         if step.lost is not None:
             return self._lose(step)
+        failpoint("session.before_apply")
         self._poisoned = True
         apply()
+        failpoint("session.after_apply")
         self._poisoned = False
         self._commit(step)
+        failpoint("session.after_commit")
         return StepStatus.COMMITTED
 
     def _commit(self, step: Step) -> None:
@@ -459,11 +463,13 @@ class Session:
             try:
                 if group is None:
                     raise MembershipChanged("there is no group")
+                failpoint("session.in_operation")
                 result = body(GroupChannel(group, kind, self._spectators))
             except _GROUP_LOST as error:
                 self._recover(error)
             else:
                 self._operations.keep(result)
+                failpoint("session.after_operation")
                 self.progress.entered()
                 return result
 
@@ -599,6 +605,7 @@ class Session:
         )
 
     def _reconcile(self, group: Group) -> None:
+        failpoint("session.before_reconcile")
         gathered = group.all_gather_integers(self._standing().encode())
         assert all(len(row) == STANDING_LENGTH for row in gathered)
         plan = reconcile([Standing.decode(row) for row in gathered])
@@ -646,6 +653,7 @@ class Session:
             donating = group.rank == self._spectators[0]
             if donating and self._fallback is not None:
                 self._fallback()
+        failpoint("session.at_border")
         flags = [row[0] for row in group.all_gather_integers([int(donating)])]
         donors = [r for r, flag in enumerate(flags) if flag]
         receivers = [r for r in self._spectators if r not in donors]

@@ -31,6 +31,7 @@ import torch
 import xxhash
 from shoal_common.errors import CorruptDataError, UnavailableError
 
+from shoal_worker.failpoints import failpoint
 from shoal_worker.state.digest import bytes_of, digest
 from shoal_worker.state.tree import flatten, unflatten
 
@@ -109,6 +110,7 @@ class StateDonor:
                 offer = self._enter(nonce) if magic == _MAGIC and 0 <= part < parts else None
                 if offer is None:
                     return
+                failpoint("transfer.before_serving")
                 try:
                     _send_part(connection, offer, part, parts)
                 finally:
@@ -138,6 +140,7 @@ def take_state(donors: Sequence[str], nonce: str, *, timeout: timedelta) -> tupl
         UnavailableError: a donor went away.
         CorruptDataError: a block's checksum is wrong.
     """
+    failpoint("transfer.before_taking")
     deadline = time.monotonic() + timeout.total_seconds()
     parts = [_Part(address, nonce, i, len(donors), deadline) for i, address in enumerate(donors)]
     with contextlib.ExitStack() as stack, ThreadPoolExecutor(len(parts), thread_name_prefix="shoal-take") as pool:

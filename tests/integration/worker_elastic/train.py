@@ -1,0 +1,79 @@
+"""The training script of these tests: a small model with BatchNorm and dropout; says what it ends with as one JSON line in OUTPUT."""
+
+import hashlib
+import json
+import os
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import shoal
+
+torch.set_num_threads(1)
+EPOCHS = int(os.environ["EPOCHS"])
+MICRO = os.environ.get("MICRO") == "1"
+STEP_SECONDS = float(os.environ.get("STEP_SECONDS", "0.01"))
+CHECKPOINTS = os.environ.get("CHECKPOINTS")
+
+
+def correct(model: nn.Module, batch: list[torch.Tensor]) -> dict[str, float]:
+    x, y = batch
+    return {"correct": float((model(x).argmax(1) == y).sum()), "samples": float(len(y))}
+
+
+shoal.init()
+torch.manual_seed(0)
+net = nn.Sequential(nn.Linear(10, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 2)).double()
+model, optimizer = shoal.as_distributed(net, torch.optim.AdamW(net.parameters(), 1e-2), deterministic=MICRO)
+per_step = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
+per_epoch = torch.optim.lr_scheduler.LambdaLR(torch.optim.SGD([nn.Parameter(torch.zeros(1))], 1.0), lambda epoch: float(epoch))
+shoal.register_state(per_step=per_step, per_epoch=per_epoch)
+x = torch.randn(480, 10, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+dataset = torch.utils.data.TensorDataset(x, (x.sum(1) > 0).long())
+loader = shoal.ElasticDataLoader(dataset, global_batch_size=48, micro_batch_size=8 if MICRO else None)
+validation = shoal.ElasticDataLoader(dataset, global_batch_size=60, train=False)
+if CHECKPOINTS:
+    shoal.resume(CHECKPOINTS)
+
+lost = 0
+evaluations = []
+for epoch in loader.epochs(EPOCHS):
+    if MICRO:
+        for step in loader.steps():
+            for inputs, labels in step:
+                nn.functional.cross_entropy(model(inputs), labels).backward()
+            time.sleep(STEP_SECONDS)
+            model.clip_grad_norm_(1.0)
+            lost += not optimizer.step()
+            per_step.step()
+            optimizer.zero_grad()
+    else:
+        for inputs, labels in loader:
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(inputs), labels).backward()
+            time.sleep(STEP_SECONDS)
+            lost += not optimizer.step()
+            per_step.step()
+    evaluations.append(shoal.evaluate(model, validation, correct))
+    per_epoch.optimizer.step()
+    per_epoch.step()
+    if CHECKPOINTS:
+        shoal.save_checkpoint(CHECKPOINTS, keep=2)
+
+state = model.full_state_dict()
+result = {
+    "member": os.environ["SHOAL_MEMBER_ID"],
+    "rank": shoal.rank(),
+    "world": shoal.world_size(),
+    "generation": shoal.generation(),
+    "steps": loader.global_step,
+    "lost": lost,
+    "digest": hashlib.sha256(b"".join(t.numpy().tobytes() for t in state.values())).hexdigest(),
+    "parameters": torch.cat([t.double().flatten() for t in state.values()]).tolist(),
+    "lr": per_step.get_last_lr(),
+    "epochs_scheduled": per_epoch.last_epoch,
+    "evaluations": evaluations[-1:],
+}
+Path(os.environ["OUTPUT"], f"{result['member']}.json").write_text(json.dumps(result))

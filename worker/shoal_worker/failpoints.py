@@ -1,0 +1,62 @@
+"""Named places in the code where a test can make this process fail, at exactly the moment it means.
+
+`SHOAL_FAILPOINTS` holds `name@hit=action` entries, comma-separated: at the `hit`-th pass (from 1) through the failpoint `name`, do `action`:
+`kill` (SIGKILL to this process), `stop` (SIGSTOP: hangs until someone sends SIGCONT), `raise` (RuntimeError). Without the variable a failpoint
+costs one dictionary look-up.
+
+    session.before_apply        all collectives of the step are done, nothing is applied on this rank
+    session.after_apply         applied, not yet committed: no loader has moved, nobody was told
+    session.after_commit        the step is committed on this rank
+    session.before_reconcile    the generation's group is connected
+    session.in_operation        an operation between steps begins on its channel
+    session.after_operation     its result is kept
+    session.at_border           the members have met at a border that joiners wait at
+    transfer.before_serving     a receiver has asked this donor
+    transfer.before_taking      this receiver has not asked yet
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections import Counter
+from typing import Final
+
+from shoal_common.errors import ConfigurationError
+
+VARIABLE: Final = "SHOAL_FAILPOINTS"
+
+_ACTIONS = {
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "raise": lambda: _raise(),
+}
+
+
+def _raise() -> None:
+    raise RuntimeError("a failpoint was asked to raise")
+
+
+def _parse(text: str) -> dict[tuple[str, int], str]:
+    wanted: dict[tuple[str, int], str] = {}
+    for entry in filter(None, text.split(",")):
+        place, _, action = entry.partition("=")
+        name, _, hit = place.partition("@")
+        if action not in _ACTIONS or not hit.isdigit():
+            raise ConfigurationError(f"{VARIABLE}: {entry!r} is not name@hit=action with an action of {', '.join(_ACTIONS)}")
+        wanted[name, int(hit)] = action
+    return wanted
+
+
+_wanted = _parse(os.environ.get(VARIABLE, ""))
+_hits: Counter[str] = Counter()
+
+
+def failpoint(name: str) -> None:
+    """Passes through the failpoint `name`."""
+    if not _wanted:
+        return
+    _hits[name] += 1
+    action = _wanted.get((name, _hits[name]))
+    if action is not None:
+        _ACTIONS[action]()

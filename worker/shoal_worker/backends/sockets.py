@@ -80,7 +80,7 @@ class GroupSockets:
 
     def watch(self, lost: Callable[[str], None]) -> None:
         """Calls `lost(what happened)` once, from a thread, when a connection of the group has ended GRACE_S ago. Until `close`."""
-        arguments = (self._stop, [copy for copy in self._copies], lost)
+        arguments = (self._stop, list(self._copies), lost)
         self._watcher = threading.Thread(target=_watch, args=arguments, name="shoal-gloo-watch", daemon=True)
         self._watcher.start()
 

@@ -1,9 +1,10 @@
 """Named places in the code where a test can make this process fail, at exactly the moment it means.
 
-`SHOAL_FAILPOINTS` holds `name@hit=action` entries, comma-separated: at the `hit`-th pass (from 1) through the failpoint `name`, do `action`:
-`kill` (SIGKILL to this process), `stop` (SIGSTOP: hangs until someone sends SIGCONT), `raise` (RuntimeError). Without the variable a failpoint
-costs one dictionary look-up.
+`SHOAL_FAILPOINTS` holds `name@hit=action` entries, comma-separated: at the `hit`-th pass (from 1) through the failpoint `name`, do
+`action`: `kill` (SIGKILL to this process), `stop` (SIGSTOP: hangs until someone sends SIGCONT), `lose` (MembershipChanged, as if a peer
+had gone), `raise` (RuntimeError). Without the variable a failpoint costs one dictionary look-up.
 
+    reduction.completed         a collective of the step's gradients is done on this rank
     session.before_apply        all collectives of the step are done, nothing is applied on this rank
     session.after_apply         applied, not yet committed: no loader has moved, nobody was told
     session.after_commit        the step is committed on this rank
@@ -22,19 +23,20 @@ import signal
 from collections import Counter
 from typing import Final
 
-from shoal_common.errors import ConfigurationError
+from shoal_common.errors import ConfigurationError, MembershipChanged
 
 VARIABLE: Final = "SHOAL_FAILPOINTS"
 
 _ACTIONS = {
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
-    "raise": lambda: _raise(),
+    "lose": lambda: _raise(MembershipChanged("a failpoint was asked to lose the group")),
+    "raise": lambda: _raise(RuntimeError("a failpoint was asked to raise")),
 }
 
 
-def _raise() -> None:
-    raise RuntimeError("a failpoint was asked to raise")
+def _raise(error: Exception) -> None:
+    raise error
 
 
 def _parse(text: str) -> dict[tuple[str, int], str]:

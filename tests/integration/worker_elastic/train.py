@@ -6,10 +6,9 @@ import os
 import time
 from pathlib import Path
 
+import shoal
 import torch
 from torch import nn
-
-import shoal
 
 torch.set_num_threads(1)
 EPOCHS = int(os.environ["EPOCHS"])
@@ -28,7 +27,7 @@ torch.manual_seed(0)
 net = nn.Sequential(nn.Linear(10, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 2)).double()
 model, optimizer = shoal.as_distributed(net, torch.optim.AdamW(net.parameters(), 1e-2), deterministic=MICRO)
 per_step = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
-per_epoch = torch.optim.lr_scheduler.LambdaLR(torch.optim.SGD([nn.Parameter(torch.zeros(1))], 1.0), lambda epoch: float(epoch))
+per_epoch = torch.optim.lr_scheduler.LambdaLR(torch.optim.SGD([nn.Parameter(torch.zeros(1))], 1.0), float)
 shoal.register_state(per_step=per_step, per_epoch=per_epoch)
 x = torch.randn(480, 10, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 dataset = torch.utils.data.TensorDataset(x, (x.sum(1) > 0).long())
@@ -39,7 +38,7 @@ if CHECKPOINTS:
 
 lost = 0
 evaluations = []
-for epoch in loader.epochs(EPOCHS):
+for _ in loader.epochs(EPOCHS):
     if MICRO:
         for step in loader.steps():
             for inputs, labels in step:

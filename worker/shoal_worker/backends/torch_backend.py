@@ -27,9 +27,10 @@ _LOCK: Final = threading.Lock()
 
 
 def abort_group(group: dist.ProcessGroup | None = None) -> None:
-    """Makes all operations of a `shoal_gloo` group (None: the default group) fail at once, here and at its peers. Any thread.
+    """Makes all operations of a `shoal_gloo` group (None: the default group) fail at once on this rank. Any thread.
 
-    destroy_process_group is still to be called, by the thread that issues collectives. Raises UnknownResourceError for other groups.
+    At its peers it fails what waits for this rank, so all ranks that are to be freed from a stuck one should call it. After it
+    destroy_process_group is to be called, by the thread that issues collectives. Raises UnknownResourceError for other groups.
     """
     name = (group or dist.distributed_c10d._get_default_group()).group_name
     with _LOCK:

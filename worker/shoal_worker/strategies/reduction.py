@@ -29,6 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
 from shoal_worker.elastic.session import CONTROL_LENGTH
+from shoal_worker.failpoints import failpoint
 
 if TYPE_CHECKING:
     from shoal_worker.elastic.session import Session
@@ -184,7 +185,8 @@ class OverlappedReduction:
         def arrived(future: torch.futures.Future[Any]) -> torch.Tensor:
             try:
                 future.value()
-            except RuntimeError as error:
+                failpoint("reduction.completed")
+            except (RuntimeError, MembershipChanged) as error:
                 group.abort(f"all_reduce failed: {error}")  # closes the sockets, so that peers stuck in it are freed as well
                 session.mark_lost(error)
                 return buffer.zero_()
@@ -301,6 +303,7 @@ class AccumulatedReduction:
                 for work in works:
                     if work is not None:
                         group.wait(work)
+                failpoint("reduction.completed")
             except MembershipChanged as error:
                 session.mark_lost(error)
                 return

@@ -1,0 +1,220 @@
+"""Faults at exactly the moments that matter. Every faulty run must end with the parameters of the run without a fault, bit for bit, and
+every sample of every epoch must have counted exactly once."""
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from shoal_worker.data.record import audit
+
+from tests.integration.worker_elastic.cluster import Cluster, cluster, eventually
+
+EPOCHS = 4
+STEPS = 10 * EPOCHS
+
+
+@pytest.fixture(scope="module")
+def fault_free(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The run of one worker alone, without a fault."""
+    with cluster(tmp_path_factory.mktemp("fault-free"), max_workers=1, EPOCHS=str(EPOCHS), MICRO="1", STEP_SECONDS="0") as alone:
+        alone.start(0)
+        (result,) = alone.finish(0)
+    assert result["steps"] == STEPS
+    return result
+
+
+@pytest.fixture
+def three(tmp_path: Path) -> Iterator[Cluster]:
+    with cluster(tmp_path, EPOCHS=str(EPOCHS), MICRO="1") as running:
+        yield running
+
+
+def check_same_run(results: list[dict[str, Any]], fault_free: dict[str, Any], running: Cluster) -> None:
+    for result in results:
+        assert result["steps"] == STEPS
+        assert result["digest"] == fault_free["digest"]
+        assert result["lr"] == fault_free["lr"]
+        assert result["epochs_scheduled"] == fault_free["epochs_scheduled"]
+        assert result["evaluations"] == fault_free["evaluations"]
+    verdict = audit(running.records)
+    assert len(verdict.epochs) == EPOCHS
+    assert all(epoch.exactly_once for epoch in verdict.epochs), verdict
+
+
+def test_three_workers_end_with_the_parameters_of_one(three: Cluster, fault_free: dict[str, Any]) -> None:
+    for index in range(3):
+        three.start(index)
+    results = three.finish(0, 1, 2)
+    assert {r["generation"] for r in results} == {1}
+    assert {r["world"] for r in results} == {3}
+    check_same_run(results, fault_free, three)
+
+
+@pytest.mark.parametrize(
+    "failpoint",
+    [
+        "reduction.completed@15=kill",
+        "session.before_apply@15=kill",
+        "session.after_apply@15=kill",
+        "session.after_commit@15=kill",
+        "session.after_commit@40=kill",
+        "session.in_operation@3=kill",
+        "session.after_operation@4=kill",
+        "session.before_reconcile@1=kill",
+    ],
+)
+def test_a_worker_killed_at_any_moment_costs_the_others_nothing(three: Cluster, fault_free: dict[str, Any], failpoint: str) -> None:
+    three.start(0)
+    three.start(1, SHOAL_FAILPOINTS=failpoint)
+    three.start(2)
+    results = three.finish(0, 2)
+    assert {r["world"] for r in results} == {2}
+    check_same_run(results, fault_free, three)
+
+
+def test_a_rank_that_missed_a_step_takes_it_from_those_that_applied_it(three: Cluster, fault_free: dict[str, Any]) -> None:
+    three.start(0)
+    three.start(1, SHOAL_FAILPOINTS="reduction.completed@15=lose")
+    three.start(2)
+    results = three.finish(0, 1, 2)
+    assert results[1]["lost"] == 1
+    check_same_run(results, fault_free, three)
+
+
+def test_a_rank_that_missed_the_last_step_of_an_epoch_still_advances_what_follows_it(three: Cluster, fault_free: dict[str, Any]) -> None:
+    three.start(0)
+    three.start(1, SHOAL_FAILPOINTS="reduction.completed@20=lose")
+    three.start(2)
+    check_same_run(three.finish(0, 1, 2), fault_free, three)
+
+
+def test_two_workers_killed_in_one_step_leave_the_third_to_finish(three: Cluster, fault_free: dict[str, Any]) -> None:
+    three.start(0)
+    three.start(1, SHOAL_FAILPOINTS="session.before_apply@15=kill")
+    three.start(2, SHOAL_FAILPOINTS="reduction.completed@16=kill")
+    check_same_run(three.finish(0), fault_free, three)
+
+
+def test_a_worker_killed_while_the_others_re_form_is_left_out_too(three: Cluster, fault_free: dict[str, Any]) -> None:
+    three.start(0)
+    three.start(1, SHOAL_FAILPOINTS="session.after_apply@15=kill")
+    three.start(2, SHOAL_FAILPOINTS="session.before_reconcile@2=kill")
+    check_same_run(three.finish(0), fault_free, three)
+
+
+def test_a_replacement_takes_the_state_from_its_peers_and_goes_on(tmp_path: Path, fault_free: dict[str, Any]) -> None:
+    with cluster(tmp_path, EPOCHS=str(EPOCHS), MICRO="1", STEP_SECONDS="0.15") as running:
+        for index in range(3):
+            running.start(index)
+        running.wait_steps(3)
+        running.signal(1, signal.SIGKILL)
+        running.start(3)
+        results = running.finish(0, 2, 3)
+        assert {r["world"] for r in results} == {3}
+        check_same_run(results, fault_free, running)
+
+
+@pytest.mark.parametrize(
+    ("joiner", "donor"), [("transfer.before_taking@1=kill", ""), ("", "transfer.before_serving@1=kill"), ("session.at_border@1=kill", "")]
+)
+def test_a_join_that_fails_half_way_leaves_the_others_whole(tmp_path: Path, fault_free: dict[str, Any], joiner: str, donor: str) -> None:
+    with cluster(tmp_path, EPOCHS=str(EPOCHS), MICRO="1", STEP_SECONDS="0.15") as running:
+        running.start(0)
+        running.start(1, SHOAL_FAILPOINTS=donor)
+        running.wait_steps(1)
+        running.start(2, SHOAL_FAILPOINTS=joiner)
+        survivors = (0, 2) if donor else (0, 1)
+        check_same_run(running.finish(*survivors), fault_free, running)
+
+
+def test_a_worker_that_hangs_is_put_out_and_the_others_go_on(three: Cluster, fault_free: dict[str, Any]) -> None:
+    three.start(0)
+    three.start(1, SHOAL_FAILPOINTS="session.before_apply@15=stop")
+    three.start(2)
+    hung = three.workers.pop(1)
+    results = three.finish(0, 2)
+    three.workers[1] = hung
+    check_same_run(results, fault_free, three)
+
+
+def test_sigterm_drains_a_worker_at_a_border_without_a_lost_step(tmp_path: Path, fault_free: dict[str, Any]) -> None:
+    with cluster(tmp_path, EPOCHS=str(EPOCHS), MICRO="1", STEP_SECONDS="0.1") as running:
+        for index in range(3):
+            running.start(index)
+        running.wait_steps(3)
+        running.signal(1, signal.SIGTERM)
+        assert running.workers.pop(1).wait(30) == 0
+        results = running.finish(0, 2)
+        assert [r["lost"] for r in results] == [0, 0]
+        assert {r["world"] for r in results} == {2}
+        check_same_run(results, fault_free, running)
+
+
+def test_training_goes_on_while_the_coordinator_is_away_and_membership_follows_when_it_is_back(
+    tmp_path: Path, fault_free: dict[str, Any]
+) -> None:
+    with cluster(tmp_path, EPOCHS=str(EPOCHS), MICRO="1", STEP_SECONDS="0.2") as running:
+        for index in range(3):
+            running.start(index)
+        running.wait_steps(3)
+        before = running.job()
+        running.coordinator.kill()
+        running.coordinator.wait()
+        running.client.close()
+        running.start_coordinator(listen=running.addresses["grpc"])
+        eventually(lambda: running.steps() > before.members[0].progress.step, "steps after the restart")
+        assert running.job().generation.number == before.generation.number
+        running.signal(2, signal.SIGKILL)
+        results = running.finish(0, 1)
+        assert {r["generation"] > before.generation.number for r in results} == {True}
+        check_same_run(results, fault_free, running)
+
+
+def test_a_stopped_job_ends_its_loops_at_one_border(three: Cluster) -> None:
+    for index in range(3):
+        three.start(index, STEP_SECONDS="0.1")
+    three.wait_steps(5)
+    three.client.stop_job("job", reason="test")
+    results = three.finish(0, 1, 2)
+    assert len({r["steps"] for r in results}) == 1
+    assert len({r["digest"] for r in results}) == 1
+    assert results[0]["steps"] < STEPS
+
+
+def test_without_micro_batches_survivors_agree_and_every_sample_counts_once(tmp_path: Path) -> None:
+    with cluster(tmp_path, EPOCHS=str(EPOCHS)) as running:
+        running.start(0)
+        running.start(1, SHOAL_FAILPOINTS="reduction.completed@15=kill")
+        running.start(2)
+        results = running.finish(0, 2)
+        assert results[0]["digest"] == results[1]["digest"]
+        assert all(epoch.exactly_once for epoch in audit(running.records).epochs)
+
+
+def test_a_run_resumes_from_its_checkpoint_on_another_number_of_workers(tmp_path: Path, fault_free: dict[str, Any]) -> None:
+    (tmp_path / "first").mkdir()
+    (tmp_path / "second").mkdir()
+    checkpoints = str(tmp_path / "checkpoints")
+    with cluster(tmp_path / "first", EPOCHS="2", MICRO="1", CHECKPOINTS=checkpoints) as running:
+        for index in range(3):
+            running.start(index)
+        running.finish(0, 1, 2)
+    with cluster(tmp_path / "second", max_workers=2, EPOCHS=str(EPOCHS), MICRO="1", CHECKPOINTS=checkpoints) as running:
+        for index in range(2):
+            running.start(index)
+        results = running.finish(0, 1)
+    assert {r["digest"] for r in results} == {fault_free["digest"]}
+    assert {tuple(r["lr"]) for r in results} == {tuple(fault_free["lr"])}
+
+
+def test_when_all_that_held_the_state_are_gone_a_replacement_starts_from_the_checkpoint(tmp_path: Path, fault_free: dict[str, Any]) -> None:
+    with cluster(
+        tmp_path, min_workers=1, max_workers=1, EPOCHS=str(EPOCHS), MICRO="1", CHECKPOINTS=str(tmp_path / "checkpoints")
+    ) as running:
+        running.start(0, SHOAL_FAILPOINTS="session.after_commit@25=kill")
+        eventually(lambda: running.workers[0].poll() is not None, "the first worker's death")
+        running.start(1)
+        (result,) = running.finish(1)
+        assert result["digest"] == fault_free["digest"]

@@ -108,6 +108,8 @@ class Agent:
         self._reporter: ExitReporter | None = None
         self._node: NodePlacement | None = None
         self._signal: signal.Signals | None = None
+        self._ending = False
+        """The run is being ended: nothing is started any more."""
 
     def run(self) -> RunResult:
         """Runs to the end. Raises ShoalError when the run could not be started or kept up, OSError when a process could not be started.
@@ -213,7 +215,7 @@ class Agent:
         async with self._changing:
             await self._stop_workers()
             self._node = await self._site.place(again=again)
-            if self._signal is None:
+            if not self._ending:
                 self._policy.started_all()
                 self._stopping.clear()
                 for index in range(self._settings.workers):
@@ -272,6 +274,7 @@ class Agent:
                 self._note(f"{what}; the others go on without it")
 
     async def _wind_down(self, code: int) -> None:
+        self._ending = True
         await self._stop_workers()
         self._finish(code if self._signal is None else 128 + self._signal)
 

@@ -1,7 +1,7 @@
 """One launcher's membership among the launchers of its job: the coordinator's session, held by a thread.
 
-The thread reads directives, reconnects, and calls `on_change` after each of them; gRPC's own thread draws the messages to send. What was
-heard is in attributes that only the session's thread writes; a reader sees each of them whole.
+The thread reads directives, reconnects, and calls `on_change` after whatever it has heard; gRPC's own thread draws the messages to send.
+What was heard is in attributes that only the session's thread writes, each of them replaced as a whole.
 """
 
 from __future__ import annotations
@@ -12,37 +12,50 @@ import socket
 import threading
 import uuid
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Final
 
 from shoal_common.clients.coordinator import CoordinatorClient
-from shoal_common.errors import DeadlineError, ShoalError, UnavailableError
+from shoal_common.errors import DeadlineError, PreconditionError, ShoalError, UnavailableError
+from shoal_common.settings import parse_address
 from shoal_protos.v1 import coordinator_pb2 as pb
 
-_BACKOFF_S: Final = 0.5
+from shoal.launcher.environment import NodePlacement
+
+_PAUSE_S: Final = 0.5
 _FIRST_INTERVAL_S: Final = 1.0
 _LEAVE_TIMEOUT_S: Final = 5.0
+_JOB_CLOSED: Final = "JOB_CLOSED"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Standing:
+    """What a launcher knows of its place. When it changes, plain workers start anew."""
+
+    generation: int
+    """The newest one it has had a place in; 0: none yet."""
+    placement: NodePlacement | None
+    """None: no place now."""
+    why: str = ""
+    """Why not, for people."""
 
 
 class NodeSession:
-    """One incarnation of a launcher as a member. It wants a rank at once."""
+    """A launcher as a member that always wants a rank. Put out (it was silent for too long), it comes back as another member."""
 
     def __init__(self, client: CoordinatorClient, *, job_id: str, launcher_id: str, address: str, on_change: Callable[[], None]) -> None:
         """Opens the session. `address` is host:port for the first worker of all nodes, should this launcher become rank 0."""
-        self.member_id = str(uuid.uuid4())
-        self.generation: pb.Generation | None = None
-        """The newest one heard of."""
-        self.standing_by: str | None = None
-        """Why there is no rank for this launcher now; None: it has one, or waits for the first."""
+        self.standing = Standing(generation=0, placement=None, why="no word from the coordinator")
         self.stopped: str | None = None
         """Why the job was stopped."""
         self.error: ShoalError | None = None
-        """Why the session is over."""
-        self.taken = 0
-        """The generation that the launcher's workers were started in; told in heartbeats."""
+        """Why the session is over. With reason JOB_CLOSED the job has come to its end elsewhere."""
+        self.works_in = 0
+        """The generation that the launcher's workers were started in; the launcher sets it, heartbeats tell it."""
         self._client = client
         self._join = pb.Join(
             job_id=job_id,
-            member_id=self.member_id,
+            member_id=str(uuid.uuid4()),
             host=socket.gethostname(),
             pid=os.getpid(),
             launcher_id=launcher_id,
@@ -56,8 +69,13 @@ class NodeSession:
         self._thread = threading.Thread(target=self._run, name="shoal-node-session", daemon=True)
         self._thread.start()
 
+    @property
+    def is_closed(self) -> bool:
+        """The job has come to its end elsewhere: no more places, but no reason to stop either."""
+        return self.error is not None and self.error.reason == _JOB_CLOSED
+
     def leave(self, reason: pb.Leave.Reason, detail: str) -> None:
-        """Says goodbye and waits up to 5 s for the coordinator to hear it. Idempotent."""
+        """Says goodbye and waits up to 5 s for the coordinator to hear it."""
         self._leaving.set()
         self._outgoing.put(pb.Leave(reason=reason, detail=detail[:1024]))
         self._thread.join(_LEAVE_TIMEOUT_S)
@@ -65,7 +83,7 @@ class NodeSession:
     # ------------------------------------------------------------------------------------------------ the session's thread
 
     def _run(self) -> None:
-        while not self._leaving.is_set():
+        while not self._leaving.is_set() and self.error is None:
             self._outgoing = queue.SimpleQueue()
             try:
                 for directive in self._client.join_session(self._messages(self._outgoing)):
@@ -74,38 +92,52 @@ class NodeSession:
             except (UnavailableError, DeadlineError):
                 pass  # the coordinator is away, and knows this member when it comes back
             except ShoalError as error:
-                self.error = error
-                break
+                self._refused(error)
             finally:
                 self._outgoing.put(None)
-            self._leaving.wait(_BACKOFF_S)
-        self._on_change()
+            self._on_change()
+            self._leaving.wait(_PAUSE_S)
+
+    def _refused(self, error: ShoalError) -> None:
+        if not isinstance(error, PreconditionError) or error.reason == _JOB_CLOSED:
+            self.error = error
+            return
+        self._join.member_id = str(uuid.uuid4())
+        self.standing = Standing(generation=0, placement=None, why=str(error))
 
     def _heard(self, directive: pb.MemberDirective) -> None:
         match directive.WhichOneof("directive"):
             case "welcome":
                 self._interval_s = directive.welcome.heartbeat_interval_ms / 1000
             case "generation":
-                self.generation = directive.generation
-                self.standing_by = None
+                placement = _placement(directive.generation, self._join.member_id)
+                self.standing = Standing(generation=directive.generation.number, placement=placement)
             case "standby":
-                self.standing_by = directive.standby.reason
-            case "stop" | "drain" as kind:
-                self.stopped = getattr(directive, kind).reason or "the job was stopped"
+                self.standing = Standing(generation=self.standing.generation, placement=None, why=directive.standby.reason)
+            case "stop":
+                self.stopped = directive.stop.reason or "nobody said why"
+            case "drain":
+                self.stopped = directive.drain.reason or "this launcher was drained"
 
     def _messages(self, outgoing: queue.SimpleQueue[pb.Leave | None]) -> Iterator[pb.MemberMessage]:
         """What is sent on one stream; drawn by gRPC."""
         join = pb.Join()
         join.CopyFrom(self._join)
-        join.last_generation = self.generation.number if self.generation is not None else 0
+        join.last_generation = self.standing.generation
         yield pb.MemberMessage(join=join)
         yield pb.MemberMessage(ready=pb.Ready())
         while True:
             try:
                 leave = outgoing.get(timeout=self._interval_s)
             except queue.Empty:
-                yield pb.MemberMessage(heartbeat=pb.Heartbeat(generation=self.taken))
+                yield pb.MemberMessage(heartbeat=pb.Heartbeat(generation=self.works_in))
                 continue
             if leave is not None:
                 yield pb.MemberMessage(leave=leave)
             return
+
+
+def _placement(generation: pb.Generation, member_id: str) -> NodePlacement:
+    rank = next(rank.rank for rank in generation.ranks if rank.member_id == member_id)
+    master = parse_address(generation.ranks[0].donor_address)
+    return NodePlacement(node_rank=rank, node_count=len(generation.ranks), master_address=master.host, master_port=master.port)

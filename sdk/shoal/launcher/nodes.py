@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Final
 
@@ -25,7 +24,7 @@ from shoal.launcher.agent import Ending
 from shoal.launcher.credentials import channel_settings
 from shoal.launcher.environment import NodePlacement
 from shoal.launcher.jobs import JobSettings
-from shoal.launcher.node_session import NodeSession
+from shoal.launcher.node_session import NodeSession, Standing
 from shoal.launcher.ports import ReservedPort
 from shoal.launcher.reporter import ExitReporter
 from shoal.launcher.settings import RunSettings
@@ -57,8 +56,8 @@ class SharedSite:
         self._port: ReservedPort | None = None
         self._placed = 0
         """Number of the generation that the last place was given in; 0 before the first."""
-        self._told = _Standing(0, False)
-        """What `moved` and `place` have told the agent."""
+        self._told: Standing | None = None
+        """What `moved` and `place` have told the agent; None before the first place."""
 
     def begin(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -78,7 +77,7 @@ class SharedSite:
         """Raises what ends this launcher's membership: its session was refused, or the job was stopped."""
         while True:
             if self._session is not None:
-                _raise_if_over(self._session, self._settings.job_id)
+                self._raise_if_over(self._session)
             await self._wait_for_change()
 
     async def place(self, *, again: bool) -> NodePlacement:
@@ -94,18 +93,18 @@ class SharedSite:
             async with asyncio.timeout(timeout_s):
                 return await self._agreed_place()
         except TimeoutError:
-            why = self._session.standing_by if self._session is not None else None
+            why = self._session.standing.why if self._session is not None else ""
             raise DeadlineError(
-                f"{self._settings.nodes.least} launchers for job {self._settings.job_id} did not come together within "
-                f"{timeout_s:g} s ({why or 'no word from the coordinator'})"
+                f"{self._settings.nodes.least} launchers for job {self._settings.job_id} did not come together within {timeout_s:g} s"
+                + (f" ({why})" if why else "")
             ) from None
 
     async def moved(self) -> None:
         while True:
             session = self._session
-            if session is not None and self._placed and _standing(session) != self._told:
-                self._told = _standing(session)
-                session.taken = self._told.generation
+            if session is not None and self._told is not None and session.standing != self._told:
+                self._told = session.standing
+                session.works_in = self._told.generation
                 return
             await self._wait_for_change()
 
@@ -185,13 +184,21 @@ class SharedSite:
         while True:
             session = self._session
             assert session is not None, "joined before the site counted as open"
-            _raise_if_over(session, self._settings.job_id)
-            generation = session.generation
-            if generation is not None and generation.number > self._placed and session.standing_by is None:
-                self._placed = session.taken = generation.number
-                self._told = _standing(session)
-                return _place_in(generation, session.member_id)
+            self._raise_if_over(session)
+            if session.is_closed:
+                raise PreconditionError(f"job {self._settings.job_id} came to its end on another machine", reason="JOB_CLOSED")
+            standing = session.standing
+            if standing.placement is not None and standing.generation > self._placed:
+                self._placed = session.works_in = standing.generation
+                self._told = standing
+                return standing.placement
             await self._wait_for_change()
+
+    def _raise_if_over(self, session: NodeSession) -> None:
+        if session.error is not None and not session.is_closed:
+            raise session.error
+        if session.stopped is not None:
+            raise PreconditionError(f"job {self._settings.job_id} was stopped: {session.stopped}", reason="JOB_STOPPED")
 
     async def _wait_for_change(self) -> None:
         """Until the session has heard something. Each waiter looks at the state before it waits, so they may share the event."""
@@ -209,33 +216,6 @@ class SharedSite:
                 with contextlib.suppress(ShoalError):
                     self._client.stop_job(self._nodes_job.job_id, reason=f"the workers on {socket.gethostname()} failed")
             session.leave(pb.Leave.REASON_FAILED, "its workers failed")
-
-
-@dataclass(frozen=True)
-class _Standing:
-    """What a launcher knows of its place: when it changes, plain workers start anew."""
-
-    generation: int
-    """0: none yet."""
-    standing_by: bool
-
-
-def _standing(session: NodeSession) -> _Standing:
-    generation = session.generation
-    return _Standing(generation.number if generation is not None else 0, session.standing_by is not None)
-
-
-def _raise_if_over(session: NodeSession, job_id: str) -> None:
-    if session.error is not None:
-        raise session.error
-    if session.stopped is not None:
-        raise PreconditionError(f"job {job_id} was stopped: {session.stopped}", reason="JOB_STOPPED")
-
-
-def _place_in(generation: pb.Generation, member_id: str) -> NodePlacement:
-    rank = next(rank.rank for rank in generation.ranks if rank.member_id == member_id)
-    master = parse_address(generation.ranks[0].donor_address)
-    return NodePlacement(node_rank=rank, node_count=len(generation.ranks), master_address=master.host, master_port=master.port)
 
 
 def _address_towards(endpoint: Address) -> str:

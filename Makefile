@@ -26,7 +26,7 @@ demo: .venv/installed ## Train on handwritten digits on a cluster of processes, 
 
 .PHONY: test
 test: .venv/installed ## Run the tests (at most 8 minutes on 2 cores); PYTEST_ARGS='-x -k name' narrows them
-	$(BIN)/python -m pytest -m 'not images' $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 .PHONY: chaos
 chaos: .venv/installed ## Run the long soaks under faults

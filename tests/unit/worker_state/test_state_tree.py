@@ -181,6 +181,14 @@ def test_a_view_of_other_shape_or_offset_is_not_taken_for_the_same_tensor():
     assert len(flatten(state)[1]) == 6
 
 
+def test_the_versions_that_a_modules_state_dict_carries_come_back():
+    state = torch.nn.Sequential(torch.nn.BatchNorm1d(2)).state_dict()
+    back = round_trip(state)
+    assert back._metadata == state._metadata
+    assert back._metadata["0"]["version"] == 2
+    assert not hasattr(round_trip(OrderedDict(a=1)), "_metadata")
+
+
 def test_values_of_parameters_are_carried_without_their_graph():
     back = round_trip({"p": torch.nn.Parameter(torch.ones(2))})["p"]
     assert not back.requires_grad

@@ -5,6 +5,7 @@ Only standard output carries messages; what libraries print goes to standard err
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -12,7 +13,6 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ def say(**message: Any) -> None:
     _MESSAGES.write(json.dumps(message) + "\n")
 
 
-@contextmanager
+@contextlib.contextmanager
 def group(
     url: str, prefix: str, rank: int, world_size: int, *, timeout_s: float = 20.0, connect_timeout_s: float = 5.0
 ) -> Iterator[GlooBackend]:
@@ -219,12 +219,10 @@ def try_to_connect(url: str, prefix: str, rank: int, world_size: int, connect_ti
     """Connects, in vain; with what error and after how long."""
     started = time.perf_counter()
     try:
-        GlooBackend().initialize(
-            rank=rank,
-            world_size=world_size,
-            store=RedisStore(url, prefix),
-            connect_timeout=timedelta(seconds=connect_timeout_s),
-        )
+        backend = GlooBackend()
+        store = RedisStore(url, prefix)
+        backend.initialize(rank=rank, world_size=world_size, store=store, connect_timeout=timedelta(seconds=connect_timeout_s))
+        backend.all_reduce(torch.ones(1))  # its system may have taken the connection before the peer died
         return {"error": None}
     except ShoalError as error:
         return {"error": type(error).__name__, "message": str(error), "after_s": time.perf_counter() - started}
@@ -232,29 +230,37 @@ def try_to_connect(url: str, prefix: str, rank: int, world_size: int, connect_ti
 
 def cycle(url: str, prefix: str, rank: int, world_size: int, cycles: int) -> dict[str, Any]:
     """Groups made and aborted in the middle of a collective, again and again; what is open and running before and after."""
-    base = RedisStore(url, prefix, timeout=timedelta(seconds=20))
-    base.barrier("warm", world_size)
-    before = after = _usage()
-    forming_ms = []
+    before = _usage()
+    base = RedisStore(url, prefix, timeout=timedelta(seconds=30))
     for number in range(cycles):
         base.barrier(f"start {number}", world_size)
         backend = GlooBackend()
-        started = time.perf_counter()
         backend.initialize(rank=rank, world_size=world_size, store=base.with_prefix(f"{prefix}:{number}"), timeout=timedelta(seconds=20))
-        forming_ms.append((time.perf_counter() - started) * 1e3)
         backend.all_reduce(torch.ones(1))
         if rank == number % world_size:
             backend.abort("this cycle is over")
-        try:
+        with contextlib.suppress(MembershipChanged):
             backend.all_reduce(torch.ones(1 << 16))
-        except MembershipChanged:
-            pass
         backend.shutdown()
-    deadline = time.monotonic() + 5
-    while (after := _usage()) != before and time.monotonic() < deadline:
-        time.sleep(0.01)
     base.close()
-    return {"before": before, "after": after, "forming_ms": forming_ms}
+    deadline = time.monotonic() + 5
+    while any(after > most for after, most in zip(_usage().values(), before.values(), strict=True)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return {"before": before, "after": _usage()}
+
+
+def leave_in_order(url: str, prefix: str, rank: int, world_size: int, cycles: int) -> None:
+    """Groups that all ranks leave as soon as they have the last collective's result: that must disturb nobody who is still at it."""
+    base = RedisStore(url, prefix, timeout=timedelta(seconds=30))
+    base.barrier("up", world_size)
+    for number in range(cycles):
+        backend = GlooBackend()
+        backend.initialize(rank=rank, world_size=world_size, store=base.with_prefix(f"{prefix}:{number}"), timeout=timedelta(seconds=20))
+        total = torch.ones(1 << 18)
+        backend.all_reduce(total)
+        backend.shutdown()
+        assert total[-1] == world_size
+    base.close()
 
 
 def _usage() -> dict[str, int]:
@@ -313,15 +319,14 @@ def shard_with_fsdp(init_method: str, rank: int, world_size: int) -> list[float]
 
 
 def abort_torch_group(init_method: str, rank: int, world_size: int) -> str:
-    """torch's default group: rank 0 aborts it from a thread while all wait for a rank that never comes."""
+    """torch's default group: aborted from a thread while all wait for a rank that never comes."""
     dist.init_process_group("shoal_gloo", init_method=init_method, rank=rank, world_size=world_size, timeout=timedelta(seconds=20))
     try:
         dist.all_reduce(torch.ones(1))
         if rank == world_size - 1:
             say(event="idle")
             return sys.stdin.readline().strip()
-        if rank == 0:
-            threading.Timer(0.2, abort_group).start()
+        threading.Timer(0.1, abort_group).start()
         try:
             dist.all_reduce(torch.ones(1))
         except RuntimeError as error:

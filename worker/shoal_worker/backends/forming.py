@@ -48,7 +48,8 @@ def connect_gloo(
     options._timeout = connect_timeout
     backend = ProcessGroupGloo(PrefixStore("gloo", store), rank, world_size, options)
     backend.set_timeout(timeout)
-    peers = [name.decode().rsplit(" ", 1) for name in names.multi_get([str(peer) for peer in range(world_size)])]
+    others = [str(peer) for peer in range(world_size) if peer != rank]
+    peers = [name.decode().rsplit(" ", 1) for name in names.multi_get(others)]
     return GlooGroup(backend=backend, sockets=GroupSockets(listener, {(host, int(port)) for host, port in peers}))
 
 

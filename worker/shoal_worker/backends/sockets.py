@@ -29,6 +29,9 @@ Endpoint = tuple[str, int]
 GRACE_S: Final = 0.25
 """How much later than its first rank the last one may complete a collective."""
 
+_SCANNING: Final = threading.Lock()
+"""Held during a look at all sockets, which copies each for a moment: no other look may take those for sockets."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Listener:
@@ -42,11 +45,12 @@ class Listener:
 def listeners() -> dict[int, Listener]:
     """The listening TCP sockets of this process, by inode."""
     found = {}
-    for descriptor, copy in _tcp_copies():
-        with copy:
-            if copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                inode = os.fstat(copy.fileno()).st_ino
-                found[inode] = Listener(descriptor=descriptor, inode=inode, endpoint=copy.getsockname()[:2])
+    with _SCANNING:
+        for descriptor, copy in _tcp_copies():
+            with copy:
+                if copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    inode = os.fstat(copy.fileno()).st_ino
+                    found[inode] = Listener(descriptor=descriptor, inode=inode, endpoint=copy.getsockname()[:2])
     return found
 
 
@@ -56,13 +60,14 @@ class GroupSockets:
     def __init__(self, listener: Listener, peers: Collection[Endpoint]) -> None:
         self._copies: list[socket.socket] = []
         self._originals = [(listener.descriptor, listener.inode)]
-        for descriptor, copy in _tcp_copies():
-            remote = _remote(copy)
-            if remote is not None and (copy.getsockname()[:2] == listener.endpoint or remote in peers):
-                self._copies.append(copy)
-                self._originals.append((descriptor, os.fstat(copy.fileno()).st_ino))
-            else:
-                copy.close()
+        with _SCANNING:
+            for descriptor, copy in _tcp_copies():
+                remote = _remote(copy)
+                if remote is not None and (copy.getsockname()[:2] == listener.endpoint or remote in peers):
+                    self._copies.append(copy)
+                    self._originals.append((descriptor, os.fstat(copy.fileno()).st_ino))
+                else:
+                    copy.close()
         self._stop = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._watcher: threading.Thread | None = None
         self._closing = threading.Lock()
@@ -128,8 +133,10 @@ def _watch(stop: int, copies: list[socket.socket], lost: Callable[[str], None]) 
 
 
 def _tcp_copies() -> Iterator[tuple[int, socket.socket]]:
-    """A copy of each TCP socket of this process, and its descriptor. Looking at copies cannot mix up descriptors that are reused
-    meanwhile."""
+    """Each TCP socket's descriptor and a copy of it. A look at a copy cannot mix up descriptors that are reused meanwhile.
+
+    Under `_SCANNING`, until all copies that are not wanted are closed again.
+    """
     for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 - numbers, not paths
         descriptor = int(name)
         try:

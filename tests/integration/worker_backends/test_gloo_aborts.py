@@ -1,0 +1,221 @@
+"""Aborting: what it frees, how it reaches a group that is still forming, and what it leaves alone. Ranks are threads here."""
+
+from __future__ import annotations
+
+import gc
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent import futures
+from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor as Pool
+from datetime import timedelta
+from typing import Any
+
+import grpc
+import pytest
+import redis
+import torch
+import torch.distributed as dist
+from shoal_common.errors import DeadlineError, MembershipChanged
+from shoal_worker.backends.gloo import GlooBackend
+from shoal_worker.store import RedisStore
+
+Form = Callable[..., list[GlooBackend]]
+_DEADLINE_S = 10.0
+
+
+@pytest.fixture
+def threads() -> Iterator[Pool]:
+    with Pool() as pool:
+        yield pool
+
+
+@pytest.fixture
+def form(threads: Pool) -> Iterator[Form]:
+    """Makes a group of so many ranks, all in this process."""
+    made: list[GlooBackend] = []
+
+    def make(world_size: int, **options: Any) -> list[GlooBackend]:
+        group = [GlooBackend() for _ in range(world_size)]
+        made.extend(group)
+        store = dist.HashStore()
+        forming = [
+            threads.submit(backend.initialize, rank=rank, world_size=world_size, store=store, **options)
+            for rank, backend in enumerate(group)
+        ]
+        for one in forming:
+            one.result(timeout=_DEADLINE_S)
+        return group
+
+    yield make
+    for backend in made:
+        backend.shutdown()
+
+
+def _eventually(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + _DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true"
+        threading.Event().wait(0.005)
+
+
+def _forming_threads() -> int:
+    return sum(thread.name == "shoal-gloo-forming" for thread in threading.enumerate())
+
+
+def _reduce_alone(threads: Pool, backend: GlooBackend) -> Future[Any]:
+    """A collective that nobody else takes part in, once it is really waiting."""
+    issued = threading.Event()
+
+    def reduce() -> None:
+        handle = backend.all_reduce(torch.ones(4), async_op=True)
+        issued.set()
+        handle.wait()
+
+    waiting = threads.submit(reduce)
+    assert issued.wait(_DEADLINE_S)
+    return waiting
+
+
+def test_an_abort_from_another_thread_frees_the_rank_that_waits(form: Form, threads: Pool) -> None:
+    first, _ = form(2)
+    waiting = _reduce_alone(threads, first)
+    assert not waiting.done()
+    first.abort("generation 8 is being formed")
+    with pytest.raises(MembershipChanged, match="generation 8 is being formed"):
+        waiting.result(timeout=1.0)
+    assert not first.is_initialized
+
+
+def test_an_abort_ends_the_group_for_peers_that_wait_or_compute(form: Form, threads: Pool) -> None:
+    first, second, third = form(3)
+    waiting = _reduce_alone(threads, second)
+    first.abort("over")
+    with pytest.raises(MembershipChanged):
+        waiting.result(timeout=2.0)
+    _eventually(lambda: not third.is_initialized)
+    with pytest.raises(MembershipChanged, match="connection to a peer ended"):
+        third.barrier()
+
+
+def test_a_collective_that_a_peer_does_not_join_ends_at_the_groups_timeout(form: Form, threads: Pool) -> None:
+    first, _ = form(2, timeout=timedelta(milliseconds=300))
+    waiting = _reduce_alone(threads, first)
+    with pytest.raises(MembershipChanged, match="Timed out waiting 300ms"):
+        waiting.result(timeout=_DEADLINE_S)
+
+
+def test_an_abort_touches_no_other_connection_of_the_process(form: Form, redis_url: str) -> None:
+    """A gRPC stream, a Redis connection and another group go on over the connections they had."""
+    doomed, other = form(2), form(2)
+    with _echo_stream() as (say, peers), redis.Redis.from_url(redis_url, single_connection_client=True) as client:
+        connection = client.client_id()
+        assert say(b"before") == b"before"
+        for backend in doomed:
+            backend.abort("over")
+        assert say(b"after") == b"after"
+        assert len(peers) == 1
+        assert client.client_id() == connection
+        handles = [backend.all_reduce(torch.ones(1), async_op=True) for backend in other]
+        for handle in handles:
+            handle.wait()
+
+
+def test_listeners_that_appear_meanwhile_are_told_from_gloos(form: Form, threads: Pool) -> None:
+    enough = threading.Event()
+
+    def open_listeners() -> None:
+        while not enough.is_set():
+            with socket.create_server(("127.0.0.1", 0)):
+                pass
+
+    noise = threads.submit(open_listeners)
+    try:
+        for _ in range(10):
+            for backend in form(2):
+                assert backend._sockets is not None
+                assert len(backend._sockets) == 1
+    finally:
+        enough.set()
+        noise.result(timeout=_DEADLINE_S)
+
+
+@pytest.mark.parametrize("by", ["backend", "store"])
+def test_a_group_that_waits_for_its_peers_can_be_given_up_at_once(by: str, redis_url: str, prefix: str, threads: Pool) -> None:
+    store = RedisStore(redis_url, prefix, timeout=timedelta(seconds=30))
+    backend = GlooBackend()
+    forming = threads.submit(backend.initialize, rank=0, world_size=2, store=store, connect_timeout=timedelta(seconds=30))
+    _eventually(lambda: _forming_threads() == 1)
+    given_up_at = time.monotonic()
+    (backend if by == "backend" else store).abort("generation 9")
+    with pytest.raises(MembershipChanged, match="generation 9"):
+        forming.result(timeout=1.0)
+    assert time.monotonic() - given_up_at < 1.0
+    store.close()
+    _eventually(lambda: _forming_threads() == 0)
+
+
+def test_a_peer_that_does_not_come_is_named_at_the_connect_timeout(redis_url: str, prefix: str) -> None:
+    store = RedisStore(redis_url, prefix)
+    with pytest.raises(DeadlineError, match=r"connecting 3 ranks took longer than connect_timeout=0\.2 s: ranks \[1, 2\] did not come"):
+        GlooBackend().initialize(rank=0, world_size=3, store=store, connect_timeout=timedelta(milliseconds=200))
+    store.close()
+    _eventually(lambda: _forming_threads() == 0)
+
+
+def test_a_backend_that_is_forgotten_closes_its_connections(form: Form, threads: Pool) -> None:
+    store = dist.HashStore()
+    kept, forgotten = GlooBackend(), GlooBackend()
+    both = [threads.submit(backend.initialize, rank=rank, world_size=2, store=store) for rank, backend in enumerate([kept, forgotten])]
+    for one in both:
+        one.result(timeout=_DEADLINE_S)
+    del forgotten, both, one
+    gc.collect()
+    _eventually(lambda: not kept.is_initialized)
+    kept.shutdown()
+
+
+class _echo_stream:
+    """One gRPC stream that stays open. `peers` are the addresses of those who opened streams: a reconnect would be a second one."""
+
+    def __init__(self) -> None:
+        self.peers: list[str] = []
+        self._server = grpc.server(futures.ThreadPoolExecutor())
+        method = grpc.stream_stream_rpc_method_handler(self._echo)
+        self._server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("test.Echo", {"Echo": method})])
+        port = self._server.add_insecure_port("127.0.0.1:0")
+        self._server.start()
+        self._channel = grpc.insecure_channel(f"127.0.0.1:{port}")
+        self._said = threading.Semaphore(0)
+        self._next: list[bytes | None] = []
+        self._answers = self._channel.stream_stream("/test.Echo/Echo")(self._requests())
+
+    def __enter__(self) -> tuple[Callable[[bytes], bytes], list[str]]:
+        return self._say, self.peers
+
+    def __exit__(self, *_: object) -> None:
+        self._put(None)
+        self._channel.close()
+        self._server.stop(0).wait()
+
+    def _echo(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        self.peers.append(context.peer())
+        yield from requests
+
+    def _requests(self) -> Iterator[bytes]:
+        while True:
+            self._said.acquire()
+            said = self._next.pop(0)
+            if said is None:
+                return
+            yield said
+
+    def _put(self, said: bytes | None) -> None:
+        self._next.append(said)
+        self._said.release()
+
+    def _say(self, said: bytes) -> bytes:
+        self._put(said)
+        return next(self._answers)

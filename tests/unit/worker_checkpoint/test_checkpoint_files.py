@@ -195,7 +195,7 @@ def test_a_tensor_file_that_cannot_grow_is_told(tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
     try:
-        with pytest.raises(UnavailableError, match="could not be written.*too large"):
+        with pytest.raises(UnavailableError, match=r"could not be written.*too large"):
             write(tmp_path, {"model": torch.ones(1 << 20)}, 2)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

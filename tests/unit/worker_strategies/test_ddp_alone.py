@@ -1,0 +1,259 @@
+"""ddp in a world of one: the user's script without a cluster gives what plain torch gives, and mistakes get one clear error."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import shoal
+import torch
+from shoal_worker.elastic.current import set_session
+from torch import nn
+
+
+@pytest.fixture(autouse=True)
+def fresh_session() -> Iterator[None]:
+    set_session(None)
+    yield
+    set_session(None)
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 3))
+
+
+def data(samples: int = 40) -> torch.utils.data.TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(samples, 6, generator=generator)
+    return torch.utils.data.TensorDataset(x, torch.randint(0, 3, (samples,), generator=generator))
+
+
+def same(one: nn.Module, other: nn.Module) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one.state_dict().values(), other.state_dict().values(), strict=True))
+
+
+@pytest.mark.parametrize(
+    "make", [lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), lambda p: torch.optim.AdamW(p, 1e-2)], ids=["sgd", "adamw"]
+)
+def test_a_loop_over_a_plain_dataloader_is_bitwise_torchs(make: Callable[[Any], torch.optim.Optimizer]) -> None:
+    batches = list(torch.utils.data.DataLoader(data(), batch_size=8))
+    plain = network()
+    optimizer = make(plain.parameters())
+    for x, y in batches:
+        nn.functional.cross_entropy(plain(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    net = network()
+    model, distributed = shoal.as_distributed(net, make(net.parameters()))
+    for x, y in batches:
+        nn.functional.cross_entropy(model(x), y).backward()
+        assert distributed.step()
+        distributed.zero_grad()
+    assert same(plain, net)
+
+
+def test_micro_batches_give_the_gradient_of_the_whole_batch() -> None:
+    x, y = data(12).tensors
+    plain = nn.Linear(6, 3)
+    start = {n: p.clone() for n, p in plain.state_dict().items()}
+    nn.functional.cross_entropy(plain(x), y).backward()
+    net = nn.Linear(6, 3)
+    net.load_state_dict(start)
+    model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 1.0), deterministic=True)
+    loader = shoal.ElasticDataLoader(data(12), global_batch_size=12, micro_batch_size=5, shuffle=False)
+    for step in loader.steps():
+        for inputs, labels in step:
+            nn.functional.cross_entropy(model(inputs), labels).backward()
+        gradient = net.weight.grad
+        assert gradient is not None
+        assert torch.allclose(gradient, plain.weight.grad, atol=1e-6)
+        optimizer.step()
+
+
+def test_running_statistics_are_the_weighted_mean_over_micro_batches() -> None:
+    net = nn.Sequential(nn.BatchNorm1d(6, momentum=1.0), nn.Linear(6, 3))
+    model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.0))
+    x = data(12).tensors[0]
+    loader = shoal.ElasticDataLoader(data(12), global_batch_size=12, micro_batch_size=8, shuffle=False)
+    for step in loader.steps():
+        for inputs, labels in step:
+            nn.functional.cross_entropy(model(inputs), labels).backward()
+        optimizer.step()
+    assert torch.allclose(net[0].running_mean, (8 * x[:8].mean(0) + 4 * x[8:].mean(0)) / 12, atol=1e-6)
+    assert net[0].num_batches_tracked == 1
+
+
+def test_a_scheduler_on_the_distributed_optimizer_moves_the_users_one() -> None:
+    net = network()
+    inner = torch.optim.SGD(net.parameters(), 1.0)
+    model, optimizer = shoal.as_distributed(net, inner)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.1)
+    model(data().tensors[0]).sum().backward()
+    optimizer.step()
+    scheduler.step()
+    assert inner.param_groups[0]["lr"] == pytest.approx(0.1)
+
+
+def test_a_grad_scaler_unscales_and_skips_what_overflowed() -> None:
+    net = nn.Linear(6, 3)
+    start = net.weight.detach().clone()
+    model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 1.0))
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(model(torch.ones(2, 6)).sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert torch.allclose(net.weight, start - 2.0)
+    optimizer.zero_grad()
+    before = net.weight.detach().clone()
+    scaler.scale(model(torch.full((2, 6), float("inf"))).sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert torch.equal(net.weight, before)
+    assert scaler.get_scale() == 512.0
+
+
+def test_train_step_returns_the_loss() -> None:
+    net = network()
+    model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1))
+    x, y = data().tensors
+    expected = nn.functional.cross_entropy(network()(x), y)
+    assert torch.allclose(model.train_step(x, y, nn.functional.cross_entropy), expected)
+    assert optimizer.step()
+
+
+def test_evaluate_sums_every_batch_once() -> None:
+    net = network()
+    model, _ = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1))
+    loader = shoal.ElasticDataLoader(data(40), global_batch_size=7, train=False)
+    sums = shoal.evaluate(model, loader, lambda m, batch: {"samples": len(batch[1]), "x": batch[0].sum()})
+    assert sums["samples"] == 40
+    assert sums["x"] == pytest.approx(float(data(40).tensors[0].sum()), abs=1e-3)
+    assert model.training
+
+
+def test_early_stopping_waits_for_patience() -> None:
+    net = network()
+    _, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1))
+    answers = [optimizer.should_early_stop(m, patience=2, min_delta=0.1) for m in (1.0, 0.5, 0.45, 0.44)]
+    assert answers == [False, False, False, True]
+
+
+def test_what_a_run_saves_goes_on_in_another(tmp_path: Path) -> None:
+    def run(epochs: int) -> nn.Module:
+        set_session(None)
+        net = network()
+        model, optimizer = shoal.as_distributed(net, torch.optim.AdamW(net.parameters(), 1e-2))
+        loader = shoal.ElasticDataLoader(data(), global_batch_size=16)
+        shoal.resume(tmp_path)
+        for _ in loader.epochs(epochs):
+            for x, y in loader:
+                nn.functional.cross_entropy(model(x), y).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            shoal.save_checkpoint(tmp_path)
+        shoal.shutdown()
+        return net
+
+    run(2)
+    resumed = run(4)
+    for path in tmp_path.iterdir():
+        for file in path.iterdir():
+            file.unlink()
+        path.rmdir()
+    assert same(resumed, run(4))
+
+
+def test_a_serialized_model_loads_into_another_and_refuses_a_different_one(tmp_path: Path) -> None:
+    net = network()
+    model, _ = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1))
+    model.save_model(tmp_path / "model.safetensors")
+    set_session(None)
+    other = network()
+    with torch.no_grad():
+        other[0].weight.zero_()
+    copy, _ = shoal.as_distributed(other, torch.optim.SGD(other.parameters(), 0.1))
+    copy.load_model(tmp_path / "model.safetensors")
+    assert same(net, other)
+    set_session(None)
+    small = nn.Linear(2, 2)
+    foreign, _ = shoal.as_distributed(small, torch.optim.SGD(small.parameters(), 0.1))
+    before = small.weight.detach().clone()
+    with pytest.raises(shoal.CorruptDataError, match="another model"):
+        foreign.load_model(tmp_path / "model.safetensors")
+    assert torch.equal(small.weight, before)
+    (tmp_path / "model.safetensors").write_bytes((tmp_path / "model.safetensors").read_bytes()[:-5])
+    with pytest.raises(shoal.CorruptDataError, match="complete"):
+        foreign.load_model(tmp_path / "model.safetensors")
+
+
+def test_attributes_of_the_users_module_are_reached_through_the_model() -> None:
+    net = network()
+    net.vocabulary = 7
+    model = shoal.as_distributed(net)
+    assert model.vocabulary == 7
+    assert model.module is net
+
+
+def _pair() -> tuple[Any, Any]:
+    net = network()
+    return shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1))
+
+
+def test_a_closure_is_refused() -> None:
+    _, optimizer = _pair()
+    with pytest.raises(shoal.ConfigurationError, match="closure"):
+        optimizer.step(lambda: None)
+
+
+def test_a_second_model_is_refused() -> None:
+    _pair()
+    with pytest.raises(shoal.PreconditionError, match="second time"):
+        _pair()
+
+
+def test_an_unknown_strategy_names_the_known_ones() -> None:
+    with pytest.raises(shoal.ConfigurationError, match="strategy='zero9': expected one of ddp"):
+        shoal.as_distributed(network(), strategy="zero9")
+
+
+def test_an_unknown_option_is_named() -> None:
+    with pytest.raises(shoal.ConfigurationError, match="sync_evry"):
+        shoal.as_distributed(network(), sync_evry=4)
+
+
+def test_an_optimizer_of_another_model_is_refused() -> None:
+    with pytest.raises(shoal.ConfigurationError, match="not parameters of the model"):
+        shoal.as_distributed(network(), torch.optim.SGD(network().parameters(), 0.1))
+
+
+def test_a_model_without_trainable_parameters_is_refused() -> None:
+    with pytest.raises(shoal.ConfigurationError, match="nothing to train"):
+        shoal.as_distributed(nn.ReLU())
+
+
+def test_the_next_batch_without_a_step_is_refused_by_name() -> None:
+    _pair()
+    loader = shoal.ElasticDataLoader(data(), global_batch_size=8)
+    with pytest.raises(shoal.PreconditionError, match=r"optimizer.step\(\) was not called"):
+        for _ in loader:
+            pass
+
+
+def test_deterministic_without_micro_batches_is_refused() -> None:
+    net = network()
+    model, _ = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1), deterministic=True)
+    with pytest.raises(shoal.ConfigurationError, match="micro_batch_size"):
+        model(data().tensors[0])
+
+
+def test_step_without_a_forward_pass_is_refused() -> None:
+    _, optimizer = _pair()
+    with pytest.raises(shoal.PreconditionError, match="no step has begun"):
+        optimizer.step()
+
+
+def test_torchrun_without_a_coordinator_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(shoal.ConfigurationError, match="shoal run"):
+        shoal.init()

@@ -1,10 +1,11 @@
 """Destroys process groups on a thread of their own: their destructors join threads, which takes some 10 ms.
 
-A destructor that still runs when the interpreter finalizes ends the process with std::terminate, so whoever ends the process waits first.
+A destructor that still runs when the interpreter finalizes ends the process with std::terminate, so the interpreter's exit waits for it.
 """
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
 from datetime import timedelta
@@ -35,3 +36,7 @@ def wait(timeout: timedelta) -> bool:
     for thread in running:
         thread.join(max(0.0, deadline - time.monotonic()))
     return not any(thread.is_alive() for thread in running)
+
+
+# Registered on import, so it runs after the exit handlers of those who use it. No daemon would do: handlers still start threads.
+atexit.register(wait, timedelta(seconds=5))

@@ -137,11 +137,14 @@ def _tcp_copies() -> Iterator[tuple[int, socket.socket]]:
 
     Under `_SCANNING`, until all copies that are not wanted are closed again.
     """
+    seen = set()
     for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 - numbers, not paths
         descriptor = int(name)
         try:
-            if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
-                continue
+            status = os.fstat(descriptor)
+            if not stat.S_ISSOCK(status.st_mode) or status.st_ino in seen:
+                continue  # a copy made here can have got the number that the listing itself had
+            seen.add(status.st_ino)
             copy = socket.socket(fileno=os.dup(descriptor))
         except OSError:
             continue  # closed since it was listed

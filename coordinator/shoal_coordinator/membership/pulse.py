@@ -43,6 +43,8 @@ class ServerPulse:
     """The last that was heard of one parameter server."""
 
     heard_ms: int
+    attached: bool = True
+    """Its session's stream is open."""
     stored_bytes: int = 0
 
 

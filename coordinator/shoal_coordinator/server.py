@@ -1,0 +1,169 @@
+"""One coordinator: puts the parts together, serves until told to stop, and takes them down in order."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+from contextlib import AsyncExitStack
+from functools import partial
+from pathlib import Path
+from urllib.parse import urlsplit, urlunsplit
+
+from prometheus_client import CollectorRegistry
+from shoal_common.errors import ShoalError, UnavailableError
+from shoal_common.redis import EmbeddedRedis
+from shoal_common.rpc.server import RpcServer, ServerSettings
+from shoal_common.settings import Address
+from shoal_common.telemetry.http import HttpRequest, HttpResponse, HttpServer, serve_metrics
+
+from shoal_coordinator.membership.reasons import Refusal
+from shoal_coordinator.membership.spec import Policy
+from shoal_coordinator.metrics import CoordinatorMetrics, JobsCollector
+from shoal_coordinator.service.clock import Clock
+from shoal_coordinator.service.discovery import targets
+from shoal_coordinator.service.jobs import Jobs
+from shoal_coordinator.service.member_sessions import MemberSessions
+from shoal_coordinator.service.methods import ALLOWED_ROLES, SERVICE, register
+from shoal_coordinator.service.server_sessions import ServerSessions
+from shoal_coordinator.service.servicer import CoordinatorServicer
+from shoal_coordinator.settings import CoordinatorSettings
+from shoal_coordinator.state.store import JobStore
+
+logger = logging.getLogger(__name__)
+
+_REDIS_RETRY_S = 0.2
+
+
+async def serve(settings: CoordinatorSettings, stop: asyncio.Event) -> None:
+    """Serves until `stop` is set. Raises FencedError when another coordinator takes over; ShoalErrors when it cannot start."""
+    async with AsyncExitStack() as stack:
+        redis_url = _redis_url(settings, stack)
+        store = await _open_store(redis_url, settings, stop)
+        if store is None:
+            return
+        stack.push_async_callback(store.close)
+        registry = CollectorRegistry()
+        metrics = CoordinatorMetrics(registry)
+        clock = Clock(await store.now_unix_ms())
+        jobs = Jobs(store, clock=clock, policy=Policy(), metrics=metrics)
+        registry.register(JobsCollector(jobs.states))
+        stack.push_async_callback(jobs.close, _stopping())
+        await jobs.load()
+        servicer = _servicer(settings, jobs, store, clock, metrics, redis_url)
+        rpc = RpcServer(
+            _server_settings(settings),
+            service_name=SERVICE,
+            register=partial(register, servicer),
+            allowed_roles=ALLOWED_ROLES,
+            metrics_registry=registry,
+        )
+        http = serve_metrics(
+            str(settings.http),
+            registry,
+            routes={"/sd": partial(_discover, jobs)},
+            unhealthy=partial(_unhealthy, jobs),
+            tokens=settings.token_table,
+        )
+        stack.callback(http.close)
+        port = await rpc.start()
+        stack.push_async_callback(rpc.drain_and_stop)
+        # Before the server waits for its calls: open sessions would use up its patience.
+        stack.push_async_callback(jobs.close, _stopping())
+        _write_port_file(settings, port, http, redis_url)
+        await _until_stopped(stop, jobs)
+
+
+async def _until_stopped(stop: asyncio.Event, jobs: Jobs) -> None:
+    """Returns when `stop` is set; raises what this coordinator cannot go on after."""
+    stopped = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait({stopped, jobs.failed}, return_when=asyncio.FIRST_COMPLETED)
+        if jobs.failed.done():
+            raise jobs.failed.result()
+    finally:
+        stopped.cancel()
+
+
+def _redis_url(settings: CoordinatorSettings, stack: AsyncExitStack) -> str:
+    url = settings.redis.get_secret_value()
+    if urlsplit(url).scheme != "embedded":
+        return url
+    return stack.enter_context(EmbeddedRedis.from_url(url)).url
+
+
+async def _open_store(url: str, settings: CoordinatorSettings, stop: asyncio.Event) -> JobStore | None:
+    """Waits for Redis to answer, for `redis_patience`. None: told to stop meanwhile."""
+    deadline = asyncio.get_running_loop().time() + settings.redis_patience.total_seconds()
+    while True:
+        try:
+            return await JobStore.open(url)
+        except UnavailableError as error:
+            if asyncio.get_running_loop().time() >= deadline:
+                raise
+            logger.warning("waiting for Redis: %s", error)
+        try:
+            async with asyncio.timeout(_REDIS_RETRY_S):
+                await stop.wait()
+                return None
+        except TimeoutError:
+            continue
+
+
+def _servicer(
+    settings: CoordinatorSettings, jobs: Jobs, store: JobStore, clock: Clock, metrics: CoordinatorMetrics, redis_url: str
+) -> CoordinatorServicer:
+    members = MemberSessions(
+        jobs,
+        clock=clock,
+        metrics=metrics,
+        store_url=settings.store_url or (redis_url if settings.share_store_credentials else _without_credentials(redis_url)),
+        reconnect_grace=settings.reconnect_grace,
+        request_timeout=settings.request_timeout,
+    )
+    servers = ServerSessions(jobs, clock=clock, metrics=metrics, request_timeout=settings.request_timeout)
+    return CoordinatorServicer(jobs, store=store, clock=clock, members=members, servers=servers, request_timeout=settings.request_timeout)
+
+
+def _server_settings(settings: CoordinatorSettings) -> ServerSettings:
+    return ServerSettings(
+        listen=str(settings.listen),
+        tls=settings.tls,
+        tokens=settings.token_table,
+        insecure=settings.insecure,
+        drain_timeout=settings.drain_timeout,
+    )
+
+
+def _without_credentials(url: str) -> str:
+    parts = urlsplit(url)
+    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
+
+
+def _discover(jobs: Jobs, request: HttpRequest) -> HttpResponse:
+    return HttpResponse.json(targets(jobs.states()))
+
+
+def _unhealthy(jobs: Jobs) -> str | None:
+    """Redis being away is no reason to restart a coordinator: it would only lose what it has in memory."""
+    return str(jobs.failed.result()) if jobs.failed.done() else ("stopping" if jobs.closing else None)
+
+
+def _stopping() -> ShoalError:
+    return UnavailableError("this coordinator is stopping; connect again", reason=Refusal.COORDINATOR_STOPPING)
+
+
+def _write_port_file(settings: CoordinatorSettings, port: int, http: HttpServer, redis_url: str) -> None:
+    """Renamed into place, so that whoever waits for it finds it whole."""
+    if settings.port_file is None:
+        return
+    content = {
+        "grpc": str(Address(settings.listen.host, port)),
+        "http": str(Address(settings.http.host, http.port)),
+        "redis": _without_credentials(redis_url),
+        "pid": os.getpid(),
+    }
+    temporary = Path(f"{settings.port_file}.{os.getpid()}.tmp")
+    temporary.write_text(json.dumps(content) + "\n", encoding="utf-8")
+    temporary.rename(settings.port_file)

@@ -1,0 +1,69 @@
+"""Checks of single fields. Each raises one InvalidRequestError that names the field, its value and what was expected."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from shoal_common.errors import ConfigurationError, InvalidRequestError
+from shoal_common.settings import parse_address
+
+LARGEST_INT64: Final = (1 << 63) - 1
+_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]*")
+_JOB_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+def job_id(value: str) -> str:
+    """A job's id."""
+    if not _JOB_ID.fullmatch(value):
+        raise wrong("job_id", value, "1 to 64 characters of A-Z a-z 0-9 . _ -, starting with a letter or digit")
+    return value
+
+
+def identifier(field: str, value: str, *, required: bool = True) -> str:
+    """An id of up to 128 characters, safe in keys, logs and labels."""
+    if not value and not required:
+        return value
+    if len(value) > 128 or not _ID.fullmatch(value):
+        raise wrong(field, value, "1 to 128 characters of A-Z a-z 0-9 . _ : -, starting with a letter or digit")
+    return value
+
+
+def text(field: str, value: str, *, longest: int, required: bool = False) -> str:
+    """Text for people."""
+    if len(value) > longest or (required and not value):
+        raise wrong(field, value, f"{'1' if required else '0'} to {longest} characters")
+    return value
+
+
+def host(field: str, value: str) -> str:
+    """A host's name: printable, without spaces."""
+    if not 1 <= len(value) <= 255 or not value.isprintable() or " " in value:
+        raise wrong(field, value, "a host name of 1 to 255 characters")
+    return value
+
+
+def address(field: str, value: str, *, required: bool = False) -> str:
+    """host:port to connect to."""
+    if not value and not required:
+        return value
+    try:
+        parsed = parse_address(value)
+    except ConfigurationError:
+        parsed = None
+    if parsed is None or parsed.port == 0:
+        raise wrong(field, value, "host:port with a port of 1 to 65535")
+    return value
+
+
+def number(field: str, value: int, *, low: int = 0, high: int = LARGEST_INT64) -> int:
+    """An integer within bounds, both included."""
+    if not low <= value <= high:
+        raise wrong(field, value, f"{low} to {high}" if high < LARGEST_INT64 else f"{low} or more")
+    return value
+
+
+def wrong(field: str, value: object, expected: str) -> InvalidRequestError:
+    """The error of a field."""
+    shown = repr(value)
+    return InvalidRequestError(f"{field}={shown if len(shown) <= 100 else shown[:97] + '...'}: expected {expected}")

@@ -1,0 +1,288 @@
+"""One job's loop: what happened is queued, folded through the core, written to Redis once, and only then answered and announced.
+
+While a commit is under way further events gather and go into the next one (group commit), so the cost of Redis' disk is shared and the order
+of events is one. Heartbeats do not pass through here: they only touch the pulses, in memory, and go on while Redis is away. Everything
+belongs to the event loop; other threads may read `state` and `pulses`, whose values are immutable.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from shoal_common.errors import InternalError, ShoalError, UnavailableError
+
+from shoal_coordinator.membership.effects import AnnounceGeneration
+from shoal_coordinator.membership.events import (
+    BatchesLeased,
+    CollectiveFailed,
+    Ending,
+    Event,
+    ExitReported,
+    MemberLeft,
+    MemberLost,
+    ServerLost,
+)
+from shoal_coordinator.membership.leases import Leased
+from shoal_coordinator.membership.pulse import Pulse, Pulses, ServerPulse, expired
+from shoal_coordinator.membership.reasons import Refusal
+from shoal_coordinator.membership.spec import Policy
+from shoal_coordinator.membership.state import Cause, JobState, Now
+from shoal_coordinator.membership.transition import Granted, Outcome, Transition, next_wake_ms, transition
+from shoal_coordinator.metrics import CoordinatorMetrics
+from shoal_coordinator.service.clock import Clock
+from shoal_coordinator.service.sessions import Sessions
+from shoal_coordinator.state.codec import encode_changes
+from shoal_coordinator.state.store import JobStore, Stored
+
+logger = logging.getLogger(__name__)
+
+_FIRST_BACKOFF_S = 0.02
+_LONGEST_BACKOFF_S = 1.0
+_LONGEST_SCAN_INTERVAL_MS = 500
+
+
+@dataclass(frozen=True, slots=True)
+class _Submitted:
+    event: Event
+    done: Callable[[Outcome], None] | None
+    noticed_s: float
+
+
+class JobLoop:
+    """Owns the state of one job. `run` is its task; it ends only by an error that this coordinator cannot go on after."""
+
+    def __init__(self, stored: Stored, *, store: JobStore, clock: Clock, policy: Policy, metrics: CoordinatorMetrics) -> None:
+        self.state: JobState = stored.state
+        """As on disk."""
+        self.sessions = Sessions()
+        self._store = store
+        self._clock = clock
+        self._policy = policy
+        self._metrics = metrics
+        self._revision = stored.revision
+        self._queue: list[_Submitted] = []
+        self._woken = asyncio.Event()
+        self._committed = asyncio.Event()
+        self._failure: ShoalError | None = None
+        now_ms = clock.now().ms
+        # Every lease begins anew before any is judged, whatever the time since the last coordinator.
+        self._members = {member_id: Pulse(heard_ms=now_ms, moved_ms=now_ms, attached=False) for member_id in self.state.members}
+        self._servers = {s.server_id: ServerPulse(heard_ms=now_ms, attached=False) for s in self.state.servers.values() if s.alive}
+        self._folded_ms = now_ms
+        self._next_scan_ms = now_ms
+
+    # ----------------------------------------------------------------------------------------------- what others tell and ask
+
+    @property
+    def pulses(self) -> Pulses:
+        """What heartbeats said. A live view."""
+        return Pulses(members=self._members, servers=self._servers)
+
+    def submit(self, event: Event, done: Callable[[Outcome], None] | None = None) -> None:
+        """Queues an event. `done` is called with its outcome once that is on disk, before anything is announced."""
+        if self._failure is not None:
+            if done is not None:
+                done(self._failure)
+            return
+        self._queue.append(_Submitted(event, done, time.monotonic()))
+        self._woken.set()
+
+    async def ask(self, event: Event, *, timeout_s: float) -> Granted:
+        """Queues an event and waits for its outcome. Raises the refusal; UnavailableError if Redis does not take it in time."""
+        answer: asyncio.Future[Granted] = asyncio.get_running_loop().create_future()
+
+        def done(outcome: Outcome) -> None:
+            if answer.done():
+                return
+            if isinstance(outcome, ShoalError):
+                answer.set_exception(outcome)
+            else:
+                answer.set_result(outcome)
+
+        self.submit(event, done)
+        return await within(answer, timeout_s)
+
+    def poke(self) -> None:
+        """A heartbeat has said something that decisions may wait for."""
+        self._woken.set()
+
+    def set_pulse(self, member_id: str, pulse: Pulse) -> None:
+        """Replaces what is known of a live member's heartbeats."""
+        self._members[member_id] = pulse
+
+    def set_server_pulse(self, server_id: str, pulse: ServerPulse) -> None:
+        """Replaces what is known of a registered server's heartbeats."""
+        self._servers[server_id] = pulse
+
+    def next_commit(self) -> asyncio.Event:
+        """Set when the next events are written, or none will be any more: for those who follow them."""
+        return self._committed
+
+    def fail(self, error: ShoalError) -> None:
+        """Nothing more can be written: everyone who waits is told, and every stream ends."""
+        self._failure = error
+        queue, self._queue = self._queue, []
+        for submitted in queue:
+            if submitted.done is not None:
+                submitted.done(error)
+        self.sessions.end_all(error)
+        self._committed.set()
+
+    @property
+    def failure(self) -> ShoalError | None:
+        """Why this loop has ended; None: it runs."""
+        return self._failure
+
+    # -------------------------------------------------------------------------------------------------------------- the loop
+
+    async def run(self) -> None:
+        """Runs until cancelled. Raises FencedError when another coordinator has taken over, InternalError for a bug."""
+        while True:
+            await self._wait_for_work()
+            await self._step()
+
+    async def _wait_for_work(self) -> None:
+        due_ms = self._next_due_ms()
+        delay_s = None if due_ms is None else max(0.0, (due_ms - self._clock.now().ms) / 1000)
+        try:
+            async with asyncio.timeout(delay_s):
+                await self._woken.wait()
+        except TimeoutError:
+            pass
+        self._woken.clear()
+
+    def _next_due_ms(self) -> int | None:
+        dues = [] if not (self._members or self._servers) else [self._next_scan_ms]
+        wake_ms = next_wake_ms(self.state, self._folded_ms, self._policy)
+        if wake_ms is not None:
+            dues.append(wake_ms)
+        return min(dues, default=None)
+
+    async def _step(self) -> None:
+        now = self._clock.now()
+        batch, self._queue = self._queue, []
+        batch += [_Submitted(event, None, time.monotonic()) for event in self._ended_leases(now)]
+        try:
+            decided = transition(
+                self.state,
+                now,
+                [submitted.event for submitted in batch],
+                pulses=self.pulses,
+                nonce=secrets.token_hex(16),
+                policy=self._policy,
+            )
+            await self._commit(decided, events=len(batch))
+        except Exception as error:
+            _answer_all(batch, error if isinstance(error, ShoalError) else InternalError(f"a membership decision failed: {error!r}"))
+            raise
+        self._folded_ms = now.ms
+        self._deliver(batch, decided)
+
+    def _ended_leases(self, now: Now) -> list[Event]:
+        if now.ms < self._next_scan_ms:
+            return []
+        lease_ms = self.state.spec.lease_ms
+        self._next_scan_ms = now.ms + min(_LONGEST_SCAN_INTERVAL_MS, lease_ms // 10)
+        detail = f"no heartbeat for {lease_ms} ms"
+        members = [
+            MemberLost(member_id=member_id, ending=Ending.LEASE_EXPIRED, detail=detail)
+            for member_id in expired(self._members, now.ms, lease_ms)
+        ]
+        servers = [ServerLost(server_id=server_id, ending=Ending.LEASE_EXPIRED) for server_id in expired(self._servers, now.ms, lease_ms)]
+        self._metrics.leases_expired.labels("member").inc(len(members))
+        self._metrics.leases_expired.labels("server").inc(len(servers))
+        return [*members, *servers]
+
+    async def _commit(self, decided: Transition, *, events: int) -> None:
+        """Writes a transition, however long Redis is away."""
+        if not decided.changes and not decided.records:
+            return
+        written = encode_changes(decided.state, decided.changes)
+        commit_id = secrets.token_hex(8)
+        began_s = time.monotonic()
+        backoff_s = _FIRST_BACKOFF_S
+        while True:
+            try:
+                unix_ms = await self._store.commit(
+                    decided.state,
+                    written,
+                    decided.records,
+                    revision=self._revision,
+                    commit_id=commit_id,
+                    durable=decided.changes.generation,
+                )
+                break
+            except UnavailableError as error:
+                if error.reason != Refusal.STORAGE_UNAVAILABLE:
+                    raise
+                self._metrics.redis_up.set(0)
+                self._metrics.commit_retries.inc()
+                logger.warning("membership changes wait for Redis: %s", error, extra={"job_id": self.state.spec.job_id})
+            await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))  # noqa: S311 - jitter between jobs
+            backoff_s = min(2 * backoff_s, _LONGEST_BACKOFF_S)
+        self._revision += 1
+        self._clock.adjust(unix_ms)
+        self._metrics.redis_up.set(1)
+        self._metrics.commits.observe(time.monotonic() - began_s)
+        self._metrics.events_per_commit.observe(events)
+
+    def _deliver(self, batch: list[_Submitted], decided: Transition) -> None:
+        self.state = decided.state
+        for submitted, outcome in zip(batch, decided.outcomes, strict=True):
+            if submitted.done is not None:
+                submitted.done(outcome)
+            if isinstance(outcome, ShoalError):
+                logger.info("refused: %s", outcome, extra={"job_id": self.state.spec.job_id, "reason": outcome.reason})
+        self.sessions.carry_out(decided.effects)
+        for member_id in decided.changes.members:
+            if member_id not in self.state.members:
+                self._members.pop(member_id, None)
+        for server_id in decided.changes.servers:
+            server = self.state.servers.get(server_id)
+            if server is None or not server.alive:
+                self._servers.pop(server_id, None)
+        if decided.records:
+            self._committed.set()
+            self._committed = asyncio.Event()
+        self._observe(batch, decided)
+
+    def _observe(self, batch: list[_Submitted], decided: Transition) -> None:
+        for reason in decided.reasons:
+            logger.info("%s", reason, extra={"job_id": self.state.spec.job_id})
+        for effect in decided.effects:
+            if isinstance(effect, AnnounceGeneration):
+                self._metrics.generations.labels(effect.generation.cause).inc()
+                losses = [s.noticed_s for s in batch if isinstance(s.event, MemberLost | ExitReported | MemberLeft)]
+                if losses and effect.generation.cause is Cause.FAILURE:
+                    self._metrics.announced.observe(time.monotonic() - min(losses))
+        for member_id in decided.changes.departed:
+            if (departure := self.state.departed.get(member_id)) is not None:
+                self._metrics.departures.labels(departure.ending).inc()
+        for submitted, outcome in zip(batch, decided.outcomes, strict=True):
+            if isinstance(submitted.event, CollectiveFailed) and self.state.incident is not None:
+                self._metrics.collective_failures.inc()
+            elif isinstance(submitted.event, BatchesLeased) and isinstance(outcome, Leased):
+                self._metrics.batches_leased.inc(len(outcome.batches))
+
+
+async def within(answer: asyncio.Future[Granted], timeout_s: float) -> Granted:
+    """The answer of a job's loop. Raises UnavailableError if Redis does not take the change in time; it may still be made later."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await answer
+    except TimeoutError:
+        raise UnavailableError(
+            f"waited {timeout_s:g} s for Redis to take this change; it may still be made. Ask again", reason=Refusal.STORAGE_UNAVAILABLE
+        ) from None
+
+
+def _answer_all(batch: list[_Submitted], error: ShoalError) -> None:
+    for submitted in batch:
+        if submitted.done is not None:
+            submitted.done(error)

@@ -1,0 +1,153 @@
+"""All jobs of this coordinator: loaded at the start, created on request, each with its loop. Belongs to the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Iterator
+
+from shoal_common.errors import InternalError, PreconditionError, ShoalError, UnavailableError, UnknownResourceError
+
+from shoal_coordinator.membership.effects import Record
+from shoal_coordinator.membership.reasons import Refusal
+from shoal_coordinator.membership.spec import JobSpec, Policy
+from shoal_coordinator.membership.state import JobState
+from shoal_coordinator.membership.transition import job_created
+from shoal_coordinator.metrics import CoordinatorMetrics
+from shoal_coordinator.service.clock import Clock
+from shoal_coordinator.service.job_loop import JobLoop
+from shoal_coordinator.state.codec import encode_changes, everything
+from shoal_coordinator.state.store import FencedError, JobStore, Stored
+
+logger = logging.getLogger(__name__)
+
+_EPOCH_CHECK_INTERVAL_S = 1.0
+
+
+class Jobs:
+    """Job id -> its loop. `failed` is set when this coordinator must end: it was fenced off, or found a bug of its own."""
+
+    def __init__(self, store: JobStore, *, clock: Clock, policy: Policy, metrics: CoordinatorMetrics) -> None:
+        self.failed: asyncio.Future[ShoalError] = asyncio.get_running_loop().create_future()
+        self.closing = False
+        """Streams that end now say nothing about their members: this coordinator is going."""
+        self._store = store
+        self._clock = clock
+        self._policy = policy
+        self._metrics = metrics
+        self._loops: dict[str, JobLoop] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._creating = asyncio.Lock()
+
+    async def load(self) -> None:
+        """Claims and starts all jobs that are in Redis, and watches for another coordinator from then on."""
+        for stored in await self._store.load_all():
+            self._start(stored)
+        self._keep(asyncio.create_task(self._watch_epoch(), name="epoch"))
+
+    def get(self, job_id: str) -> JobLoop:
+        """The job's loop. Raises UnknownResourceError."""
+        loop = self._loops.get(job_id)
+        if loop is None:
+            raise UnknownResourceError(f"there is no job {job_id!r}; create it with CreateJob", reason=Refusal.JOB_UNKNOWN)
+        return loop
+
+    def states(self) -> list[JobState]:
+        """Of all jobs, by id. May be called on any thread."""
+        return [loop.state for _, loop in sorted(self._loops.copy().items())]
+
+    async def create(self, spec: JobSpec, *, timeout_s: float) -> bool:
+        """Creates the job. False: an equal one was there. Raises PreconditionError if a different one was; UnavailableError."""
+        try:
+            async with asyncio.timeout(timeout_s), self._creating:
+                created = spec.job_id not in self._loops and await self._create(spec)
+        except TimeoutError:
+            raise UnavailableError(
+                f"waited {timeout_s:g} s for Redis to create job {spec.job_id}; ask again", reason=Refusal.STORAGE_UNAVAILABLE
+            ) from None
+        except FencedError as error:
+            self._fail(error)
+            raise
+        there = self.get(spec.job_id).state.spec
+        if there != spec:
+            raise PreconditionError(
+                f"job {spec.job_id} exists with another specification: {_difference(there, spec)}; "
+                "use the same one, or create a job under another id",
+                reason=Refusal.JOB_CONFLICT,
+            )
+        return created
+
+    async def close(self, error: ShoalError) -> None:
+        """Ends all streams with `error`, and all loops."""
+        self.closing = True
+        for loop in self._loops.values():
+            loop.fail(error)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def __iter__(self) -> Iterator[JobLoop]:
+        return iter(self._loops.values())
+
+    async def _create(self, spec: JobSpec) -> bool:
+        stored = await self._store.claim(spec.job_id)
+        if stored is not None:
+            self._start(stored)
+            return False
+        state = job_created(spec)
+        await self._store.register(spec.job_id)
+        unix_ms = await self._store.commit(
+            state,
+            encode_changes(state, everything(state)),
+            [Record(kind="job_created")],
+            revision=0,
+            commit_id=secrets.token_hex(8),
+            durable=True,
+        )
+        self._clock.adjust(unix_ms)
+        self._start(Stored(state=state, revision=1))
+        logger.info("job created", extra={"job_id": spec.job_id})
+        return True
+
+    def _start(self, stored: Stored) -> None:
+        loop = JobLoop(stored, store=self._store, clock=self._clock, policy=self._policy, metrics=self._metrics)
+        job_id = stored.state.spec.job_id
+        self._loops[job_id] = loop
+        self._keep(asyncio.create_task(loop.run(), name=f"job {job_id}"))
+
+    def _keep(self, task: asyncio.Task[None]) -> None:
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            if not isinstance(error, FencedError):
+                logger.error("%s ended", task.get_name(), exc_info=error)
+            self._fail(error if isinstance(error, ShoalError) else InternalError(f"{task.get_name()} ended: {error!r}"))
+
+    def _fail(self, error: ShoalError) -> None:
+        """One job's loop cannot go on. Its state in memory may be wrong, or another coordinator's: nothing here may be served any more."""
+        if not self.failed.done():
+            self.failed.set_result(error)
+        self.closing = True
+        for loop in self._loops.values():
+            loop.fail(UnavailableError(f"this coordinator has ended: {error}", reason=Refusal.COORDINATOR_REPLACED))
+
+    async def _watch_epoch(self) -> None:
+        """Commits are fenced anyway; this ends a coordinator that has nothing to commit, so that its members go to the new one."""
+        while True:
+            await asyncio.sleep(_EPOCH_CHECK_INTERVAL_S)
+            try:
+                await self._store.check_epoch()
+                self._metrics.redis_up.set(1)
+            except FencedError:
+                raise
+            except UnavailableError:
+                self._metrics.redis_up.set(0)
+
+
+def _difference(there: JobSpec, given: JobSpec) -> str:
+    names = [name for name in JobSpec.__dataclass_fields__ if getattr(there, name) != getattr(given, name)]
+    return ", ".join(f"{name} is {getattr(there, name)}, not {getattr(given, name)}" for name in names)

@@ -1,0 +1,180 @@
+"""JoinSession: one stream per member, from its join to its end.
+
+A stream that ends without a goodbye means that the member is lost: a killed process breaks its connection within milliseconds, and its peers
+wait in a collective until they hear of it. `reconnect_grace` trades that speed against networks that drop connections: within it a member may
+come back. It does not apply while the coordinator itself goes down; the next one gives every member a whole lease.
+
+Everything runs on the event loop: a task that reads the stream, and gRPC's own that sends what is in the mailbox.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+from datetime import timedelta
+
+from google.protobuf.message import DecodeError
+from shoal_common.errors import InvalidRequestError, ShoalError
+from shoal_protos.v1 import coordinator_pb2 as pb
+
+from shoal_coordinator.membership.events import Ending, MemberJoined, MemberLost, MemberReady
+from shoal_coordinator.membership.joining import Joined
+from shoal_coordinator.membership.pulse import attached, beaten, detached
+from shoal_coordinator.membership.reasons import Refusal
+from shoal_coordinator.membership.transition import Granted, Outcome
+from shoal_coordinator.metrics import CoordinatorMetrics
+from shoal_coordinator.service.clock import Clock
+from shoal_coordinator.service.job_loop import JobLoop, within
+from shoal_coordinator.service.jobs import Jobs
+from shoal_coordinator.service.mailbox import Mailbox, Slot
+from shoal_coordinator.service.requests import parse_collective_failure, parse_heartbeat, parse_join, parse_leave
+from shoal_coordinator.service.responses import spec_message
+from shoal_coordinator.service.streams import first_message
+
+
+class MemberSessions:
+    """Serves JoinSession for all jobs."""
+
+    def __init__(
+        self,
+        jobs: Jobs,
+        *,
+        clock: Clock,
+        metrics: CoordinatorMetrics,
+        store_url: str,
+        reconnect_grace: timedelta,
+        request_timeout: timedelta,
+    ) -> None:
+        self._jobs = jobs
+        self._clock = clock
+        self._metrics = metrics
+        self._store_url = store_url
+        self._reconnect_grace_s = reconnect_grace.total_seconds()
+        self._request_timeout_s = request_timeout.total_seconds()
+        self._joining: Counter[tuple[str, str]] = Counter()
+        """(job, member) -> joins under way: a stream that breaks meanwhile does not decide, the join does."""
+
+    async def serve(self, requests: AsyncIterator[pb.MemberMessage]) -> AsyncIterator[bytes]:
+        """One stream: yields serialized MemberDirectives."""
+        first = await first_message(requests, self._request_timeout_s, expected="join")
+        job_id, event = parse_join(first.join)
+        job = self._jobs.get(job_id)
+        member_id = event.identity.member_id
+        mailbox = Mailbox()
+        await self._join(job, event, mailbox)
+        reader = asyncio.create_task(self._read(job, member_id, mailbox, requests), name=f"member {member_id}")
+        with self._metrics.sessions.labels("member").track_inprogress():
+            try:
+                async for message in mailbox:
+                    yield message
+            finally:
+                reader.cancel()
+                if job.sessions.detach_member(member_id, mailbox):
+                    self._detached(job, member_id)
+
+    # ---------------------------------------------------------------------------------------------------- opening and ending
+
+    async def _join(self, job: JobLoop, event: MemberJoined, mailbox: Mailbox) -> None:
+        answer: asyncio.Future[Granted] = asyncio.get_running_loop().create_future()
+        key = (job.state.spec.job_id, event.identity.member_id)
+
+        def done(outcome: Outcome) -> None:
+            self._joining[key] -= 1
+            if not self._joining[key]:
+                del self._joining[key]
+            if isinstance(outcome, ShoalError):
+                if not answer.done():
+                    answer.set_exception(outcome)
+                self._check(job, event.identity.member_id)
+            elif isinstance(outcome, Joined):
+                self._joined(job, event.identity.member_id, outcome, mailbox)
+                if answer.done():
+                    # The caller went away while its join was written.
+                    job.sessions.detach_member(event.identity.member_id, mailbox)
+                    self._detached(job, event.identity.member_id)
+                else:
+                    answer.set_result(outcome)
+
+        self._joining[key] += 1
+        job.submit(event, done)
+        await within(answer, self._request_timeout_s)
+
+    def _joined(self, job: JobLoop, member_id: str, outcome: Joined, mailbox: Mailbox) -> None:
+        spec = job.state.spec
+        welcome = pb.Welcome(
+            spec=spec_message(spec),
+            heartbeat_interval_ms=spec.heartbeat_interval_ms,
+            joining=outcome.replays,
+            store_url=self._store_url,
+        )
+        mailbox.post(Slot.WELCOME, pb.MemberDirective(welcome=welcome).SerializeToString())
+        job.sessions.attach_member(member_id, mailbox)
+        job.set_pulse(member_id, attached(job.pulses.members.get(member_id), self._clock.now().ms))
+
+    def _detached(self, job: JobLoop, member_id: str) -> None:
+        pulse = job.pulses.members.get(member_id)
+        if pulse is None or self._jobs.closing:
+            return
+        job.set_pulse(member_id, detached(pulse))
+        if self._reconnect_grace_s == 0:
+            self._check(job, member_id)
+        else:
+            asyncio.get_running_loop().call_later(self._reconnect_grace_s, self._check, job, member_id)
+
+    def _check(self, job: JobLoop, member_id: str) -> None:
+        """A member whose stream has ended, and that neither came back nor is about to, is lost."""
+        pulse = job.pulses.members.get(member_id)
+        back = member_id in job.sessions.members or (job.state.spec.job_id, member_id) in self._joining
+        if pulse is not None and not pulse.attached and not back and not self._jobs.closing:
+            job.submit(MemberLost(member_id=member_id, ending=Ending.STREAM_BROKEN, detail="its session's stream broke"))
+
+    # ------------------------------------------------------------------------------------------------------------- reading
+
+    async def _read(self, job: JobLoop, member_id: str, mailbox: Mailbox, requests: AsyncIterator[pb.MemberMessage]) -> None:
+        """Until the stream ends. What is wrong with a message ends the session with its error."""
+        try:
+            async for message in requests:
+                if self._take(job, member_id, mailbox, message):
+                    return
+        except ShoalError as error:
+            mailbox.end(error)
+        except DecodeError as error:
+            mailbox.end(InvalidRequestError(f"JoinSession: a message is not a MemberMessage: {error}", reason="MESSAGE_MALFORMED"))
+        else:
+            mailbox.end()
+
+    def _take(self, job: JobLoop, member_id: str, mailbox: Mailbox, message: pb.MemberMessage) -> bool:
+        """True: that was the goodbye; the session ends when it is written."""
+
+        def refused(outcome: Outcome) -> None:
+            if isinstance(outcome, ShoalError):
+                mailbox.end(outcome)
+
+        kind = message.WhichOneof("message")
+        if kind == "heartbeat":
+            self._beat(job, member_id, message.heartbeat)
+        elif kind == "ready":
+            job.submit(MemberReady(member_id=member_id), refused)
+        elif kind == "collective_failure":
+            job.submit(parse_collective_failure(member_id, message.collective_failure), refused)
+        elif kind == "leave":
+            job.submit(parse_leave(member_id, message.leave), refused)
+        else:
+            raise InvalidRequestError(f"a session's message is {kind or 'empty'}: expected heartbeat, ready, collective_failure or leave")
+        return kind == "leave"
+
+    def _beat(self, job: JobLoop, member_id: str, message: pb.Heartbeat) -> None:
+        generation, progress = parse_heartbeat(message)
+        before = job.pulses.members.get(member_id)
+        if before is None:
+            return
+        if generation > job.state.number:
+            raise InvalidRequestError(
+                f"heartbeat.generation={generation}: the newest generation of job {job.state.spec.job_id} is {job.state.number}",
+                reason=Refusal.GENERATION_UNKNOWN,
+            )
+        self._metrics.heartbeats.labels("member").inc()
+        job.set_pulse(member_id, beaten(before, self._clock.now().ms, generation, progress))
+        if generation > before.generation:
+            job.poke()

@@ -1,0 +1,211 @@
+"""Requests parsed at the door: each function takes a message and returns frozen values that are valid in themselves, or raises
+InvalidRequestError. Whether a request fits the state of its job is decided in the core."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Final
+
+from shoal_common.errors import InvalidRequestError
+from shoal_protos.v1 import coordinator_pb2 as pb
+
+from shoal_coordinator.membership.events import (
+    BatchesLeased,
+    CollectiveFailed,
+    DrainRequested,
+    ExitReported,
+    LeaveReason,
+    MemberJoined,
+    MemberLeft,
+    ServerRegistered,
+    StopRequested,
+    TensorsDeclared,
+)
+from shoal_coordinator.membership.pulse import Progress
+from shoal_coordinator.membership.shards import ITEM_BYTES, TensorSpec
+from shoal_coordinator.membership.spec import DEFAULT_LEASE_MS, DEFAULT_STALL_TIMEOUT_MS, LARGEST_WORLD, JobSpec
+from shoal_coordinator.membership.state import Identity
+from shoal_coordinator.service import checks
+from shoal_coordinator.service.checks import number, wrong
+
+LONGEST_DETAIL: Final = 1024
+_MOST_SERVERS: Final = 1024
+_MOST_TENSORS: Final = 100_000
+_MOST_DIMENSIONS: Final = 64
+_MOST_WANTED: Final = 1024
+_MOST_FINISHED: Final = 65_536
+_LEAVE_REASONS: Final = {
+    pb.Leave.REASON_DRAINED: LeaveReason.DRAINED,
+    pb.Leave.REASON_FINISHED: LeaveReason.FINISHED,
+    pb.Leave.REASON_FAILED: LeaveReason.FAILED,
+}
+_EVENT_ID: Final = re.compile(r"[0-9]{1,19}(-[0-9]{1,19})?")
+
+
+def parse_spec(message: pb.JobSpec) -> JobSpec:
+    """A job's specification, with the defaults filled in."""
+    smallest = number("min_workers", message.min_workers, low=1, high=LARGEST_WORLD)
+    return JobSpec(
+        job_id=checks.job_id(message.job_id),
+        min_workers=smallest,
+        max_workers=number("max_workers", message.max_workers, low=smallest, high=LARGEST_WORLD),
+        parameter_servers=number("parameter_servers", message.parameter_servers, high=_MOST_SERVERS),
+        join_grace_ms=number("join_grace_ms", message.join_grace_ms, high=600_000),
+        lease_ms=number("lease_ms", message.lease_ms or DEFAULT_LEASE_MS, low=500, high=600_000),
+        stall_timeout_ms=number("stall_timeout_ms", message.stall_timeout_ms or DEFAULT_STALL_TIMEOUT_MS, low=1000, high=3_600_000),
+    )
+
+
+def parse_join(message: pb.Join) -> tuple[str, MemberJoined]:
+    """The job's id, and the event."""
+    identity = Identity(
+        member_id=checks.identifier("join.member_id", message.member_id),
+        host=checks.host("join.host", message.host),
+        pid=number("join.pid", message.pid, low=1),
+        launcher_id=checks.identifier("join.launcher_id", message.launcher_id, required=False),
+        local_index=number("join.local_index", message.local_index),
+        donor_address=checks.address("join.donor_address", message.donor_address),
+        metrics_address=checks.address("join.metrics_address", message.metrics_address),
+    )
+    last_generation = number("join.last_generation", message.last_generation)
+    return checks.job_id(message.job_id), MemberJoined(identity=identity, last_generation=last_generation)
+
+
+def parse_heartbeat(message: pb.Heartbeat) -> tuple[int, Progress]:
+    """The generation the member works in, and its progress. Rates and losses are for people and may be anything.
+
+    Called for every heartbeat: one test for what is always right.
+    """
+    told = message.progress
+    counts = (message.generation, told.step, told.epoch, told.sequence, told.samples)
+    if min(counts) < 0:
+        for name, count in zip(("generation", "step", "epoch", "sequence", "samples"), counts, strict=True):
+            number(f"heartbeat.{name}", count)
+    progress = Progress(
+        step=told.step,
+        epoch=told.epoch,
+        sequence=told.sequence,
+        samples_per_s=told.samples_per_s,
+        loss=told.loss,
+        step_time_s=told.step_time_s,
+        samples=told.samples,
+        staleness=told.staleness,
+    )
+    return message.generation, progress
+
+
+def parse_collective_failure(member_id: str, message: pb.CollectiveFailure) -> CollectiveFailed:
+    """A failed collective."""
+    if len(message.suspects) > LARGEST_WORLD:
+        raise wrong("collective_failure.suspects", f"{len(message.suspects)} ranks", f"at most {LARGEST_WORLD}")
+    return CollectiveFailed(
+        member_id=member_id,
+        generation=number("collective_failure.generation", message.generation, low=1),
+        suspects=tuple(number("collective_failure.suspects", rank, high=LARGEST_WORLD - 1) for rank in message.suspects),
+        timed_out=message.timed_out,
+        detail=checks.text("collective_failure.detail", message.detail, longest=LONGEST_DETAIL),
+    )
+
+
+def parse_leave(member_id: str, message: pb.Leave) -> MemberLeft:
+    """A goodbye."""
+    reason = _LEAVE_REASONS.get(message.reason)
+    if reason is None:
+        raise wrong("leave.reason", message.reason, "REASON_DRAINED, REASON_FINISHED or REASON_FAILED")
+    return MemberLeft(member_id=member_id, reason=reason, detail=checks.text("leave.detail", message.detail, longest=LONGEST_DETAIL))
+
+
+def parse_exit(message: pb.ReportExitRequest) -> ExitReported:
+    """The end of a process."""
+    return ExitReported(
+        member_id=checks.identifier("member_id", message.member_id),
+        exit_code=number("exit_code", message.exit_code, high=255),
+        signal=number("signal", message.signal, high=127),
+    )
+
+
+def parse_drain(message: pb.DrainMemberRequest) -> DrainRequested:
+    """Who is to leave."""
+    reason = checks.text("reason", message.reason, longest=LONGEST_DETAIL) or "drained"
+    which = message.WhichOneof("member")
+    if which == "member_id":
+        return DrainRequested(member_id=checks.identifier("member_id", message.member_id), rank=None, reason=reason)
+    if which == "rank":
+        return DrainRequested(member_id=None, rank=number("rank", message.rank, high=LARGEST_WORLD - 1), reason=reason)
+    raise InvalidRequestError("neither member_id nor rank is given; say which member is to leave")
+
+
+def parse_stop(message: pb.StopJobRequest) -> StopRequested:
+    """Why all are to leave."""
+    return StopRequested(reason=checks.text("reason", message.reason, longest=LONGEST_DETAIL) or "stopped")
+
+
+def parse_registration(message: pb.RegisterServer) -> tuple[str, ServerRegistered]:
+    """The job's id, and the event."""
+    registered = ServerRegistered(
+        server_id=checks.identifier("register.server_id", message.server_id),
+        address=checks.address("register.address", message.address, required=True),
+        metrics_address=checks.address("register.metrics_address", message.metrics_address),
+        host=checks.host("register.host", message.host),
+        pid=number("register.pid", message.pid, low=1),
+    )
+    return checks.job_id(message.job_id), registered
+
+
+def parse_tensors(message: pb.DeclareTensorsRequest) -> TensorsDeclared:
+    """A model's tensors."""
+    if not 1 <= len(message.tensors) <= _MOST_TENSORS:
+        raise wrong("tensors", f"{len(message.tensors)} tensors", f"1 to {_MOST_TENSORS}")
+    tensors = tuple(_parse_tensor(tensor) for tensor in message.tensors)
+    names = {tensor.name for tensor in tensors}
+    if len(names) < len(tensors):
+        repeated = _first_repeated(tensor.name for tensor in tensors)
+        raise wrong("tensors.name", repeated, "names that are unique in the job")
+    return TensorsDeclared(tensors=tensors)
+
+
+def parse_lease(message: pb.LeaseBatchesRequest) -> BatchesLeased:
+    """Batches acknowledged and asked for."""
+    if len(message.finished) > _MOST_FINISHED:
+        raise wrong("finished", f"{len(message.finished)} batches", f"at most {_MOST_FINISHED} at once")
+    batches_in_epoch = number("batches_in_epoch", message.batches_in_epoch)
+    return BatchesLeased(
+        member_id=checks.identifier("member_id", message.member_id),
+        loader=checks.text("loader", message.loader, longest=256, required=True),
+        epoch=number("epoch", message.epoch),
+        batches_in_epoch=batches_in_epoch,
+        want=number("want", message.want, high=_MOST_WANTED),
+        finished=tuple(number("finished", batch, high=batches_in_epoch - 1) for batch in message.finished),
+        sequence=number("sequence", message.sequence),
+    )
+
+
+def parse_event_id(value: str) -> str:
+    """The id of an event that was received before, or the beginning."""
+    if not value:
+        return "0"
+    if not _EVENT_ID.fullmatch(value):
+        raise wrong("after_event_id", value, 'an event_id as received, or "" for the oldest')
+    return value
+
+
+def _parse_tensor(message: pb.TensorSpec) -> TensorSpec:
+    name = checks.text("tensors.name", message.name, longest=512, required=True)
+    if message.dtype not in ITEM_BYTES:
+        raise wrong(f"dtype of tensor {name!r}", message.dtype, f"one of {', '.join(ITEM_BYTES)}")
+    if len(message.shape) > _MOST_DIMENSIONS:
+        raise wrong(f"shape of tensor {name!r}", f"{len(message.shape)} dimensions", f"at most {_MOST_DIMENSIONS}")
+    shape = tuple(number(f"shape of tensor {name!r}", size) for size in message.shape)
+    tensor = TensorSpec(name=name, shape=shape, dtype=message.dtype)
+    number(f"elements of tensor {name!r}", tensor.elements)
+    return tensor
+
+
+def _first_repeated(names: Iterable[str]) -> str:
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            return name
+        seen.add(name)
+    raise AssertionError("the caller has found that a name is repeated")

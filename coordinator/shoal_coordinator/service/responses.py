@@ -1,0 +1,163 @@
+"""Domain values to messages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from shoal_protos.v1 import coordinator_pb2 as pb
+
+from shoal_coordinator.membership.pulse import Progress, Pulse, Pulses
+from shoal_coordinator.membership.shards import ShardLayout
+from shoal_coordinator.membership.spec import JobSpec
+from shoal_coordinator.membership.state import Cause, Generation, JobPhase, JobState, Member, MemberPhase, Server
+from shoal_coordinator.state.store import StoredEvent
+
+JOB_PHASES: Final = {
+    JobPhase.WAITING: pb.JOB_PHASE_WAITING,
+    JobPhase.RUNNING: pb.JOB_PHASE_RUNNING,
+    JobPhase.STOPPING: pb.JOB_PHASE_STOPPING,
+    JobPhase.FINISHED: pb.JOB_PHASE_FINISHED,
+}
+MEMBER_PHASES: Final = {
+    MemberPhase.JOINED: pb.MEMBER_PHASE_JOINED,
+    MemberPhase.READY: pb.MEMBER_PHASE_READY,
+    MemberPhase.RANKED: pb.MEMBER_PHASE_RANKED,
+    MemberPhase.DRAINING: pb.MEMBER_PHASE_DRAINING,
+    MemberPhase.QUARANTINED: pb.MEMBER_PHASE_QUARANTINED,
+}
+CAUSES: Final = {
+    Cause.START: pb.Generation.CAUSE_START,
+    Cause.FAILURE: pb.Generation.CAUSE_FAILURE,
+    Cause.BORDER: pb.Generation.CAUSE_BORDER,
+}
+
+
+def spec_message(spec: JobSpec) -> pb.JobSpec:
+    """A job's specification."""
+    return pb.JobSpec(
+        job_id=spec.job_id,
+        min_workers=spec.min_workers,
+        max_workers=spec.max_workers,
+        parameter_servers=spec.parameter_servers,
+        join_grace_ms=spec.join_grace_ms,
+        lease_ms=spec.lease_ms,
+        stall_timeout_ms=spec.stall_timeout_ms,
+    )
+
+
+def generation_message(generation: Generation) -> pb.Generation:
+    """One agreed membership. Some 100 bytes a rank."""
+    return pb.Generation(
+        number=generation.number,
+        nonce=generation.nonce,
+        cause=CAUSES[generation.cause],
+        ranks=[
+            pb.Rank(
+                rank=position,
+                member_id=rank.member_id,
+                host=rank.host,
+                local_rank=rank.local_rank,
+                local_world_size=rank.local_world_size,
+                donor_address=rank.donor_address,
+                joining=rank.joining,
+            )
+            for position, rank in enumerate(generation.ranks)
+        ],
+        interrupts_below=generation.interrupts_below,
+        created_unix_ms=generation.created_unix_ms,
+    )
+
+
+def job_message(state: JobState, pulses: Pulses, now_unix_ms: int) -> pb.GetJobResponse:
+    """All that can be seen of a job: members with a rank first."""
+    places = {} if state.generation is None or state.phase is JobPhase.WAITING else state.generation.rank_of
+    last = len(places)
+    members = sorted(state.members.values(), key=lambda m: (places.get(m.member_id, last), m.joined_unix_ms, m.member_id))
+    return pb.GetJobResponse(
+        spec=spec_message(state.spec),
+        phase=JOB_PHASES[state.phase],
+        generation=None if state.generation is None else generation_message(state.generation),
+        members=[_member_message(m, places.get(m.member_id, -1), pulses.members.get(m.member_id)) for m in members],
+        servers=server_messages(state),
+        now_unix_ms=now_unix_ms,
+    )
+
+
+def summary_message(state: JobState) -> pb.JobSummary:
+    """A job in a list."""
+    return pb.JobSummary(
+        job_id=state.spec.job_id,
+        phase=JOB_PHASES[state.phase],
+        generation=state.number,
+        world_size=0 if state.generation is None else len(state.generation.ranks),
+    )
+
+
+def server_messages(state: JobState) -> list[pb.ServerStatus]:
+    """A job's parameter servers, by index."""
+    return [_server_message(server) for server in sorted(state.servers.values(), key=lambda server: server.index)]
+
+
+def shard_map_message(layout: ShardLayout, servers: Sequence[pb.ServerStatus]) -> pb.ShardMap:
+    """Who owns what, and where they are."""
+    return pb.ShardMap(
+        epoch=layout.epoch,
+        tensors=[pb.TensorSpec(name=tensor.name, shape=tensor.shape, dtype=tensor.dtype) for tensor in layout.tensors],
+        partitions=[
+            pb.Partition(partition_id=i, tensor_index=p.tensor_index, offset=p.offset, length=p.length, primary=p.primary)
+            for i, p in enumerate(layout.partitions)
+        ],
+        servers=servers,
+    )
+
+
+def event_message(event: StoredEvent) -> pb.Event:
+    """An entry of the event log."""
+    record = event.record
+    return pb.Event(
+        event_id=event.event_id,
+        unix_ms=event.unix_ms,
+        kind=record.kind,
+        generation=record.generation,
+        member_id=record.member_id,
+        attributes=record.attributes,
+    )
+
+
+def _member_message(member: Member, rank: int, pulse: Pulse | None) -> pb.MemberStatus:
+    identity = member.identity
+    return pb.MemberStatus(
+        member_id=identity.member_id,
+        phase=MEMBER_PHASES[member.phase],
+        rank=rank,
+        host=identity.host,
+        pid=identity.pid,
+        metrics_address=identity.metrics_address,
+        progress=_progress_message(pulse.progress if pulse is not None else Progress()),
+        joined_unix_ms=member.joined_unix_ms,
+        launcher_id=identity.launcher_id,
+    )
+
+
+def _progress_message(progress: Progress) -> pb.Progress:
+    return pb.Progress(
+        step=progress.step,
+        epoch=progress.epoch,
+        sequence=progress.sequence,
+        samples_per_s=progress.samples_per_s,
+        loss=progress.loss,
+        step_time_s=progress.step_time_s,
+        samples=progress.samples,
+        staleness=progress.staleness,
+    )
+
+
+def _server_message(server: Server) -> pb.ServerStatus:
+    return pb.ServerStatus(
+        server_id=server.server_id,
+        server_index=server.index,
+        address=server.address,
+        metrics_address=server.metrics_address,
+        alive=server.alive,
+    )

@@ -1,0 +1,119 @@
+"""ServerSession: one stream per parameter server. Its rules are those of members' sessions; a lost server keeps its place."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from datetime import timedelta
+
+from google.protobuf.message import DecodeError
+from shoal_common.errors import InvalidRequestError, ShoalError
+from shoal_protos.v1 import coordinator_pb2 as pb
+
+from shoal_coordinator.membership.events import Ending, ServerLost, ServerRegistered
+from shoal_coordinator.membership.pulse import ServerPulse
+from shoal_coordinator.membership.servers import Registered
+from shoal_coordinator.membership.transition import Granted, Outcome
+from shoal_coordinator.metrics import CoordinatorMetrics
+from shoal_coordinator.service.checks import number
+from shoal_coordinator.service.clock import Clock
+from shoal_coordinator.service.job_loop import JobLoop, within
+from shoal_coordinator.service.jobs import Jobs
+from shoal_coordinator.service.mailbox import Mailbox, Slot
+from shoal_coordinator.service.requests import parse_registration
+from shoal_coordinator.service.responses import spec_message
+from shoal_coordinator.service.streams import first_message
+
+
+class ServerSessions:
+    """Serves ServerSession for all jobs."""
+
+    def __init__(self, jobs: Jobs, *, clock: Clock, metrics: CoordinatorMetrics, request_timeout: timedelta) -> None:
+        self._jobs = jobs
+        self._clock = clock
+        self._metrics = metrics
+        self._request_timeout_s = request_timeout.total_seconds()
+        self._registering: Counter[tuple[str, str]] = Counter()
+        """(job, server) -> registrations under way: a stream that breaks meanwhile does not decide, the registration does."""
+
+    async def serve(self, requests: AsyncIterator[pb.ServerMessage]) -> AsyncIterator[bytes]:
+        """One stream: yields serialized ServerDirectives."""
+        first = await first_message(requests, self._request_timeout_s, expected="register")
+        job_id, event = parse_registration(first.register)
+        job = self._jobs.get(job_id)
+        mailbox = Mailbox()
+        await self._register(job, event, mailbox)
+        reader = asyncio.create_task(self._read(job, event.server_id, mailbox, requests), name=f"server {event.server_id}")
+        with self._metrics.sessions.labels("server").track_inprogress():
+            try:
+                async for message in mailbox:
+                    yield message
+            finally:
+                reader.cancel()
+                self._detach(job, event.server_id, mailbox)
+
+    async def _register(self, job: JobLoop, event: ServerRegistered, mailbox: Mailbox) -> None:
+        answer: asyncio.Future[Granted] = asyncio.get_running_loop().create_future()
+        key = (job.state.spec.job_id, event.server_id)
+
+        def done(outcome: Outcome) -> None:
+            self._registering[key] -= 1
+            if not self._registering[key]:
+                del self._registering[key]
+            if isinstance(outcome, ShoalError):
+                if not answer.done():
+                    answer.set_exception(outcome)
+                self._check(job, event.server_id)
+            elif isinstance(outcome, Registered):
+                spec = job.state.spec
+                welcome = pb.ServerWelcome(
+                    server_index=outcome.index, heartbeat_interval_ms=spec.heartbeat_interval_ms, spec=spec_message(spec)
+                )
+                mailbox.post(Slot.WELCOME, pb.ServerDirective(welcome=welcome).SerializeToString())
+                job.sessions.attach_server(event.server_id, mailbox)
+                job.set_server_pulse(event.server_id, ServerPulse(heard_ms=self._clock.now().ms))
+                if answer.done():
+                    self._detach(job, event.server_id, mailbox)
+                else:
+                    answer.set_result(outcome)
+
+        self._registering[key] += 1
+        job.submit(event, done)
+        await within(answer, self._request_timeout_s)
+
+    def _detach(self, job: JobLoop, server_id: str, mailbox: Mailbox) -> None:
+        pulse = job.pulses.servers.get(server_id)
+        if job.sessions.detach_server(server_id, mailbox) and pulse is not None:
+            job.set_server_pulse(server_id, replace(pulse, attached=False))
+            self._check(job, server_id)
+
+    def _check(self, job: JobLoop, server_id: str) -> None:
+        """A server whose stream has ended, and that neither came back nor is about to, is lost."""
+        pulse = job.pulses.servers.get(server_id)
+        back = server_id in job.sessions.servers or (job.state.spec.job_id, server_id) in self._registering
+        if pulse is not None and not pulse.attached and not back and not self._jobs.closing:
+            job.submit(ServerLost(server_id=server_id, ending=Ending.STREAM_BROKEN))
+
+    async def _read(self, job: JobLoop, server_id: str, mailbox: Mailbox, requests: AsyncIterator[pb.ServerMessage]) -> None:
+        """Until the stream ends. What is wrong with a message ends the session with its error."""
+        try:
+            async for message in requests:
+                kind = message.WhichOneof("message")
+                if kind != "heartbeat":
+                    raise InvalidRequestError(f"a server session's message is {kind or 'empty'}: expected heartbeat")
+                stored_bytes = number("heartbeat.stored_bytes", message.heartbeat.stored_bytes)
+                self._beat(job, server_id, stored_bytes)
+        except ShoalError as error:
+            mailbox.end(error)
+        except DecodeError as error:
+            mailbox.end(InvalidRequestError(f"ServerSession: a message is not a ServerMessage: {error}", reason="MESSAGE_MALFORMED"))
+        else:
+            mailbox.end()
+
+    def _beat(self, job: JobLoop, server_id: str, stored_bytes: int) -> None:
+        before = job.pulses.servers.get(server_id)
+        if before is not None:
+            self._metrics.heartbeats.labels("server").inc()
+            job.set_server_pulse(server_id, replace(before, heard_ms=self._clock.now().ms, stored_bytes=stored_bytes))

@@ -1,0 +1,144 @@
+"""The methods of shoal.v1.Coordinator: each parses its request, asks the job's loop or reads its state, and answers.
+
+Errors are raised; RpcServer turns them into statuses. Sessions are in member_sessions.py and server_sessions.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from datetime import timedelta
+from typing import Any, Final
+
+from shoal_common.errors import PreconditionError
+from shoal_protos.v1 import coordinator_pb2 as pb
+
+from shoal_coordinator.membership.leases import Leased
+from shoal_coordinator.membership.leaving import DrainNoted, ExitNoted
+from shoal_coordinator.membership.reasons import Refusal
+from shoal_coordinator.membership.shards import ShardLayout
+from shoal_coordinator.service import checks, requests, responses
+from shoal_coordinator.service.clock import Clock
+from shoal_coordinator.service.job_loop import JobLoop
+from shoal_coordinator.service.jobs import Jobs
+from shoal_coordinator.service.member_sessions import MemberSessions
+from shoal_coordinator.service.server_sessions import ServerSessions
+from shoal_coordinator.state.store import JobStore
+
+_EVENTS_AT_ONCE: Final = 500
+
+
+class CoordinatorServicer:
+    """One instance per process; all on the event loop."""
+
+    def __init__(
+        self,
+        jobs: Jobs,
+        *,
+        store: JobStore,
+        clock: Clock,
+        members: MemberSessions,
+        servers: ServerSessions,
+        request_timeout: timedelta,
+    ) -> None:
+        self._jobs = jobs
+        self._store = store
+        self._clock = clock
+        self._members = members
+        self._servers = servers
+        self._timeout_s = request_timeout.total_seconds()
+
+    # --------------------------------------------------------------------------------------------------------------- jobs
+
+    async def CreateJob(self, request: pb.CreateJobRequest, context: Any) -> pb.CreateJobResponse:  # noqa: N802
+        """Creates a job, or finds the equal one."""
+        spec = requests.parse_spec(request.spec)
+        created = await self._jobs.create(spec, timeout_s=self._timeout_s)
+        return pb.CreateJobResponse(spec=responses.spec_message(spec), created=created)
+
+    async def GetJob(self, request: pb.GetJobRequest, context: Any) -> pb.GetJobResponse:  # noqa: N802
+        """A job's state, from memory: also while Redis is away."""
+        job = self._job(request)
+        return responses.job_message(job.state, job.pulses, self._clock.now().unix_ms)
+
+    async def ListJobs(self, request: pb.ListJobsRequest, context: Any) -> pb.ListJobsResponse:  # noqa: N802
+        """All jobs, by id."""
+        return pb.ListJobsResponse(jobs=[responses.summary_message(state) for state in self._jobs.states()])
+
+    async def ReportExit(self, request: pb.ReportExitRequest, context: Any) -> pb.ReportExitResponse:  # noqa: N802
+        """A launcher saw a process end."""
+        noted = await self._job(request).ask(requests.parse_exit(request), timeout_s=self._timeout_s)
+        assert isinstance(noted, ExitNoted)
+        return pb.ReportExitResponse(was_member=noted.was_member)
+
+    async def DrainMember(self, request: pb.DrainMemberRequest, context: Any) -> pb.DrainMemberResponse:  # noqa: N802
+        """Asks a member to leave."""
+        noted = await self._job(request).ask(requests.parse_drain(request), timeout_s=self._timeout_s)
+        assert isinstance(noted, DrainNoted)
+        return pb.DrainMemberResponse(member_id=noted.member_id)
+
+    async def StopJob(self, request: pb.StopJobRequest, context: Any) -> pb.StopJobResponse:  # noqa: N802
+        """Asks all members to leave."""
+        await self._job(request).ask(requests.parse_stop(request), timeout_s=self._timeout_s)
+        return pb.StopJobResponse()
+
+    # ----------------------------------------------------------------------------------------------------------- sessions
+
+    async def JoinSession(self, messages: AsyncIterator[pb.MemberMessage], context: Any) -> AsyncIterator[bytes]:  # noqa: N802
+        """A member's session."""
+        async with aclosing(self._members.serve(messages)) as directives:
+            async for directive in directives:
+                yield directive
+
+    async def ServerSession(self, messages: AsyncIterator[pb.ServerMessage], context: Any) -> AsyncIterator[bytes]:  # noqa: N802
+        """A parameter server's session."""
+        async with aclosing(self._servers.serve(messages)) as directives:
+            async for directive in directives:
+                yield directive
+
+    # --------------------------------------------------------------------------------------------------------------- data
+
+    async def DeclareTensors(self, request: pb.DeclareTensorsRequest, context: Any) -> pb.DeclareTensorsResponse:  # noqa: N802
+        """Lays out a model's tensors over the servers."""
+        job = self._job(request)
+        layout = await job.ask(requests.parse_tensors(request), timeout_s=self._timeout_s)
+        assert isinstance(layout, ShardLayout)
+        return pb.DeclareTensorsResponse(shard_map=responses.shard_map_message(layout, responses.server_messages(job.state)))
+
+    async def GetShardMap(self, request: pb.GetShardMapRequest, context: Any) -> pb.GetShardMapResponse:  # noqa: N802
+        """The layout, from memory."""
+        state = self._job(request).state
+        if state.layout is None:
+            raise PreconditionError(
+                f"no member of job {state.spec.job_id} has declared its tensors; call DeclareTensors first",
+                reason=Refusal.TENSORS_UNDECLARED,
+            )
+        return pb.GetShardMapResponse(shard_map=responses.shard_map_message(state.layout, responses.server_messages(state)))
+
+    async def LeaseBatches(self, request: pb.LeaseBatchesRequest, context: Any) -> pb.LeaseBatchesResponse:  # noqa: N802
+        """Leases batches."""
+        leased = await self._job(request).ask(requests.parse_lease(request), timeout_s=self._timeout_s)
+        assert isinstance(leased, Leased)
+        return pb.LeaseBatchesResponse(batches=leased.batches, epoch_done=leased.epoch_done, retry_after_ms=leased.retry_after_ms)
+
+    async def WatchEvents(self, request: pb.WatchEventsRequest, context: Any) -> AsyncIterator[pb.Event]:  # noqa: N802
+        """A job's events."""
+        job = self._job(request)
+        after = requests.parse_event_id(request.after_event_id)
+        while True:
+            # Made before reading, so that a commit between the two is not waited for.
+            committed = job.next_commit()
+            events = await self._store.events(job.state.spec.job_id, after=after, count=_EVENTS_AT_ONCE)
+            for event in events:
+                yield responses.event_message(event)
+                after = event.event_id
+            if len(events) == _EVENTS_AT_ONCE:
+                continue
+            if not request.follow:
+                return
+            await committed.wait()
+            if job.failure is not None:
+                raise job.failure
+
+    def _job(self, request: Any) -> JobLoop:
+        return self._jobs.get(checks.job_id(request.job_id))

@@ -1,0 +1,118 @@
+"""The open streams of one job, and carrying out what the core decided: effects become messages in mailboxes.
+
+Belongs to the event loop. A message that goes to many is serialized once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from shoal_common.errors import PreconditionError, ShoalError
+from shoal_protos.v1 import coordinator_pb2 as pb
+
+from shoal_coordinator.membership.effects import (
+    AnnounceGeneration,
+    Effect,
+    EndServerSession,
+    EndSession,
+    SendDrain,
+    SendGeneration,
+    SendMembers,
+    SendStandby,
+    SendStop,
+    StopServers,
+)
+from shoal_coordinator.membership.reasons import Refusal
+from shoal_coordinator.service.mailbox import Mailbox, Slot
+from shoal_coordinator.service.responses import generation_message
+
+
+class Sessions:
+    """Mailboxes by member id and by server id; at most one each."""
+
+    def __init__(self) -> None:
+        self.members: dict[str, Mailbox] = {}
+        self.servers: dict[str, Mailbox] = {}
+
+    def attach_member(self, member_id: str, mailbox: Mailbox) -> None:
+        """A member's stream is open; an older one of the same member ends."""
+        _replace(self.members, member_id, mailbox)
+
+    def attach_server(self, server_id: str, mailbox: Mailbox) -> None:
+        """A server's stream is open; an older one of the same server ends."""
+        _replace(self.servers, server_id, mailbox)
+
+    def detach_member(self, member_id: str, mailbox: Mailbox) -> bool:
+        """A member's stream has ended. False: it was not the member's current one."""
+        return _remove(self.members, member_id, mailbox)
+
+    def detach_server(self, server_id: str, mailbox: Mailbox) -> bool:
+        """A server's stream has ended. False: it was not the server's current one."""
+        return _remove(self.servers, server_id, mailbox)
+
+    def end_all(self, error: ShoalError) -> None:
+        """Ends every stream."""
+        for mailbox in (*self.members.values(), *self.servers.values()):
+            mailbox.end(error)
+
+    def carry_out(self, effects: Iterable[Effect]) -> None:
+        """In order. Who has no stream is told when it comes back."""
+        for effect in effects:
+            match effect:
+                case AnnounceGeneration(generation=generation):
+                    message = pb.MemberDirective(generation=generation_message(generation)).SerializeToString()
+                    for rank in generation.ranks:
+                        self._tell(rank.member_id, Slot.PLACEMENT, message)
+                case SendGeneration():
+                    message = pb.MemberDirective(generation=generation_message(effect.generation)).SerializeToString()
+                    self._tell(effect.member_id, Slot.PLACEMENT, message)
+                case SendStandby():
+                    message = pb.MemberDirective(standby=pb.Standby(reason=effect.reason)).SerializeToString()
+                    self._tell(effect.member_id, Slot.PLACEMENT, message)
+                case SendDrain():
+                    message = pb.MemberDirective(drain=pb.Drain(reason=effect.reason)).SerializeToString()
+                    self._tell(effect.member_id, Slot.DRAIN, message)
+                case SendStop():
+                    message = pb.MemberDirective(stop=pb.Stop(reason=effect.reason)).SerializeToString()
+                    self._tell(effect.member_id, Slot.STOP, message)
+                case EndSession():
+                    mailbox = self.members.pop(effect.member_id, None)
+                    if mailbox is not None:
+                        mailbox.end(effect.error)
+                case EndServerSession():
+                    mailbox = self.servers.pop(effect.server_id, None)
+                    if mailbox is not None:
+                        mailbox.end(effect.error)
+                case SendMembers():
+                    self._tell_servers(effect)
+                case StopServers():
+                    message = pb.ServerDirective(stop=pb.Stop(reason=effect.reason)).SerializeToString()
+                    for mailbox in self.servers.values():
+                        mailbox.post(Slot.STOP, message)
+
+    def _tell(self, member_id: str, slot: Slot, message: bytes) -> None:
+        mailbox = self.members.get(member_id)
+        if mailbox is not None:
+            mailbox.post(slot, message)
+
+    def _tell_servers(self, effect: SendMembers) -> None:
+        members = pb.Members(generation=effect.generation, member_ids=effect.member_ids)
+        message = pb.ServerDirective(members=members).SerializeToString()
+        told = self.servers if effect.server_id is None else [effect.server_id]
+        for server_id in told:
+            if server_id in self.servers:
+                self.servers[server_id].post(Slot.MEMBERS, message)
+
+
+def _replace(mailboxes: dict[str, Mailbox], name: str, mailbox: Mailbox) -> None:
+    older = mailboxes.get(name)
+    if older is not None:
+        older.end(PreconditionError(f"{name} has opened a newer session", reason=Refusal.SESSION_REPLACED))
+    mailboxes[name] = mailbox
+
+
+def _remove(mailboxes: dict[str, Mailbox], name: str, mailbox: Mailbox) -> bool:
+    if mailboxes.get(name) is not mailbox:
+        return False
+    del mailboxes[name]
+    return True

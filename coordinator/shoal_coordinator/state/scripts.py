@@ -1,0 +1,78 @@
+"""The Lua scripts through which all of a job's state is written. Each is atomic, and each checks who writes.
+
+Fencing: every coordinator takes a number from one counter when it starts (its epoch). A job carries the epoch of the coordinator that last
+claimed it, and refuses writes of lower ones. Within an epoch the revision counts the commits, so that none is applied twice or on top of
+something else. The job's hash holds, beside the fields of codec.py, `epoch`, `revision` and `commit` (the last commit's id).
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+CLAIM: Final = """
+-- KEYS: state. ARGV: epoch.
+-- Answers {'ABSENT'}, {'FENCED', epoch of the newer one} or {'OK', {field, value, ...}}.
+local epoch = redis.call('HGET', KEYS[1], 'epoch')
+if not epoch then
+  return {'ABSENT'}
+end
+if tonumber(epoch) > tonumber(ARGV[1]) then
+  return {'FENCED', epoch}
+end
+redis.call('HSET', KEYS[1], 'epoch', ARGV[1])
+return {'OK', redis.call('HGETALL', KEYS[1])}
+"""
+
+COMMIT: Final = """
+-- KEYS: state, events. ARGV: epoch, revision that the change is based on (0: the job is new), commit id, longest event log, number of
+-- fields to set, of fields to delete, of events; then field, value, ...; field, ...; kind, generation, member id, attributes, ...
+-- Answers {'OK', seconds, microseconds} (Redis time), {'FENCED', epoch of the newer one}, {'BEHIND', revision} if what the change is
+-- based on is not here, or {'AHEAD', revision} if something else was written since.
+local stored = redis.call('HMGET', KEYS[1], 'epoch', 'revision', 'commit')
+local epoch, revision = tonumber(stored[1] or '0'), tonumber(stored[2] or '0')
+local based_on = tonumber(ARGV[2])
+if epoch > tonumber(ARGV[1]) then
+  return {'FENCED', stored[1]}
+end
+local time = redis.call('TIME')
+if revision == based_on + 1 and stored[3] == ARGV[3] then
+  return {'OK', time[1], time[2]}  -- Sent again: the first answer was lost.
+end
+if revision < based_on then
+  return {'BEHIND', stored[2] or '0'}
+end
+if revision > based_on then
+  return {'AHEAD', stored[2]}
+end
+local at = 8
+for _ = 1, tonumber(ARGV[5]) do
+  redis.call('HSET', KEYS[1], ARGV[at], ARGV[at + 1])
+  at = at + 2
+end
+for _ = 1, tonumber(ARGV[6]) do
+  redis.call('HDEL', KEYS[1], ARGV[at])
+  at = at + 1
+end
+for _ = 1, tonumber(ARGV[7]) do
+  redis.call('XADD', KEYS[2], 'MAXLEN', '~', ARGV[4], '*',
+    'kind', ARGV[at], 'generation', ARGV[at + 1], 'member_id', ARGV[at + 2], 'attributes', ARGV[at + 3])
+  at = at + 4
+end
+redis.call('HSET', KEYS[1], 'epoch', ARGV[1], 'revision', tostring(based_on + 1), 'commit', ARGV[3])
+return {'OK', time[1], time[2]}
+"""
+
+REWRITE: Final = """
+-- KEYS: state. ARGV: epoch, revision, then field, value, ...
+-- Writes a whole job again that this Redis has lost, or lost the last writes of. Answers {'OK'} or {'FENCED', epoch of the newer one}.
+local epoch = redis.call('HGET', KEYS[1], 'epoch')
+if epoch and tonumber(epoch) > tonumber(ARGV[1]) then
+  return {'FENCED', epoch}
+end
+redis.call('DEL', KEYS[1])
+for at = 3, #ARGV, 2 do
+  redis.call('HSET', KEYS[1], ARGV[at], ARGV[at + 1])
+end
+redis.call('HSET', KEYS[1], 'epoch', ARGV[1], 'revision', ARGV[2], 'commit', '')
+return {'OK'}
+"""

@@ -1,0 +1,277 @@
+"""Jobs in Redis: claimed when a coordinator starts, then written one transition at a time.
+
+Keys: `shoal:{JOB}:state` (a hash, codec.py) and `shoal:{JOB}:events` (a stream) share a hash tag, so that a script may write both; the set
+`shoal:jobs` and the counter `shoal:coordinator:epoch` are common to all jobs. All methods belong to one event loop and may run at once.
+
+What is promised: a commit is answered once Redis has applied it; with `durable`, once it is on Redis' own disk, if Redis can say so
+(WAITAOF: Redis 7.2 or Valkey, with an append-only file). Errors of Redis are UnavailableErrors: whether the write was applied is
+unknown, and the same commit can be sent again.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Final
+
+import redis
+from shoal_common.errors import CorruptDataError, InternalError, UnavailableError
+from shoal_common.redis import RedisSettings, connect_async
+
+from shoal_coordinator.membership.effects import Record
+from shoal_coordinator.membership.reasons import Refusal
+from shoal_coordinator.membership.state import JobState
+from shoal_coordinator.state.codec import Written, decode_state, encode_changes, everything
+from shoal_coordinator.state.scripts import CLAIM, COMMIT, REWRITE
+
+logger = logging.getLogger(__name__)
+
+_JOBS: Final = "shoal:jobs"
+_EPOCH: Final = "shoal:coordinator:epoch"
+_LONGEST_EVENT_LOG: Final = 10_000
+_CLAIMS_AT_ONCE: Final = 100
+_COMMAND_TIMEOUT: Final = timedelta(seconds=5)
+_DISK_TIMEOUT_MS: Final = 2_000
+
+
+class FencedError(UnavailableError):
+    """Another coordinator has taken over. This one must not write any more."""
+
+    default_reason = Refusal.COORDINATOR_REPLACED
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stored:
+    """A job as it was read."""
+
+    state: JobState
+    revision: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredEvent:
+    """An entry of a job's event log."""
+
+    event_id: str
+    record: Record
+
+    @property
+    def unix_ms(self) -> int:
+        """When Redis wrote it."""
+        return int(self.event_id.partition("-")[0])
+
+
+class JobStore:
+    """One coordinator's access to the jobs. Make it with `open`."""
+
+    def __init__(self, client: Any, epoch: int, *, waits_for_disk: bool) -> None:
+        self.epoch = epoch
+        """This coordinator's number: jobs refuse writes of lower ones."""
+        self._client = client
+        self._waits_for_disk = waits_for_disk
+
+    @classmethod
+    async def open(cls, url: str) -> JobStore:
+        """Connects and takes an epoch, on disk. Raises UnavailableError, AuthenticationError, ConfigurationError."""
+        client: Any = await connect_async(RedisSettings(url=url, command_timeout=_COMMAND_TIMEOUT, retries=1))
+        try:
+            waits_for_disk = await _can_wait_for_disk(client)
+            store = cls(client, 0, waits_for_disk=waits_for_disk)
+            async with _redis_errors():
+                store.epoch = int(await client.incr(_EPOCH))
+            await store._wait_for_disk()
+        except BaseException:
+            await client.aclose()
+            raise
+        return store
+
+    async def close(self) -> None:
+        """Closes the connections."""
+        await self._client.aclose()
+
+    async def load_all(self) -> list[Stored]:
+        """Claims and reads every job. One that cannot be read is logged and left out."""
+        async with _redis_errors():
+            names = sorted(name.decode() for name in await self._client.smembers(_JOBS))
+        found: list[Stored] = []
+        for start in range(0, len(names), _CLAIMS_AT_ONCE):
+            async with _redis_errors(), self._client.pipeline(transaction=False) as pipeline:
+                for name in names[start : start + _CLAIMS_AT_ONCE]:
+                    pipeline.eval(CLAIM, 1, _state_key(name), str(self.epoch))
+                answers = await pipeline.execute()
+            for name, answer in zip(names[start : start + _CLAIMS_AT_ONCE], answers, strict=True):
+                try:
+                    stored = self._claimed(answer)
+                except CorruptDataError:
+                    # The other jobs are well; whoever asks for this one is told.
+                    logger.exception("a job cannot be read and is left alone", extra={"job_id": name})
+                    continue
+                if stored is not None:
+                    found.append(stored)
+        return found
+
+    async def claim(self, job_id: str) -> Stored | None:
+        """Claims and reads one job, if it is there. Raises FencedError if it belongs to a newer coordinator; CorruptDataError."""
+        async with _redis_errors():
+            answer = await self._client.eval(CLAIM, 1, _state_key(job_id), str(self.epoch))
+        return self._claimed(answer)
+
+    async def register(self, job_id: str) -> None:
+        """Notes a job that is about to be created, so that `load_all` finds it."""
+        async with _redis_errors():
+            await self._client.sadd(_JOBS, job_id)
+
+    async def commit(
+        self, state: JobState, written: Written, records: Sequence[Record], *, revision: int, commit_id: str, durable: bool
+    ) -> int:
+        """Writes one transition that is based on `revision`; returns Redis' time in Unix milliseconds.
+
+        May be sent again with the same `commit_id`: it is applied once. `state` is what the job is after the transition; it is written
+        whole if Redis turns out to have lost what the transition is based on. Raises FencedError, UnavailableError.
+        """
+        arguments = _commit_arguments(self.epoch, revision, commit_id, written, records)
+        job_id = state.spec.job_id
+        answer = await self._send_commit(job_id, arguments, durable=durable)
+        if answer[0] == b"BEHIND":
+            logger.error("Redis has lost writes of a job; writing it again from memory", extra={"job_id": job_id, "revision": revision})
+            await self._rewrite(state, revision)
+            answer = await self._send_commit(job_id, arguments, durable=durable)
+        if answer[0] == b"FENCED":
+            raise self._fenced(job_id, answer[1])
+        if answer[0] != b"OK":
+            raise InternalError(
+                f"job {job_id} is at revision {answer[1]!r} in Redis, and this coordinator at {revision}, in the same epoch"
+            )
+        return int(answer[1]) * 1000 + int(answer[2]) // 1000
+
+    async def now_unix_ms(self) -> int:
+        """Redis' time."""
+        async with _redis_errors():
+            seconds, microseconds = await self._client.time()
+        return int(seconds) * 1000 + int(microseconds) // 1000
+
+    async def check_epoch(self) -> None:
+        """Raises FencedError when another coordinator has started on this Redis since."""
+        async with _redis_errors():
+            newest = int(await self._client.get(_EPOCH) or 0)
+        if newest > self.epoch:
+            raise FencedError(f"another coordinator (epoch {newest}) has taken over from this one (epoch {self.epoch})")
+
+    async def events(self, job_id: str, *, after: str, count: int) -> list[StoredEvent]:
+        """Up to `count` events after the one with id `after` ("0": from the oldest kept), oldest first."""
+        async with _redis_errors():
+            entries = await self._client.xrange(_events_key(job_id), min=f"({after}", count=count)
+        return [_parse_event(event_id, fields) for event_id, fields in entries]
+
+    async def _send_commit(self, job_id: str, arguments: Sequence[str], *, durable: bool) -> list[Any]:
+        keys = (_state_key(job_id), _events_key(job_id))
+        async with _redis_errors(), self._client.pipeline(transaction=False) as pipeline:
+            pipeline.eval(COMMIT, 2, *keys, *arguments)
+            if durable and self._waits_for_disk:
+                pipeline.execute_command("WAITAOF", 1, 0, _DISK_TIMEOUT_MS)
+            answers = await pipeline.execute()
+        if durable and self._waits_for_disk:
+            _check_on_disk(answers[1])
+        answer: list[Any] = answers[0]
+        return answer
+
+    async def _rewrite(self, state: JobState, revision: int) -> None:
+        """The transition's own changes are in `state` already; that they are then committed once more changes nothing."""
+        written = encode_changes(state, everything(state)).put
+        await self.register(state.spec.job_id)
+        pairs = [part for pair in written.items() for part in pair]
+        async with _redis_errors():
+            answer = await self._client.eval(REWRITE, 1, _state_key(state.spec.job_id), str(self.epoch), str(revision), *pairs)
+        if answer[0] == b"FENCED":
+            raise self._fenced(state.spec.job_id, answer[1])
+
+    async def _wait_for_disk(self) -> None:
+        if self._waits_for_disk:
+            async with _redis_errors():
+                _check_on_disk(await self._client.execute_command("WAITAOF", 1, 0, _DISK_TIMEOUT_MS))
+
+    def _claimed(self, answer: list[Any]) -> Stored | None:
+        if answer[0] == b"ABSENT":
+            return None
+        if answer[0] == b"FENCED":
+            raise self._fenced("", answer[1])
+        flat = [part.decode() for part in answer[1]]
+        fields = dict(zip(flat[::2], flat[1::2], strict=True))
+        try:
+            revision = int(fields["revision"])
+        except (KeyError, ValueError) as error:
+            raise CorruptDataError(f"a job in Redis has no revision: {error}; it was changed by another program") from error
+        return Stored(state=decode_state(fields), revision=revision)
+
+    def _fenced(self, job_id: str, epoch: bytes) -> FencedError:
+        what = f"job {job_id}" if job_id else "a job"
+        return FencedError(
+            f"{what} belongs to another coordinator (epoch {epoch.decode()}), which started after this one (epoch {self.epoch})"
+        )
+
+
+def _commit_arguments(epoch: int, revision: int, commit_id: str, written: Written, records: Sequence[Record]) -> list[str]:
+    counts = (len(written.put), len(written.remove), len(records))
+    arguments = [str(epoch), str(revision), commit_id, str(_LONGEST_EVENT_LOG), *map(str, counts)]
+    for pair in written.put.items():
+        arguments.extend(pair)
+    arguments.extend(written.remove)
+    for record in records:
+        arguments.extend((record.kind, str(record.generation), record.member_id, json.dumps(dict(record.attributes))))
+    return arguments
+
+
+def _parse_event(event_id: bytes, fields: Mapping[bytes, bytes]) -> StoredEvent:
+    return StoredEvent(
+        event_id=event_id.decode(),
+        record=Record(
+            kind=fields[b"kind"].decode(),
+            generation=int(fields[b"generation"]),
+            member_id=fields[b"member_id"].decode(),
+            attributes=json.loads(fields[b"attributes"]),
+        ),
+    )
+
+
+async def _can_wait_for_disk(client: Any) -> bool:
+    try:
+        await client.execute_command("WAITAOF", 1, 0, _DISK_TIMEOUT_MS)
+    except redis.ResponseError as error:
+        logger.warning(
+            "this Redis cannot say when a write is on its disk (%s): if it crashes, generations of its last moment are lost; "
+            "use Valkey or Redis 7.2 with appendonly yes",
+            error,
+        )
+        return False
+    except redis.RedisError as error:
+        raise _unavailable(error) from error
+    return True
+
+
+def _check_on_disk(answer: Sequence[int]) -> None:
+    if int(answer[0]) < 1:
+        raise UnavailableError(f"Redis' disk took longer than {_DISK_TIMEOUT_MS} ms to take a write", reason=Refusal.STORAGE_UNAVAILABLE)
+
+
+@asynccontextmanager
+async def _redis_errors() -> AsyncIterator[None]:
+    try:
+        yield
+    except (redis.RedisError, OSError) as error:
+        raise _unavailable(error) from error
+
+
+def _unavailable(error: Exception) -> UnavailableError:
+    return UnavailableError(f"Redis does not answer: {error or type(error).__name__}", reason=Refusal.STORAGE_UNAVAILABLE)
+
+
+def _state_key(job_id: str) -> str:
+    return f"shoal:{{{job_id}}}:state"
+
+
+def _events_key(job_id: str) -> str:
+    return f"shoal:{{{job_id}}}:events"

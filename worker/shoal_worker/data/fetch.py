@@ -159,5 +159,5 @@ def _tie_to_parent(_worker: int) -> None:
     set_parent_death_signal = 1
     ctypes.CDLL(None).prctl(set_parent_death_signal, int(signal.SIGKILL), 0, 0, 0)
     parent = multiprocessing.parent_process()
-    if parent is None or os.getppid() != parent.pid:
-        os._exit(1)  # the parent died before the call above
+    if parent is None or not parent.is_alive():
+        os._exit(1)  # it died before the call above

@@ -2,6 +2,7 @@
 
 Datasets and collate functions draw from torch's, numpy's and Python's global generators. Each batch is fetched under its own key, so that
 augmentation is the same in a worker process or inline, in a redo, and (with micro-batches) for any number of ranks. CPU generators only.
+They belong to the process: ranks that are threads of one process disturb each other's.
 """
 
 from __future__ import annotations

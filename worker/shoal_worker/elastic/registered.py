@@ -13,6 +13,8 @@ from typing import Any, Protocol, runtime_checkable
 
 from shoal_common.errors import ConfigurationError
 
+from shoal_worker.state.tree import flatten
+
 
 @runtime_checkable
 class Stateful(Protocol):
@@ -39,7 +41,7 @@ class RegisteredState:
         """Adds `value` under `name`; a state that waited under that name is loaded into it.
 
         Raises:
-            ConfigurationError: it has no state_dict/load_state_dict, or the name is taken by another object.
+            ConfigurationError: it has no state_dict/load_state_dict, its state cannot be carried, or the name is taken by another object.
         """
         if not isinstance(value, Stateful):
             raise ConfigurationError(
@@ -50,6 +52,7 @@ class RegisteredState:
             raise ConfigurationError(f"register_state({name}=...): the name {name!r} is taken by another object; choose another name")
         if name in self._objects:
             return
+        flatten({name: value.state_dict()})  # says now what could not be sent or saved later
         self._objects[name] = value
         advance = "update" if hasattr(value, "get_scale") else "step"
         if callable(getattr(value, advance, None)):

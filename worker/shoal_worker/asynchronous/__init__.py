@@ -1,0 +1,1 @@
+"""The parts of asynchronous training: a worker's side of the parameter servers."""

@@ -1,0 +1,398 @@
+"""One parameter server, as one worker speaks to it: pushes that are applied exactly once, pulls, and what to do when the server was away.
+
+A push carries a sequence number per partition. When a call fails nobody knows what became of it, so the link asks the server what it holds, and
+then sends the same numbers again: what was applied is acknowledged and not applied twice. A server that comes back with less than it had
+acknowledged was restored from an older snapshot, or starts empty. Then updates are lost, of all workers alike; the link says so in the log
+and in the metrics, gives an empty server this worker's own values, and goes on from where the server stands (docs/decisions/0082).
+
+Used by one thread at a time: the training thread hands work to a thread of the pool and waits for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Final, TypeVar
+
+from shoal_common.clients.parameter_server import ParameterServerClient
+from shoal_common.errors import (
+    CorruptDataError,
+    DeadlineError,
+    InternalError,
+    PreconditionError,
+    ShoalError,
+    StaleGenerationError,
+    UnavailableError,
+    UnknownResourceError,
+)
+from shoal_common.wire import checksum
+from shoal_protos.v1 import parameter_server_pb2 as pb
+
+from shoal_worker.asynchronous.hyperparameters import Revision, ServerOptimizer
+from shoal_worker.asynchronous.job import Job
+from shoal_worker.asynchronous.layout import Part, ServerShare
+from shoal_worker.asynchronous.options import AsyncOptions
+
+_log = logging.getLogger(__name__)
+
+_FIRST_BACKOFF_S: Final = 0.05
+_LONGEST_BACKOFF_S: Final = 1.0
+_SLOWEST_BYTES_PER_S: Final = 4 << 20
+"""What a stream's deadline allows for, beside a fixed minute."""
+_FIRST_VALUES_WAIT: Final = timedelta(seconds=1)
+"""Between two looks at who is rank 0, and so has to give the first values."""
+_TURN_WAIT: Final = timedelta(seconds=5)
+"""ssp: between two looks at whether this worker is to leave while it waits for slower ones."""
+_LARGEST_CLOCK: Final = 2**63 - 1
+_TRANSIENT: Final = (UnavailableError, DeadlineError, CorruptDataError)
+_REWOUND: Final = frozenset({"SEQUENCE_GAP", "BASE_VERSION_AHEAD", "PARTITION_UNINITIALIZED", "OPTIMIZER_UNCONFIGURED"})
+"""Refusals that mean: the server has lost something since its last snapshot."""
+_NOT_MY_TURN: Final = "SSP_WAIT_TIMEOUT"
+
+AnswerT = TypeVar("AnswerT")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Iteration:
+    """One step of this worker: what every server is told."""
+
+    clock: int
+    """Iterations finished with this one."""
+    revision: Revision
+    """Hyperparameters that the push is to be applied with, or newer ones."""
+    gradients: Mapping[str, memoryview]
+    """By tensor; only those that have one."""
+    pull: bool
+
+
+class ServerLink:
+    """One server's share of the tensors, and how far this worker is with each part."""
+
+    def __init__(
+        self,
+        job: Job,
+        share: ServerShare,
+        optimizer: ServerOptimizer,
+        options: AsyncOptions,
+        *,
+        closing: threading.Event,
+        lost: Callable[[int], None],
+    ) -> None:
+        """`closing`: set when nothing is to be waited for any more. `lost`: told of updates of this worker, counted by partition, that the
+        server had acknowledged and has lost."""
+        self._job = job
+        self._share = share
+        self._optimizer = optimizer
+        self._options = options
+        self._closing = closing
+        self._lost = lost
+        self._parts = {part.partition_id: part for part in share.parts}
+        self._trained = [part for part in share.parts if part.tensor.trained]
+        self._acknowledged = dict.fromkeys(self._parts, 0)
+        """Partition -> sequence number of the last push that the server has acknowledged."""
+        self._base = dict.fromkeys(self._parts, 0)
+        """Partition -> version that the next gradient is computed on; 0: never pulled."""
+        self._held = dict.fromkeys(self._parts, 0)
+        """Partition -> version that need not be sent again; 0: whatever the server has is news."""
+        self._revision = Revision(number=0, groups=())
+        """The newest that this server was told."""
+        self._clock = 0
+        self._started = False
+        self._stream_deadline = timedelta(seconds=60 + sum(part.size_bytes for part in share.parts) / _SLOWEST_BYTES_PER_S)
+        self._address = share.address
+        self._client = ParameterServerClient(job.server_channel(share.address))
+
+    # --------------------------------------------------------------------------------------------------------- the beginning
+
+    def configure(self) -> None:
+        """Sets the server's optimizer and consistency.
+
+        Raises:
+            PreconditionError (OPTIMIZER_CONFLICT): another worker has set other ones.
+            DeadlineError: the server was not there in time.
+        """
+        self._insist("ConfigureOptimizer", self._configure)
+
+    def start(self, *, has_values: bool) -> None:
+        """Gives the server rank 0's values, unless it holds some already, and takes over what it holds.
+
+        `has_values`: this worker can give them. Raises PreconditionError if it is rank 0 and cannot; DeadlineError.
+        """
+        deadline = time.monotonic() + self._options.server_timeout.total_seconds()
+        while not self._started:
+            if self._job.rank == 0:
+                self._insist("Initialize", lambda: self._initialize_missing(has_values=has_values))
+            try:
+                self._insist("Pull", lambda: self._pull(list(self._parts.values()), wait=_FIRST_VALUES_WAIT, in_turn=False))
+            except DeadlineError as error:
+                # Rank 0 may be gone: whoever has the rank by now is asked for its values in the next round.
+                if error.reason != "PARTITION_UNINITIALIZED" or time.monotonic() > deadline or self._closing.is_set():
+                    raise
+            else:
+                self._started = True
+
+    # ------------------------------------------------------------------------------------------------------- step by step
+
+    def exchange(self, iteration: Iteration) -> int:
+        """Pushes this server's part of the gradients and pulls newer values into the tensors' host memory.
+
+        Returns the staleness: the largest, over the partitions, of the versions between the pull that the gradient was computed on and the push.
+
+        Raises:
+            DeadlineError: the server was away for too long; part of the iteration may be applied.
+            StopTraining: the job went on hold, and was stopped then.
+            ShoalError: the server refused.
+        """
+        if iteration.revision.number > self._revision.number:
+            self._insist("SetHyperparameters", lambda: self._set_hyperparameters(iteration.revision))
+        staleness = 0
+        pushed = [part for part in self._trained if part.tensor.name in iteration.gradients]
+        if pushed:
+            staleness = self._insist("Push", lambda: self._push(pushed, iteration))
+        self._clock = iteration.clock
+        if iteration.pull:
+            self._pull_in_turn()
+        elif not pushed:
+            self.advance_clock(iteration.clock)
+        return staleness
+
+    def pull(self) -> None:
+        """Pulls newer values outside of a step; waits for no other worker."""
+        self._insist("Pull", lambda: self._pull(self._trained, in_turn=False))
+
+    def read(self, into: Mapping[str, memoryview]) -> None:
+        """Reads all values into memory laid out like the tensors', and leaves what this worker holds as it is."""
+        self._insist("Pull", lambda: self._read(into))
+
+    # -------------------------------------------------------------------------------------------------------------- clocks
+
+    def advance_clock(self, clock: int) -> None:
+        """Says that this worker has finished `clock` iterations."""
+        self._clock = clock
+        self._insist("AdvanceClock", lambda: self._client.advance_clock(self._job.job_id, self._job.member_id, clock=clock))
+
+    def lag(self) -> int:
+        """How many clocks this worker is behind the furthest one, by the server's count; >= 0."""
+        clocks = self._insist("GetServer", lambda: self._client.get_server(member_id=self._job.member_id)).clocks
+        own = clocks.get(self._job.member_id)
+        return 0 if own is None else max(clocks.values()) - own
+
+    # ------------------------------------------------------------------------------------------------------------- the end
+
+    def snapshot(self) -> str:
+        """Has the server write its snapshot; returns where. Raises what the .proto says of Snapshot. Any thread may call it."""
+        return self._client.snapshot(self._job.job_id).path
+
+    def farewell(self, patience: timedelta) -> None:
+        """Says that nobody need wait for this worker any more. A server that cannot be reached learns it from the coordinator."""
+        try:
+            self._client.advance_clock(self._job.job_id, self._job.member_id, clock=_LARGEST_CLOCK, deadline=patience)
+        except (*_TRANSIENT, UnknownResourceError) as error:
+            _log.debug("server %d did not hear the farewell: %s", self._share.index, error)
+
+    def close(self) -> None:
+        """Ends calls in progress. Idempotent. Any thread may call it."""
+        self._client.close()
+
+    # ------------------------------------------------------------------------------------------------------ single attempts
+
+    def _configure(self) -> None:
+        self._client.configure_optimizer(self._job.job_id, self._optimizer.spec, self._options.message())
+
+    def _set_hyperparameters(self, revision: Revision) -> None:
+        hyperparameters, groups = self._optimizer.change(revision)
+        self._client.set_hyperparameters(self._job.job_id, revision=revision.number, hyperparameters=hyperparameters, groups=groups)
+        self._revision = revision
+
+    def _initialize_missing(self, *, has_values: bool) -> None:
+        versions = {each.partition_id: each.version for each in self._client.get_server().partitions}
+        missing = [part for part in self._parts.values() if not versions.get(part.partition_id)]
+        if missing and not has_values:
+            raise PreconditionError("rank 0's parameters are on the meta device: its weights win, so it must have values", reason="VALUES_MISSING")
+        self._initialize(missing)
+
+    def _initialize(self, parts: Sequence[Part]) -> None:
+        if parts:
+            self._client.initialize(self._outgoing(parts, lambda part: part.of(part.tensor.values())), deadline=self._stream_deadline)
+
+    def _push(self, parts: Sequence[Part], iteration: Iteration) -> int:
+        outgoing = self._outgoing(parts, lambda part: part.of(iteration.gradients[part.tensor.name]), clock=iteration.clock)
+        results = self._client.push(outgoing, deadline=self._stream_deadline)
+        if [result.partition_id for result in results] != [part.partition_id for part in parts]:
+            raise InternalError(f"server {self._share.index} acknowledged other partitions than were pushed")
+        for part in parts:
+            self._acknowledged[part.partition_id] += 1
+        return max(result.staleness for result in results)
+
+    def _outgoing(
+        self, parts: Sequence[Part], payload_of: Callable[[Part], memoryview], *, clock: int | None = None
+    ) -> Iterator[tuple[pb.PushHeader, memoryview]]:
+        """Headers and payloads, made as they are sent. `clock`: of a push; None: first values."""
+        generation = self._job.generation
+        for part in parts:
+            payload = payload_of(part)
+            header = pb.PushHeader(
+                job_id=self._job.job_id,
+                member_id=self._job.member_id,
+                generation=generation,
+                partition_id=part.partition_id,
+                shard_map_epoch=self._share.epoch,
+                dtype=part.dtype.dtype,
+                codec=pb.CODEC_RAW,
+                length=part.length,
+                payload_bytes=payload.nbytes,
+                checksum=checksum(payload),
+            )
+            if clock is not None:
+                header.sequence = self._acknowledged[part.partition_id] + 1
+                header.base_version = self._base[part.partition_id]
+                header.clock = clock
+            yield header, payload
+
+    def _pull_in_turn(self) -> None:
+        """Pulls when this worker may begin its next iteration; with asp that is at once."""
+        waiting_since = accused_at = time.monotonic()
+        while True:
+            try:
+                return self._insist("Pull", lambda: self._pull(self._trained, wait=_TURN_WAIT, in_turn=True))
+            except DeadlineError as error:
+                if error.reason != _NOT_MY_TURN:
+                    raise
+                if self._job.leaving or self._closing.is_set():
+                    return None  # the next border lets it go; it needs no newer values for that
+                now = time.monotonic()
+                if now - accused_at > self._job.straggler_patience.total_seconds():
+                    accused_at = now
+                    _log.warning("held up by a slower worker for %.0f s: %s", now - waiting_since, error)
+                    self._job.accuse_slowest(str(error))
+
+    def _pull(self, parts: Sequence[Part], *, in_turn: bool, wait: timedelta = _TURN_WAIT) -> None:
+        """`in_turn`: as a member with a clock; else as an onlooker, who waits for no other worker."""
+        request = self._pull_request(parts, self._held, wait=wait, in_turn=in_turn)
+        memory = {part.tensor.name: part.tensor.target() for part in parts}
+        for header in self._client.pull(request, lambda header: self._destination(header, memory), deadline=self._stream_deadline + wait):
+            self._base[header.partition_id] = self._held[header.partition_id] = header.version
+
+    def _read(self, into: Mapping[str, memoryview]) -> None:
+        request = self._pull_request(list(self._parts.values()), {}, wait=_TURN_WAIT, in_turn=False)
+        self._client.pull(request, lambda header: self._destination(header, into), deadline=self._stream_deadline)
+
+    def _destination(self, header: pb.PullHeader, memory: Mapping[str, memoryview]) -> memoryview:
+        part = self._parts[header.partition_id]
+        return part.of(memory[part.tensor.name])
+
+    def _pull_request(self, parts: Sequence[Part], held: Mapping[int, int], *, wait: timedelta, in_turn: bool) -> pb.PullRequest:
+        return pb.PullRequest(
+            job_id=self._job.job_id,
+            member_id=self._job.member_id if in_turn else "",
+            generation=self._job.generation if in_turn else 0,
+            shard_map_epoch=self._share.epoch,
+            partitions=[pb.PartitionPull(partition_id=part.partition_id, newer_than=held.get(part.partition_id, 0)) for part in parts],
+            clock=self._clock,
+            wait_ms=round(wait.total_seconds() * 1000),
+        )
+
+    # ---------------------------------------------------------------------------------------------------------- persistence
+
+    def _insist(self, method: str, attempt: Callable[[], AnswerT]) -> AnswerT:
+        """Repeats `attempt` until it succeeds, and finds out before each repetition where the server stands.
+
+        Raises DeadlineError when the server was away for longer than `server_timeout`, and what no repetition can cure.
+        """
+        away_since: float | None = None
+        backoff = _FIRST_BACKOFF_S
+        while True:
+            generation = self._job.generation
+            try:
+                if away_since is not None:
+                    self._resynchronize()
+                return attempt()
+            except StaleGenerationError:
+                # The job is on hold, or this member was put out: the coordinator says which.
+                self._job.wait_for_rank(after=generation)
+            except ShoalError as error:
+                if self._closing.is_set() or not self._is_curable(error):
+                    raise
+                away_since = self._away(method, error, since=away_since)
+                # Spread, so that many workers do not come back at once.
+                self._closing.wait(backoff * random.uniform(0.5, 1.0))  # noqa: S311
+                backoff = min(2 * backoff, _LONGEST_BACKOFF_S)
+
+    def _is_curable(self, error: ShoalError) -> bool:
+        if error.reason == _NOT_MY_TURN or (error.reason == "PARTITION_UNINITIALIZED" and not self._started):
+            return False
+        return isinstance(error, _TRANSIENT) or error.reason in _REWOUND
+
+    def _away(self, method: str, error: ShoalError, *, since: float | None) -> float:
+        now = time.monotonic()
+        if since is None:
+            _log.warning("server %d at %s: %s failed and will be tried again: %s", self._share.index, self._address, method, error)
+            return now
+        patience = self._options.server_timeout.total_seconds()
+        if now - since > patience:
+            raise DeadlineError(
+                f"parameter server {self._share.index} (last seen at {self._address}) was away for more than {patience:.0f} s (server_timeout); start it "
+                f"again with its data directory, or restart the job. The last attempt: {error}",
+                reason="SERVER_AWAY",
+            ) from error
+        return since
+
+    def _resynchronize(self) -> None:
+        """Finds the server, and out what it holds of what it had acknowledged. Raises what its calls raise."""
+        self._find()
+        state = self._look()
+        configured = state.HasField("optimizer")
+        if not configured:
+            self._configure()
+        if self._revision.number:
+            self._set_hyperparameters(self._revision)
+        if self._started:
+            held = {each.partition_id: each for each in state.partitions if each.version}
+            empty = [part for part in self._parts.values() if part.partition_id not in held]
+            if empty:
+                _log.warning("server %d came back without values: it gets this worker's; its optimizer state is lost", self._share.index)
+                self._initialize(empty)
+                state = self._look()
+            self._rewind({each.partition_id: each for each in state.partitions})
+
+    def _rewind(self, held: Mapping[int, pb.PartitionVersion]) -> None:
+        """Goes on from where the server stands."""
+        lost = 0
+        for partition_id, acknowledged in self._acknowledged.items():
+            here = held[partition_id]
+            # One more than acknowledged: the push in progress was applied, and sending it again will only be acknowledged.
+            if here.sequence < acknowledged:
+                lost += acknowledged - here.sequence
+                self._acknowledged[partition_id] = here.sequence
+            if here.version < self._held[partition_id] or here.sequence < acknowledged:
+                self._held[partition_id] = 0
+            self._base[partition_id] = min(self._base[partition_id], here.version)
+        if lost:
+            _log.warning(
+                "server %d was restored from an older snapshot: %d updates of this worker are lost (counted by partition), and those of other "
+                "workers since then; training goes on from the snapshot",
+                self._share.index,
+                lost,
+            )
+            self._lost(lost)
+
+    def _find(self) -> None:
+        """A server that was restarted may listen elsewhere."""
+        address = self._job.server_address(self._share.index)
+        if address is not None and address != self._address:
+            self._client.close()
+            self._address = address
+            self._client = ParameterServerClient(self._job.server_channel(address))
+
+    def _look(self) -> pb.GetServerResponse:
+        state = self._client.get_server(member_id=self._job.member_id)
+        if state.job_id != self._job.job_id or state.server_index not in (-1, self._share.index):
+            raise UnavailableError(
+                f"at {self._address} there is server {state.server_index} of job {state.job_id!r}, not server {self._share.index} of {self._job.job_id!r}"
+            )
+        return state

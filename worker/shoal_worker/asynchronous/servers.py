@@ -1,0 +1,136 @@
+"""All parameter servers of the job, as one worker uses them: the same call to each at once, and one answer.
+
+While one server is still being pushed to, values of another are pulled: each server has a thread of its own. The training thread waits for
+all of them, so the tensors' memory is used by one side at a time. What goes wrong at one server is raised when the others have finished.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from datetime import timedelta
+from typing import Final, TypeVar
+
+import torch
+from shoal_common.errors import ShoalError
+from shoal_protos.v1 import coordinator_pb2 as coordinator_pb
+
+from shoal_worker.asynchronous.hyperparameters import ServerOptimizer
+from shoal_worker.asynchronous.job import Job
+from shoal_worker.asynchronous.layout import shares
+from shoal_worker.asynchronous.options import AsyncOptions
+from shoal_worker.asynchronous.server_link import Iteration, ServerLink
+from shoal_worker.asynchronous.tensors import HostTensor, publish, tensor_bytes
+from shoal_worker.metrics import WorkerMetrics
+
+_log = logging.getLogger(__name__)
+
+_FAREWELL: Final = timedelta(seconds=2)
+
+AnswerT = TypeVar("AnswerT")
+
+
+class ParameterServers:
+    """Used by the training thread."""
+
+    def __init__(
+        self,
+        job: Job,
+        shard_map: coordinator_pb.ShardMap,
+        tensors: Sequence[HostTensor],
+        optimizer: ServerOptimizer,
+        options: AsyncOptions,
+        metrics: WorkerMetrics,
+    ) -> None:
+        """Does not connect yet."""
+        self._tensors = tuple(tensors)
+        self._trained = tuple(tensor for tensor in tensors if tensor.trained)
+        self._waited_for = options.waits_for_others
+        self._closing = threading.Event()
+        self._links = [
+            ServerLink(job, share, optimizer, options, closing=self._closing, lost=metrics.pushes_lost.inc)
+            for share in shares(shard_map, tensors)
+        ]
+        self._pool = ThreadPoolExecutor(max_workers=max(1, len(self._links)), thread_name_prefix="shoal-server")
+        self._snapshot: threading.Thread | None = None
+
+    def configure(self) -> None:
+        """Sets optimizer and consistency on each server. Raises as `ServerLink.configure`."""
+        self._each(ServerLink.configure)
+
+    def start(self, *, has_values: bool) -> None:
+        """Rank 0 gives the first values, if there are none yet; then the module has what the servers hold. Raises as `ServerLink.start`."""
+        self._each(lambda link: link.start(has_values=has_values))
+        publish(self._tensors)
+
+    def exchange(self, iteration: Iteration) -> int:
+        """Pushes gradients and pulls values. Returns the push's staleness. Raises as `ServerLink.exchange`."""
+        staleness = self._each(lambda link: link.exchange(iteration))
+        if iteration.pull:
+            publish(self._trained)
+        return max(staleness, default=0)
+
+    def pull(self) -> None:
+        """Pulls newer values into the module, outside of a step."""
+        self._each(ServerLink.pull)
+        publish(self._trained)
+
+    def read(self) -> dict[str, torch.Tensor]:
+        """The servers' values by name, in host memory of their own; the module stays as it is."""
+        values = {t.name: torch.empty(t.parameter.shape, dtype=t.parameter.dtype, device="cpu") for t in self._tensors}
+        memory = {name: tensor_bytes(value) for name, value in values.items()}
+        self._each(lambda link: link.read(memory))
+        return values
+
+    def catch_up(self, clock: int) -> int:
+        """Raises this worker's clock to that of the furthest one, so that nobody waits for a worker that has nothing to do. Returns it."""
+        lag = max(self._each(ServerLink.lag), default=0)
+        if lag:
+            self._each(lambda link: link.advance_clock(clock + lag))
+        return clock + lag
+
+    def write_snapshots(self) -> None:
+        """Has each server write its snapshot, in the background; training goes on. One that fails is logged."""
+        if self._snapshot is None or not self._snapshot.is_alive():
+            self._snapshot = threading.Thread(target=self._write_snapshots, name="shoal-server-snapshots", daemon=True)
+            self._snapshot.start()
+
+    def close(self) -> None:
+        """Says farewell, so that nobody waits for this worker, and ends all calls. Idempotent."""
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        if self._snapshot is not None:
+            self._snapshot.join()
+        if self._waited_for:
+            # One after the other: when the interpreter ends, a pool takes no more work.
+            for link in self._links:
+                link.farewell(_FAREWELL)
+        self._abort()
+
+    def _each(self, call: Callable[[ServerLink], AnswerT]) -> list[AnswerT]:
+        if len(self._links) == 1:
+            return [call(self._links[0])]
+        futures: list[Future[AnswerT]] = [self._pool.submit(call, link) for link in self._links]
+        try:
+            wait(futures)
+        except BaseException:  # Ctrl-C: the interpreter would wait for the threads before it ends
+            self._closing.set()
+            self._abort()
+            raise
+        return [future.result() for future in futures]
+
+    def _write_snapshots(self) -> None:
+        for link in self._links:
+            try:
+                _log.info("server snapshot at %s", link.snapshot())
+            except ShoalError as error:
+                level = logging.INFO if error.reason == "SNAPSHOTS_OFF" else logging.WARNING
+                _log.log(level, "a parameter server wrote no snapshot with this checkpoint: %s", error)
+
+    def _abort(self) -> None:
+        for link in self._links:
+            link.close()
+        self._pool.shutdown(wait=False)

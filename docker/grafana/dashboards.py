@@ -15,15 +15,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from grafana_foundation_sdk.builders.common import VizLegendOptions, VizTooltipOptions
-from grafana_foundation_sdk.builders.dashboard import Dashboard, Row
+from grafana_foundation_sdk.builders.dashboard import Dashboard, QueryVariable, Row
 from grafana_foundation_sdk.builders.prometheus import Dataquery
 from grafana_foundation_sdk.builders.timeseries import Panel
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models.common import LegendDisplayMode, LegendPlacement, SortOrder, TooltipDisplayMode
-from grafana_foundation_sdk.models.dashboard import DashboardCursorSync, DataSourceRef
+from grafana_foundation_sdk.models.dashboard import DashboardCursorSync, DataSourceRef, VariableRefresh
 
 TARGET = Path(__file__).resolve().with_name("shoal.json")
 DATASOURCE = DataSourceRef(type_val="prometheus", uid="prometheus")  # datasource.yml's uid
+
+_OF_JOB = '{job_id=~"$job"}'
 
 WITHOUT_PANEL: dict[str, str] = {
     "grpc_client_started": "the servers' figures show the same calls",
@@ -43,27 +45,113 @@ class Graph:
     unit: str
     """Grafana's name of the unit."""
     queries: Sequence[tuple[str, str]]
-    """PromQL and the legend of its lines."""
+    """PromQL and the legend of its lines. `{job}` stands for: of the jobs chosen at the dashboard's top."""
 
 
 def quantiles(histogram: str, by: str) -> list[tuple[str, str]]:
     """The median and the 99th percentile of a histogram, per value of the label `by`."""
-    rate = f"sum by ({by}, le) (rate({histogram}_bucket[$__rate_interval]))"
+    selected = "" if histogram.startswith("shoal_coordinator_") else "{job}"
+    rate = f"sum by ({by}, le) (rate({histogram}_bucket{selected}[$__rate_interval]))"
     return [(f"histogram_quantile({q}, {rate})", f"{{{{{by}}}}} p{round(q * 100)}") for q in (0.5, 0.99)]
 
+
+MEMBERSHIP = (
+    Graph(
+        title="World size",
+        text="Ranks that train now, and parameter servers that are alive. 0 ranks: the job waits for its fewest workers.",
+        unit="none",
+        queries=[
+            ("shoal_coordinator_world_size{job}", "{{job_id}} ranks"),
+            ("shoal_coordinator_servers_alive{job}", "{{job_id}} parameter servers"),
+        ],
+    ),
+    Graph(
+        title="Members by phase",
+        text="Joined members replay their script, ready ones wait for a generation, quarantined ones are kept out.",
+        unit="none",
+        queries=[("sum by (phase) (shoal_coordinator_members{job}) > 0", "{{phase}}")],
+    ),
+    Graph(
+        title="Generation",
+        text="Number of each job's newest generation. Each step up is a join, a departure or a failure.",
+        unit="none",
+        queries=[("shoal_coordinator_generation{job}", "{{job_id}}")],
+    ),
+    Graph(
+        title="New generations",
+        text="By cause. Failures interrupt the step in flight; borders do not.",
+        unit="none",
+        queries=[("increase(shoal_coordinator_generations_formed_total[$__rate_interval]) > 0", "{{cause}}")],
+    ),
+    Graph(
+        title="Departures",
+        text="How members went, leases that ended without a heartbeat, and failed collectives that no newer generation explained.",
+        unit="none",
+        queries=[
+            ("increase(shoal_coordinator_members_departed_total[$__rate_interval]) > 0", "{{ending}}"),
+            ("increase(shoal_coordinator_leases_expired_total[$__rate_interval]) > 0", "lease of a {{kind}}"),
+            ("increase(shoal_coordinator_collective_failures_total[$__rate_interval]) > 0", "unexplained collective failures"),
+        ],
+    ),
+    Graph(
+        title="From a loss to its announcement",
+        text="From the moment the coordinator learns of a death until the survivors have been told of the generation without it.",
+        unit="s",
+        queries=quantiles("shoal_coordinator_loss_to_announcement_seconds", "instance"),
+    ),
+    Graph(
+        title="Writing a transition",
+        text="Time of one commit to Redis, on disk before it is announced. It bounds how fast membership can change.",
+        unit="s",
+        queries=quantiles("shoal_coordinator_commit_seconds", "instance"),
+    ),
+    Graph(
+        title="Events in a commit",
+        text="Above 1 the group commit is at work. Retries mean that Redis did not answer.",
+        unit="none",
+        queries=[
+            *quantiles("shoal_coordinator_events_per_commit", "instance"),
+            ("increase(shoal_coordinator_commit_retries_total[$__rate_interval]) > 0", "{{instance}} retries"),
+        ],
+    ),
+    Graph(
+        title="Redis",
+        text="1 while Redis answers the coordinator. At 0 training goes on and membership waits.",
+        unit="none",
+        queries=[("shoal_coordinator_redis_up", "{{instance}}")],
+    ),
+    Graph(
+        title="Sessions",
+        text="Open sessions of members and parameter servers.",
+        unit="none",
+        queries=[("shoal_coordinator_sessions", "{{kind}}")],
+    ),
+    Graph(
+        title="Heartbeats",
+        text="Heartbeats a second: the coordinator's steady load.",
+        unit="short",
+        queries=[("rate(shoal_coordinator_heartbeats_total[$__rate_interval])", "{{kind}}")],
+    ),
+    Graph(
+        title="Batches leased",
+        text="Batches a second dealt first come first served to members of asynchronous runs.",
+        unit="short",
+        queries=[("rate(shoal_coordinator_batches_leased_total[$__rate_interval])", "{{instance}}")],
+    ),
+)
 
 TRAINING = (
     Graph(
         title="Samples a second",
         text="Samples that committed steps counted: the useful work. A dip is a fault; a lower level after it is capacity lost.",
         unit="short",
-        queries=[("sum(rate(shoal_worker_samples_total[$__rate_interval]))", "all workers")],
+        queries=[("sum(rate(shoal_worker_samples_total{job}[$__rate_interval]))", "all workers")],
     ),
     Graph(
         title="Loss",
         text="The loss of each rank's last committed step, where the loop tells it.",
         unit="short",
-        queries=[("shoal_worker_loss", "{{instance}}")],
+        queries=[("shoal_worker_loss{job}", "rank {{rank}}")],
     ),
     Graph(
         title="Step time",
@@ -76,21 +164,24 @@ TRAINING = (
         text="Steps a second that each worker committed, and that a fault made void. Committed, all lines of one job lie together.",
         unit="short",
         queries=[
-            ("rate(shoal_worker_steps_committed_total[$__rate_interval])", "{{instance}} committed"),
-            ("rate(shoal_worker_steps_lost_total[$__rate_interval]) > 0", "{{instance}} lost"),
+            ("rate(shoal_worker_steps_committed_total{job}[$__rate_interval])", "rank {{rank}} committed"),
+            ("rate(shoal_worker_steps_lost_total{job}[$__rate_interval]) > 0", "rank {{rank}} lost"),
         ],
     ),
     Graph(
         title="World size and generation",
         text="Ranks in the generation that each worker works in. Workers that differ for longer than a step are being put out.",
         unit="none",
-        queries=[("shoal_worker_world_size", "{{instance}} world size"), ("shoal_worker_generation", "{{instance}} generation")],
+        queries=[
+            ("shoal_worker_world_size{job}", "rank {{rank}} world size"),
+            ("shoal_worker_generation{job}", "rank {{rank}} generation"),
+        ],
     ),
     Graph(
         title="Rank",
         text="Which worker has which rank, and when that changed.",
         unit="none",
-        queries=[("shoal_worker_rank", "{{instance}}")],
+        queries=[("shoal_worker_rank{job}", "{{instance}}")],
     ),
 )
 
@@ -119,8 +210,8 @@ FAULTS = (
         unit="Bps",
         queries=[
             (
-                "rate(shoal_worker_state_received_bytes_total[$__rate_interval])"
-                " / rate(shoal_worker_state_receive_seconds_total[$__rate_interval])",
+                "rate(shoal_worker_state_received_bytes_total{job}[$__rate_interval])"
+                " / rate(shoal_worker_state_receive_seconds_total{job}[$__rate_interval])",
                 "{{instance}}",
             )
         ],
@@ -133,9 +224,9 @@ PARAMETER_SERVERS = (
         text="Partitions a second. Duplicates are retries that were recognised; unchanged pulls cost no bytes.",
         unit="short",
         queries=[
-            ("sum by (outcome) (rate(shoal_ps_pushes_total[$__rate_interval]))", "pushes {{outcome}}"),
-            ("sum by (outcome) (rate(shoal_ps_pulls_total[$__rate_interval]))", "pulls {{outcome}}"),
-            ("sum by (outcome) (rate(shoal_ps_initializations_total[$__rate_interval]))", "initializations {{outcome}}"),
+            ("sum by (outcome) (rate(shoal_ps_pushes_total{job}[$__rate_interval]))", "pushes {{outcome}}"),
+            ("sum by (outcome) (rate(shoal_ps_pulls_total{job}[$__rate_interval]))", "pulls {{outcome}}"),
+            ("sum by (outcome) (rate(shoal_ps_initializations_total{job}[$__rate_interval]))", "initializations {{outcome}}"),
         ],
     ),
     Graph(
@@ -143,8 +234,8 @@ PARAMETER_SERVERS = (
         text="Payload received and sent by each server. Servers that differ much: tensors lie unevenly.",
         unit="Bps",
         queries=[
-            ("rate(shoal_ps_received_bytes_total[$__rate_interval])", "{{instance}} received"),
-            ("rate(shoal_ps_sent_bytes_total[$__rate_interval])", "{{instance}} sent"),
+            ("rate(shoal_ps_received_bytes_total{job}[$__rate_interval])", "{{instance}} received"),
+            ("rate(shoal_ps_sent_bytes_total{job}[$__rate_interval])", "{{instance}} sent"),
         ],
     ),
     Graph(
@@ -169,48 +260,48 @@ PARAMETER_SERVERS = (
         title="Clocks",
         text="The slowest and the fastest member's clock, as each server knows them.",
         unit="none",
-        queries=[("shoal_ps_slowest_clock", "{{instance}} slowest"), ("shoal_ps_fastest_clock", "{{instance}} fastest")],
+        queries=[("shoal_ps_slowest_clock{job}", "{{instance}} slowest"), ("shoal_ps_fastest_clock{job}", "{{instance}} fastest")],
     ),
     Graph(
         title="Versions",
         text="The lowest and the highest version of a partition on each server.",
         unit="none",
-        queries=[("shoal_ps_lowest_version", "{{instance}} lowest"), ("shoal_ps_highest_version", "{{instance}} highest")],
+        queries=[("shoal_ps_lowest_version{job}", "{{instance}} lowest"), ("shoal_ps_highest_version{job}", "{{instance}} highest")],
     ),
     Graph(
         title="Stored bytes",
         text="Values and optimizer state in memory, and the size of the last snapshot.",
         unit="bytes",
-        queries=[("shoal_ps_stored_bytes", "{{instance}} in memory"), ("shoal_ps_snapshot_bytes", "{{instance}} snapshot")],
+        queries=[("shoal_ps_stored_bytes{job}", "{{instance}} in memory"), ("shoal_ps_snapshot_bytes{job}", "{{instance}} snapshot")],
     ),
     Graph(
         title="Snapshots",
         text="Age of the last snapshot: what a crash would lose. Failures mean a full or broken disk.",
         unit="s",
         queries=[
-            ("time() - (shoal_ps_snapshot_timestamp_seconds > 0)", "{{instance}} age"),
+            ("time() - (shoal_ps_snapshot_timestamp_seconds{job} > 0)", "{{instance}} age"),
             (
-                "rate(shoal_ps_snapshot_seconds_sum[$__rate_interval]) / rate(shoal_ps_snapshot_seconds_count[$__rate_interval])",
+                "rate(shoal_ps_snapshot_seconds_sum{job}[$__rate_interval]) / rate(shoal_ps_snapshot_seconds_count{job}[$__rate_interval])",
                 "{{instance}} time",
             ),
-            ("increase(shoal_ps_snapshot_failures_total[$__rate_interval]) > 0", "{{instance}} failures"),
+            ("increase(shoal_ps_snapshot_failures_total{job}[$__rate_interval]) > 0", "{{instance}} failures"),
         ],
     ),
     Graph(
         title="Refused calls",
         text="By RPC and reason. STALE_GENERATION after a fault is the fence at work; anything steady is a bug in a client.",
         unit="short",
-        queries=[("sum by (method, reason) (rate(shoal_ps_refused_total[$__rate_interval])) > 0", "{{method}} {{reason}}")],
+        queries=[("sum by (method, reason) (rate(shoal_ps_refused_total{job}[$__rate_interval])) > 0", "{{method}} {{reason}}")],
     ),
     Graph(
         title="Membership as the servers know it",
         text="Partitions held, members of the newest generation told, and whether the session with the coordinator is open (1).",
         unit="none",
         queries=[
-            ("shoal_ps_partitions", "{{instance}} partitions"),
-            ("shoal_ps_members", "{{instance}} members"),
-            ("shoal_ps_generation", "{{instance}} generation"),
-            ("shoal_ps_coordinator_connected", "{{instance}} connected"),
+            ("shoal_ps_partitions{job}", "{{instance}} partitions"),
+            ("shoal_ps_members{job}", "{{instance}} members"),
+            ("shoal_ps_generation{job}", "{{instance}} generation"),
+            ("shoal_ps_coordinator_connected{job}", "{{instance}} connected"),
         ],
     ),
 )
@@ -258,6 +349,7 @@ RPCS = (
 
 ROWS: Sequence[tuple[str, Sequence[Graph]]] = (
     ("Training", TRAINING),
+    ("Membership", MEMBERSHIP),
     ("Faults", FAULTS),
     ("Parameter servers", PARAMETER_SERVERS),
     ("RPCs", RPCS),
@@ -276,6 +368,16 @@ def dashboard() -> Dashboard:
         .timezone("browser")
         .readonly()
         .tooltip(DashboardCursorSync.CROSSHAIR)
+        .with_variable(
+            QueryVariable("job")
+            .label("Job")
+            .datasource(DATASOURCE)
+            .query("label_values(shoal_coordinator_generation, job_id)")
+            .refresh(VariableRefresh.ON_TIME_RANGE_CHANGED)
+            .include_all(True)
+            .all_value(".*")
+            .multi(True)
+        )
     )
     for title, graphs in ROWS:
         built = built.with_row(Row(title))
@@ -298,7 +400,8 @@ def _panel(graph: Graph) -> Panel:
         .tooltip(VizTooltipOptions().mode(TooltipDisplayMode.MULTI).sort(SortOrder.DESCENDING))
     )
     for index, (expression, legend) in enumerate(graph.queries):
-        panel = panel.with_target(Dataquery().expr(expression).legend_format(legend).ref_id(chr(ord("A") + index)).datasource(DATASOURCE))
+        query = Dataquery().expr(expression.replace("{job}", _OF_JOB)).legend_format(legend).ref_id(chr(ord("A") + index))
+        panel = panel.with_target(query.datasource(DATASOURCE))
     return panel
 
 

@@ -27,12 +27,14 @@ def registries() -> Iterator[CollectorRegistry]:
         module = importlib.import_module(name)
         declaring += [each for _, each in inspect.getmembers(module, inspect.isclass) if each.__module__ == name]
     for each in declaring:
-        if "registry" in inspect.signature(each).parameters:
-            registry = CollectorRegistry()
+        registry = CollectorRegistry()
+        if hasattr(each, "collect"):
+            registry.register(each(lambda: ()))
+        elif "registry" in inspect.signature(each).parameters:
             each(registry)
-            yield registry
         else:
-            yield each().registry
+            registry = each().registry
+        yield registry
 
 
 FAMILIES = {family.name: family for registry in registries() for family in registry.collect()}

@@ -135,6 +135,11 @@ class ElasticDataLoader:
         return self._name
 
     @property
+    def epoch(self) -> int:
+        """The epoch that the cursor is in."""
+        return self._cursor.epoch
+
+    @property
     def global_step(self) -> int:
         """Steps committed so far, over all epochs; in the leased form those of this rank."""
         return self._cursor.global_step

@@ -117,6 +117,11 @@ class StepSource(Protocol):
         """Stable over restarts, unique in the process."""
         ...
 
+    @property
+    def epoch(self) -> int:
+        """The epoch that the cursor is in."""
+        ...
+
     def committed(self, placement: Placement) -> int:
         """The step handed out last is committed in `placement`'s generation: advance the cursor, write the record. Returns the number of
         samples of this rank that counted."""

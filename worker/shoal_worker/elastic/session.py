@@ -293,7 +293,7 @@ class Session:
                 "the loader with train=False if it is only read",
                 reason="STEP_NOT_FINISHED",
             )
-        if step is not None and step.source is source and self._settled():
+        if step is not None and step.source is source and self._settled(step.placement):
             return step.placement
         self._step = None
         if self._stopped is not None:
@@ -409,7 +409,10 @@ class Session:
         self._state = StateName(step.placement.generation, self.steps + 1)
         self._step = None
         self._require_replica().commit_step()
-        samples = step.source.committed(step.placement) if step.source is not None else 0
+        samples = 0
+        if step.source is not None:
+            samples = step.source.committed(step.placement)
+            self.progress.epoch = step.source.epoch
         self.registered.step_committed()
         self._operations.committed()
         self._border_due = step.control is not None and step.control[0] > 0
@@ -536,8 +539,10 @@ class Session:
 
     # --------------------------------------------------------------------------------------------- borders and re-forming
 
-    def _settled(self) -> bool:
-        return self._live and not self._border_due and (self.group is None or self.group.broken is None)
+    def _settled(self, placement: Placement) -> bool:
+        """Nothing has happened since `placement` was given at this border. An operation in between may have re-formed."""
+        healthy = self.group is None or self.group.broken is None
+        return self._live and not self._border_due and healthy and placement.generation == self.generation
 
     def _settle_border(self) -> None:
         membership = self._membership

@@ -1,0 +1,180 @@
+"""A coordinator and a parameter server of this process's own, for `python train.py` without a cluster.
+
+The worker's distribution does not depend on the services', so they are started as programs, if they are installed, on loopback. They are
+tied to this process: closed when it ends in good order, and told by the kernel when it does not. Their output goes to a file, whose end
+is quoted when they do not start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import queue
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Final
+
+from shoal_common.clients.coordinator import CoordinatorClient
+from shoal_common.errors import ConfigurationError, DeadlineError, UnavailableError
+from shoal_common.processes import tied_to_parent
+from shoal_common.rpc.channel import ChannelSettings
+from shoal_protos.v1 import coordinator_pb2 as pb
+
+from shoal_worker.elastic.link import CoordinatorLink, MemberIdentity
+
+_COORDINATOR: Final = "shoal_coordinator"
+_PS_SERVER: Final = "shoal_ps_server"
+_DISTRIBUTIONS: Final = {_COORDINATOR: "shoal-coordinator", _PS_SERVER: "shoal-ps-server"}
+_JOB: Final = "alone"
+_START_TIMEOUT: Final = timedelta(seconds=60)
+_STOP_TIMEOUT: Final = timedelta(seconds=10)
+_POLL_S: Final = 0.01
+_LAST_WORDS: Final = 5
+
+
+class OwnCluster:
+    """Both services, and this process as the one member of their job."""
+
+    def __init__(self) -> None:
+        """Returns when all stands.
+
+        Raises:
+            ConfigurationError: the services are not installed.
+            UnavailableError, DeadlineError: one of them did not start.
+        """
+        missing = [distribution for module, distribution in _DISTRIBUTIONS.items() if importlib.util.find_spec(module) is None]
+        if missing:
+            raise ConfigurationError(
+                f'strategy="async_sgd" without a cluster starts a parameter server of its own, and {" and ".join(missing)} cannot be found; '
+                f"`pip install {' '.join(missing)}`, or run the script with `shoal run --parameter-servers 1 ...`"
+            )
+        self._directory = Path(tempfile.mkdtemp(prefix="shoal-alone-"))
+        self._services: list[_Service] = []
+        self._link: CoordinatorLink | None = None
+        try:
+            self._open()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def link(self) -> CoordinatorLink:
+        """This process's session with the coordinator; it has a rank."""
+        assert self._link is not None
+        return self._link
+
+    @property
+    def channel(self) -> ChannelSettings:
+        """How the services are spoken to."""
+        return self._channel
+
+    def close(self) -> None:
+        """Leaves the job and stops the services; they are gone when this returns. Idempotent."""
+        if self._link is not None:
+            self._link.leave(pb.Leave.REASON_FINISHED, timeout=timedelta(seconds=2))
+        for service in reversed(self._services):
+            service.stop()
+        self._services.clear()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _open(self) -> None:
+        coordinator = self._start(_COORDINATOR, "--redis", "embedded://")
+        self._channel = ChannelSettings(address=coordinator)
+        with CoordinatorClient(self._channel) as client:
+            client.create_job(pb.JobSpec(job_id=_JOB, min_workers=1, max_workers=1, parameter_servers=1))
+        self._start(_PS_SERVER, "--coordinator", coordinator, "--job", _JOB, "--server-id", "own")
+        identity = MemberIdentity(
+            job_id=_JOB,
+            member_id=uuid.uuid4().hex,
+            host="localhost",
+            pid=os.getpid(),
+            launcher_id="",
+            local_index=0,
+            donor_address="",
+            metrics_address="",
+        )
+        self._link = CoordinatorLink(CoordinatorClient(self._channel), identity, on_generation=lambda generation: None)
+        self._link.connect(_START_TIMEOUT)
+        self._link.ready()
+        self._link.wait_generation(after=0, timeout=_START_TIMEOUT)
+
+    def _start(self, module: str, *arguments: str) -> str:
+        """Starts a service; returns its address."""
+        service = _Service(module, arguments, self._directory)
+        self._services.append(service)
+        return service.wait_address()
+
+
+class _Service:
+    """One program, from its start to its end."""
+
+    def __init__(self, module: str, arguments: Sequence[str], directory: Path) -> None:
+        self._module = module
+        self._port_file = directory / f"{module}.json"
+        self._log = directory / f"{module}.log"
+        command = [sys.executable, "-m", module, "--listen", "127.0.0.1:0", "--http", "127.0.0.1:0"]
+        self._command = [*command, "--port-file", str(self._port_file), *arguments]
+        started: queue.SimpleQueue[subprocess.Popen[bytes] | OSError] = queue.SimpleQueue()
+        # The kernel ties a child to the thread that starts it; this one lives as long as the child.
+        threading.Thread(target=self._keep, args=(started,), name=f"shoal-keep-{module}", daemon=True).start()
+        process = started.get()
+        if isinstance(process, OSError):
+            raise UnavailableError(f"{sys.executable} -m {module} could not be started: {process}", reason="SERVICE_FAILED") from process
+        self._process = process
+
+    def wait_address(self) -> str:
+        """host:port of its gRPC service, once it serves."""
+        deadline = time.monotonic() + _START_TIMEOUT.total_seconds()
+        while True:
+            with contextlib.suppress(FileNotFoundError):
+                addresses: dict[str, Any] = json.loads(self._port_file.read_text())
+                return str(addresses["grpc"])
+            if self._process.poll() is not None:
+                raise UnavailableError(
+                    f"{self._module} ended with status {self._process.returncode} when it was started; its last words: {self._last_words()}",
+                    reason="SERVICE_FAILED",
+                )
+            if time.monotonic() > deadline:
+                raise DeadlineError(f"{self._module} did not serve within {_START_TIMEOUT}; its last words: {self._last_words()}")
+            time.sleep(_POLL_S)
+
+    def stop(self) -> None:
+        """SIGTERM, and SIGKILL if that does not help."""
+        self._process.terminate()
+        try:
+            self._process.wait(_STOP_TIMEOUT.total_seconds())
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _keep(self, started: queue.SimpleQueue[subprocess.Popen[bytes] | OSError]) -> None:
+        # SIGTERM, so that the coordinator can take its own children and files with it.
+        command = tied_to_parent(self._command, death_signal=signal.SIGTERM)
+        # Settings of a cluster that this process is not a part of are not for these services.
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("SHOAL_")}
+        try:
+            with self._log.open("wb") as log:
+                # A session of its own: the terminal's Ctrl-C is for the script, which then says when to stop.
+                process = subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
+                )
+        except OSError as error:
+            started.put(error)
+            return
+        started.put(process)
+        process.wait()
+
+    def _last_words(self) -> str:
+        lines = self._log.read_text(errors="replace").strip().splitlines() if self._log.exists() else []
+        return " | ".join(lines[-_LAST_WORDS:]) or "nothing"

@@ -77,13 +77,10 @@ async def serve(settings: CoordinatorSettings, stop: asyncio.Event) -> None:
 
 async def _until_stopped(stop: asyncio.Event, jobs: Jobs) -> None:
     """Returns when `stop` is set; raises what this coordinator cannot go on after."""
-    stopped = asyncio.create_task(stop.wait())
-    try:
-        await asyncio.wait({stopped, jobs.failed}, return_when=asyncio.FIRST_COMPLETED)
-        if jobs.failed.done():
-            raise jobs.failed.result()
-    finally:
-        stopped.cancel()
+    jobs.failed.add_done_callback(lambda _: stop.set())
+    await stop.wait()
+    if jobs.failed.done():
+        raise jobs.failed.result()
 
 
 def _redis_url(settings: CoordinatorSettings, stack: AsyncExitStack) -> str:

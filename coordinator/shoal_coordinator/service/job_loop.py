@@ -1,8 +1,8 @@
 """One job's loop: what happened is queued, folded through the core, written to Redis once, and only then answered and announced.
 
-While a commit is under way further events gather and go into the next one (group commit), so the cost of Redis' disk is shared and the order
-of events is one. Heartbeats do not pass through here: they only touch the pulses, in memory, and go on while Redis is away. Everything
-belongs to the event loop; other threads may read `state` and `pulses`, whose values are immutable.
+While a commit is under way further events gather and go into the next one (group commit), so the cost of Redis' disk is shared and
+there is one order of events. Heartbeats do not pass through here: they only touch the pulses, in memory, and go on while Redis is
+away. Everything belongs to the event loop; other threads may read `state`, which is immutable.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """JoinSession: one stream per member, from its join to its end.
 
-A stream that ends without a goodbye means that the member is lost: a killed process breaks its connection within milliseconds, and its peers
-wait in a collective until they hear of it. `reconnect_grace` trades that speed against networks that drop connections: within it a member may
-come back. It does not apply while the coordinator itself goes down; the next one gives every member a whole lease.
+A stream that ends without a goodbye means that the member is lost: a killed process breaks its connection within milliseconds, and
+its peers wait in a collective until they hear of it. `reconnect_grace` trades that speed against networks that drop connections:
+within it a member may come back. Streams that end because the coordinator itself goes down decide nothing; the next one gives every
+member a whole lease.
 
 Everything runs on the event loop: a task that reads the stream, and gRPC's own that sends what is in the mailbox.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from datetime import timedelta
 
 from google.protobuf.message import DecodeError
@@ -55,7 +56,7 @@ class MemberSessions:
         self._joining: Counter[tuple[str, str]] = Counter()
         """(job, member) -> joins under way: a stream that breaks meanwhile does not decide, the join does."""
 
-    async def serve(self, requests: AsyncIterator[pb.MemberMessage]) -> AsyncIterator[bytes]:
+    async def serve(self, requests: AsyncIterator[pb.MemberMessage]) -> AsyncGenerator[bytes, None]:
         """One stream: yields serialized MemberDirectives."""
         first = await first_message(requests, self._request_timeout_s, expected="join")
         job_id, event = parse_join(first.join)
@@ -162,7 +163,7 @@ class MemberSessions:
             job.submit(parse_leave(member_id, message.leave), refused)
         else:
             raise InvalidRequestError(f"a session's message is {kind or 'empty'}: expected heartbeat, ready, collective_failure or leave")
-        return kind == "leave"
+        return bool(kind == "leave")
 
     def _beat(self, job: JobLoop, member_id: str, message: pb.Heartbeat) -> None:
         generation, progress = parse_heartbeat(message)

@@ -1,7 +1,7 @@
 """How the Coordinator's methods are put on a gRPC server, and who may call which.
 
-Sessions send bytes: a generation that goes to ten thousand members is serialized once. That is why the generated registration, which serializes
-each message, is not used.
+Sessions send bytes: a generation that goes to ten thousand members is serialized once. That is why the generated registration, which
+serializes each message, is not used.
 """
 
 from __future__ import annotations

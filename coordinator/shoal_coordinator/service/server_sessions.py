@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import replace
 from datetime import timedelta
 
@@ -38,7 +38,7 @@ class ServerSessions:
         self._registering: Counter[tuple[str, str]] = Counter()
         """(job, server) -> registrations under way: a stream that breaks meanwhile does not decide, the registration does."""
 
-    async def serve(self, requests: AsyncIterator[pb.ServerMessage]) -> AsyncIterator[bytes]:
+    async def serve(self, requests: AsyncIterator[pb.ServerMessage]) -> AsyncGenerator[bytes, None]:
         """One stream: yields serialized ServerDirectives."""
         first = await first_message(requests, self._request_timeout_s, expected="register")
         job_id, event = parse_registration(first.register)

@@ -1,0 +1,64 @@
+"""Coordinators on a real Valkey."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from shoal_common.clients import CoordinatorClient
+from shoal_common.redis import EmbeddedRedis
+
+from tests.integration.coordinator.harness import Coordinator, Job, create_job
+
+
+@pytest.fixture(scope="session")
+def shared_coordinator(tmp_path_factory: pytest.TempPathFactory, leftover_processes: None) -> Iterator[Coordinator]:
+    """One coordinator with its embedded Valkey for all tests that do not stop either."""
+    coordinator = Coordinator(tmp_path_factory.mktemp("coordinator")).start()
+    yield coordinator
+    coordinator.close()
+
+
+@pytest.fixture
+def client(shared_coordinator: Coordinator) -> Iterator[CoordinatorClient]:
+    with shared_coordinator.client() as client:
+        yield client
+
+
+@pytest.fixture
+def make_job(shared_coordinator: Coordinator, client: CoordinatorClient) -> Iterator[Callable[..., Job]]:
+    """Creates jobs with ids of their own."""
+    jobs: list[Job] = []
+
+    def make(*, smallest: int = 1, largest: int = 4, **more: Any) -> Job:
+        job = create_job(shared_coordinator, client, smallest=smallest, largest=largest, **more)
+        jobs.append(job)
+        return job
+
+    yield make
+    for job in jobs:
+        job.close()
+
+
+@pytest.fixture
+def own_redis(tmp_path: Path) -> Iterator[EmbeddedRedis]:
+    """A Valkey that the test may stop."""
+    with EmbeddedRedis(tmp_path / "redis") as server:
+        yield server
+
+
+@pytest.fixture
+def make_coordinator(tmp_path: Path) -> Iterator[Callable[..., Coordinator]]:
+    """Starts coordinators of the test's own."""
+    started: list[Coordinator] = []
+
+    def make(*flags: str, wait: bool = True, **more: Any) -> Coordinator:
+        coordinator = Coordinator(tmp_path, *flags, **more).start(wait=wait)
+        started.append(coordinator)
+        return coordinator
+
+    yield make
+    for coordinator in started:
+        coordinator.close()

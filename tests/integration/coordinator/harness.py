@@ -1,0 +1,241 @@
+"""Real coordinator processes, and members that speak to them over real gRPC."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from shoal_common.clients import CoordinatorClient
+from shoal_common.errors import ShoalError
+from shoal_common.processes import tied_to_parent
+from shoal_common.rpc.channel import ChannelSettings
+from shoal_protos.v1 import coordinator_pb2 as pb
+
+PATIENCE_S = 20.0
+
+
+def eventually(condition: Callable[[], Any], what: str, *, within_s: float = PATIENCE_S) -> Any:
+    """The first true value of `condition`, asked again and again."""
+    deadline = time.monotonic() + within_s
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"waited {within_s} s for {what}"
+        time.sleep(0.005)
+    return value
+
+
+class Coordinator:
+    """One coordinator process."""
+
+    def __init__(self, directory: Path, *flags: str, environment: dict[str, str] | None = None) -> None:
+        self._flags = flags
+        self._port_file = directory / f"ports-{uuid.uuid4().hex}.json"
+        self._log = directory / "coordinator.log"
+        self._environment = {**os.environ, **(environment or {})}
+        self.ports: dict[str, Any] = {}
+        self.process: subprocess.Popen[bytes]
+
+    def start(self, *more: str, wait: bool = True) -> Coordinator:
+        self._port_file.unlink(missing_ok=True)
+        command = [sys.executable, "-m", "shoal_coordinator", "--port-file", str(self._port_file), *self._flags, *more]
+        with self._log.open("ab") as log:
+            self.process = subprocess.Popen(tied_to_parent(command), stderr=log, stdout=log, env=self._environment)
+        if wait:
+            self.wait_ready()
+        return self
+
+    def wait_ready(self) -> None:
+        eventually(lambda: self._port_file.exists() or self.process.poll() is not None, "the coordinator's port file")
+        assert self.process.poll() is None, self.log
+        self.ports = json.loads(self._port_file.read_text())
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(PATIENCE_S)
+
+    def terminate(self) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(PATIENCE_S)
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.terminate()
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text()
+
+    def client(self, **more: Any) -> CoordinatorClient:
+        return CoordinatorClient(ChannelSettings(**{"address": self.ports["grpc"], "deadline": timedelta(seconds=10), **more}))
+
+
+class Job:
+    """A job of a coordinator, and its members."""
+
+    def __init__(self, coordinator: Coordinator, client: CoordinatorClient, job_id: str) -> None:
+        self.coordinator = coordinator
+        self.client = client
+        self.job_id = job_id
+        self.members: list[Member] = []
+
+    def join(self, name: str, **more: Any) -> Member:
+        """Opens a session; the welcome may be still to come."""
+        member = Member(self, name, **more)
+        self.members.append(member)
+        return member
+
+    def start(self, *names: str, **more: Any) -> list[Member]:
+        """Members that join one after another and say ready."""
+        joined = [self.join(name, **more) for name in names]
+        for member in joined:
+            member.welcome()
+            member.ready()
+        return joined
+
+    def form(self, *names: str, **more: Any) -> list[Member]:
+        """Members that have all taken the generation that they form."""
+        members = self.start(*names, **more)
+        for member in members:
+            generation = member.generation(lambda g: len(g.ranks) >= len(names))
+            member.beat(generation.number)
+        number = generation.number
+        eventually(lambda: self.get().generation.number == number, "the generation")
+        return members
+
+    def get(self) -> pb.GetJobResponse:
+        return self.client.get_job(self.job_id)
+
+    def phase_of(self, name: str) -> str:
+        """Short name of a member's phase; "" if it is not there."""
+        found = [m for m in self.get().members if m.member_id == name]
+        return pb.MemberPhase.Name(found[0].phase).removeprefix("MEMBER_PHASE_").lower() if found else ""
+
+    def events(self) -> list[pb.Event]:
+        return list(self.client.watch_events(self.job_id))
+
+    def close(self) -> None:
+        for member in self.members:
+            member.kill()
+
+
+class Member:
+    """One session stream, held by this process: `kill` breaks it as the death of a process does."""
+
+    def __init__(
+        self, job: Job, name: str, *, host: str = "h1", index: int = 0, last: int = 0, pid: int = 1, client: CoordinatorClient | None = None
+    ) -> None:
+        self.job = job
+        self.name = name
+        self.seen: list[pb.MemberDirective] = []
+        self.seen_at: list[float] = []
+        self.error: ShoalError | None = None
+        self.ended = False
+        self._changed = threading.Condition()
+        self._outgoing: queue.SimpleQueue[pb.MemberMessage | None] = queue.SimpleQueue()
+        join = pb.Join(
+            job_id=job.job_id,
+            member_id=name,
+            host=host,
+            pid=pid,
+            launcher_id="l",
+            local_index=index,
+            donor_address="127.0.0.1:1",
+            metrics_address="127.0.0.1:9",
+            last_generation=last,
+        )
+        self.say(pb.MemberMessage(join=join))
+        self._stream = (client or job.client).join_session(iter(self._outgoing.get, None))
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        try:
+            for directive in self._stream:
+                with self._changed:
+                    self.seen.append(directive)
+                    self.seen_at.append(time.monotonic())
+                    self._changed.notify_all()
+        except ShoalError as error:
+            self.error = error
+        with self._changed:
+            self.ended = True
+            self._changed.notify_all()
+
+    # ------------------------------------------------------------------------------------------------------------- saying
+
+    def say(self, message: pb.MemberMessage) -> None:
+        self._outgoing.put(message)
+
+    def ready(self) -> None:
+        self.say(pb.MemberMessage(ready=pb.Ready()))
+
+    def beat(self, generation: int = 0, **progress: Any) -> None:
+        self.say(pb.MemberMessage(heartbeat=pb.Heartbeat(generation=generation, progress=pb.Progress(**progress))))
+
+    def fail(self, generation: int, *, suspects: Sequence[int] = (), timed_out: bool = False) -> None:
+        failure = pb.CollectiveFailure(generation=generation, suspects=suspects, timed_out=timed_out, detail="connection closed")
+        self.say(pb.MemberMessage(collective_failure=failure))
+
+    def leave(self, reason: pb.Leave.Reason.ValueType) -> None:
+        self.say(pb.MemberMessage(leave=pb.Leave(reason=reason)))
+
+    def kill(self) -> None:
+        self._stream.cancel()
+        self._outgoing.put(None)
+        self._thread.join(PATIENCE_S)
+        assert not self._thread.is_alive()
+
+    # ------------------------------------------------------------------------------------------------------------ hearing
+
+    def wait(self, condition: Callable[[], Any], what: str) -> Any:
+        with self._changed:
+            self._changed.wait_for(lambda: condition() or self.ended, PATIENCE_S)
+            value = condition()
+            assert value, f"{self.name} waited for {what}; it saw {self.seen}, {self.error!r}"
+            return value
+
+    def told(self, kind: str, accept: Callable[[Any], bool] = lambda _: True) -> Any:
+        """The newest directive of a kind that `accept` takes, waited for."""
+
+        def newest() -> Any:
+            found = [getattr(d, kind) for d in self.seen if d.WhichOneof("directive") == kind and accept(getattr(d, kind))]
+            return found[-1] if found else None
+
+        return self.wait(newest, kind)
+
+    def kinds(self) -> list[str]:
+        with self._changed:
+            return [directive.WhichOneof("directive") for directive in self.seen]
+
+    def welcome(self) -> pb.Welcome:
+        return self.told("welcome")
+
+    def generation(self, accept: Callable[[pb.Generation], bool] = lambda _: True) -> pb.Generation:
+        return self.told("generation", accept)
+
+    def end(self) -> ShoalError | None:
+        """The error that the stream ends with, waited for; None: it ends without one."""
+        self.wait(lambda: self.ended, "the end of its session")
+        return self.error
+
+
+def ids(generation: pb.Generation) -> list[str]:
+    """Member ids in rank order."""
+    return [rank.member_id for rank in generation.ranks]
+
+
+def create_job(coordinator: Coordinator, client: CoordinatorClient, *, smallest: int = 1, largest: int = 4, **more: Any) -> Job:
+    """A new job."""
+    job_id = f"job-{uuid.uuid4().hex[:8]}"
+    client.create_job(pb.JobSpec(job_id=job_id, min_workers=smallest, max_workers=largest, **more))
+    return Job(coordinator, client, job_id)

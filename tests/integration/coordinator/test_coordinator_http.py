@@ -1,0 +1,78 @@
+"""What Prometheus reads: /metrics, /healthz and /sd of a real coordinator."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+from urllib.request import urlopen
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.integration.coordinator.harness import Coordinator, Job, eventually
+
+MakeJob = Callable[..., Job]
+
+
+def page(coordinator: Coordinator, path: str) -> str:
+    with urlopen(f"http://{coordinator.ports['http']}{path}", timeout=10) as answer:
+        return str(answer.read().decode())
+
+
+def value(coordinator: Coordinator, name: str, **labels: str) -> float:
+    """A sample's value; 0 if it is not there yet."""
+    for family in text_string_to_metric_families(page(coordinator, "/metrics")):
+        for sample in family.samples:
+            if sample.name == name and labels.items() <= sample.labels.items():
+                return float(sample.value)
+    return 0.0
+
+
+def test_service_discovery_lists_who_serves_metrics(make_job: MakeJob, shared_coordinator: Coordinator) -> None:
+    job = make_job(smallest=1, largest=2, join_grace_ms=300)
+    job.form("a", "b")
+    job.start("c")
+
+    def mine() -> list[dict[str, Any]]:
+        return [target for target in json.loads(page(shared_coordinator, "/sd")) if target["labels"]["job_id"] == job.job_id]
+
+    eventually(lambda: len(mine()) == 3, "three targets")
+    assert [(t["targets"], t["labels"]["role"], t["labels"]["member_id"], t["labels"]["rank"]) for t in mine()] == [
+        (["127.0.0.1:9"], "worker", "a", "0"),
+        (["127.0.0.1:9"], "worker", "b", "1"),
+        (["127.0.0.1:9"], "worker", "c", ""),
+    ]
+
+
+def test_metrics_tell_of_generations_members_and_losses(make_job: MakeJob, shared_coordinator: Coordinator) -> None:
+    job = make_job(join_grace_ms=300)
+    before = value(shared_coordinator, "shoal_coordinator_generations_formed_total", cause="failure")
+    announced = value(shared_coordinator, "shoal_coordinator_loss_to_announcement_seconds_count")
+    a, b = job.form("a", "b")
+    assert value(shared_coordinator, "shoal_coordinator_members", job_id=job.job_id, phase="ranked") == 2
+    assert value(shared_coordinator, "shoal_coordinator_world_size", job_id=job.job_id) == 2
+    assert value(shared_coordinator, "shoal_coordinator_sessions", kind="member") >= 2
+    b.kill()
+    a.generation(lambda g: g.number == 2)
+    eventually(
+        lambda: value(shared_coordinator, "shoal_coordinator_generations_formed_total", cause="failure") == before + 1,
+        "the generation to be counted",
+    )
+    assert value(shared_coordinator, "shoal_coordinator_loss_to_announcement_seconds_count") == announced + 1
+    assert value(shared_coordinator, "shoal_coordinator_generation", job_id=job.job_id) == 2
+    assert value(shared_coordinator, "shoal_coordinator_members_departed_total", ending="stream_broken") >= 1
+    assert value(shared_coordinator, "shoal_coordinator_heartbeats_total", kind="member") >= 2
+    assert value(shared_coordinator, "shoal_coordinator_redis_up") == 1
+    assert value(shared_coordinator, "shoal_coordinator_commit_seconds_count") > 0
+
+
+def test_every_metric_has_a_help_text_and_the_services_prefix(shared_coordinator: Coordinator) -> None:
+    families = list(text_string_to_metric_families(page(shared_coordinator, "/metrics")))
+    own = [family for family in families if family.name.startswith("shoal_coordinator_")]
+    assert len(own) >= 14
+    assert all(family.documentation.endswith(".") for family in own)
+    assert all(family.name.startswith(("shoal_coordinator_", "grpc_")) for family in families)
+
+
+def test_health_is_ok_while_the_coordinator_serves(shared_coordinator: Coordinator) -> None:
+    assert page(shared_coordinator, "/healthz") == "ok\n"

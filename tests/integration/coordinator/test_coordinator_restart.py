@@ -1,0 +1,209 @@
+"""The coordinator dies, is stopped, or is replaced by another one; and Redis goes away. Training goes on, and no number is given twice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from shoal_common.errors import UnavailableError
+from shoal_common.redis import EmbeddedRedis
+from shoal_protos.v1 import coordinator_pb2 as pb
+
+from tests.integration.coordinator.harness import Coordinator, Job, create_job, eventually, ids
+
+MakeCoordinator = Callable[..., Coordinator]
+
+
+def restarted(coordinator: Coordinator) -> None:
+    """The same coordinator again, on the same port and Redis."""
+    coordinator.start("--listen", coordinator.ports["grpc"])
+
+
+def test_a_killed_coordinator_comes_back_and_members_keep_their_places(make_coordinator: MakeCoordinator, tmp_path: Path) -> None:
+    coordinator = make_coordinator("--redis", f"embedded://{tmp_path}/data")
+    with coordinator.client() as client:
+        job = create_job(coordinator, client, smallest=2, largest=3, join_grace_ms=300)
+        a, b = job.form("a", "b")
+        before = a.generation()
+        coordinator.kill()
+        for member in (a, b):
+            assert isinstance(member.end(), UnavailableError)
+        restarted(coordinator)
+
+        a_again, b_again = job.join("a", last=1), job.join("b", last=1)
+        for member in (a_again, b_again):
+            assert not member.welcome().joining
+        assert job.get().generation == before
+        c = job.join("c")
+        assert c.welcome().joining
+        a_again.beat(1)
+        b_again.beat(1)
+        c.ready()
+        after = c.generation()
+        assert after.number == 2
+        assert ids(after) == ["a", "b", "c"]
+        assert a_again.kinds() == ["welcome", "generation"]
+        assert [event.kind for event in job.events()].count("generation_formed") == 2
+        job.close()
+
+
+def test_a_member_learns_after_a_restart_what_it_missed(make_coordinator: MakeCoordinator, own_redis: EmbeddedRedis) -> None:
+    coordinator = make_coordinator("--redis", own_redis.url)
+    with coordinator.client() as client:
+        job = create_job(coordinator, client, join_grace_ms=300)
+        _, b = job.form("a", "b")
+        client.drain_member(job.job_id, member_id="b")
+        b.told("drain")
+        coordinator.kill()
+        restarted(coordinator)
+        a_again, b_again = job.join("a", last=1), job.join("b", last=1)
+        assert ids(a_again.generation()) == ["a"]
+        assert b_again.told("drain").reason == "drained"
+        job.close()
+
+
+def test_members_have_a_whole_lease_to_come_back(make_coordinator: MakeCoordinator, own_redis: EmbeddedRedis) -> None:
+    coordinator = make_coordinator("--redis", own_redis.url)
+    with coordinator.client() as client:
+        job = create_job(coordinator, client, join_grace_ms=300, lease_ms=1000)
+        job.form("a", "b")
+        coordinator.kill()
+        restarted(coordinator)
+        a_again = job.join("a", last=1)
+        a_again.welcome()
+        assert job.phase_of("b") == "ranked"
+
+        def beaten() -> bool:
+            a_again.beat(1)
+            return job.phase_of("b") == ""
+
+        eventually(beaten, "b's lease to end")
+        assert ids(a_again.generation()) == ["a"]
+        assert a_again.generation().number == 2
+        job.close()
+
+
+def test_a_stopped_coordinator_sends_its_members_to_the_next_one(make_coordinator: MakeCoordinator, own_redis: EmbeddedRedis) -> None:
+    coordinator = make_coordinator("--redis", own_redis.url)
+    with coordinator.client() as client:
+        job = create_job(coordinator, client, join_grace_ms=300)
+        a, b = job.form("a", "b")
+        assert coordinator.terminate() == 0
+        for member in (a, b):
+            error = member.end()
+            assert isinstance(error, UnavailableError)
+            assert error.reason == "COORDINATOR_STOPPING"
+        restarted(coordinator)
+        for name in ("a", "b"):
+            job.join(name, last=1).welcome()
+        assert job.get().generation.number == 1
+        assert "member_lost" not in [event.kind for event in job.events()]
+        job.close()
+
+
+def test_a_second_coordinator_takes_over_and_the_first_one_ends(make_coordinator: MakeCoordinator, own_redis: EmbeddedRedis) -> None:
+    first = make_coordinator("--redis", own_redis.url)
+    with first.client() as client:
+        job = create_job(first, client, join_grace_ms=300)
+        a, b = job.form("a", "b")
+        second = make_coordinator("--redis", own_redis.url)
+        with second.client() as other:
+            taken_over = Job(second, other, job.job_id)
+            # What the first one still hears cannot be written any more.
+            b.kill()
+            error = a.end()
+            assert isinstance(error, UnavailableError)
+            assert error.reason == "COORDINATOR_REPLACED"
+            eventually(lambda: first.process.poll() == 1, "the first coordinator to end")
+            assert "another coordinator" in first.log
+            assert taken_over.get().generation.number == 1
+            a_again = taken_over.join("a", last=1)
+            b_again = taken_over.join("b", last=1)
+            b_again.welcome()
+            b_again.kill()
+            assert ids(a_again.generation(lambda g: g.number == 2)) == ["a"]
+            taken_over.close()
+
+
+def test_a_coordinator_with_nothing_to_write_finds_out_too(make_coordinator: MakeCoordinator, own_redis: EmbeddedRedis) -> None:
+    first = make_coordinator("--redis", own_redis.url)
+    make_coordinator("--redis", own_redis.url)
+    eventually(lambda: first.process.poll() == 1, "the first coordinator to end")
+
+
+def test_changes_wait_while_redis_is_away_and_nothing_is_lost(make_coordinator: MakeCoordinator, tmp_path: Path) -> None:
+    redis = EmbeddedRedis(tmp_path / "away")
+    try:
+        coordinator = make_coordinator("--redis", redis.url, "--request-timeout", "300ms")
+        with coordinator.client(attempts=1) as client:
+            job = create_job(coordinator, client, join_grace_ms=300)
+            a, b, _ = job.form("a", "b", "c")
+            redis.close()
+
+            b.kill()
+            a.beat(1, step=5)
+            eventually(lambda: any(m.progress.step == 5 for m in job.get().members), "heartbeats and status while Redis is away")
+            for change in (lambda: client.drain_member(job.job_id, member_id="a"), lambda: create_job(coordinator, client)):
+                error = refusal(change)
+                assert isinstance(error, UnavailableError)
+                assert error.reason == "STORAGE_UNAVAILABLE"
+            error = job.join("d").end()
+            assert isinstance(error, UnavailableError)
+            assert a.kinds() == ["welcome", "generation"]
+
+            redis = EmbeddedRedis(tmp_path / "away", port=redis.port)
+            assert "b" not in ids(a.generation(lambda g: g.number == 2))
+            # The drain was asked for and not taken back: it is done, although its caller was told that it may not be.
+            assert a.told("drain").reason == "drained"
+            job.close()
+    finally:
+        redis.close()
+
+
+def test_a_redis_that_lost_everything_is_filled_again_from_memory(make_coordinator: MakeCoordinator, own_redis: EmbeddedRedis) -> None:
+    import redis
+
+    coordinator = make_coordinator("--redis", own_redis.url)
+    with coordinator.client() as client, redis.Redis.from_url(own_redis.url) as raw:
+        job = create_job(coordinator, client, join_grace_ms=300)
+        a, b = job.form("a", "b")
+        raw.flushall()
+        b.kill()
+        assert ids(a.generation(lambda g: g.number == 2)) == ["a"]
+        coordinator.kill()
+        restarted(coordinator)
+        job.join("a", last=2).welcome()
+        assert job.get().generation.number == 2
+        job.close()
+
+
+def test_the_coordinator_waits_for_redis_at_its_start(make_coordinator: MakeCoordinator, tmp_path: Path) -> None:
+    with EmbeddedRedis(tmp_path / "late") as first:
+        port = first.port
+    coordinator = make_coordinator("--redis", f"redis://127.0.0.1:{port}", wait=False)
+    eventually(lambda: "waiting for Redis" in coordinator.log, "the first attempt")
+    with EmbeddedRedis(tmp_path / "late", port=port):
+        coordinator.wait_ready()
+        coordinator.close()
+
+
+def refusal(call: Callable[[], object]) -> Exception:
+    """What `call` raises."""
+    try:
+        call()
+    except Exception as error:
+        return error
+    raise AssertionError("the call was granted")
+
+
+def test_a_job_survives_with_its_spec_and_closed_state(make_coordinator: MakeCoordinator, own_redis: EmbeddedRedis) -> None:
+    coordinator = make_coordinator("--redis", own_redis.url)
+    with coordinator.client() as client:
+        job = create_job(coordinator, client, smallest=2, largest=3)
+        client.stop_job(job.job_id, reason="done")
+        before = job.get()
+        coordinator.kill()
+        restarted(coordinator)
+        after = job.get()
+        assert (after.spec, after.phase) == (before.spec, pb.JOB_PHASE_FINISHED)
+        assert [summary.job_id for summary in client.list_jobs().jobs] == [job.job_id]

@@ -1,0 +1,267 @@
+"""Members over real streams: joining, dying, leaving, draining, stopping. What exactly is decided is in the unit scenarios."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+
+from shoal_common.errors import PreconditionError, StaleGenerationError
+from shoal_protos.v1 import coordinator_pb2 as pb
+
+from tests.integration.coordinator.harness import Job, eventually, ids
+
+MakeJob = Callable[..., Job]
+
+
+def test_a_generation_is_written_when_the_world_is_full_and_says_who_is_where(make_job: MakeJob) -> None:
+    job = make_job(smallest=2, largest=3, join_grace_ms=60_000)
+    c = job.join("c", host="h2")
+    b = job.join("b", host="h1", index=1)
+    a = job.join("a", host="h1", index=0)
+    welcome = a.welcome()
+    assert not welcome.joining
+    assert welcome.store_url == job.coordinator.ports["redis"]
+    assert welcome.heartbeat_interval_ms == 1000
+    assert welcome.spec.max_workers == 3
+    for member in (c, b, a):
+        member.welcome()
+        member.ready()
+    generation = a.generation()
+    assert generation == b.generation() == c.generation()
+    assert generation.number == 1
+    assert generation.cause == pb.Generation.CAUSE_START
+    assert len(generation.nonce) == 32
+    assert [(r.rank, r.member_id, r.host, r.local_rank, r.local_world_size) for r in generation.ranks] == [
+        (0, "a", "h1", 0, 2),
+        (1, "b", "h1", 1, 2),
+        (2, "c", "h2", 0, 1),
+    ]
+    status = job.get()
+    assert status.phase == pb.JOB_PHASE_RUNNING
+    assert status.generation == generation
+    assert [(m.member_id, m.rank) for m in status.members] == [("a", 0), ("b", 1), ("c", 2)]
+
+
+def test_the_grace_gathers_those_who_come_a_little_later(make_job: MakeJob) -> None:
+    job = make_job(smallest=1, largest=4, join_grace_ms=400)
+    a, b = job.start("a", "b")
+    assert ids(a.generation()) == ["a", "b"]
+    assert b.generation().number == 1
+
+
+def test_members_below_the_minimum_stand_by(make_job: MakeJob) -> None:
+    job = make_job(smallest=2)
+    (a,) = job.start("a")
+    assert a.told("standby").reason == "waiting for 2 members"
+    assert job.get().phase == pb.JOB_PHASE_WAITING
+    job.start("b")
+    assert ids(a.generation()) == ["a", "b"]
+
+
+def test_a_broken_stream_shrinks_the_world_at_once(make_job: MakeJob) -> None:
+    job = make_job(join_grace_ms=300)
+    a, b, c = job.form("a", "b", "c")
+    b.kill()
+    generation = a.generation(lambda g: g.number == 2)
+    assert ids(generation) == ["a", "c"]
+    assert generation.cause == pb.Generation.CAUSE_FAILURE
+    assert generation.interrupts_below == 2
+    assert c.generation(lambda g: g.number == 2) == generation
+    back = job.join("b", last=1)
+    error = back.end()
+    assert isinstance(error, PreconditionError)
+    assert error.reason == "MEMBER_REPLACED"
+
+
+def test_sigkill_of_a_member_process_is_noticed_by_its_stream(make_job: MakeJob) -> None:
+    job = make_job(smallest=1, largest=2)
+    script = """
+        import sys, threading
+        from shoal_common.clients import CoordinatorClient
+        from shoal_common.rpc.channel import ChannelSettings
+        from shoal_protos.v1 import coordinator_pb2 as pb
+
+        def messages():
+            yield pb.MemberMessage(join=pb.Join(job_id=sys.argv[2], member_id="victim", host="h1", pid=1))
+            yield pb.MemberMessage(ready=pb.Ready())
+            threading.Event().wait()
+
+        for directive in CoordinatorClient(ChannelSettings(address=sys.argv[1])).join_session(messages()):
+            pass
+    """
+    (a,) = job.form("a")
+    with subprocess.Popen([sys.executable, "-c", textwrap.dedent(script), job.coordinator.ports["grpc"], job.job_id]) as victim:
+        try:
+            joined = a.generation(lambda g: "victim" in ids(g))
+            a.beat(joined.number)
+        finally:
+            victim.kill()
+            killed_at = time.monotonic()
+    shrunk = a.generation(lambda g: g.number > joined.number)
+    assert ids(shrunk) == ["a"]
+    # No figure is asserted on a busy machine, but a lease (10 s) or a keepalive (20 s) must not be what noticed it.
+    assert a.seen_at[-1] - killed_at < 5
+
+
+def test_a_joiner_is_taken_at_the_border_and_interrupts_nobody(make_job: MakeJob) -> None:
+    job = make_job()
+    (a,) = job.form("a")
+    b = job.join("b")
+    assert b.welcome().joining
+    b.ready()
+    generation = b.generation()
+    assert (generation.number, generation.cause, generation.interrupts_below) == (2, pb.Generation.CAUSE_BORDER, 1)
+    assert [rank.joining for rank in generation.ranks] == [False, True]
+    assert a.generation(lambda g: g.number == 2) == generation
+
+
+def test_a_drained_member_leaves_and_the_others_go_on(make_job: MakeJob) -> None:
+    job = make_job(join_grace_ms=300)
+    a, b = job.form("a", "b")
+    assert job.client.drain_member(job.job_id, rank=1, reason="the host goes down").member_id == "b"
+    assert b.told("drain").reason == "the host goes down"
+    generation = a.generation(lambda g: g.number == 2)
+    assert generation.cause == pb.Generation.CAUSE_BORDER
+    assert ids(generation) == ["a"]
+    assert job.phase_of("b") == "draining"
+    b.leave(pb.Leave.REASON_DRAINED)
+    assert b.end() is None
+    a.beat(2)
+    eventually(lambda: job.phase_of("b") == "", "b to be gone")
+    assert job.get().generation.number == 2
+
+
+def test_a_reported_exit_shrinks_the_world_and_ends_the_session(make_job: MakeJob) -> None:
+    job = make_job(join_grace_ms=300)
+    a, b = job.form("a", "b")
+    assert job.client.report_exit(job.job_id, "b", exit_code=137, signal=9).was_member
+    assert ids(a.generation(lambda g: g.number == 2)) == ["a"]
+    error = b.end()
+    assert error is not None
+    assert error.reason == "PROCESS_EXITED"
+    assert job.client.report_exit(job.job_id, "b", exit_code=137, signal=9).was_member
+    assert not job.client.report_exit(job.job_id, "stranger", exit_code=1).was_member
+
+
+def test_a_member_without_heartbeats_loses_its_lease(make_job: MakeJob) -> None:
+    job = make_job(lease_ms=500, join_grace_ms=100)
+    a, b = job.form("a", "b")
+
+    def beaten() -> bool:
+        a.beat(1)
+        return b.ended
+
+    eventually(beaten, "b's lease to end")
+    assert b.error is not None
+    assert b.error.reason == "LEASE_EXPIRED"
+    assert ids(a.generation(lambda g: g.number == 2)) == ["a"]
+
+
+def test_a_failed_collective_without_a_death_reforms_everyone(make_job: MakeJob) -> None:
+    job = make_job(join_grace_ms=300)
+    a, b = job.form("a", "b")
+    a.fail(1)
+    assert ids(a.generation(lambda g: g.number == 2)) == ["a", "b"]
+    assert b.generation(lambda g: g.number == 2).interrupts_below == 2
+    # The same failure, told late, is over.
+    b.fail(1)
+    b.beat(2, step=7)
+    eventually(lambda: any(m.progress.step == 7 for m in job.get().members), "b's heartbeat behind its report")
+    assert job.get().generation.number == 2
+
+
+def test_stop_reaches_everyone_and_closes_the_job(make_job: MakeJob) -> None:
+    job = make_job(smallest=1, largest=2, join_grace_ms=300)
+    a, b = job.form("a", "b")
+    (waiting,) = job.start("c")
+    assert waiting.told("standby").reason == "the world is full: 2 members"
+    job.client.stop_job(job.job_id, reason="enough")
+    for member in (a, b, waiting):
+        assert member.told("stop").reason == "enough"
+    error = job.join("d").end()
+    assert error is not None
+    assert error.reason == "JOB_CLOSED"
+    for member in (a, b, waiting):
+        member.leave(pb.Leave.REASON_DRAINED)
+        assert member.end() is None
+    eventually(lambda: job.get().phase == pb.JOB_PHASE_FINISHED, "the job to be finished")
+    assert job.get().generation.number == 1
+
+
+def test_members_that_finish_one_after_another_interrupt_nobody(make_job: MakeJob) -> None:
+    job = make_job(join_grace_ms=300)
+    a, b = job.form("a", "b")
+    c = job.join("c")
+    c.welcome()
+    a.leave(pb.Leave.REASON_FINISHED)
+    assert a.end() is None
+    assert c.told("stop").reason == "member a came to the end of its script"
+    assert "stop" not in b.kinds()
+    b.leave(pb.Leave.REASON_FINISHED)
+    assert b.end() is None
+    assert job.get().phase == pb.JOB_PHASE_FINISHED
+    assert b.kinds() == ["welcome", "generation"]
+
+
+def test_a_member_that_opens_a_second_stream_goes_on_there(make_job: MakeJob) -> None:
+    job = make_job()
+    (a,) = job.form("a")
+    again = job.join("a", last=1)
+    again.welcome()
+    error = a.end()
+    assert error is not None
+    assert error.reason == "SESSION_REPLACED"
+    again.beat(1, step=3)
+    eventually(lambda: job.get().members[0].progress.step == 3, "the heartbeat of the second stream")
+    assert job.get().generation.number == 1
+
+
+def test_a_stranger_that_claims_an_old_generation_is_refused(make_job: MakeJob) -> None:
+    job = make_job()
+    job.form("a")
+    error = job.join("x", last=1).end()
+    assert isinstance(error, StaleGenerationError)
+    error = job.join("y", last=2).end()
+    assert error is not None
+    assert error.reason == "GENERATION_UNKNOWN"
+
+
+def test_another_process_cannot_take_a_members_name(make_job: MakeJob) -> None:
+    job = make_job()
+    (a,) = job.form("a")
+    error = job.join("a", pid=2).end()
+    assert error is not None
+    assert error.reason == "MEMBER_CONFLICT"
+    a.beat(1, step=1)
+    eventually(lambda: job.get().members[0].progress.step == 1, "a to be heard")
+
+
+def test_a_malformed_message_ends_the_session(make_job: MakeJob) -> None:
+    job = make_job()
+    (a,) = job.form("a")
+    a.say(pb.MemberMessage())
+    error = a.end()
+    assert error is not None
+    assert error.reason == "REQUEST_INVALID"
+    eventually(lambda: not job.get().members, "the member to be put out")
+
+
+def test_events_are_kept_and_followed(make_job: MakeJob) -> None:
+    job = make_job()
+    job.form("a")
+    kinds = [event.kind for event in job.events()]
+    assert kinds == ["job_created", "member_joined", "member_ready", "generation_formed"]
+    after = job.events()[1].event_id
+    followed = job.client.watch_events(job.job_id, after_event_id=after, follow=True)
+    assert [next(followed).kind, next(followed).kind] == kinds[2:]
+    a = job.members[0]
+    a.leave(pb.Leave.REASON_FINISHED)
+    left, finished = sorted((next(followed), next(followed)), key=lambda event: event.kind, reverse=True)
+    assert (left.kind, left.member_id, left.attributes["ending"]) == ("member_left", "a", "finished")
+    assert finished.kind == "job_finished"
+    assert finished.unix_ms > 0
+    followed.cancel()
+    assert a.end() is None

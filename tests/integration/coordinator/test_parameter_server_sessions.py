@@ -1,0 +1,211 @@
+"""Parameter servers register, tensors are laid out over them, batches are leased: over real gRPC."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from shoal_common.errors import InvalidRequestError, PreconditionError, ShoalError, UnavailableError
+from shoal_protos.v1 import coordinator_pb2 as pb
+
+from tests.integration.coordinator.harness import PATIENCE_S, Coordinator, Job, eventually
+
+MakeJob = Callable[..., Job]
+
+
+class Server:
+    """One parameter server's session."""
+
+    def __init__(self, job: Job, name: str, *, pid: int = 1) -> None:
+        self.seen: list[pb.ServerDirective] = []
+        self.error: ShoalError | None = None
+        self.ended = False
+        self._changed = threading.Condition()
+        self._outgoing: queue.SimpleQueue[pb.ServerMessage | None] = queue.SimpleQueue()
+        register = pb.RegisterServer(
+            job_id=job.job_id, server_id=name, address=f"{name}:7000", metrics_address=f"{name}:9000", host="h", pid=pid
+        )
+        self._outgoing.put(pb.ServerMessage(register=register))
+        self._stream = job.client.server_session(iter(self._outgoing.get, None))
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        try:
+            for directive in self._stream:
+                with self._changed:
+                    self.seen.append(directive)
+                    self._changed.notify_all()
+        except ShoalError as error:
+            self.error = error
+        with self._changed:
+            self.ended = True
+            self._changed.notify_all()
+
+    def told(self, kind: str, accept: Callable[[Any], bool] = lambda _: True) -> Any:
+        def newest() -> Any:
+            found = [getattr(d, kind) for d in self.seen if d.WhichOneof("directive") == kind and accept(getattr(d, kind))]
+            return found[-1] if found else None
+
+        with self._changed:
+            self._changed.wait_for(lambda: newest() is not None or self.ended, PATIENCE_S)
+            value = newest()
+            assert value is not None, f"waited for {kind}; saw {self.seen}, {self.error!r}"
+            return value
+
+    def beat(self) -> None:
+        self._outgoing.put(pb.ServerMessage(heartbeat=pb.ServerHeartbeat(stored_bytes=8)))
+
+    def end(self) -> ShoalError | None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: self.ended, PATIENCE_S)
+        return self.error
+
+    def kill(self) -> None:
+        self._stream.cancel()
+        self._outgoing.put(None)
+        self._thread.join(PATIENCE_S)
+
+
+@pytest.fixture
+def make_server() -> Iterator[Callable[..., Server]]:
+    servers: list[Server] = []
+
+    def make(job: Job, name: str, **more: Any) -> Server:
+        servers.append(Server(job, name, **more))
+        return servers[-1]
+
+    yield make
+    for server in servers:
+        server.kill()
+
+
+MakeServer = Callable[..., Server]
+TENSORS = [pb.TensorSpec(name="big", shape=[3, 1 << 20], dtype="float32"), pb.TensorSpec(name="small", shape=[], dtype="float64")]
+
+
+def test_servers_take_places_and_hear_who_trains(make_job: MakeJob, make_server: MakeServer) -> None:
+    job = make_job(parameter_servers=2, join_grace_ms=300)
+    first = make_server(job, "s0")
+    assert first.told("welcome").server_index == 0
+    assert first.told("welcome").spec.parameter_servers == 2
+    assert list(first.told("members").member_ids) == []
+    second = make_server(job, "s1")
+    assert second.told("welcome").server_index == 1
+    a, _ = job.form("a", "b")
+    for server in (first, second):
+        assert list(server.told("members", lambda m: m.generation == 1).member_ids) == ["a", "b"]
+    a.kill()
+    assert list(first.told("members", lambda m: m.generation == 2).member_ids) == ["b"]
+    assert [(s.server_id, s.server_index, s.alive) for s in job.get().servers] == [("s0", 0, True), ("s1", 1, True)]
+
+
+def test_tensors_are_laid_out_when_all_servers_are_there(make_job: MakeJob, make_server: MakeServer) -> None:
+    job = make_job(parameter_servers=2)
+    make_server(job, "s0").told("welcome")
+    with pytest.raises(UnavailableError, match="1 of 2") as waiting:
+        job.client.declare_tensors(job.job_id, TENSORS)
+    assert waiting.value.reason == "NO_SERVERS"
+    make_server(job, "s1").told("welcome")
+    shard_map = job.client.declare_tensors(job.job_id, TENSORS).shard_map
+    assert shard_map.epoch == 1
+    assert [(p.partition_id, p.tensor_index, p.offset, p.length) for p in shard_map.partitions] == [
+        (0, 0, 0, 2 << 20),
+        (1, 0, 2 << 20, 1 << 20),
+        (2, 1, 0, 1),
+    ]
+    assert [s.address for s in shard_map.servers] == ["s0:7000", "s1:7000"]
+    assert job.client.declare_tensors(job.job_id, TENSORS).shard_map == shard_map
+    assert job.client.get_shard_map(job.job_id).shard_map == shard_map
+    with pytest.raises(PreconditionError, match="small") as conflict:
+        job.client.declare_tensors(job.job_id, [TENSORS[0], pb.TensorSpec(name="small", shape=[2], dtype="float64")])
+    assert conflict.value.reason == "TENSORS_CONFLICT"
+
+
+def test_a_lost_server_keeps_its_place_for_its_return(make_job: MakeJob, make_server: MakeServer) -> None:
+    job = make_job(parameter_servers=1)
+    server = make_server(job, "s0")
+    server.told("welcome")
+    job.client.declare_tensors(job.job_id, TENSORS)
+    refused = make_server(job, "s0", pid=2).end()
+    assert refused is not None
+    assert refused.reason == "SERVER_CONFLICT"
+    server.kill()
+    eventually(lambda: not job.get().servers[0].alive, "the server to be lost")
+    refused = make_server(job, "other").end()
+    assert refused is not None
+    assert refused.reason == "SERVERS_COMPLETE"
+    assert make_server(job, "s0", pid=2).told("welcome").server_index == 0
+    assert job.get().servers[0].alive
+    assert {"server_registered", "server_lost", "tensors_declared"} <= {event.kind for event in job.events()}
+
+
+def test_a_server_without_heartbeats_loses_its_lease(make_job: MakeJob, make_server: MakeServer) -> None:
+    job = make_job(parameter_servers=2, lease_ms=500)
+    beating, silent = make_server(job, "s0"), make_server(job, "s1")
+    silent.told("welcome")
+
+    def beaten() -> bool:
+        beating.beat()
+        return silent.ended
+
+    eventually(beaten, "the silent server's lease to end")
+    assert silent.error is not None
+    assert silent.error.reason == "LEASE_EXPIRED"
+    assert [server.alive for server in job.get().servers] == [True, False]
+
+
+def test_servers_are_told_when_the_job_is_over(make_job: MakeJob, make_server: MakeServer) -> None:
+    job = make_job(parameter_servers=1)
+    server = make_server(job, "s0")
+    server.told("welcome")
+    (a,) = job.form("a")
+    a.leave(pb.Leave.REASON_FINISHED)
+    assert server.told("stop").reason == "member a came to the end of its script"
+
+
+def test_batches_are_leased_once_and_those_of_the_dead_again(make_job: MakeJob) -> None:
+    job = make_job(join_grace_ms=300)
+    a, b = job.form("a", "b")
+
+    def lease(member: str, want: int, finished: tuple[int, ...] = (), **more: Any) -> pb.LeaseBatchesResponse:
+        return job.client.lease_batches(
+            job.job_id, member, **{"loader": "train", "epoch": 0, "batches_in_epoch": 5, "want": want, "finished": finished, **more}
+        )
+
+    assert list(lease("a", 2).batches) == [0, 1]
+    assert list(lease("b", 2).batches) == [2, 3]
+    b.kill()
+    assert a.generation(lambda g: g.number == 2)
+    assert list(lease("a", 5, (0, 1)).batches) == [2, 3, 4]
+    waiting = lease("a", 1, (2, 3))
+    assert not waiting.batches
+    assert not waiting.epoch_done
+    assert waiting.retry_after_ms > 0
+    assert lease("a", 1, (4,)).epoch_done
+    with pytest.raises(InvalidRequestError, match="has 5") as conflict:
+        lease("a", 1, batches_in_epoch=6)
+    assert conflict.value.reason == "BATCHES_CONFLICT"
+    with pytest.raises(PreconditionError) as gone:
+        lease("b", 1)
+    assert gone.value.reason == "MEMBER_REPLACED"
+
+
+def test_leases_outlive_the_coordinator(make_coordinator: Callable[..., Coordinator], own_redis: Any) -> None:
+    from tests.integration.coordinator.harness import create_job
+
+    coordinator = make_coordinator("--redis", own_redis.url)
+    with coordinator.client() as client:
+        job = create_job(coordinator, client)
+        job.form("a")
+        given = client.lease_batches(job.job_id, "a", loader="l", epoch=0, batches_in_epoch=9, want=3)
+        assert list(given.batches) == [0, 1, 2]
+        coordinator.kill()
+        coordinator.start("--listen", coordinator.ports["grpc"])
+        job.join("a", last=1).welcome()
+        more = client.lease_batches(job.job_id, "a", loader="l", epoch=0, batches_in_epoch=9, want=2, finished=[0, 1, 2])
+        assert list(more.batches) == [3, 4]
+        job.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import uuid
 from collections.abc import Iterator
 from typing import Any
 
@@ -128,6 +129,8 @@ def test_whatever_a_request_holds_it_is_granted_or_refused_with_a_reason(channel
     def check(data: st.DataObject) -> None:
         count = data.draw(st.integers(0, 4)) if descriptor.client_streaming else 1
         requests = [data.draw(messages(descriptor.input_type)).SerializeToString() for _ in range(count)]
+        if descriptor.client_streaming and data.draw(st.integers(0, 3)):
+            requests.insert(0, introduction(method))
         status, reason, message = outcome_of(channel, method, *requests)
         if reason == "NO_SERVERS":
             assert status is grpc.StatusCode.UNAVAILABLE
@@ -141,6 +144,15 @@ def test_whatever_a_request_holds_it_is_granted_or_refused_with_a_reason(channel
 @pytest.mark.parametrize("method", [name for name in METHODS if name != "ListJobs"])
 def test_bytes_that_are_no_message_are_refused(channel: grpc.Channel, method: str) -> None:
     assert outcome_of(channel, method, b"\xff\xff\xff")[:2] == (grpc.StatusCode.INVALID_ARGUMENT, "MESSAGE_MALFORMED")
+
+
+def introduction(method: str) -> bytes:
+    """A session's first message as it should be, so that what follows is looked at."""
+    name = f"m-{uuid.uuid4().hex}"
+    if method == "JoinSession":
+        return pb.MemberMessage(join=pb.Join(job_id=FUZZED, member_id=name, host="h", pid=1)).SerializeToString()
+    register = pb.RegisterServer(job_id=FUZZED, server_id="s1", address="h:1", host="h", pid=1)
+    return pb.ServerMessage(register=register).SerializeToString()
 
 
 # ---------------------------------------------------------------------------------------------------- one field at a time

@@ -1,8 +1,9 @@
 """One parameter server, put together: which part owns what, in which order it starts and ends. Belongs to the event loop.
 
-event loop     gRPC, the coordinator's session, membership (fence, clocks), layouts, configuration, metrics
-shard thread   partitions: values, versions, optimizers, sequence numbers (shard/worker.py)
-HTTP threads   /metrics and /healthz
+event loop        everything that changes: partitions, membership (fence, clocks), layouts, configuration, metrics
+gRPC's threads    sockets and HTTP/2 framing
+HTTP threads      /metrics and /healthz
+a pool thread     writing a snapshot that was copied before
 """
 
 from __future__ import annotations
@@ -34,10 +35,9 @@ from shoal_ps_server.service.requests import UploadKind
 from shoal_ps_server.service.servicer import ALLOWED_ROLES, SERVICE, Identity, ParameterServerServicer
 from shoal_ps_server.session import CoordinatorSession, Registration
 from shoal_ps_server.settings import PsServerSettings
-from shoal_ps_server.shard.layout import Layout
+from shoal_ps_server.shard.layout import Layout, PartitionSpec
 from shoal_ps_server.shard.payload import Upload
 from shoal_ps_server.shard.shard import Outcome, Shard
-from shoal_ps_server.shard.worker import ShardWorker
 from shoal_ps_server.snapshot.directory import DataDirectory
 from shoal_ps_server.snapshot.image import ServerImage, ServerState
 from shoal_ps_server.snapshot.keeper import SnapshotKeeper
@@ -56,12 +56,14 @@ class ParameterServer:
         self._server_index = None if image is None else image.state.layout.server_index
         self._registry = CollectorRegistry()
         self._metrics = Metrics(self._registry)
-        self._shard = ShardWorker(_shard(image))
+        self._shard = _shard(image)
         self._membership = Membership(
             fence=Fence() if image is None else image.state.fence(), clocks=Clocks() if image is None else image.state.restored_clocks()
         )
         self._layouts = Layouts(current=None if image is None else image.state.layout, fetch=self._fetch_layout, adopt=self._adopt_layout)
-        self._pulls = Pulls(shard=self._shard, membership=self._membership, waited=self._metrics.ssp_wait_seconds.observe)
+        self._pulls = Pulls(
+            shard=self._shard, membership=self._membership, waited=self._metrics.ssp_wait_seconds.observe, answered=self._answered
+        )
         self._snapshots = SnapshotKeeper(directory=directory, shard=self._shard, state=self._state, metrics=self._metrics)
         self._servicer = ParameterServerServicer(
             identity=self._identity,
@@ -81,7 +83,6 @@ class ParameterServer:
             configuration=None if image is None else image.state.configuration,
         )
         self._session: CoordinatorSession | None = None
-        self._forgetting: set[asyncio.Future[None]] = set()
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serves until `stop` is set or the job is over, then drains and writes a last snapshot.
@@ -89,7 +90,6 @@ class ParameterServer:
         Raises ConfigurationError (addresses, TLS, tokens), and the coordinator's refusal of this server's registration.
         """
         async with AsyncExitStack() as stack:
-            stack.callback(self._shard.close)
             rpc = RpcServer(
                 self._server_settings(),
                 service_name=SERVICE,
@@ -126,18 +126,14 @@ class ParameterServer:
     def members(self, generation: int, member_ids: tuple[str, ...]) -> None:
         """The members of a generation."""
         change = self._membership.learn(generation, member_ids)
-        if change.forgotten:
-            # The future is kept, since the loop itself holds it only weakly.
-            done = self._shard.submit(lambda shard: shard.forget(change.forgotten))
-            self._forgetting.add(done)
-            done.add_done_callback(self._forgetting.discard)
+        self._shard.forget(change.forgotten)
         self._metrics.generation.set(generation)
         self._metrics.members.set(len(member_ids))
         logger.info("members", extra={"generation": generation, "joined": len(change.joined), "left": len(change.left)})
 
-    async def stored_bytes(self) -> int:
+    def stored_bytes(self) -> int:
         """For the heartbeat, and, as often, for the gauges."""
-        summary = await self._shard.submit(lambda shard: shard.summary())
+        summary = self._shard.summary()
         clocks = [each.clock for each in self._membership.clocks.members.values()]
         metrics = self._metrics
         metrics.stored_bytes.set(summary.stored_bytes)
@@ -154,8 +150,8 @@ class ParameterServer:
         assert self._session is not None, "requests come after the session was made"
         return await self._session.layout()
 
-    async def _adopt_layout(self, layout: Layout) -> None:
-        await self._shard.submit(lambda shard: shard.adopt(layout))
+    def _adopt_layout(self, layout: Layout) -> None:
+        self._shard.adopt(layout)
         logger.info("shard map", extra={"epoch": layout.epoch, "partitions": len(layout.partitions)})
 
     def _applied(self, kind: UploadKind, upload: Upload, outcome: Outcome) -> None:
@@ -170,6 +166,12 @@ class ParameterServer:
         if not outcome.duplicate:
             self._metrics.staleness.observe(outcome.staleness)
             self._metrics.apply_seconds.observe(outcome.apply_seconds)
+
+    def _answered(self, spec: PartitionSpec, sent: bool) -> None:
+        """A partition of a pull has been answered."""
+        self._metrics.pulls.labels("sent" if sent else "unchanged").inc()
+        if sent:
+            self._metrics.sent_bytes.inc(spec.nbytes)
 
     def _state(self) -> ServerState | None:
         layout, fence, clocks = self._layouts.current, self._membership.fence, self._membership.clocks

@@ -57,7 +57,7 @@ class Listener(Protocol):
     def members(self, generation: int, member_ids: tuple[str, ...]) -> None:
         """The members of a generation."""
 
-    async def stored_bytes(self) -> int:
+    def stored_bytes(self) -> int:
         """For the heartbeat."""
 
 
@@ -183,7 +183,7 @@ class CoordinatorSession:
         """Until the stream breaks; its reader says why it did."""
         with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
             while True:
-                heartbeat = coordinator_pb2.ServerHeartbeat(stored_bytes=await self._listener.stored_bytes())
+                heartbeat = coordinator_pb2.ServerHeartbeat(stored_bytes=self._listener.stored_bytes())
                 await call.write(coordinator_pb2.ServerMessage(heartbeat=heartbeat))
                 await asyncio.sleep(interval.total_seconds())
 

@@ -17,6 +17,7 @@ from typing import Any, Final, Self
 from shoal_protos.v1 import parameter_server_pb2 as pb
 from shoal_protos.v1.parameter_server_pb2_grpc import ParameterServerStub
 
+from shoal_common.allocator import keep_freed_memory
 from shoal_common.clients.calls import Caller
 from shoal_common.clients.pull import PullReceiver
 from shoal_common.errors import ShoalError
@@ -31,9 +32,13 @@ Partitions = Iterable[tuple[pb.PushHeader, memoryview]]
 
 
 class ParameterServerClient:
-    """A context manager; the connection is made by the first call."""
+    """A context manager; the connection is made by the first call.
+
+    The first one made in a process tells malloc to keep what is freed (shoal_common.allocator).
+    """
 
     def __init__(self, settings: ChannelSettings, *, interceptors: Sequence[Any] = ()) -> None:
+        keep_freed_memory()
         self._caller = Caller(settings, interceptors, ParameterServerStub)
         grpc_channel = self._caller.channel
         self._initialize = grpc_channel.stream_unary(

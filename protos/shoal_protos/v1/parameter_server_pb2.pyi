@@ -173,7 +173,7 @@ class PartitionResult(_message.Message):
     def __init__(self, partition_id: _Optional[int] = ..., version: _Optional[int] = ..., staleness: _Optional[int] = ..., duplicate: _Optional[bool] = ...) -> None: ...
 
 class PullRequest(_message.Message):
-    __slots__ = ("job_id", "member_id", "generation", "shard_map_epoch", "partitions", "clock", "wait_ms")
+    __slots__ = ("job_id", "member_id", "generation", "shard_map_epoch", "partitions", "clock", "wait_ms", "checksums")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
@@ -181,6 +181,7 @@ class PullRequest(_message.Message):
     PARTITIONS_FIELD_NUMBER: _ClassVar[int]
     CLOCK_FIELD_NUMBER: _ClassVar[int]
     WAIT_MS_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     member_id: str
     generation: int
@@ -188,7 +189,8 @@ class PullRequest(_message.Message):
     partitions: _containers.RepeatedCompositeFieldContainer[PartitionPull]
     clock: int
     wait_ms: int
-    def __init__(self, job_id: _Optional[str] = ..., member_id: _Optional[str] = ..., generation: _Optional[int] = ..., shard_map_epoch: _Optional[int] = ..., partitions: _Optional[_Iterable[_Union[PartitionPull, _Mapping]]] = ..., clock: _Optional[int] = ..., wait_ms: _Optional[int] = ...) -> None: ...
+    checksums: bool
+    def __init__(self, job_id: _Optional[str] = ..., member_id: _Optional[str] = ..., generation: _Optional[int] = ..., shard_map_epoch: _Optional[int] = ..., partitions: _Optional[_Iterable[_Union[PartitionPull, _Mapping]]] = ..., clock: _Optional[int] = ..., wait_ms: _Optional[int] = ..., checksums: _Optional[bool] = ...) -> None: ...
 
 class PartitionPull(_message.Message):
     __slots__ = ("partition_id", "newer_than")

@@ -6,7 +6,7 @@ Asynchronous training is not interrupted by a change of membership, so a member'
 still in may go on in the one it knows. What must not get through is what a member sent before it was put out. So the fence refuses
 
 - members that are not in the newest generation known here, and
-- generations up to the one that last put the member out, when it is in again.
+- generations up to the last one without the member, when it was put out and is in again.
 
 A caller whose generation is above every one known here is neither let in nor refused: the news has not reached this server yet.
 """
@@ -49,7 +49,7 @@ class Fence:
     """The newest known; 0: the job has none yet; -1: the coordinator has not spoken."""
     members: frozenset[str] = frozenset()
     put_out: dict[str, int] = field(default_factory=dict)
-    """Member -> the generation that came without it, oldest departure first."""
+    """Member -> the newest generation without it, oldest departure first."""
 
     @classmethod
     def restored(cls, *, generation: int, members: Iterable[str], put_out: Mapping[str, int]) -> Fence:
@@ -66,6 +66,8 @@ class Fence:
         for member in sorted(change.left):
             self.put_out.pop(member, None)  # so that it goes to the end
             self.put_out[member] = generation
+        for member in self.put_out.keys() - now:
+            self.put_out[member] = generation
         return Change(joined=change.joined, left=change.left, forgotten=self._forget())
 
     def check(self, member: str, generation: int) -> Verdict:
@@ -73,7 +75,7 @@ class Fence:
         if member in self.members:
             if generation <= (floor := self.put_out.get(member, -1)):
                 raise StaleGenerationError(
-                    f"member {member!r} speaks for generation {generation}, but generation {floor} had put it out: what it began before is "
+                    f"member {member!r} speaks for generation {generation}, but it was not in generation {floor}: what it began before is "
                     "void; go on in the generation it was ranked in again"
                 )
             return Verdict.ADMITTED

@@ -1,19 +1,18 @@
-"""Initialize and Push: from a stream of messages to calls on the shard, and the answers back.
+"""Initialize and Push: from a stream of messages to changes of the shard, and the answers back.
 
-Belongs to the event loop. While the shard's thread applies one partition the loop receives the next; a stream runs at most
-APPLIES_AHEAD partitions ahead of the shard, and all streams together hold at most STAGING_SLOTS partitions in memory, so a slow shard slows
-its senders down instead of filling memory.
+Belongs to the event loop. While a partition is applied here, gRPC's own threads take the next chunks off the wire; HTTP/2's flow control
+slows senders down to what the shard can do. All streams together hold at most STAGING_SLOTS partitions that are not complete yet.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
+from datetime import timedelta
 from typing import Final
 
-from shoal_common.errors import InvalidRequestError, PreconditionError
+from shoal_common.errors import DeadlineError, InvalidRequestError
 from shoal_protos.v1 import parameter_server_pb2 as pb
 
 from shoal_ps_server.consistency.membership import Membership
@@ -22,9 +21,9 @@ from shoal_ps_server.service.streams import received_partitions
 from shoal_ps_server.shard.layout import Layout
 from shoal_ps_server.shard.payload import Upload, UploadHeader
 from shoal_ps_server.shard.shard import Outcome, Shard
-from shoal_ps_server.shard.worker import ShardWorker
 
-APPLIES_AHEAD: Final = 2
+IDLE_LIMIT: Final = timedelta(seconds=60)
+"""How long a client may leave an open stream silent."""
 STAGING_SLOTS: Final = 64
 """At most 16 MiB each."""
 
@@ -36,106 +35,89 @@ class Intake:
         self,
         *,
         job_id: str,
-        shard: ShardWorker,
+        shard: Shard,
         membership: Membership,
         layout_of_epoch: Callable[[int], Awaitable[Layout]],
         applied: Callable[[UploadKind, Upload, Outcome], None],
+        idle_limit: timedelta = IDLE_LIMIT,
     ) -> None:
-        """`applied` is told of every outcome, on the event loop, also when the stream has broken meanwhile."""
-        self.job_id = job_id
-        self.shard = shard
-        self.membership = membership
-        self.layout_of_epoch = layout_of_epoch
-        self.applied = applied
-        self.slots = asyncio.Semaphore(STAGING_SLOTS)
+        """`applied` is told of every outcome."""
+        self._job_id = job_id
+        self._shard = shard
+        self._membership = membership
+        self._layout_of_epoch = layout_of_epoch
+        self._applied = applied
+        self._idle_limit = idle_limit
+        self._slots = asyncio.Semaphore(STAGING_SLOTS)
 
     async def receive(self, messages: AsyncIterator[bytes], kind: UploadKind) -> pb.PushResponse:
-        """Serves one stream to its end. Raises what the .proto says of Push."""
-        stream = _UploadStream(self, kind)
+        """Serves one stream to its end. Raises what the .proto says of Push, and DeadlineError / STREAM_IDLE."""
+        idle_s = self._idle_limit.total_seconds()
+        loop = asyncio.get_running_loop()
+        stream = _UploadStream(self._slots)
         try:
-            async with aclosing(received_partitions(messages, stream.open)) as partitions:
+            async with asyncio.timeout(idle_s) as idle, aclosing(self._partitions(messages, kind, stream)) as partitions:
                 async for upload in partitions:
-                    await stream.hand_over(upload)
-            return await stream.finish()
+                    self._apply(upload, kind, stream)
+                    idle.reschedule(loop.time() + idle_s)
+        except TimeoutError as error:
+            raise DeadlineError(f"no partition was completed in this stream for {idle_s:g} s", reason="STREAM_IDLE") from error
         finally:
-            stream.abandon()
+            stream.release()
+        if stream.member_id and kind is UploadKind.PUSH:
+            # Only now has the member finished its iteration here.
+            self._membership.finished(stream.member_id, stream.clock)
+        return pb.PushResponse(results=stream.results)
+
+    def _partitions(self, messages: AsyncIterator[bytes], kind: UploadKind, stream: _UploadStream) -> AsyncGenerator[Upload]:
+        async def open_upload(header: pb.PushHeader) -> Upload:
+            check_job(header.job_id, self._job_id)
+            opened = parse_upload_header(header, await self._layout_of_epoch(header.shard_map_epoch), kind)
+            stream.check_member(opened)
+            await self._membership.admit(opened.member_id, opened.generation)
+            await stream.acquire()
+            return Upload(opened)
+
+        return received_partitions(messages, open_upload)
+
+    def _apply(self, upload: Upload, kind: UploadKind, stream: _UploadStream) -> None:
+        """A partition has come whole; it may have taken long."""
+        header = upload.header
+        self._membership.check(header.member_id, header.generation)
+        outcome = self._shard.push(upload) if kind is UploadKind.PUSH else self._shard.initialize(upload)
+        stream.release()
+        stream.clock = max(stream.clock, header.clock)
+        stream.results.append(
+            pb.PartitionResult(
+                partition_id=outcome.partition_id, version=outcome.version, staleness=outcome.staleness, duplicate=outcome.duplicate
+            )
+        )
+        self._applied(kind, upload, outcome)
 
 
 class _UploadStream:
     """One stream's progress."""
 
-    def __init__(self, intake: Intake, kind: UploadKind) -> None:
-        self._intake = intake
-        self._kind = kind
-        self._first: UploadHeader | None = None
-        self._clock = 0
+    def __init__(self, slots: asyncio.Semaphore) -> None:
+        self.member_id = ""
+        self.clock = 0
+        self.results: list[pb.PartitionResult] = []
+        self._slots = slots
         self._holds_slot = False
-        """For the partition that is being received."""
-        self._refused = False
-        """Written and read on the shard's thread only: nothing after a refused partition is applied."""
-        self._pending: deque[asyncio.Future[Outcome]] = deque()
-        self._results: list[pb.PartitionResult] = []
 
-    async def open(self, header: pb.PushHeader) -> UploadHeader:
-        """Checks a header, and makes room for its payload."""
-        intake = self._intake
-        check_job(header.job_id, intake.job_id)
-        upload = parse_upload_header(header, await intake.layout_of_epoch(header.shard_map_epoch), self._kind)
-        if self._first is None:
-            self._first = upload
-        elif upload.member_id != self._first.member_id:
-            raise InvalidRequestError(
-                f"member_id={upload.member_id!r} in a stream that began with {self._first.member_id!r}: one stream, one member"
-            )
-        await intake.membership.admit(upload.member_id, upload.generation)
-        await intake.slots.acquire()
+    def check_member(self, upload: UploadHeader) -> None:
+        """Raises InvalidRequestError unless the stream is one member's."""
+        if self.member_id and upload.member_id != self.member_id:
+            raise InvalidRequestError(f"member_id={upload.member_id!r} in a stream of {self.member_id!r}: one stream, one member")
+        self.member_id = upload.member_id
+
+    async def acquire(self) -> None:
+        """Waits for room for a partition."""
+        await self._slots.acquire()
         self._holds_slot = True
-        return upload
 
-    async def hand_over(self, upload: Upload) -> None:
-        """A partition has come whole: gives it to the shard; waits for earlier ones when too many are under way."""
-        # It may have taken long to come.
-        self._intake.membership.check(upload.header.member_id, upload.header.generation)
-        self._clock = max(self._clock, upload.header.clock)
-        future = self._intake.shard.submit(lambda shard: self._apply(shard, upload))
-        self._holds_slot = False
-        future.add_done_callback(lambda done: self._applied(upload, done))
-        self._pending.append(future)
-        if len(self._pending) > APPLIES_AHEAD:
-            await self._settle_oldest()
-
-    async def finish(self) -> pb.PushResponse:
-        """The stream has ended well: waits for the rest. Only now has the member finished its iteration here."""
-        while self._pending:
-            await self._settle_oldest()
-        if self._first is not None and self._kind is UploadKind.PUSH:
-            self._intake.membership.finished(self._first.member_id, self._clock)
-        return pb.PushResponse(results=self._results)
-
-    def abandon(self) -> None:
-        """Gives back what is held. What the shard is at work on it still finishes."""
+    def release(self) -> None:
+        """Gives the room back. Idempotent."""
         if self._holds_slot:
-            self._intake.slots.release()
-
-    async def _settle_oldest(self) -> None:
-        outcome = await self._pending.popleft()
-        self._results.append(
-            pb.PartitionResult(
-                partition_id=outcome.partition_id, version=outcome.version, staleness=outcome.staleness, duplicate=outcome.duplicate
-            )
-        )
-
-    def _apply(self, shard: Shard, upload: Upload) -> Outcome:
-        """On the shard's thread."""
-        if self._refused:
-            raise PreconditionError("a partition before this one was refused", reason="STREAM_REFUSED")
-        try:
-            return shard.push(upload) if self._kind is UploadKind.PUSH else shard.initialize(upload)
-        except BaseException:
-            self._refused = True
-            raise
-
-    def _applied(self, upload: Upload, done: asyncio.Future[Outcome]) -> None:
-        self._intake.slots.release()
-        if not done.cancelled() and done.exception() is None:
-            self._intake.applied(self._kind, upload, done.result())
+            self._holds_slot = False
+            self._slots.release()

@@ -20,7 +20,7 @@ FetchLayout = Callable[[], Awaitable[Layout]]
 class Layouts:
     """The newest layout, and what is done when a newer one comes."""
 
-    def __init__(self, *, current: Layout | None, fetch: FetchLayout, adopt: Callable[[Layout], Awaitable[None]]) -> None:
+    def __init__(self, *, current: Layout | None, fetch: FetchLayout, adopt: Callable[[Layout], None]) -> None:
         self._current = current
         self._fetch = fetch
         self._adopt = adopt
@@ -52,7 +52,7 @@ class Layouts:
             if self._current is None or self._current.epoch <= epoch:
                 layout = await self._fetch()
                 self._check_same(layout)
-                await self._adopt(layout)
+                self._adopt(layout)
                 self._current = layout
             return self._current
 

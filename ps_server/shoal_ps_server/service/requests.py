@@ -50,6 +50,7 @@ class Pull:
     partitions: tuple[Wanted, ...]
     clock: int
     wait: timedelta
+    checksums: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +126,7 @@ def parse_pull(request: pb.PullRequest, layout: Layout) -> Pull:
         partitions=wanted or tuple(Wanted(spec=spec, newer_than=0) for spec in layout.partitions.values()),
         clock=at_least("clock", request.clock, 0),
         wait=timedelta(milliseconds=request.wait_ms),
+        checksums=request.checksums,
     )
 
 

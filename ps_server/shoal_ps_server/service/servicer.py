@@ -35,7 +35,7 @@ from shoal_ps_server.service.requests import (
     parse_pull,
 )
 from shoal_ps_server.shard.optimizer import OptimizerSettings
-from shoal_ps_server.shard.worker import ShardWorker
+from shoal_ps_server.shard.shard import Shard
 from shoal_ps_server.snapshot.keeper import SnapshotKeeper
 
 SERVICE: Final = "shoal.v1.ParameterServer"
@@ -73,7 +73,7 @@ class ParameterServerServicer:
         self,
         *,
         identity: Identity,
-        shard: ShardWorker,
+        shard: Shard,
         membership: Membership,
         layouts: Layouts,
         intake: Intake,
@@ -132,12 +132,9 @@ class ParameterServerServicer:
         with self._counting_refusals("Pull"):
             check_job(request.job_id, self._identity.job_id)
             pull = parse_pull(request, await self._layouts.of_epoch(request.shard_map_epoch))
-            async with aclosing(self._pulls.serve(pull)) as partitions:
-                async for version, chunks in partitions:
-                    for chunk in chunks:
-                        yield chunk
-                    self._metrics.pulls.labels("sent" if version else "unchanged").inc()
-                    self._metrics.sent_bytes.inc(sum(map(len, chunks)))
+            async with aclosing(self._pulls.serve(pull)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
 
     # ---------------------------------------------------------------------------------------------------- the rest
 
@@ -153,7 +150,7 @@ class ParameterServerServicer:
                 return pb.ConfigureOptimizerResponse(configured=False)
             self.configuration = Configuration(configured=optimizer, optimizer=optimizer, consistency=consistency)
             self._membership.consistency = consistency
-            await self._shard.submit(lambda shard: shard.configure(optimizer))
+            self._shard.configure(optimizer)
             return pb.ConfigureOptimizerResponse(configured=True)
 
     async def set_hyperparameters(self, request: pb.SetHyperparametersRequest, context: Any) -> pb.SetHyperparametersResponse:
@@ -167,7 +164,7 @@ class ParameterServerServicer:
             if revised is self.configuration:
                 return pb.SetHyperparametersResponse(applied=False)
             self.configuration = revised
-            await self._shard.submit(lambda shard: shard.configure(revised.optimizer))
+            self._shard.configure(revised.optimizer)
             return pb.SetHyperparametersResponse(applied=True)
 
     async def advance_clock(self, request: pb.AdvanceClockRequest, context: Any) -> pb.AdvanceClockResponse:
@@ -192,7 +189,7 @@ class ParameterServerServicer:
 
     async def get_server(self, request: pb.GetServerRequest, context: Any) -> pb.GetServerResponse:
         """GetServer."""
-        summary = await self._shard.submit(lambda shard: shard.summary(request.member_id))
+        summary = self._shard.summary(request.member_id)
         layout, configuration = self._layouts.current, self.configuration
         return pb.GetServerResponse(
             server_id=self._identity.server_id,

@@ -1,7 +1,4 @@
-"""One partition: its values, version, optimizer and the sequence numbers applied to it. They change together or not at all.
-
-Owned by the shard's thread (shard.py); nothing here locks.
-"""
+"""One partition: its values, version, optimizer and the sequence numbers applied to it. They change together or not at all."""
 
 from __future__ import annotations
 
@@ -13,6 +10,7 @@ from shoal_common.errors import PreconditionError
 from shoal_ps_server.shard.layout import PartitionSpec
 from shoal_ps_server.shard.optimizer import OptimizerSettings
 from shoal_ps_server.shard.payload import UploadHeader, describe
+from shoal_ps_server.shard.reading import Reading
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +36,8 @@ class Partition:
     sequences: dict[str, int] = field(default_factory=dict)
     optimizer: torch.optim.Optimizer | None = None
     """Made at the first push."""
+    readings: set[Reading] = field(default_factory=set)
+    """Open ones: they must not see the next change."""
 
     @classmethod
     def restored(cls, image: PartitionImage, optimizer: OptimizerSettings | None) -> Partition:
@@ -82,6 +82,9 @@ class Partition:
     def apply(self, gradient: torch.Tensor, push: UploadHeader, optimizer: OptimizerSettings) -> None:
         """One optimizer step with a sound gradient of the values' size and dtype, which is read and not kept."""
         values = self._values()
+        for reading in self.readings:
+            reading.detach()
+        self.readings.clear()
         if self.optimizer is None:
             self.optimizer = optimizer.build(values, tensor=self.spec.tensor)
         values.grad = gradient
@@ -91,6 +94,12 @@ class Partition:
             values.grad = None
         self.sequences[push.member_id] = push.sequence
         self.version += 1
+
+    def read(self) -> Reading:
+        """The values as they are now, to be read in pieces. Only with values; `readings.discard` it when done."""
+        reading = Reading(self._values(), version=self.version)
+        self.readings.add(reading)
+        return reading
 
     def image(self) -> PartitionImage:
         """A copy. Only with values."""

@@ -1,18 +1,18 @@
-"""From the pieces of one upload to a tensor that is known to be sound: size, checksum, only finite numbers. Nothing is applied here.
+"""From the chunks of one upload to a tensor that is known to be sound: size, checksum, only finite numbers. Nothing is applied here.
 
-A `Scratch` is one buffer, reused for every push: it belongs to the thread that owns the shard, and what it returned is overwritten by the
-next call.
+Each chunk is copied and examined when it comes, while the processor's cache still holds it; and the message that brought it is free again,
+so the next one lands in the same memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+import xxhash
 from shoal_common.errors import CorruptDataError, InvalidRequestError
-from shoal_common.wire import checksum
 
 from shoal_ps_server.shard.layout import PartitionSpec
 
@@ -34,49 +34,65 @@ class UploadHeader:
     """xxh3-64 of the payload; 0: not computed."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class Upload:
-    """One partition as it came: its payload is in pieces, `header.spec.nbytes` in all."""
+    """One partition while it comes. `add` its chunks until `missing` is 0, then take its `values`."""
 
-    header: UploadHeader
-    pieces: Sequence[memoryview]
+    def __init__(self, header: UploadHeader) -> None:
+        self.header = header
+        self._tensor = torch.empty(header.spec.length, dtype=header.spec.element.torch)
+        self._bytes = np.asarray(bytes_of(self._tensor))
+        self._received = 0
+        self._digest = xxhash.xxh3_64() if header.checksum else None
+        self._summed = 0
+        """Elements that are in `_total`."""
+        self._total = 0.0
 
+    @property
+    def received(self) -> int:
+        """Bytes that came so far."""
+        return self._received
 
-class Scratch:
-    """The buffer in which gradients are put together."""
+    @property
+    def missing(self) -> int:
+        """Bytes still to come."""
+        return self._bytes.nbytes - self._received
 
-    def __init__(self) -> None:
-        self._bytes = torch.empty(0, dtype=torch.uint8)
+    def add(self, chunk: memoryview) -> None:
+        """The next bytes. Raises InvalidRequestError / PAYLOAD_SIZE_MISMATCH when there are more than the header declares."""
+        if chunk.nbytes > self.missing:
+            raise InvalidRequestError(
+                f"{describe(self.header.spec)}: {self._received + chunk.nbytes} bytes came, its header declares {self._bytes.nbytes}",
+                reason="PAYLOAD_SIZE_MISMATCH",
+            )
+        end = self._received + chunk.nbytes
+        self._bytes[self._received : end] = np.frombuffer(chunk, np.uint8)
+        if self._digest is not None:
+            self._digest.update(chunk)
+        self._received = end
+        self._sum_up_to(end // self.header.spec.element.itemsize)
 
-    def gradient(self, upload: Upload) -> torch.Tensor:
-        """The upload as a tensor that lives until the next call. Raises as `assemble` does."""
-        spec = upload.header.spec
-        nbytes = spec.nbytes
-        if self._bytes.numel() < nbytes:
-            self._bytes = torch.empty(nbytes, dtype=torch.uint8)
-        return assemble(upload, self._bytes[:nbytes].view(spec.element.torch))
+    def values(self) -> torch.Tensor:
+        """The whole partition; the upload gives it away. Only when nothing is missing.
 
+        Raises CorruptDataError / CHECKSUM_MISMATCH, and InvalidRequestError / GRADIENT_NOT_FINITE, naming the tensor.
+        """
+        assert self.missing == 0, "the caller adds every chunk first"
+        spec = self.header.spec
+        if self._digest is not None and (found := self._digest.intdigest()) != self.header.checksum:
+            raise CorruptDataError(
+                f"{describe(spec)}: the payload's xxh3-64 is {found:#018x}, its header says {self.header.checksum:#018x}; send it again",
+                reason="CHECKSUM_MISMATCH",
+            )
+        if not math.isfinite(self._total):
+            _check_finite(spec, self._tensor)
+        return self._tensor
 
-def assemble(upload: Upload, into: torch.Tensor) -> torch.Tensor:
-    """Copies the upload's payload into a flat tensor of its size, and checks it there.
-
-    Raises CorruptDataError / CHECKSUM_MISMATCH, and InvalidRequestError / GRADIENT_NOT_FINITE, naming the tensor; `into` is rubbish then.
-    """
-    target = bytes_of(into)
-    position = 0
-    for piece in upload.pieces:
-        end = position + piece.nbytes
-        # Through numpy, which gives up the GIL.
-        np.copyto(np.frombuffer(target[position:end], np.uint8), np.frombuffer(piece, np.uint8))
-        position = end
-    header = upload.header
-    if header.checksum and (found := checksum(target)) != header.checksum:
-        raise CorruptDataError(
-            f"{describe(header.spec)}: the payload's xxh3-64 is {found:#018x}, its header says {header.checksum:#018x}; send it again",
-            reason="CHECKSUM_MISMATCH",
-        )
-    _check_finite(header.spec, into)
-    return into
+    def _sum_up_to(self, end: int) -> None:
+        """A sum is not finite when an element is not, and 50 times cheaper than isfinite(). It may overflow by itself: it only acquits."""
+        if end > self._summed:
+            values = self._tensor[self._summed : end]
+            self._total += float(values.sum(dtype=torch.float64 if values.dtype == torch.float64 else torch.float32))
+            self._summed = end
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -90,10 +106,6 @@ def describe(spec: PartitionSpec) -> str:
 
 
 def _check_finite(spec: PartitionSpec, values: torch.Tensor) -> None:
-    # A sum is not finite when an element is not, and is 50 times cheaper than isfinite(). It can overflow by itself, so it only acquits.
-    total = values.sum(dtype=torch.float64 if values.dtype == torch.float64 else torch.float32)
-    if bool(torch.isfinite(total)):
-        return
     culprits = torch.isfinite(values).logical_not_()
     if count := int(culprits.sum()):
         first = spec.offset + int(culprits.to(torch.uint8).argmax())

@@ -1,26 +1,24 @@
 """A server's shard: every partition it holds, and the only ways to change one.
 
-The shard belongs to one thread (`worker.py` gives it one): no method locks, and none may be called from elsewhere. torch releases the GIL
-inside the arithmetic, so the event loop receives the next partition meanwhile. A write-ahead journal and a backup will stand between the
-check of a push and `Partition.apply`, in `push`.
+The shard belongs to the event loop's thread: no method locks, waits, or may be called from elsewhere (docs/decisions/0031 has the
+measurement). gRPC's own threads take the next chunks off the wire while torch, which releases the GIL, applies a partition. A write-ahead
+journal and a backup will stand between the check of a push and `Partition.apply`, in `push`.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
 
-import torch
 from shoal_common.errors import PreconditionError
 
-from shoal_ps_server.shard.layout import Layout, PartitionSpec
+from shoal_ps_server.shard.layout import Layout
 from shoal_ps_server.shard.optimizer import OptimizerSettings
 from shoal_ps_server.shard.partition import Partition, PartitionImage
-from shoal_ps_server.shard.payload import Scratch, Upload, assemble, bytes_of
-
-EncodedT = TypeVar("EncodedT")
+from shoal_ps_server.shard.payload import Upload
+from shoal_ps_server.shard.reading import Reading
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +33,7 @@ class Outcome:
     duplicate: bool = False
     """Known before; nothing changed."""
     apply_seconds: float = 0.0
-    """Spent in checks and arithmetic."""
+    """Spent in arithmetic and last checks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +55,6 @@ class Shard:
     def __init__(self, *, optimizer: OptimizerSettings | None = None, restored: Iterable[PartitionImage] = ()) -> None:
         self._optimizer = optimizer
         self._partitions = {image.spec.partition_id: Partition.restored(image, optimizer) for image in restored}
-        self._scratch = Scratch()
         self._pushes_applied = 0
         self._pushes_deduplicated = 0
 
@@ -74,13 +71,13 @@ class Shard:
                 optimizer.retune(partition.optimizer, tensor=partition.spec.tensor)
 
     def initialize(self, upload: Upload) -> Outcome:
-        """Gives a partition its first values; a duplicate if it has some. Raises as `payload.assemble`."""
+        """Gives a partition its first values; a duplicate if it has some. Raises as `Upload.values`."""
         started = time.perf_counter()
         spec = upload.header.spec
         partition = self._partitions[spec.partition_id]
         duplicate = partition.version > 0
         if not duplicate:
-            partition.initialize(assemble(upload, torch.empty(spec.length, dtype=spec.element.torch)))
+            partition.initialize(upload.values())
         return Outcome(
             partition_id=spec.partition_id,
             version=partition.version,
@@ -91,7 +88,7 @@ class Shard:
     def push(self, upload: Upload) -> Outcome:
         """Applies one gradient, once.
 
-        Raises PreconditionError (OPTIMIZER_UNCONFIGURED, and as `Partition.is_duplicate`) and as `payload.assemble`; nothing changed then.
+        Raises PreconditionError (OPTIMIZER_UNCONFIGURED, and as `Partition.is_duplicate`) and as `Upload.values`; nothing changed then.
         """
         started = time.perf_counter()
         header = upload.header
@@ -101,7 +98,7 @@ class Shard:
         if partition.is_duplicate(header):
             self._pushes_deduplicated += 1
             return Outcome(partition_id=header.spec.partition_id, version=partition.version, duplicate=True)
-        gradient = self._scratch.gradient(upload)
+        gradient = upload.values()
         staleness = partition.version - header.base_version
         partition.apply(gradient, header, self._optimizer)
         self._pushes_applied += 1
@@ -112,15 +109,19 @@ class Shard:
             apply_seconds=time.perf_counter() - started,
         )
 
-    def read(
-        self, partition_id: int, *, newer_than: int, encode: Callable[[PartitionSpec, int, memoryview], EncodedT]
-    ) -> tuple[int, EncodedT | None]:
-        """A partition's version and `encode(spec, version, its bytes)`, which must copy them: they are live, and stand still only during
-        the call. Version 0 and None: no values yet. None with a version: it is not newer than `newer_than`."""
+    def version(self, partition_id: int) -> int:
+        """A partition's version; 0: no values yet."""
+        return self._partitions[partition_id].version
+
+    @contextmanager
+    def reading(self, partition_id: int) -> Iterator[Reading]:
+        """A partition's values as they are now, to be read in pieces. Only with values."""
         partition = self._partitions[partition_id]
-        if partition.values is None or 0 < partition.version <= newer_than:
-            return partition.version, None
-        return partition.version, encode(partition.spec, partition.version, bytes_of(partition.values))
+        reading = partition.read()
+        try:
+            yield reading
+        finally:
+            partition.readings.discard(reading)
 
     def image(self, partition_id: int) -> PartitionImage | None:
         """A copy of a partition for a snapshot; None without values."""

@@ -1,7 +1,7 @@
 """When snapshots are written: when asked, every so often, and at the end. Belongs to the event loop.
 
-Partitions are copied one by one on the shard's thread, between pushes, and written to disk on another, so training goes on; what it costs
-is one copy of the shard in memory while it lasts (docs/decisions/0034).
+Partitions are copied one by one, between pushes, and written to disk on a thread, so training goes on; what it costs is one copy of the
+shard in memory while it lasts (docs/decisions/0034).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from shoal_common.errors import PreconditionError, UnavailableError
 
 from shoal_ps_server.metrics import Metrics
 from shoal_ps_server.shard.partition import PartitionImage
-from shoal_ps_server.shard.worker import ShardWorker
+from shoal_ps_server.shard.shard import Shard
 from shoal_ps_server.snapshot.directory import DataDirectory
 from shoal_ps_server.snapshot.file import write_snapshot
 from shoal_ps_server.snapshot.image import ServerImage, ServerState
@@ -37,9 +37,7 @@ class Written:
 class SnapshotKeeper:
     """Writes one snapshot at a time."""
 
-    def __init__(
-        self, *, directory: DataDirectory | None, shard: ShardWorker, state: Callable[[], ServerState | None], metrics: Metrics
-    ) -> None:
+    def __init__(self, *, directory: DataDirectory | None, shard: Shard, state: Callable[[], ServerState | None], metrics: Metrics) -> None:
         """`state` gives what is not in the shard; None while the server does not know its partitions."""
         self._directory = directory
         self._shard = shard
@@ -79,8 +77,8 @@ class SnapshotKeeper:
         state = self._state()
         if self._directory is None or state is None:
             return
-        summary = await self._shard.submit(lambda shard: shard.summary())
-        if _fingerprint(state, {number: version for number, version in summary.versions.items() if version}) == self._last:
+        versions = {number: version for number, version in self._shard.summary().versions.items() if version}
+        if _fingerprint(state, versions) == self._last:
             return
         try:
             await self.write()
@@ -95,10 +93,11 @@ class SnapshotKeeper:
 
     async def _capture(self) -> tuple[PartitionImage, ...]:
         images: list[PartitionImage] = []
-        for partition_id in await self._shard.submit(lambda shard: shard.partition_ids()):
-            image = await self._shard.submit(lambda shard, number=partition_id: shard.image(number))  # type: ignore[misc]
+        for partition_id in self._shard.partition_ids():
+            image = self._shard.image(partition_id)
             if image is not None:
                 images.append(image)
+            await asyncio.sleep(0)  # lets pushes and pulls go on in between
         return tuple(images)
 
 

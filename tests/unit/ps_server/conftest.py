@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from shoal_common.wire import checksum
@@ -59,7 +58,10 @@ class Make:
             clock=sequence,
             checksum=checksum(data) if digest is None else digest,
         )
-        return Upload(header=header, pieces=[memoryview(data)[start:end] for start, end in pairwise(edges)])
+        upload = Upload(header)
+        for start, end in pairwise(edges):
+            upload.add(memoryview(data)[start:end])
+        return upload
 
     def sgd(self, **hyperparameters: float) -> OptimizerSettings:
         return optimizer_settings(name="sgd", hyperparameters={"lr": 0.5, **hyperparameters})
@@ -75,13 +77,9 @@ class Make:
 
     def values(self, shard: Shard, partition_id: int = 0) -> torch.Tensor:
         """What a pull would give."""
-        _, tensor = shard.read(
-            partition_id,
-            newer_than=0,
-            encode=lambda spec, version, data: torch.from_numpy(np.frombuffer(bytes(data), np.uint8).copy()).view(spec.element.torch),
-        )
-        assert tensor is not None
-        return tensor
+        image = shard.image(partition_id)
+        assert image is not None
+        return image.values
 
 
 @pytest.fixture(scope="session")

@@ -95,19 +95,32 @@ def test_a_push_needs_values_and_an_optimizer(make) -> None:
     assert caught.value.reason == "PARTITION_UNINITIALIZED"
 
 
-def test_a_read_can_ask_for_newer_values_only(make) -> None:
-    shard = make.shard()
-    assert shard.read(0, newer_than=1, encode=lambda *_: "data") == (1, None)
-    assert shard.read(0, newer_than=0, encode=lambda *_: "data") == (1, "data")
-    shard.push(make.upload(torch.ones(6)))
-    assert shard.read(0, newer_than=1, encode=lambda *_: "data") == (2, "data")
-
-
 def test_a_partition_without_elements_can_be_pushed_and_read(make) -> None:
     spec = make.spec(length=0)
     shard = make.shard(spec)
     assert shard.push(make.upload([], spec)).version == 2
-    assert shard.read(0, newer_than=0, encode=lambda _spec, _version, data: data.nbytes) == (2, 0)
+    with shard.reading(0) as reading:
+        assert (reading.version, reading.remaining, bytes(reading.take(10))) == (2, 0, b"")
+
+
+def test_a_reading_shows_the_values_of_its_moment_whatever_is_pushed_meanwhile(make) -> None:
+    shard = make.shard()
+    with shard.reading(0) as early:
+        first = bytes(early.take(8))
+        shard.push(make.upload(torch.ones(6)))
+        with shard.reading(0) as late:
+            shard.push(make.upload(torch.ones(6), sequence=2, base_version=2))
+            assert (early.version, late.version, shard.version(0)) == (1, 2, 3)
+            assert first + bytes(early.take(100)) == bytes(24)
+            assert torch.frombuffer(bytearray(late.take(100)), dtype=torch.float32).tolist() == [-0.5] * 6
+    assert make.values(shard)[0] == -1.0
+
+
+def test_a_reading_without_a_push_copies_nothing(make) -> None:
+    shard = make.shard()
+    with shard.reading(0) as reading:
+        assert not reading.take(4).readonly
+        assert reading.rest.nbytes == reading.remaining == 20
 
 
 def test_stored_bytes_count_values_and_optimizer_state(make) -> None:

@@ -55,6 +55,12 @@ class WorkerMetrics:
             registry=self.registry,
         )
 
+        self.pushes_lost = Counter(
+            "shoal_worker_pushes_lost",
+            "Updates of this worker, counted by partition, that a parameter server had acknowledged and lost: it came back from an older snapshot.",
+            registry=self.registry,
+        )
+
     def generation_formed(self, generation: Generation, seconds: float) -> None:
         """A generation formed."""
         self.generation.set(generation.number)

@@ -14,6 +14,7 @@ from pathlib import Path
 from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 from shoal_common.errors import ConfigurationError
+from shoal_common.security import TlsSettings
 
 
 def _default_host() -> str:
@@ -59,6 +60,13 @@ class WorkerSettings(BaseSettings):
     """Longest a collective may take before a peer counts as stuck."""
     connect_timeout_s: float = Field(default=5.0, gt=0)
     """Longest time to connect the process group of a new generation."""
+
+    @property
+    def tls(self) -> TlsSettings | None:
+        """Towards the services; None: plain text."""
+        if self.tls_authority is None and self.tls_certificate is None:
+            return None
+        return TlsSettings(authority=self.tls_authority, certificate=self.tls_certificate, key=self.tls_key)
 
     @property
     def rendezvous_timeout(self) -> timedelta:

@@ -1,8 +1,8 @@
 """The user's torch optimizer, as the parameter servers are to run it, and what schedulers change in it.
 
-Whose schedule counts, when each worker steps a scheduler of its own at its own speed? The one that is furthest: a change carries a revision, the
-number of changes that this worker's hyperparameters have gone through, and a server ignores a revision that is not above its last. Equal
-schedules have equal values at equal revisions, whether they are stepped per iteration or per epoch. docs/decisions/0081 says why.
+Whose schedule counts, when each worker steps a scheduler of its own at its own speed? The one that is furthest: a change carries a
+revision, the number of changes that this worker's hyperparameters have gone through, and a server ignores a revision that is not above its
+last. Equal schedules have equal values at equal revisions, whether they are stepped per iteration or per epoch (docs/decisions/0081).
 
 All of it runs on the training thread.
 """
@@ -61,8 +61,9 @@ class ServerOptimizer:
         known = _READERS.get(type(optimizer))
         if known is None:
             raise ConfigurationError(
-                f"optimizer={type(optimizer).__module__}.{type(optimizer).__qualname__}: with async_sgd the parameter servers run the optimizer, and they "
-                "have torch.optim.SGD and torch.optim.AdamW (Adam without weight decay is AdamW(weight_decay=0)); use one of these"
+                f"optimizer={type(optimizer).__module__}.{type(optimizer).__qualname__}: with async_sgd the parameter servers run the "
+                "optimizer, and they have torch.optim.SGD and torch.optim.AdamW; use one of these (Adam without weight decay is "
+                "AdamW(weight_decay=0))"
             )
         self.name, self._read_group = known
         self._optimizer = optimizer
@@ -78,7 +79,8 @@ class ServerOptimizer:
     def look(self) -> Revision:
         """The newest revision; a new one if a scheduler, or the user, has changed something since the last look.
 
-        Schedulers read `optimizer.param_groups` at each step of theirs, and every read looks. So two scheduler steps in a row are two revisions.
+        Schedulers read `optimizer.param_groups` at each step of theirs, and every read looks. So two scheduler steps in a row are two
+        revisions.
         """
         now = self._read()
         if now != self._latest.groups:
@@ -110,6 +112,6 @@ class ServerOptimizer:
             for name in _STRUCTURAL & dict(before).keys():
                 if dict(before)[name] != dict(after)[name]:
                     raise ConfigurationError(
-                        f"{name} was changed to {bool(dict(after)[name])} while the optimizer runs; it decides which state the servers keep: "
-                        "set it before as_distributed"
+                        f"{name} was changed to {bool(dict(after)[name])} while the optimizer runs; it decides which state the servers "
+                        "keep: set it before as_distributed"
                     )

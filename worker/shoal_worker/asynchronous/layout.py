@@ -71,7 +71,8 @@ def shares(shard_map: coordinator_pb.ShardMap, tensors: Sequence[HostTensor]) ->
     missing = sorted(parts.keys() - addresses.keys())
     if missing:
         raise PreconditionError(
-            f"the shard map gives partitions to the servers {missing}, but names only {sorted(addresses)}; restart the job's parameter servers",
+            f"the shard map gives partitions to the servers {missing}, but names only {sorted(addresses)}; restart the job's parameter "
+            "servers",
             reason="SHARD_MAP_INCOMPLETE",
         )
     return tuple(

@@ -75,11 +75,13 @@ def check_configuration(config: ShardingConfiguration, backend: str) -> None:
         raise ConfigurationError(f"backend={backend!r}: expected one of {', '.join(backend_names())}")
     if config.deterministic:
         raise ConfigurationError(
-            'deterministic=True with strategy="async_sgd": pushes are applied in the order in which they come; use "ddp" for results that repeat'
+            'deterministic=True with strategy="async_sgd": pushes are applied in the order in which they come; use "ddp" for results that '
+            "repeat"
         )
     if config.gradient_compression is not None:
         raise ConfigurationError(
-            f'gradient_compression={config.gradient_compression!r} with strategy="async_sgd": the servers take gradients as they are; leave it out'
+            f'gradient_compression={config.gradient_compression!r} with strategy="async_sgd": the servers take gradients as they are; '
+            "leave it out"
         )
     if config.reduce_dtype is not None:
         raise ConfigurationError(

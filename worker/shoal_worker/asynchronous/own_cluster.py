@@ -56,8 +56,8 @@ class OwnCluster:
         missing = [distribution for module, distribution in _DISTRIBUTIONS.items() if importlib.util.find_spec(module) is None]
         if missing:
             raise ConfigurationError(
-                f'strategy="async_sgd" without a cluster starts a parameter server of its own, and {" and ".join(missing)} cannot be found; '
-                f"`pip install {' '.join(missing)}`, or run the script with `shoal run --parameter-servers 1 ...`"
+                f'strategy="async_sgd" without a cluster starts a parameter server of its own, but {" and ".join(missing)} cannot be '
+                f"found; `pip install {' '.join(missing)}`, or run the script with `shoal run --parameter-servers 1 ...`"
             )
         self._directory = Path(tempfile.mkdtemp(prefix="shoal-alone-"))
         self._services: list[_Service] = []
@@ -142,7 +142,7 @@ class _Service:
                 return str(addresses["grpc"])
             if self._process.poll() is not None:
                 raise UnavailableError(
-                    f"{self._module} ended with status {self._process.returncode} when it was started; its last words: {self._last_words()}",
+                    f"{self._module} did not start (status {self._process.returncode}); its last words: {self._last_words()}",
                     reason="SERVICE_FAILED",
                 )
             if time.monotonic() > deadline:

@@ -1,9 +1,10 @@
 """One parameter server, as one worker speaks to it: pushes that are applied exactly once, pulls, and what to do when the server was away.
 
-A push carries a sequence number per partition. When a call fails nobody knows what became of it, so the link asks the server what it holds, and
-then sends the same numbers again: what was applied is acknowledged and not applied twice. A server that comes back with less than it had
-acknowledged was restored from an older snapshot, or starts empty. Then updates are lost, of all workers alike; the link says so in the log
-and in the metrics, gives an empty server this worker's own values, and goes on from where the server stands (docs/decisions/0082).
+A push carries a sequence number per partition. When a call fails nobody knows what became of it, so the link asks the server what it
+holds, and then sends the same numbers again: what was applied is acknowledged and not applied twice. A server that comes back with less
+than it had acknowledged was restored from an older snapshot, or starts empty. Then updates are lost, of all workers alike; the link says so
+in the log and in the metrics, gives an empty server this worker's own values, and goes on from where the server stands
+(docs/decisions/0082).
 
 Used by one thread at a time: the training thread hands work to a thread of the pool and waits for it.
 """
@@ -141,7 +142,7 @@ class ServerLink:
     def exchange(self, iteration: Iteration) -> int:
         """Pushes this server's part of the gradients and pulls newer values into the tensors' host memory.
 
-        Returns the staleness: the largest, over the partitions, of the versions between the pull that the gradient was computed on and the push.
+        Returns the staleness: versions between the pull that the gradient was computed on and the push; the largest over the partitions.
 
         Raises:
             DeadlineError: the server was away for too long; part of the iteration may be applied.
@@ -213,7 +214,9 @@ class ServerLink:
         versions = {each.partition_id: each.version for each in self._client.get_server().partitions}
         missing = [part for part in self._parts.values() if not versions.get(part.partition_id)]
         if missing and not has_values:
-            raise PreconditionError("rank 0's parameters are on the meta device: its weights win, so it must have values", reason="VALUES_MISSING")
+            raise PreconditionError(
+                "rank 0's parameters are on the meta device: its weights win, so it must have values", reason="VALUES_MISSING"
+            )
         self._initialize(missing)
 
     def _initialize(self, parts: Sequence[Part]) -> None:
@@ -242,7 +245,7 @@ class ServerLink:
                 generation=generation,
                 partition_id=part.partition_id,
                 shard_map_epoch=self._share.epoch,
-                dtype=part.dtype.dtype,
+                dtype=pb.Dtype.ValueType(part.dtype.dtype),
                 codec=pb.CODEC_RAW,
                 length=part.length,
                 payload_bytes=payload.nbytes,
@@ -336,8 +339,8 @@ class ServerLink:
         patience = self._options.server_timeout.total_seconds()
         if now - since > patience:
             raise DeadlineError(
-                f"parameter server {self._share.index} (last seen at {self._address}) was away for more than {patience:.0f} s (server_timeout); start it "
-                f"again with its data directory, or restart the job. The last attempt: {error}",
+                f"parameter server {self._share.index} (last seen at {self._address}) was away for more than {patience:.0f} s "
+                f"(server_timeout); start it again with its data directory, or restart the job. The last attempt: {error}",
                 reason="SERVER_AWAY",
             ) from error
         return since
@@ -374,8 +377,8 @@ class ServerLink:
             self._base[partition_id] = min(self._base[partition_id], here.version)
         if lost:
             _log.warning(
-                "server %d was restored from an older snapshot: %d updates of this worker are lost (counted by partition), and those of other "
-                "workers since then; training goes on from the snapshot",
+                "server %d was restored from an older snapshot: %d updates of this worker are lost (counted by partition), and those of "
+                "other workers since then; training goes on from the snapshot",
                 self._share.index,
                 lost,
             )
@@ -393,6 +396,7 @@ class ServerLink:
         state = self._client.get_server(member_id=self._job.member_id)
         if state.job_id != self._job.job_id or state.server_index not in (-1, self._share.index):
             raise UnavailableError(
-                f"at {self._address} there is server {state.server_index} of job {state.job_id!r}, not server {self._share.index} of {self._job.job_id!r}"
+                f"at {self._address} there is server {state.server_index} of job {state.job_id!r}, not server {self._share.index} of "
+                f"{self._job.job_id!r}"
             )
         return state

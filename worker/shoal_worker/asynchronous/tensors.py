@@ -1,7 +1,8 @@
 """A module's parameters and gradients as bytes in host memory, to be sent from there and received into.
 
-On the CPU these are the tensors' own memory: nothing is copied. Tensors of a device, and those that do not lie in one piece, go through a
-host copy each. Belongs to the training thread, except for the bytes themselves, which the servers' threads read and write during an exchange.
+On the CPU these are the tensors' own memory: nothing is copied. Tensors of a device, and those that do not lie in one piece, go through
+a host copy each. Belongs to the training thread, except for the bytes themselves, which the servers' threads read and write during an
+exchange.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ class HostTensor:
         """
         if parameter.dtype not in _NAMES:
             raise ConfigurationError(
-                f"parameter {name!r} has dtype {parameter.dtype}; parameter servers hold {', '.join(_NAMES.values())}: convert it, or make it a buffer"
+                f"parameter {name!r} has dtype {parameter.dtype}; parameter servers hold {', '.join(_NAMES.values())}: convert it, or make "
+                "it a buffer"
             )
         self.name = name
         self.parameter = parameter
@@ -93,8 +95,8 @@ class HostTensor:
         parameter = self.parameter
         if parameter.shape != self._shape or parameter.dtype is not self._torch_dtype:
             raise ConfigurationError(
-                f"parameter {self.name!r} is now {parameter.dtype} of shape {tuple(parameter.shape)}, the servers hold {self._torch_dtype} of "
-                f"{tuple(self._shape)}; convert the model before as_distributed"
+                f"parameter {self.name!r} is now {parameter.dtype} of shape {tuple(parameter.shape)}, the servers hold "
+                f"{self._torch_dtype} of {tuple(self._shape)}; convert the model before as_distributed"
             )
 
 
@@ -127,15 +129,15 @@ def check_gradients(tensors: Iterable[HostTensor]) -> None:
     for name, gradient in found:
         if gradient.layout is not torch.strided:
             raise ConfigurationError(
-                f"the gradient of {name!r} is {gradient.layout}; parameter servers take dense gradients: make the embedding with sparse=False"
+                f"the gradient of {name!r} is {gradient.layout}; parameter servers take dense ones: make the embedding with sparse=False"
             )
     if _surely_finite([gradient for _, gradient in found]):
         return
     for name, gradient in found:
         if culprits := int(gradient.isfinite().logical_not_().sum()):
             raise InvalidRequestError(
-                f"the gradient of {name!r} has {culprits} of {gradient.numel()} values that are NaN or infinite; nothing was pushed. Leave the batch "
-                "out (optimizer.zero_grad(), then optimizer.step()), clip, or lower the learning rate",
+                f"the gradient of {name!r} has {culprits} of {gradient.numel()} values that are NaN or infinite; nothing was pushed. Leave "
+                "the batch out (optimizer.zero_grad(), then optimizer.step()), clip, or lower the learning rate",
                 reason="GRADIENT_NOT_FINITE",
             )
 
@@ -166,4 +168,6 @@ def _host_like(tensor: torch.Tensor) -> torch.Tensor:
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous tensor of the CPU."""
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy()) if tensor.numel() else _EMPTY
+    if tensor.numel() == 0:
+        return _EMPTY
+    return tensor.reshape(-1).view(torch.uint8).numpy().data

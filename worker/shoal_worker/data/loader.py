@@ -197,6 +197,15 @@ class ElasticDataLoader:
 
     # --------------------------------------------------------------------------------------------------- for the session
 
+    @property
+    def leased(self) -> bool:
+        """See `StepSource.leased`."""
+        return self._is_leased
+
+    def leaving(self) -> None:
+        """See `StepSource.leaving`."""
+        self._acknowledge()
+
     def committed(self, placement: Placement) -> int:
         """See `StepSource.committed`."""
         dealt, self._dealt = self._dealt, None

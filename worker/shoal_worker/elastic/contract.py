@@ -122,9 +122,18 @@ class StepSource(Protocol):
         """The epoch that the cursor is in."""
         ...
 
+    @property
+    def leased(self) -> bool:
+        """Its batches are leased first come first served, instead of dealt by rank."""
+        ...
+
     def committed(self, placement: Placement) -> int:
         """The step handed out last is committed in `placement`'s generation: advance the cursor, write the record. Returns the number of
         samples of this rank that counted."""
+        ...
+
+    def leaving(self) -> None:
+        """This process leaves the job at once: acknowledges what is finished and not said yet."""
         ...
 
     def state_dict(self) -> dict[str, Any]:

@@ -9,7 +9,7 @@ The training thread issues the collectives. `abort` may be called from any threa
 from __future__ import annotations
 
 import contextlib
-import struct
+import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -23,8 +23,6 @@ from torch._C._distributed_c10d import AllgatherOptions
 from shoal_worker.backends.base import CommunicationBackend
 from shoal_worker.elastic.generation import Generation
 from shoal_worker.store.redis_store import RedisStore
-
-_LENGTHS = struct.Struct("<q")
 
 
 class Channel(Protocol):
@@ -174,7 +172,7 @@ class Group:
         except ShoalError:
             raise
         except (RuntimeError, ValueError) as error:  # what c10d raises, DistError and DistBackendError among them
-            reason = self._reason or f"{what} failed: {_first_line(error)}"
+            reason = self._reason or f"{what} failed: {brief(error)}"
             self.abort(reason)  # closes the sockets, so that peers stuck in the same collective are freed as well
             raise MembershipChanged(f"generation {self.generation.number} is over: {reason}") from error
 
@@ -233,9 +231,11 @@ def connect(
     except MembershipChanged:
         raise
     except (RuntimeError, ShoalError) as error:
-        raise MembershipChanged(f"generation {generation.number} did not form: {_first_line(error)}") from error
+        raise MembershipChanged(f"generation {generation.number} did not form: {brief(error)}") from error
     return Group(generation, backend, store)
 
 
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().split("\n", 1)[0][:300]
+def brief(error: BaseException) -> str:
+    """What an error of c10d says, without its source position and its advice."""
+    line = str(error).strip().split("\n", 1)[0]
+    return re.sub(r"^\[[^\]]*\.(?:cc|cpp|h):\d+\] ", "", line).split(" This is typically ", 1)[0][:300]

@@ -78,6 +78,10 @@ class Replica(Protocol):
         ...
 
     def step_begins(self) -> None: ...
+    def lease_batches(self, *, loader: str, epoch: int, batches_in_epoch: int, finished: Sequence[int], want: int) -> Leases:
+        """See `StepClock`. Raises ConfigurationError unless asynchronous."""
+        ...
+
     def micro_batch_begins(self) -> None: ...
     def micro_batch_ends(self, weight: float) -> None: ...
     def finish_reduction(self) -> None:
@@ -142,6 +146,7 @@ class Session:
         self._stopped: str | None = None
         self._failed_at: float | None = None
         self._fallback: Callable[[], None] | None = None
+        self._on_close: list[Callable[[], None]] = []
         if membership is not None:
             membership.link.progress = self.progress.message
 
@@ -238,7 +243,10 @@ class Session:
         if replica.asynchronous:
             if not self._live:
                 membership.link.ready()
-                membership.await_generation()
+                try:
+                    membership.await_generation()
+                except StopTraining as stop:  # it never had a part in the run, so there is nothing for its script to do
+                    self._exit_drained(Drained(str(stop)))
                 self._live, self._replaying = True, False
             self._state = StateName(0, 0)
             return
@@ -350,7 +358,9 @@ class Session:
 
     def lease_batches(self, *, loader: str, epoch: int, batches_in_epoch: int, finished: Sequence[int], want: int) -> Leases:
         """See `StepClock`."""
-        raise ConfigurationError("batch_size= leases batches for async_sgd; with this strategy give global_batch_size=")
+        return self._require_replica().lease_batches(
+            loader=loader, epoch=epoch, batches_in_epoch=batches_in_epoch, finished=finished, want=want
+        )
 
     # --------------------------------------------------------------------------------------------------- steps: the strategy
 
@@ -437,6 +447,16 @@ class Session:
             self._stopped = str(stop)
         return StepStatus.LOST
 
+    def give_up_step(self, stop: StopTraining) -> StepStatus:
+        """The run ended for this member while a step of asynchronous training was in progress."""
+        self._step = None
+        self._require_replica().discard_step()
+        self.registered.step_void()
+        if isinstance(stop, Drained):
+            self._exit_drained(stop)
+        self._stopped = str(stop)
+        return StepStatus.LOST
+
     def _sum_weights(self, weight: float) -> float:
         group = self.group
         if group is None or group.world_size == 1:
@@ -521,10 +541,15 @@ class Session:
 
     # ------------------------------------------------------------------------------------------------------------- the end
 
+    def on_close(self, callback: Callable[[], None]) -> None:
+        """`callback` is called once, before this process says goodbye to its job."""
+        self._on_close.append(callback)
+
     def close(self, *, failed: str | None = None) -> None:
         """Leaves the job: finished, or failed with a reason."""
         if self._membership is not None:
             reason = pb.Leave.REASON_FAILED if failed is not None else pb.Leave.REASON_FINISHED
+            self._take_leave()
             self._membership.leave(reason, failed or "")
         if self._donor is not None:
             self._donor.close()
@@ -534,14 +559,24 @@ class Session:
     def _exit_drained(self, drained: Drained) -> None:
         _log.info("leaving at the border: %s", drained)
         if self._membership is not None:
+            for source in list(self._sources.values()):
+                source.leaving()
+            self._take_leave()
             self._membership.leave(pb.Leave.REASON_DRAINED, str(drained))
         raise SystemExit(0)
+
+    def _take_leave(self) -> None:
+        while self._on_close:
+            self._on_close.pop()()
 
     # --------------------------------------------------------------------------------------------- borders and re-forming
 
     def _settled(self, placement: Placement) -> bool:
         """Nothing has happened since `placement` was given at this border. An operation in between may have re-formed."""
         healthy = self.group is None or self.group.broken is None
+        if self._require_replica().asynchronous and self._membership is not None:
+            # It comes here again and again while it waits for a batch.
+            healthy = self._membership.link.stopped is None and self._membership.link.draining is None
         return self._live and not self._border_due and healthy and placement.generation == self.generation
 
     def _settle_border(self) -> None:

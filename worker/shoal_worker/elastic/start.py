@@ -15,7 +15,6 @@ from types import FrameType, TracebackType
 from shoal_common.clients.coordinator import CoordinatorClient
 from shoal_common.errors import ConfigurationError
 from shoal_common.rpc.channel import ChannelSettings
-from shoal_common.security import TlsSettings
 from shoal_common.telemetry import HttpServer, serve_metrics
 
 from shoal_worker.backends import reaper
@@ -49,7 +48,7 @@ def open_session(settings: WorkerSettings | None = None) -> Session:
     http = serve_metrics(settings.metrics_listen, metrics.registry) if settings.metrics_listen is not None else None
     host = settings.interface or _address_towards(settings.coordinator)
     donor = StateDonor(host)
-    client = CoordinatorClient(ChannelSettings(address=settings.coordinator, token=settings.token, tls=_tls(settings)))
+    client = CoordinatorClient(ChannelSettings(address=settings.coordinator, token=settings.token, tls=settings.tls))
     identity = MemberIdentity(
         job_id=settings.job_id,
         member_id=settings.member_id,
@@ -103,12 +102,6 @@ class _Exit:
         membership = self._session.membership
         if membership is not None:
             membership.link.drain("SIGTERM")
-
-
-def _tls(settings: WorkerSettings) -> TlsSettings | None:
-    if settings.tls_authority is None and settings.tls_certificate is None:
-        return None
-    return TlsSettings(authority=settings.tls_authority, certificate=settings.tls_certificate, key=settings.tls_key)
 
 
 def _address_towards(endpoint: str) -> str:

@@ -1,30 +1,29 @@
 """Asynchronous SGD: every worker computes gradients at its own speed, and parameter servers apply them in the order in which they come.
 
-An iteration is a push. `optimizer.step()` sends this worker's gradient to the servers, which run the optimizer, and brings back the values that
-all workers have reached meanwhile. Nobody waits for anybody (`consistency="asp"`), or only for those that are too far behind ("ssp"); a worker that dies
-or joins disturbs no other. The price: a gradient is computed on values that others have changed since (its staleness), so the result is not
-that of one process. (Dean et al., "Large Scale Distributed Deep Networks", NIPS 2012, section 4.1; Ho et al., "More Effective Distributed ML via a Stale
-Synchronous Parallel Parameter Server", NIPS 2013, on the bound.)
+An iteration is a push. `optimizer.step()` sends this worker's gradient to the servers, which run the optimizer, and brings back the values
+that all workers have reached meanwhile. Nobody waits for anybody (`consistency="asp"`), or only for those that are too far behind ("ssp").
+A worker that dies or joins disturbs no other. The price: a gradient is computed on values that others have changed since (its staleness), so
+the result is not that of one process. (Dean et al., "Large Scale Distributed Deep Networks", NIPS 2012, section 4.1; Ho et al., "More
+Effective Distributed ML via a Stale Synchronous Parallel Parameter Server", NIPS 2013, on the bound.)
 
 Cost per worker: parameters and gradients; the optimizer's state lies on the servers. 2P bytes per step: the gradient out, the values back.
 
-What is each worker's own: buffers (BatchNorm statistics), random numbers, schedulers, `clip_grad_norm_` (of its own gradient), `evaluate` (every rank
-computes all of it, with the values that it pulled last) and `should_early_stop`.
+What is each worker's own: buffers (BatchNorm statistics), random numbers, registered state, `clip_grad_norm_` (of its own gradient),
+`evaluate` (every rank computes all of it, with the values that it pulled last) and `should_early_stop`.
 """
 
 from __future__ import annotations
 
 import atexit
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from shoal_common.errors import ConfigurationError, CorruptDataError, PreconditionError
 from shoal_common.rpc.channel import ChannelSettings
 from torch import nn
 
-from shoal_worker.asynchronous.hyperparameters import ServerOptimizer
+from shoal_worker.asynchronous.hyperparameters import Revision, ServerOptimizer
 from shoal_worker.asynchronous.job import Job
 from shoal_worker.asynchronous.leases import CoordinatorLeases, LeaseSource, LocalLeases
 from shoal_worker.asynchronous.options import AsyncOptions, check_configuration
@@ -32,20 +31,19 @@ from shoal_worker.asynchronous.own_cluster import OwnCluster
 from shoal_worker.asynchronous.server_link import Iteration
 from shoal_worker.asynchronous.servers import ParameterServers
 from shoal_worker.asynchronous.tensors import HostTensor, check_gradients, gradients
-from shoal_worker.elastic.contract import Leases, StepStatus, StopTraining
-from shoal_worker.state.serial import dump_tensors, load_tensors
+from shoal_worker.elastic.contract import Leases, StepSource, StepStatus, StopTraining
 from shoal_worker.strategies.base import ShardedModel, ShardedOptimizer, call_module, check_optimizer_covers, loss_of
 
 
 class AsyncSGDModel(ShardedModel):
     """A worker's copy of the model, whose values come from the parameter servers.
 
-    The servers get rank 0's values, or those of a checkpoint that `shoal.resume` loads before, when the first step begins. From then on the servers'
-    values are the model's.
+    The servers get rank 0's values, or those of a checkpoint that `shoal.resume` loads before, when the first step begins. From then on the
+    servers' values are the model's.
     """
 
     strategy = "async_sgd"
-    asynchronous = True
+    asynchronous: ClassVar[bool] = True
     options = frozenset({"consistency", "staleness_bound", "pull_every", "server_timeout"})
 
     # ------------------------------------------------------------------------------------------------------------ beginning
@@ -55,7 +53,8 @@ class AsyncSGDModel(ShardedModel):
         check_configuration(self.config, self.backend_name)
         self._async_options = AsyncOptions(**self._options)
         self._servers: ParameterServers | None = None
-        self._server_optimizer: ServerOptimizer | None = None
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._schedule: ServerOptimizer | None = None
         self._leases: LeaseSource = LocalLeases()
         self._job: Job | None = None
         self._own_cluster: OwnCluster | None = None
@@ -69,27 +68,32 @@ class AsyncSGDModel(ShardedModel):
             raise ConfigurationError("the model has no parameter with requires_grad=True: there is nothing to train")
         if any(buffer.is_meta for buffer in self.module.buffers()):
             raise ConfigurationError(
-                "the model has buffers on the meta device: with async_sgd buffers are each worker's own, and come from nowhere else; build it with values"
+                "the model has buffers on the meta device: with async_sgd buffers are each worker's own, and come from nowhere else; build "
+                "it with values"
             )
 
     def attach(self, optimizer: torch.optim.Optimizer | None) -> None:
         """See `ShardedModel`. Lays the tensors out over the servers, and waits for these."""
         if optimizer is None:
-            raise ConfigurationError('strategy="async_sgd" needs the optimizer, which the servers run: as_distributed(model, optimizer, ...)')
+            raise ConfigurationError(
+                'strategy="async_sgd" needs the optimizer, which the servers run: as_distributed(model, optimizer, ...)'
+            )
         check_optimizer_covers(self.module, optimizer)
         names = {id(parameter): name for name, parameter in self.module.named_parameters()}
         trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        self._server_optimizer = ServerOptimizer(optimizer, names)
+        self._optimizer, self._schedule = optimizer, ServerOptimizer(optimizer, names)
         self._tensors = [HostTensor(name, p, trained=id(p) in trained) for name, p in self.module.named_parameters()]
         self._session.attach(self)
-        atexit.register(self.close)
-        self._session.on_close(self.close)
-        self._job = self._open_job()
-        shard_map = self._job.declare([tensor.spec for tensor in self._tensors])
-        self._servers = ParameterServers(
-            self._job, shard_map, self._tensors, self._server_optimizer, self._async_options, self._session.metrics
-        )
-        self._servers.configure()
+        atexit.register(self._leave)
+        self._session.on_close(self._leave)
+        try:
+            job = self._open_job()
+            shard_map = job.declare([tensor.spec for tensor in self._tensors])
+            self._servers = ParameterServers(job, shard_map, self._tensors, self._schedule, self._async_options, self._session.metrics)
+            self._servers.configure()
+        except BaseException:
+            self._leave()
+            raise
 
     def _open_job(self) -> Job:
         membership, settings = self._session.membership, self._session.settings
@@ -97,14 +101,15 @@ class AsyncSGDModel(ShardedModel):
             self._own_cluster = OwnCluster()
             link, channel = self._own_cluster.link, self._own_cluster.channel
         else:
-            link, channel = membership.link, settings.channel
+            assert settings.coordinator is not None
+            link, channel = membership.link, ChannelSettings(address=settings.coordinator, token=settings.token, tls=settings.tls)
         job = Job(link, channel, patience=settings.rendezvous_timeout, straggler_patience=settings.collective_timeout)
         if membership is not None:
-            self._leases = CoordinatorLeases(job)
+            self._job, self._leases = job, CoordinatorLeases(job)
         return job
 
-    def start(self) -> None:
-        """Takes over the servers' values, and gives them rank 0's if they have none. Happens by itself when the first step begins."""
+    def _start(self) -> None:
+        """Gives the servers rank 0's values if they have none, and takes over what they have."""
         if self._started:
             return
         has_values = self.has_values()
@@ -113,10 +118,265 @@ class AsyncSGDModel(ShardedModel):
         self._require_servers().start(has_values=has_values)
         self._started = True
 
-    def close(self) -> None:
-        """Takes leave of the servers; stops those that are this process's own. Idempotent; happens by itself when the process ends."""
-        atexit.unregister(self.close)
+    def _leave(self) -> None:
+        """Takes leave of the servers; stops those that are this process's own. Idempotent."""
+        atexit.unregister(self._leave)
         if self._servers is not None:
             self._servers.close()
         if self._own_cluster is not None:
             self._own_cluster.close()
+            self._own_cluster = None
+
+    # ------------------------------------------------------------------------------------------------------------- training
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward pass, with the values pulled last."""
+        if self.module.training and torch.is_grad_enabled():
+            self._session.ensure_step()
+        return self.module(*args, **kwargs)
+
+    def train_step(
+        self,
+        inputs: Any,
+        targets: Any = None,
+        loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """Forward, loss and backward. Returns the loss of this worker's batch: there is no common one."""
+        step = self._session.ensure_step()
+        loss = loss_of(call_module(self, inputs), targets, loss_fn)
+        step.loss = float(loss.detach())
+        loss.backward()
+        return loss.detach()
+
+    def synchronize_gradients(self) -> None:
+        """Nothing to do: each worker's gradient is pushed by itself, in `optimizer.step()`."""
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scales this worker's gradient, which is pushed by itself, so that its norm is at most `max_norm`; returns the norm before."""
+        return nn.utils.clip_grad_norm_(self.module.parameters(), max_norm, norm_type)
+
+    def exchange(self, *, push: bool) -> None:
+        """Ends an iteration: pushes this worker's gradients and pulls what all workers have reached. `push` False: they are unusable.
+
+        Raises:
+            InvalidRequestError (GRADIENT_NOT_FINITE): a gradient has NaN or infinite values; nothing was sent.
+            ConfigurationError: a gradient or a parameter that servers do not take; nothing was sent.
+            DeadlineError (SERVER_AWAY): a server was away for longer than `server_timeout`.
+            StopTraining: the job stood still for want of workers, and was stopped then.
+        """
+        sent: dict[str, memoryview] = {}
+        if push:
+            trained = [tensor for tensor in self._tensors if tensor.trained]
+            check_gradients(trained)
+            sent = {tensor.name: view for tensor, view in zip(trained, gradients(trained), strict=True) if view is not None}
+        clock = self._clock + 1
+        pull = clock % self._async_options.pull_every == 0
+        iteration = Iteration(clock=clock, revision=self.look_at_schedule(), gradients=sent, pull=pull)
+        staleness = self._require_servers().exchange(iteration)
+        self._clock = clock
+        if sent:
+            self._session.progress.pushed(staleness)
+
+    @property
+    def is_attached(self) -> bool:
+        """The optimizer is known."""
+        return self._schedule is not None
+
+    def look_at_schedule(self) -> Revision:
+        """Notices what schedulers have changed."""
+        assert self._schedule is not None
+        return self._schedule.look()
+
+    def pull(self) -> None:
+        """Brings back what all workers have reached; between steps."""
+        if self._started:
+            self._require_servers().pull()
+
+    # --------------------------------------------------------------------------------------------- Replica: for the session
+
+    def step_begins(self) -> None:
+        """See `Replica`."""
+        source = self._session.step.source if self._session.step is not None else None
+        if source is not None and not source.leased:
+            raise ConfigurationError(
+                f"loader {source.name!r} deals steps that all ranks take together, and with async_sgd there are none; give it batch_size= "
+                "(the samples of one push) instead of global_batch_size= and micro_batch_size="
+            )
+        self._start()
+        if self._job is not None:
+            self._job.entered()
+            if source is not None and not self._placed:
+                _move_to_epoch(source, self._job.epoch_of_others())
+                self._placed = True
+
+    def lease_batches(self, *, loader: str, epoch: int, batches_in_epoch: int, finished: Sequence[int], want: int) -> Leases:
+        """See `StepClock`."""
+        answer = self._leases.lease(loader=loader, epoch=epoch, batches_in_epoch=batches_in_epoch, finished=finished, want=want)
+        if want and not answer.batches:
+            if answer.epoch_done:
+                # Nobody pushes before the next epoch begins: what is evaluated between epochs is the same on all ranks.
+                self.pull()
+            elif self._async_options.waits_for_others:
+                # Others may wait for this worker to finish an iteration, and it will find none before they have finished theirs.
+                self._clock = self._require_servers().catch_up(self._clock)
+        return answer
+
+    def capture(self) -> dict[str, Any]:
+        """See `Replica`: for checkpoints. The optimizer's state stays on the servers, which write snapshots of their own meanwhile."""
+        if self._started:
+            self._require_servers().write_snapshots()
+        return {"model": self.full_state_dict(), "optimizer": self._require_optimizer().state_dict()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """See `Replica`: of a checkpoint, before the first step. Servers that have values keep them; others get these."""
+        self._check_not_started("shoal.resume")
+        groups = state["optimizer"]["param_groups"] if state["optimizer"] is not None else []
+        own = self._require_optimizer().param_groups
+        if len(groups) != len(own) or any(mine.keys() - loaded.keys() - {"initial_lr"} for mine, loaded in zip(own, groups, strict=True)):
+            raise CorruptDataError("the checkpoint is of another optimizer: its parameter groups differ", reason="OPTIMIZER_DIFFERS")
+        if not self.has_values():
+            self.module.to_empty(device=self._session.device)
+        self.module.load_state_dict(state["model"])
+        # The settings alone: momentum and moments of a synchronous run have no place on the workers.
+        self._require_optimizer().load_state_dict({"state": {}, "param_groups": groups})
+
+    def has_values(self) -> bool:
+        """See `Replica`."""
+        return not any(t.is_meta for t in self.module.state_dict().values())
+
+    def micro_batch_begins(self) -> None:
+        """See `Replica`. Loaders with micro-batches are refused when the step begins."""
+
+    def micro_batch_ends(self, weight: float) -> None:
+        """See `Replica`."""
+
+    def finish_reduction(self) -> None:
+        """See `Replica`: nothing is reduced."""
+
+    def discard_step(self) -> None:
+        """See `Replica`."""
+        for parameter in self.module.parameters():
+            parameter.grad = None
+
+    def commit_step(self) -> None:
+        """See `Replica`: buffers are this worker's own."""
+
+    # ---------------------------------------------------------------------------------------------------------------- state
+
+    def gather_full_parameters(self) -> dict[str, torch.Tensor]:
+        """The servers' values as they are now, on this rank's device; before the first step this worker's. The module stays as it is."""
+        own = {name: parameter.detach() for name, parameter in self.module.named_parameters()}
+        if not self._started:
+            return own
+        return {name: value.to(own[name].device) for name, value in self._require_servers().read().items()}
+
+    def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
+        """`gather_full_parameters`, and this worker's own buffers."""
+        if rank0_only and self._session.rank != 0:
+            return {}
+        state: dict[str, torch.Tensor] = self.module.state_dict()
+        names = {id(parameter): name for name, parameter in self.module.named_parameters()}
+        values = self.gather_full_parameters()
+        for name, parameter in self.module.named_parameters(remove_duplicate=False):
+            if name in state:
+                state[name] = values[names[id(parameter)]]
+        return state
+
+    @property
+    def local_shard(self) -> dict[str, torch.Tensor]:
+        """This worker's copy of the parameters, as it was pulled last."""
+        return {name: parameter.detach() for name, parameter in self.module.named_parameters()}
+
+    def with_parameters(self, parameters: torch.Tensor | Mapping[str, torch.Tensor]) -> ShardedModel:
+        """See `ShardedModel`. Only before the first step: after it the servers' values are the model's.
+
+        Raises:
+            PreconditionError: later.
+        """
+        self._check_not_started("with_parameters")
+        return super().with_parameters(parameters)
+
+    # ----------------------------------------------------------------------------------------------------------- invariants
+
+    def _check_not_started(self, what: str) -> None:
+        if self._started:
+            raise PreconditionError(
+                f"{what}: the parameter servers hold newer values since the first step; call it before the training loop"
+            )
+
+    def _require_servers(self) -> ParameterServers:
+        assert self._servers is not None
+        return self._servers
+
+    def _require_optimizer(self) -> torch.optim.Optimizer:
+        assert self._optimizer is not None
+        return self._optimizer
+
+
+class AsyncSGDOptimizer(ShardedOptimizer):
+    """The user's optimizer, as the servers run it: `step` pushes and pulls. Its state stays empty here.
+
+    Settings changed in `param_groups`, by schedulers say, go to the servers with the next push. Of several workers' schedules the one that
+    is furthest counts.
+    """
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The user's optimizer's own. Reading them notices what has changed since."""
+        model: AsyncSGDModel = self._model
+        if model.is_attached:
+            model.look_at_schedule()
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.optimizer.param_groups = groups
+
+    def step(self, closure: Callable[[], Any] | None = None) -> StepStatus:  # type: ignore[override]
+        """See `ShardedOptimizer`: an iteration of this worker alone. Raises as `AsyncSGDModel.exchange`.
+
+        COMMITTED, except when the run ended while the job stood still for want of workers: LOST.
+        """
+        if closure is not None:
+            raise ConfigurationError(
+                f"{type(self.optimizer).__name__}.step(closure): closures run the backward pass again, outside of the step; "
+                "use an optimizer that needs none (LBFGS does)"
+            )
+        try:
+            return self._session.finish_step(self._apply)
+        except StopTraining as stop:
+            return self._session.give_up_step(stop)
+
+    def _apply(self) -> None:
+        # A GradScaler leaves its finding on the optimizer that it steps.
+        found_inf = getattr(self, "found_inf", None)
+        usable = found_inf is None or float(found_inf) == 0
+        grad_scale = getattr(self, "grad_scale", None)
+        if usable and grad_scale is not None:
+            inverse = 1.0 / float(grad_scale)
+            for parameter in (p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None):
+                parameter.grad.mul_(inverse)
+        model: AsyncSGDModel = self._model
+        model.exchange(push=usable)
+
+    def synchronize_parameters(self) -> None:
+        """Pulls what all workers have reached; between steps.
+
+        Raises:
+            PreconditionError: within one: the gradient at hand is of the values that are there.
+        """
+        step = self._session.step
+        if step is not None and step.handed_out:
+            raise PreconditionError("synchronize_parameters within a step: call it after optimizer.step()")
+        model: AsyncSGDModel = self._model
+        model.pull()
+
+    def synchronize_optimizer_state(self) -> None:
+        """Nothing to do: there is one state, on the servers."""
+
+
+def _move_to_epoch(source: StepSource, epoch: int) -> None:
+    """A joiner goes on where the others are; what it may have missed of that epoch is leased to whoever asks."""
+    state = source.state_dict()
+    if state["epoch"] < epoch:
+        source.load_state_dict({**state, "epoch": epoch, "samples": 0, "step": 0})

@@ -7,7 +7,7 @@ one process on the whole batch, for any optimizer, because it is the gradients t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,7 +15,7 @@ import torch
 from shoal_common.errors import ConfigurationError, CorruptDataError
 from torch import nn
 
-from shoal_worker.elastic.contract import StepStatus
+from shoal_worker.elastic.contract import Leases, StepStatus
 from shoal_worker.state.serial import dump_tensors, load_tensors
 from shoal_worker.strategies.base import ShardedModel, ShardedOptimizer, call_module, check_optimizer_covers, loss_of
 from shoal_worker.strategies.reduction import AccumulatedReduction, OverlappedReduction
@@ -125,6 +125,12 @@ class DDPModel(ShardedModel):
 
     def step_begins(self) -> None:
         """See `Replica`."""
+
+    def lease_batches(self, *, loader: str, epoch: int, batches_in_epoch: int, finished: Sequence[int], want: int) -> Leases:
+        """Refused: a step is all ranks'."""
+        raise ConfigurationError(
+            f"loader {loader!r}: batch_size= leases batches for async_sgd; with strategy={self.strategy!r} give global_batch_size="
+        )
 
     def micro_batch_begins(self) -> None:
         """See `Replica`."""

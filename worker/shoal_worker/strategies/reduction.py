@@ -28,6 +28,7 @@ from torch._C._distributed_c10d import GradBucket, HashStore
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
+from shoal_worker.elastic.group import brief
 from shoal_worker.elastic.session import CONTROL_LENGTH
 from shoal_worker.failpoints import failpoint
 
@@ -187,8 +188,9 @@ class OverlappedReduction:
                 future.value()
                 failpoint("reduction.completed")
             except (RuntimeError, MembershipChanged) as error:
-                group.abort(f"all_reduce failed: {error}")  # closes the sockets, so that peers stuck in it are freed as well
-                session.mark_lost(error)
+                reason = f"all_reduce failed: {brief(error)}"
+                group.abort(reason)  # closes the sockets, so that peers stuck in it are freed as well
+                session.mark_lost(MembershipChanged(reason))
                 return buffer.zero_()
             self._completed_bucket(control)
             return buffer

@@ -91,9 +91,11 @@ class CoordinatorClient:
         batches_in_epoch: int,
         want: int,
         finished: Iterable[int] = (),
+        sequence: int = 0,
         deadline: timedelta | None = None,
     ) -> pb.LeaseBatchesResponse:
-        """Not repeated by gRPC: after an UnavailableError leases may have been given that nobody knows of."""
+        """Not repeated by gRPC. After an UnavailableError repeat it with the same `sequence`; without one, leases may have been given that
+        nobody knows of."""
         request = pb.LeaseBatchesRequest(
             job_id=job_id,
             member_id=member_id,
@@ -102,6 +104,7 @@ class CoordinatorClient:
             batches_in_epoch=batches_in_epoch,
             want=want,
             finished=finished,
+            sequence=sequence,
         )
         return self._caller.unary("LeaseBatches", request, pb.LeaseBatchesResponse, deadline)
 

@@ -91,7 +91,8 @@ class Record:
     """One entry of the job's event log, written together with the state."""
 
     kind: str
-    """snake_case; the kinds are listed in docs/decisions/0021."""
+    """job_created, member_joined, member_ready, member_lost, member_left, member_quarantined, drain_requested, generation_formed,
+    collective_failed, job_on_hold, stop_requested, job_finished, server_registered, server_lost or tensors_declared."""
     generation: int = 0
     member_id: str = ""
     attributes: Mapping[str, str] = field(default_factory=dict)

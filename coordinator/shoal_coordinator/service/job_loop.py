@@ -51,6 +51,7 @@ _LONGEST_SCAN_INTERVAL_MS = 500
 class _Submitted:
     event: Event
     done: Callable[[Outcome], None] | None
+    wanted: Callable[[], bool]
     noticed_s: float
 
 
@@ -84,13 +85,16 @@ class JobLoop:
         """What heartbeats said. A live view."""
         return Pulses(members=self._members, servers=self._servers)
 
-    def submit(self, event: Event, done: Callable[[Outcome], None] | None = None) -> None:
-        """Queues an event. `done` is called with its outcome once that is on disk, before anything is announced."""
+    def submit(self, event: Event, done: Callable[[Outcome], None] | None = None, *, wanted: Callable[[], bool] = lambda: True) -> None:
+        """Queues an event. `done` is called with its outcome once that is on disk, before anything is announced.
+
+        An event that is no longer `wanted` when its turn comes does not happen; `done` is told so with an UnavailableError.
+        """
         if self._failure is not None:
             if done is not None:
                 done(self._failure)
             return
-        self._queue.append(_Submitted(event, done, time.monotonic()))
+        self._queue.append(_Submitted(event, done, wanted, time.monotonic()))
         self._woken.set()
 
     async def ask(self, event: Event, *, timeout_s: float) -> Granted:
@@ -166,8 +170,8 @@ class JobLoop:
 
     async def _step(self) -> None:
         now = self._clock.now()
-        batch, self._queue = self._queue, []
-        batch += [_Submitted(event, None, time.monotonic()) for event in self._ended_leases(now)]
+        batch = self._take_queue()
+        batch += [_Submitted(event, None, lambda: True, time.monotonic()) for event in self._ended_leases(now)]
         try:
             decided = transition(
                 self.state,
@@ -183,6 +187,12 @@ class JobLoop:
             raise
         self._folded_ms = now.ms
         self._deliver(batch, decided)
+
+    def _take_queue(self) -> list[_Submitted]:
+        queue, self._queue = self._queue, []
+        given_up = [submitted for submitted in queue if not submitted.wanted()]
+        _answer_all(given_up, UnavailableError("nobody waits for this any more", reason=Refusal.STORAGE_UNAVAILABLE))
+        return [submitted for submitted in queue if submitted not in given_up] if given_up else queue
 
     def _ended_leases(self, now: Now) -> list[Event]:
         if now.ms < self._next_scan_ms:

@@ -16,7 +16,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from datetime import timedelta
 
 from google.protobuf.message import DecodeError
-from shoal_common.errors import InvalidRequestError, ShoalError
+from shoal_common.errors import InvalidRequestError, ShoalError, UnavailableError
 from shoal_protos.v1 import coordinator_pb2 as pb
 
 from shoal_coordinator.membership.events import Ending, MemberJoined, MemberLost, MemberReady
@@ -63,22 +63,27 @@ class MemberSessions:
         job = self._jobs.get(job_id)
         member_id = event.identity.member_id
         mailbox = Mailbox()
-        await self._join(job, event, mailbox)
-        reader = asyncio.create_task(self._read(job, member_id, mailbox, requests), name=f"member {member_id}")
-        with self._metrics.sessions.labels("member").track_inprogress():
-            try:
+        reader: asyncio.Task[None] | None = None
+        try:
+            await self._join(job, event, mailbox)
+            reader = asyncio.create_task(self._read(job, member_id, mailbox, requests), name=f"member {member_id}")
+            with self._metrics.sessions.labels("member").track_inprogress():
                 async for message in mailbox:
                     yield message
-            finally:
+        finally:
+            if reader is not None:
                 reader.cancel()
-                if job.sessions.detach_member(member_id, mailbox):
-                    self._detached(job, member_id)
+            if job.sessions.detach_member(member_id, mailbox):
+                self._detached(job, member_id)
 
     # ---------------------------------------------------------------------------------------------------- opening and ending
 
     async def _join(self, job: JobLoop, event: MemberJoined, mailbox: Mailbox) -> None:
+        """Raises the refusal; UnavailableError if Redis does not take the join in time: the member may ask again under the same id."""
         answer: asyncio.Future[Granted] = asyncio.get_running_loop().create_future()
-        key = (job.state.spec.job_id, event.identity.member_id)
+        member_id = event.identity.member_id
+        key = (job.state.spec.job_id, member_id)
+        told_to_ask_again = False
 
         def done(outcome: Outcome) -> None:
             self._joining[key] -= 1
@@ -87,19 +92,23 @@ class MemberSessions:
             if isinstance(outcome, ShoalError):
                 if not answer.done():
                     answer.set_exception(outcome)
-                self._check(job, event.identity.member_id)
+                self._check(job, member_id)
             elif isinstance(outcome, Joined):
-                self._joined(job, event.identity.member_id, outcome, mailbox)
-                if answer.done():
-                    # The caller went away while its join was written.
-                    job.sessions.detach_member(event.identity.member_id, mailbox)
-                    self._detached(job, event.identity.member_id)
-                else:
+                self._joined(job, member_id, outcome, mailbox)
+                if not answer.done():
                     answer.set_result(outcome)
+                    return
+                # The caller has gone while its join was written. If it was sent away, it will be back: its lease decides.
+                job.sessions.detach_member(member_id, mailbox)
+                self._detached(job, member_id, decide=not told_to_ask_again)
 
         self._joining[key] += 1
-        job.submit(event, done)
-        await within(answer, self._request_timeout_s)
+        job.submit(event, done, wanted=lambda: not answer.done())
+        try:
+            await within(answer, self._request_timeout_s)
+        except UnavailableError:
+            told_to_ask_again = True
+            raise
 
     def _joined(self, job: JobLoop, member_id: str, outcome: Joined, mailbox: Mailbox) -> None:
         spec = job.state.spec
@@ -113,11 +122,13 @@ class MemberSessions:
         job.sessions.attach_member(member_id, mailbox)
         job.set_pulse(member_id, attached(job.pulses.members.get(member_id), self._clock.now().ms))
 
-    def _detached(self, job: JobLoop, member_id: str) -> None:
+    def _detached(self, job: JobLoop, member_id: str, *, decide: bool = True) -> None:
         pulse = job.pulses.members.get(member_id)
         if pulse is None or self._jobs.closing:
             return
         job.set_pulse(member_id, detached(pulse))
+        if not decide:
+            return
         if self._reconnect_grace_s == 0:
             self._check(job, member_id)
         else:

@@ -44,15 +44,17 @@ class ServerSessions:
         job_id, event = parse_registration(first.register)
         job = self._jobs.get(job_id)
         mailbox = Mailbox()
-        await self._register(job, event, mailbox)
-        reader = asyncio.create_task(self._read(job, event.server_id, mailbox, requests), name=f"server {event.server_id}")
-        with self._metrics.sessions.labels("server").track_inprogress():
-            try:
+        reader: asyncio.Task[None] | None = None
+        try:
+            await self._register(job, event, mailbox)
+            reader = asyncio.create_task(self._read(job, event.server_id, mailbox, requests), name=f"server {event.server_id}")
+            with self._metrics.sessions.labels("server").track_inprogress():
                 async for message in mailbox:
                     yield message
-            finally:
+        finally:
+            if reader is not None:
                 reader.cancel()
-                self._detach(job, event.server_id, mailbox)
+            self._detach(job, event.server_id, mailbox)
 
     async def _register(self, job: JobLoop, event: ServerRegistered, mailbox: Mailbox) -> None:
         answer: asyncio.Future[Granted] = asyncio.get_running_loop().create_future()
@@ -80,7 +82,7 @@ class ServerSessions:
                     answer.set_result(outcome)
 
         self._registering[key] += 1
-        job.submit(event, done)
+        job.submit(event, done, wanted=lambda: not answer.done())
         await within(answer, self._request_timeout_s)
 
     def _detach(self, job: JobLoop, server_id: str, mailbox: Mailbox) -> None:

@@ -155,6 +155,8 @@ def test_changes_wait_while_redis_is_away_and_nothing_is_lost(make_coordinator: 
             assert "b" not in ids(a.generation(lambda g: g.number == 2))
             # The drain was asked for and not taken back: it is done, although its caller was told that it may not be.
             assert a.told("drain").reason == "drained"
+            # Who was told to ask again can, under the same name.
+            job.join("d").welcome()
             job.close()
     finally:
         redis.close()

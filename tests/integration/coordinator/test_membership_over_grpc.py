@@ -9,9 +9,10 @@ import time
 from collections.abc import Callable
 
 from shoal_common.errors import PreconditionError, StaleGenerationError
+from shoal_common.redis import EmbeddedRedis
 from shoal_protos.v1 import coordinator_pb2 as pb
 
-from tests.integration.coordinator.harness import Job, eventually, ids
+from tests.integration.coordinator.harness import Coordinator, Job, create_job, eventually, ids
 
 MakeJob = Callable[..., Job]
 
@@ -217,6 +218,24 @@ def test_a_member_that_opens_a_second_stream_goes_on_there(make_job: MakeJob) ->
     again.beat(1, step=3)
     eventually(lambda: job.get().members[0].progress.step == 3, "the heartbeat of the second stream")
     assert job.get().generation.number == 1
+
+
+def test_within_the_reconnect_grace_a_broken_stream_decides_nothing(
+    make_coordinator: Callable[..., Coordinator], own_redis: EmbeddedRedis
+) -> None:
+    coordinator = make_coordinator("--redis", own_redis.url, "--reconnect-grace", "1s")
+    with coordinator.client() as client:
+        job = create_job(coordinator, client, join_grace_ms=300)
+        a, b = job.form("a", "b")
+        b.kill()
+        back = job.join("b", last=1)
+        back.welcome()
+        a.kill()
+        # a does not come back.
+        assert ids(back.generation()) == ["b"]
+        events = [(event.kind, event.member_id) for event in job.events() if event.kind in ("member_lost", "generation_formed")]
+        assert events == [("generation_formed", ""), ("member_lost", "a"), ("generation_formed", "")]
+        job.close()
 
 
 def test_a_stranger_that_claims_an_old_generation_is_refused(make_job: MakeJob) -> None:

@@ -36,7 +36,9 @@ def eventually(condition: Callable[[], Any], what: str, *, within_s: float = PAT
 class Cluster:
     """One coordinator, one job, and the workers that a test starts."""
 
-    def __init__(self, directory: Path, *, min_workers: int = 1, max_workers: int = 3, **environment: str) -> None:
+    def __init__(
+        self, directory: Path, *, min_workers: int = 1, max_workers: int = 3, join_grace_ms: int = 30_000, **environment: str
+    ) -> None:
         self.directory = directory
         self.records = directory / "records"
         self.output = directory / "output"
@@ -44,6 +46,7 @@ class Cluster:
         self._environment = environment
         self._max_workers = max_workers
         self._min_workers = min_workers
+        self._join_grace_ms = join_grace_ms
         self.workers: dict[int, subprocess.Popen[bytes]] = {}
         self._members: dict[int, str] = {}
         self._port_file = directory / "coordinator.json"
@@ -56,7 +59,9 @@ class Cluster:
         self.coordinator = subprocess.Popen(tied_to_parent(command))
         self.addresses = json.loads(eventually(lambda: self._port_file.exists() and self._port_file.read_text(), "the coordinator"))
         self.client = CoordinatorClient(ChannelSettings(address=self.addresses["grpc"]))
-        spec = pb.JobSpec(job_id="job", min_workers=self._min_workers, max_workers=self._max_workers, join_grace_ms=2000, lease_ms=3000)
+        spec = pb.JobSpec(
+            job_id="job", min_workers=self._min_workers, max_workers=self._max_workers, join_grace_ms=self._join_grace_ms, lease_ms=3000
+        )
         self.client.create_job(spec)
 
     def start(self, index: int, **environment: str) -> None:
@@ -75,6 +80,14 @@ class Cluster:
         command = tied_to_parent([sys.executable, str(SCRIPT)])
         self.workers[index] = subprocess.Popen(command, env={**os.environ, **settings, **self._environment, **environment})
 
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """While open, steps are slow: what is waited for in the block happens before the run's end."""
+        hold = self.output / "hold"
+        hold.touch()
+        yield
+        hold.unlink()
+
     def job(self) -> pb.GetJobResponse:
         return self.client.get_job("job")
 
@@ -85,13 +98,10 @@ class Cluster:
     def wait_steps(self, count: int) -> None:
         eventually(lambda: self.steps() >= count, f"{count} steps")
 
-    def wait_world(self, size: int) -> pb.GetJobResponse:
-        def reached() -> pb.GetJobResponse | None:
-            job = self.job()
-            return job if len(job.generation.ranks) == size and all(m.phase != pb.MEMBER_PHASE_READY for m in job.members) else None
-
-        found: pb.GetJobResponse = eventually(reached, f"a world of {size}")
-        return found
+    def wait_ranked(self, index: int) -> None:
+        """Waits until worker `index` has a rank and has committed a step with it."""
+        member = self._members[index]
+        eventually(lambda: any(m.member_id == member and m.progress.step > 0 for m in self.job().members), f"worker {index} in the run")
 
     def signal(self, index: int, number: signal.Signals) -> None:
         os.kill(self.workers[index].pid, number)

@@ -18,7 +18,7 @@ STEPS = 10 * EPOCHS
 @pytest.fixture(scope="module")
 def fault_free(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The run of one worker alone, without a fault."""
-    with cluster(tmp_path_factory.mktemp("fault-free"), max_workers=1, EPOCHS=str(EPOCHS), MICRO="1", STEP_SECONDS="0") as alone:
+    with cluster(tmp_path_factory.mktemp("fault-free"), max_workers=1, EPOCHS=str(EPOCHS), MICRO="1") as alone:
         alone.start(0)
         (result,) = alone.finish(0)
     assert result["steps"] == STEPS
@@ -105,12 +105,14 @@ def test_a_worker_killed_while_the_others_re_form_is_left_out_too(three: Cluster
 
 
 def test_a_replacement_takes_the_state_from_its_peers_and_goes_on(tmp_path: Path, fault_free: dict[str, Any]) -> None:
-    with cluster(tmp_path, EPOCHS=str(EPOCHS), MICRO="1", STEP_SECONDS="0.15") as running:
-        for index in range(3):
-            running.start(index)
-        running.wait_steps(3)
-        running.signal(1, signal.SIGKILL)
-        running.start(3)
+    with cluster(tmp_path, EPOCHS=str(EPOCHS), MICRO="1") as running:
+        with running.held():
+            for index in range(3):
+                running.start(index)
+            running.wait_steps(1)
+            running.signal(1, signal.SIGKILL)
+            running.start(3)  # makes the world full again, so no grace is waited for
+            running.wait_ranked(3)
         results = running.finish(0, 2, 3)
         assert {r["world"] for r in results} == {3}
         check_same_run(results, fault_free, running)
@@ -120,11 +122,14 @@ def test_a_replacement_takes_the_state_from_its_peers_and_goes_on(tmp_path: Path
     ("joiner", "donor"), [("transfer.before_taking@1=kill", ""), ("", "transfer.before_serving@1=kill"), ("session.at_border@1=kill", "")]
 )
 def test_a_join_that_fails_half_way_leaves_the_others_whole(tmp_path: Path, fault_free: dict[str, Any], joiner: str, donor: str) -> None:
-    with cluster(tmp_path, EPOCHS=str(EPOCHS), MICRO="1", STEP_SECONDS="0.15") as running:
-        running.start(0)
-        running.start(1, SHOAL_FAILPOINTS=donor)
-        running.wait_steps(1)
-        running.start(2, SHOAL_FAILPOINTS=joiner)
+    with cluster(tmp_path, min_workers=2, join_grace_ms=0, EPOCHS=str(EPOCHS), MICRO="1") as running:
+        with running.held():
+            running.start(0)
+            running.start(1, SHOAL_FAILPOINTS=donor)
+            running.wait_steps(1)
+            running.start(2, SHOAL_FAILPOINTS=joiner)
+            victim = 1 if donor else 2
+            eventually(lambda: running.workers[victim].poll() is not None, "the failpoint")
         survivors = (0, 2) if donor else (0, 1)
         check_same_run(running.finish(*survivors), fault_free, running)
 
@@ -140,12 +145,13 @@ def test_a_worker_that_hangs_is_put_out_and_the_others_go_on(three: Cluster, fau
 
 
 def test_sigterm_drains_a_worker_at_a_border_without_a_lost_step(tmp_path: Path, fault_free: dict[str, Any]) -> None:
-    with cluster(tmp_path, EPOCHS=str(EPOCHS), MICRO="1", STEP_SECONDS="0.1") as running:
-        for index in range(3):
-            running.start(index)
-        running.wait_steps(3)
-        running.signal(1, signal.SIGTERM)
-        assert running.workers.pop(1).wait(30) == 0
+    with cluster(tmp_path, EPOCHS=str(EPOCHS), MICRO="1") as running:
+        with running.held():
+            for index in range(3):
+                running.start(index)
+            running.wait_steps(1)
+            running.signal(1, signal.SIGTERM)
+            assert running.workers.pop(1).wait(30) == 0
         results = running.finish(0, 2)
         assert [r["lost"] for r in results] == [0, 0]
         assert {r["world"] for r in results} == {2}
@@ -155,28 +161,32 @@ def test_sigterm_drains_a_worker_at_a_border_without_a_lost_step(tmp_path: Path,
 def test_training_goes_on_while_the_coordinator_is_away_and_membership_follows_when_it_is_back(
     tmp_path: Path, fault_free: dict[str, Any]
 ) -> None:
-    with cluster(tmp_path, EPOCHS=str(EPOCHS), MICRO="1", STEP_SECONDS="0.2") as running:
-        for index in range(3):
-            running.start(index)
-        running.wait_steps(3)
-        before = running.job()
-        running.coordinator.kill()
-        running.coordinator.wait()
-        running.client.close()
-        running.start_coordinator(listen=running.addresses["grpc"])
-        eventually(lambda: running.steps() > before.members[0].progress.step, "steps after the restart")
-        assert running.job().generation.number == before.generation.number
-        running.signal(2, signal.SIGKILL)
+    with cluster(tmp_path, EPOCHS=str(EPOCHS), MICRO="1") as running:
+        with running.held():
+            for index in range(3):
+                running.start(index)
+            running.wait_steps(1)
+            before = running.job()
+            running.coordinator.kill()
+            running.coordinator.wait()
+            running.client.close()
+            running.start_coordinator(listen=running.addresses["grpc"])
+            eventually(lambda: running.steps() > before.members[0].progress.step + 1, "steps after the restart")
+            assert running.job().generation.number == before.generation.number
+            running.signal(2, signal.SIGKILL)
+            eventually(lambda: running.job().generation.number > before.generation.number, "the next generation")
         results = running.finish(0, 1)
         assert {r["generation"] > before.generation.number for r in results} == {True}
         check_same_run(results, fault_free, running)
 
 
 def test_a_stopped_job_ends_its_loops_at_one_border(three: Cluster) -> None:
-    for index in range(3):
-        three.start(index, STEP_SECONDS="0.1")
-    three.wait_steps(5)
-    three.client.stop_job("job", reason="test")
+    with three.held():
+        for index in range(3):
+            three.start(index)
+        three.wait_steps(2)
+        three.client.stop_job("job", reason="test")
+        eventually(lambda: all(w.poll() is not None for w in three.workers.values()), "the workers' end")
     results = three.finish(0, 1, 2)
     assert len({r["steps"] for r in results}) == 1
     assert len({r["digest"] for r in results}) == 1

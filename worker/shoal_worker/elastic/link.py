@@ -152,6 +152,12 @@ class CoordinatorLink:
             self._generation = generation
 
     @property
+    def store_url(self) -> str:
+        """Where the coordinator says that rendezvous stores live. An embedded one has another address after a restart."""
+        welcome = self._welcome
+        return welcome.store_url if welcome is not None else ""
+
+    @property
     def newest(self) -> int:
         """Number of the newest generation known; 0 before the first."""
         newest = self._newest
@@ -190,10 +196,14 @@ class CoordinatorLink:
 
     def _run(self) -> None:
         backoff = _FIRST_BACKOFF_S
+        away = False
         while not self._over():
             try:
                 for directive in self.client.join_session(self._messages()):
                     backoff = _FIRST_BACKOFF_S
+                    if away:
+                        _log.warning("the coordinator is back")
+                        away = False
                     self._take(directive)
                 if self._over():
                     return
@@ -201,7 +211,9 @@ class CoordinatorLink:
             except _RETRYABLE as error:
                 if self._over():
                     return
-                _log.warning("no connection to the coordinator, training goes on without membership changes: %s", error)
+                if not away:
+                    _log.warning("no connection to the coordinator, training goes on without membership changes: %s", error)
+                away = True
             except ShoalError as error:
                 if not self._over():
                     self._fail(error)

@@ -36,16 +36,13 @@ class Membership:
         self._group: Group | None = None
         self._forming: Forming | None = None
         self._left = 0
-        self._store_url = ""
         self.link = CoordinatorLink(client, identity, on_generation=self._interrupt)
         self.make_backend: Callable[[], CommunicationBackend] | None = None
         """Makes the backend of the next group; set before the first `form`."""
 
     def join(self) -> pb.Welcome:
         """Opens the session with the coordinator. Raises what `CoordinatorLink.connect` raises."""
-        welcome = self.link.connect(self._settings.rendezvous_timeout)
-        self._store_url = self._settings.store_url or welcome.store_url
-        return welcome
+        return self.link.connect(self._settings.rendezvous_timeout)
 
     @property
     def group(self) -> Group | None:
@@ -79,7 +76,7 @@ class Membership:
             group = connect(
                 generation,
                 make_backend=self.make_backend,
-                store_url=self._store_url,
+                store_url=self._settings.store_url or self.link.store_url,
                 prefix=f"shoal:{{{self.link.identity.job_id}}}:store:{generation.number}-{generation.nonce}",
                 host=self._host,
                 arrival_timeout=self._settings.rendezvous_timeout,

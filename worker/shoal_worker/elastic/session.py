@@ -28,6 +28,7 @@ import torch
 from shoal_common.errors import (
     ConfigurationError,
     CorruptDataError,
+    DeadlineError,
     MembershipChanged,
     PreconditionError,
     UnavailableError,
@@ -621,6 +622,7 @@ class Session:
         """Forms newer generations until one stands and this rank's state agrees with its peers'."""
         membership = self._membership
         assert membership is not None
+        give_up_at = time.monotonic() + self.settings.rendezvous_timeout.total_seconds()
         while True:
             started = time.monotonic()
             try:
@@ -629,6 +631,11 @@ class Session:
             except _GROUP_LOST as error:
                 _log.info("a generation did not form: %s", error)
                 membership.failed(error)
+                if time.monotonic() > give_up_at:
+                    raise DeadlineError(
+                        f"no generation formed for {self.settings.rendezvous_timeout_s:.0f} s (SHOAL_RENDEZVOUS_TIMEOUT_S); "
+                        f"the last try: {error}"
+                    ) from error
             else:
                 self._border_due = False
                 self.progress.entered()

@@ -1,25 +1,31 @@
-"""The images, without an engine: each one's distributions in a virtual environment of its own, and compose.yaml's commands started from these.
+"""The images, without an engine: each one's distributions in an environment of its own, and compose.yaml's commands started from these.
 
-No container is built here. What an image installs is read from the Dockerfile and installed the same way (docker/requirements.py, third-party
-packages first, then our wheels); a service's command, environment and secrets are compose.yaml's, with the addresses and folders of a
-container replaced by this test's. Installing takes a minute, so this runs in `make verify` and not in `make test`.
+No container is built here. What an image installs is read from the Dockerfile and installed the same way: third-party packages first, then
+our wheels. torch, which is most of the bytes, is lent by the environment that runs the tests, to those images alone that require it.
+A service's command, environment and secrets are compose.yaml's, with a container's addresses and folders replaced by this test's.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
 import re
 import runpy
 import shutil
+import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
+from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from shoal_common.redis.embedded import find_server_binary
 
 ROOT = Path(__file__).resolve().parents[3]
 SERVICES: dict[str, dict[str, Any]] = yaml.safe_load(
@@ -29,7 +35,7 @@ DOCKERFILE = (ROOT / "docker/Dockerfile").read_text()
 REQUIREMENTS = runpy.run_path(str(ROOT / "docker/requirements.py"))
 DEADLINE_S = 60.0
 
-pytestmark = [pytest.mark.images, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.images, pytest.mark.timeout(600)]
 
 
 @dataclass(frozen=True)
@@ -37,7 +43,6 @@ class Image:
     """What one target of the Dockerfile installs."""
 
     target: str
-    distribution: str
     bin: Path
 
     def run(self, *command: str) -> subprocess.CompletedProcess[str]:
@@ -62,16 +67,27 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def install(target: str, wheels: Path, folder: Path) -> Image:
     """As the Dockerfile does it."""
-    distribution = re.search(rf"AS {target}-packages\n(?:.*\n)*?RUN python docker/requirements.py (\w+)", DOCKERFILE)
-    assert distribution
-    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True, timeout=60)
+    stage = re.search(rf"AS {target}-packages\n(?:.*\n)*?RUN python docker/requirements.py (\w+)", DOCKERFILE)
+    assert stage
+    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True, timeout=120)
+    requirements = REQUIREMENTS["third_party"](stage[1])
+    if any(requirement.startswith("torch") for requirement in requirements):
+        lend("torch", folder)
     listed = folder / "requirements.txt"
-    listed.write_text("\n".join(REQUIREMENTS["third_party"](distribution[1])))
-    pip = [str(folder / "bin/pip"), "install", "--quiet", "--no-cache-dir"]
+    listed.write_text("\n".join(requirements))
+    pip = [str(folder / "bin/pip"), "install", "--quiet", "--no-compile"]
     subprocess.run([*pip, "--constraint", str(ROOT / "constraints.txt"), "--requirement", str(listed)], check=True, timeout=240)
-    own = [wheel(wheels, name) for name in REQUIREMENTS["own_distributions"](distribution[1])]
+    own = [wheel(wheels, name) for name in REQUIREMENTS["own_distributions"](stage[1])]
     subprocess.run([*pip, "--no-index", "--no-deps", *own], check=True, timeout=60)
-    return Image(target, distribution[1], folder / "bin")
+    return Image(target, folder / "bin")
+
+
+def lend(name: str, folder: Path) -> None:
+    """Makes a package of this environment, without what it requires, one of the environment in `folder`: for pip it is installed there."""
+    lent = distribution(name)
+    packages = next((folder / "lib").glob("python*/site-packages"))
+    for top in sorted({path.parts[0] for path in lent.files or [] if not path.parts[0].startswith(("..", "__pycache__"))}):
+        (packages / top).symlink_to(Path(str(lent.locate_file(top))))
 
 
 def wheel(wheels: Path, folder: str) -> str:
@@ -95,7 +111,7 @@ def worker_image(wheels: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 
 def installed(target: str, wheels: Path, factory: pytest.TempPathFactory) -> Iterator[Image]:
-    """Installed, and removed again: a gigabyte with torch."""
+    """Installed, and removed again: some hundred megabytes each."""
     folder = factory.mktemp(target)
     yield install(target, wheels, folder)
     shutil.rmtree(folder)
@@ -106,18 +122,98 @@ def test_the_coordinators_image_starts_without_torch(coordinator_image: Image) -
     assert "No module named 'torch'" in coordinator_image.run("python", "-c", "import torch").stderr
 
 
-@pytest.mark.parametrize("target", ["coordinator", "ps-server", "worker"])
-def test_the_programs_of_an_image_start_and_explain_themselves(target: str, request: pytest.FixtureRequest) -> None:
-    image: Image = request.getfixturevalue(f"{target.replace('-', '_')}_image")
-    helped = image.run(image.default_command[0], "--help")
-    assert helped.returncode == 0, helped.stderr
-    for flag in [part for part in image.default_command if part.startswith("--") and part != "--help"]:
-        assert flag in helped.stdout, f"the image's command gives {flag}, which {image.default_command[0]} does not know"
+def test_programs_know_the_flags_that_images_and_compose_give_them(
+    coordinator_image: Image, ps_server_image: Image, worker_image: Image
+) -> None:
+    commands = [(image, image.default_command) for image in (coordinator_image, ps_server_image, worker_image)]
+    for image, command in [*commands, (worker_image, SERVICES["worker"]["command"])]:
+        program = list(itertools.takewhile(lambda word: not word.startswith("-"), command))
+        helped = image.run(*program, "--help")
+        assert helped.returncode == 0, helped.stderr
+        for flag in [word.partition("=")[0] for word in command if word.startswith("--")]:
+            assert flag in helped.stdout, f"{' '.join(program)} does not know {flag}"
 
 
-def test_the_command_of_compose_has_only_flags_that_shoal_run_knows(worker_image: Image) -> None:
-    command = SERVICES["worker"]["command"]
-    helped = worker_image.run(*command[:2], "--help")
-    assert helped.returncode == 0, helped.stderr
-    for flag in [part.partition("=")[0] for part in command if part.startswith("--")]:
-        assert flag in helped.stdout
+SCRIPT = """
+import torch.distributed as dist, torch
+dist.init_process_group("gloo")
+total = torch.ones(1)
+dist.all_reduce(total)
+print(f"rank {dist.get_rank()} of {dist.get_world_size()} sums {total.item():g}", flush=True)
+dist.destroy_process_group()
+"""
+
+
+class Cluster:
+    """compose.yaml's services as processes on loopback."""
+
+    def __init__(self, processes: Any, folder: Path) -> None:
+        self.processes = processes
+        self.folder = folder
+        script = shutil.copy(ROOT / "docker/make_secrets.py", folder)
+        subprocess.run([sys.executable, str(script)], check=True, timeout=30, stdout=subprocess.DEVNULL)
+        self.replaced = {
+            "/run/secrets": str(folder / "secrets"),
+            "0.0.0.0:7000": "127.0.0.1:0",
+            "0.0.0.0:7080": "127.0.0.1:0",
+            "0.0.0.0:7100": "127.0.0.1:0",
+            "0.0.0.0:7180": "127.0.0.1:0",
+            "0.0.0.0:9100": "127.0.0.1:0",
+        }
+
+    def here(self, text: str) -> str:
+        for container, local in self.replaced.items():
+            text = text.replace(container, local)
+        return text
+
+    def start(self, service: str, image: Image, *, name: str | None = None, command: Sequence[str] = ()) -> subprocess.Popen[bytes]:
+        """As compose.yaml says, through the images' entry point."""
+        name = name or service
+        environment = {key: self.here(value) for key, value in SERVICES[service]["environment"].items()}
+        variable = {"coordinator": "SHOAL_COORDINATOR_PORT_FILE", "ps-server": "SHOAL_PS_SERVER_PORT_FILE"}.get(image.target)
+        if variable:
+            environment[variable] = str(self.processes.port_file(name))
+        environment["PATH"] = f"{image.bin}:{os.environ['PATH']}"
+        environment["HOME"] = str(self.folder)
+        words = command or SERVICES[service].get("command") or image.default_command
+        volume = self.folder / f"{name}-snapshots"
+        words = [self.here(word).replace("/var/lib/shoal/snapshots", str(volume)) for word in words]
+        full = [str(ROOT / "docker/entrypoint.sh"), *words]
+        return self.processes.start(name, full, environment=environment, directory=self.folder)
+
+    def healthy(self, name: str) -> None:
+        """As the image's health check sees it."""
+        url = f"http://{self.processes.ports(name)['http']}/healthz"
+        check = [sys.executable, "-I", str(ROOT / "docker/healthcheck.py"), url]
+        self.processes.wait_for(lambda: subprocess.run(check, capture_output=True, check=False).returncode == 0, f"{name} to be healthy")
+
+
+def test_the_services_of_compose_form_a_cluster_with_tokens_and_a_redis_password(
+    coordinator_image: Image, ps_server_image: Image, worker_image: Image, processes: Any, tmp_path: Path
+) -> None:
+    cluster = Cluster(processes, tmp_path)
+    redis_url = tmp_path / "secrets/redis_url"
+    with closing(socket.socket()) as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    redis_url.chmod(0o644)
+    redis_url.write_text(redis_url.read_text().replace("@redis:6379", f"@127.0.0.1:{port}"))
+    arguments = [cluster.here(part) for part in SERVICES["redis"]["command"][1:]]
+    processes.start("redis", [str(find_server_binary()), *arguments, "--port", str(port), "--dir", str(tmp_path)])
+
+    coordinator = cluster.start("coordinator", coordinator_image)
+    cluster.healthy("coordinator")
+    cluster.replaced["coordinator:7000"] = processes.ports("coordinator")["grpc"]
+    servers = [cluster.start(name, ps_server_image) for name in SERVICES if name.startswith("ps-server-")]
+    (tmp_path / "train.py").write_text(SCRIPT)
+    # Two launchers for certain, so that their ranks can be told.
+    two = ["--nnodes=2" if part.startswith("--nnodes") else part for part in SERVICES["worker"]["command"][:-1]]
+    workers = [cluster.start("worker", worker_image, name=f"worker-{index}", command=[*two, "train.py"]) for index in (1, 2)]
+
+    assert [worker.wait(DEADLINE_S) for worker in workers] == [0, 0], processes.log("worker-1") + processes.log("worker-2")
+    said = processes.log("worker-1") + processes.log("worker-2")
+    assert "rank 0 of 2 sums 2" in said
+    assert "rank 1 of 2 sums 2" in said
+    for name, server in zip((name for name in SERVICES if name.startswith("ps-server-")), servers, strict=True):
+        assert processes.stop(name, server) == 0, processes.log(name)
+    assert processes.stop("coordinator", coordinator) == 0, processes.log("coordinator")

@@ -1,0 +1,68 @@
+"""Prometheus itself, with docker/prometheus/prometheus.yml, against a real coordinator and a real parameter server."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sys
+import urllib.parse
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+from shoal_common.clients.coordinator import CoordinatorClient
+from shoal_common.rpc.channel import ChannelSettings
+from shoal_protos.v1 import coordinator_pb2
+
+ROOT = Path(__file__).resolve().parents[3]
+TOKENS = {"admin": "a-token", "worker": "w-token", "server": "s-token", "viewer": "v-token"}
+
+
+def asked(address: str, query: str) -> list[dict[str, Any]]:
+    """Prometheus's answer to an instant query."""
+    with urllib.request.urlopen(f"http://{address}/api/v1/query?{urllib.parse.urlencode({'query': query})}", timeout=10) as answer:
+        return list(json.load(answer)["data"]["result"])
+
+
+def configured(folder: Path, coordinator_http: str) -> Path:
+    """The committed configuration, on this test's addresses, and quicker."""
+    (folder / "viewer_token").write_text(TOKENS["viewer"])
+    text = (ROOT / "docker/prometheus/prometheus.yml").read_text()
+    for container, here in (("coordinator:7080", coordinator_http), ("/run/secrets", str(folder)), ("5s", "500ms"), ("3s", "400ms")):
+        assert container in text
+        text = text.replace(container, here)
+    path = folder / "prometheus.yml"
+    path.write_text(text)
+    return path
+
+
+def test_prometheus_finds_and_scrapes_what_the_coordinator_lists(processes: Any, tmp_path: Path) -> None:
+    if shutil.which("prometheus") is None:
+        pytest.skip("prometheus is not on PATH (Debian: package prometheus)")
+    tokens = tmp_path / "tokens"
+    tokens.write_text("".join(f"{role}: {token}\n" for role, token in TOKENS.items()))
+
+    def service(name: str, module: str, *flags: str) -> list[str]:
+        common = ["--http", "127.0.0.1:0", "--tokens", str(tokens), "--port-file", str(processes.port_file(name))]
+        return [sys.executable, "-m", module, *common, *flags]
+
+    processes.start("coordinator", service("coordinator", "shoal_coordinator"))
+    coordinator = processes.ports("coordinator")
+    with CoordinatorClient(ChannelSettings(address=coordinator["grpc"], token=TOKENS["admin"])) as client:
+        client.create_job(coordinator_pb2.JobSpec(job_id="digits", min_workers=1, max_workers=1, parameter_servers=1))
+    registration = ["--coordinator", coordinator["grpc"], "--job", "digits", "--server-id", "ps-1", "--token", TOKENS["server"]]
+    processes.start("ps-1", service("ps-1", "shoal_ps_server", *registration))
+
+    configuration = configured(tmp_path, coordinator["http"])
+    storage = f"--storage.tsdb.path={tmp_path / 'data'}"
+    processes.start("prometheus", ["prometheus", f"--config.file={configuration}", storage, "--web.listen-address=127.0.0.1:0"])
+    listening = processes.wait_for(
+        lambda: re.search(r'"Listening on".* address=(\S+)', processes.log("prometheus")), "Prometheus to listen"
+    )
+
+    processes.wait_for(lambda: asked(listening[1], 'up{job="coordinator"} == 1'), "the coordinator to be scraped")
+    found = processes.wait_for(lambda: asked(listening[1], "shoal_ps_coordinator_connected == 1"), "the server to be found and scraped")
+    labels = found[0]["metric"]
+    assert (labels["job_id"], labels["role"], labels["server_id"]) == ("digits", "server", "ps-1")

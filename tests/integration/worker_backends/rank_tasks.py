@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import shoal_worker.backends.torch_backend  # noqa: F401 - registers shoal_gloo
 import torch
 import torch.distributed as dist
 from shoal_common.errors import MembershipChanged, ShoalError
 from shoal_worker.backends import ReduceOp
 from shoal_worker.backends.gloo import GlooBackend
-from shoal_worker.backends.torch_backend import abort_group
 from shoal_worker.store import RedisStore
 from torch.distributed.tensor import DTensor
 
@@ -326,7 +326,7 @@ def abort_torch_group(init_method: str, rank: int, world_size: int) -> str:
         if rank == world_size - 1:
             say(event="idle")
             return sys.stdin.readline().strip()
-        threading.Timer(0.1, abort_group).start()
+        threading.Timer(0.1, dist.group.WORLD.abort).start()
         try:
             dist.all_reduce(torch.ones(1))
         except RuntimeError as error:

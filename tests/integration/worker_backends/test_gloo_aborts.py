@@ -135,8 +135,8 @@ def test_listeners_that_appear_meanwhile_are_told_from_gloos(form: Form, threads
     try:
         for _ in range(10):
             for backend in form(2):
-                assert backend._sockets is not None
-                assert len(backend._sockets) == 1
+                assert backend._group is not None
+                assert len(backend._group._sockets) == 1
     finally:
         enough.set()
         noise.result(timeout=_DEADLINE_S)

@@ -83,7 +83,7 @@ def test_a_peer_that_dies_while_connecting_holds_nobody_longer_than_the_connect_
     members[2].start("die_while_connecting", url=redis_url, prefix=prefix, rank=2, world_size=3)
     for member in members[:2]:
         outcome = member.result()
-        assert outcome["error"] in ("DeadlineError", "MembershipChanged"), outcome
+        assert outcome["error"] in ("DeadlineError", "GroupEndedError"), outcome
         assert outcome["after_s"] < 3.5
 
 
@@ -111,6 +111,6 @@ def test_torchs_default_group_on_shoal_gloo_can_be_aborted(ranks: Ranks, redis_u
         member.start("abort_torch_group", init_method=f"{redis_url}/aborted-{prefix[-32:]}", rank=number, world_size=3)
     members[2].event("idle")
     for member in members[:2]:
-        assert "gloo/transport" in member.result()
+        assert "the process group was aborted" in member.result()
     members[2].start("done")
     assert "done" in members[2].result()

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import abc
 import enum
-import re
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -20,7 +19,7 @@ from typing import ClassVar, Final
 
 import torch
 import torch.distributed as dist
-from shoal_common.errors import ConfigurationError, InvalidRequestError, MembershipChanged, PreconditionError
+from shoal_common.errors import ConfigurationError, InvalidRequestError, PreconditionError
 from torch._C._distributed_c10d import (
     AllgatherOptions,
     AllreduceOptions,
@@ -32,6 +31,7 @@ from torch._C._distributed_c10d import (
     Store,
 )
 
+from shoal_worker.backends.errors import GroupEndedError
 from shoal_worker.backends.handle import Handle
 
 DEFAULT_TIMEOUT: Final = timedelta(seconds=300)
@@ -47,15 +47,6 @@ class ReduceOp(enum.Enum):
     PRODUCT = "product"
     MIN = "min"
     MAX = "max"
-
-
-_SOURCE_LOCATION: Final = re.compile(r"^\[[^\]]*\] ")
-
-
-def cause_of(error: Exception) -> str:
-    """What a library's error says, without where in its source, and without its advice."""
-    first_line = _SOURCE_LOCATION.sub("", str(error).strip()).partition("\n")[0]
-    return first_line.partition(". This is typically")[0] or type(error).__name__
 
 
 _TORCH_OPS: Final = {
@@ -111,10 +102,10 @@ class CommunicationBackend(abc.ABC):
     def process_group(self) -> dist.ProcessGroup:
         """The torch process group underneath. Do not keep it longer than the backend: its sockets close when the last reference goes.
 
-        Failures of collectives issued on it directly come as RuntimeError, and the caller must then call `abort`.
+        Gloo's ends what waits on it when it is aborted, with MembershipChanged. NCCL's gives RuntimeError; the caller then calls `abort`.
         """
         if self._reason is not None:
-            raise MembershipChanged(self._reason)
+            raise GroupEndedError(self._reason)
         if self._process_group is None:
             raise PreconditionError(f"backend {self.name!r} is not initialized: call initialize() first", reason="BACKEND_NOT_INITIALIZED")
         return self._process_group
@@ -153,10 +144,10 @@ class CommunicationBackend(abc.ABC):
             given_up = not self.is_initialized
         if given_up:
             self._release()
-            raise MembershipChanged(self._reason or "given up")
+            raise GroupEndedError(self._reason or "given up")
 
     def abort(self, reason: str) -> None:
-        """Ends the group: running and later collectives raise MembershipChanged(reason), here and soon at all peers.
+        """Ends the group: running and later collectives raise GroupEndedError(reason), here and soon at all peers.
 
         From any thread; returns at once; the first reason stays. The group's resources go with `shutdown`.
         """
@@ -272,7 +263,9 @@ class CommunicationBackend(abc.ABC):
 
     def _handle(self, what: str, issue: Callable[[], dist.Work], async_op: bool, finish: Callable[[], None] | None = None) -> Handle:
         def raise_if_lost(error: RuntimeError) -> None:
-            self._raise_if_lost(what, error)
+            if self._is_broken(error):
+                self.abort(f"{what} on rank {self.rank} of {self.world_size} failed: {error}")
+                raise GroupEndedError(self._reason or str(error)) from error
 
         try:
             handle = Handle(issue(), finish=finish, failed=raise_if_lost)
@@ -282,17 +275,6 @@ class CommunicationBackend(abc.ABC):
         if not async_op:
             handle.wait()
         return handle
-
-    def _raise_if_lost(self, what: str, error: RuntimeError) -> None:
-        """After a failure on the wire all later collectives fail too, and peers must hear of it now, not at their timeout.
-
-        Other errors (an unsupported dtype, say) are the caller's, and leave the group as it is.
-        """
-        if self._reason is None and not self._is_broken(error):
-            return
-        cause = cause_of(error)
-        self.abort(f"{what} on rank {self.rank} of {self.world_size} failed: {cause}")
-        raise MembershipChanged(self._reason or cause) from error
 
     def _torch_op(self, op: ReduceOp) -> dist.ReduceOp:
         known = ReduceOp.SUM if op is ReduceOp.AVERAGE and not self.averages_natively else op

@@ -8,6 +8,7 @@ This module knows nothing of collectives. Threads: `FormingGroup` is made, start
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 import time
@@ -16,13 +17,17 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final
 
-from shoal_common.errors import ConfigurationError, DeadlineError, InternalError, MembershipChanged, ShoalError
-from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, Store
+import torch
+import torch.distributed as dist
+from shoal_common.errors import ConfigurationError, DeadlineError, InternalError, ShoalError
+from torch.distributed.distributed_c10d import GroupName, PrefixStore, ProcessGroupGloo, Store
 
-from shoal_worker.backends.base import cause_of
+from shoal_worker.backends.errors import GroupEndedError
+from shoal_worker.backends.interruptible import cause_of
 from shoal_worker.backends.sockets import GroupSockets, Listener, listeners
 
 _DEVICE_ATTEMPTS: Final = 10
+_NUMBERS: Final = itertools.count()
 _LISTENER_LOCK: Final = threading.Lock()
 """Held while a device is made, so that its listening socket can be told from others by being new."""
 
@@ -31,7 +36,8 @@ _LISTENER_LOCK: Final = threading.Lock()
 class GlooGroup:
     """A connected group and its sockets."""
 
-    backend: ProcessGroupGloo
+    process_group: dist.ProcessGroup
+    """What torch's parallel code takes; made as torch's new_group does, but known to nobody else in the process."""
     sockets: GroupSockets
 
 
@@ -50,7 +56,21 @@ def connect_gloo(
     backend.set_timeout(timeout)
     others = [str(peer) for peer in range(world_size) if peer != rank]
     peers = [name.decode().rsplit(" ", 1) for name in names.multi_get(others)]
-    return GlooGroup(backend=backend, sockets=GroupSockets(listener, {(host, int(port)) for host, port in peers}))
+    return GlooGroup(
+        process_group=_as_process_group(store, rank, world_size, backend),
+        sockets=GroupSockets(listener, {(host, int(port)) for host, port in peers}),
+    )
+
+
+def _as_process_group(store: Store, rank: int, world_size: int, backend: ProcessGroupGloo) -> dist.ProcessGroup:
+    group = dist.ProcessGroup(PrefixStore("group", store), rank, world_size)
+    kind = dist.ProcessGroup.BackendType.GLOO
+    group._set_default_backend(kind)
+    group._register_backend(torch.device("cpu"), kind, backend)
+    if torch.cuda.is_available():
+        group._register_backend(torch.device("cuda"), kind, backend)
+    group._set_group_name(GroupName(f"shoal_gloo_{next(_NUMBERS)}"))
+    return group
 
 
 class FormingGroup:
@@ -71,7 +91,7 @@ class FormingGroup:
         thread.start()
 
     def give_up(self, reason: str) -> None:
-        """Makes `wait` raise MembershipChanged(reason) at once, and the group be dropped when it is made. Too late: does nothing."""
+        """Makes `wait` raise GroupEndedError(reason) at once, and the group be dropped when it is made. Too late: does nothing."""
         with self._changed:
             if self._reason is None:
                 self._reason = reason
@@ -88,7 +108,7 @@ class FormingGroup:
                         raise self._too_late()
                     self._changed.wait(remaining)
                 if self._reason is not None:
-                    raise MembershipChanged(self._reason)
+                    raise GroupEndedError(self._reason)
                 if self._error is not None:
                     raise self._translated(self._error) from self._error
                 assert self._group is not None
@@ -124,7 +144,7 @@ class FormingGroup:
     def _translated(self, error: Exception) -> Exception:
         if isinstance(error, ShoalError) or not isinstance(error, RuntimeError):
             return error
-        return MembershipChanged(f"connecting {self._world_size} ranks with Gloo failed: {cause_of(error)}")
+        return GroupEndedError(f"connecting {self._world_size} ranks with Gloo failed: {cause_of(error)}")
 
 
 def _make_device(hostname: str | None) -> tuple[Any, Listener]:

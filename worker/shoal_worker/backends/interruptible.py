@@ -13,6 +13,7 @@ Threads: one thread issues collectives; they complete in Gloo's threads; `abort`
 
 from __future__ import annotations
 
+import functools
 import re
 import threading
 import time
@@ -23,10 +24,11 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-from shoal_common.errors import MembershipChanged
-from torch._C._distributed_c10d import Work
+from torch._C._distributed_c10d import ReduceScatterOptions, Work
+from torch.distributed.distributed_c10d import GroupName
 
 from shoal_worker.backends import reaper
+from shoal_worker.backends.errors import GroupEndedError
 from shoal_worker.backends.sockets import GroupSockets
 
 _MOMENT_S: Final = 0.1
@@ -57,7 +59,7 @@ class InterruptibleGroup(dist.ProcessGroup):
     """
 
     def __init__(self, native: dist.ProcessGroup, sockets: GroupSockets, ended: Callable[[str], None] | None = None) -> None:
-        super().__init__(native.rank(), native.size())
+        super().__init__(native.rank(), native.size())  # type: ignore[call-arg]  # torch's stub knows only the other constructor
         self.reason: str | None = None
         """Why the group is over; None: it is not."""
         self._native: dist.ProcessGroup | None = native
@@ -83,7 +85,7 @@ class InterruptibleGroup(dist.ProcessGroup):
         self._sockets.watch(lost)
 
     def abort(self, reason: str = "the process group was aborted") -> None:
-        """Ends what is pending, here and soon at the peers, and refuses what comes: MembershipChanged(reason). Any thread; does not wait."""
+        """Ends what is pending, here and soon at the peers, and refuses what comes, with GroupEndedError(reason). Any thread."""
         with self._lock:
             if self.reason is not None:
                 return
@@ -99,7 +101,8 @@ class InterruptibleGroup(dist.ProcessGroup):
         """Ends the group and lets go of everything; what Gloo still has to do keeps it alive, but not the caller. Idempotent."""
         self.abort("the process group was shut down")
         self._closer()
-        references, self._native = [self._native], None
+        references: list[object] = [self._native]
+        self._native = None
         if references[0] is not None:
             reaper.drop(references, when=self._idle)
 
@@ -115,10 +118,29 @@ class InterruptibleGroup(dist.ProcessGroup):
     broadcast = _collective("broadcast")
     gather = _collective("gather")
     reduce = _collective("reduce")
-    reduce_scatter = _collective("reduce_scatter")
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced = _collective("reduce_scatter_single_coalesced")
-    _reduce_scatter_base = reduce_scatter_single = _collective("reduce_scatter_single")
     scatter = _collective("scatter")
+
+    # Gloo's reduce-scatter is an all-reduce of which each rank then takes its part: twice the bytes, and a work without a future. Here
+    # each rank gets its parts from all others and sums them itself.
+
+    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: ReduceScatterOptions | None = None) -> Work:
+        """`ProcessGroup.reduce_scatter_single`, interruptible."""
+        return self._reduce_scatter([output], input.reshape(self.size(), -1), opts)
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: ReduceScatterOptions | None = None
+    ) -> Work:
+        """`ProcessGroup.reduce_scatter_single_coalesced`, interruptible."""
+        return self._reduce_scatter(outputs, torch.cat([one.reshape(self.size(), -1) for one in inputs], dim=1), opts)
+
+    def reduce_scatter(  # type: ignore[override]  # torch's other overload is for Python callers alone
+        self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: ReduceScatterOptions | None = None
+    ) -> Work:
+        """`ProcessGroup.reduce_scatter`, interruptible. Its parts must be of one size."""
+        return self._reduce_scatter(outputs, torch.stack([part.reshape(-1) for part in inputs[0]]), opts)
+
+    _reduce_scatter_base: Any = reduce_scatter_single
+    reduce_scatter_tensor_coalesced: Any = reduce_scatter_single_coalesced
 
     def send(self, tensors: list[torch.Tensor], dstRank: int, tag: int) -> Work:  # noqa: N803 - torch's names
         """`ProcessGroup.send`."""
@@ -135,26 +157,41 @@ class InterruptibleGroup(dist.ProcessGroup):
     # What torch asks of a process group written in Python.
 
     def getBackendName(self) -> str:  # noqa: N802 - looked up by this name
-        """Gloo's."""
-        return "gloo"
+        """Not "gloo": torch would look for a C++ backend of that name in here."""
+        return "shoal_gloo"
 
     @property
-    def group_name(self) -> str:
+    def group_name(self) -> GroupName:
         """The name under which torch's functional collectives know the group."""
         return self._name
 
-    def _set_group_name(self, name: str) -> None:
+    def _set_group_name(self, name: GroupName) -> None:
         self._name = name
 
     # How collectives are followed.
 
-    def _issue(self, name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Work:
+    def _reduce_scatter(self, outputs: list[torch.Tensor], parts: torch.Tensor, opts: ReduceScatterOptions | None) -> Work:
+        """`parts`: (ranks, elements), the row of a rank is for it. The outputs hold one row between them."""
+        reduce = _reduction(dist.ReduceOp.SUM if opts is None else opts.reduceOp)
+        received = torch.empty_like(parts)
+
+        def finish() -> list[torch.Tensor]:
+            reduced = reduce(received)
+            for output, part in zip(outputs, reduced.split([output.numel() for output in outputs]), strict=True):
+                output.copy_(part.view_as(output))
+            return outputs
+
+        rows: list[int] = []
+        return self._issue("all_to_all_single", (received, parts.contiguous(), rows, rows), {}, finish)
+
+    def _issue(self, name: str, arguments: tuple[Any, ...], options: dict[str, Any], finish: Callable[[], Any] | None = None) -> Work:
+        """`finish` runs once Gloo is done, and gives the value of the work's future."""
         try:
             native = getattr(self._live(), name)(*arguments, **options)
         except RuntimeError as error:
             self._raise_if_lost(name, error)
             raise
-        work = InterruptibleWork(name, native, self)
+        work = InterruptibleWork(name, self, finish)
         with self._lock:
             self._unfinished.add(work)
             self._idle.clear()
@@ -173,7 +210,7 @@ class InterruptibleGroup(dist.ProcessGroup):
     def _live(self) -> dist.ProcessGroup:
         native = self._native
         if self.reason is not None or native is None:
-            raise MembershipChanged(self.reason or "the process group was shut down")
+            raise GroupEndedError(self.reason or "the process group was shut down")
         return native
 
     def _finished(self, work: InterruptibleWork) -> None:
@@ -194,17 +231,39 @@ class InterruptibleGroup(dist.ProcessGroup):
     def _raise_if_lost(self, name: str, error: RuntimeError) -> None:
         reason = self._loss(name, error)
         if reason is not None:
-            raise MembershipChanged(reason) from error
+            raise GroupEndedError(reason) from error
+
+
+def _reduction(op: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    """How the first dimension of a tensor, the rank it came from, is reduced."""
+    pairwise: dict[Any, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+        dist.ReduceOp.PRODUCT: torch.mul,
+        dist.ReduceOp.BAND: torch.bitwise_and,
+        dist.ReduceOp.BOR: torch.bitwise_or,
+        dist.ReduceOp.BXOR: torch.bitwise_xor,
+    }
+    if op == dist.ReduceOp.SUM:
+        return lambda parts: parts.sum(0, dtype=parts.dtype)
+    if op == dist.ReduceOp.AVG:
+        return lambda parts: parts.mean(0)
+    if op == dist.ReduceOp.MIN:
+        return lambda parts: parts.amin(0)
+    if op == dist.ReduceOp.MAX:
+        return lambda parts: parts.amax(0)
+    for known, combine in pairwise.items():
+        if op == known:
+            return lambda parts: functools.reduce(combine, parts.unbind(0))
+    raise ValueError(f"Gloo's reduce_scatter cannot reduce with {op}")
 
 
 class InterruptibleWork(Work):
     """A collective that was issued. It is over when Gloo's work is, or when it is ended."""
 
-    def __init__(self, name: str, native: Work, group: InterruptibleGroup) -> None:
+    def __init__(self, name: str, group: InterruptibleGroup, finish: Callable[[], Any] | None) -> None:
         super().__init__()
         self._name = name
-        self._native: Work | None = native
         self._group: InterruptibleGroup | None = group
+        self._finish = finish
         self._over = threading.Event()
         self._value: Any = None
         self._failure: tuple[type[Exception], str] | None = None
@@ -212,13 +271,14 @@ class InterruptibleWork(Work):
         self._future: torch.futures.Future[Any] | None = None
         self._lock = threading.Lock()
 
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Returns when the result is in place; `timeout` 0: however long it takes.
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Returns when the result is in place; `timeout` None or 0: however long it takes.
 
-        Raises MembershipChanged when the group is over, RuntimeError for other failures and when it takes longer than `timeout`.
+        Raises GroupEndedError when the group is over, RuntimeError for other failures and when it takes longer than `timeout`.
         """
-        if not self._over.wait(timeout.total_seconds() or None):
-            raise RuntimeError(f"{self._name} takes longer than {timeout.total_seconds():g} s")
+        seconds = timeout.total_seconds() if timeout else None
+        if not self._over.wait(seconds):
+            raise RuntimeError(f"{self._name} takes longer than {seconds:g} s")
         self._raise_failure()
         return True
 
@@ -253,13 +313,16 @@ class InterruptibleWork(Work):
         group = self._group
         assert group is not None
         try:
-            value, failure = native.value(), None
+            value = native.value()
+            if self._finish is not None and not self._over.is_set():
+                value = self._finish()
+            failure = None
         except RuntimeError as error:
             reason = group._loss(self._name, error)
-            value, failure = None, (RuntimeError, str(error)) if reason is None else (MembershipChanged, reason)
+            value, failure = None, (RuntimeError, str(error)) if reason is None else (GroupEndedError, reason)
         group._finished(self)
         self._settle(value, failure)
-        self._native = self._group = None
+        self._group = self._finish = None
 
     def await_native(self, seconds: float) -> None:
         """Waits for Gloo's work, at most so long."""
@@ -267,7 +330,7 @@ class InterruptibleWork(Work):
 
     def end(self, reason: str) -> None:
         """Ends it although Gloo's work is not over."""
-        self._settle(None, (MembershipChanged, reason))
+        self._settle(None, (GroupEndedError, reason))
 
     def _settle(self, value: Any, failure: tuple[type[Exception], str] | None) -> None:
         with self._lock:
@@ -299,10 +362,10 @@ class _Transfer(Work):
         self._native = native
         self._group = group
 
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+    def wait(self, timeout: timedelta | None = None) -> bool:
         """Returns when the tensor was sent, or is there."""
         try:
-            return bool(self._native.wait(timeout))
+            return bool(self._native.wait(timeout or timedelta(0)))
         except RuntimeError as error:
             self._group._raise_if_lost(self._name, error)
             raise

@@ -12,10 +12,11 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from shoal_common.errors import ConfigurationError, MembershipChanged
+from shoal_common.errors import ConfigurationError
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from shoal_worker.backends.base import CommunicationBackend
+from shoal_worker.backends.errors import GroupEndedError
 
 
 class NCCLBackend(CommunicationBackend):
@@ -40,7 +41,7 @@ class NCCLBackend(CommunicationBackend):
         options._timeout = connect_timeout
         self._backend = ProcessGroupNCCL(PrefixStore("nccl", store), self.rank, self.world_size, options)
         if self._reason is not None:
-            raise MembershipChanged(self._reason)
+            raise GroupEndedError(self._reason)
         # Otherwise NCCL connects with the first collective, under that one's timeout.
         self._backend.eager_connect_single_device(device)
         self._backend._set_default_timeout(timeout)

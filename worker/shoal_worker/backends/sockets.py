@@ -102,10 +102,6 @@ class GroupSockets:
             copy.close()
         os.close(self._stop)
 
-    def gloo_holds_any(self) -> bool:
-        """Whether Gloo has not closed all of its own descriptors yet."""
-        return any(_is_same(descriptor, inode) for descriptor, inode in self._originals)
-
     def let_go_in_child(self, null: int) -> None:
         """In a forked child: drops its copies of the connections. Gloo's numbers stay taken, by `null`: its objects there still know
         them."""

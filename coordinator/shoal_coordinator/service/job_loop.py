@@ -19,8 +19,6 @@ from shoal_common.errors import InternalError, ShoalError, UnavailableError
 
 from shoal_coordinator.membership.effects import AnnounceGeneration
 from shoal_coordinator.membership.events import (
-    BatchesLeased,
-    CollectiveFailed,
     Ending,
     Event,
     ExitReported,
@@ -274,11 +272,8 @@ class JobLoop:
         for member_id in decided.changes.departed:
             if (departure := self.state.departed.get(member_id)) is not None:
                 self._metrics.departures.labels(departure.ending).inc()
-        for submitted, outcome in zip(batch, decided.outcomes, strict=True):
-            if isinstance(submitted.event, CollectiveFailed) and self.state.incident is not None:
-                self._metrics.collective_failures.inc()
-            elif isinstance(submitted.event, BatchesLeased) and isinstance(outcome, Leased):
-                self._metrics.batches_leased.inc(len(outcome.batches))
+        self._metrics.collective_failures.inc(sum(record.kind == "collective_failed" for record in decided.records))
+        self._metrics.batches_leased.inc(sum(len(outcome.batches) for outcome in decided.outcomes if isinstance(outcome, Leased)))
 
 
 async def within(answer: asyncio.Future[Granted], timeout_s: float) -> Granted:

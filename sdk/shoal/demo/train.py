@@ -57,7 +57,7 @@ def main() -> None:
                     step=loader.global_step,
                     loss=loss.item(),
                     samples=len(labels),
-                    staleness=getattr(optimizer, "last_staleness", 0.0),
+                    staleness=optimizer.last_staleness if options.strategy == "async_sgd" else 0.0,
                 )
             optimizer.zero_grad()
 

@@ -43,6 +43,8 @@ class ClusterKeeper:
     async def _keep(self, service: Service) -> None:
         while True:
             pid, status = service.child.pid, await service.child.wait()
+            if status.ok:
+                return  # it was told that the job is over
             if service.restarts >= _MOST_RESTARTS:
                 self._note(
                     f"{service.name} (pid {pid}) ended ({status}) once too often and is given up; its last words: {service.last_words()}"

@@ -42,6 +42,11 @@ class ProgressMeter:
         self._loss = loss
         self._metrics.loss.set(loss)
 
+    @property
+    def staleness(self) -> float:
+        """Of the last push."""
+        return self._staleness
+
     def pushed(self, staleness: float) -> None:
         """A push was applied by the servers."""
         self._staleness = staleness

@@ -332,6 +332,11 @@ class AsyncSGDOptimizer(ShardedOptimizer):
     def param_groups(self, groups: list[dict[str, Any]]) -> None:
         self.optimizer.param_groups = groups
 
+    @property
+    def last_staleness(self) -> float:
+        """Versions that others' pushes made between the pull that the last push was computed on and that push; the mean over partitions."""
+        return self._session.progress.staleness
+
     def step(self, closure: Callable[[], Any] | None = None) -> StepStatus:  # type: ignore[override]
         """See `ShardedOptimizer`: an iteration of this worker alone. Raises as `AsyncSGDModel.exchange`.
 

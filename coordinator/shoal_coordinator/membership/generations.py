@@ -17,6 +17,9 @@ def generation_due(draft: Draft) -> None:
         return
     if draft.in_phase(MemberPhase.READY) == 0:
         draft.grace_until_ms = None
+    elif draft.number == 0 and draft.grace_until_ms is None:
+        # The coordinator was restarted before the first generation: the wait begins anew.
+        draft.grace_until_ms = draft.now.ms + draft.spec.join_grace_ms
     if draft.phase is JobPhase.WAITING:
         _while_waiting(draft)
     elif draft.broken:

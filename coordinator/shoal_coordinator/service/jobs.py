@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Iterator
 
 from shoal_common.errors import InternalError, PreconditionError, ShoalError, UnavailableError, UnknownResourceError
 
@@ -86,9 +85,6 @@ class Jobs:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    def __iter__(self) -> Iterator[JobLoop]:
-        return iter(self._loops.values())
 
     async def _create(self, spec: JobSpec) -> bool:
         stored = await self._store.claim(spec.job_id)

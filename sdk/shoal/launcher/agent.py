@@ -178,9 +178,9 @@ class Agent:
         loop = asyncio.get_running_loop()
         while True:
             await self._site.moved()
+            left = self._node
             if not await loop.run_in_executor(self._threads, self._reporter.has_members):
-                self._note("the set of launchers has changed: starting all workers anew")
-                await self._start_over(again=False)
+                await self._start_over(again=False, left=left)
 
     # --------------------------------------------------------------------------------------------------------- signals
 
@@ -210,9 +210,16 @@ class Agent:
 
     # --------------------------------------------------------------------------------------------------------- workers
 
-    async def _start_over(self, *, again: bool) -> None:
-        """Starts all workers: the first time, or after stopping those that run."""
+    async def _start_over(self, *, again: bool, left: NodePlacement | None = None) -> None:
+        """Starts all workers: the first time, or after stopping those that run.
+
+        `left` is the place that does not hold any more; if there is another one by now, all is done.
+        """
         async with self._changing:
+            if left is not None:
+                if left is not self._node:
+                    return
+                self._note("the set of launchers has changed: starting all workers anew")
             await self._stop_workers()
             self._node = await self._site.place(again=again)
             if not self._ending:

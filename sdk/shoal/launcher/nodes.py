@@ -206,16 +206,26 @@ class SharedSite:
         await self._changed.wait()
 
     def _take_leave(self, session: NodeSession, ending: Ending) -> None:
-        if ending is Ending.FINISHED:
-            session.leave(pb.Leave.REASON_FINISHED, "")
-        elif ending is Ending.STOPPED:
-            session.leave(pb.Leave.REASON_DRAINED, "its launcher was stopped")
-        else:
-            if self._settings.nodes.fixed and session.error is None and session.stopped is None:
-                # The others can never be enough again: nobody waits for this launcher in vain.
-                with contextlib.suppress(ShoalError):
-                    self._client.stop_job(self._nodes_job.job_id, reason=f"the workers on {socket.gethostname()} failed")
-            session.leave(pb.Leave.REASON_FAILED, "its workers failed")
+        """Of a fixed number of launchers none can do without this one: if any waits for it, or will, the job is stopped."""
+        held = session.standing.placement is None
+        if (
+            self._settings.nodes.fixed
+            and session.error is None
+            and session.stopped is None
+            and (ending is Ending.FAILED or (ending is Ending.FINISHED and held))
+        ):
+            what = "have finished" if ending is Ending.FINISHED else "failed"
+            with contextlib.suppress(ShoalError):
+                self._client.stop_job(self._nodes_job.job_id, reason=f"the workers on {socket.gethostname()} {what}")
+        reason, detail = _LEAVES[ending]
+        session.leave(reason, detail)
+
+
+_LEAVES: Final = {
+    Ending.FINISHED: (pb.Leave.REASON_FINISHED, ""),
+    Ending.FAILED: (pb.Leave.REASON_FAILED, "its workers failed"),
+    Ending.STOPPED: (pb.Leave.REASON_DRAINED, "its launcher was stopped"),
+}
 
 
 def _address_towards(endpoint: Address) -> str:

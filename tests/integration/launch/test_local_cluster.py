@@ -28,7 +28,7 @@ def test_a_cluster_serves_is_known_and_goes_without_a_trace(tmp_path: Path) -> N
         assert (answer.spec.max_workers, answer.spec.parameter_servers) == (2, 2)
         for server in cluster.servers:
             with ParameterServerClient(ChannelSettings(address=server.address)) as client:
-                assert client.get_server("job").server_id == server.name
+                assert client.get_server().server_id == server.name
         (record,) = running_clusters()
         assert (record.job_id, record.coordinator, record.command) == ("job", cluster.coordinator.address, "a test")
         processes = psutil.Process().children(recursive=True)

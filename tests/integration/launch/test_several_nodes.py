@@ -69,14 +69,29 @@ def test_all_reduce_over_two_launchers(shell: Shell, endpoint: str) -> None:
 def test_a_failure_on_one_machine_starts_the_workers_of_all_anew(shell: Shell, endpoint: str) -> None:
     script = shell.script(
         PLACE + "import pathlib, sys, time\n"
-        "again = pathlib.Path('again')\n"
-        "if not again.exists():\n"
-        "    if os.environ['RANK'] == '1': again.touch(); sys.exit(1)\n"
+        "mine, other = (pathlib.Path('started-' + rank) for rank in (os.environ['RANK'], '0'))\n"
+        "if not mine.exists():\n"
+        "    mine.touch()\n"
+        "    while not other.exists(): time.sleep(0.01)\n"
+        "    if os.environ['RANK'] == '1': sys.exit(1)\n"
         "    time.sleep(60)\n"
     )
     nodes = [shell.start("run", "--nnodes", "2", "--max-restarts", "1", "--rdzv-endpoint", endpoint, script) for _ in range(2)]
     assert [node.wait() for node in nodes] == [0, 0], [node.stderr for node in nodes]
     assert [len(places(node)) for node in nodes] == [2, 2]
+
+
+def test_a_restart_for_which_the_others_are_no_longer_there_fails_at_once(shell: Shell, endpoint: str) -> None:
+    script = shell.script(
+        PLACE + "import pathlib, sys, time\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    pathlib.Path('failed').touch()\n"
+        "    sys.exit(1)\n"
+        "while not pathlib.Path('failed').exists(): time.sleep(0.01)\n"
+    )
+    nodes = [shell.start("run", "--nnodes", "2", "--max-restarts", "1", "--rdzv-endpoint", endpoint, script) for _ in range(2)]
+    # The one that succeeds may have been started again meanwhile, and fall with the other.
+    assert sorted(node.wait() for node in nodes) in ([0, 1], [1, 1]), [node.stderr for node in nodes]
 
 
 def test_a_machine_that_gives_up_ends_the_run_on_all(shell: Shell, endpoint: str) -> None:

@@ -7,7 +7,6 @@ once the file named by its argument exists, as finished. Its heartbeats count st
 from __future__ import annotations
 
 import os
-import queue
 import signal
 import socket
 import sys
@@ -25,12 +24,15 @@ class Member:
     def __init__(self, finish_file: Path) -> None:
         self.finish_file = finish_file
         self.member_id = os.environ["SHOAL_MEMBER_ID"]
-        self.leaving: queue.SimpleQueue[pb.Leave.Reason] = queue.SimpleQueue()
+        self.leaving: pb.Leave.Reason | None = None
+        self.streams = 0
         self.generation = 0
         self.interval_s = 0.1
         self.left = False
 
     def messages(self) -> Iterator[pb.MemberMessage]:
+        self.streams += 1
+        stream = self.streams
         yield pb.MemberMessage(
             join=pb.Join(
                 job_id=os.environ["SHOAL_JOB_ID"],
@@ -43,18 +45,21 @@ class Member:
             )
         )
         yield pb.MemberMessage(ready=pb.Ready())
-        for step in range(1_000_000):
+        step = 0
+        while stream == self.streams:  # gRPC goes on drawing for a stream that broke
             if self.finish_file.exists() and self.generation:
-                self.leaving.put(pb.Leave.REASON_FINISHED)
-            try:
-                reason = self.leaving.get(timeout=self.interval_s)
-            except queue.Empty:
-                progress = pb.Progress(step=step, sequence=step, samples_per_s=100.0, loss=1 / (step + 1), step_time_s=0.1)
-                yield pb.MemberMessage(heartbeat=pb.Heartbeat(generation=self.generation, progress=progress))
-                continue
-            self.left = True
-            yield pb.MemberMessage(leave=pb.Leave(reason=reason))
-            return
+                self.leaving = pb.Leave.REASON_FINISHED
+            if self.leaving is not None:
+                self.left = True
+                yield pb.MemberMessage(leave=pb.Leave(reason=self.leaving))
+                return
+            progress = pb.Progress(step=step, sequence=step, samples_per_s=100.0, loss=1 / (step + 1), step_time_s=0.1)
+            yield pb.MemberMessage(heartbeat=pb.Heartbeat(generation=self.generation, progress=progress))
+            step += 1
+            time.sleep(self.interval_s)
+
+    def leave(self, *_: object) -> None:
+        self.leaving = pb.Leave.REASON_DRAINED
 
     def heard(self, directive: pb.MemberDirective) -> None:
         match directive.WhichOneof("directive"):
@@ -66,7 +71,7 @@ class Member:
                 self.generation = directive.generation.number
                 print(f"generation {self.generation} rank {rank} of {len(ranks)}", flush=True)
             case "drain" | "stop":
-                self.leaving.put(pb.Leave.REASON_DRAINED)
+                self.leave()
 
     def run(self) -> None:
         deadline = time.monotonic() + 30
@@ -83,5 +88,5 @@ class Member:
 
 
 member = Member(Path(sys.argv[1]))
-signal.signal(signal.SIGTERM, lambda *_: member.leaving.put(pb.Leave.REASON_DRAINED))
+signal.signal(signal.SIGTERM, member.leave)
 member.run()

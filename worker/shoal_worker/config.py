@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from shoal_common.errors import ConfigurationError
 
 
@@ -19,14 +18,8 @@ class ShardingConfiguration:
 
     auto_sync_gradients: bool = True
     """Reduce gradients during the backward pass. False: the loop calls `model.synchronize_gradients()` before `optimizer.step()`."""
-    minimum_parameter_group_size: int = 1024
-    """Parameters (elements) below which tensors are not worth a collective of their own and are grouped; >= 1."""
     bucket_cap_mb: int = 25
     """MiB of gradients that travel in one all-reduce; >= 1."""
-    gradient_compression: str | None = None
-    """Compressor of gradients; None: they travel as they are."""
-    reduce_dtype: torch.dtype | None = None
-    """Type in which gradients are summed; None: their own."""
     loss_reduction: str = "mean"
     """What the loop's loss does over a batch: "mean", or "sum"."""
     find_unused_parameters: bool = False
@@ -36,10 +29,6 @@ class ShardingConfiguration:
     loader."""
 
     def __post_init__(self) -> None:
-        if self.minimum_parameter_group_size < 1:
-            raise ConfigurationError(
-                f"minimum_parameter_group_size={self.minimum_parameter_group_size}: expected at least 1 (1 groups nothing)"
-            )
         if self.bucket_cap_mb < 1:
             raise ConfigurationError(f"bucket_cap_mb={self.bucket_cap_mb}: expected at least 1 MiB")
         if self.loss_reduction not in ("mean", "sum"):

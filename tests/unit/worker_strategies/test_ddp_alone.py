@@ -200,6 +200,33 @@ def _pair() -> tuple[Any, Any]:
     return shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1))
 
 
+def test_a_summed_loss_is_summed_over_micro_batches() -> None:
+    x, y = data(12).tensors
+    plain = nn.Linear(6, 3)
+    nn.functional.cross_entropy(plain(x), y, reduction="sum").backward()
+    net = nn.Linear(6, 3)
+    net.load_state_dict(plain.state_dict())
+    model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1), loss_reduction="sum")
+    loader = shoal.ElasticDataLoader(data(12), global_batch_size=12, micro_batch_size=5, shuffle=False)
+    for step in loader.steps():
+        for inputs, labels in step:
+            nn.functional.cross_entropy(model(inputs), labels, reduction="sum").backward()
+        assert torch.allclose(net.weight.grad, plain.weight.grad, atol=1e-5)
+        optimizer.step()
+
+
+def test_a_forward_pass_before_the_loop_disturbs_nothing() -> None:
+    net = network()
+    model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1))
+    before = [b.clone() for b in net.buffers()]
+    model(data().tensors[0])
+    loader = shoal.ElasticDataLoader(data(), global_batch_size=40)
+    for x, y in loader:
+        assert all(torch.equal(a, b) for a, b in zip(before, net.buffers(), strict=True))
+        nn.functional.cross_entropy(model(x), y).backward()
+        assert optimizer.step()
+
+
 def test_a_closure_is_refused() -> None:
     _, optimizer = _pair()
     with pytest.raises(shoal.ConfigurationError, match="closure"):

@@ -78,12 +78,3 @@ def check_configuration(config: ShardingConfiguration, backend: str) -> None:
             'deterministic=True with strategy="async_sgd": pushes are applied in the order in which they come; use "ddp" for results that '
             "repeat"
         )
-    if config.gradient_compression is not None:
-        raise ConfigurationError(
-            f'gradient_compression={config.gradient_compression!r} with strategy="async_sgd": the servers take gradients as they are; '
-            "leave it out"
-        )
-    if config.reduce_dtype is not None:
-        raise ConfigurationError(
-            f'reduce_dtype={config.reduce_dtype} with strategy="async_sgd": no gradients are summed over workers; leave it out'
-        )

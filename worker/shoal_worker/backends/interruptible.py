@@ -29,10 +29,11 @@ from torch.distributed.distributed_c10d import GroupName
 
 from shoal_worker.backends import reaper
 from shoal_worker.backends.errors import GroupEndedError
+from shoal_worker.backends.gloo_threads import wait_until_asleep
 from shoal_worker.backends.sockets import GroupSockets
 
 _MOMENT_S: Final = 0.1
-"""Operations that Gloo tells of a broken connection end within a millisecond, or a few when the processor is busy."""
+"""The longest such moment. Operations that Gloo tells of a broken connection end within a millisecond, or some when the processor is busy."""
 
 _SOURCE_LOCATION: Final = re.compile(r"^\[[^\]]*\] ")
 
@@ -270,6 +271,9 @@ class InterruptibleWork(Work):
         self._settled: torch.futures.Future[None] | None = None
         self._future: torch.futures.Future[Any] | None = None
         self._lock = threading.Lock()
+        """Guards what `get_future` and `_settle` share."""
+        self._finishing = threading.Lock()
+        """Held while the result is put in place, so that it never is after an end."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Returns when the result is in place; `timeout` None or 0: however long it takes.
@@ -312,35 +316,39 @@ class InterruptibleWork(Work):
         """Gloo's work is over. Called by Gloo, in its thread."""
         group = self._group
         assert group is not None
-        try:
-            value = native.value()
-            if self._finish is not None and not self._over.is_set():
-                value = self._finish()
-            failure = None
-        except RuntimeError as error:
-            reason = group._loss(self._name, error)
-            value, failure = None, (RuntimeError, str(error)) if reason is None else (GroupEndedError, reason)
+        value, failure = None, None
+        with self._finishing:
+            try:
+                value = native.value()
+                if self._finish is not None and not self._over.is_set():
+                    value = self._finish()
+            except RuntimeError as error:
+                reason = group._loss(self._name, error)
+                failure = (RuntimeError, str(error)) if reason is None else (GroupEndedError, reason)
+            self._group = self._finish = None
+            settled = self._settle(value, failure)
         group._finished(self)
-        self._settle(value, failure)
-        self._group = self._finish = None
+        _complete(settled)
 
     def await_native(self, seconds: float) -> None:
-        """Waits for Gloo's work, at most so long."""
-        self._over.wait(max(0.0, seconds))
+        """Waits for Gloo's work to end or to be found asleep, at most so long."""
+        wait_until_asleep(self._over, seconds)
 
     def end(self, reason: str) -> None:
         """Ends it although Gloo's work is not over."""
-        self._settle(None, (GroupEndedError, reason))
+        with self._finishing:
+            settled = self._settle(None, (GroupEndedError, reason))
+        _complete(settled)
 
-    def _settle(self, value: Any, failure: tuple[type[Exception], str] | None) -> None:
+    def _settle(self, value: Any, failure: tuple[type[Exception], str] | None) -> torch.futures.Future[None] | None:
+        """The first call counts. Returns what is to be completed, without any lock: it runs the callbacks of others."""
         with self._lock:
             if self._over.is_set():
-                return
+                return None
             self._value, self._failure = value, failure
             self._over.set()
             settled, self._settled = self._settled, None
-        if settled is not None:
-            settled.set_result(None)
+            return settled
 
     def _outcome(self, _: torch.futures.Future[None]) -> Any:
         self._raise_failure()
@@ -379,6 +387,11 @@ class _Transfer(Work):
         return int(self._native._source_rank())
 
     _source_rank = source_rank
+
+
+def _complete(settled: torch.futures.Future[None] | None) -> None:
+    if settled is not None:
+        settled.set_result(None)
 
 
 def _end(works: list[InterruptibleWork], reason: str) -> None:

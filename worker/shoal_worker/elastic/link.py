@@ -57,6 +57,7 @@ class _Said:
     """What was said on one stream."""
 
     stream: int
+    generation: int = 0
     ready: bool = False
     failure: pb.CollectiveFailure | None = None
 
@@ -150,6 +151,7 @@ class CoordinatorLink:
         """This member works in `generation` from now on: goes out with the heartbeats."""
         with self._changed:
             self._generation = generation
+            self._changed.notify_all()
 
     @property
     def store_url(self) -> str:
@@ -257,9 +259,13 @@ class CoordinatorLink:
                     message = pb.MemberMessage(collective_failure=said.failure)
                 elif self._leaving is not None:
                     message = pb.MemberMessage(leave=self._leaving)
-                elif self._changed.wait_for(lambda: self._unsaid(said), self._heartbeat_interval_s()):
+                elif said.generation == self._generation and self._changed.wait_for(
+                    lambda: self._unsaid(said), self._heartbeat_interval_s()
+                ):
                     continue
                 else:
+                    # At once after a generation was entered: the coordinator writes no border for others before all are in.
+                    said.generation = self._generation
                     message = pb.MemberMessage(heartbeat=pb.Heartbeat(generation=self._generation, progress=self.progress()))
             yield message
             if message.HasField("leave"):
@@ -268,6 +274,7 @@ class CoordinatorLink:
     def _unsaid(self, said: _Said) -> bool:
         return (
             said.stream != self._streams
+            or said.generation != self._generation
             or (self._ready and not said.ready)
             or self._failure is not said.failure
             or self._leaving is not None

@@ -217,7 +217,14 @@ class Session:
         """Opens the session with the coordinator. In a fresh job, waits for a rank; a joiner of a running one first replays its script."""
         membership = self._membership
         assert membership is not None
-        if membership.join().joining:
+        try:
+            joining = membership.join().joining
+        except PreconditionError as refusal:
+            if refusal.reason != "JOB_CLOSED":
+                raise
+            _log.warning("there is nothing left to join: %s", refusal)
+            raise SystemExit(0) from refusal
+        if joining:
             self._replaying = True
             return
         self._live = True
@@ -296,6 +303,10 @@ class Session:
     def begin_step(self, source: StepSource | None) -> Placement:
         """See `StepClock`. None: the user's own loop, without a loader of Shoal's."""
         step = self._step
+        if step is not None and step.source is None and source is not None:
+            # A forward pass before the loop (a dry run, a summary) began it; nobody means to finish it.
+            self._require_replica().discard_step()
+            step = self._step = None
         if step is not None and step.handed_out:
             raise PreconditionError(
                 "the next batch was asked for, but optimizer.step() was not called for the last one; call it once per iteration, or make "

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from shoal_common.errors import ConfigurationError, CorruptDataError
+from shoal_common.errors import ConfigurationError, CorruptDataError, PreconditionError
 from torch import nn
 
 from shoal_worker.elastic.contract import Leases, StepStatus
@@ -59,13 +59,10 @@ class DDPModel(ShardedModel):
                     "the ElasticDataLoader and iterate over loader.steps()"
                 )
             return self.module(*args, **kwargs)
+        if not self.config.auto_sync_gradients:
+            return self.module(*args, **kwargs)
         if self._overlapped is None:
-            self._overlapped = OverlappedReduction(
-                self.module,
-                session,
-                bucket_cap_mb=self.config.bucket_cap_mb,
-                find_unused_parameters=self.config.find_unused_parameters,
-            )
+            self._overlapped = OverlappedReduction(self.module, session, self.config)
         return self._overlapped(*args, **kwargs)
 
     def train_step(
@@ -85,9 +82,16 @@ class DDPModel(ShardedModel):
             return loss.detach().new_tensor(step.control[1] / step.control[2])
         return loss.detach()
 
+    @torch.no_grad()
     def synchronize_gradients(self) -> None:
-        """Waits until the gradients of all ranks are in."""
-        self.finish_reduction()
+        """Sums the gradients over the ranks. Only needed with `auto_sync_gradients=False`, once per step; it may be called several
+        times."""
+        step = self._session.step
+        if step is None or step.share is None or self.config.auto_sync_gradients or step.control is not None:
+            self.finish_reduction()
+            return
+        self._accumulation().add_gradients(step.share.weight)
+        self._accumulation().finish()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """See `ShardedModel`. The gradients are whole on every rank, so this needs no communication."""
@@ -143,8 +147,13 @@ class DDPModel(ShardedModel):
     @torch.no_grad()
     def finish_reduction(self) -> None:
         """See `Replica`."""
+        step = self._session.step
         if self._in_micro_batches:
             self._accumulation().finish()
+        elif not self.config.auto_sync_gradients and step is not None and step.control is None and step.lost is None:
+            raise PreconditionError(
+                "auto_sync_gradients=False: call model.synchronize_gradients() after the backward pass, before clipping and optimizer.step()"
+            )
         elif self._overlapped is not None:
             self._overlapped.finish()
 
@@ -171,7 +180,7 @@ class DDPModel(ShardedModel):
 
     def _accumulation(self) -> AccumulatedReduction:
         if self._accumulated is None:
-            self._accumulated = AccumulatedReduction(self.module, self._session, deterministic=self.config.deterministic)
+            self._accumulated = AccumulatedReduction(self.module, self._session, self.config)
         return self._accumulated
 
     # ---------------------------------------------------------------------------------------------------------------- state

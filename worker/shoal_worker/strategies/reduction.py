@@ -33,6 +33,7 @@ from shoal_worker.elastic.session import CONTROL_LENGTH
 from shoal_worker.failpoints import failpoint
 
 if TYPE_CHECKING:
+    from shoal_worker.config import ShardingConfiguration
     from shoal_worker.elastic.session import Session
 
 _BUCKET_ELEMENTS = 8 << 20
@@ -92,8 +93,9 @@ class _WithControl(nn.Module):
 class OverlappedReduction:
     """One batch per rank: DDP's reducer, its buckets reduced by the session's group."""
 
-    def __init__(self, module: nn.Module, session: Session, *, bucket_cap_mb: int, find_unused_parameters: bool) -> None:
+    def __init__(self, module: nn.Module, session: Session, config: ShardingConfiguration) -> None:
         self._session = session
+        self._sums = config.loss_reduction == "sum"
         self._buffers = averaged_buffers(module)
         self._sizes = [b.numel() for b in self._buffers]
         trained = [p for p in module.parameters() if p.requires_grad]
@@ -107,8 +109,8 @@ class OverlappedReduction:
             init_sync=False,
             forward_sync_buffers=False,
             gradient_as_bucket_view=True,
-            bucket_cap_mb=bucket_cap_mb,
-            find_unused_parameters=find_unused_parameters,
+            bucket_cap_mb=config.bucket_cap_mb,
+            find_unused_parameters=config.find_unused_parameters,
         )
         # A lambda: DDP compares annotations with classes, and finds strings where annotations are postponed.
         self._ddp.register_comm_hook(None, lambda state, bucket: self._reduce_bucket(bucket))
@@ -165,11 +167,10 @@ class OverlappedReduction:
         share, group = step.share, session.group
         if step.lost is not None or share is None or group is None:
             return _completed(buffer.zero_())
-        assert share.total_weight is not None
-        factor = share.weight / share.total_weight
+        factor = share.weight / share.total_weight if share.total_weight else 0.0
         if factor == 0.0:
             buffer.zero_()  # a stand-in batch: its gradient may be anything, NaN among it
-        else:
+        elif not self._sums:
             buffer.mul_(factor)
         control = self._find_control(bucket)
         if control is not None:
@@ -230,13 +231,14 @@ class OverlappedReduction:
 class AccumulatedReduction:
     """Micro-batches: gradients and buffers added up per micro-batch, reduced once per step."""
 
-    def __init__(self, module: nn.Module, session: Session, *, deterministic: bool) -> None:
+    def __init__(self, module: nn.Module, session: Session, config: ShardingConfiguration) -> None:
         self._session = session
+        self._sums = config.loss_reduction == "sum"
         self._parameters = [p for p in module.parameters() if p.requires_grad]
         self._buffers = averaged_buffers(module)
         self._counters = [b for b in module.buffers() if b.dtype == torch.int64]
         device = self._parameters[0].device
-        wide = deterministic or any(p.dtype == torch.float64 for p in self._parameters)
+        wide = config.deterministic or any(p.dtype == torch.float64 for p in self._parameters)
         dtype = torch.float64 if wide else torch.float32
         grads, buffers = [p.numel() for p in self._parameters], [b.numel() for b in self._buffers]
         counters = [b.numel() for b in self._counters]
@@ -269,6 +271,13 @@ class AccumulatedReduction:
         for parameter in self._parameters:
             parameter.grad = None
 
+    def add_gradients(self, weight: float) -> None:
+        """Adds the gradients of a whole plain batch, and the buffers it left behind."""
+        self._open = True
+        self._flat.zero_()
+        self._committed = [b.clone() for b in (*self._buffers, *self._counters)]
+        self.micro_batch_ends(weight)
+
     def _start(self) -> None:
         self._flat.zero_()
         self._committed = [b.clone() for b in (*self._buffers, *self._counters)]
@@ -280,7 +289,7 @@ class AccumulatedReduction:
             if parameter.grad is not None:
                 # In float64, so that float32 times a whole number is exact.
                 grad = parameter.grad.to(total.dtype)
-                total.add_(grad, alpha=weight)
+                total.add_(grad, alpha=1.0 if self._sums else weight)
                 self._presence[i] += 1
                 parameter.grad = None
         for buffer, total in zip(self._buffers, self._buffer_sums, strict=True):
@@ -309,15 +318,18 @@ class AccumulatedReduction:
             except MembershipChanged as error:
                 session.mark_lost(error)
                 return
-        total_weight = float(self._weight_sum)
-        present = self._presence.tolist()
-        for parameter, summed, count in zip(self._parameters, self._grad_sums, present, strict=True):
-            parameter.grad = (summed / total_weight).to(parameter.dtype) if count > 0 else None
+        divisor = 1.0 if self._sums else float(self._weight_sum) or 1.0
+        for parameter, summed, count in zip(self._parameters, self._grad_sums, self._presence.tolist(), strict=True):
+            parameter.grad = (summed / divisor).to(parameter.dtype) if count > 0 else None
         session.take_control_word(self._control.tolist())
 
     def write_buffers(self) -> None:
-        """Replaces the buffers by their weighted mean over all micro-batches."""
+        """Replaces the buffers by their weighted mean over all micro-batches; keeps them if all weighed nothing."""
         total_weight = float(self._weight_sum)
+        if total_weight == 0:
+            for buffer, before in zip((*self._buffers, *self._counters), self._committed, strict=True):
+                buffer.copy_(before)
+            return
         for buffer, summed in zip(self._buffers, self._buffer_sums, strict=True):
             buffer.copy_(summed / total_weight)
         for counter, before, summed in zip(self._counters, self._committed[len(self._buffers) :], self._counter_sums, strict=True):

@@ -1,0 +1,115 @@
+"""The user's torch optimizer as the servers are to run it, and what schedulers change in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from shoal_common.errors import ConfigurationError
+from shoal_protos.v1 import parameter_server_pb2 as pb
+from shoal_worker.asynchronous.hyperparameters import ServerOptimizer
+from torch import nn
+
+Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+def parameters(count: int = 2) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.zeros(2)) for _ in range(count)]
+
+
+def server_optimizer(optimizer: torch.optim.Optimizer) -> ServerOptimizer:
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    return ServerOptimizer(optimizer, {id(p): f"p{number}" for number, p in enumerate(held)})
+
+
+def test_sgd_goes_with_all_its_settings() -> None:
+    spec = server_optimizer(
+        torch.optim.SGD(parameters(), lr=0.1, momentum=0.9, weight_decay=0.01, nesterov=True, maximize=True, dampening=0)
+    ).spec
+    assert spec.name == "sgd"
+    assert dict(spec.hyperparameters) == {
+        "lr": 0.1,
+        "momentum": 0.9,
+        "dampening": 0.0,
+        "weight_decay": 0.01,
+        "nesterov": 1.0,
+        "maximize": 1.0,
+    }
+    assert not spec.groups
+
+
+def test_adamw_goes_with_all_its_settings() -> None:
+    spec = server_optimizer(torch.optim.AdamW(parameters(), lr=0.1, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.2, amsgrad=True)).spec
+    assert spec.name == "adamw"
+    assert dict(spec.hyperparameters) == {
+        "lr": 0.1,
+        "beta1": 0.8,
+        "beta2": 0.95,
+        "eps": 1e-6,
+        "weight_decay": 0.2,
+        "amsgrad": 1.0,
+        "maximize": 0.0,
+    }
+
+
+def test_a_learning_rate_in_a_tensor_is_its_value() -> None:
+    spec = server_optimizer(torch.optim.SGD(parameters(), lr=torch.tensor(0.25))).spec
+    assert spec.hyperparameters["lr"] == 0.25
+
+
+def test_parameter_groups_name_their_tensors() -> None:
+    first, second = parameters()
+    optimizer = torch.optim.SGD([{"params": [first], "lr": 0.1}, {"params": [], "lr": 0.7}, {"params": [second], "lr": 0.2}], lr=0.5)
+    spec = server_optimizer(optimizer).spec
+    assert [(list(group.tensors), group.hyperparameters["lr"]) for group in spec.groups] == [(["p0"], 0.1), (["p1"], 0.2)]
+
+
+class Halving(torch.optim.SGD):
+    """A user's own: who knows what its step does."""
+
+
+@pytest.mark.parametrize(
+    "make",
+    [torch.optim.Adam, torch.optim.Adagrad, lambda held: Halving(held, lr=0.1), torch.optim.LBFGS],
+    ids=["adam", "adagrad", "subclass", "lbfgs"],
+)
+def test_an_optimizer_that_servers_do_not_have_is_refused_by_name(make: Make) -> None:
+    with pytest.raises(ConfigurationError, match=r"torch\.optim\.SGD and torch\.optim\.AdamW"):
+        server_optimizer(make(parameters()))
+
+
+def test_a_change_is_a_revision_and_looking_again_is_none() -> None:
+    optimizer = torch.optim.SGD(parameters(), lr=1.0)
+    servers = server_optimizer(optimizer)
+    assert servers.look().number == 0
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    optimizer.step()
+    scheduler.step()
+    assert servers.look().number == 1
+    assert servers.look().number == 1
+    hyperparameters, groups = servers.change(servers.look())
+    assert hyperparameters["lr"] == 0.5
+    assert groups == []
+    assert servers.spec.hyperparameters["lr"] == 1.0
+
+
+def test_a_change_goes_to_each_group() -> None:
+    first, second = parameters()
+    optimizer = torch.optim.AdamW([{"params": [first], "lr": 0.1}, {"params": [second], "lr": 0.2}])
+    servers = server_optimizer(optimizer)
+    optimizer.param_groups[1]["lr"] = 0.4
+    hyperparameters, groups = servers.change(servers.look())
+    assert hyperparameters["lr"] == 0.1
+    assert [(list(group.tensors), group.hyperparameters["lr"]) for group in groups] == [(["p0"], 0.1), (["p1"], 0.4)]
+    # It decides which state is kept, and servers refuse to be told it again.
+    assert all("amsgrad" not in group.hyperparameters for group in groups)
+    assert isinstance(groups[0], pb.ParameterGroup)
+
+
+def test_amsgrad_cannot_change() -> None:
+    optimizer = torch.optim.AdamW(parameters())
+    servers = server_optimizer(optimizer)
+    optimizer.param_groups[0]["amsgrad"] = True
+    with pytest.raises(ConfigurationError, match="amsgrad was changed to True"):
+        servers.look()

@@ -1,0 +1,34 @@
+"""Leases of a world of one."""
+
+from __future__ import annotations
+
+from shoal_worker.asynchronous.leases import LocalLeases
+from shoal_worker.elastic.contract import Leases
+
+
+def ask(source: LocalLeases, *, epoch: int = 0, finished: tuple[int, ...] = (), want: int = 1, loader: str = "train") -> Leases:
+    return source.lease(loader=loader, epoch=epoch, batches_in_epoch=3, finished=finished, want=want)
+
+
+def test_an_epoch_is_done_when_its_last_batch_is_finished() -> None:
+    leases = LocalLeases()
+    assert ask(leases, want=2).batches == (0, 1)
+    last = ask(leases, want=2, finished=(0, 1))
+    assert (last.batches, last.epoch_done) == ((2,), False)
+    after = ask(leases, finished=(2,))
+    assert (after.batches, after.epoch_done) == ((), True)
+
+
+def test_epochs_and_loaders_are_dealt_apart() -> None:
+    leases = LocalLeases()
+    ask(leases, want=3)
+    assert ask(leases, epoch=1).batches == (0,)
+    assert ask(leases, loader="other").batches == (0,)
+
+
+def test_acknowledging_twice_changes_nothing() -> None:
+    leases = LocalLeases()
+    ask(leases, want=3)
+    ask(leases, want=0, finished=(0, 1))
+    assert ask(leases, want=0, finished=(1, 2)).epoch_done
+    assert ask(leases, want=0, finished=(2,)).epoch_done

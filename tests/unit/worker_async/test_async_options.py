@@ -1,0 +1,56 @@
+"""Each mistake in the options of async_sgd gets one error that names the value and the remedy."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from shoal_common.errors import ConfigurationError
+from shoal_protos.v1 import parameter_server_pb2 as pb
+from shoal_worker.asynchronous.options import AsyncOptions, check_configuration
+from shoal_worker.config import ShardingConfiguration
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"consistency": "eventual"}, 'consistency=\'eventual\': expected "asp" or "ssp"'),
+        ({"consistency": "bsp"}, 'strategy="ddp"'),
+        ({"consistency": "ssp"}, "needs staleness_bound="),
+        ({"staleness_bound": 3}, 'staleness_bound=3 with consistency="asp"'),
+        ({"consistency": "ssp", "staleness_bound": -1}, "staleness_bound=-1: expected a whole number"),
+        ({"consistency": "ssp", "staleness_bound": 1.5}, "staleness_bound=1.5: expected a whole number"),
+        ({"consistency": "ssp", "staleness_bound": True}, "staleness_bound=True: expected a whole number"),
+        ({"pull_every": 0}, "pull_every=0: expected a whole number of steps"),
+        ({"consistency": "ssp", "staleness_bound": 1, "pull_every": 2}, 'pull_every=2 with consistency="ssp"'),
+        ({"server_timeout": 30}, "server_timeout=30: expected a positive timedelta"),
+        ({"server_timeout": timedelta(0)}, "expected a positive timedelta"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigurationError) as refusal:
+        AsyncOptions(**options)
+    assert said in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ({"deterministic": True}, "deterministic=True"),
+    ],
+)
+def test_settings_that_need_a_common_step_are_refused(setting: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigurationError) as refusal:
+        check_configuration(ShardingConfiguration(**setting), "gloo")
+    assert said in str(refusal.value)
+
+
+def test_a_misspelled_backend_is_refused_though_none_is_used() -> None:
+    with pytest.raises(ConfigurationError, match="backend='glue'"):
+        check_configuration(ShardingConfiguration(), "glue")
+
+
+def test_the_servers_are_told_the_mode_and_the_bound() -> None:
+    assert AsyncOptions().message() == pb.Consistency(mode=pb.Consistency.MODE_ASP)
+    assert AsyncOptions(consistency="ssp", staleness_bound=3).message() == pb.Consistency(mode=pb.Consistency.MODE_SSP, bound=3)

@@ -1,0 +1,104 @@
+"""Parameters and gradients as bytes in host memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from shoal_common.errors import ConfigurationError, InvalidRequestError
+from shoal_worker.asynchronous.tensors import HostTensor, check_gradients, gradients, publish
+from torch import nn
+
+
+def host(value: torch.Tensor, *, gradient: torch.Tensor | None = None) -> HostTensor:
+    parameter = nn.Parameter(value)
+    parameter.grad = gradient
+    return HostTensor("layer.weight", parameter, trained=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+def test_values_are_received_into_the_parameter_itself(dtype: torch.dtype) -> None:
+    tensor = host(torch.zeros(2, 3, dtype=dtype))
+    wanted = torch.arange(6, dtype=dtype).reshape(2, 3)
+    tensor.target()[:] = wanted.reshape(-1).view(torch.uint8).numpy().tobytes()
+    publish([tensor])
+    assert torch.equal(tensor.parameter, wanted)
+
+
+def test_a_parameter_in_pieces_goes_through_a_copy() -> None:
+    transposed = torch.arange(6.0).reshape(2, 3).t()
+    tensor = host(transposed.clone(memory_format=torch.preserve_format))
+    assert not tensor.parameter.is_contiguous()
+    assert bytes(tensor.values()) == transposed.contiguous().numpy().tobytes()
+    tensor.target()[:4] = torch.tensor([9.0]).numpy().tobytes()
+    publish([tensor])
+    assert tensor.parameter[0, 0] == 9.0
+    assert torch.equal(tensor.parameter.reshape(-1)[1:], transposed.reshape(-1)[1:])
+
+
+def test_a_gradient_is_sent_from_where_it_lies() -> None:
+    gradient = torch.arange(3.0)
+    (view,) = gradients([host(torch.zeros(3), gradient=gradient)])
+    assert view is not None
+    assert bytes(view) == gradient.numpy().tobytes()
+    gradient[0] = 7.0
+    assert bytes(view) == gradient.numpy().tobytes()
+
+
+def test_a_gradient_in_pieces_is_copied() -> None:
+    gradient = torch.arange(6.0).reshape(2, 3).t()
+    (view,) = gradients([host(torch.zeros(3, 2), gradient=gradient)])
+    assert view is not None
+    assert bytes(view) == gradient.contiguous().numpy().tobytes()
+
+
+def test_a_parameter_without_gradient_sends_nothing() -> None:
+    assert gradients([host(torch.zeros(3))]) == [None]
+
+
+def test_a_graph_of_older_values_notices_that_new_ones_came() -> None:
+    tensor = host(torch.ones(2))
+    squared = (tensor.parameter**2).sum()
+    publish([tensor])
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        squared.backward()
+
+
+def test_a_scalar_parameter_and_an_empty_one_are_tensors_like_others() -> None:
+    scalar, empty = host(torch.tensor(2.0)), host(torch.zeros(0, 4))
+    assert list(scalar.spec.shape) == []
+    assert scalar.target().nbytes == 4
+    assert list(empty.spec.shape) == [0, 4]
+    assert empty.target().nbytes == 0
+
+
+def test_a_dtype_that_servers_do_not_hold_is_refused_by_name() -> None:
+    with pytest.raises(ConfigurationError, match=r"'layer\.weight' has dtype torch\.complex64"):
+        host(torch.zeros(2, dtype=torch.complex64))
+
+
+def test_a_parameter_that_was_converted_after_the_start_is_refused() -> None:
+    tensor = host(torch.zeros(2))
+    tensor.parameter.data = tensor.parameter.data.double()
+    with pytest.raises(ConfigurationError, match=r"is now torch\.float64 of shape \(2,\), the servers hold torch\.float32"):
+        tensor.target()
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")])
+def test_a_gradient_that_is_not_finite_is_refused_by_name(poison: float) -> None:
+    bad = torch.zeros(10)
+    bad[3] = poison
+    good = HostTensor("good", nn.Parameter(torch.zeros(1)), trained=True)
+    good.parameter.grad = torch.ones(1)
+    with pytest.raises(InvalidRequestError, match=r"the gradient of 'layer\.weight' has 1 of 10 values") as refusal:
+        check_gradients([good, host(torch.zeros(10), gradient=bad)])
+    assert refusal.value.reason == "GRADIENT_NOT_FINITE"
+
+
+def test_large_finite_gradients_are_not_mistaken_for_infinite_ones() -> None:
+    check_gradients([host(torch.zeros(4), gradient=torch.full((4,), 3e38))])
+    check_gradients([host(torch.zeros(4, dtype=torch.float16), gradient=torch.full((4,), 6e4, dtype=torch.float16))])
+
+
+def test_a_sparse_gradient_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="sparse=False"):
+        check_gradients([host(torch.zeros(3), gradient=torch.zeros(3).to_sparse())])

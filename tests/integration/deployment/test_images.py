@@ -135,12 +135,21 @@ def test_programs_know_the_flags_that_images_and_compose_give_them(
 
 
 SCRIPT = """
-import torch.distributed as dist, torch
-dist.init_process_group("gloo")
-total = torch.ones(1)
-dist.all_reduce(total)
-print(f"rank {dist.get_rank()} of {dist.get_world_size()} sums {total.item():g}", flush=True)
-dist.destroy_process_group()
+import sys
+import torch
+import shoal
+
+torch.manual_seed(0)
+data = torch.utils.data.TensorDataset(torch.randn(64, 4))
+net = torch.nn.Linear(4, 1)
+model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1), strategy=sys.argv[1])
+loader = shoal.ElasticDataLoader(data, **({"global_batch_size": 16} if sys.argv[1] == "ddp" else {"batch_size": 8}))
+for epoch in loader.epochs(2):
+    for (x,) in loader:
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+print(f"{sys.argv[1]} world of {shoal.world_size()} rank {shoal.rank()}", flush=True)
 """
 
 
@@ -173,6 +182,8 @@ class Cluster:
         variable = {"coordinator": "SHOAL_COORDINATOR_PORT_FILE", "ps-server": "SHOAL_PS_SERVER_PORT_FILE"}.get(image.target)
         if variable:
             environment[variable] = str(self.processes.port_file(name))
+        if "SHOAL_PS_SERVER_ADVERTISE" in environment:  # a name that only compose's network knows
+            environment["SHOAL_PS_SERVER_ADVERTISE"] = "127.0.0.1"
         environment["PATH"] = f"{image.bin}:{os.environ['PATH']}"
         environment["HOME"] = str(self.folder)
         words = command or SERVICES[service].get("command") or image.default_command
@@ -180,6 +191,19 @@ class Cluster:
         words = [self.here(word).replace("/var/lib/shoal/snapshots", str(volume)) for word in words]
         full = [str(ROOT / "docker/entrypoint.sh"), *words]
         return self.processes.start(name, full, environment=environment, directory=self.folder)
+
+    def train(self, image: Image, strategy: str, *, job: str | None = None) -> None:
+        """SCRIPT on two workers, to its end. Fails unless both come to it, as two."""
+        words = [*SERVICES["worker"]["command"][:-1], "train.py", strategy]
+        for flag, value in (("--nnodes", "2"), *((("--rdzv-id", job),) if job else ())):
+            words = [f"{flag}={value}" if word.startswith(f"{flag}=") else word for word in words]
+        names = [f"{strategy}-{index}" for index in (1, 2)]
+        workers = [self.start("worker", image, name=name, command=words) for name in names]
+        said = lambda: "".join(self.processes.log(name) for name in names)  # noqa: E731
+        assert [worker.wait(DEADLINE_S) for worker in workers] == [0, 0], said()
+        assert {f"{strategy} world of 2 rank {rank}" for rank in (0, 1)} <= set(re.findall(rf"{strategy} world of 2 rank \d", said())), (
+            said()
+        )
 
     def healthy(self, name: str) -> None:
         """As the image's health check sees it."""
@@ -206,14 +230,10 @@ def test_the_services_of_compose_form_a_cluster_with_tokens_and_a_redis_password
     cluster.replaced["coordinator:7000"] = processes.ports("coordinator")["grpc"]
     servers = [cluster.start(name, ps_server_image) for name in SERVICES if name.startswith("ps-server-")]
     (tmp_path / "train.py").write_text(SCRIPT)
-    # Two launchers for certain, so that their ranks can be told.
-    two = ["--nnodes=2" if part.startswith("--nnodes") else part for part in SERVICES["worker"]["command"][:-1]]
-    workers = [cluster.start("worker", worker_image, name=f"worker-{index}", command=[*two, "train.py"]) for index in (1, 2)]
+    # The parameter servers belong to compose.yaml's job; the peer-to-peer run, which has to prove Redis's password, is a job of its own.
+    cluster.train(worker_image, "ddp", job="another")
+    cluster.train(worker_image, "async_sgd")
 
-    assert [worker.wait(DEADLINE_S) for worker in workers] == [0, 0], processes.log("worker-1") + processes.log("worker-2")
-    said = processes.log("worker-1") + processes.log("worker-2")
-    assert "rank 0 of 2 sums 2" in said
-    assert "rank 1 of 2 sums 2" in said
     for name, server in zip((name for name in SERVICES if name.startswith("ps-server-")), servers, strict=True):
         assert processes.stop(name, server) == 0, processes.log(name)
     assert processes.stop("coordinator", coordinator) == 0, processes.log("coordinator")

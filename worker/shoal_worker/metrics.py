@@ -57,7 +57,7 @@ class WorkerMetrics:
 
         self.pushes_lost = Counter(
             "shoal_worker_pushes_lost",
-            "Updates of this worker, counted by partition, that a parameter server had acknowledged and lost: it came back from an older snapshot.",
+            "Updates of this worker, by partition, that a server acknowledged and lost: it came back from an older snapshot.",
             registry=self.registry,
         )
 

@@ -334,7 +334,7 @@ class AsyncSGDOptimizer(ShardedOptimizer):
 
     @property
     def last_staleness(self) -> float:
-        """Versions that others' pushes made between the pull that the last push was computed on and that push; the mean over partitions."""
+        """Versions that others' pushes made between the pull that the last push was computed on and that push; the most of any partition."""
         return self._session.progress.staleness
 
     def step(self, closure: Callable[[], Any] | None = None) -> StepStatus:  # type: ignore[override]

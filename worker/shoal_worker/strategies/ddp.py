@@ -152,7 +152,8 @@ class DDPModel(ShardedModel):
             self._accumulation().finish()
         elif not self.config.auto_sync_gradients and step is not None and step.control is None and step.lost is None:
             raise PreconditionError(
-                "auto_sync_gradients=False: call model.synchronize_gradients() after the backward pass, before clipping and optimizer.step()"
+                "auto_sync_gradients=False: call model.synchronize_gradients() after the backward pass, before clipping and "
+                "optimizer.step()"
             )
         elif self._overlapped is not None:
             self._overlapped.finish()

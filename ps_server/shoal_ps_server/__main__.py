@@ -14,14 +14,11 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 
-import torch
 from shoal_common.allocator import keep_freed_memory
 from shoal_common.errors import ShoalError
 from shoal_common.telemetry import configure_logging
 
-from shoal_ps_server.server import ParameterServer
 from shoal_ps_server.settings import PsServerSettings, parse_command_line
-from shoal_ps_server.snapshot.directory import DataDirectory
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -29,10 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         settings = parse_command_line(arguments)
         configure_logging("ps-server", settings.log_level)
-        torch.set_num_threads(settings.threads)
         keep_freed_memory()
-        # What the imports made stays for ever; looking through it again and again would hold up every call by 0.2 s.
-        gc.freeze()
         asyncio.run(_serve(settings))
     except ShoalError as error:
         print(f"shoal-ps-server: {error}", file=sys.stderr)  # noqa: T201 - it may have no logging yet
@@ -45,6 +39,18 @@ async def _serve(settings: PsServerSettings) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
+
+    # Only now: they bring torch, and --help or a wrong flag need not wait for it.
+    import torch
+
+    from shoal_ps_server.server import ParameterServer
+    from shoal_ps_server.shard.optimizer import warm_up
+    from shoal_ps_server.snapshot.directory import DataDirectory
+
+    torch.set_num_threads(settings.threads)
+    warm_up()
+    # What the imports made stays for ever; looking through it again and again would hold up every call by 0.2 s.
+    gc.freeze()
     with ExitStack() as stack:
         directory = None if settings.data_dir is None else stack.enter_context(DataDirectory(settings.data_dir))
         await ParameterServer(settings, directory).run(stop)

@@ -38,6 +38,8 @@ _FIRST_BACKOFF: Final = timedelta(milliseconds=100)
 _LONGEST_BACKOFF: Final = timedelta(seconds=3)
 _WELCOME_LIMIT: Final = timedelta(seconds=10)
 """How long a coordinator may take to answer a registration."""
+_REGISTRATION_WAIT: Final = timedelta(seconds=5)
+"""How long a request that needs the shard map may wait for this server's registration."""
 _PERMANENT: Final = (AuthenticationError, ConfigurationError, InvalidRequestError, PermissionDeniedError, PreconditionError)
 _NOT_YET: Final = "SERVER_CONFLICT"
 """The coordinator has not noticed yet that this server's last process is gone."""
@@ -84,6 +86,7 @@ class CoordinatorSession:
         self._listener = listener
         self._server_index: int | None = None
         """Set by the first welcome."""
+        self._registered = asyncio.Event()
 
     async def run(self) -> str:
         """Holds the session until the coordinator says that the job is over; returns its reason.
@@ -124,14 +127,13 @@ class CoordinatorSession:
         Raises PreconditionError / TENSORS_UNDECLARED, and UnavailableError when the coordinator cannot be asked or has not welcomed this
         server yet.
         """
-        if self._server_index is None:
-            raise UnavailableError("this server is not registered with the coordinator yet; try again", reason="SERVER_UNREGISTERED")
+        server_index = await self._registered_index()
         request = coordinator_pb2.GetShardMapRequest(job_id=self._registration.job_id)
         try:
             answer = await self._stub.GetShardMap(request, timeout=self._settings.deadline.total_seconds())
         except grpc.aio.AioRpcError as error:
             raise self._explained("GetShardMap", error) from error
-        return layout_from_shard_map(answer.shard_map, server_index=self._server_index)
+        return layout_from_shard_map(answer.shard_map, server_index=server_index)
 
     async def close(self) -> None:
         """Ends the session and its connection."""
@@ -146,6 +148,7 @@ class CoordinatorSession:
             welcome = await self._welcome(call)
             self._listener.welcomed(welcome.server_index)
             self._server_index, opened.welcomed = welcome.server_index, True
+            self._registered.set()
             heartbeats = asyncio.create_task(self._heartbeats(call, timedelta(milliseconds=welcome.heartbeat_interval_ms)))
             while True:
                 directive = await call.read()
@@ -164,6 +167,19 @@ class CoordinatorSession:
                 heartbeats.cancel()
                 await asyncio.gather(heartbeats, return_exceptions=True)
             call.cancel()
+
+    async def _registered_index(self) -> int:
+        if self._server_index is None:
+            try:
+                async with asyncio.timeout(_REGISTRATION_WAIT.total_seconds()):
+                    await self._registered.wait()
+            except TimeoutError as error:
+                raise UnavailableError(
+                    f"this server has not been able to register with the coordinator at {self._settings.address}; try again",
+                    reason="SERVER_UNREGISTERED",
+                ) from error
+        assert self._server_index is not None, "it is set before the event"
+        return self._server_index
 
     async def _welcome(self, call: grpc.aio.StreamStreamCall) -> coordinator_pb2.ServerWelcome:
         try:

@@ -196,6 +196,12 @@ def optimizer_settings(
     return checked
 
 
+def warm_up() -> None:
+    """Call once at the start: torch imports its compiler, for a second, when a process makes its first optimizer. No push should wait for
+    that."""
+    optimizer_settings(name="sgd", hyperparameters={}).build(torch.zeros(1), tensor="")
+
+
 def _known(kind: _Kind, hyperparameters: Mapping[str, float]) -> Mapping[str, float]:
     for name in hyperparameters:
         if name not in kind.defaults:

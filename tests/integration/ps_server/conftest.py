@@ -1,0 +1,408 @@
+"""Real parameter servers over real sockets: on an event loop of a thread for most tests, as processes where signals and files matter.
+
+Their coordinator is either the real one (test_ps_real_coordinator.py) or a scripted one, over real gRPC too, for moments that the real one
+reaches only by luck: a member put out at a given time, a coordinator that dies and comes back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from shoal_common.clients.parameter_server import ParameterServerClient
+from shoal_common.errors import PreconditionError
+from shoal_common.rpc.channel import ChannelSettings
+from shoal_common.rpc.status import to_status
+from shoal_common.wire import checksum
+from shoal_protos.v1 import coordinator_pb2, coordinator_pb2_grpc
+from shoal_protos.v1 import parameter_server_pb2 as pb
+from shoal_ps_server.server import ParameterServer
+from shoal_ps_server.settings import PsServerSettings
+from shoal_ps_server.snapshot.directory import DataDirectory
+
+JOB = "job"
+DEADLINE_S = 30.0
+
+
+def wait_until(condition: Callable[[], Any], what: str) -> Any:
+    """Returns the condition's first true value; fails, saying what it waited for."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not (value := condition()):
+        if time.monotonic() > deadline:
+            pytest.fail(f"waited {DEADLINE_S:g} s for {what}")
+        time.sleep(0.005)
+    return value
+
+
+class ScriptedCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
+    """Start it with `start`, and again after `stop` on the same port."""
+
+    def __init__(self) -> None:
+        self.registrations: queue.Queue[coordinator_pb2.RegisterServer] = queue.Queue()
+        self.heartbeats: queue.Queue[coordinator_pb2.ServerHeartbeat] = queue.Queue()
+        self.server_index = 0
+        self.shard_map: coordinator_pb2.ShardMap | None = None
+        self.tokens: queue.Queue[str] = queue.Queue()
+        self.refusal: tuple[grpc.StatusCode, str] | None = None
+        self.port = 0
+        self._members = (0, ())
+        self._outbox: queue.Queue[coordinator_pb2.ServerDirective | PreconditionError | None] = queue.Queue()
+        self._server: grpc.Server | None = None
+        self._lock = threading.Lock()
+
+    def start(self) -> str:
+        """Serves; returns host:port."""
+        self._server = grpc.server(ThreadPoolExecutor(8))
+        coordinator_pb2_grpc.add_CoordinatorServicer_to_server(self, self._server)
+        self.port = self._server.add_insecure_port(f"127.0.0.1:{self.port}")
+        self._server.start()
+        return f"127.0.0.1:{self.port}"
+
+    def stop(self) -> None:
+        """Breaks every session, as a coordinator's death does."""
+        if self._server is not None:
+            self._outbox.put(None)
+            self._server.stop(None).wait(5)
+            self._server = None
+
+    def members(self, generation: int, *member_ids: str) -> None:
+        """Tells the server of a generation, now and at every reconnection."""
+        with self._lock:
+            self._members = (generation, member_ids)
+            self._outbox.put(self._members_directive())
+
+    def refuse_now(self, reason: str) -> None:
+        """Ends the open session with FAILED_PRECONDITION and this reason."""
+        self._outbox.put(PreconditionError(f"ended by the test: {reason}", reason=reason))
+
+    def over(self) -> None:
+        """Tells the server that the job is over."""
+        self._outbox.put(coordinator_pb2.ServerDirective(stop=coordinator_pb2.Stop(reason="finished")))
+
+    def _members_directive(self) -> coordinator_pb2.ServerDirective:
+        generation, member_ids = self._members
+        return coordinator_pb2.ServerDirective(members=coordinator_pb2.Members(generation=generation, member_ids=member_ids))
+
+    # ------------------------------------------------------------------------------------------------------------------ RPCs
+
+    def ServerSession(self, requests: Iterator[coordinator_pb2.ServerMessage], context: Any) -> Iterator[coordinator_pb2.ServerDirective]:
+        register = next(requests).register
+        self.tokens.put(dict(context.invocation_metadata()).get("authorization", ""))
+        if self.refusal is not None:
+            context.abort(*self.refusal)
+        with self._lock:
+            outbox = self._outbox = queue.Queue()
+            outbox.put(
+                coordinator_pb2.ServerDirective(
+                    welcome=coordinator_pb2.ServerWelcome(server_index=self.server_index, heartbeat_interval_ms=50)
+                )
+            )
+            outbox.put(self._members_directive())
+        self.registrations.put(register)
+        threading.Thread(target=self._read, args=(requests,), daemon=True).start()
+        while (directive := outbox.get()) is not None:
+            if isinstance(directive, PreconditionError):
+                context.abort_with_status(to_status(directive))
+            yield directive
+        context.abort(grpc.StatusCode.UNAVAILABLE, "the scripted coordinator goes away")
+
+    def _read(self, requests: Iterator[coordinator_pb2.ServerMessage]) -> None:
+        try:
+            for message in requests:
+                self.heartbeats.put(message.heartbeat)
+        except grpc.RpcError:
+            pass
+
+    def GetShardMap(self, request: coordinator_pb2.GetShardMapRequest, context: Any) -> coordinator_pb2.GetShardMapResponse:
+        if self.shard_map is None:
+            context.abort(grpc.StatusCode.FAILED_PRECONDITION, "no tensors were declared")
+        return coordinator_pb2.GetShardMapResponse(shard_map=self.shard_map)
+
+
+def shard_map(*tensors: tuple[str, int, str], epoch: int = 1, partition: int = 2 << 20, owner: int = 0) -> coordinator_pb2.ShardMap:
+    """A map of flat tensors (name, length, dtype), cut every `partition` elements, all on server `owner`."""
+    made = coordinator_pb2.ShardMap(epoch=epoch)
+    for index, (name, length, dtype) in enumerate(tensors):
+        made.tensors.add(name=name, shape=[length], dtype=dtype)
+        for offset in range(0, length, partition):
+            made.partitions.add(
+                partition_id=len(made.partitions),
+                tensor_index=index,
+                offset=offset,
+                length=min(partition, length - offset),
+                primary=owner,
+            )
+    return made
+
+
+class Member:
+    """A worker, as a parameter server sees it: it keeps its sequence numbers and the versions that it pulled."""
+
+    def __init__(self, client: ParameterServerClient, shard_map: coordinator_pb2.ShardMap, member_id: str, generation: int) -> None:
+        self.client = client
+        self.member_id = member_id
+        self.generation = generation
+        self.clock = 0
+        self._map = shard_map
+        self._sequences: dict[int, int] = {}
+        self.versions: dict[int, int] = {}
+
+    def header(self, partition_id: int, **changes: Any) -> pb.PushHeader:
+        """The next push of a partition; its sequence number is not used up."""
+        partition = self._map.partitions[partition_id]
+        tensor = self._map.tensors[partition.tensor_index]
+        dtype, size = {"float32": (pb.DTYPE_FLOAT32, 4), "float64": (pb.DTYPE_FLOAT64, 8), "bfloat16": (pb.DTYPE_BFLOAT16, 2)}[tensor.dtype]
+        fields: dict[str, Any] = {
+            "job_id": JOB,
+            "member_id": self.member_id,
+            "generation": self.generation,
+            "partition_id": partition_id,
+            "shard_map_epoch": self._map.epoch,
+            "sequence": self._sequences.get(partition_id, 0) + 1,
+            "base_version": self.versions.get(partition_id, 1),
+            "clock": self.clock + 1,
+            "dtype": dtype,
+            "codec": pb.CODEC_RAW,
+            "length": partition.length,
+            "payload_bytes": partition.length * size,
+        }
+        return pb.PushHeader(**{**fields, **changes})
+
+    def initialize(self, values: np.ndarray[Any, Any]) -> list[pb.PartitionResult]:
+        """Offers the same values, repeated, to every partition."""
+        return self.client.initialize(
+            (self.header(each.partition_id, sequence=0, base_version=0), self._payload(each.partition_id, values))
+            for each in self._map.partitions
+        )
+
+    def push(self, gradient: np.ndarray[Any, Any] | float, partitions: Sequence[int] = (), **changes: Any) -> list[pb.PartitionResult]:
+        """One iteration: pushes to the partitions (none named: all) and counts."""
+        wanted = list(partitions) or [each.partition_id for each in self._map.partitions]
+        uploads = []
+        for partition_id in wanted:
+            payload = self._payload(partition_id, gradient)
+            uploads.append((self.header(partition_id, checksum=checksum(payload), **changes), payload))
+        results = self.client.push(uploads)
+        for header, _ in uploads:
+            self._sequences[header.partition_id] = header.sequence
+        self.clock += 1
+        return results
+
+    def pull(self, *, wait: timedelta = timedelta(0), **changes: Any) -> dict[int, np.ndarray[Any, Any]]:
+        """All partitions that are newer than those pulled before, as their elements' bytes."""
+        buffers: dict[int, np.ndarray[Any, Any]] = {}
+
+        def into(header: pb.PullHeader) -> memoryview:
+            buffers[header.partition_id] = np.empty(header.payload_bytes, np.uint8)
+            return memoryview(buffers[header.partition_id])
+
+        fields: dict[str, Any] = {
+            "job_id": JOB,
+            "member_id": self.member_id,
+            "generation": self.generation,
+            "shard_map_epoch": self._map.epoch,
+            "clock": self.clock,
+            "wait_ms": wait // timedelta(milliseconds=1),
+            "checksums": True,
+        }
+        headers = self.client.pull(pb.PullRequest(**{**fields, **changes}), into)
+        self.versions.update({header.partition_id: header.version for header in headers})
+        return buffers
+
+    def _payload(self, partition_id: int, values: np.ndarray[Any, Any] | float) -> memoryview:
+        partition = self._map.partitions[partition_id]
+        dtype = self._map.tensors[partition.tensor_index].dtype
+        if dtype == "bfloat16":
+            whole = (np.full(partition.length, values, np.float32).view(np.uint32) >> 16).astype(np.uint16)
+        else:
+            whole = np.resize(np.asarray(values, dtype), partition.length)
+        return memoryview(whole)
+
+
+class Cluster:
+    """A scripted coordinator, and servers on loops of this process."""
+
+    wait_until = staticmethod(wait_until)
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.coordinator = ScriptedCoordinator()
+        self.address = self.coordinator.start()
+        self._running: list[_Running] = []
+        self._clients: list[ParameterServerClient] = []
+
+    def server(
+        self,
+        *tensors: tuple[str, int, str],
+        members: Mapping[int, Sequence[str]] | None = None,
+        partition: int = 256,
+        **settings: Any,
+    ) -> ParameterServerClient:
+        """Starts a server that holds these tensors (default: 600 floats) cut in partitions of so many elements, and waits until it is
+        registered and knows the members (default: a, b in generation 1)."""
+        self.declare(*tensors, members=members, partition=partition)
+        client = self.unregistered(**settings)
+        self.coordinator.registrations.get(timeout=DEADLINE_S)
+        return client
+
+    def declare(self, *tensors: tuple[str, int, str], members: Mapping[int, Sequence[str]] | None = None, partition: int = 256) -> None:
+        """What the coordinator tells of tensors and members."""
+        self.coordinator.shard_map = shard_map(*(tensors or (("weight", 600, "float32"),)), partition=partition)
+        for generation, names in (members or {1: ("a", "b")}).items():
+            self.coordinator.members(generation, *names)
+
+    def unregistered(self, **settings: Any) -> ParameterServerClient:
+        """Starts a server and does not wait for the coordinator."""
+        self._running.append(_Running(self.directory, coordinator=self.address, **settings))
+        return self.client(self._running[-1])
+
+    def client(self, running: _Running, **settings: Any) -> ParameterServerClient:
+        """Another connection to a server."""
+        client = ParameterServerClient(ChannelSettings(address=running.address, deadline=timedelta(seconds=DEADLINE_S), **settings))
+        self._clients.append(client)
+        return client
+
+    @property
+    def running(self) -> _Running:
+        """The newest server."""
+        return self._running[-1]
+
+    def member(self, client: ParameterServerClient, name: str = "a", *, generation: int = 1) -> Member:
+        """A worker. Its first pushes and pulls must come after `server` returned."""
+        assert self.coordinator.shard_map is not None
+        return Member(client, self.coordinator.shard_map, name, generation)
+
+    def trainable(self, client: ParameterServerClient, *, bound: int | None = None, lr: float = 1.0) -> Member:
+        """Configures plain SGD with asp, or with ssp(bound), and starts from zeros."""
+        mode = pb.Consistency(mode=pb.Consistency.MODE_ASP) if bound is None else pb.Consistency(mode=pb.Consistency.MODE_SSP, bound=bound)
+        client.configure_optimizer(JOB, pb.OptimizerSpec(name="sgd", hyperparameters={"lr": lr}), mode)
+        member = self.member(client)
+        member.initialize(np.zeros(1))
+        return member
+
+    def close(self) -> None:
+        for client in self._clients:
+            client.close()
+        for running in self._running:
+            running.stop()
+        self.coordinator.stop()
+
+
+class _Running:
+    """One server on an event loop of its own thread."""
+
+    def __init__(self, directory: Path, **settings: Any) -> None:
+        port_file = directory / f"port-{time.monotonic_ns()}"
+        defaults = {"job": JOB, "server_id": "server", "port_file": port_file, "snapshot_interval": "0s"}
+        self.settings = PsServerSettings.load(**{**defaults, **settings})
+        port_file = Path(self.settings.port_file or port_file)
+        self._stop = asyncio.Event()
+        self._loop = asyncio.new_event_loop()
+        self.failure: BaseException | None = None
+        self.thread = threading.Thread(target=self._run, name="test-ps-server", daemon=True)
+        self.thread.start()
+        wait_until(lambda: port_file.exists() or self.failure, "the server to serve")
+        if self.failure is not None:
+            raise self.failure
+        addresses = json.loads(port_file.read_text())
+        # What it advertises may be a name that only the test knows.
+        self.address = "127.0.0.1:" + addresses["grpc"].rpartition(":")[2]
+        self.http: str = addresses["http"]
+
+    def _run(self) -> None:
+        async def serve() -> None:
+            directory = None if self.settings.data_dir is None else DataDirectory(self.settings.data_dir)
+            try:
+                await ParameterServer(self.settings, directory).run(self._stop)
+            finally:
+                if directory is not None:
+                    directory.close()
+
+        try:
+            self._loop.run_until_complete(serve())
+        except BaseException as error:  # for the test's own thread
+            self.failure = error
+        finally:
+            self._loop.close()
+
+    def stop(self) -> None:
+        """As SIGTERM does."""
+        if self.thread.is_alive():
+            with suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._stop.set)
+        self.thread.join(DEADLINE_S)
+        assert not self.thread.is_alive(), "the server did not stop"
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    made = Cluster(tmp_path)
+    yield made
+    made.close()
+
+
+class ServerProcess:
+    """`python -m shoal_ps_server`, as launchers start it."""
+
+    def __init__(self, directory: Path, *flags: str) -> None:
+        self._port_file = directory / f"port-{time.monotonic_ns()}"
+        self._log = directory / f"log-{time.monotonic_ns()}"
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("SHOAL_")}
+        with self._log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "shoal_ps_server", "--port-file", str(self._port_file), *flags],
+                stderr=log,
+                env={**environment, "OMP_NUM_THREADS": "1"},
+            )
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text()
+
+    def client(self) -> ParameterServerClient:
+        """Waits until it serves."""
+        wait_until(lambda: self._port_file.exists() or self.process.poll() is not None, "the server process to serve")
+        assert self.process.poll() is None, self.log
+        address = json.loads(self._port_file.read_text())["grpc"]
+        return ParameterServerClient(ChannelSettings(address=address, deadline=timedelta(seconds=DEADLINE_S)))
+
+    def wait(self) -> int:
+        """Its exit status."""
+        return self.process.wait(DEADLINE_S)
+
+    def end(self, number: signal.Signals = signal.SIGTERM) -> int:
+        """Sends a signal and waits."""
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        return self.wait()
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., ServerProcess]]:
+    """start(*flags) -> ServerProcess"""
+    started: list[ServerProcess] = []
+
+    def start_one(*flags: str) -> ServerProcess:
+        started.append(ServerProcess(tmp_path, *flags))
+        return started[-1]
+
+    yield start_one
+    for each in started:
+        if each.process.poll() is None:
+            each.end(signal.SIGKILL)

@@ -1,0 +1,183 @@
+"""What membership does to pushes and pulls: fencing, ssp's waits, and a coordinator that is away."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import numpy as np
+import pytest
+from shoal_common.errors import (
+    DeadlineError,
+    InvalidRequestError,
+    PreconditionError,
+    StaleGenerationError,
+    UnavailableError,
+    UnknownResourceError,
+)
+from shoal_protos.v1 import parameter_server_pb2 as pb
+from shoal_ps_server import session
+
+LONG = timedelta(seconds=30)
+
+
+def test_a_member_works_on_in_its_old_generation_when_others_come_and_go(cluster) -> None:
+    member = cluster.trainable(cluster.server())
+    cluster.coordinator.members(2, "a", "c")
+    cluster.coordinator.members(3, "a")
+    assert {each.version for each in member.push(1.0)} == {2}
+
+
+def test_a_member_put_out_can_neither_push_nor_pull(cluster) -> None:
+    client = cluster.server()
+    cluster.trainable(client)
+    out = cluster.member(client, "b")
+    out.push(1.0)
+    cluster.coordinator.members(2, "a")
+    cluster.wait_until(lambda: set(client.get_server().clocks) == {"a"}, "the server to hear of generation 2")
+    for attempt in (lambda: out.push(1.0), out.pull, lambda: out.initialize(np.zeros(1))):
+        with pytest.raises(StaleGenerationError):
+            attempt()
+    out.generation = 2
+    with pytest.raises(StaleGenerationError, match="member 'b'"):
+        out.push(1.0)
+    assert client.get_server().pushes_applied == 3
+
+
+def test_a_push_that_is_under_way_when_its_member_is_put_out_is_not_applied(cluster) -> None:
+    client = cluster.server()
+    cluster.trainable(client)
+    out = cluster.member(client, "b")
+
+    def uploads():
+        yield out.header(0), memoryview(np.ones(256, np.float32))
+        cluster.wait_until(lambda: client.get_server().pushes_applied == 1, "the first partition to be applied")
+        cluster.coordinator.members(2, "a")
+        cluster.wait_until(lambda: "b" not in client.get_server().clocks, "the server to hear of generation 2")
+        yield out.header(1), memoryview(np.ones(256, np.float32))
+
+    with pytest.raises(StaleGenerationError):
+        client.push(uploads())
+    assert [each.version for each in client.get_server().partitions] == [2, 1, 1]
+
+
+def test_a_member_of_a_generation_that_is_news_here_waits_for_the_coordinators_word(cluster) -> None:
+    client = cluster.server()
+    cluster.trainable(client)
+    joiner = cluster.member(client, "joiner", generation=2)
+    with ThreadPoolExecutor(1) as pool:
+        pushing = pool.submit(joiner.push, 1.0)
+        cluster.coordinator.members(2, "a", "b", "joiner")
+        assert {each.version for each in pushing.result(30)} == {2}
+
+
+def test_ssp_holds_the_fast_until_the_slow_come_up(cluster) -> None:
+    client = cluster.server()
+    fast, slow = cluster.trainable(client, bound=1), cluster.member(client, "b")
+    slow.pull()
+    fast.pull()
+    for _ in range(2):
+        fast.push(1.0)
+    with pytest.raises(DeadlineError) as caught:
+        fast.pull(wait=timedelta(milliseconds=20))
+    assert caught.value.reason == "SSP_WAIT_TIMEOUT"
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(lambda: fast.pull(wait=LONG))
+        slow.push(1.0)
+        waiting.result(30)
+    assert dict(client.get_server().clocks) == {"a": 2, "b": 1}
+
+
+def test_ssp_holds_nobody_up_for_members_that_are_gone(cluster) -> None:
+    client = cluster.server()
+    fast = cluster.trainable(client, bound=0)
+    fast.pull()
+    fast.push(1.0)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(lambda: fast.pull(wait=LONG))
+        cluster.coordinator.members(2, "a")
+        waiting.result(30)
+
+
+def test_a_clock_can_be_advanced_without_a_push(cluster) -> None:
+    client = cluster.server()
+    fast = cluster.trainable(client, bound=0)
+    fast.pull()
+    fast.push(1.0)
+    client.advance_clock("job", "b", clock=0)
+    assert client.advance_clock("job", "b", clock=1).slowest_clock == 1
+    fast.pull()
+    # "Wait for me no more."
+    client.advance_clock("job", "b", clock=2**63 - 1)
+    for _ in range(5):
+        fast.push(1.0)
+        fast.pull()
+    with pytest.raises(UnknownResourceError) as caught:
+        client.advance_clock("job", "nobody", clock=1)
+    assert caught.value.reason == "MEMBER_UNKNOWN"
+
+
+def test_a_clock_counts_only_when_the_whole_stream_is_in(cluster) -> None:
+    client = cluster.server()
+    member = cluster.trainable(client)
+    member.pull()
+    with pytest.raises(InvalidRequestError):
+        client.push(
+            [(member.header(0), memoryview(np.ones(256, np.float32))), (member.header(1), memoryview(np.full(256, np.nan, np.float32)))]
+        )
+    assert client.get_server().clocks["a"] == 0
+    member.push(1.0)
+    assert client.get_server().clocks["a"] == 1
+
+
+def test_training_goes_on_while_the_coordinator_is_away_and_news_comes_when_it_is_back(cluster) -> None:
+    client = cluster.server()
+    member = cluster.trainable(client)
+    cluster.coordinator.stop()
+    for _ in range(3):
+        member.push(1.0)
+        member.pull()
+    with pytest.raises(StaleGenerationError):
+        cluster.member(client, "stranger").push(1.0)
+    cluster.coordinator.start()
+    assert cluster.coordinator.registrations.get(timeout=30).server_id == "server"
+    cluster.coordinator.members(2, "a")
+    cluster.wait_until(lambda: set(client.get_server().clocks) == {"a"}, "the server to hear of generation 2")
+    member.push(1.0)
+
+
+def test_the_coordinator_hears_how_much_is_stored(cluster) -> None:
+    cluster.trainable(cluster.server())
+    cluster.wait_until(lambda: cluster.coordinator.heartbeats.get(timeout=30).stored_bytes == 2400, "a heartbeat with 2400 bytes")
+
+
+def test_before_the_coordinator_has_spoken_callers_are_told_to_try_again(cluster, monkeypatch) -> None:
+    monkeypatch.setattr(session, "_REGISTRATION_WAIT", timedelta(milliseconds=50))
+    cluster.coordinator.stop()
+    cluster.coordinator.shard_map = None
+    client = cluster.unregistered()
+    with pytest.raises(UnavailableError) as caught:
+        client.pull(pb.PullRequest(job_id="job", shard_map_epoch=1), lambda _: None)
+    assert caught.value.reason == "SERVER_UNREGISTERED"
+    assert client.get_server().server_index == -1
+
+
+def test_a_server_ends_when_the_job_is_over(cluster) -> None:
+    cluster.server()
+    cluster.coordinator.over()
+    cluster.running.thread.join(30)
+    assert not cluster.running.thread.is_alive()
+    assert cluster.running.failure is None
+
+
+def test_a_map_with_other_partitions_than_those_held_is_refused(cluster) -> None:
+    member = cluster.trainable(cluster.server())
+    changed = type(cluster.coordinator.shard_map)()
+    changed.CopyFrom(cluster.coordinator.shard_map)
+    changed.epoch = 2
+    changed.partitions[0].length = 100
+    cluster.coordinator.shard_map = changed
+    with pytest.raises(PreconditionError) as caught:
+        member.pull(shard_map_epoch=2)
+    assert caught.value.reason == "LAYOUT_CONFLICT"
+    member.push(1.0)

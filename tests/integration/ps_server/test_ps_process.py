@@ -1,0 +1,186 @@
+"""The server as a process: its command line, its snapshots over restarts and kills, its end."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from datetime import timedelta
+
+import grpc
+import numpy as np
+import pytest
+from shoal_common.errors import ConfigurationError, PermissionDeniedError, PreconditionError
+from shoal_common.rpc.channel import ChannelSettings
+from shoal_protos.v1 import parameter_server_pb2 as pb
+from shoal_ps_server.settings import PsServerSettings, parse_command_line
+
+
+def flags(cluster, *more: str) -> tuple[str, ...]:
+    return ("--coordinator", cluster.address, "--job", "job", "--server-id", "server", *more)
+
+
+def test_a_restarted_server_goes_on_where_it_was_stopped(cluster, start, tmp_path) -> None:
+    """SIGTERM writes a snapshot; the next process has values, momentum, versions, sequence numbers, clocks and settings."""
+    first, data = start, ("--data-dir", str(tmp_path / "data"))
+    client = cluster.server()  # the same pushes on a server that is not stopped
+    process = first(*flags(cluster, *data))
+    stopped = process.client()
+    cluster.coordinator.registrations.get(timeout=30)
+    optimizer = pb.OptimizerSpec(name="sgd", hyperparameters={"lr": 0.1, "momentum": 0.9})
+    ssp = pb.Consistency(mode=pb.Consistency.MODE_SSP, bound=100)
+    members = [cluster.member(each) for each in (client, stopped)]
+    for member in members:
+        member.client.configure_optimizer("job", optimizer, ssp)
+        member.initialize(np.arange(9.0))
+        member.push(1.0)
+        member.push(2.0)
+        member.client.set_hyperparameters("job", revision=3, hyperparameters={"lr": 0.2})
+    before = stopped.get_server(member_id="a")
+    assert process.end() == 0
+    assert "snapshot written" in process.log
+    stopped.close()
+
+    # The coordinator is away: a restarted server still knows its partitions and its members.
+    cluster.coordinator.stop()
+    with start(*flags(cluster, *data)).client() as restarted:
+        after = restarted.get_server(member_id="a")
+        for ignored in ("pushes_applied", "pushes_deduplicated"):
+            before.ClearField(ignored)
+            after.ClearField(ignored)
+        assert after == before
+        members[1].client = restarted
+        assert not restarted.configure_optimizer("job", optimizer, ssp).configured
+        assert not restarted.set_hyperparameters("job", revision=3, hyperparameters={"lr": 9.0}).applied
+        assert all(each.duplicate for each in members[1].push(2.0, sequence=2))
+        for member in members:
+            member.push(3.0, sequence=3)
+        left, right = members[0].pull(), members[1].pull()
+        assert all(np.array_equal(left[number], right[number]) for number in left)
+
+
+def test_a_killed_server_comes_back_with_its_last_snapshot_and_says_what_is_lost(cluster, start, tmp_path) -> None:
+    cluster.coordinator.shard_map = None
+    data = ("--data-dir", str(tmp_path / "data"), "--snapshot-interval", "0s")
+    process = start(*flags(cluster, *data))
+    client = process.client()
+    cluster.declare()
+    member = cluster.trainable(client)
+    member.push(1.0)
+    written = client.snapshot("job")
+    assert written.bytes == (tmp_path / "data" / "snapshot.safetensors").stat().st_size
+    member.push(1.0)
+    member.pull()
+    process.end(signal.SIGKILL)
+    client.close()
+    with start(*flags(cluster, *data)).client() as restarted:
+        member.client = restarted
+        with pytest.raises(PreconditionError) as caught:
+            member.push(1.0)
+        assert caught.value.reason == "SEQUENCE_GAP"
+        assert [each.sequence for each in restarted.get_server(member_id="a").partitions] == [1, 1, 1]
+        with pytest.raises(PreconditionError) as caught:
+            member.push(1.0, sequence=2)
+        assert caught.value.reason == "BASE_VERSION_AHEAD"
+        member.pull()
+        assert {each.version for each in member.push(1.0, sequence=2)} == {3}
+
+
+def test_a_damaged_snapshot_keeps_the_server_from_starting_and_stays_as_it_is(cluster, start, tmp_path) -> None:
+    snapshot = tmp_path / "data" / "snapshot.safetensors"
+    snapshot.parent.mkdir()
+    snapshot.write_bytes(b"no snapshot at all")
+    process = start(*flags(cluster, "--data-dir", str(snapshot.parent)))
+    assert process.wait() == 1
+    assert "snapshot.safetensors is damaged" in process.log
+    assert process.log.count("\n") == 1
+    assert snapshot.read_bytes() == b"no snapshot at all"
+    assert cluster.coordinator.registrations.empty()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--job", "job"], "coordinator: Field required (set --coordinator or SHOAL_PS_SERVER_COORDINATOR)"),
+        (["--coordinator", "nowhere", "--job", "job"], "address 'nowhere': expected HOST:PORT"),
+        (["--coordinator", "h:1", "--job", "a b"], "job='a b'"),
+        (["--coordinator", "h:1", "--job", "j", "--snapshot-interval", "soon"], "duration 'soon'"),
+        (["--coordinator", "h:1", "--job", "j", "--threads", "0"], "threads='0'"),
+    ],
+)
+def test_wrong_settings_name_the_setting_and_the_remedy(arguments, complaint, monkeypatch) -> None:
+    monkeypatch.delenv("SHOAL_PS_SERVER_COORDINATOR", raising=False)
+    with pytest.raises(ConfigurationError) as caught:
+        parse_command_line(arguments)
+    assert complaint in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"listen": "0.0.0.0:0"}, "without TLS and tokens"),
+        ({"tokens": "/nonexistent"}, "/nonexistent cannot be read"),
+        ({"tls_certificate": "/nonexistent"}, "without its key"),
+        ({"listen": "127.0.0.1:1", "http": "256.0.0.1:80"}, "cannot listen on 256.0.0.1:80"),
+    ],
+)
+def test_settings_that_cannot_be_served_are_refused(cluster, settings, complaint) -> None:
+    with pytest.raises(ConfigurationError, match=complaint):
+        cluster.unregistered(**settings)
+
+
+def test_a_registration_that_is_refused_ends_the_server(cluster) -> None:
+    cluster.coordinator.refusal = (grpc.StatusCode.FAILED_PRECONDITION, "the job takes no servers")
+    cluster.unregistered()
+    cluster.running.thread.join(30)
+    assert isinstance(cluster.running.failure, PreconditionError)
+    assert str(cluster.running.failure) == f"ServerSession at {cluster.address}: the job takes no servers"
+
+
+def test_a_server_whose_id_was_taken_over_ends(cluster) -> None:
+    cluster.server()
+    cluster.coordinator.refuse_now("SESSION_REPLACED")
+    cluster.running.thread.join(30)
+    assert isinstance(cluster.running.failure, PreconditionError)
+    assert cluster.running.failure.reason == "SESSION_REPLACED"
+
+
+def test_roles_are_enforced(cluster, tmp_path) -> None:
+    tokens = tmp_path / "tokens"
+    tokens.write_text("worker: wt\nviewer: vt\n")
+    cluster.server(tokens=tokens, token="st")
+    worker, viewer = (cluster.client(cluster.running, token=token) for token in ("wt", "vt"))
+    cluster.trainable(worker)
+    assert len(viewer.get_server().partitions) == 3
+    for call in (lambda: viewer.snapshot("job"), lambda: cluster.member(viewer).pull(), lambda: cluster.member(viewer).push(1.0)):
+        with pytest.raises(PermissionDeniedError):
+            call()
+    assert cluster.coordinator.tokens.get(timeout=30) == "Bearer st"
+
+
+def test_snapshots_are_written_by_and_by_while_values_change(cluster, tmp_path) -> None:
+    client = cluster.server(data_dir=tmp_path / "data", snapshot_interval=timedelta(milliseconds=20))
+    member = cluster.trainable(client)
+    snapshot = tmp_path / "data" / "snapshot.safetensors"
+    for _ in range(3):
+        earlier = snapshot.stat().st_mtime_ns if snapshot.exists() else 0
+        member.push(1.0)
+        cluster.wait_until(lambda: snapshot.exists() and snapshot.stat().st_mtime_ns > earlier, "a newer snapshot")  # noqa: B023
+
+
+def test_help_names_every_setting() -> None:
+    shown = subprocess.run(
+        [sys.executable, "-m", "shoal_ps_server", "--help"], capture_output=True, text=True, check=True, timeout=60
+    ).stdout
+    for field in PsServerSettings.model_fields:
+        assert f"--{field.replace('_', '-')}" in shown
+
+
+def test_the_port_file_names_both_addresses_and_the_process(cluster, tmp_path) -> None:
+    cluster.server(port_file=tmp_path / "port", advertise="worker-host")
+    port = json.loads((tmp_path / "port").read_text())
+    assert port["grpc"].startswith("worker-host:")
+    assert port["http"].startswith("worker-host:")
+    assert port["pid"] > 0
+    assert ChannelSettings(address=port["grpc"])

@@ -1,0 +1,236 @@
+"""Training over the wire: what is pushed is applied once and pulled as it is."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import numpy as np
+import pytest
+import torch
+from shoal_common.errors import DeadlineError, ShoalError, UnavailableError
+from shoal_protos.v1 import parameter_server_pb2 as pb
+
+
+def floats(buffers):
+    return {partition_id: data.view(np.float32) for partition_id, data in buffers.items()}
+
+
+def test_a_push_moves_the_values_that_the_next_pull_sees(cluster) -> None:
+    client = cluster.server()
+    member = cluster.trainable(client, lr=0.5)
+    assert {number: values.size for number, values in floats(member.pull()).items()} == {0: 256, 1: 256, 2: 88}
+    results = member.push(1.0)
+    assert [(each.partition_id, each.version, each.staleness, each.duplicate) for each in results] == [(n, 2, 0, False) for n in (0, 1, 2)]
+    assert all((values == -0.5).all() for values in floats(member.pull()).values())
+    assert member.versions == {0: 2, 1: 2, 2: 2}
+
+
+def test_many_steps_follow_torch(cluster) -> None:
+    client = cluster.server()
+    client.configure_optimizer(
+        "job",
+        pb.OptimizerSpec(name="adamw", hyperparameters={"lr": 0.01, "weight_decay": 0.1}),
+        pb.Consistency(mode=pb.Consistency.MODE_ASP),
+    )
+    generator = np.random.default_rng(1)
+    start = generator.standard_normal(256).astype(np.float32)
+    reference = torch.from_numpy(start.copy())
+    optimizer = torch.optim.AdamW([reference], lr=0.01, weight_decay=0.1)
+    member = cluster.member(client)
+    member.initialize(start)
+    for _ in range(10):
+        gradient = generator.standard_normal(256).astype(np.float32)
+        member.push(gradient)
+        reference.grad = torch.from_numpy(gradient)
+        optimizer.step()
+    np.testing.assert_allclose(floats(member.pull())[0], reference.numpy(), rtol=1e-5, atol=1e-6)
+
+
+def test_every_element_type_travels(cluster) -> None:
+    client = cluster.server(("a", 300, "float32"), ("b", 300, "float64"), ("c", 300, "bfloat16"))
+    member = cluster.trainable(client)
+    member.push(2.0)
+    pulled = member.pull()
+    assert (pulled[0].view(np.float32) == -2).all()
+    assert (pulled[2].view(np.float64) == -2).all()
+    assert (pulled[4].view(np.uint16) == 0xC000).all()
+
+
+def test_the_first_initializer_wins_and_the_others_are_told(cluster) -> None:
+    client = cluster.server()
+    first, second = cluster.member(client, "a"), cluster.member(client, "b")
+    assert not any(each.duplicate for each in first.initialize(np.ones(1)))
+    assert all(each.duplicate and each.version == 1 for each in second.initialize(np.zeros(1)))
+    assert (floats(second.pull())[0] == 1).all()
+
+
+def test_a_repeated_push_is_acknowledged_and_counted_not_applied(cluster) -> None:
+    client = cluster.server()
+    member = cluster.trainable(client)
+    member.push(1.0)
+    assert all(each.duplicate for each in member.push(1.0, sequence=1))
+    assert (floats(member.pull())[0] == -1).all()
+    status = client.get_server(member_id="a")
+    assert (status.pushes_applied, status.pushes_deduplicated) == (3, 3)
+    assert [(each.version, each.sequence) for each in status.partitions] == [(2, 1)] * 3
+
+
+def test_a_stream_broken_halfway_can_be_sent_again(cluster) -> None:
+    client = cluster.server()
+    member = cluster.trainable(client)
+
+    def broken():
+        yield member.header(0), memoryview(np.ones(256, np.float32))
+        raise ConnectionAbortedError("the worker lost its nerve")
+
+    with pytest.raises(ConnectionAbortedError):
+        client.push(broken())
+    assert {each.version for each in member.push(1.0)} == {2}
+    assert all((values == -1).all() for values in floats(member.pull()).values())
+
+
+def test_staleness_is_told(cluster) -> None:
+    client = cluster.server()
+    slow, fast = cluster.trainable(client), cluster.member(client, "b")
+    for _ in range(3):
+        fast.push(1.0)
+        fast.pull()
+    assert {each.staleness for each in slow.push(1.0)} == {3}
+
+
+def test_a_pull_sends_only_what_is_newer(cluster) -> None:
+    client = cluster.server()
+    member = cluster.trainable(client)
+    member.push(1.0, partitions=[1])
+    newer = [pb.PartitionPull(partition_id=number, newer_than=1) for number in (2, 1, 0)]
+    assert set(member.pull(partitions=newer)) == {1}
+    assert member.versions == {2: 1, 1: 2, 0: 1}
+
+
+def test_a_schedule_changes_the_learning_rate_and_never_turns_back(cluster) -> None:
+    client = cluster.server()
+    member = cluster.trainable(client, lr=1.0)
+    assert client.set_hyperparameters("job", revision=5, hyperparameters={"lr": 0.25}).applied
+    assert not client.set_hyperparameters("job", revision=4, hyperparameters={"lr": 8.0}).applied
+    assert not client.set_hyperparameters("job", revision=5, hyperparameters={"lr": 8.0}).applied
+    member.push(1.0)
+    assert (floats(member.pull())[0] == -0.25).all()
+    assert client.get_server().optimizer.hyperparameters["lr"] == 0.25
+    # Who comes later asks for what the job began with.
+    again = client.configure_optimizer(
+        "job", pb.OptimizerSpec(name="sgd", hyperparameters={"lr": 1.0}), pb.Consistency(mode=pb.Consistency.MODE_ASP)
+    )
+    assert not again.configured
+
+
+def test_pulls_see_each_partition_whole_while_others_push(cluster) -> None:
+    """All elements of a partition get the same gradients, so a pull in which they differ saw half a push."""
+    client = cluster.server(("weight", 3 << 20, "float32"), partition=2 << 20)
+    pusher, puller = cluster.trainable(client), cluster.member(client, "b")
+    done = threading.Event()
+
+    def push() -> None:
+        for _ in range(8):
+            pusher.push(1.0)
+        done.set()
+
+    with ThreadPoolExecutor(1) as pool:
+        pushing = pool.submit(push)
+        while not done.is_set() and not pushing.done():
+            for number, values in floats(puller.pull()).items():
+                assert (values == 1 - puller.versions[number]).all()
+        pushing.result()
+
+
+def test_pushes_of_many_members_are_all_applied_once(cluster) -> None:
+    names = [f"worker-{number}" for number in range(6)]
+    client = cluster.server(members={1: names})
+    cluster.member(client, names[0]).initialize(np.zeros(1))
+    cluster.client(cluster.running).configure_optimizer(
+        "job", pb.OptimizerSpec(name="sgd", hyperparameters={"lr": 1.0}), pb.Consistency(mode=pb.Consistency.MODE_ASP)
+    )
+
+    def work(name: str) -> None:
+        member = cluster.member(cluster.client(cluster.running), name)
+        for _ in range(10):
+            member.push(1.0)
+            member.pull()
+
+    with ThreadPoolExecutor(len(names)) as pool:
+        list(pool.map(work, names))
+    assert (floats(cluster.member(client, names[0]).pull())[0] == -60).all()
+    assert client.get_server().pushes_applied == 180
+
+
+def test_a_pull_waits_for_first_values(cluster) -> None:
+    client = cluster.server()
+    early, member = cluster.member(client, "b"), cluster.member(client)
+    with pytest.raises(DeadlineError) as caught:
+        early.pull(wait=timedelta(milliseconds=20))
+    assert caught.value.reason == "PARTITION_UNINITIALIZED"
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(lambda: early.pull(wait=timedelta(seconds=30)))
+        member.initialize(np.ones(1))
+        assert (floats(waiting.result(30))[2] == 1).all()
+
+
+def test_an_onlooker_may_pull_in_any_generation(cluster) -> None:
+    client = cluster.server()
+    cluster.trainable(client)
+    assert len(cluster.member(client, "", generation=0).pull()) == 3
+
+
+def test_metrics_tell_what_was_done(cluster) -> None:
+    import urllib.request
+
+    client = cluster.server()
+    member = cluster.trainable(client)
+    member.push(1.0)
+    member.push(1.0, sequence=1)
+    member.pull()
+    member.pull(partitions=[pb.PartitionPull(partition_id=0, newer_than=2)])
+    with pytest.raises(ShoalError):
+        member.push(1.0, sequence=9)
+    with urllib.request.urlopen(f"http://{cluster.running.http}/metrics", timeout=30) as answer:
+        text = answer.read().decode()
+    for line in (
+        'shoal_ps_pushes_total{outcome="applied"} 3.0',
+        'shoal_ps_pushes_total{outcome="duplicate"} 3.0',
+        'shoal_ps_initializations_total{outcome="applied"} 3.0',
+        'shoal_ps_pulls_total{outcome="sent"} 3.0',
+        'shoal_ps_pulls_total{outcome="unchanged"} 1.0',
+        'shoal_ps_refused_total{method="Push",reason="SEQUENCE_GAP"} 1.0',
+        "shoal_ps_sent_bytes_total 2400.0",
+        "shoal_ps_staleness_count 3.0",
+        "shoal_ps_coordinator_connected 1.0",
+        "shoal_ps_generation 1.0",
+        "shoal_ps_members 2.0",
+        'grpc_server_handled_total{grpc_code="OK",grpc_method="Push",',
+    ):
+        assert line in text
+
+
+def test_a_server_that_was_never_told_of_the_tensors_says_so(cluster) -> None:
+    client = cluster.server()
+    cluster.coordinator.shard_map, known = None, cluster.coordinator.shard_map
+    with pytest.raises(ShoalError, match="no tensors were declared"):
+        client.pull(pb.PullRequest(job_id="job", shard_map_epoch=1), lambda _: None)
+    cluster.coordinator.shard_map = known
+    cluster.trainable(client)
+
+
+def test_a_map_of_another_epoch_is_stale(cluster) -> None:
+    member = cluster.trainable(cluster.server())
+    for epoch in (2, 0):
+        with pytest.raises(ShoalError) as caught:
+            member.pull(shard_map_epoch=epoch)
+        assert caught.value.reason == "STALE_SHARD_MAP"
+
+
+def test_a_lost_server_is_unavailable(cluster) -> None:
+    client = cluster.server()
+    cluster.running.stop()
+    with pytest.raises(UnavailableError):
+        client.get_server(deadline=timedelta(seconds=20))

@@ -1,0 +1,146 @@
+"""Starts what is measured as processes of their own, and leaves none behind.
+
+All processes of a stage inherit a mark in their environment, so that those whose parent died first are found as well. Nothing here
+measures. A stage belongs to the thread that made it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self
+
+import psutil
+
+from benchmarks.errors import MeasurementError
+
+REPOSITORY: Final = Path(__file__).resolve().parent.parent
+_MARK: Final = "SHOAL_BENCHMARK_STAGE"
+_POLL_S: Final = 0.02
+_KILL_DEADLINE_S: Final = 10.0
+_OUTPUT_SHOWN: Final = 2000
+
+
+class Stage:
+    """The processes of one run, in a directory of its own."""
+
+    def __init__(self) -> None:
+        self._temporary = tempfile.TemporaryDirectory(prefix="shoal-bench-")
+        self.directory = Path(self._temporary.name)
+        self._mark = uuid.uuid4().hex
+        self._started: list[tuple[str, subprocess.Popen[bytes]]] = []
+        self._expendable: set[int] = set()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            self.stop(grace_s=5.0)
+        finally:
+            self._temporary.cleanup()
+
+    def start(
+        self, name: str, command: Sequence[str], environment: Mapping[str, str] | None = None, *, expendable: bool = False
+    ) -> subprocess.Popen[bytes]:
+        """Starts `command` in the repository's root; its output goes to a file. One computing thread, as torchrun sets it.
+
+        Args:
+            name: of the output's file; several processes may share one.
+            command: program and arguments.
+            environment: in addition to this process's.
+            expendable: it may be killed by a signal as a part of the measurement.
+        """
+        with self._output(name).open("ab") as output:
+            process = subprocess.Popen(
+                command,
+                cwd=REPOSITORY,
+                env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {}), _MARK: self._mark},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self._started.append((name, process))
+        if expendable:
+            self._expendable.add(process.pid)
+        return process
+
+    def wait_until(self, what: str, condition: Callable[[], bool], *, timeout_s: float) -> None:
+        """Polls until `condition` holds, 50 times a second: rarely enough not to disturb what is measured.
+
+        Raises:
+            MeasurementError: not within `timeout_s`, or a process that is not expendable failed meanwhile.
+        """
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            if time.monotonic() > deadline:
+                raise MeasurementError(f"{what}: not within {timeout_s:g} s\n{self.outputs()}")
+            self._check_running(what)
+            time.sleep(_POLL_S)
+
+    def finish(self, process: subprocess.Popen[bytes], *, timeout_s: float) -> None:
+        """Waits until `process` has ended well. Raises MeasurementError."""
+        try:
+            code = process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise MeasurementError(f"{_named(process)} did not end within {timeout_s:g} s\n{self.outputs()}") from None
+        if code:
+            raise MeasurementError(f"{_named(process)} ended with {code}\n{self.outputs()}")
+
+    def stop(self, *, grace_s: float) -> None:
+        """SIGTERM to all that run still, SIGKILL after `grace_s` to whatever is left, orphans included."""
+        running = [process for _, process in self._started if process.poll() is None]
+        for process in running:
+            process.send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + grace_s
+        for process in running:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
+        left = self._marked()
+        for orphan in left:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                orphan.kill()
+        for _, process in self._started:
+            process.wait(_KILL_DEADLINE_S)
+        _, alive = psutil.wait_procs(left, timeout=_KILL_DEADLINE_S)
+        self._started.clear()
+        if alive:
+            raise MeasurementError(f"still there after SIGKILL: {[process.pid for process in alive]}")
+
+    def outputs(self) -> str:
+        """The end of each process's output, for people."""
+        parts = []
+        for file in sorted(self.directory.glob("*.out")):
+            text = file.read_text(errors="replace").strip()
+            parts.append(f"--- {file.stem}\n{text[-_OUTPUT_SHOWN:]}")
+        return "\n".join(parts)
+
+    def _output(self, name: str) -> Path:
+        return self.directory / f"{name}.out"
+
+    def _check_running(self, what: str) -> None:
+        for name, process in self._started:
+            code = process.poll() or 0
+            if code > 0 or (code < 0 and process.pid not in self._expendable):
+                raise MeasurementError(f"{what}: {name} ended with {code} meanwhile\n{self.outputs()}")
+
+    def _marked(self) -> list[psutil.Process]:
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.environ().get(_MARK) == self._mark:
+                    found.append(process)
+        return found
+
+
+def _named(process: subprocess.Popen[bytes]) -> str:
+    return " ".join(str(word) for word in process.args) if isinstance(process.args, (list, tuple)) else str(process.args)

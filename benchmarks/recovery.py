@@ -1,0 +1,71 @@
+"""Tells from the workers' step logs when a group of workers is whole, and when it has recovered from a kill. Kills nobody itself."""
+
+from __future__ import annotations
+
+import time
+
+from benchmarks.workers.steplog import Commit, StepLogs
+
+SETTLED_STEPS = 20
+"""Steps of every worker in one group, before it counts as whole."""
+_FRESH_NS = 1_000_000_000
+
+
+class Recovery:
+    """One kill: whole before it, recovered after it."""
+
+    def __init__(self, logs: StepLogs, *, workers: int, recovered: int, restarted: bool) -> None:
+        """`recovered`: how many workers must step again until it is over. `restarted`: they are other processes than before."""
+        self._logs = logs
+        self._workers = workers
+        self._needed = recovered
+        self._restarted = restarted
+        self._members: dict[int, Commit] = {}
+        self._victims: frozenset[int] = frozenset()
+        self._killed_ns = 0
+        self._first: dict[int, int] = {}
+
+    def settled(self) -> bool:
+        """All workers step together, and have for a while."""
+        self._logs.read()
+        now = time.monotonic_ns()
+        newest = {pid: commits[-1] for pid, commits in self._logs.commits.items() if commits and now - commits[-1].time_ns < _FRESH_NS}
+        if len(newest) != self._workers or len({(c.group, c.world_size) for c in newest.values()}) != 1:
+            return False
+        self._members = newest
+        return all(
+            commit.world_size == self._workers and self._steps_in(pid, commit.group) >= SETTLED_STEPS for pid, commit in newest.items()
+        )
+
+    def _steps_in(self, pid: int, group: int) -> int:
+        commits = self._logs.commits[pid][-SETTLED_STEPS:]
+        return sum(1 for c in commits if c.group == group)
+
+    @property
+    def members(self) -> list[int]:
+        """Pids of the settled group, by rank."""
+        return sorted(self._members, key=lambda pid: self._members[pid].rank)
+
+    def killed(self, pid: int, *, at_ns: int) -> None:
+        """The worker `pid` got SIGKILL, at this CLOCK_MONOTONIC time."""
+        self._victims = frozenset([pid])
+        self._killed_ns = at_ns
+
+    def over(self) -> bool:
+        """Enough workers committed a step in a group that is newer than the killed one's. A step that the old group still finished does
+        not count."""
+        self._logs.read()
+        for pid, commits in self._logs.commits.items():
+            known = self._members.get(pid)
+            if pid in self._victims or pid in self._first or (known is None) != self._restarted:
+                continue
+            for commit in reversed(commits):
+                if commit.time_ns < self._killed_ns or (known is not None and commit.group <= known.group):
+                    break
+                self._first[pid] = commit.time_ns
+        return len(self._first) >= self._needed
+
+    @property
+    def pause_s(self) -> float:
+        """From the kill until the last of the workers committed its next step."""
+        return (sorted(self._first.values())[self._needed - 1] - self._killed_ns) / 1e9

@@ -1,0 +1,49 @@
+"""The benchmarks that there are. A module is imported only when its benchmark runs."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Protocol, cast
+
+from benchmarks.report import Table
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How much to measure, and where plots go."""
+
+    quick: bool
+    """Few repetitions: does it work at all? The figures are rough."""
+    output: Path
+    """An existing directory."""
+
+
+class Measure(Protocol):
+    """What a benchmark's module has."""
+
+    def measure(self, options: Options) -> Table:
+        """Measures, and draws plots into `options.output`. Failures of a single system stand in its row."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Benchmark:
+    """One row of the list of targets."""
+
+    key: str
+    title: str
+    module: str
+
+    def measure(self, options: Options) -> Table:
+        """Runs it; takes minutes."""
+        return cast(Measure, importlib.import_module(self.module)).measure(options)
+
+
+BENCHMARKS: Final = (
+    Benchmark(key="t1", title="SIGKILL of 1 of 3 workers to the next committed step", module="benchmarks.kill_recovery"),
+    Benchmark(key="t2", title="Step time against bare torch DDP", module="benchmarks.step_time"),
+    Benchmark(key="t4", title="Parameter server: push and pull over gRPC", module="benchmarks.ps_transfer"),
+    Benchmark(key="t14", title="From the command to the first step", module="benchmarks.launch_time"),
+)

@@ -1,0 +1,140 @@
+"""What a benchmark gives back, and how it is shown: on the terminal, as JSON with every sample, and as Markdown.
+
+Nothing here measures or judges: a row says what was measured, or why it could not be.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table as Grid
+
+MISSING = "-"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One system under one set of settings."""
+
+    name: str
+    command: str
+    """What was started, as a person would type it."""
+    cells: Mapping[str, str]
+    """Column to text, with the unit in the column's name or in the text. Columns left out show as missing."""
+    samples: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    """Every single measurement, by name with its unit (`pause_s`). For the JSON and the plots."""
+    failure: str = ""
+    """Why figures are missing; empty: none are."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """One benchmark's outcome."""
+
+    key: str
+    """t1, t2, ..."""
+    title: str
+    target: str
+    method: str
+    """How it was measured, in a few sentences."""
+    columns: tuple[str, ...]
+    """In the order in which they are shown, after the row's name."""
+    rows: tuple[Row, ...]
+    verdict: str
+    """What was reached of the target, in one sentence."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What the figures were measured on."""
+
+    cores: int
+    processor: str
+    memory_gib: float
+    system: str
+    python: str
+    versions: Mapping[str, str]
+    load_average: float
+    """Over the minute before the first measurement: above nought, others use the machine too."""
+
+    @classmethod
+    def here(cls) -> Machine:
+        """This machine, now."""
+        return cls(
+            cores=len(os.sched_getaffinity(0)),
+            processor=_processor(),
+            memory_gib=round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+            system=f"{platform.system()} {platform.release()}",
+            python=platform.python_version(),
+            versions={name: metadata.version(name) for name in ("torch", "grpcio", "shoal")},
+            load_average=round(os.getloadavg()[0], 2),
+        )
+
+    def __str__(self) -> str:
+        versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
+        return (
+            f"{self.cores} cores ({self.processor}), {self.memory_gib} GiB, {self.system}, Python {self.python}, {versions}; "
+            f"load average before: {self.load_average}"
+        )
+
+
+def show(console: Console, table: Table) -> None:
+    """Prints the table."""
+    grid = Grid(title=f"{table.key.upper()}  {table.title}", caption=table.verdict, title_justify="left", caption_justify="left")
+    for column in ("", *table.columns):
+        grid.add_column(column, justify="left" if not column else "right")
+    for row in table.rows:
+        grid.add_row(row.name, *(row.cells.get(column, MISSING) for column in table.columns))
+    console.print(grid)
+    for row in table.rows:
+        if row.failure:
+            console.print(f"{row.name}: {_first_line(row.failure)}", markup=False)
+
+
+def write(directory: Path, table: Table, machine: Machine, command: str) -> None:
+    """Writes `<key>.json` and `<key>.md`; `command` is what made them."""
+    directory.mkdir(parents=True, exist_ok=True)
+    content = {"command": command, "machine": dataclasses.asdict(machine), **dataclasses.asdict(table)}
+    (directory / f"{table.key}.json").write_text(json.dumps(content, indent=1) + "\n")
+    (directory / f"{table.key}.md").write_text(markdown(table, machine, command))
+
+
+def markdown(table: Table, machine: Machine, command: str) -> str:
+    """The table as a section of a Markdown page."""
+    header = ["", *table.columns]
+    lines = [
+        f"## {table.key.upper()}: {table.title}",
+        "",
+        f"Target: {table.target}. {table.verdict}",
+        "",
+        f"`{command}` on {machine}",
+        "",
+        table.method,
+        "",
+        f"| {' | '.join(header)} |",
+        f"|{'|'.join(['---', *('--:' for _ in table.columns)])}|",
+        *(f"| {' | '.join([row.name, *(row.cells.get(c, MISSING) for c in table.columns)])} |" for row in table.rows),
+        "",
+        *(f"- {row.name}: `{row.command}`" for row in table.rows),
+        *(f"- {row.name} failed: {_first_line(row.failure)}" for row in table.rows if row.failure),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _first_line(text: str) -> str:
+    return text.strip().split("\n", 1)[0]
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()

@@ -1,0 +1,183 @@
+"""How each system starts the workers of the training loop: Shoal, torchrun in two ways, and torchft with its lighthouse.
+
+Peers are started as their own documentation says; what differs from their defaults is a setting here and stands in the table. A system
+belongs to the stage that it was started on, which ends its processes.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Protocol
+
+import psutil
+
+from benchmarks import peers
+from benchmarks.processes import Stage
+from benchmarks.workers.workload import Workload
+
+_MANY_RESTARTS: Final = ("--max-restarts", "1000000")
+_STORE_PER_START: Final = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+"""For torchrun. By default agent and workers share one store, and a Gloo group that is started again there reads the addresses of the one
+before and cannot connect (torch 2.13)."""
+
+
+class System(Protocol):
+    """Started workers of one system."""
+
+    def may_kill(self, pid: int) -> bool:
+        """Whether the worker `pid` may be the victim."""
+        ...
+
+    def kill(self, pid: int) -> None:
+        """SIGKILL to the worker `pid`."""
+        ...
+
+    def replace(self) -> None:
+        """After a kill: starts a new worker, where no launcher of the system's own does."""
+        ...
+
+
+Start = Callable[[Stage, Workload], System]
+
+
+class WithLauncher:
+    """One launcher, which replaces workers by itself."""
+
+    def __init__(self, stage: Stage, command: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
+        self.process = stage.start(Path(command[0]).name, command, environment)
+
+    def may_kill(self, pid: int) -> bool:
+        return True
+
+    def kill(self, pid: int) -> None:
+        os.kill(pid, signal.SIGKILL)
+
+    def replace(self) -> None:
+        """The launcher does."""
+
+
+def start_shoal(stage: Stage, workload: Workload, *, restarts: bool = False) -> WithLauncher:
+    """Launcher, coordinator, embedded Valkey, workers with metrics. `restarts`: workers may die often."""
+    flags = ("--standalone", "--nproc-per-node", str(workload.ranks), *(_MANY_RESTARTS if restarts else ()))
+    command = [_beside_python("shoal"), "run", *flags, "-m", "benchmarks.workers.train_shoal", *workload.arguments()]
+    return WithLauncher(stage, command)
+
+
+def start_torchrun(stage: Stage, workload: Workload, *, restarts: bool = False) -> WithLauncher:
+    """One agent. `restarts`: a worker's death restarts all workers, often."""
+    flags = ("--standalone", "--nproc-per-node", str(workload.ranks), *(_MANY_RESTARTS if restarts else ()))
+    command = [_beside_python("torchrun"), *flags, "-m", "benchmarks.workers.train_ddp", *workload.arguments()]
+    return WithLauncher(stage, command, _STORE_PER_START if restarts else None)
+
+
+class ElasticTorchrun:
+    """`torchrun --nnodes MIN:MAX`: an agent per worker, as on machines of their own. A kill takes worker and agent, as a lost machine does;
+    the other agents wait for it and go on without. The agent that hosts the rendezvous' store is spared: it is every run's end."""
+
+    def __init__(self, stage: Stage, workload: Workload, *, last_call_s: int | None) -> None:
+        """`last_call_s`: how long a rendezvous waits for more nodes than the fewest; None: torchrun's default, 30 s."""
+        self._stage = stage
+        self._workload = workload
+        self._port = free_port()
+        self._last_call = () if last_call_s is None else ("--rdzv-conf", f"last_call_timeout={last_call_s}")
+        self._host = self._start_agent()
+        stage.wait_until("the rendezvous' store", lambda: _listens(self._port), timeout_s=30)
+        for _ in range(workload.ranks - 1):
+            self._start_agent()
+
+    def may_kill(self, pid: int) -> bool:
+        return int(psutil.Process(pid).ppid()) != self._host
+
+    def kill(self, pid: int) -> None:
+        os.kill(psutil.Process(pid).ppid(), signal.SIGKILL)
+        os.kill(pid, signal.SIGKILL)
+
+    def replace(self) -> None:
+        self._start_agent()
+
+    def _start_agent(self) -> int:
+        command = [
+            *(_beside_python("torchrun"), "--nnodes", f"2:{self._workload.ranks}", "--nproc-per-node", "1", *_MANY_RESTARTS),
+            *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{self._port}", "--rdzv-id", "benchmark", *self._last_call),
+            *("-m", "benchmarks.workers.train_ddp", *self._workload.arguments()),
+        ]
+        return self._stage.start("torchrun", command, _STORE_PER_START, expendable=True).pid
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchftSettings:
+    """The timeouts that decide how fast torchft notices a death. The defaults are its own."""
+
+    heartbeat_timeout_ms: int = 5000
+    """Of the lighthouse: a replica that was silent for so long is dead."""
+    heartbeat_ms: int = 100
+    """How often a replica sends one."""
+    join_timeout_ms: int = 60_000
+    """Of the lighthouse: how long a quorum waits for replicas that live and have not asked for it."""
+    quorum_tick_ms: int = 100
+    """Of the lighthouse: how often it looks."""
+    timeout_s: float = 60
+    """Of collectives, RPCs and connections."""
+
+
+class Torchft:
+    """The lighthouse, and a process per replica; no launcher, so that a replacement starts when the harness says."""
+
+    def __init__(self, stage: Stage, workload: Workload, *, settings: TorchftSettings, min_replicas: int) -> None:
+        """`min_replicas`: no step without so many. Raises MeasurementError where torchft is not installed."""
+        peers.torchft_version()
+        self._stage = stage
+        self._workload = workload
+        self._settings = settings
+        self._port = free_port()
+        self._replicas: dict[int, int] = {}
+        self._missing: list[int] = []
+        lighthouse = (str(peers.LIGHTHOUSE), "--bind", f"127.0.0.1:{self._port}", "--min_replicas", str(min_replicas))
+        timeouts = ("heartbeat_timeout_ms", "join_timeout_ms", "quorum_tick_ms")
+        stage.start("lighthouse", [*lighthouse, *(word for t in timeouts for word in (f"--{t}", str(getattr(settings, t))))])
+        stage.wait_until("torchft's lighthouse", lambda: _listens(self._port), timeout_s=10)
+        for replica in range(workload.ranks):
+            self._start(replica)
+
+    def may_kill(self, pid: int) -> bool:
+        return True
+
+    def kill(self, pid: int) -> None:
+        self._missing.append(self._replicas.pop(pid))
+        os.kill(pid, signal.SIGKILL)
+
+    def replace(self) -> None:
+        while self._missing:
+            self._start(self._missing.pop())
+
+    def _start(self, replica: int) -> None:
+        command = [
+            *(str(peers.PYTHON), "-u", "-m", "benchmarks.workers.train_torchft", *self._workload.arguments()),
+            *("--replica", str(replica), "--lighthouse", f"http://127.0.0.1:{self._port}"),
+            *("--timeout-s", str(self._settings.timeout_s), "--heartbeat-ms", str(self._settings.heartbeat_ms)),
+        ]
+        process = self._stage.start(f"torchft-{replica}", command, expendable=True)
+        self._replicas[process.pid] = replica
+
+
+def free_port() -> int:
+    """A port that nobody listens on at the moment, for servers that cannot say which one they got."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def _beside_python(program: str) -> str:
+    """A program of this environment, which need not be on PATH."""
+    return str(Path(sys.executable).with_name(program))

@@ -1,0 +1,122 @@
+"""A worker's account of its steps, readable by the harness while the worker lives and after it was killed.
+
+One file per process, one line per committed step, one `write` per line. Times are CLOCK_MONOTONIC, which all processes of a machine share.
+No torch here: the harness imports this module too.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+WARM_UP_STEPS = 5
+"""Steps of a block that are not timed: the ranks come out of the gate one after the other."""
+
+
+class Commit(NamedTuple):
+    """One committed step of one process."""
+
+    time_ns: int
+    group: int
+    """Newer groups have higher numbers; a group is one agreed membership."""
+    world_size: int
+    rank: int
+    step: int
+
+
+class StepLog:
+    """Writes this process's file, and runs blocks of steps as the gate says. Used from the training thread alone."""
+
+    def __init__(self, directory: Path, *, steps: int, gate: Path | None) -> None:
+        """Raises OSError if the directory or the gate is not there."""
+        self._file = os.open(directory / f"{os.getpid()}.steps", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        self._limit = steps
+        self._committed = 0
+        self._gate = Gate(gate) if gate is not None else None
+
+    def committed(self, *, group: int, world_size: int, rank: int, step: int) -> None:
+        """Notes a committed step. With a gate, blocks between blocks of steps."""
+        os.write(self._file, b"%d %d %d %d %d\n" % (time.monotonic_ns(), group, world_size, rank, step))
+        self._committed += 1
+        if self._gate is not None:
+            self._gate.step_done(rank)
+
+    @property
+    def done(self) -> bool:
+        """This process has done its share."""
+        return (self._gate is not None and self._gate.closed) or (0 < self._limit <= self._committed)
+
+
+class Gate:
+    """The worker's end of the harness's socket. Protocol, in lines: the worker says its rank once and then the times of each block in
+    nanoseconds; the harness says how many steps the next block has, 0 to leave."""
+
+    def __init__(self, path: Path) -> None:
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.connect(str(path))
+        self._lines = self._socket.makefile("r")
+        self._left = 0
+        self._skip = 0
+        self._times: list[int] = []
+        self._last = 0
+        self._introduced = False
+        self.closed = False
+
+    def step_done(self, rank: int) -> None:
+        """Takes the step's time; at a block's end reports it and waits for the next."""
+        now = time.perf_counter_ns()
+        if not self._introduced:  # the first step of all opens the connection's first block
+            self._introduced = True
+            self._send(f"rank {rank}")
+            self._await_block()
+            return
+        if self._skip:
+            self._skip -= 1
+        else:
+            self._times.append(now - self._last)
+        self._last = now
+        self._left -= 1
+        if self._left == 0:
+            self._send(" ".join(map(str, self._times)))
+            self._await_block()
+
+    def _await_block(self) -> None:
+        steps = int(self._lines.readline() or 0)
+        self.closed = steps == 0
+        self._times, self._skip, self._left = [], WARM_UP_STEPS, steps + WARM_UP_STEPS
+        self._last = time.perf_counter_ns()
+
+    def _send(self, line: str) -> None:
+        self._socket.sendall(line.encode() + b"\n")
+
+
+@dataclass
+class _Tail:
+    offset: int = 0
+    rest: bytes = b""
+
+
+class StepLogs:
+    """Reads the logs of all processes of a run, as they grow."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._tails: dict[int, _Tail] = {}
+        self.commits: dict[int, list[Commit]] = {}
+        """By pid, oldest first."""
+
+    def read(self) -> None:
+        """Takes in what was written since the last call. A line torn by a SIGKILL is left out."""
+        for file in self._directory.glob("*.steps"):
+            pid = int(file.stem)
+            tail = self._tails.setdefault(pid, _Tail())
+            with file.open("rb") as stream:
+                stream.seek(tail.offset)
+                data = stream.read()
+            tail.offset += len(data)
+            *lines, tail.rest = (tail.rest + data).split(b"\n")
+            self.commits.setdefault(pid, []).extend(Commit(*map(int, line.split())) for line in lines)

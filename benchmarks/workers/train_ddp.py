@@ -1,0 +1,45 @@
+"""The loop on torch's own DDP: `torchrun ... -m benchmarks.workers.train_ddp`."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
+
+from benchmarks.workers import training
+from benchmarks.workers.steplog import StepLog
+from benchmarks.workers.workload import parser, workload_of
+
+
+def main() -> None:
+    """Trains until told otherwise. After a restart it starts from scratch: writing and reading checkpoints is not charged to torchrun."""
+    group = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    workload = workload_of(parser().parse_args())
+    dist.init_process_group("gloo")
+    net = training.network(workload)
+    optimizer = training.optimizer_of(net)
+    model = DistributedDataParallel(net)
+    dataset = training.dataset(workload)
+    sampler: DistributedSampler[Any] = DistributedSampler(dataset)
+    loader = DataLoader(dataset, batch_size=workload.batch, sampler=sampler)
+    log = StepLog(workload.log, steps=workload.steps, gate=workload.gate)
+    step = 0
+    for epoch in range(training.MANY_EPOCHS):
+        sampler.set_epoch(epoch)
+        for inputs, labels in loader:
+            training.loss_fn(model(inputs), labels).backward()
+            optimizer.step()
+            step += 1
+            log.committed(group=group, world_size=dist.get_world_size(), rank=dist.get_rank(), step=step)
+            optimizer.zero_grad()
+            if log.done:
+                dist.destroy_process_group()
+                return
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,31 @@
+"""The loop on Shoal: `shoal run ... -m benchmarks.workers.train_shoal`."""
+
+from __future__ import annotations
+
+import shoal
+
+from benchmarks.workers import training
+from benchmarks.workers.steplog import StepLog
+from benchmarks.workers.workload import parser, workload_of
+
+
+def main() -> None:
+    """Trains until told otherwise."""
+    workload = workload_of(parser().parse_args())
+    shoal.init()
+    net = training.network(workload)
+    model, optimizer = shoal.as_distributed(net, training.optimizer_of(net))
+    loader = shoal.ElasticDataLoader(training.dataset(workload), global_batch_size=workload.global_batch)
+    log = StepLog(workload.log, steps=workload.steps, gate=workload.gate)
+    for _ in loader.epochs(training.MANY_EPOCHS):
+        for inputs, labels in loader:
+            training.loss_fn(model(inputs), labels).backward()
+            if optimizer.step():
+                log.committed(group=shoal.generation(), world_size=shoal.world_size(), rank=shoal.rank(), step=loader.global_step)
+            optimizer.zero_grad()
+            if log.done:
+                return
+
+
+if __name__ == "__main__":
+    main()

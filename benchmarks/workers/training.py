@@ -1,0 +1,39 @@
+"""The model, the optimizer and the data of all workers, so that a step costs every one of them the same computation."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from benchmarks.workers.workload import Workload
+
+CLASSES = 10
+LAYERS = 4
+SAMPLES_PER_RANK = 6400
+MANY_EPOCHS = 1_000_000
+
+loss_fn = nn.CrossEntropyLoss()
+
+
+def network(workload: Workload) -> nn.Module:
+    """A multi-layer perceptron: few, dense operations, so that what is measured is not the model's own overhead."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    for _ in range(LAYERS - 1):
+        layers += [nn.Linear(workload.width, workload.width), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(workload.width, CLASSES))
+
+
+def optimizer_of(net: nn.Module) -> torch.optim.Optimizer:
+    """SGD with momentum, at a rate small enough to go on for ever on random labels."""
+    return torch.optim.SGD(net.parameters(), lr=1e-3, momentum=0.9)
+
+
+def dataset(workload: Workload) -> TensorDataset:
+    """Random samples, equal in all processes."""
+    generator = torch.Generator().manual_seed(1)
+    count = SAMPLES_PER_RANK * workload.ranks
+    inputs = torch.randn(count, workload.width, generator=generator)
+    return TensorDataset(inputs, torch.randint(0, CLASSES, (count,), generator=generator))

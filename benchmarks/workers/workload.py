@@ -1,0 +1,56 @@
+"""What a worker is asked to do, and the command line that says so. No torch here: the harness imports this module too."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """One training loop, the same for all systems."""
+
+    log: Path
+    """Directory of the step logs."""
+    ranks: int
+    """Workers at the start."""
+    width: int
+    """Of the model's layers."""
+    batch: int
+    """Samples per rank and step."""
+    steps: int = 0
+    """Leave after so many; 0: when told to."""
+    gate: Path | None = None
+    """Socket of the harness that says when to run how many steps; None: run on."""
+
+    def arguments(self) -> list[str]:
+        """The command line that `workload_of` reads."""
+        words = [
+            f"--step-logs={self.log}",
+            f"--ranks={self.ranks}",
+            f"--width={self.width}",
+            f"--batch={self.batch}",
+            f"--steps={self.steps}",
+        ]
+        return words if self.gate is None else [*words, f"--gate={self.gate}"]
+
+    @property
+    def global_batch(self) -> int:
+        """Samples per step over all ranks."""
+        return self.batch * self.ranks
+
+
+def parser() -> argparse.ArgumentParser:
+    """Of the flags that all workers have."""
+    flags = argparse.ArgumentParser()
+    flags.add_argument("--step-logs", dest="log", type=Path, required=True)
+    flags.add_argument("--gate", type=Path)
+    for name in ("ranks", "width", "batch", "steps"):
+        flags.add_argument(f"--{name}", type=int, required=True)
+    return flags
+
+
+def workload_of(options: argparse.Namespace) -> Workload:
+    """What the flags say."""
+    return Workload(log=options.log, ranks=options.ranks, width=options.width, batch=options.batch, steps=options.steps, gate=options.gate)

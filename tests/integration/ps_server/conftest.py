@@ -269,7 +269,7 @@ class Cluster:
 
     def unregistered(self, **settings: Any) -> ParameterServerClient:
         """Starts a server and does not wait for the coordinator."""
-        self._running.append(_Running(self.directory, coordinator=self.address, **settings))
+        self._running.append(_Running(self.directory, **{"coordinator": self.address, **settings}))
         return self.client(self._running[-1])
 
     def client(self, running: _Running, **settings: Any) -> ParameterServerClient:
@@ -277,6 +277,11 @@ class Cluster:
         client = ParameterServerClient(ChannelSettings(address=running.address, deadline=timedelta(seconds=DEADLINE_S), **settings))
         self._clients.append(client)
         return client
+
+    @property
+    def all_running(self) -> Sequence[_Running]:
+        """Every server, in the order in which they were started."""
+        return self._running
 
     @property
     def running(self) -> _Running:

@@ -1,0 +1,140 @@
+"""Two servers, the real coordinator and real sessions of workers: the shard map is spread, membership reaches the servers, the end too."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import uuid
+from collections.abc import Iterator
+from datetime import timedelta
+
+import numpy as np
+import pytest
+from shoal_common.clients.coordinator import CoordinatorClient
+from shoal_common.errors import StaleGenerationError, UnavailableError
+from shoal_common.processes import tied_to_parent
+from shoal_common.rpc.channel import ChannelSettings
+from shoal_protos.v1 import coordinator_pb2
+from shoal_protos.v1 import parameter_server_pb2 as pb
+
+JOB = "job"
+
+
+@pytest.fixture
+def real(tmp_path, cluster) -> Iterator[tuple[CoordinatorClient, str]]:
+    """A coordinator process with its own Redis: a client of it, and its address."""
+    port_file = tmp_path / "coordinator-port"
+    command = [sys.executable, "-m", "shoal_coordinator", "--redis", "embedded://", "--port-file", str(port_file)]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("SHOAL_")}
+    process = subprocess.Popen(tied_to_parent(command), env=environment)
+    try:
+        cluster.wait_until(port_file.exists, "the coordinator to serve")
+        address = json.loads(port_file.read_text())["grpc"]
+        with CoordinatorClient(ChannelSettings(address=address)) as client:
+            yield client, address
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(30)
+
+
+class Session:
+    """A worker's session, held open until `leave`."""
+
+    def __init__(self, client: CoordinatorClient) -> None:
+        self.member_id = uuid.uuid4().hex
+        self.generations: queue.Queue[coordinator_pb2.Generation] = queue.Queue()
+        self._outbox: queue.Queue[coordinator_pb2.MemberMessage | None] = queue.Queue()
+        join = coordinator_pb2.Join(job_id=JOB, member_id=self.member_id, host="here", pid=os.getpid(), launcher_id=self.member_id)
+        self._outbox.put(coordinator_pb2.MemberMessage(join=join))
+        self._outbox.put(coordinator_pb2.MemberMessage(ready=coordinator_pb2.Ready()))
+        self._directives = client.join_session(iter(self._outbox.get, None))
+        self._thread = threading.Thread(target=self._listen, daemon=True)
+        self._thread.start()
+
+    def _listen(self) -> None:
+        for directive in self._directives:
+            if directive.HasField("generation"):
+                self.generations.put(directive.generation)
+
+    def leave(self, reason: int = coordinator_pb2.Leave.REASON_FAILED) -> None:
+        self._outbox.put(coordinator_pb2.MemberMessage(leave=coordinator_pb2.Leave(reason=reason)))
+        self._outbox.put(None)
+        self._thread.join(30)
+        self._directives.cancel()
+
+
+def test_two_servers_share_a_model_and_follow_the_jobs_members(cluster, real) -> None:
+    coordinator, address = real
+    spec = coordinator_pb2.JobSpec(job_id=JOB, min_workers=1, max_workers=2, parameter_servers=2, join_grace_ms=60_000, lease_ms=60_000)
+    coordinator.create_job(spec)
+    clients = [cluster.unregistered(coordinator=address, server_id=f"server-{number}") for number in range(2)]
+    first, second = Session(coordinator), Session(coordinator)
+    generation = first.generations.get(timeout=30)
+    assert {rank.member_id for rank in generation.ranks} == {first.member_id, second.member_id}
+
+    tensors = [
+        coordinator_pb2.TensorSpec(name="weight", shape=[3, 1 << 20], dtype="float32"),
+        coordinator_pb2.TensorSpec(name="bias", shape=[1000], dtype="float32"),
+    ]
+    shard_map = cluster.wait_until(lambda: _declared(coordinator, tensors), "both servers to be registered")
+    by_index = {server.server_index: clients[int(server.server_id[-1])] for server in shard_map.servers}
+    held = {index: [each for each in shard_map.partitions if each.primary == index] for index in by_index}
+    assert all(held.values())
+
+    for index, client in by_index.items():
+        client.configure_optimizer(JOB, pb.OptimizerSpec(name="sgd"), pb.Consistency(mode=pb.Consistency.MODE_ASP))
+        for session, sequence in ((first, 0), (first, 1), (second, 1)):
+            uploads = [_upload(session, generation.number, shard_map, partition, sequence) for partition in held[index]]
+            (client.push if sequence else client.initialize)(uploads)
+        assert [each.version for each in client.get_server().partitions] == [3] * len(held[index])
+        assert set(client.get_server().clocks) == {first.member_id, second.member_id}
+
+    second.leave()
+    for index, client in by_index.items():
+        cluster.wait_until(lambda client=client: second.member_id not in client.get_server().clocks, "the servers to hear that one left")
+        client.push([_upload(first, generation.number, shard_map, held[index][0], 2)])
+        with pytest.raises(StaleGenerationError):
+            client.push([_upload(second, generation.number, shard_map, held[index][0], 2)])
+
+    coordinator.stop_job(JOB, reason="the test is over")
+    first.leave(coordinator_pb2.Leave.REASON_FINISHED)
+    for running in cluster.all_running:
+        running.thread.join(30)
+        assert not running.thread.is_alive()
+        assert running.failure is None
+
+
+def _declared(coordinator: CoordinatorClient, tensors) -> coordinator_pb2.ShardMap | None:
+    try:
+        return coordinator.declare_tensors(JOB, tensors, deadline=timedelta(seconds=5)).shard_map
+    except UnavailableError:
+        return None
+
+
+def _upload(session: Session, generation: int, shard_map: coordinator_pb2.ShardMap, partition: coordinator_pb2.Partition, sequence: int):
+    header = pb.PushHeader(
+        job_id=JOB,
+        member_id=session.member_id,
+        generation=generation,
+        partition_id=partition.partition_id,
+        shard_map_epoch=shard_map.epoch,
+        sequence=sequence,
+        base_version=min(sequence, 1),
+        clock=sequence,
+        dtype=pb.DTYPE_FLOAT32,
+        codec=pb.CODEC_RAW,
+        length=partition.length,
+        payload_bytes=4 * partition.length,
+    )
+    return header, memoryview(np.ones(partition.length, np.float32))
+
+
+def test_hostname_is_what_a_server_on_all_addresses_advertises(cluster) -> None:
+    cluster.server(listen="0.0.0.0:0", insecure=True)
+    assert cluster.running.settings.advertised(1) == f"{socket.gethostname()}:1"

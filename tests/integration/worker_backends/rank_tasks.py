@@ -171,7 +171,7 @@ def survive(
 
 
 def _reduce_until_failure(backend: GlooBackend) -> str:
-    buffer = torch.ones(1 << 18)
+    buffer = torch.ones(1 << 21)  # large, so that most failures come in the middle of a message
     while True:
         try:
             backend.all_reduce(buffer, ReduceOp.AVERAGE)

@@ -1,7 +1,7 @@
 """What the threads in which torch runs Gloo's collectives are at: working, or asleep.
 
-Only the kernel knows: torch gives these threads a name and nothing else. Used once a group's connections are broken, to tell operations that
-are about to end from those that sleep until their timeout. It does not tell groups apart: threads of all groups must be asleep.
+Only the kernel knows: torch gives these threads a name and nothing else. Used once a group's connections are broken, to tell operations
+that are about to end from those that sleep until their timeout. It does not tell groups apart: the threads of all must be asleep.
 """
 
 from __future__ import annotations

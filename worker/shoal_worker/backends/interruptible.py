@@ -3,8 +3,8 @@
 Breaking a group's connections does not end all that waits on them. When a connection breaks in the middle of a message, Gloo tells the
 operations queued before and after that message, and not the one that is at it (in Pair::signalException): that one sleeps until the group's
 timeout. So callers do not wait for Gloo's work but for ours. It completes with Gloo's, or a moment after `abort` whatever Gloo does. The
-moment is for the operations that were told: until they end they may write into their tensors. One that sleeps never does so again; it
-is left to its timeout, and the group is destroyed after that.
+moment is for the operations that were told: until they end they may write into their tensors. One that sleeps (gloo_threads.py) never
+does so again; it is left to its timeout, and the group is destroyed after that.
 
 Point-to-point transfers are Gloo's own: one that is cut in the middle of a message does wait for the timeout.
 
@@ -13,6 +13,7 @@ Threads: one thread issues collectives; they complete in Gloo's threads; `abort`
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 import threading
@@ -33,7 +34,12 @@ from shoal_worker.backends.gloo_threads import wait_until_asleep
 from shoal_worker.backends.sockets import GroupSockets
 
 _MOMENT_S: Final = 0.1
-"""The longest such moment. Operations that Gloo tells of a broken connection end within a millisecond, or some when the processor is busy."""
+"""The longest such moment. Operations that Gloo tells of a broken connection end within a millisecond, or some under load."""
+
+_WHILE: Final = timedelta(milliseconds=10)
+"""How long a wait stays in C++ before it looks whether the group was ended."""
+
+_MANY: Final = 64
 
 _SOURCE_LOCATION: Final = re.compile(r"^\[[^\]]*\] ")
 
@@ -67,10 +73,12 @@ class InterruptibleGroup(dist.ProcessGroup):
         self._sockets = sockets
         self._ended = ended
         self._unfinished: set[InterruptibleWork] = set()
-        """What Gloo itself still has to do. It and the reason are guarded by the lock."""
+        """What Gloo itself may still have to do."""
+        self._shut_down = False
         self._idle = threading.Event()
-        self._idle.set()
+        """Set once it is shut down and Gloo has nothing left to do."""
         self._lock = threading.Lock()
+        """Guards the reason and the two above."""
         self._name = native.group_name
         self._closer = weakref.finalize(self, sockets.close)
 
@@ -91,7 +99,7 @@ class InterruptibleGroup(dist.ProcessGroup):
             if self.reason is not None:
                 return
             self.reason = reason
-            unfinished = list(self._unfinished)
+            unfinished = [work for work in self._unfinished if not work.native_completed]
         self._sockets.shut_down()
         if unfinished:
             threading.Thread(target=_end, args=(unfinished, reason), name="shoal-gloo-abort", daemon=True).start()
@@ -104,8 +112,16 @@ class InterruptibleGroup(dist.ProcessGroup):
         self._closer()
         references: list[object] = [self._native]
         self._native = None
-        if references[0] is not None:
-            reaper.drop(references, when=self._idle)
+        if references[0] is None:
+            return
+        with self._lock:
+            self._shut_down = True
+            unfinished = self._unfinished = {work for work in self._unfinished if not work.native_completed}
+            if not unfinished:
+                self._idle.set()
+        for work in list(unfinished):
+            work.follow()
+        reaper.drop(references, when=self._idle)
 
     allgather = _collective("allgather")
     allgather_coalesced = _collective("allgather_coalesced")
@@ -192,14 +208,19 @@ class InterruptibleGroup(dist.ProcessGroup):
         except RuntimeError as error:
             self._raise_if_lost(name, error)
             raise
-        work = InterruptibleWork(name, self, finish)
+        work = InterruptibleWork(name, native, self, finish)
         with self._lock:
+            if len(self._unfinished) >= _MANY:
+                # Works that nobody waited for.
+                self._unfinished = {known for known in self._unfinished if not known.native_completed}
             self._unfinished.add(work)
-            self._idle.clear()
-        native.get_future().add_done_callback(work.native_done)
         if self.reason is not None:
             _end([work], self.reason)
         return work
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """`ProcessGroup.monitored_barrier`; not interruptible."""
+        self._live().monitored_barrier(timeout, wait_all_ranks)  # type: ignore[attr-defined]  # missing in torch's stub
 
     def _transfer(self, name: str, arguments: tuple[Any, ...]) -> Work:
         try:
@@ -217,7 +238,7 @@ class InterruptibleGroup(dist.ProcessGroup):
     def _finished(self, work: InterruptibleWork) -> None:
         with self._lock:
             self._unfinished.discard(work)
-            if not self._unfinished:
+            if self._shut_down and not self._unfinished:
                 self._idle.set()
 
     def _loss(self, name: str, error: RuntimeError) -> str | None:
@@ -260,18 +281,20 @@ def _reduction(op: Any) -> Callable[[torch.Tensor], torch.Tensor]:
 class InterruptibleWork(Work):
     """A collective that was issued. It is over when Gloo's work is, or when it is ended."""
 
-    def __init__(self, name: str, group: InterruptibleGroup, finish: Callable[[], Any] | None) -> None:
+    def __init__(self, name: str, native: Work, group: InterruptibleGroup, finish: Callable[[], Any] | None) -> None:
         super().__init__()
         self._name = name
+        self._native: Work | None = native
         self._group: InterruptibleGroup | None = group
         self._finish = finish
         self._over = threading.Event()
-        self._value: Any = None
+        self._value: Callable[[], Any] = lambda: None
         self._failure: tuple[type[Exception], str] | None = None
         self._settled: torch.futures.Future[None] | None = None
         self._future: torch.futures.Future[Any] | None = None
+        self._followed = False
         self._lock = threading.Lock()
-        """Guards what `get_future` and `_settle` share."""
+        """Guards all of the above."""
         self._finishing = threading.Lock()
         """Held while the result is put in place, so that it never is after an end."""
 
@@ -280,67 +303,110 @@ class InterruptibleWork(Work):
 
         Raises GroupEndedError when the group is over, RuntimeError for other failures and when it takes longer than `timeout`.
         """
-        seconds = timeout.total_seconds() if timeout else None
-        if not self._over.wait(seconds):
-            raise RuntimeError(f"{self._name} takes longer than {seconds:g} s")
+        deadline = time.monotonic() + timeout.total_seconds() if timeout else float("inf")
+        while not self._over.is_set():
+            self._wait_for_native()
+            if time.monotonic() >= deadline and not self._over.is_set():
+                raise RuntimeError(f"{self._name} takes longer than {timeout}")
         self._raise_failure()
         return True
 
     def is_completed(self) -> bool:
         """Whether `wait` would return, or raise, at once."""
-        return self._over.is_set()
+        return self._over.is_set() or self.native_completed
 
     def is_success(self) -> bool:
-        """Whether the result is in place."""
+        """Whether `wait` has returned."""
         return self._over.is_set() and self._failure is None
 
     def result(self) -> Any:
-        """The output tensors, once it is completed."""
-        return self._value
+        """The output tensors, once `wait` has returned."""
+        return self._value()
 
     def get_future(self) -> torch.futures.Future[Any]:
         """A future of the output tensors."""
         with self._lock:
-            if self._future is None:
-                settled: torch.futures.Future[None] = torch.futures.Future()
-                self._future = settled.then(self._outcome)
-                if not self._over.is_set():
-                    self._settled = settled
-                    return self._future
-            else:
+            if self._future is not None:
                 return self._future
-        settled.set_result(None)
-        return self._future
+            settled: torch.futures.Future[None] = torch.futures.Future()
+            future = self._future = settled.then(self._outcome)
+            over = self._over.is_set()
+            if not over:
+                self._settled = settled
+        if over:
+            settled.set_result(None)
+        else:
+            self.follow()
+        return future
 
-    def native_done(self, native: torch.futures.Future[Any]) -> None:
-        """Gloo's work is over. Called by Gloo, in its thread."""
-        group = self._group
-        assert group is not None
-        value, failure = None, None
-        with self._finishing:
-            try:
-                value = native.value()
-                if self._finish is not None and not self._over.is_set():
-                    value = self._finish()
-            except RuntimeError as error:
-                reason = group._loss(self._name, error)
-                failure = (RuntimeError, str(error)) if reason is None else (GroupEndedError, reason)
-            self._group = self._finish = None
-            settled = self._settle(value, failure)
-        group._finished(self)
-        _complete(settled)
+    @property
+    def native_completed(self) -> bool:
+        """Whether Gloo is done."""
+        native = self._native
+        return native is None or bool(native.is_completed())
+
+    def follow(self) -> None:
+        """From now on it is over by itself when Gloo is done, also if nobody waits."""
+        with self._lock:
+            native, followed, self._followed = self._native, self._followed, True
+        if native is not None and not followed:
+            native.get_future().add_done_callback(self._native_done)
 
     def await_native(self, seconds: float) -> None:
-        """Waits for Gloo's work to end or to be found asleep, at most so long."""
+        """Waits for Gloo to be done or to be found asleep, at most so long."""
         wait_until_asleep(self._over, seconds)
 
     def end(self, reason: str) -> None:
-        """Ends it although Gloo's work is not over."""
+        """Ends it although Gloo is not done."""
         with self._finishing:
-            settled = self._settle(None, (GroupEndedError, reason))
+            settled = self._settle(lambda: None, (GroupEndedError, reason))
         _complete(settled)
 
-    def _settle(self, value: Any, failure: tuple[type[Exception], str] | None) -> torch.futures.Future[None] | None:
+    def _wait_for_native(self) -> None:
+        """Waits a while in C++, which is the quickest to notice that Gloo is done; but it does not notice an end."""
+        native = self._native
+        if native is None:
+            self._over.wait(_WHILE.total_seconds())
+            return
+        with contextlib.suppress(RuntimeError):  # "Operation timed out!", or its failure
+            native.wait(_WHILE)
+        if native.is_completed():
+            self._native_is_done(native)
+
+    def _native_done(self, _: torch.futures.Future[Any]) -> None:
+        """Called by Gloo, in its thread."""
+        native = self._native
+        if native is not None:
+            self._native_is_done(native)
+
+    def _native_is_done(self, native: Work) -> None:
+        """Comes from the thread that waits, from Gloo's, or from both."""
+        settled = None
+        with self._finishing:
+            group, finish = self._group, self._finish
+            if group is None:
+                return
+            if not self._over.is_set():
+                settled = self._settle(*self._native_outcome(native, group, finish))
+            self._native = self._group = self._finish = None
+        group._finished(self)
+        _complete(settled)
+
+    def _native_outcome(
+        self, native: Work, group: InterruptibleGroup, finish: Callable[[], Any] | None
+    ) -> tuple[Callable[[], Any], tuple[type[Exception], str] | None]:
+        try:
+            future = native.get_future()  # complete a little earlier than the work itself
+            future.wait()
+            if finish is None:
+                return future.value, None
+            value = finish()
+            return lambda: value, None
+        except RuntimeError as error:
+            reason = group._loss(self._name, error)
+            return lambda: None, (RuntimeError, str(error)) if reason is None else (GroupEndedError, reason)
+
+    def _settle(self, value: Callable[[], Any], failure: tuple[type[Exception], str] | None) -> torch.futures.Future[None] | None:
         """The first call counts. Returns what is to be completed, without any lock: it runs the callbacks of others."""
         with self._lock:
             if self._over.is_set():
@@ -352,7 +418,7 @@ class InterruptibleWork(Work):
 
     def _outcome(self, _: torch.futures.Future[None]) -> Any:
         self._raise_failure()
-        return self._value
+        return self._value()
 
     def _raise_failure(self) -> None:
         """A new error each time: one that is kept would keep, by its traceback, all that the caller had."""
@@ -396,6 +462,8 @@ def _complete(settled: torch.futures.Future[None] | None) -> None:
 
 def _end(works: list[InterruptibleWork], reason: str) -> None:
     deadline = time.monotonic() + _MOMENT_S
+    for work in works:
+        work.follow()
     for work in works:
         work.await_native(deadline - time.monotonic())
     for work in works:

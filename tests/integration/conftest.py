@@ -14,6 +14,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+from shoal.launcher.registry import ClusterRecord, newest_cluster
+from shoal_common.clients.coordinator import CoordinatorClient
+from shoal_common.rpc.channel import ChannelSettings
+from shoal_protos.v1 import coordinator_pb2 as pb
 
 _DEADLINE_S = 40.0
 
@@ -129,11 +133,33 @@ class Shell:
         for command in self._commands:
             command.close()
 
+    def cluster(self) -> ClusterRecord:
+        """The newest cluster that runs."""
+        return newest_cluster(self.directory / "runtime" / "shoal")
+
+    def job(self) -> pb.GetJobResponse:
+        """Its job, as the coordinator describes it."""
+        record = self.cluster()
+        with CoordinatorClient(ChannelSettings(address=record.coordinator)) as client:
+            return client.get_job(record.job_id)
+
+    def pids(self) -> list[int]:
+        """Of the members that have a rank, in rank order."""
+        return [member.pid for member in self.job().members if member.rank >= 0]
+
 
 @pytest.fixture
 def shell(tmp_path: Path) -> Iterator[Shell]:
     """The command `shoal`; what it started is gone when the test ends."""
     shell = Shell(tmp_path)
+    yield shell
+    shell.close()
+
+
+@pytest.fixture(scope="module")
+def shared_shell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shell]:
+    """One for all tests of a module, which must leave its cluster as it is."""
+    shell = Shell(tmp_path_factory.mktemp("shell"))
     yield shell
     shell.close()
 

@@ -24,22 +24,22 @@ def member_phase(member: pb.MemberStatus) -> str:
 
 def job_view(job: pb.GetJobResponse) -> RenderableType:
     """A headline and tables of members and servers."""
-    parts: list[RenderableType] = [_headline(job), _member_table(job)]
+    parts: list[RenderableType] = [_headline(job)]
+    if job.members:
+        parts.append(_member_table(job))
+    elif job.phase == pb.JOB_PHASE_WAITING:
+        hint = "no members yet: workers join when their script calls shoal.init(); a plain torchrun script never does"
+        parts.append(Text(hint, style="dim"))
     if job.servers:
         parts.append(_server_table(job))
     return Group(*parts)
 
 
 def _headline(job: pb.GetJobResponse) -> Text:
-    ranks = len(job.generation.ranks)
-    text = Text(f"job {job.spec.job_id}", style="bold")
-    text.append(
-        f"  {job_phase(job)}, generation {job.generation.number}, {ranks} of {job.spec.max_workers} workers have a rank", style="not bold"
-    )
-    if not job.members:
-        text.append(
-            "\nno members yet (workers join when their script calls shoal.init(); a plain torchrun script never does)", style="dim not bold"
-        )
+    ranked = sum(member.rank >= 0 for member in job.members)
+    text = Text.assemble((f"job {job.spec.job_id}", "bold"), f"  {job_phase(job)}, generation {job.generation.number}")
+    if job.phase != pb.JOB_PHASE_FINISHED:
+        text.append(f", {ranked} of {job.spec.max_workers} workers have a rank")
     return text
 
 

@@ -51,13 +51,14 @@ class ClusterKeeper:
                 )
                 return
             service.start()
-            self._note(f"{service.name} (pid {pid}) ended ({status}); started again as pid {service.child.pid}")
             try:
                 await _until_ready(service)
             except UnavailableError:
                 continue  # its end is noticed above
             except ShoalError as error:
                 self._note(str(error))
+            else:
+                self._note(f"{service.name} (pid {pid}) ended ({status}) and serves again as pid {service.child.pid}")
 
 
 async def _until_ready(service: Service) -> None:

@@ -17,10 +17,14 @@ Shell = Any  # of tests/integration/conftest.py
 Command = Any
 
 
-@pytest.fixture
-def cluster(shell: Shell, elastic_worker: Path) -> Command:
-    """Three workers with ranks."""
-    command = shell.start("run", "--standalone", "--nproc-per-node", "3", "--rdzv-id", "digits", elastic_worker, shell.directory / "finish")
+@pytest.fixture(scope="module")
+def cluster(shared_shell: Shell, elastic_worker: Path) -> Command:
+    """Three workers with ranks, under `shared_shell`. No test ends one."""
+    return start(shared_shell, elastic_worker)
+
+
+def start(shell: Shell, worker: Path) -> Command:
+    command = shell.start("run", "--standalone", "--nproc-per-node", "3", "--rdzv-id", "digits", worker, shell.directory / "finish")
     command.wait_for_output(*(f"[{rank}]: generation 1" for rank in range(3)))
     return command
 
@@ -31,14 +35,14 @@ def status_of(shell: Shell, *flags: str) -> dict[str, Any]:
     return dict(json.loads(out))
 
 
-def test_status_shows_the_members_of_the_newest_cluster(shell: Shell, cluster: Command) -> None:
-    cluster.wait_for(lambda: all(member["step"] > 0 for member in status_of(shell)["members"]), "progress")
-    job = status_of(shell)
+def test_status_shows_the_members_of_the_newest_cluster(shared_shell: Shell, cluster: Command) -> None:
+    cluster.wait_for(lambda: all(member["step"] > 0 for member in status_of(shared_shell)["members"]), "progress")
+    job = status_of(shared_shell)
     assert (job["job_id"], job["phase"], job["generation"], job["world_size"]) == ("digits", "running", 1, 3)
     assert [(member["rank"], member["phase"]) for member in job["members"]] == [(rank, "ranked") for rank in range(3)]
     assert {member["pid"] for member in job["members"]} <= {process.pid for process in cluster.family()}
 
-    status, out, _ = shell.run("status", COLUMNS="160")
+    status, out, _ = shared_shell.run("status", COLUMNS="160")
     assert status == 0
     assert "job digits  running, generation 1, 3 of 3 workers have a rank" in out
     rows = [line.split() for line in out.splitlines() if re.match(r" *\d", line)]
@@ -46,27 +50,39 @@ def test_status_shows_the_members_of_the_newest_cluster(shell: Shell, cluster: C
     assert {"rank", "phase", "host", "pid", "generation", "step", "samples/s", "loss"} <= set(out.split())
 
 
-def test_a_coordinator_can_be_named(shell: Shell, cluster: Command) -> None:
-    (record,) = (shell.directory / "runtime" / "shoal").glob("*.json")
+def test_a_coordinator_can_be_named(shared_shell: Shell, cluster: Command) -> None:
+    (record,) = (shared_shell.directory / "runtime" / "shoal").glob("*.json")
     address = json.loads(record.read_text())["coordinator"]
-    elsewhere = {"XDG_RUNTIME_DIR": str(shell.directory / "other")}
-    assert shell.run("status", "--coordinator", address, **elsewhere)[0] == 0
-    assert shell.run("status", "--job", "digits", SHOAL_COORDINATOR=address, **elsewhere)[0] == 0
-    status, _, err = shell.run("status", "--coordinator", address, "--job", "other", **elsewhere)
+    elsewhere = {"XDG_RUNTIME_DIR": str(shared_shell.directory / "other")}
+    assert shared_shell.run("status", "--coordinator", address, **elsewhere)[0] == 0
+    assert shared_shell.run("status", "--job", "digits", SHOAL_COORDINATOR=address, **elsewhere)[0] == 0
+    status, _, err = shared_shell.run("status", "--coordinator", address, "--job", "other", **elsewhere)
     assert (status, "other" in err, "Traceback" in err) == (1, True, False)
 
 
-def test_kill_sends_sigkill_to_the_process_it_names(shell: Shell, cluster: Command) -> None:
-    pid = status_of(shell)["members"][1]["pid"]
+def test_kill_sends_sigkill_to_the_process_it_names(shell: Shell, elastic_worker: Path) -> None:
+    cluster = start(shell, elastic_worker)
+    pid = shell.pids()[1]
     status, out, err = shell.run("kill", "1")
     assert (status, err) == (0, "")
     assert out == f"killed rank 1 of job digits: SIGKILL to pid {pid} (generation 1)\n"
     cluster.wait_for(lambda: f"pid {pid}) ended with SIGKILL" in cluster.stderr, "the launcher's notice")
 
 
+def test_drain_lets_a_worker_take_its_leave(shell: Shell, elastic_worker: Path) -> None:
+    cluster = start(shell, elastic_worker)
+    status, out, err = shell.run("drain", "2")
+    assert (status, err) == (0, "")
+    assert out.startswith("rank 2 of job digits leaves at its next step border (member ")
+    cluster.wait_for_output("[2]: left", "[0]: generation 2 rank 0 of 2")
+    (shell.directory / "finish").touch()
+    assert cluster.wait() == 0
+    assert "ended with" not in cluster.stderr
+
+
 @pytest.mark.parametrize("command", ["kill", "drain"])
-def test_a_rank_that_is_not_there_is_refused(shell: Shell, cluster: Command, command: str) -> None:
-    status, out, err = shell.run(command, "7")
+def test_a_rank_that_is_not_there_is_refused(shared_shell: Shell, cluster: Command, command: str) -> None:
+    status, out, err = shared_shell.run(command, "7")
     assert (status, out) == (1, "")
     assert "rank 7" in err
     assert "Traceback" not in err

@@ -1,0 +1,39 @@
+"""torch RPC as a parameter server, for T4: what the server runs, and what the client asks of it by name."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+from torch.distributed import rpc
+
+SERVER = "server"
+
+_values: list[torch.Tensor] = []
+"""On the server: one tensor."""
+
+
+def serve(store: str, elements: int) -> None:
+    """The server's process; does not return. `store`: URL of the rendezvous."""
+    _values.append(torch.zeros(elements))
+    rpc.init_rpc(SERVER, rank=0, world_size=2, rpc_backend_options=_options(store))
+    threading.Event().wait()
+
+
+def join(store: str) -> None:
+    """Makes this process the client."""
+    rpc.init_rpc("worker", rank=1, world_size=2, rpc_backend_options=_options(store))
+
+
+def push(gradient: torch.Tensor, learning_rate: float) -> None:
+    """On the server: plain SGD."""
+    _values[0].sub_(gradient, alpha=learning_rate)
+
+
+def pull() -> torch.Tensor:
+    """On the server: the values."""
+    return _values[0]
+
+
+def _options(store: str) -> rpc.TensorPipeRpcBackendOptions:
+    return rpc.TensorPipeRpcBackendOptions(init_method=store, num_worker_threads=2)

@@ -1,0 +1,296 @@
+"""The client's end of T4: pushes 64 MiB of gradients and pulls as much again, over one of the systems, as the harness's gate says.
+
+A step is one push, acknowledged, and one pull into memory that is there already; its two times are reported apart. The servers of the
+peers are children of this process; Shoal's coordinator and parameter server are started by the harness.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import queue
+import socket
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+
+import numpy as np
+
+ELEMENTS: Final = 16 << 20
+NBYTES: Final = 4 * ELEMENTS
+LEARNING_RATE: Final = 2.0**-10
+"""A power of two and gradients of ones: the values stay exact, and can be checked at the end."""
+_READ: Final = 1 << 20
+_WAIT_S: Final = 60
+
+
+class Transfer(NamedTuple):
+    """One system, ready to move tensors."""
+
+    push: Callable[[np.ndarray[Any, Any]], None]
+    pull: Callable[[np.ndarray[Any, Any]], None]
+    updates: bool
+    """The server applies SGD; otherwise it only keeps bytes."""
+
+
+def main() -> None:
+    """Runs blocks of steps until the gate closes."""
+    flags = argparse.ArgumentParser()
+    flags.add_argument("system", choices=sorted(_SYSTEMS))
+    flags.add_argument("--gate", type=Path, required=True)
+    flags.add_argument("--coordinator")
+    flags.add_argument("--job")
+    options = flags.parse_args()
+    gradient, values = np.ones(ELEMENTS, np.float32), np.zeros(ELEMENTS, np.float32)
+    with _SYSTEMS[options.system](options) as transfer, socket.socket(socket.AF_UNIX) as gate:
+        gate.connect(str(options.gate))
+        lines = gate.makefile("r")
+        gate.sendall(b"rank 0\n")
+        done = 0
+        while steps := int(lines.readline() or 0):
+            times: list[int] = []
+            for _ in range(steps):
+                begun = time.perf_counter_ns()
+                transfer.push(gradient)
+                pushed = time.perf_counter_ns()
+                transfer.pull(values)
+                times += [pushed - begun, time.perf_counter_ns() - pushed]
+                done += 1
+            if transfer.updates and not (values == -LEARNING_RATE * done).all():
+                raise AssertionError(
+                    f"{options.system}: after {done} pushes the values are {values[:4]}..., expected {-LEARNING_RATE * done}"
+                )
+            gate.sendall(" ".join(map(str, times)).encode() + b"\n")
+
+
+# ------------------------------------------------------------------------------------------------------------------ raw TCP
+
+
+@contextmanager
+def _tcp(options: argparse.Namespace) -> Iterator[Transfer]:
+    ports: multiprocessing.SimpleQueue[int] = multiprocessing.get_context("spawn").SimpleQueue()
+    with _child(_serve_tcp, ports), socket.create_connection(("127.0.0.1", ports.get())) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+        def push(gradient: np.ndarray[Any, Any]) -> None:
+            connection.sendall(b"+")
+            connection.sendall(gradient)
+            connection.recv(1)
+
+        def pull(values: np.ndarray[Any, Any]) -> None:
+            connection.sendall(b"-")
+            _receive(connection, memoryview(values).cast("B"))
+
+        yield Transfer(push, pull, updates=False)
+
+
+def _serve_tcp(ports: multiprocessing.SimpleQueue[int]) -> None:
+    held = memoryview(bytearray(NBYTES))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ports.put(listener.getsockname()[1])
+        connection, _ = listener.accept()
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        while command := connection.recv(1):
+            if command == b"+":
+                _receive(connection, held)
+                connection.sendall(b"!")
+            else:
+                connection.sendall(held)
+
+
+def _receive(connection: socket.socket, into: memoryview) -> None:
+    while into.nbytes:
+        into = into[connection.recv_into(into, min(into.nbytes, _READ)) :]
+
+
+# --------------------------------------------------------------------------------------------------------------- gRPC unary
+
+
+@contextmanager
+def _unary(options: argparse.Namespace) -> Iterator[Transfer]:
+    import grpc
+    from shoal_protos.v1 import parameter_server_pb2 as pb
+
+    ports: multiprocessing.SimpleQueue[int] = multiprocessing.get_context("spawn").SimpleQueue()
+    with _child(_serve_unary, ports), grpc.insecure_channel(f"127.0.0.1:{ports.get()}", options=_UNLIMITED) as channel:
+        send = channel.unary_unary("/plain/push", request_serializer=pb.PushChunk.SerializeToString)
+        fetch = channel.unary_unary("/plain/pull", response_deserializer=pb.PullChunk.FromString)
+
+        def push(gradient: np.ndarray[Any, Any]) -> None:
+            send(pb.PushChunk(payload=gradient.tobytes()))
+
+        def pull(values: np.ndarray[Any, Any]) -> None:
+            values[:] = np.frombuffer(fetch(b"").payload, np.float32)
+
+        yield Transfer(push, pull, updates=True)
+
+
+_UNLIMITED: Final = (("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1))
+
+
+def _serve_unary(ports: multiprocessing.SimpleQueue[int]) -> None:
+    import grpc
+    from shoal_protos.v1 import parameter_server_pb2 as pb
+
+    held = np.zeros(ELEMENTS, np.float32)
+    step = np.empty_like(held)
+
+    def push(request: pb.PushChunk, context: Any) -> bytes:
+        np.multiply(np.frombuffer(request.payload, np.float32), LEARNING_RATE, out=step)
+        np.subtract(held, step, out=held)
+        return b""
+
+    def pull(request: bytes, context: Any) -> pb.PullChunk:
+        return pb.PullChunk(payload=held.tobytes())
+
+    handlers = {
+        "push": grpc.unary_unary_rpc_method_handler(push, request_deserializer=pb.PushChunk.FromString),
+        "pull": grpc.unary_unary_rpc_method_handler(pull, response_serializer=pb.PullChunk.SerializeToString),
+    }
+    server = grpc.server(ThreadPoolExecutor(2), options=_UNLIMITED)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("plain", handlers),))
+    ports.put(server.add_insecure_port("127.0.0.1:0"))
+    server.start()
+    server.wait_for_termination()
+
+
+# ---------------------------------------------------------------------------------------------------------------- torch RPC
+
+
+@contextmanager
+def _torch_rpc(options: argparse.Namespace) -> Iterator[Transfer]:
+    import torch
+    from torch.distributed import rpc
+
+    from benchmarks.workers import torch_rpc_peer
+
+    store = f"file://{options.gate}.rendezvous"
+    with _child(torch_rpc_peer.serve, store, ELEMENTS):
+        torch_rpc_peer.join(store)
+
+        def push(gradient: np.ndarray[Any, Any]) -> None:
+            rpc.rpc_sync(torch_rpc_peer.SERVER, torch_rpc_peer.push, args=(torch.from_numpy(gradient), LEARNING_RATE))
+
+        def pull(values: np.ndarray[Any, Any]) -> None:
+            torch.from_numpy(values).copy_(rpc.rpc_sync(torch_rpc_peer.SERVER, torch_rpc_peer.pull))
+
+        yield Transfer(push, pull, updates=True)
+        rpc.shutdown(graceful=False)
+
+
+# -------------------------------------------------------------------------------------------------------------------- Shoal
+
+
+@contextmanager
+def _shoal(options: argparse.Namespace, *, checksums: bool = False) -> Iterator[Transfer]:
+    from shoal_common.clients.coordinator import CoordinatorClient
+    from shoal_common.clients.parameter_server import ParameterServerClient
+    from shoal_common.errors import UnavailableError
+    from shoal_common.rpc.channel import ChannelSettings
+    from shoal_common.wire import checksum
+    from shoal_protos.v1 import coordinator_pb2
+    from shoal_protos.v1 import parameter_server_pb2 as pb
+
+    job, member = options.job, f"transfer-{os.getpid()}"
+    with CoordinatorClient(ChannelSettings(address=options.coordinator)) as coordinator:
+        coordinator.create_job(coordinator_pb2.JobSpec(job_id=job, min_workers=1, max_workers=1, parameter_servers=1, lease_ms=600_000))
+        outbox: queue.Queue[coordinator_pb2.MemberMessage | None] = queue.Queue()
+        join = coordinator_pb2.Join(job_id=job, member_id=member, host="localhost", pid=os.getpid(), launcher_id=member)
+        outbox.put(coordinator_pb2.MemberMessage(join=join))
+        outbox.put(coordinator_pb2.MemberMessage(ready=coordinator_pb2.Ready()))
+        session = coordinator.join_session(iter(outbox.get, None))
+        generation = next(each.generation.number for each in session if each.HasField("generation"))
+        tensors = [coordinator_pb2.TensorSpec(name="weight", shape=[ELEMENTS], dtype="float32")]
+        deadline = time.monotonic() + _WAIT_S
+        while True:
+            try:
+                shard_map = coordinator.declare_tensors(job, tensors).shard_map
+                break
+            except UnavailableError:
+                if time.monotonic() > deadline:
+                    raise
+        common = {
+            "job_id": job,
+            "member_id": member,
+            "generation": generation,
+            "shard_map_epoch": shard_map.epoch,
+        }
+        sequence = 0
+
+        def uploads(source: np.ndarray[Any, Any]) -> Iterator[tuple[pb.PushHeader, memoryview]]:
+            for partition in shard_map.partitions:
+                payload = memoryview(source[partition.offset : partition.offset + partition.length])
+                header = pb.PushHeader(
+                    **common,
+                    partition_id=partition.partition_id,
+                    sequence=sequence,
+                    base_version=sequence,
+                    clock=sequence,
+                    dtype=pb.DTYPE_FLOAT32,
+                    codec=pb.CODEC_RAW,
+                    length=partition.length,
+                    payload_bytes=4 * partition.length,
+                    checksum=checksum(payload) if checksums else 0,
+                )
+                yield header, payload
+
+        with ParameterServerClient(ChannelSettings(address=shard_map.servers[0].address)) as server:
+            server.configure_optimizer(
+                job,
+                pb.OptimizerSpec(name="sgd", hyperparameters={"lr": LEARNING_RATE}),
+                pb.Consistency(mode=pb.Consistency.MODE_ASP),
+            )
+            server.initialize(uploads(np.zeros(ELEMENTS, np.float32)))
+
+            def push(gradient: np.ndarray[Any, Any]) -> None:
+                nonlocal sequence
+                sequence += 1
+                server.push(uploads(gradient))
+
+            def pull(values: np.ndarray[Any, Any]) -> None:
+                def into(header: pb.PullHeader) -> memoryview:
+                    partition = shard_map.partitions[header.partition_id]
+                    return memoryview(values[partition.offset : partition.offset + partition.length])
+
+                server.pull(pb.PullRequest(**common, clock=sequence, checksums=checksums), into)
+
+            yield Transfer(push, pull, updates=True)
+        outbox.put(None)
+        session.cancel()
+
+
+@contextmanager
+def _shoal_with_checksums(options: argparse.Namespace) -> Iterator[Transfer]:
+    with _shoal(options, checksums=True) as transfer:
+        yield transfer
+
+
+_SYSTEMS: Final[dict[str, Callable[[argparse.Namespace], AbstractContextManager[Transfer]]]] = {
+    "tcp": _tcp,
+    "unary": _unary,
+    "torch-rpc": _torch_rpc,
+    "shoal": _shoal,
+    "shoal-checksums": _shoal_with_checksums,
+}
+
+
+@contextmanager
+def _child(serve: Callable[..., None], *arguments: Any) -> Iterator[None]:
+    """A server process; it ends with the block."""
+    process = multiprocessing.get_context("spawn").Process(target=serve, args=arguments, daemon=True)
+    process.start()
+    try:
+        yield
+    finally:
+        process.kill()
+        process.join(_WAIT_S)
+
+
+if __name__ == "__main__":
+    main()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -22,6 +23,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for benchmark in BENCHMARKS:
             console.print(f"{benchmark.key:4} {benchmark.title}", markup=False, highlight=False)
         return 0
+    # Ended as by Ctrl-C: the processes that were started are ended too.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     chosen = [b for b in BENCHMARKS if not options.tables or b.key in options.tables]
     options.output.mkdir(parents=True, exist_ok=True)
     console.print(f"on {Machine.here()}", markup=False, highlight=False)

@@ -69,10 +69,10 @@ def measure(options: Options) -> Table:
         target=f"<= {TARGET} x at 5 ms steps",
         method=(
             f"All systems train a {WIDTH}-wide perceptron with their own data loaders ({workloads}). They take turns in blocks of "
-            f"{STEPS_PER_BLOCK} steps, {rounds} rounds. A block's figure is the mean step of its ranks; the ratio is the median of the ratios "
-            "to torch DDP's block of the same round, with its 95 % confidence interval (bootstrap over rounds). The other ratio compares the "
-            "blocks' median steps, which single hiccups do not move. Systems that wait for their turn keep their background work "
-            "(heartbeats). Three ranks share two cores."
+            f"{STEPS_PER_BLOCK} steps, {rounds} rounds. A block's figure is the mean step of its ranks; the ratio is the median of the "
+            "ratios to torch DDP's block of the same round, with its 95 % confidence interval (bootstrap over rounds). The other ratio "
+            "compares the blocks' median steps, which single hiccups do not move. Systems that wait for their turn keep their background "
+            "work (heartbeats). Three ranks share two cores."
         ),
         columns=("step ms", "p99 ms", "ratio of means", "ratio of medians"),
         rows=tuple(rows),

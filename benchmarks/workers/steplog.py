@@ -52,25 +52,26 @@ class StepLog:
 
 
 class Gate:
-    """The worker's end of the harness's socket. Protocol, in lines: the worker says its rank once and then the times of each block in
-    nanoseconds; the harness says how many steps the next block has, 0 to leave."""
+    """The worker's end of the harness's socket. Protocol, in lines: the worker says its rank after its first step, and later the times of
+    each block in nanoseconds; the harness says how many steps the next block has, 0 to leave."""
 
     def __init__(self, path: Path) -> None:
+        self._path = path
         self._socket = socket.socket(socket.AF_UNIX)
-        self._socket.connect(str(path))
         self._lines = self._socket.makefile("r")
         self._left = 0
         self._skip = 0
         self._times: list[int] = []
         self._last = 0
-        self._introduced = False
+        self._open = False
         self.closed = False
 
     def step_done(self, rank: int) -> None:
         """Takes the step's time; at a block's end reports it and waits for the next."""
         now = time.perf_counter_ns()
-        if not self._introduced:  # the first step of all opens the connection's first block
-            self._introduced = True
+        if not self._open:
+            self._open = True
+            self._socket.connect(str(self._path))
             self._send(f"rank {rank}")
             self._await_block()
             return

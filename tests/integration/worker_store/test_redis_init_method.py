@@ -1,0 +1,119 @@
+"""init_method="redis://...": plain scripts meet through Redis, and job names can be used again whatever an earlier run left."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from shoal_common.errors import UnavailableError
+from shoal_common.processes import tied_to_parent
+from shoal_worker.store import RedisStore, StoreTimeoutError, rendezvous, scripts
+
+_SCRIPT = Path(__file__).with_name("plain_script.py")
+_DAY_S = 24 * 3600
+
+
+def test_plain_scripts_meet_through_redis_and_can_do_so_again(redis_url: str) -> None:
+    url = f"{redis_url}/{uuid.uuid4().hex}"
+    command = [sys.executable, "-m", "shoal_worker.store", str(_SCRIPT), url]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    options = {"stdout": subprocess.PIPE, "env": environment, "text": True}
+    ranks = [subprocess.Popen(tied_to_parent([*command, str(rank), "3"]), **options) for rank in range(3)]
+    for number, rank in enumerate(ranks):
+        said, _ = rank.communicate(timeout=90)
+        assert rank.returncode == 0
+        assert said.splitlines() == [f"attempt {attempt}: rank {number} of 3: 6.0" for attempt in range(2)]
+
+
+def test_running_a_script_without_naming_it_says_how() -> None:
+    ran = subprocess.run([sys.executable, "-m", "shoal_worker.store"], capture_output=True, text=True, timeout=60, check=False)
+    assert ran.returncode == 1
+    assert "usage: python -m shoal_worker.store SCRIPT" in ran.stderr
+
+
+def test_ranks_of_one_round_share_a_store_of_their_own(redis_url: str) -> None:
+    url = f"{redis_url}/{uuid.uuid4().hex}?world_size=2"
+    with ThreadPoolExecutor() as threads:
+
+        def join(rank: int) -> RedisStore:
+            opened, given, size = next(dist.rendezvous(f"{url}&rank={rank}", timeout=timedelta(seconds=10)))
+            assert (given, size) == (rank, 2)
+            return opened
+
+        first, second = threads.map(join, range(2))
+        again, _ = threads.map(join, range(2))
+    assert first.prefix == second.prefix != again.prefix
+    first.set("a", "1")
+    assert second.get("a") == b"1"
+    assert not again.check(["a"])
+
+
+def test_a_rank_that_waits_in_vain_names_the_others(redis_url: str) -> None:
+    url = f"{redis_url}/lonely?rank=1&world_size=3"
+    with pytest.raises(StoreTimeoutError, match=r"job 'lonely': rank 1 waited 0\.05 s for rank 0, rank 2 of world_size=3"):
+        next(dist.rendezvous(url, timeout=timedelta(milliseconds=50)))
+
+
+def test_a_server_that_is_not_there_is_named() -> None:
+    with pytest.raises(UnavailableError, match="redis://127"):
+        next(rendezvous.rendezvous("redis://127.0.0.1:1/job?rank=0&world_size=1"))
+
+
+@pytest.fixture
+def arrive(store: RedisStore) -> Callable[..., tuple[bytes, ...]]:
+    """One arrival at a round; ranks that have been silent for `patience_ms` count as dead."""
+
+    def call(rank: int, token: str, *, size: int = 2, patience_ms: int = 60_000) -> tuple[bytes, ...]:
+        return tuple(store.run_script(scripts.ARRIVE, size, rank, token, patience_ms, uuid.uuid4().hex, _DAY_S))
+
+    return call
+
+
+def test_a_round_is_complete_when_its_last_rank_comes(arrive: Callable[..., tuple[bytes, ...]]) -> None:
+    (name, *absent) = arrive(0, "a")
+    assert absent == [b"rank 1"]
+    assert arrive(0, "a") == (name, b"rank 1")
+    assert arrive(1, "b") == (name,)
+    assert arrive(0, "a") == (name,)
+
+
+def test_a_complete_round_is_not_joined_by_a_later_run(arrive: Callable[..., tuple[bytes, ...]]) -> None:
+    arrive(0, "a")
+    (old,) = arrive(1, "b")
+    (new, *absent) = arrive(1, "c")
+    assert new != old
+    assert absent == [b"rank 0"]
+
+
+def test_a_rank_that_died_waiting_is_not_counted(arrive: Callable[..., tuple[bytes, ...]]) -> None:
+    arrive(0, "dead")
+    (_, *absent) = arrive(1, "b", patience_ms=0)
+    assert b"rank 0" in absent
+
+
+def test_a_rank_that_came_again_takes_the_place_of_its_dead_self(arrive: Callable[..., tuple[bytes, ...]]) -> None:
+    arrive(0, "dead")
+    (name, *absent) = arrive(0, "alive", patience_ms=0)
+    assert b"another process that has rank 0 too" not in absent
+    arrive(0, "alive")
+    assert arrive(1, "b") == (name,)
+
+
+def test_two_live_processes_with_one_rank_are_told_apart(arrive: Callable[..., tuple[bytes, ...]]) -> None:
+    arrive(0, "a")
+    assert arrive(0, "b")[1:] == (b"another process that has rank 0 too",)
+
+
+def test_a_run_of_another_size_waits_for_the_ranks_that_are_there(arrive: Callable[..., tuple[bytes, ...]]) -> None:
+    arrive(0, "a", size=3)
+    assert arrive(0, "b", size=2)[1:] == (b"the end of a round of 3 ranks",)
+    (_, *absent) = arrive(1, "b", size=2, patience_ms=0)
+    assert b"rank 0" in absent

@@ -2,7 +2,7 @@
 
 `SHOAL_FAILPOINTS` holds `name@hit=action` entries, comma-separated: at the `hit`-th pass (from 1) through the failpoint `name`, do
 `action`: `kill` (SIGKILL to this process), `stop` (SIGSTOP: hangs until someone sends SIGCONT), `lose` (MembershipChanged, as if a peer
-had gone), `raise` (RuntimeError). Without the variable a failpoint costs one dictionary look-up.
+had gone), `raise` (RuntimeError). Without the variable a failpoint costs one look-up in a cache.
 
     reduction.completed         a collective of the step's gradients is done on this rank
     session.before_apply        all collectives of the step are done, nothing is applied on this rank
@@ -18,6 +18,7 @@ had gone), `raise` (RuntimeError). Without the variable a failpoint costs one di
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 from collections import Counter
@@ -50,15 +51,20 @@ def _parse(text: str) -> dict[tuple[str, int], str]:
     return wanted
 
 
-_wanted = _parse(os.environ.get(VARIABLE, ""))
+@functools.cache
+def _wanted() -> dict[tuple[str, int], str]:
+    return _parse(os.environ.get(VARIABLE, ""))
+
+
 _hits: Counter[str] = Counter()
 
 
 def failpoint(name: str) -> None:
     """Passes through the failpoint `name`."""
-    if not _wanted:
+    wanted = _wanted()
+    if not wanted:
         return
     _hits[name] += 1
-    action = _wanted.get((name, _hits[name]))
+    action = wanted.get((name, _hits[name]))
     if action is not None:
         _ACTIONS[action]()

@@ -29,7 +29,7 @@ def plans(*, sync_epochs: int, async_epochs: int) -> list[Plan]:
             strategy="ddp",
             epochs=sync_epochs,
             total_steps=sync_epochs * math.ceil(_TRAINING_SAMPLES / _GLOBAL_BATCH),
-            kill_at=0.4,
+            kill_at=0.5,
         ),
         Plan(
             title="asynchronous (async_sgd), one worker 4 x slower",
@@ -45,7 +45,7 @@ def plans(*, sync_epochs: int, async_epochs: int) -> list[Plan]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the demo; 0 if everything held."""
     parser = argparse.ArgumentParser(prog="shoal demo", description="Train on handwritten digits on a cluster of processes, with faults.")
-    parser.add_argument("--sync-epochs", type=int, default=60, help="epochs of the synchronous run")
+    parser.add_argument("--sync-epochs", type=int, default=80, help="epochs of the synchronous run")
     parser.add_argument("--async-epochs", type=int, default=25, help="epochs of the asynchronous run")
     parser.add_argument("--plot", type=Path, default=Path("out/demo.png"), help="where to write the plot")
     parser.add_argument("--keep", type=Path, help="keep records, traces and output in this directory")

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
-import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,26 +17,24 @@ from shoal_common.processes import tied_to_parent
 from shoal_common.rpc.channel import ChannelSettings
 from shoal_protos.v1 import coordinator_pb2 as pb
 
-SCRIPT = Path(__file__).parent / "train.py"
-PATIENCE_S = 60.0
-
-
-def eventually(condition: Callable[[], Any], what: str, *, within_s: float = PATIENCE_S) -> Any:
-    """Polls until `condition` gives something true, and returns it."""
-    deadline = time.monotonic() + within_s
-    while time.monotonic() < deadline:
-        if result := condition():
-            return result
-        time.sleep(0.02)
-    raise AssertionError(f"waited {within_s} s for {what}")
+from tests.integration.worker_async.async_cluster import Child, Zygote, eventually
 
 
 class Cluster:
     """One coordinator, one job, and the workers that a test starts."""
 
     def __init__(
-        self, directory: Path, *, min_workers: int = 1, max_workers: int = 3, join_grace_ms: int = 30_000, **environment: str
+        self,
+        zygote: Zygote,
+        directory: Path,
+        *,
+        min_workers: int = 1,
+        max_workers: int = 3,
+        join_grace_ms: int = 30_000,
+        lease_ms: int = 15_000,
+        **environment: str,
     ) -> None:
+        self._zygote = zygote
         self.directory = directory
         self.records = directory / "records"
         self.output = directory / "output"
@@ -47,7 +43,8 @@ class Cluster:
         self._max_workers = max_workers
         self._min_workers = min_workers
         self._join_grace_ms = join_grace_ms
-        self.workers: dict[int, subprocess.Popen[bytes]] = {}
+        self._lease_ms = lease_ms
+        self.workers: dict[int, Child] = {}
         self._members: dict[int, str] = {}
         self._port_file = directory / "coordinator.json"
         self.start_coordinator()
@@ -60,7 +57,11 @@ class Cluster:
         self.addresses = json.loads(eventually(lambda: self._port_file.exists() and self._port_file.read_text(), "the coordinator"))
         self.client = CoordinatorClient(ChannelSettings(address=self.addresses["grpc"]))
         spec = pb.JobSpec(
-            job_id="job", min_workers=self._min_workers, max_workers=self._max_workers, join_grace_ms=self._join_grace_ms, lease_ms=3000
+            job_id="job",
+            min_workers=self._min_workers,
+            max_workers=self._max_workers,
+            join_grace_ms=self._join_grace_ms,
+            lease_ms=self._lease_ms,
         )
         self.client.create_job(spec)
 
@@ -75,10 +76,9 @@ class Cluster:
             "SHOAL_RECORD_DIR": str(self.records),
             "SHOAL_RENDEZVOUS_TIMEOUT_S": "60",
             "OUTPUT": str(self.output),
-            "OMP_NUM_THREADS": "1",
         }
-        command = tied_to_parent([sys.executable, str(SCRIPT)])
-        self.workers[index] = subprocess.Popen(command, env={**os.environ, **settings, **self._environment, **environment})
+        variables = {**settings, **self._environment, **environment}
+        self.workers[index] = self._zygote.start("elastic", [], output=self.output / f"{index}.log", **variables)
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -104,27 +104,28 @@ class Cluster:
         eventually(lambda: any(m.member_id == member and m.progress.step > 0 for m in self.job().members), f"worker {index} in the run")
 
     def signal(self, index: int, number: signal.Signals) -> None:
-        os.kill(self.workers[index].pid, number)
+        self.workers[index].kill(number)
 
     def finish(self, *expected_to_end_well: int) -> list[dict[str, Any]]:
         """Waits for all workers, and returns what those that are expected to end well say."""
         for index, worker in self.workers.items():
-            code = worker.wait(PATIENCE_S)
-            assert (code == 0) == (index in expected_to_end_well), f"worker {index} ended with {code}"
+            code = worker.wait()
+            assert (code == 0) == (index in expected_to_end_well), f"worker {index} ended with {code}; it said: {worker.said()}"
         return [json.loads((self.output / f"{self._members[i]}.json").read_text()) for i in expected_to_end_well]
 
     def close(self) -> None:
         self.client.close()
-        for process in (*self.workers.values(), self.coordinator):
-            if process.poll() is None:
-                process.send_signal(signal.SIGCONT)
-                process.kill()
-            process.wait()
+        for worker in self.workers.values():
+            if not worker.ended.is_set():
+                worker.kill(signal.SIGKILL)  # a stopped process, too
+            worker.wait()
+        self.coordinator.kill()
+        self.coordinator.wait()
 
 
 @contextmanager
-def cluster(directory: Path, **settings: Any) -> Iterator[Cluster]:
-    running = Cluster(directory, **settings)
+def cluster(zygote: Zygote, directory: Path, **settings: Any) -> Iterator[Cluster]:
+    running = Cluster(zygote, directory, **settings)
     try:
         yield running
     finally:

@@ -9,16 +9,17 @@ from typing import Any
 import pytest
 from shoal_worker.data.record import audit
 
-from tests.integration.worker_elastic.cluster import Cluster, cluster, eventually
+from tests.integration.worker_async.async_cluster import Zygote, eventually
+from tests.integration.worker_elastic.cluster import Cluster, cluster
 
 EPOCHS = 4
 STEPS = 10 * EPOCHS
 
 
 @pytest.fixture(scope="module")
-def fault_free(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def fault_free(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The run of one worker alone, without a fault."""
-    with cluster(tmp_path_factory.mktemp("fault-free"), max_workers=1, EPOCHS=str(EPOCHS), MICRO="1") as alone:
+    with cluster(zygote, tmp_path_factory.mktemp("fault-free"), max_workers=1, EPOCHS=str(EPOCHS), MICRO="1") as alone:
         alone.start(0)
         (result,) = alone.finish(0)
     assert result["steps"] == STEPS
@@ -26,8 +27,8 @@ def fault_free(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.fixture
-def three(tmp_path: Path) -> Iterator[Cluster]:
-    with cluster(tmp_path, EPOCHS=str(EPOCHS), MICRO="1") as running:
+def three(zygote: Zygote, tmp_path: Path) -> Iterator[Cluster]:
+    with cluster(zygote, tmp_path, EPOCHS=str(EPOCHS), MICRO="1") as running:
         yield running
 
 
@@ -104,8 +105,8 @@ def test_a_worker_killed_while_the_others_re_form_is_left_out_too(three: Cluster
     check_same_run(three.finish(0), fault_free, three)
 
 
-def test_a_replacement_takes_the_state_from_its_peers_and_goes_on(tmp_path: Path, fault_free: dict[str, Any]) -> None:
-    with cluster(tmp_path, EPOCHS=str(EPOCHS), MICRO="1") as running:
+def test_a_replacement_takes_the_state_from_its_peers_and_goes_on(zygote: Zygote, tmp_path: Path, fault_free: dict[str, Any]) -> None:
+    with cluster(zygote, tmp_path, EPOCHS=str(EPOCHS), MICRO="1") as running:
         with running.held():
             for index in range(3):
                 running.start(index)
@@ -121,37 +122,40 @@ def test_a_replacement_takes_the_state_from_its_peers_and_goes_on(tmp_path: Path
 @pytest.mark.parametrize(
     ("joiner", "donor"), [("transfer.before_taking@1=kill", ""), ("", "transfer.before_serving@1=kill"), ("session.at_border@1=kill", "")]
 )
-def test_a_join_that_fails_half_way_leaves_the_others_whole(tmp_path: Path, fault_free: dict[str, Any], joiner: str, donor: str) -> None:
-    with cluster(tmp_path, min_workers=2, join_grace_ms=0, EPOCHS=str(EPOCHS), MICRO="1") as running:
+def test_a_join_that_fails_half_way_leaves_the_others_whole(
+    zygote: Zygote, tmp_path: Path, fault_free: dict[str, Any], joiner: str, donor: str
+) -> None:
+    with cluster(zygote, tmp_path, min_workers=2, join_grace_ms=0, EPOCHS=str(EPOCHS), MICRO="1") as running:
         with running.held():
             running.start(0)
             running.start(1, SHOAL_FAILPOINTS=donor)
             running.wait_steps(1)
             running.start(2, SHOAL_FAILPOINTS=joiner)
             victim = 1 if donor else 2
-            eventually(lambda: running.workers[victim].poll() is not None, "the failpoint")
+            eventually(running.workers[victim].ended.is_set, "the failpoint")
         survivors = (0, 2) if donor else (0, 1)
         check_same_run(running.finish(*survivors), fault_free, running)
 
 
-def test_a_worker_that_hangs_is_put_out_and_the_others_go_on(three: Cluster, fault_free: dict[str, Any]) -> None:
-    three.start(0)
-    three.start(1, SHOAL_FAILPOINTS="session.before_apply@15=stop")
-    three.start(2)
-    hung = three.workers.pop(1)
-    results = three.finish(0, 2)
-    three.workers[1] = hung
-    check_same_run(results, fault_free, three)
+def test_a_worker_that_hangs_is_put_out_and_the_others_go_on(zygote: Zygote, tmp_path: Path, fault_free: dict[str, Any]) -> None:
+    with cluster(zygote, tmp_path, lease_ms=4000, EPOCHS=str(EPOCHS), MICRO="1") as running:
+        running.start(0)
+        running.start(1, SHOAL_FAILPOINTS="session.before_apply@15=stop")
+        running.start(2)
+        hung = running.workers.pop(1)
+        results = running.finish(0, 2)
+        running.workers[1] = hung
+        check_same_run(results, fault_free, running)
 
 
-def test_sigterm_drains_a_worker_at_a_border_without_a_lost_step(tmp_path: Path, fault_free: dict[str, Any]) -> None:
-    with cluster(tmp_path, EPOCHS=str(EPOCHS), MICRO="1") as running:
+def test_sigterm_drains_a_worker_at_a_border_without_a_lost_step(zygote: Zygote, tmp_path: Path, fault_free: dict[str, Any]) -> None:
+    with cluster(zygote, tmp_path, EPOCHS=str(EPOCHS), MICRO="1") as running:
         with running.held():
             for index in range(3):
                 running.start(index)
             running.wait_steps(1)
             running.signal(1, signal.SIGTERM)
-            assert running.workers.pop(1).wait(30) == 0
+            assert running.workers.pop(1).wait() == 0
         results = running.finish(0, 2)
         assert [r["lost"] for r in results] == [0, 0]
         assert {r["world"] for r in results} == {2}
@@ -159,9 +163,9 @@ def test_sigterm_drains_a_worker_at_a_border_without_a_lost_step(tmp_path: Path,
 
 
 def test_training_goes_on_while_the_coordinator_is_away_and_membership_follows_when_it_is_back(
-    tmp_path: Path, fault_free: dict[str, Any]
+    zygote: Zygote, tmp_path: Path, fault_free: dict[str, Any]
 ) -> None:
-    with cluster(tmp_path, EPOCHS=str(EPOCHS), MICRO="1") as running:
+    with cluster(zygote, tmp_path, EPOCHS=str(EPOCHS), MICRO="1") as running:
         with running.held():
             for index in range(3):
                 running.start(index)
@@ -186,15 +190,15 @@ def test_a_stopped_job_ends_its_loops_at_one_border(three: Cluster) -> None:
             three.start(index)
         three.wait_steps(2)
         three.client.stop_job("job", reason="test")
-        eventually(lambda: all(w.poll() is not None for w in three.workers.values()), "the workers' end")
+        eventually(lambda: all(w.ended.is_set() for w in three.workers.values()), "the workers' end")
     results = three.finish(0, 1, 2)
     assert len({r["steps"] for r in results}) == 1
     assert len({r["digest"] for r in results}) == 1
     assert results[0]["steps"] < STEPS
 
 
-def test_without_micro_batches_survivors_agree_and_every_sample_counts_once(tmp_path: Path) -> None:
-    with cluster(tmp_path, EPOCHS=str(EPOCHS)) as running:
+def test_without_micro_batches_survivors_agree_and_every_sample_counts_once(zygote: Zygote, tmp_path: Path) -> None:
+    with cluster(zygote, tmp_path, EPOCHS=str(EPOCHS)) as running:
         running.start(0)
         running.start(1, SHOAL_FAILPOINTS="reduction.completed@15=kill")
         running.start(2)
@@ -203,15 +207,15 @@ def test_without_micro_batches_survivors_agree_and_every_sample_counts_once(tmp_
         assert all(epoch.exactly_once for epoch in audit(running.records).epochs)
 
 
-def test_a_run_resumes_from_its_checkpoint_on_another_number_of_workers(tmp_path: Path, fault_free: dict[str, Any]) -> None:
+def test_a_run_resumes_from_its_checkpoint_on_another_number_of_workers(zygote: Zygote, tmp_path: Path, fault_free: dict[str, Any]) -> None:
     (tmp_path / "first").mkdir()
     (tmp_path / "second").mkdir()
     checkpoints = str(tmp_path / "checkpoints")
-    with cluster(tmp_path / "first", EPOCHS="2", MICRO="1", CHECKPOINTS=checkpoints) as running:
+    with cluster(zygote, tmp_path / "first", EPOCHS="2", MICRO="1", CHECKPOINTS=checkpoints) as running:
         for index in range(3):
             running.start(index)
         running.finish(0, 1, 2)
-    with cluster(tmp_path / "second", max_workers=2, EPOCHS=str(EPOCHS), MICRO="1", CHECKPOINTS=checkpoints) as running:
+    with cluster(zygote, tmp_path / "second", max_workers=2, EPOCHS=str(EPOCHS), MICRO="1", CHECKPOINTS=checkpoints) as running:
         for index in range(2):
             running.start(index)
         results = running.finish(0, 1)
@@ -219,12 +223,14 @@ def test_a_run_resumes_from_its_checkpoint_on_another_number_of_workers(tmp_path
     assert {tuple(r["lr"]) for r in results} == {tuple(fault_free["lr"])}
 
 
-def test_when_all_that_held_the_state_are_gone_a_replacement_starts_from_the_checkpoint(tmp_path: Path, fault_free: dict[str, Any]) -> None:
+def test_when_all_that_held_the_state_are_gone_a_replacement_starts_from_the_checkpoint(
+    zygote: Zygote, tmp_path: Path, fault_free: dict[str, Any]
+) -> None:
     with cluster(
-        tmp_path, min_workers=1, max_workers=1, EPOCHS=str(EPOCHS), MICRO="1", CHECKPOINTS=str(tmp_path / "checkpoints")
+        zygote, tmp_path, min_workers=1, max_workers=1, EPOCHS=str(EPOCHS), MICRO="1", CHECKPOINTS=str(tmp_path / "checkpoints")
     ) as running:
         running.start(0, SHOAL_FAILPOINTS="session.after_commit@25=kill")
-        eventually(lambda: running.workers[0].poll() is not None, "the first worker's death")
+        eventually(running.workers[0].ended.is_set, "the first worker's death")
         running.start(1)
         (result,) = running.finish(1)
         assert result["digest"] == fault_free["digest"]

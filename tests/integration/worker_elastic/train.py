@@ -2,24 +2,20 @@
 
 import hashlib
 import json
+import logging
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import shoal
 import torch
 from torch import nn
 
-torch.set_num_threads(1)
-EPOCHS = int(os.environ["EPOCHS"])
-MICRO = os.environ.get("MICRO") == "1"
-HOLD = Path(os.environ["OUTPUT"], "hold")
-CHECKPOINTS = os.environ.get("CHECKPOINTS")
 
-
-def pace() -> None:
+def pace(hold: Path) -> None:
     """Steps take 0.6 s while a test holds the run, so that what it waits for happens before the end."""
-    time.sleep(0.6 if HOLD.exists() else 0.002)
+    time.sleep(0.6 if hold.exists() else 0.002)
 
 
 def correct(model: nn.Module, batch: list[torch.Tensor]) -> dict[str, float]:
@@ -27,57 +23,64 @@ def correct(model: nn.Module, batch: list[torch.Tensor]) -> dict[str, float]:
     return {"correct": float((model(x).argmax(1) == y).sum()), "samples": float(len(y))}
 
 
-shoal.init()
-torch.manual_seed(0)
-net = nn.Sequential(nn.Linear(10, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 2))
-model, optimizer = shoal.as_distributed(net, torch.optim.AdamW(net.parameters(), 1e-2), deterministic=MICRO)
-per_step = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
-per_epoch = torch.optim.lr_scheduler.LambdaLR(torch.optim.SGD([nn.Parameter(torch.zeros(1))], 1.0), lambda epoch: 1.0 * epoch)
-shoal.register_state(per_step=per_step, per_epoch=per_epoch)
-x = torch.randn(480, 10, generator=torch.Generator().manual_seed(1))
-dataset = torch.utils.data.TensorDataset(x, (x.sum(1) > 0).long())
-loader = shoal.ElasticDataLoader(dataset, global_batch_size=48, micro_batch_size=8 if MICRO else None)
-validation = shoal.ElasticDataLoader(dataset, global_batch_size=60, train=False)
-if CHECKPOINTS:
-    shoal.resume(CHECKPOINTS)
+def main(arguments: Sequence[str]) -> None:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
+    torch.set_num_threads(1)
+    epochs = int(os.environ["EPOCHS"])
+    micro = os.environ.get("MICRO") == "1"
+    hold = Path(os.environ["OUTPUT"], "hold")
+    checkpoints = os.environ.get("CHECKPOINTS")
+    shoal.init()
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(10, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 2))
+    model, optimizer = shoal.as_distributed(net, torch.optim.AdamW(net.parameters(), 1e-2), deterministic=micro)
+    per_step = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
+    per_epoch = torch.optim.lr_scheduler.LambdaLR(torch.optim.SGD([nn.Parameter(torch.zeros(1))], 1.0), lambda epoch: 1.0 * epoch)
+    shoal.register_state(per_step=per_step, per_epoch=per_epoch)
+    x = torch.randn(480, 10, generator=torch.Generator().manual_seed(1))
+    dataset = torch.utils.data.TensorDataset(x, (x.sum(1) > 0).long())
+    loader = shoal.ElasticDataLoader(dataset, global_batch_size=48, micro_batch_size=8 if micro else None)
+    validation = shoal.ElasticDataLoader(dataset, global_batch_size=60, train=False)
+    if checkpoints:
+        shoal.resume(checkpoints)
 
-lost = 0
-evaluations = []
-for _ in loader.epochs(EPOCHS):
-    if MICRO:
-        for step in loader.steps():
-            for inputs, labels in step:
+    lost = 0
+    evaluations = []
+    for _ in loader.epochs(epochs):
+        if micro:
+            for step in loader.steps():
+                for inputs, labels in step:
+                    nn.functional.cross_entropy(model(inputs), labels).backward()
+                pace(hold)
+                model.clip_grad_norm_(1.0)
+                lost += not optimizer.step()
+                per_step.step()
+                optimizer.zero_grad()
+        else:
+            for inputs, labels in loader:
+                optimizer.zero_grad()
                 nn.functional.cross_entropy(model(inputs), labels).backward()
-            pace()
-            model.clip_grad_norm_(1.0)
-            lost += not optimizer.step()
-            per_step.step()
-            optimizer.zero_grad()
-    else:
-        for inputs, labels in loader:
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(model(inputs), labels).backward()
-            pace()
-            lost += not optimizer.step()
-            per_step.step()
-    evaluations.append(shoal.evaluate(model, validation, correct))
-    per_epoch.optimizer.step()
-    per_epoch.step()
-    if CHECKPOINTS:
-        shoal.save_checkpoint(CHECKPOINTS, keep=2)
+                pace(hold)
+                lost += not optimizer.step()
+                per_step.step()
+        evaluations.append(shoal.evaluate(model, validation, correct))
+        per_epoch.optimizer.step()
+        per_epoch.step()
+        if checkpoints:
+            shoal.save_checkpoint(checkpoints, keep=2)
 
-state = model.full_state_dict()
-result = {
-    "member": os.environ["SHOAL_MEMBER_ID"],
-    "rank": shoal.rank(),
-    "world": shoal.world_size(),
-    "generation": shoal.generation(),
-    "steps": loader.global_step,
-    "lost": lost,
-    "digest": hashlib.sha256(b"".join(t.numpy().tobytes() for t in state.values())).hexdigest(),
-    "parameters": torch.cat([t.double().flatten() for t in state.values()]).tolist(),
-    "lr": per_step.get_last_lr(),
-    "epochs_scheduled": per_epoch.last_epoch,
-    "evaluations": evaluations[-1:],
-}
-Path(os.environ["OUTPUT"], f"{result['member']}.json").write_text(json.dumps(result))
+    state = model.full_state_dict()
+    result = {
+        "member": os.environ["SHOAL_MEMBER_ID"],
+        "rank": shoal.rank(),
+        "world": shoal.world_size(),
+        "generation": shoal.generation(),
+        "steps": loader.global_step,
+        "lost": lost,
+        "digest": hashlib.sha256(b"".join(t.numpy().tobytes() for t in state.values())).hexdigest(),
+        "parameters": torch.cat([t.double().flatten() for t in state.values()]).tolist(),
+        "lr": per_step.get_last_lr(),
+        "epochs_scheduled": per_epoch.last_epoch,
+        "evaluations": evaluations[-1:],
+    }
+    Path(os.environ["OUTPUT"], f"{result['member']}.json").write_text(json.dumps(result))

@@ -1,0 +1,271 @@
+"""Coordinator, parameter servers and workers as processes, for tests of asynchronous training."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from shoal_common.clients import CoordinatorClient, ParameterServerClient
+from shoal_common.processes import tied_to_parent
+from shoal_common.rpc.channel import ChannelSettings
+from shoal_protos.v1 import coordinator_pb2, parameter_server_pb2
+
+PATIENCE_S = 60.0
+
+
+def eventually(condition: Callable[[], Any], what: str, *, within_s: float = PATIENCE_S) -> Any:
+    """The condition's first true value."""
+    deadline = time.monotonic() + within_s
+    while not (value := condition()):
+        if time.monotonic() > deadline:
+            pytest.fail(f"waited {within_s:g} s for {what}")
+        time.sleep(0.01)
+    return value
+
+
+class Child:
+    """One process that the zygote has forked."""
+
+    def __init__(self, output: Path) -> None:
+        self.pid = 0
+        self.output = output
+        self.started = threading.Event()
+        self.ended = threading.Event()
+        self.status: int | None = None
+
+    def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
+        os.kill(self.pid, number)
+
+    def wait(self) -> int:
+        if not self.ended.wait(PATIENCE_S):
+            pytest.fail(f"process {self.pid} did not end; it said: {self.said()}")
+        assert self.status is not None
+        return self.status
+
+    def said(self) -> str:
+        return self.output.read_text() if self.output.exists() else "nothing"
+
+
+class Zygote:
+    """Starts processes quickly; see zygote.py."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, "-m", "tests.integration.worker_async.zygote"]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        root = Path(__file__).parents[3]
+        self._process = subprocess.Popen(
+            tied_to_parent(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True, cwd=root
+        )
+        self._children: dict[int, Child] = {}
+        self._ready: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def start(self, program: str, arguments: Sequence[str], *, output: Path, **environment: str) -> Child:
+        number, child = len(self._children), Child(output)
+        self._children[number] = child
+        command = {"start": number, "program": program, "arguments": list(arguments), "environment": environment, "output": str(output)}
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(command) + "\n")
+        self._process.stdin.flush()
+        if not child.started.wait(PATIENCE_S):
+            pytest.fail("the zygote does not answer")
+        return child
+
+    def close(self) -> None:
+        self._process.kill()  # and the kernel its children
+        self._process.wait()
+        self._reader.join()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            said = json.loads(line)
+            if "started" in said:
+                child = self._children[said["started"]]
+                child.pid = said["pid"]
+                child.started.set()
+            elif "ended" in said:
+                child = self._children[said["ended"]]
+                child.status = said["status"]
+                child.ended.set()
+
+
+class Coordinator:
+    """One coordinator process, which can be stopped and started again on the same port."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._port_file = directory / "coordinator.json"
+        self.address = "127.0.0.1:0"
+        self.start()
+
+    def start(self) -> None:
+        self._port_file.unlink(missing_ok=True)
+        command = [sys.executable, "-m", "shoal_coordinator", "--listen", self.address, "--http", "127.0.0.1:0"]
+        command += ["--redis", f"embedded://{self._directory / 'valkey'}", "--port-file", str(self._port_file)]
+        with (self._directory / "coordinator.log").open("ab") as log:
+            self.process = subprocess.Popen(tied_to_parent(command), stdout=log, stderr=log)
+        self.address = json.loads(eventually(lambda: self._port_file.exists() and self._port_file.read_text(), "the coordinator"))["grpc"]
+
+    def stop(self) -> None:
+        self.process.terminate()
+        self.process.wait(PATIENCE_S)
+
+
+class Server:
+    """One parameter server, which can be started again over the same data."""
+
+    def __init__(self, cluster: AsyncCluster, index: int, *, keeps_data: bool) -> None:
+        self._cluster = cluster
+        self._index = index
+        self._keeps_data = keeps_data
+        self._directory = cluster.directory / f"server-{index}"
+        self._directory.mkdir()
+        self.start()
+
+    def start(self) -> None:
+        self._port_file = self._directory / f"{uuid.uuid4().hex}.json"
+        arguments = ["--coordinator", self._cluster.coordinator.address, "--job", self._cluster.job_id]
+        arguments += ["--server-id", f"server-{self._index}", "--port-file", str(self._port_file), "--snapshot-interval", "0s"]
+        if self._keeps_data:
+            arguments += ["--data-dir", str(self._directory / "data")]
+        self.process = self._cluster.zygote.start("server", arguments, output=self._directory / "log")
+
+    @property
+    def address(self) -> str:
+        text = eventually(lambda: self._port_file.exists() and self._port_file.read_text(), f"server {self._index}: {self.process.said()}")
+        return str(json.loads(text)["grpc"])
+
+    def look(self) -> parameter_server_pb2.GetServerResponse:
+        with ParameterServerClient(ChannelSettings(address=self.address)) as client:
+            return client.get_server()
+
+    def snapshot(self) -> None:
+        with ParameterServerClient(ChannelSettings(address=self.address)) as client:
+            client.snapshot(self._cluster.job_id)
+
+
+class Worker:
+    """One worker process."""
+
+    def __init__(self, process: Child, directory: Path) -> None:
+        self.process = process
+        self.directory = directory
+
+    def reached(self, step: int) -> bool:
+        """It was handed its batch number `step`, counted from 0."""
+        return (self.directory / f"step-{step}").exists()
+
+    def wait_step(self, step: int) -> None:
+        """Until it was handed that batch; it must be alive."""
+        eventually(lambda: self.reached(step) or self.process.ended.is_set(), f"step {step}: {self.process.said()}")
+        assert not self.process.ended.is_set(), self.process.said()
+
+    def go(self, step: int) -> None:
+        """Ends its hold at that batch."""
+        (self.directory / f"go-{step}").touch()
+
+    def result(self) -> dict[str, Any]:
+        """Waits for its end, which is to be a good one."""
+        status = self.process.wait()
+        assert status == 0, f"status {status}: {self.process.said()}"
+        result: dict[str, Any] = json.loads((self.directory / "result.json").read_text())
+        return result
+
+
+class AsyncCluster:
+    """One job with its servers and workers."""
+
+    def __init__(
+        self,
+        zygote: Zygote,
+        coordinator: Coordinator,
+        directory: Path,
+        *,
+        servers: int = 2,
+        keeps_data: bool = True,
+        together: int = 1,
+        min_workers: int = 1,
+        max_workers: int = 8,
+    ) -> None:
+        """`together`: how many workers the first generation waits for."""
+        self.zygote = zygote
+        self.coordinator = coordinator
+        self.directory = directory
+        self.records = directory / "records"
+        self.job_id = f"job-{uuid.uuid4().hex[:8]}"
+        self.client = CoordinatorClient(ChannelSettings(address=coordinator.address, deadline=timedelta(seconds=20)))
+        if together > 1:
+            max_workers = together  # a full world does not wait for its grace
+        spec = coordinator_pb2.JobSpec(
+            job_id=self.job_id,
+            min_workers=min_workers,
+            max_workers=max_workers,
+            parameter_servers=servers,
+            join_grace_ms=60_000 if together > 1 else 0,
+            lease_ms=10_000,
+        )
+        self.client.create_job(spec)
+        self.servers = [Server(self, index, keeps_data=keeps_data) for index in range(servers)]
+        self.workers: list[Worker] = []
+
+    def start_worker(self, *, environment: dict[str, str] | None = None, **config: Any) -> Worker:
+        number = len(self.workers)
+        directory = self.directory / f"worker-{number}"
+        directory.mkdir()
+        variables = {
+            "SHOAL_COORDINATOR": self.coordinator.address,
+            "SHOAL_JOB_ID": self.job_id,
+            "SHOAL_MEMBER_ID": f"member-{number}-{uuid.uuid4().hex}",
+            "SHOAL_LOCAL_INDEX": str(number),
+            "SHOAL_RECORD_DIR": str(self.records),
+            "SHOAL_RENDEZVOUS_TIMEOUT_S": "60",
+            **(environment or {}),
+        }
+        arguments = [json.dumps({"directory": str(directory), **config})]
+        worker = Worker(self.zygote.start("train", arguments, output=directory / "log", **variables), directory)
+        self.workers.append(worker)
+        return worker
+
+    def job(self) -> coordinator_pb2.GetJobResponse:
+        return self.client.get_job(self.job_id)
+
+    def wait_world(self, size: int) -> None:
+        eventually(lambda: len(self.job().generation.ranks) == size, f"a world of {size}")
+
+    def close(self) -> None:
+        self.client.close()
+        for process in (*(worker.process for worker in self.workers), *(server.process for server in self.servers)):
+            if not process.ended.is_set():
+                process.kill(signal.SIGCONT)
+                process.kill()
+        for process in (*(worker.process for worker in self.workers), *(server.process for server in self.servers)):
+            process.wait()
+
+
+@contextmanager
+def async_cluster(zygote: Zygote, coordinator: Coordinator, directory: Path, **settings: Any) -> Iterator[AsyncCluster]:
+    cluster = AsyncCluster(zygote, coordinator, directory, **settings)
+    try:
+        yield cluster
+    finally:
+        cluster.close()

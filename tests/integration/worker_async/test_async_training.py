@@ -1,0 +1,145 @@
+"""Asynchronous training with a real coordinator, two real parameter servers and real worker processes."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+
+import pytest
+from shoal_worker.data.record import audit
+
+from tests.integration.worker_async.async_cluster import AsyncCluster, eventually
+from tests.integration.worker_async.train import SAMPLES, network
+
+Make = Callable[..., AsyncCluster]
+
+BATCHES = SAMPLES // 8
+
+
+def test_workers_start_with_rank_0s_weights_and_reach_the_solution_together(cluster: Make) -> None:
+    running = cluster(together=3)
+    workers = [running.start_worker(seed=seed, epochs=6, hold_at=[0]) for seed in range(3)]
+    for worker in workers:
+        worker.wait_step(0)
+    rank_0 = int(running.job().generation.ranks[0].member_id.split("-")[1])
+    for worker in workers:
+        worker.go(0)
+    results = [worker.result() for worker in workers]
+
+    assert max(result["error"] for result in results) < 0.05
+    assert sum(result["steps"] for result in results) == 6 * BATCHES
+    assert all(result["committed"] == result["steps"] > 0 for result in results)
+    weights = {name: value.tolist() for name, value in network(rank_0).named_parameters()}
+    assert [result["first_parameters"] for result in results] == [weights] * 3
+    found = audit(running.records)
+    assert found.exactly_once
+    assert len(found.epochs) == 6
+    # The last epoch was over for all before anyone read them.
+    assert results[0]["parameters"] == results[1]["parameters"] == results[2]["parameters"]
+
+
+def test_a_killed_workers_batches_are_done_by_others_who_do_not_notice(cluster: Make) -> None:
+    running = cluster(together=3)
+    victim = running.start_worker(epochs=2, hold_at=[3])
+    others = [running.start_worker(epochs=2) for _ in range(2)]
+    victim.wait_step(3)
+    victim.process.kill()
+    results = [worker.result() for worker in others]
+
+    assert victim.process.wait() == -signal.SIGKILL
+    assert sum(result["steps"] for result in results) == 2 * BATCHES - 3
+    assert all(result["committed"] == result["steps"] for result in results)
+    assert audit(running.records).exactly_once
+
+
+def test_with_ssp_nobody_is_further_ahead_than_the_bound(cluster: Make) -> None:
+    running = cluster(together=2)
+    options = {"consistency": "ssp", "staleness_bound": 2}
+    slow, fast = running.start_worker(epochs=1, hold_at=[1], options=options), running.start_worker(epochs=1, options=options)
+    slow.wait_step(1)
+    # It has finished 1 iteration. The other may finish 3, and a fourth whose end waits.
+    eventually(lambda: all(sorted(server.look().clocks.values()) == [1, 4] for server in running.servers), "the fast worker to wait")
+    assert fast.reached(3)
+    assert not fast.reached(4)
+    slow.go(1)
+    assert slow.result()["steps"] + fast.result()["steps"] == BATCHES
+
+
+def test_with_ssp_a_worker_without_batches_holds_nobody_up(cluster: Make) -> None:
+    running = cluster(together=2)
+    options = {"consistency": "ssp", "staleness_bound": 0}
+    workers = [running.start_worker(epochs=3, batch_size=SAMPLES // 3, options=options, delay_s=delay) for delay in (0.0, 0.03)]
+    assert sum(worker.result()["steps"] for worker in workers) == 3 * 4
+    assert audit(running.records).exactly_once
+
+
+def test_of_two_schedules_the_one_that_is_furthest_counts(cluster: Make) -> None:
+    running = cluster(together=2)
+    fast = running.start_worker(epochs=1, gamma=0.9, schedule="iterations", hold_at=[10])
+    slow = running.start_worker(epochs=1, gamma=0.9, schedule="iterations", hold_at=[4, 8])
+
+    def rates() -> list[float]:
+        return [server.look().optimizer.hyperparameters["lr"] for server in running.servers]
+
+    fast.wait_step(10)
+    slow.wait_step(4)
+    assert rates() == pytest.approx([0.05 * 0.9**9] * 2)  # that of its push number 10; its scheduler's tenth step comes with the next
+    slow.go(4)
+    slow.wait_step(8)
+    assert rates() == pytest.approx([0.05 * 0.9**9] * 2)
+    fast.go(10)
+    slow.go(8)
+    assert fast.result()["steps"] + slow.result()["steps"] == BATCHES
+
+
+def test_a_joiner_goes_on_in_the_epoch_where_the_others_are(cluster: Make) -> None:
+    running = cluster()
+    first = running.start_worker(epochs=4, schedule="epochs", hold_at=[2 * BATCHES + 1])
+    first.wait_step(2 * BATCHES + 1)
+    eventually(lambda: running.job().members[0].progress.epoch == 2, "a heartbeat to tell the epoch")
+    joiner = running.start_worker(epochs=4, hold_at=[1])
+    joiner.wait_step(1)
+    running.wait_world(2)
+    first.go(2 * BATCHES + 1)
+    joiner.go(1)
+    results = [first.result(), joiner.result()]
+    assert results[1]["epochs"] == [2, 3]
+    assert sum(result["steps"] for result in results) == 4 * BATCHES
+    assert audit(running.records).exactly_once
+
+
+def test_a_drained_worker_leaves_with_all_its_batches_acknowledged(cluster: Make) -> None:
+    running = cluster(together=2)
+    leaving, staying = running.start_worker(epochs=1, hold_at=[2]), running.start_worker(epochs=1, hold_at=[1])
+    leaving.wait_step(2)
+    staying.wait_step(1)
+    leaving.process.kill(signal.SIGTERM)
+    leaving.go(2)
+    assert leaving.process.wait() == 0
+    staying.go(1)
+    assert staying.result()["steps"] == BATCHES - 3
+    assert audit(running.records).exactly_once
+
+
+def test_a_stopped_job_ends_all_loops_also_of_workers_that_find_no_batch(cluster: Make) -> None:
+    running = cluster(together=2)
+    holding = running.start_worker(epochs=5, batch_size=SAMPLES, hold_at=[0])
+    idle = running.start_worker(epochs=5, batch_size=SAMPLES, hold_at=[0])
+    eventually(lambda: holding.reached(0) or idle.reached(0), "one of them to get the only batch")
+    running.client.stop_job(running.job_id, reason="enough")
+    for worker in (holding, idle):
+        worker.go(0)
+    assert sum(worker.result()["steps"] for worker in (holding, idle)) <= 2
+
+
+def test_while_too_few_workers_are_left_the_others_stand_still(cluster: Make) -> None:
+    running = cluster(together=2, min_workers=2)
+    victim, survivor = running.start_worker(epochs=2, hold_at=[2]), running.start_worker(epochs=2, hold_at=[5])
+    victim.wait_step(2)
+    survivor.wait_step(5)
+    victim.process.kill()
+    eventually(lambda: not any(server.look().clocks for server in running.servers), "the servers to know of no member")
+    survivor.go(5)
+    replacement = running.start_worker(epochs=2)
+    assert survivor.result()["steps"] + replacement.result()["steps"] == 2 * BATCHES - 2
+    assert audit(running.records).exactly_once

@@ -1,0 +1,104 @@
+"""What the tests' workers run: a user's script, with moments at which it can be held."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import shoal_worker.api as shoal
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+FEATURES = 8
+SAMPLES = 256
+
+
+def problem() -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(SAMPLES, FEATURES, generator=generator)
+    weights = torch.linspace(-1.0, 1.0, FEATURES).unsqueeze(1)
+    return TensorDataset(inputs, inputs @ weights + 0.5)
+
+
+def network(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(FEATURES, 16), nn.Tanh(), nn.Linear(16, 1))
+
+
+def squared_error(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> dict[str, torch.Tensor]:
+    inputs, targets = batch
+    return {"squared_error": nn.functional.mse_loss(model(inputs), targets, reduction="sum"), "samples": torch.tensor(len(inputs))}
+
+
+class Moments:
+    """Says where this worker is, by files, and holds it there for as long as the test likes."""
+
+    def __init__(self, directory: Path, hold_at: Sequence[int]) -> None:
+        self._directory = directory
+        self._hold_at = hold_at
+
+    def step(self, number: int) -> None:
+        """A batch was handed out, nothing of it is computed; `number` are done."""
+        (self._directory / f"step-{number}").touch()
+        if number in self._hold_at:
+            while not (self._directory / f"go-{number}").exists():
+                time.sleep(0.005)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """`arguments`: one JSON object; see the keys below."""
+    config: dict[str, Any] = json.loads(arguments[0])
+    directory = Path(config["directory"])
+    moments = Moments(directory, config.get("hold_at", ()))
+    options = dict(config.get("options", {}))
+    if "server_timeout_s" in options:
+        options["server_timeout"] = timedelta(seconds=options.pop("server_timeout_s"))
+    shoal.init()
+    net = network(config.get("seed", 0))
+    kind = getattr(torch.optim, config.get("optimizer", "SGD"))
+    settings = config.get("settings", {"lr": 0.05})
+    model, optimizer = shoal.as_distributed(net, kind(net.parameters(), **settings), strategy="async_sgd", **options)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=config.get("gamma", 1.0))
+    shoal.register_state(scheduler=scheduler)
+    if "resume" in config:
+        shoal.resume(config["resume"])
+    loader = shoal.ElasticDataLoader(problem(), batch_size=config.get("batch_size", 8), name="train")
+    evaluation = shoal.ElasticDataLoader(problem(), batch_size=64, train=False)
+    first_parameters: dict[str, Any] = {}
+    steps, statuses, epochs = 0, [], []
+    for epoch in loader.epochs(config.get("epochs", 1)):
+        epochs.append(epoch)
+        for inputs, targets in loader:
+            moments.step(steps)
+            if steps == 0:
+                first_parameters = {name: value.tolist() for name, value in net.named_parameters()}
+            model.train_step(inputs, targets, nn.functional.mse_loss)
+            statuses.append(bool(optimizer.step()))
+            if "delay_s" in config:
+                time.sleep(config["delay_s"])
+            if config.get("schedule") == "iterations":
+                scheduler.step()
+            optimizer.zero_grad()
+            steps += 1
+        if config.get("schedule") == "epochs":
+            scheduler.step()
+        if "save" in config:
+            shoal.save_checkpoint(config["save"])
+    sums = shoal.evaluate(model, evaluation, squared_error)
+    result = {
+        "steps": steps,
+        "committed": sum(statuses),
+        "epochs": epochs,
+        "first_parameters": first_parameters,
+        "parameters": {name: value.tolist() for name, value in model.full_state_dict().items()},
+        "error": sums["squared_error"] / sums["samples"],
+        "lr": optimizer.param_groups[0]["lr"],
+        "generation": shoal.generation(),
+    }
+    (directory / "result.json").write_text(json.dumps(result))
+    return 0

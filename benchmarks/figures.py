@@ -42,13 +42,13 @@ class Ratio:
         return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
 
 
-def paired_ratio(ours: Sequence[float], theirs: Sequence[float], *, seed: int = 0) -> Ratio:
+def paired_ratio(ours: Sequence[float], theirs: Sequence[float], *, seed: int = 0, resamples: int = RESAMPLES) -> Ratio:
     """Median of the pairs' ratios ours/theirs, with a percentile bootstrap over pairs (Efron and Tibshirani, 1993, chapter 13)."""
     if len(ours) != len(theirs) or not ours:
         raise ValueError(f"paired_ratio: {len(ours)} and {len(theirs)} values; expected as many of each, and some")
     ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
     generator = random.Random(seed)
-    resampled = [statistics.median(generator.choices(ratios, k=len(ratios))) for _ in range(RESAMPLES)]
+    resampled = [statistics.median(generator.choices(ratios, k=len(ratios))) for _ in range(resamples)]
     return _interval(statistics.median(ratios), resampled)
 
 

@@ -1,0 +1,62 @@
+"""The benchmarks' command line and their reports."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.registry import BENCHMARKS
+from benchmarks.report import Machine, Row, Table, markdown, write
+
+REPOSITORY = Path(__file__).parents[3]
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "benchmarks", *arguments]
+    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_list_names_every_table() -> None:
+    answer = run("--list")
+    assert answer.returncode == 0, answer.stderr
+    assert [line.split()[0] for line in answer.stdout.splitlines()] == ["t1", "t2", "t4", "t14"]
+
+
+def test_a_table_that_is_not_there_is_refused_with_those_that_are() -> None:
+    answer = run("t99")
+    assert answer.returncode == 2
+    assert "no table named t99; there are t1, t2, t4, t14" in answer.stderr
+
+
+@pytest.mark.parametrize("benchmark", BENCHMARKS, ids=lambda benchmark: benchmark.key)
+def test_every_table_has_a_module_that_measures_it(benchmark: object) -> None:
+    assert callable(importlib.import_module(benchmark.module).measure)  # type: ignore[attr-defined]
+
+
+def test_a_report_holds_every_sample_and_why_a_row_is_empty(tmp_path: Path) -> None:
+    table = Table(
+        key="t0",
+        title="An example",
+        target="<= 1",
+        method="By hand.",
+        columns=("s",),
+        rows=(
+            Row(name="ours", command="shoal run", cells={"s": "0.5"}, samples={"s": [0.4, 0.6]}),
+            Row(name="theirs", command="peer", cells={}, failure="peer is not installed\ndetails"),
+        ),
+        verdict="Measured: 0.5 s (reached).",
+    )
+    machine = Machine.here()
+    write(tmp_path, table, machine, "python -m benchmarks t0")
+    content = json.loads((tmp_path / "t0.json").read_text())
+    assert content["rows"][0]["samples"] == {"s": [0.4, 0.6]}
+    assert content["machine"]["cores"] == machine.cores
+    page = (tmp_path / "t0.md").read_text()
+    assert page == markdown(table, machine, "python -m benchmarks t0")
+    assert "| ours | 0.5 |\n| theirs | - |" in page
+    assert "- theirs failed: peer is not installed\n" in page

@@ -1,11 +1,10 @@
 """The plain script beside it, elastic: `shoal run --standalone --nproc-per-node 3 train.py`. Four lines differ."""
 
+import shoal
 import torch
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import TensorDataset
-
-import shoal
 
 torch.manual_seed(0)
 digits = load_digits()

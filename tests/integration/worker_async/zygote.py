@@ -3,7 +3,8 @@
 Each child is a process like any other: its own pid, environment, signals and exit. Nothing of grpc is in use when it is forked. Run as a
 module; commands come on standard input, one JSON object a line, and what is said goes to standard output.
 
-    {"start": 7, "program": "server" | "train" | "elastic", "arguments": [...], "environment": {...}, "output": path}  ->  {"started": 7, "pid": ...}
+    {"start": 7, "program": "server" | "train" | "elastic", "arguments": [...], "environment": {...}, "output": path}
+                                                                                          ->  {"started": 7, "pid": ...}
     a child's end                                                                         ->  {"ended": 7, "status": ...}  as Popen says it
 """
 
@@ -22,7 +23,7 @@ import signal
 import sys
 from typing import Any, NoReturn
 
-import shoal_worker.strategies.async_sgd
+import shoal_worker.strategies.async_sgd  # noqa: F401 - loaded once, before the forks
 import torch
 import torch.optim.lr_scheduler
 from shoal_ps_server.__main__ import main as serve

@@ -171,10 +171,7 @@ def test_training_goes_on_while_the_coordinator_is_away_and_membership_follows_w
                 running.start(index)
             running.wait_steps(1)
             before = running.job()
-            running.coordinator.kill()
-            running.coordinator.wait()
-            running.client.close()
-            running.start_coordinator(listen=running.addresses["grpc"])
+            running.restart_coordinator()
             eventually(lambda: running.steps() > before.members[0].progress.step + 1, "steps after the restart")
             assert running.job().generation.number == before.generation.number
             running.signal(2, signal.SIGKILL)

@@ -30,7 +30,7 @@ from shoal_worker.asynchronous.options import AsyncOptions, check_configuration
 from shoal_worker.asynchronous.own_cluster import OwnCluster
 from shoal_worker.asynchronous.server_link import Iteration
 from shoal_worker.asynchronous.servers import ParameterServers
-from shoal_worker.asynchronous.tensors import HostTensor, check_gradients, gradients
+from shoal_worker.asynchronous.tensors import HostTensor, check_gradients, gradients, materialize
 from shoal_worker.elastic.contract import Leases, StepSource, StepStatus, StopTraining
 from shoal_worker.strategies.base import ShardedModel, ShardedOptimizer, call_module, check_optimizer_covers, loss_of
 
@@ -114,7 +114,7 @@ class AsyncSGDModel(ShardedModel):
             return
         has_values = self.has_values()
         if not has_values:
-            self.module.to_empty(device=self._session.device)
+            materialize(self.module, self._require_optimizer(), self._tensors, self._session.device)
         self._require_servers().start(has_values=has_values)
         self._started = True
 
@@ -235,7 +235,7 @@ class AsyncSGDModel(ShardedModel):
         if len(groups) != len(own) or any(mine.keys() - loaded.keys() - {"initial_lr"} for mine, loaded in zip(own, groups, strict=True)):
             raise CorruptDataError("the checkpoint is of another optimizer: its parameter groups differ", reason="OPTIMIZER_DIFFERS")
         if not self.has_values():
-            self.module.to_empty(device=self._session.device)
+            materialize(self.module, self._require_optimizer(), self._tensors, self._session.device)
         self.module.load_state_dict(state["model"])
         # The settings alone: momentum and moments of a synchronous run have no place on the workers.
         self._require_optimizer().load_state_dict({"state": {}, "param_groups": groups})
@@ -334,7 +334,8 @@ class AsyncSGDOptimizer(ShardedOptimizer):
 
     @property
     def last_staleness(self) -> float:
-        """Versions that others' pushes made between the pull that the last push was computed on and that push; the most of any partition."""
+        """Versions that others' pushes made between the pull that the last push was computed on and that push; the most of any
+        partition."""
         return self._session.progress.staleness
 
     def step(self, closure: Callable[[], Any] | None = None) -> StepStatus:  # type: ignore[override]

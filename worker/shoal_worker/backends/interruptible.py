@@ -13,11 +13,8 @@ Threads: one thread issues collectives; they complete in Gloo's threads; `abort`
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import re
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
@@ -30,14 +27,9 @@ from torch.distributed.distributed_c10d import GroupName
 
 from shoal_worker.backends import reaper
 from shoal_worker.backends.errors import GroupEndedError
-from shoal_worker.backends.gloo_threads import wait_until_asleep
+from shoal_worker.backends.reductions import reduction
 from shoal_worker.backends.sockets import GroupSockets
-
-_MOMENT_S: Final = 0.1
-"""The longest such moment. Operations that Gloo tells of a broken connection end within a millisecond, or some under load."""
-
-_WHILE: Final = timedelta(milliseconds=10)
-"""How long a wait stays in C++ before it looks whether the group was ended."""
+from shoal_worker.backends.works import InterruptibleWork, Transfer, end_works
 
 _MANY: Final = 64
 
@@ -102,7 +94,7 @@ class InterruptibleGroup(dist.ProcessGroup):
             unfinished = [work for work in self._unfinished if not work.native_completed]
         self._sockets.shut_down()
         if unfinished:
-            threading.Thread(target=_end, args=(unfinished, reason), name="shoal-gloo-abort", daemon=True).start()
+            threading.Thread(target=end_works, args=(unfinished, reason), name="shoal-gloo-abort", daemon=True).start()
         if self._ended is not None:
             self._ended(reason)
 
@@ -189,7 +181,7 @@ class InterruptibleGroup(dist.ProcessGroup):
 
     def _reduce_scatter(self, outputs: list[torch.Tensor], parts: torch.Tensor, opts: ReduceScatterOptions | None) -> Work:
         """`parts`: (ranks, elements), the row of a rank is for it. The outputs hold one row between them."""
-        reduce = _reduction(dist.ReduceOp.SUM if opts is None else opts.reduceOp)
+        reduce = reduction(dist.ReduceOp.SUM if opts is None else opts.reduceOp)
         received = torch.empty_like(parts)
 
         def finish() -> list[torch.Tensor]:
@@ -206,7 +198,7 @@ class InterruptibleGroup(dist.ProcessGroup):
         try:
             native = getattr(self._live(), name)(*arguments, **options)
         except RuntimeError as error:
-            self._raise_if_lost(name, error)
+            self.raise_if_lost(name, error)
             raise
         work = InterruptibleWork(name, native, self, finish)
         with self._lock:
@@ -215,7 +207,7 @@ class InterruptibleGroup(dist.ProcessGroup):
                 self._unfinished = {known for known in self._unfinished if not known.native_completed}
             self._unfinished.add(work)
         if self.reason is not None:
-            _end([work], self.reason)
+            end_works([work], self.reason)
         return work
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
@@ -224,9 +216,9 @@ class InterruptibleGroup(dist.ProcessGroup):
 
     def _transfer(self, name: str, arguments: tuple[Any, ...]) -> Work:
         try:
-            return _Transfer(name, getattr(self._live(), name)(*arguments), self)
+            return Transfer(name, getattr(self._live(), name)(*arguments), self)
         except RuntimeError as error:
-            self._raise_if_lost(name, error)
+            self.raise_if_lost(name, error)
             raise
 
     def _live(self) -> dist.ProcessGroup:
@@ -235,13 +227,13 @@ class InterruptibleGroup(dist.ProcessGroup):
             raise GroupEndedError(self.reason or "the process group was shut down")
         return native
 
-    def _finished(self, work: InterruptibleWork) -> None:
+    def finished(self, work: InterruptibleWork) -> None:
         with self._lock:
             self._unfinished.discard(work)
             if self._shut_down and not self._unfinished:
                 self._idle.set()
 
-    def _loss(self, name: str, error: RuntimeError) -> str | None:
+    def loss(self, name: str, error: RuntimeError) -> str | None:
         """Why the group is over after this error: all later collectives fail too, and peers must hear of it now, not at their timeout.
 
         None for other errors (an unsupported dtype, say): they are the caller's, and leave the group as it is.
@@ -250,221 +242,7 @@ class InterruptibleGroup(dist.ProcessGroup):
             self.abort(f"{name} on rank {self.rank()} of {self.size()} failed: {cause_of(error)}")
         return self.reason
 
-    def _raise_if_lost(self, name: str, error: RuntimeError) -> None:
-        reason = self._loss(name, error)
+    def raise_if_lost(self, name: str, error: RuntimeError) -> None:
+        reason = self.loss(name, error)
         if reason is not None:
             raise GroupEndedError(reason) from error
-
-
-def _reduction(op: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-    """How the first dimension of a tensor, the rank it came from, is reduced."""
-    pairwise: dict[Any, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-        dist.ReduceOp.PRODUCT: torch.mul,
-        dist.ReduceOp.BAND: torch.bitwise_and,
-        dist.ReduceOp.BOR: torch.bitwise_or,
-        dist.ReduceOp.BXOR: torch.bitwise_xor,
-    }
-    if op == dist.ReduceOp.SUM:
-        return lambda parts: parts.sum(0, dtype=parts.dtype)
-    if op == dist.ReduceOp.AVG:
-        return lambda parts: parts.mean(0)
-    if op == dist.ReduceOp.MIN:
-        return lambda parts: parts.amin(0)
-    if op == dist.ReduceOp.MAX:
-        return lambda parts: parts.amax(0)
-    for known, combine in pairwise.items():
-        if op == known:
-            return lambda parts: functools.reduce(combine, parts.unbind(0))
-    raise ValueError(f"Gloo's reduce_scatter cannot reduce with {op}")
-
-
-class InterruptibleWork(Work):
-    """A collective that was issued. It is over when Gloo's work is, or when it is ended."""
-
-    def __init__(self, name: str, native: Work, group: InterruptibleGroup, finish: Callable[[], Any] | None) -> None:
-        super().__init__()
-        self._name = name
-        self._native: Work | None = native
-        self._group: InterruptibleGroup | None = group
-        self._finish = finish
-        self._over = threading.Event()
-        self._value: Callable[[], Any] = lambda: None
-        self._failure: tuple[type[Exception], str] | None = None
-        self._settled: torch.futures.Future[None] | None = None
-        self._future: torch.futures.Future[Any] | None = None
-        self._followed = False
-        self._lock = threading.Lock()
-        """Guards all of the above."""
-        self._finishing = threading.Lock()
-        """Held while the result is put in place, so that it never is after an end."""
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Returns when the result is in place; `timeout` None or 0: however long it takes.
-
-        Raises GroupEndedError when the group is over, RuntimeError for other failures and when it takes longer than `timeout`.
-        """
-        deadline = time.monotonic() + timeout.total_seconds() if timeout else float("inf")
-        while not self._over.is_set():
-            self._wait_for_native()
-            if time.monotonic() >= deadline and not self._over.is_set():
-                raise RuntimeError(f"{self._name} takes longer than {timeout}")
-        self._raise_failure()
-        return True
-
-    def is_completed(self) -> bool:
-        """Whether `wait` would return, or raise, at once."""
-        return self._over.is_set() or self.native_completed
-
-    def is_success(self) -> bool:
-        """Whether `wait` has returned."""
-        return self._over.is_set() and self._failure is None
-
-    def result(self) -> Any:
-        """The output tensors, once `wait` has returned."""
-        return self._value()
-
-    def get_future(self) -> torch.futures.Future[Any]:
-        """A future of the output tensors."""
-        with self._lock:
-            if self._future is not None:
-                return self._future
-            settled: torch.futures.Future[None] = torch.futures.Future()
-            future = self._future = settled.then(self._outcome)
-            over = self._over.is_set()
-            if not over:
-                self._settled = settled
-        if over:
-            settled.set_result(None)
-        else:
-            self.follow()
-        return future
-
-    @property
-    def native_completed(self) -> bool:
-        """Whether Gloo is done."""
-        native = self._native
-        return native is None or bool(native.is_completed())
-
-    def follow(self) -> None:
-        """From now on it is over by itself when Gloo is done, also if nobody waits."""
-        with self._lock:
-            native, followed, self._followed = self._native, self._followed, True
-        if native is not None and not followed:
-            native.get_future().add_done_callback(self._native_done)
-
-    def await_native(self, seconds: float) -> None:
-        """Waits for Gloo to be done or to be found asleep, at most so long."""
-        wait_until_asleep(self._over, seconds)
-
-    def end(self, reason: str) -> None:
-        """Ends it although Gloo is not done."""
-        with self._finishing:
-            settled = self._settle(lambda: None, (GroupEndedError, reason))
-        _complete(settled)
-
-    def _wait_for_native(self) -> None:
-        """Waits a while in C++, which is the quickest to notice that Gloo is done; but it does not notice an end."""
-        native = self._native
-        if native is None:
-            self._over.wait(_WHILE.total_seconds())
-            return
-        with contextlib.suppress(RuntimeError):  # "Operation timed out!", or its failure
-            native.wait(_WHILE)
-        if native.is_completed():
-            self._native_is_done(native)
-
-    def _native_done(self, _: torch.futures.Future[Any]) -> None:
-        """Called by Gloo, in its thread."""
-        native = self._native
-        if native is not None:
-            self._native_is_done(native)
-
-    def _native_is_done(self, native: Work) -> None:
-        """Comes from the thread that waits, from Gloo's, or from both."""
-        settled = None
-        with self._finishing:
-            group, finish = self._group, self._finish
-            if group is None:
-                return
-            if not self._over.is_set():
-                settled = self._settle(*self._native_outcome(native, group, finish))
-            self._native = self._group = self._finish = None
-        group._finished(self)
-        _complete(settled)
-
-    def _native_outcome(
-        self, native: Work, group: InterruptibleGroup, finish: Callable[[], Any] | None
-    ) -> tuple[Callable[[], Any], tuple[type[Exception], str] | None]:
-        try:
-            future = native.get_future()  # complete a little earlier than the work itself
-            future.wait()
-            if finish is None:
-                return future.value, None
-            value = finish()
-            return lambda: value, None
-        except RuntimeError as error:
-            reason = group._loss(self._name, error)
-            return lambda: None, (RuntimeError, str(error)) if reason is None else (GroupEndedError, reason)
-
-    def _settle(self, value: Callable[[], Any], failure: tuple[type[Exception], str] | None) -> torch.futures.Future[None] | None:
-        """The first call counts. Returns what is to be completed, without any lock: it runs the callbacks of others."""
-        with self._lock:
-            if self._over.is_set():
-                return None
-            self._value, self._failure = value, failure
-            self._over.set()
-            settled, self._settled = self._settled, None
-            return settled
-
-    def _outcome(self, _: torch.futures.Future[None]) -> Any:
-        self._raise_failure()
-        return self._value()
-
-    def _raise_failure(self) -> None:
-        """A new error each time: one that is kept would keep, by its traceback, all that the caller had."""
-        if self._failure is not None:
-            kind, text = self._failure
-            raise kind(text)
-
-
-class _Transfer(Work):
-    """A point-to-point transfer."""
-
-    def __init__(self, name: str, native: Work, group: InterruptibleGroup) -> None:
-        super().__init__()
-        self._name = name
-        self._native = native
-        self._group = group
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Returns when the tensor was sent, or is there."""
-        try:
-            return bool(self._native.wait(timeout or timedelta(0)))
-        except RuntimeError as error:
-            self._group._raise_if_lost(self._name, error)
-            raise
-
-    def is_completed(self) -> bool:
-        """Whether `wait` has returned."""
-        return bool(self._native.is_completed())
-
-    def source_rank(self) -> int:
-        """Who sent what `recv_anysource` received."""
-        return int(self._native._source_rank())
-
-    _source_rank = source_rank
-
-
-def _complete(settled: torch.futures.Future[None] | None) -> None:
-    if settled is not None:
-        settled.set_result(None)
-
-
-def _end(works: list[InterruptibleWork], reason: str) -> None:
-    deadline = time.monotonic() + _MOMENT_S
-    for work in works:
-        work.follow()
-    for work in works:
-        work.await_native(deadline - time.monotonic())
-    for work in works:
-        work.end(reason)

@@ -4,8 +4,8 @@ The URL is redis://[user:password@]host:port/job (rediss:// for TLS); `?db=2` pi
 of init_process_group, else from the query (`?rank=0&world_size=4`), else from RANK and WORLD_SIZE. The job's name can be used again: ranks
 first agree on a round, and each round has a prefix of its own, so that what an earlier run left behind is never seen.
 
-torch has no plug-in for init methods: importing this module registers them, so `import shoal` (or shoal_worker.store) must come before
-init_process_group. For scripts that import neither, `python -m shoal_worker.store script.py` registers them first.
+torch has no plug-in for init methods: importing this module (shoal_worker.store, which shoal.init() does) registers them, and must come
+before init_process_group. For scripts that do neither, `python -m shoal_worker.store script.py` registers them first.
 
 This is not how Shoal's own generations form (the coordinator gives those rank and prefix). It does not watch over the ranks afterwards.
 """

@@ -1,0 +1,234 @@
+"""What a caller waits for on an interruptible Gloo group, in place of Gloo's own works. See interruptible.py for why.
+
+Threads: `wait` and `get_future` are for the thread that issued the work; Gloo's threads and `end_works` complete it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Final, Protocol
+
+import torch
+from torch._C._distributed_c10d import Work
+
+from shoal_worker.backends.errors import GroupEndedError
+from shoal_worker.backends.gloo_threads import wait_until_asleep
+
+_MOMENT_S: Final = 0.1
+"""The longest such moment. Operations that Gloo tells of a broken connection end within a millisecond, or some under load."""
+
+_WHILE: Final = timedelta(milliseconds=10)
+"""How long a wait stays in C++ before it looks whether the group was ended."""
+
+
+class Owner(Protocol):
+    """The group that issued a work."""
+
+    def loss(self, name: str, error: RuntimeError) -> str | None:
+        """Called with each failure: why the group is over, or None if it is not."""
+        ...
+
+    def raise_if_lost(self, name: str, error: RuntimeError) -> None:
+        """Raises GroupEndedError if that failure ended the group."""
+        ...
+
+    def finished(self, work: InterruptibleWork) -> None:
+        """Called once, when Gloo is done with a collective."""
+        ...
+
+
+class InterruptibleWork(Work):
+    """A collective that was issued. It is over when Gloo's work is, or when it is ended."""
+
+    def __init__(self, name: str, native: Work, group: Owner, finish: Callable[[], Any] | None) -> None:
+        """`finish` runs once Gloo is done, and gives the value of the future."""
+        super().__init__()
+        self._name = name
+        self._native: Work | None = native
+        self._group: Owner | None = group
+        self._finish = finish
+        self._over = threading.Event()
+        self._value: Callable[[], Any] = lambda: None
+        self._failure: tuple[type[Exception], str] | None = None
+        self._settled: torch.futures.Future[None] | None = None
+        self._future: torch.futures.Future[Any] | None = None
+        self._followed = False
+        self._lock = threading.Lock()
+        """Guards all of the above."""
+        self._finishing = threading.Lock()
+        """Held while the result is put in place, so that it never is after an end."""
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Returns when the result is in place; `timeout` None or 0: however long it takes.
+
+        Raises GroupEndedError when the group is over, RuntimeError for other failures and when it takes longer than `timeout`.
+        """
+        deadline = time.monotonic() + timeout.total_seconds() if timeout else float("inf")
+        while not self._over.is_set():
+            self._wait_for_native()
+            if time.monotonic() >= deadline and not self._over.is_set():
+                raise RuntimeError(f"{self._name} takes longer than {timeout}")
+        self._raise_failure()
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would return, or raise, at once."""
+        return self._over.is_set() or self.native_completed
+
+    def is_success(self) -> bool:
+        """Whether `wait` has returned."""
+        return self._over.is_set() and self._failure is None
+
+    def result(self) -> Any:
+        """The output tensors, once `wait` has returned."""
+        return self._value()
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """A future of the output tensors."""
+        with self._lock:
+            if self._future is not None:
+                return self._future
+            settled: torch.futures.Future[None] = torch.futures.Future()
+            future = self._future = settled.then(self._outcome)
+            over = self._over.is_set()
+            if not over:
+                self._settled = settled
+        if over:
+            settled.set_result(None)
+        else:
+            self.follow()
+        return future
+
+    @property
+    def native_completed(self) -> bool:
+        """Whether Gloo is done."""
+        native = self._native
+        return native is None or bool(native.is_completed())
+
+    def follow(self) -> None:
+        """From now on it is over by itself when Gloo is done, also if nobody waits."""
+        with self._lock:
+            native, followed, self._followed = self._native, self._followed, True
+        if native is not None and not followed:
+            native.get_future().add_done_callback(self._native_done)
+
+    def await_native(self, seconds: float) -> None:
+        """Waits for Gloo to be done or to be found asleep, at most so long."""
+        wait_until_asleep(self._over, seconds)
+
+    def end(self, reason: str) -> None:
+        """Ends it although Gloo is not done."""
+        with self._finishing:
+            settled = self._settle(lambda: None, (GroupEndedError, reason))
+        _complete(settled)
+
+    def _wait_for_native(self) -> None:
+        """Waits a while in C++, which is the quickest to notice that Gloo is done; but it does not notice an end."""
+        native = self._native
+        if native is None:
+            self._over.wait(_WHILE.total_seconds())
+            return
+        with contextlib.suppress(RuntimeError):  # "Operation timed out!", or its failure
+            native.wait(_WHILE)
+        if native.is_completed():
+            self._native_is_done(native)
+
+    def _native_done(self, _: torch.futures.Future[Any]) -> None:
+        """Called by Gloo, in its thread."""
+        native = self._native
+        if native is not None:
+            self._native_is_done(native)
+
+    def _native_is_done(self, native: Work) -> None:
+        """Comes from the thread that waits, from Gloo's, or from both."""
+        settled = None
+        with self._finishing:
+            group, finish = self._group, self._finish
+            if group is None:
+                return
+            if not self._over.is_set():
+                settled = self._settle(*self._native_outcome(native, group, finish))
+            self._native = self._group = self._finish = None
+        group.finished(self)
+        _complete(settled)
+
+    def _native_outcome(
+        self, native: Work, group: Owner, finish: Callable[[], Any] | None
+    ) -> tuple[Callable[[], Any], tuple[type[Exception], str] | None]:
+        try:
+            future = native.get_future()  # complete a little earlier than the work itself
+            future.wait()
+            if finish is None:
+                return future.value, None
+            value = finish()
+            return lambda: value, None
+        except RuntimeError as error:
+            reason = group.loss(self._name, error)
+            return lambda: None, (RuntimeError, str(error)) if reason is None else (GroupEndedError, reason)
+
+    def _settle(self, value: Callable[[], Any], failure: tuple[type[Exception], str] | None) -> torch.futures.Future[None] | None:
+        """The first call counts. Returns what is to be completed, without any lock: it runs the callbacks of others."""
+        with self._lock:
+            if self._over.is_set():
+                return None
+            self._value, self._failure = value, failure
+            self._over.set()
+            settled, self._settled = self._settled, None
+            return settled
+
+    def _outcome(self, _: torch.futures.Future[None]) -> Any:
+        self._raise_failure()
+        return self._value()
+
+    def _raise_failure(self) -> None:
+        """A new error each time: one that is kept would keep, by its traceback, all that the caller had."""
+        if self._failure is not None:
+            kind, text = self._failure
+            raise kind(text)
+
+
+class Transfer(Work):
+    """A point-to-point transfer."""
+
+    def __init__(self, name: str, native: Work, group: Owner) -> None:
+        super().__init__()
+        self._name = name
+        self._native = native
+        self._group = group
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Returns when the tensor was sent, or is there."""
+        try:
+            return bool(self._native.wait(timeout or timedelta(0)))
+        except RuntimeError as error:
+            self._group.raise_if_lost(self._name, error)
+            raise
+
+    def is_completed(self) -> bool:
+        """Whether `wait` has returned."""
+        return bool(self._native.is_completed())
+
+    def source_rank(self) -> int:
+        """Who sent what `recv_anysource` received."""
+        return int(self._native._source_rank())
+
+    _source_rank = source_rank
+
+
+def _complete(settled: torch.futures.Future[None] | None) -> None:
+    if settled is not None:
+        settled.set_result(None)
+
+
+def end_works(works: list[InterruptibleWork], reason: str) -> None:
+    deadline = time.monotonic() + _MOMENT_S
+    for work in works:
+        work.follow()
+    for work in works:
+        work.await_native(deadline - time.monotonic())
+    for work in works:
+        work.end(reason)

@@ -1,4 +1,4 @@
-"""Ranks as real processes. Importing torch takes seconds, so processes are kept and given one task after the other (rank_tasks.py)."""
+"""Ranks as real processes. Importing torch takes seconds, so one process imports it, and ranks are its forks (rank_tasks.py)."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import os
 import queue
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -19,36 +20,26 @@ import pytest
 from shoal_common.processes import tied_to_parent
 
 _MAIN = Path(__file__).with_name("rank_tasks.py")
-_PATIENCE_S = 30.0
+_PATIENCE_S = 60.0
 
 
 class Rank:
     """One process that runs tasks. It says things: events, and in the end a result or an error."""
 
-    def __init__(self) -> None:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-        self._process = subprocess.Popen(
-            tied_to_parent([sys.executable, str(_MAIN)]), stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True
-        )
+    def __init__(self, nursery: str) -> None:
+        self._connection = socket.socket(socket.AF_UNIX)
+        self._connection.connect(nursery)
         self._said: queue.Queue[dict[str, Any]] = queue.Queue()
-        self.busy = False
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
-    def alive(self) -> bool:
-        return self._process.poll() is None
+        self.pid: int = self.event("born")["pid"]
+        self.busy = False
+        self.alive = True
 
     def start(self, task: str, **arguments: Any) -> None:
         """Begins a task; its result is to be asked for before the next."""
-        assert self._process.stdin is not None
         self.busy = True
-        self._process.stdin.write(json.dumps({"task": task, "arguments": arguments}) + "\n")
-        self._process.stdin.flush()
+        self._connection.sendall((json.dumps({"task": task, "arguments": arguments}) + "\n").encode())
 
     def event(self, name: str) -> dict[str, Any]:
         """Waits for the task to say `name`; what it said with it."""
@@ -64,30 +55,41 @@ class Rank:
         return said["result"]
 
     def send_signal(self, number: signal.Signals) -> None:
-        self._process.send_signal(number)
+        os.kill(self.pid, number)
 
     def end(self) -> None:
         """Ends the process, whatever it is at."""
         with contextlib.suppress(ProcessLookupError):
-            self._process.kill()
-        self._process.wait()
+            os.kill(self.pid, signal.SIGKILL)
         self._reader.join()
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
-            with contextlib.suppress(BrokenPipeError):
-                pipe.close()
+        self._connection.close()
 
     def _next(self) -> dict[str, Any]:
         try:
             return self._said.get(timeout=_PATIENCE_S)
         except queue.Empty:
-            raise AssertionError(f"rank process {self.pid} said nothing for {_PATIENCE_S:g} s") from None
+            raise AssertionError(f"a rank said nothing for {_PATIENCE_S:g} s") from None
 
     def _read(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            self._said.put(json.loads(line))
-        self._said.put({"error": f"process {self.pid} ended"})
+        with self._connection.makefile() as lines:
+            for line in lines:
+                self._said.put(json.loads(line))
+        self.alive = False
+        self._said.put({"error": "the process ended"})
+
+
+@pytest.fixture(scope="session")
+def _nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Where processes that have imported torch can be had."""
+    path = str(tmp_path_factory.mktemp("ranks") / "socket")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(tied_to_parent([sys.executable, str(_MAIN), path]), stdout=subprocess.PIPE, env=environment)
+    assert process.stdout is not None
+    with process.stdout as ready:
+        assert ready.readline() == b"ready\n"
+    yield path
+    process.kill()
+    process.wait()
 
 
 @pytest.fixture(scope="session")
@@ -99,12 +101,12 @@ def _idle_ranks() -> Iterator[list[Rank]]:
 
 
 @pytest.fixture
-def ranks(_idle_ranks: list[Rank]) -> Iterator[Callable[[int], list[Rank]]]:
+def ranks(_nursery: str, _idle_ranks: list[Rank]) -> Iterator[Callable[[int], list[Rank]]]:
     """Gives so many processes. Those that are well and idle at the test's end serve the next one."""
     given: list[Rank] = []
 
     def take(count: int) -> list[Rank]:
-        taken = [_idle_ranks.pop() if _idle_ranks else Rank() for _ in range(count)]
+        taken = [_idle_ranks.pop() if _idle_ranks else Rank(_nursery) for _ in range(count)]
         given.extend(taken)
         return taken
 

@@ -1,13 +1,16 @@
-"""The process of one rank, and what it can be told to do. Started by the fixture `ranks`; speaks JSON lines over its pipes.
+"""The process of one rank, and what it can be told to do. Started by the fixture `ranks`; speaks JSON lines over a Unix socket.
 
-Only standard output carries messages; what libraries print goes to standard error.
+The process that is started imports everything and forks one rank for each connection. It has no threads and no channels to fork.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
+import signal
+import socket
 import sys
 import threading
 import time
@@ -27,11 +30,11 @@ from shoal_worker.backends.gloo import GlooBackend
 from shoal_worker.store import RedisStore
 from torch.distributed.tensor import DTensor
 
-_MESSAGES = os.fdopen(os.dup(1), "w", buffering=1)
+_connection: socket.socket
 
 
 def say(**message: Any) -> None:
-    _MESSAGES.write(json.dumps(message) + "\n")
+    _connection.sendall((json.dumps(message) + "\n").encode())
 
 
 @contextlib.contextmanager
@@ -318,14 +321,15 @@ def shard_with_fsdp(init_method: str, rank: int, world_size: int) -> list[float]
         dist.destroy_process_group()
 
 
-def abort_torch_group(init_method: str, rank: int, world_size: int) -> str:
+def abort_torch_group(url: str, init_method: str, rank: int, world_size: int) -> str:
     """torch's default group: aborted from a thread while all wait for a rank that never comes."""
     dist.init_process_group("shoal_gloo", init_method=init_method, rank=rank, world_size=world_size, timeout=timedelta(seconds=20))
     try:
         dist.all_reduce(torch.ones(1))
         if rank == world_size - 1:
             say(event="idle")
-            return sys.stdin.readline().strip()
+            RedisStore(url, init_method, timeout=timedelta(seconds=20)).get("over")
+            return "idle"
         threading.Timer(0.1, dist.group.WORLD.abort).start()
         try:
             dist.all_reduce(torch.ones(1))
@@ -339,17 +343,38 @@ def abort_torch_group(init_method: str, rank: int, world_size: int) -> str:
 # --- the process
 
 
-def main() -> None:
-    """Runs tasks until standard input ends."""
-    sys.stdout = sys.stderr
+def serve(path: str) -> None:
+    """Forks a rank for each connection, until it is killed."""
     torch.set_num_threads(1)
-    for line in sys.stdin:
-        command = json.loads(line)
-        try:
-            say(result=globals()[command["task"]](**command["arguments"]))
-        except Exception:
-            say(error=traceback.format_exc())
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how they ended
+    with socket.socket(socket.AF_UNIX) as nursery:
+        nursery.bind(path)
+        nursery.listen()
+        os.write(1, b"ready\n")
+        while True:
+            connection, _ = nursery.accept()
+            with connection:
+                if os.fork() == 0:
+                    nursery.close()
+                    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: ends with the nursery
+                    run_tasks(connection)
+                    os._exit(0)
+
+
+def run_tasks(connection: socket.socket) -> None:
+    """Runs tasks until the other side hangs up."""
+    global _connection
+    _connection = connection
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    say(event="born", pid=os.getpid())
+    with connection.makefile() as commands:
+        for line in commands:
+            command = json.loads(line)
+            try:
+                say(result=globals()[command["task"]](**command["arguments"]))
+            except Exception:
+                say(error=traceback.format_exc())
 
 
 if __name__ == "__main__":
-    main()
+    serve(sys.argv[1])

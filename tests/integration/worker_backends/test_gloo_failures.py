@@ -106,11 +106,14 @@ def test_ranks_that_leave_right_after_the_last_collective_disturb_nobody(ranks: 
 
 
 def test_torchs_default_group_on_shoal_gloo_can_be_aborted(ranks: Ranks, redis_url: str, prefix: str) -> None:
+    init_method = f"{redis_url}/aborted-{prefix[-32:]}"
     members = ranks(3)
     for number, member in enumerate(members):
-        member.start("abort_torch_group", init_method=f"{redis_url}/aborted-{prefix[-32:]}", rank=number, world_size=3)
+        member.start("abort_torch_group", url=redis_url, init_method=init_method, rank=number, world_size=3)
     members[2].event("idle")
     for member in members[:2]:
         assert "the process group was aborted" in member.result()
-    members[2].start("done")
-    assert "done" in members[2].result()
+    signals = RedisStore(redis_url, init_method)
+    signals.set("over", "")
+    assert members[2].result() == "idle"
+    signals.close()

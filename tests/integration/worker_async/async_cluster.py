@@ -23,6 +23,12 @@ from shoal_common.clients import CoordinatorClient, ParameterServerClient
 from shoal_common.processes import tied_to_parent
 from shoal_common.rpc.channel import ChannelSettings
 from shoal_protos.v1 import coordinator_pb2, parameter_server_pb2
+from shoal_worker.elastic.current import set_session
+from shoal_worker.elastic.link import MemberIdentity
+from shoal_worker.elastic.membership import Membership
+from shoal_worker.elastic.session import Session
+from shoal_worker.metrics import WorkerMetrics
+from shoal_worker.settings import WorkerSettings
 
 PATIENCE_S = 60.0
 
@@ -48,7 +54,8 @@ class Child:
         self.status: int | None = None
 
     def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
-        os.kill(self.pid, number)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, number)
 
     def wait(self) -> int:
         if not self.ended.wait(PATIENCE_S):
@@ -246,6 +253,30 @@ class AsyncCluster:
         self.workers.append(worker)
         return worker
 
+    @contextmanager
+    def member(self) -> Iterator[Session]:
+        """This process as a worker of the job, without what a process does at its end."""
+        settings = WorkerSettings(coordinator=self.coordinator.address, job_id=self.job_id, rendezvous_timeout_s=PATIENCE_S)
+        identity = MemberIdentity(
+            job_id=self.job_id,
+            member_id=settings.member_id,
+            host="localhost",
+            pid=os.getpid(),
+            launcher_id="",
+            local_index=0,
+            donor_address="",
+            metrics_address="",
+        )
+        client = CoordinatorClient(ChannelSettings(address=self.coordinator.address))
+        session = Session(settings, Membership(client, identity, settings, host="127.0.0.1"), None, WorkerMetrics())
+        set_session(session)
+        try:
+            session.join()
+            yield session
+        finally:
+            set_session(None)
+            session.close()
+
     def job(self) -> coordinator_pb2.GetJobResponse:
         return self.client.get_job(self.job_id)
 
@@ -254,11 +285,11 @@ class AsyncCluster:
 
     def close(self) -> None:
         self.client.close()
-        for process in (*(worker.process for worker in self.workers), *(server.process for server in self.servers)):
+        processes = [child.process for child in (*self.workers, *self.servers)]
+        for process in processes:
             if not process.ended.is_set():
-                process.kill(signal.SIGCONT)
                 process.kill()
-        for process in (*(worker.process for worker in self.workers), *(server.process for server in self.servers)):
+        for process in processes:
             process.wait()
 
 

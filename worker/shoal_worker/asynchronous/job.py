@@ -38,6 +38,7 @@ class Job:
         self._patience = patience
         self.straggler_patience = straggler_patience
         """After so long behind a slower worker the coordinator is told, in case that one is stuck."""
+        self._entered = 0
         self.job_id = link.identity.job_id
         self.member_id = link.identity.member_id
 
@@ -54,7 +55,9 @@ class Job:
 
     def entered(self) -> None:
         """Changes of membership do not interrupt asynchronous training: this worker is in the newest generation at once, and says so."""
-        self._link.entered(self._link.newest)
+        if self.generation != self._entered:
+            self._entered = self.generation
+            self._link.entered(self._entered)
 
     def wait_for_rank(self, *, after: int) -> None:
         """Blocks until a generation above `after` has this member: the job was on hold because too few workers were left.

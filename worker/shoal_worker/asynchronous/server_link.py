@@ -136,6 +136,9 @@ class ServerLink:
                     raise
             else:
                 self._started = True
+        if self._options.waits_for_others:
+            # Servers count a member's iterations from its first report. This is it, so that the first iteration counts.
+            self._insist("Pull", lambda: self._pull(self._trained, in_turn=True))
 
     # ------------------------------------------------------------------------------------------------------- step by step
 

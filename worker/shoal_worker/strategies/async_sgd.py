@@ -30,9 +30,10 @@ from shoal_worker.asynchronous.options import AsyncOptions, check_configuration
 from shoal_worker.asynchronous.own_cluster import OwnCluster
 from shoal_worker.asynchronous.server_link import Iteration
 from shoal_worker.asynchronous.servers import ParameterServers
-from shoal_worker.asynchronous.tensors import HostTensor, check_gradients, gradients, materialize
+from shoal_worker.asynchronous.tensors import HostTensor, check_gradients, gradients
 from shoal_worker.elastic.contract import Leases, StepSource, StepStatus, StopTraining
 from shoal_worker.strategies.base import ShardedModel, ShardedOptimizer, call_module, check_optimizer_covers, loss_of
+from shoal_worker.strategies.materialize import materialize
 
 
 class AsyncSGDModel(ShardedModel):
@@ -114,9 +115,15 @@ class AsyncSGDModel(ShardedModel):
             return
         has_values = self.has_values()
         if not has_values:
-            materialize(self.module, self._require_optimizer(), self._tensors, self._session.device)
+            self._materialize()
         self._require_servers().start(has_values=has_values)
         self._started = True
+
+    def _materialize(self) -> None:
+        materialize(self.module, self._optimizer, self._session.device)
+        parameters = dict(self.module.named_parameters())
+        for tensor in self._tensors:
+            tensor.parameter = parameters[tensor.name]
 
     def _leave(self) -> None:
         """Takes leave of the servers; stops those that are this process's own. Idempotent."""
@@ -235,7 +242,7 @@ class AsyncSGDModel(ShardedModel):
         if len(groups) != len(own) or any(mine.keys() - loaded.keys() - {"initial_lr"} for mine, loaded in zip(own, groups, strict=True)):
             raise CorruptDataError("the checkpoint is of another optimizer: its parameter groups differ", reason="OPTIMIZER_DIFFERS")
         if not self.has_values():
-            materialize(self.module, self._require_optimizer(), self._tensors, self._session.device)
+            self._materialize()
         self.module.load_state_dict(state["model"])
         # The settings alone: momentum and moments of a synchronous run have no place on the workers.
         self._require_optimizer().load_state_dict({"state": {}, "param_groups": groups})

@@ -18,6 +18,7 @@ from torch import nn
 from shoal_worker.elastic.contract import Leases, StepStatus
 from shoal_worker.state.serial import dump_tensors, load_tensors
 from shoal_worker.strategies.base import ShardedModel, ShardedOptimizer, call_module, check_optimizer_covers, loss_of
+from shoal_worker.strategies.materialize import materialize
 from shoal_worker.strategies.reduction import AccumulatedReduction, OverlappedReduction
 
 
@@ -116,7 +117,7 @@ class DDPModel(ShardedModel):
         """See `Replica`."""
         self._check_fits(state["model"])
         if not self.has_values():
-            self.module.to_empty(device=self._session.device)
+            materialize(self.module, self._optimizer, self._session.device)
         with torch.no_grad():
             self.module.load_state_dict(state["model"])
         if self._optimizer is not None and state["optimizer"] is not None:

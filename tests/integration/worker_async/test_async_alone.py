@@ -1,0 +1,110 @@
+"""`python train.py` without a cluster: async_sgd brings a server of its own, and takes it away again."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import shoal_worker.api as shoal
+import torch
+from shoal_common.errors import ConfigurationError
+from shoal_worker.elastic.current import find_session, set_session
+from torch import nn
+
+from tests.integration.worker_async.async_cluster import Worker, Zygote
+
+SCRIPT = """
+import sys
+import shoal_worker.api as shoal
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+inputs = torch.randn(64, 4)
+targets = inputs.sum(dim=1, keepdim=True)
+net = nn.Linear(4, 1)
+model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.5), strategy="async_sgd")
+loader = shoal.ElasticDataLoader(torch.utils.data.TensorDataset(inputs, targets), batch_size=16)
+steps = 0
+for epoch in loader.epochs(20):
+    for x, y in loader:
+        loss = nn.functional.mse_loss(model(x), y)
+        loss.backward()
+        assert optimizer.step()
+        optimizer.zero_grad()
+        steps += 1
+print("steps", steps, "loss", round(loss.item(), 3), flush=True)
+sys.stdin.read()
+"""
+PATIENCE_S = 60.0
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("SHOAL_")}
+    process = subprocess.Popen(
+        [sys.executable, "-W", "error", str(path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+        env={**environment, "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"},
+    )
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def trained(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    """Waits until it has trained; its services."""
+    assert process.stdout is not None
+    assert process.stdout.readline() == "steps 80 loss 0.0\n", process.communicate()[1]
+    services = psutil.Process(process.pid).children(recursive=True)
+    assert len(services) == 3  # coordinator, its Valkey, server
+    return services
+
+
+def test_the_services_are_gone_when_the_script_has_ended(script: subprocess.Popen[str], tmp_path: Path) -> None:
+    services = trained(script)
+    _, errors = script.communicate("", timeout=PATIENCE_S)
+    assert script.returncode == 0, errors
+    assert errors == ""
+    assert not any(service.is_running() for service in services)
+    assert [path.name for path in tmp_path.iterdir() if "shoal" in path.name] == []
+
+
+def test_the_services_go_with_a_process_that_is_killed(zygote: Zygote, tmp_path: Path) -> None:
+    directory = tmp_path / "worker"
+    directory.mkdir()
+    config = json.dumps({"directory": str(directory), "hold_at": [1]})
+    worker = Worker(zygote.start("train", [config], output=directory / "log"), directory)
+    worker.wait_step(1)
+    services = psutil.Process(worker.process.pid).children(recursive=True)
+    assert len(services) == 3
+    worker.process.kill()
+    assert worker.process.wait() == -signal.SIGKILL
+    _, alive = psutil.wait_procs(services, timeout=PATIENCE_S)
+    assert not alive
+
+
+def test_without_the_services_distributions_there_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    # What a machine where they are not installed says.
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    net = nn.Linear(2, 1)
+    assert find_session() is None
+    try:
+        with pytest.raises(ConfigurationError, match="pip install shoal-coordinator shoal-ps-server"):
+            shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1), strategy="async_sgd")
+    finally:
+        set_session(None)

@@ -1,0 +1,245 @@
+"""One worker, in the tests' own process, against real servers: what its user may call when, and what bad input gets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import shoal_worker.api as shoal
+import torch
+from shoal_common.errors import ConfigurationError, InvalidRequestError, PreconditionError
+from shoal_protos.v1 import coordinator_pb2, parameter_server_pb2
+from shoal_worker.elastic.session import Session
+from torch import nn
+
+from tests.integration.worker_async.async_cluster import AsyncCluster
+from tests.integration.worker_async.train import FEATURES, network, problem
+
+Make = Callable[..., AsyncCluster]
+
+
+@pytest.fixture
+def running(cluster: Make) -> AsyncCluster:
+    return cluster(keeps_data=False)
+
+
+@pytest.fixture
+def session(running: AsyncCluster) -> Iterator[Session]:
+    with running.member() as session:
+        yield session
+
+
+def distributed(net: nn.Module | None = None, **options: Any) -> tuple[Any, Any]:
+    net = net or network(0)
+    return shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1, momentum=0.9), strategy="async_sgd", **options)
+
+
+def backward(model: nn.Module, scale: float = 1.0) -> None:
+    (model(torch.ones(4, FEATURES)).square().mean() * scale).backward()
+
+
+def versions(running: AsyncCluster) -> set[int]:
+    return {partition.version for server in running.servers for partition in server.look().partitions}
+
+
+def test_alone_in_its_job_a_worker_takes_the_steps_of_the_torch_optimizer(session: Session) -> None:
+    reference, net = network(0), network(0)
+    model, optimizer = distributed(net)
+    plain = torch.optim.SGD(reference.parameters(), 0.1, momentum=0.9)
+    for _ in range(5):
+        for each, step in ((model, optimizer), (reference, plain)):
+            backward(each)
+            step.step()
+            step.zero_grad()
+    for ours, theirs in zip(net.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+    assert optimizer.last_staleness == 0
+    assert optimizer.state == {}
+
+
+def test_a_gradient_that_is_not_finite_is_not_sent_and_the_batch_can_be_left_out(session: Session, running: AsyncCluster) -> None:
+    model, optimizer = distributed()
+    backward(model)
+    model.module[0].weight.grad[0, 0] = float("nan")
+    with pytest.raises(InvalidRequestError, match=r"the gradient of '0\.weight' has 1 of 128 values"):
+        optimizer.step()
+    assert versions(running) == {1}
+    optimizer.zero_grad()
+    assert optimizer.step()
+    backward(model)
+    assert optimizer.step()
+    assert versions(running) == {2}
+
+
+def test_a_gradient_scaler_unscales_and_skips_what_overflowed(session: Session, running: AsyncCluster) -> None:
+    reference, net = network(0), network(0)
+    model, optimizer = distributed(net)
+    plain = torch.optim.SGD(reference.parameters(), 0.1, momentum=0.9)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
+    shoal.register_state(scaler=scaler)
+    for overflow in (False, True, False):
+        scaler.scale(model(torch.ones(4, FEATURES)).square().mean() * (float("inf") if overflow else 1.0)).backward()
+        assert scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        if not overflow:
+            backward(reference)
+            plain.step()
+            plain.zero_grad()
+    assert versions(running) == {3}
+    assert scaler.get_scale() == 512.0
+    for ours, theirs in zip(net.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_parameters_without_gradient_and_frozen_ones_stay_as_they_are(session: Session) -> None:
+    net = nn.ModuleDict({"used": nn.Linear(FEATURES, 1), "unused": nn.Linear(2, 2), "frozen": nn.Linear(2, 2)})
+    net["frozen"].requires_grad_(False)
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    model, optimizer = shoal.as_distributed(
+        net, torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], 0.1, weight_decay=0.5), strategy="async_sgd"
+    )
+    session.ensure_step()
+    model.module["used"](torch.ones(1, FEATURES)).sum().backward()
+    optimizer.step()
+    after = model.full_state_dict()
+    assert sorted(name for name in before if not torch.equal(before[name], after[name])) == ["used.bias", "used.weight"]
+
+
+def test_values_are_pulled_every_so_many_steps(session: Session) -> None:
+    model, optimizer = distributed(pull_every=3)
+    staleness, norms = [], []
+    for _ in range(6):
+        backward(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        staleness.append(optimizer.last_staleness)
+        norms.append(model.module[0].weight.detach().norm().item())
+    assert staleness == [0, 1, 2, 0, 1, 2]
+    assert norms[0] == norms[1] != norms[2] == norms[3] == norms[4] != norms[5]
+
+
+def test_the_whole_state_is_what_the_servers_hold_and_reading_it_changes_nothing(session: Session, running: AsyncCluster) -> None:
+    model, optimizer = distributed(pull_every=2)
+    backward(model)
+    optimizer.step()
+    own = model.local_shard["0.weight"].clone()
+    whole = model.full_state_dict()
+    assert list(whole) == list(model.module.state_dict())
+    assert not torch.equal(whole["0.weight"], own)
+    assert torch.equal(model.module[0].weight, own)
+    assert torch.equal(model.gather_full_parameters()["0.weight"], whole["0.weight"])
+    optimizer.synchronize_parameters()
+    assert torch.equal(model.module[0].weight, whole["0.weight"])
+
+
+def test_tied_parameters_are_one_tensor_under_both_names(session: Session) -> None:
+    net = nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, FEATURES))
+    net[1].weight = net[0].weight
+    model, optimizer = distributed(net)
+    backward(model)
+    optimizer.step()
+    whole = model.full_state_dict()
+    assert torch.equal(whole["0.weight"], whole["1.weight"])
+    assert torch.equal(whole["0.weight"], net[1].weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_other_dtypes_train_too(session: Session, dtype: torch.dtype) -> None:
+    net = nn.Linear(FEATURES, 1).to(dtype)
+    before = net.weight.detach().clone()
+    model, optimizer = distributed(net)
+    model(torch.ones(4, FEATURES, dtype=dtype)).square().mean().backward()
+    assert optimizer.step()
+    assert not torch.equal(net.weight, before)
+    assert net.weight.dtype is dtype
+
+
+def test_once_the_servers_hold_values_nobody_overwrites_them_by_accident(session: Session) -> None:
+    model, optimizer = distributed()
+    model.with_parameters({"0.bias": torch.zeros(16)})
+    backward(model)
+    with pytest.raises(PreconditionError, match="within a step"):
+        optimizer.synchronize_parameters()
+    optimizer.step()
+    with pytest.raises(PreconditionError, match="the parameter servers hold newer values"):
+        model.with_parameters({"0.bias": torch.zeros(16)})
+    with pytest.raises(PreconditionError, match="the parameter servers hold newer values"):
+        model.restore({"model": {}, "optimizer": None})
+
+
+def test_closures_are_refused(session: Session) -> None:
+    _, optimizer = distributed()
+    with pytest.raises(ConfigurationError, match="closures"):
+        optimizer.step(lambda: None)
+
+
+def test_a_loader_of_common_steps_is_refused(session: Session) -> None:
+    distributed()
+    loader = shoal.ElasticDataLoader(problem(), global_batch_size=8)
+    with pytest.raises(ConfigurationError, match=r"give it batch_size="):
+        next(iter(loader))
+
+
+def test_a_model_without_its_optimizer_is_refused(session: Session) -> None:
+    with pytest.raises(ConfigurationError, match=r"as_distributed\(model, optimizer, \.\.\.\)"):
+        shoal.as_distributed(network(0), strategy="async_sgd")
+
+
+def test_a_model_with_buffers_but_no_values_is_refused(session: Session) -> None:
+    with torch.device("meta"):
+        net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    with pytest.raises(ConfigurationError, match="buffers on the meta device"):
+        distributed(net)
+
+
+def test_rank_0_must_have_values(session: Session) -> None:
+    with torch.device("meta"):
+        net = nn.Linear(FEATURES, 1)
+    model, _ = distributed(net)
+    with pytest.raises(PreconditionError, match="rank 0's parameters are on the meta device"):
+        session.begin_step(None)
+    assert model.module is net
+
+
+def test_a_worker_on_the_meta_device_gets_values_from_the_servers_and_trains(running: AsyncCluster) -> None:
+    first = running.start_worker(epochs=1, hold_at=[1], settings={"lr": 0.1, "momentum": 0.9})
+    first.wait_step(1)
+    with torch.device("meta"):
+        net = network(9)
+    with running.member() as session:
+        model, optimizer = distributed(net)
+        session.begin_step(None)
+        before = {name: value.clone() for name, value in model.full_state_dict().items()}
+        assert all(torch.equal(before[name], value) for name, value in net.named_parameters())
+        backward(model)
+        optimizer.step()
+        assert not any(torch.equal(before[name], value) for name, value in net.named_parameters())
+        first.go(1)
+        first.result()
+
+
+def test_a_job_without_servers_is_refused_with_the_remedy(cluster: Make) -> None:
+    with cluster(servers=0).member(), pytest.raises(ConfigurationError, match="--parameter-servers"):
+        distributed()
+
+
+def test_a_worker_with_another_model_is_refused(session: Session, running: AsyncCluster) -> None:
+    running.client.declare_tensors(running.job_id, [coordinator_pb2.TensorSpec(name="else", shape=[3], dtype="float32")])
+    with pytest.raises(PreconditionError) as refusal:
+        distributed()
+    assert refusal.value.reason == "TENSORS_CONFLICT"
+
+
+def test_a_worker_with_another_optimizer_is_refused(session: Session, running: AsyncCluster) -> None:
+    from shoal_common.clients import ParameterServerClient
+    from shoal_common.rpc.channel import ChannelSettings
+
+    spec = parameter_server_pb2.OptimizerSpec(name="adamw", hyperparameters={"lr": 0.5})
+    asp = parameter_server_pb2.Consistency(mode=parameter_server_pb2.Consistency.MODE_ASP)
+    with ParameterServerClient(ChannelSettings(address=running.servers[0].address)) as client:
+        client.configure_optimizer(running.job_id, spec, asp)
+    with pytest.raises(PreconditionError) as refusal:
+        distributed()
+    assert refusal.value.reason == "OPTIMIZER_CONFLICT"

@@ -46,7 +46,7 @@ def test_without_restarts_the_others_go_on_down_to_one_and_when_that_dies_the_ru
     first, second = shell.pids()
     os.kill(first, signal.SIGKILL)
     command.wait_for_output("[1]: generation 2 rank 0 of 1")
-    assert "the others go on without it" in command.stderr
+    command.wait_for(lambda: "the others go on without it" in command.stderr, "the launcher's word")
     os.kill(second, signal.SIGKILL)
     assert command.wait() == 128 + signal.SIGKILL
     assert re.search(r"Later failures:(\n.*){2}\n  rank      : 1 (.*\n)+First failure(.*\n){3}  rank      : 0 ", command.stderr)

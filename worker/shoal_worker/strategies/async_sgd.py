@@ -34,9 +34,10 @@ from shoal_worker.asynchronous.tensors import HostTensor, check_gradients, gradi
 from shoal_worker.elastic.contract import Leases, StepSource, StepStatus, StopTraining
 from shoal_worker.strategies.base import ShardedModel, ShardedOptimizer, call_module, check_optimizer_covers, loss_of
 from shoal_worker.strategies.materialize import materialize
+from shoal_worker.strategies.whole import WholeModel
 
 
-class AsyncSGDModel(ShardedModel):
+class AsyncSGDModel(WholeModel):
     """A worker's copy of the model, whose values come from the parameter servers.
 
     The servers get rank 0's values, or those of a checkpoint that `shoal.resume` loads before, when the first step begins. From then on the
@@ -241,6 +242,7 @@ class AsyncSGDModel(ShardedModel):
         own = self._require_optimizer().param_groups
         if len(groups) != len(own) or any(mine.keys() - loaded.keys() - {"initial_lr"} for mine, loaded in zip(own, groups, strict=True)):
             raise CorruptDataError("the checkpoint is of another optimizer: its parameter groups differ", reason="OPTIMIZER_DIFFERS")
+        self._check_fits(state["model"])
         if not self.has_values():
             self._materialize()
         self.module.load_state_dict(state["model"])
@@ -302,6 +304,11 @@ class AsyncSGDModel(ShardedModel):
         """
         self._check_not_started("with_parameters")
         return super().with_parameters(parameters)
+
+    def deserialize(self, data: bytes) -> None:
+        """See `WholeModel`; as with `with_parameters`, only before the first step."""
+        self._check_not_started("deserialize")
+        super().deserialize(data)
 
     # ----------------------------------------------------------------------------------------------------------- invariants
 

@@ -14,7 +14,7 @@ optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
 model, optimizer = shoal.as_distributed(model, optimizer)
 loader = shoal.ElasticDataLoader(dataset, global_batch_size=96)
 
-for epoch in loader.epochs(60):
+for epoch in loader.epochs(300):
     for images, labels in loader:
         loss = nn.functional.cross_entropy(model(images), labels)
         loss.backward()

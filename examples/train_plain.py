@@ -12,7 +12,7 @@ model = nn.Sequential(nn.Flatten(), nn.Linear(64, 256), nn.ReLU(), nn.Linear(256
 optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
 loader = DataLoader(dataset, batch_size=96, shuffle=True)
 
-for epoch in range(60):
+for epoch in range(300):
     for images, labels in loader:
         loss = nn.functional.cross_entropy(model(images), labels)
         loss.backward()

@@ -238,4 +238,5 @@ def connect(
 def brief(error: BaseException) -> str:
     """What an error of c10d says, without its source position and its advice."""
     line = str(error).strip().split("\n", 1)[0]
+    line = re.sub(r"^Got the following error when running the callback: \w+: ", "", line)
     return re.sub(r"^\[[^\]]*\.(?:cc|cpp|h):\d+\] ", "", line).split(" This is typically ", 1)[0][:300]

@@ -306,7 +306,7 @@ class CoordinatorLink:
             self._changed.notify_all()
 
     def _fail(self, error: ShoalError) -> None:
-        _log.error("the coordinator refuses this member: %s", error)
+        _log.info("the coordinator refuses this member: %s", error)  # whoever waits raises it
         with self._changed:
             self._fatal = error
             self._changed.notify_all()

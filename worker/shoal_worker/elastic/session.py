@@ -222,7 +222,7 @@ class Session:
         except PreconditionError as refusal:
             if refusal.reason != "JOB_CLOSED":
                 raise
-            _log.warning("there is nothing left to join: %s", refusal)
+            _log.warning("the run is over, there is nothing left to join")
             raise SystemExit(0) from refusal
         if joining:
             self._replaying = True

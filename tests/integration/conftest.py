@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from shoal.launcher.registry import ClusterRecord, newest_cluster
+from shoal.launcher.registry import ClusterRecord, running_clusters
 from shoal_common.clients.coordinator import CoordinatorClient
 from shoal_common.rpc.channel import ChannelSettings
 from shoal_protos.v1 import coordinator_pb2 as pb
@@ -134,8 +134,12 @@ class Shell:
             command.close()
 
     def cluster(self) -> ClusterRecord:
-        """The newest cluster that runs."""
-        return newest_cluster(self.directory / "runtime" / "shoal")
+        """The newest cluster that runs, once there is one."""
+        deadline = time.monotonic() + _DEADLINE_S
+        while not (clusters := running_clusters(self.directory / "runtime" / "shoal")):
+            assert time.monotonic() < deadline, "waited for a cluster"
+            time.sleep(0.01)
+        return clusters[0]
 
     def job(self) -> pb.GetJobResponse:
         """Its job, as the coordinator describes it."""

@@ -138,10 +138,10 @@ class LocalCluster:
             self.start_coordinator()
             self.coordinator.wait_ready(START_TIMEOUT)
             self.create_job()
+            self.register()
             self.start_servers()
             for server in self.servers:
                 server.wait_ready(START_TIMEOUT)
-            self.register()
         except BaseException:
             self.close()
             raise
@@ -154,14 +154,8 @@ class LocalCluster:
         """The second step, once the coordinator is ready. Blocks for an RPC, so it may be called on any thread, unlike the others."""
         self.client.create_job(self.job.message())
 
-    def start_servers(self) -> None:
-        """The third step: parameter servers register with the job, so they come after it."""
-        for index in range(self.job.parameter_servers):
-            self.servers.append(self._server(index))
-            self.servers[-1].start()
-
     def register(self) -> None:
-        """The last step, once all are ready: makes the cluster known to `shoal status` and the like."""
+        """The third step: makes the cluster known to `shoal status` and the like."""
         self._registration = Registration(
             job_id=self.job.job_id,
             coordinator=self.coordinator.address,
@@ -169,6 +163,12 @@ class LocalCluster:
             redis=self.coordinator.addresses.redis,
             command=self._command,
         )
+
+    def start_servers(self) -> None:
+        """The last step: parameter servers register with the job, so they come after it."""
+        for index in range(self.job.parameter_servers):
+            self.servers.append(self._server(index))
+            self.servers[-1].start()
 
     @property
     def client(self) -> CoordinatorClient:

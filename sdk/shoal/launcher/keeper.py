@@ -31,10 +31,10 @@ class ClusterKeeper:
         await _until_ready(cluster.coordinator)
         # gRPC is imported here, which takes longer than the call.
         await asyncio.to_thread(cluster.create_job)
+        cluster.register()
         cluster.start_servers()
         for server in cluster.servers:
             await _until_ready(server)
-        cluster.register()
 
     async def keep(self) -> None:
         """Never returns; to be cancelled before the cluster is closed."""

@@ -206,19 +206,17 @@ class SharedSite:
         await self._changed.wait()
 
     def _take_leave(self, session: NodeSession, ending: Ending) -> None:
-        """Of a fixed number of launchers none can do without this one: if any waits for it, or will, the job is stopped."""
-        held = session.standing.placement is None
-        if (
-            self._settings.nodes.fixed
-            and session.error is None
-            and session.stopped is None
-            and (ending is Ending.FAILED or (ending is Ending.FINISHED and held))
-        ):
-            what = "have finished" if ending is Ending.FINISHED else "failed"
+        session.leave(*_LEAVES[ending])
+        if self._settings.nodes.fixed and session.error is None and session.stopped is None and ending is not Ending.STOPPED:
+            # None of a fixed number can do without this launcher: nobody is to wait for it.
             with contextlib.suppress(ShoalError):
-                self._client.stop_job(self._nodes_job.job_id, reason=f"the workers on {socket.gethostname()} {what}")
-        reason, detail = _LEAVES[ending]
-        session.leave(reason, detail)
+                self._stop_those_that_wait("have finished" if ending is Ending.FINISHED else "failed")
+
+    def _stop_those_that_wait(self, what: str) -> None:
+        """Where a launcher finished while all had their places, the job is finished, and the others come to their end by themselves."""
+        job_id = self._nodes_job.job_id
+        if self._client.get_job(job_id).phase != pb.JOB_PHASE_FINISHED:
+            self._client.stop_job(job_id, reason=f"the workers on {socket.gethostname()} {what}")
 
 
 _LEAVES: Final = {

@@ -26,6 +26,7 @@ def cluster(shared_shell: Shell, elastic_worker: Path) -> Command:
 def start(shell: Shell, worker: Path) -> Command:
     command = shell.start("run", "--standalone", "--nproc-per-node", "3", "--rdzv-id", "digits", worker, shell.directory / "finish")
     command.wait_for_output(*(f"[{rank}]: generation 1" for rank in range(3)))
+    shell.cluster()  # known from here on
     return command
 
 

@@ -14,14 +14,18 @@ import pytest
 Shell = Any  # of tests/integration/conftest.py
 
 ALL_REDUCE = """
-import json, os, torch, torch.distributed as dist
+import json, os, sys, torch, torch.distributed as dist
+
+def say(*words):  # torchrun lets the ranks' writes run into each other: one write a line
+    sys.stdout.write(" ".join(map(str, words)) + "\\n")
+
 dist.init_process_group("gloo")
 total = torch.full((4,), float(dist.get_rank() + 1))
 dist.all_reduce(total)
-print("sum", total.tolist(), "on", dist.get_rank(), "of", dist.get_world_size(), "local", os.environ["LOCAL_RANK"], flush=True)
+say("sum", total.tolist(), "on", dist.get_rank(), "of", dist.get_world_size(), "local", os.environ["LOCAL_RANK"])
 if dist.get_rank() == 1:
     own = {name: value for name, value in os.environ.items() if name.startswith(("TORCH", "OMP", "ROLE")) or name[-4:] in ("RANK", "SIZE")}
-    print("environment", json.dumps(own), flush=True)
+    say("environment", json.dumps(own))
 dist.destroy_process_group()
 """
 

@@ -106,10 +106,11 @@ def test_images_of_others_are_pinned_to_a_release(name: str) -> None:
     assert re.search(r":v?\d+\.\d+\.\d+$", SERVICES[name]["image"])
 
 
-def test_redis_writes_to_disk_before_it_answers() -> None:
+def test_redis_writes_to_disk_before_it_answers_and_answers_other_containers() -> None:
     command = shlex.join(SERVICES["redis"]["command"])
     assert "--appendonly yes" in command
     assert "--appendfsync always" in command
+    assert "--protected-mode no" in command, "with a default user that has no password, protected mode answers loopback only"
 
 
 def test_the_gpu_override_changes_services_that_exist_and_builds_a_stage_that_exists() -> None:

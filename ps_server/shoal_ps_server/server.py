@@ -18,7 +18,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry
-from shoal_common.errors import ConfigurationError
+from shoal_common.errors import ConfigurationError, UnavailableError
 from shoal_common.rpc.channel import ChannelSettings
 from shoal_common.rpc.server import RpcServer, ServerSettings
 from shoal_common.settings import secret_value
@@ -87,7 +87,8 @@ class ParameterServer:
     async def run(self, stop: asyncio.Event) -> None:
         """Serves until `stop` is set or the job is over, then drains and writes a last snapshot.
 
-        Raises ConfigurationError (addresses, TLS, tokens), and the coordinator's refusal of this server's registration.
+        Raises ConfigurationError (addresses, TLS, tokens), the coordinator's refusal of this server's registration, and UnavailableError /
+        SNAPSHOT_FAILED when the last snapshot could not be written.
         """
         async with AsyncExitStack() as stack:
             rpc = RpcServer(
@@ -101,6 +102,8 @@ class ParameterServer:
             grpc_port = await rpc.start()
             stack.push_async_callback(self._snapshots.write_if_changed)
             stack.push_async_callback(rpc.drain_and_stop)
+            stack.callback(self._membership.stop)
+            stack.callback(self._pulls.stop)
             self._session = CoordinatorSession(self._channel_settings(), self._registration(grpc_port, http), self)
             stack.push_async_callback(self._session.close)
             self._write_port_file(grpc_port, http)
@@ -147,7 +150,8 @@ class ParameterServer:
     # ---------------------------------------------------------------------------------------------------------- its parts
 
     async def _fetch_layout(self) -> Layout:
-        assert self._session is not None, "requests come after the session was made"
+        if self._session is None:
+            raise UnavailableError("this server is only just starting; try again", reason="SERVER_UNREGISTERED")
         return await self._session.layout()
 
     def _adopt_layout(self, layout: Layout) -> None:

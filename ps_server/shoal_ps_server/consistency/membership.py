@@ -25,6 +25,7 @@ class Membership:
         self.clocks = clocks
         self.consistency = Consistency()
         self._admission_wait = admission_wait
+        self._stopping = False
         self._news = asyncio.Event()
         """Set, and replaced, whenever something that a waiter looks at has changed."""
 
@@ -81,14 +82,17 @@ class Membership:
             reason="SSP_WAIT_TIMEOUT",
         )
 
-    def reconsider(self) -> None:
-        """The consistency has changed."""
+    def stop(self) -> None:
+        """The server stops: who waits is told to try again elsewhere or later, UnavailableError / SERVER_STOPPING."""
+        self._stopping = True
         self._announce()
 
     async def _until(self, condition: Callable[[], bool], wait: timedelta) -> bool:
         try:
             async with asyncio.timeout(wait.total_seconds()):
                 while not condition():
+                    if self._stopping:
+                        raise UnavailableError("this server is stopping; try again", reason="SERVER_STOPPING")
                     await self._news.wait()
                 return True
         except TimeoutError:

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable
 from typing import Final
 
-from shoal_common.errors import DeadlineError
+from shoal_common.errors import DeadlineError, UnavailableError
 from shoal_common.wire import CHUNK_BYTES, checksum, encode_pull_chunk
 from shoal_protos.v1 import parameter_server_pb2 as pb
 
@@ -38,11 +38,18 @@ class Pulls:
         self._waited = waited
         self._answered = answered
         self._first_values: dict[int, asyncio.Event] = {}
+        self._stopping = False
 
     def initialized(self, partition_id: int) -> None:
         """A partition has its first values: wakes the pulls that wait for them."""
         if event := self._first_values.pop(partition_id, None):
             event.set()
+
+    def stop(self) -> None:
+        """The server stops: who waits for first values is told to try again, UnavailableError / SERVER_STOPPING."""
+        self._stopping = True
+        for partition_id in list(self._first_values):
+            self.initialized(partition_id)
 
     async def serve(self, pull: Pull) -> AsyncGenerator[bytes]:
         """The PullChunks, encoded. Raises what the .proto says of Pull."""
@@ -80,11 +87,12 @@ class Pulls:
 
     async def _await_values(self, spec: PartitionSpec, deadline: float) -> None:
         """Returns when a partition has values. Raises DeadlineError / PARTITION_UNINITIALIZED."""
-        if self._shard.version(spec.partition_id):
-            return
         try:
             async with asyncio.timeout_at(deadline):
-                await self._first_values.setdefault(spec.partition_id, asyncio.Event()).wait()
+                while not self._shard.version(spec.partition_id):
+                    if self._stopping:
+                        raise UnavailableError("this server is stopping; try again", reason="SERVER_STOPPING")
+                    await self._first_values.setdefault(spec.partition_id, asyncio.Event()).wait()
         except TimeoutError as error:
             raise DeadlineError(
                 f"{describe(spec)} has no values yet: nobody sent Initialize, or not to this server; wait longer (wait_ms)",

@@ -73,23 +73,23 @@ class SnapshotKeeper:
             return Written(path=self._directory.snapshot, nbytes=nbytes)
 
     async def write_if_changed(self) -> None:
-        """Writes one unless nothing was applied since the last. A failure is logged and counted; training goes on."""
+        """Writes one unless there is nothing to write, or nothing was applied since the last. Raises UnavailableError / SNAPSHOT_FAILED."""
         state = self._state()
         if self._directory is None or state is None:
             return
         versions = {number: version for number, version in self._shard.summary().versions.items() if version}
         if _fingerprint(state, versions) == self._last:
             return
-        try:
-            await self.write()
-        except UnavailableError as error:
-            logger.error("snapshot failed", extra={"error": error})
+        await self.write()
 
     async def periodically(self, interval: timedelta) -> None:
-        """Writes one every `interval`, until cancelled."""
+        """Writes one every `interval`, until cancelled. A failure is logged and counted; training goes on."""
         while True:
             await asyncio.sleep(interval.total_seconds())
-            await self.write_if_changed()
+            try:
+                await self.write_if_changed()
+            except UnavailableError as error:
+                logger.error("snapshot failed", extra={"error": error})
 
     async def _capture(self) -> tuple[PartitionImage, ...]:
         images: list[PartitionImage] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -168,6 +169,25 @@ def test_a_server_ends_when_the_job_is_over(cluster) -> None:
     cluster.running.thread.join(30)
     assert not cluster.running.thread.is_alive()
     assert cluster.running.failure is None
+
+
+def test_a_server_that_stops_does_not_wait_for_those_who_wait(cluster) -> None:
+    client = cluster.server()
+    cluster.member(client).initialize(np.zeros(1))
+    cluster.trainable(client, bound=0)
+    fast = cluster.member(client)
+    fast.pull()
+    fast.push(1.0)
+    once = cluster.client(cluster.running, attempts=1)
+    fast.client = once
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(lambda: fast.pull(wait=timedelta(minutes=10)))
+        cluster.wait_until(lambda: client.get_server().clocks["a"] == 1, "the clock")
+        begun = time.monotonic()
+        cluster.running.stop()
+        with pytest.raises(UnavailableError):
+            waiting.result(30)
+    assert time.monotonic() - begun < 9  # drain_timeout is 10 s
 
 
 def test_a_map_with_other_partitions_than_those_held_is_refused(cluster) -> None:

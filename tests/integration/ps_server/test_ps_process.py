@@ -11,7 +11,7 @@ from datetime import timedelta
 import grpc
 import numpy as np
 import pytest
-from shoal_common.errors import ConfigurationError, PermissionDeniedError, PreconditionError
+from shoal_common.errors import ConfigurationError, CorruptDataError, PermissionDeniedError, PreconditionError, UnavailableError
 from shoal_common.rpc.channel import ChannelSettings
 from shoal_protos.v1 import parameter_server_pb2 as pb
 from shoal_ps_server.settings import PsServerSettings, parse_command_line
@@ -22,10 +22,10 @@ def flags(cluster, *more: str) -> tuple[str, ...]:
 
 
 def test_a_restarted_server_goes_on_where_it_was_stopped(cluster, start, tmp_path) -> None:
-    """SIGTERM writes a snapshot; the next process has values, momentum, versions, sequence numbers, clocks and settings."""
-    first, data = start, ("--data-dir", str(tmp_path / "data"))
+    """SIGTERM writes a snapshot; the next server has values, momentum, versions, sequence numbers, clocks and settings."""
+    data = tmp_path / "data"
     client = cluster.server()  # the same pushes on a server that is not stopped
-    process = first(*flags(cluster, *data))
+    process = start(*flags(cluster, "--data-dir", str(data)))
     stopped = process.client()
     cluster.coordinator.registrations.get(timeout=30)
     optimizer = pb.OptimizerSpec(name="sgd", hyperparameters={"lr": 0.1, "momentum": 0.9})
@@ -44,59 +44,63 @@ def test_a_restarted_server_goes_on_where_it_was_stopped(cluster, start, tmp_pat
 
     # The coordinator is away: a restarted server still knows its partitions and its members.
     cluster.coordinator.stop()
-    with start(*flags(cluster, *data)).client() as restarted:
-        after = restarted.get_server(member_id="a")
-        for ignored in ("pushes_applied", "pushes_deduplicated"):
-            before.ClearField(ignored)
-            after.ClearField(ignored)
-        assert after == before
-        members[1].client = restarted
-        assert not restarted.configure_optimizer("job", optimizer, ssp).configured
-        assert not restarted.set_hyperparameters("job", revision=3, hyperparameters={"lr": 9.0}).applied
-        assert all(each.duplicate for each in members[1].push(2.0, sequence=2))
-        for member in members:
-            member.push(3.0, sequence=3)
-        left, right = members[0].pull(), members[1].pull()
-        assert all(np.array_equal(left[number], right[number]) for number in left)
+    restarted = cluster.unregistered(data_dir=data)
+    after = restarted.get_server(member_id="a")
+    for ignored in ("pushes_applied", "pushes_deduplicated"):
+        before.ClearField(ignored)
+        after.ClearField(ignored)
+    assert after == before
+    members[1].client = restarted
+    assert not restarted.configure_optimizer("job", optimizer, ssp).configured
+    assert not restarted.set_hyperparameters("job", revision=3, hyperparameters={"lr": 9.0}).applied
+    assert all(each.duplicate for each in members[1].push(2.0, sequence=2))
+    for member in members:
+        member.push(3.0, sequence=3)
+    left, right = members[0].pull(), members[1].pull()
+    assert all(np.array_equal(left[number], right[number]) for number in left)
 
 
 def test_a_killed_server_comes_back_with_its_last_snapshot_and_says_what_is_lost(cluster, start, tmp_path) -> None:
-    cluster.coordinator.shard_map = None
-    data = ("--data-dir", str(tmp_path / "data"), "--snapshot-interval", "0s")
-    process = start(*flags(cluster, *data))
+    data = tmp_path / "data"
+    process = start(*flags(cluster, "--data-dir", str(data), "--snapshot-interval", "0s"))
     client = process.client()
     cluster.declare()
     member = cluster.trainable(client)
     member.push(1.0)
     written = client.snapshot("job")
-    assert written.bytes == (tmp_path / "data" / "snapshot.safetensors").stat().st_size
+    assert written.bytes == (data / "snapshot.safetensors").stat().st_size
     member.push(1.0)
     member.pull()
     process.end(signal.SIGKILL)
     client.close()
-    with start(*flags(cluster, *data)).client() as restarted:
-        member.client = restarted
-        with pytest.raises(PreconditionError) as caught:
-            member.push(1.0)
-        assert caught.value.reason == "SEQUENCE_GAP"
-        assert [each.sequence for each in restarted.get_server(member_id="a").partitions] == [1, 1, 1]
-        with pytest.raises(PreconditionError) as caught:
-            member.push(1.0, sequence=2)
-        assert caught.value.reason == "BASE_VERSION_AHEAD"
-        member.pull()
-        assert {each.version for each in member.push(1.0, sequence=2)} == {3}
+
+    member.client = restarted = cluster.unregistered(data_dir=data)
+    with pytest.raises(PreconditionError) as caught:
+        member.push(1.0)
+    assert caught.value.reason == "SEQUENCE_GAP"
+    assert [each.sequence for each in restarted.get_server(member_id="a").partitions] == [1, 1, 1]
+    with pytest.raises(PreconditionError) as caught:
+        member.push(1.0, sequence=2)
+    assert caught.value.reason == "BASE_VERSION_AHEAD"
+    member.pull()
+    assert {each.version for each in member.push(1.0, sequence=2)} == {3}
 
 
-def test_a_damaged_snapshot_keeps_the_server_from_starting_and_stays_as_it_is(cluster, start, tmp_path) -> None:
+def test_a_damaged_snapshot_keeps_the_server_from_starting_and_stays_as_it_is(cluster, tmp_path) -> None:
     snapshot = tmp_path / "data" / "snapshot.safetensors"
     snapshot.parent.mkdir()
     snapshot.write_bytes(b"no snapshot at all")
-    process = start(*flags(cluster, "--data-dir", str(snapshot.parent)))
-    assert process.wait() == 1
-    assert "snapshot.safetensors is damaged" in process.log
-    assert process.log.count("\n") == 1
+    with pytest.raises(CorruptDataError, match=r"snapshot\.safetensors is damaged"):
+        cluster.unregistered(data_dir=snapshot.parent)
     assert snapshot.read_bytes() == b"no snapshot at all"
     assert cluster.coordinator.registrations.empty()
+
+
+def test_what_keeps_a_server_from_starting_is_one_line(start) -> None:
+    process = start("--job", "job")
+    assert process.wait() == 1
+    remedy = "(set --coordinator or SHOAL_PS_SERVER_COORDINATOR)"
+    assert process.log == f"shoal-ps-server: coordinator: Field required {remedy}\n"
 
 
 @pytest.mark.parametrize(
@@ -167,6 +171,19 @@ def test_snapshots_are_written_by_and_by_while_values_change(cluster, tmp_path) 
         earlier = snapshot.stat().st_mtime_ns if snapshot.exists() else 0
         member.push(1.0)
         cluster.wait_until(lambda: snapshot.exists() and snapshot.stat().st_mtime_ns > earlier, "a newer snapshot")  # noqa: B023
+
+
+def test_a_snapshot_that_cannot_be_written_is_an_error_and_training_goes_on(cluster, tmp_path) -> None:
+    data = tmp_path / "data"
+    client = cluster.server(data_dir=data, snapshot_interval=timedelta(milliseconds=20))
+    (data / "snapshot.safetensors").mkdir()  # so that the rename fails, also for root
+    member = cluster.trainable(client)
+    with pytest.raises(UnavailableError) as caught:
+        cluster.client(cluster.running, attempts=1).snapshot("job")
+    assert caught.value.reason == "SNAPSHOT_FAILED"
+    member.push(1.0)
+    cluster.running.stop()
+    assert isinstance(cluster.running.failure, UnavailableError)
 
 
 def test_help_names_every_setting() -> None:

@@ -1,0 +1,119 @@
+"""Upload streams share a server fairly: silent ones are ended, and all of them together hold a bounded number of partitions."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from datetime import timedelta
+
+import numpy as np
+import pytest
+from shoal_common.errors import DeadlineError
+from shoal_common.wire import encode_push_chunk
+from shoal_protos.v1 import parameter_server_pb2 as pb
+from shoal_ps_server.consistency.clocks import Clocks
+from shoal_ps_server.consistency.fence import Fence
+from shoal_ps_server.consistency.membership import Membership
+from shoal_ps_server.service import intake as intake_module
+from shoal_ps_server.service.intake import Intake
+from shoal_ps_server.service.requests import UploadKind
+
+
+@pytest.fixture
+def made(make):
+    """make_intake(idle) -> (intake, shard): one partition of 6 floats with values, members a and b in generation 1."""
+
+    def make_intake(idle: timedelta = timedelta(seconds=30)):
+        layout = make.layout()
+        shard = make.shard()
+        membership = Membership(fence=Fence(), clocks=Clocks())
+        membership.learn(1, ["a", "b"])
+
+        async def layout_of_epoch(epoch: int):
+            return layout
+
+        intake = Intake(
+            job_id="job",
+            shard=shard,
+            membership=membership,
+            layout_of_epoch=layout_of_epoch,
+            applied=lambda *_: None,
+            idle_limit=idle,
+        )
+        return intake, shard
+
+    return make_intake
+
+
+def chunks(member: str) -> list[bytes]:
+    """One push in two chunks."""
+    header = pb.PushHeader(
+        job_id="job",
+        member_id=member,
+        generation=1,
+        shard_map_epoch=1,
+        sequence=1,
+        base_version=1,
+        dtype=pb.DTYPE_FLOAT32,
+        codec=pb.CODEC_RAW,
+        length=6,
+        payload_bytes=24,
+    )
+    payload = memoryview(np.ones(6, np.float32)).cast("B")
+    return [encode_push_chunk((header, payload[:8])), encode_push_chunk((None, payload[8:]))]
+
+
+def test_a_stream_that_falls_silent_is_ended_and_its_place_is_free_again(made, monkeypatch) -> None:
+    monkeypatch.setattr(intake_module, "STAGING_SLOTS", 1)
+
+    async def scenario() -> None:
+        intake, shard = made(timedelta(milliseconds=50))
+
+        async def silent() -> AsyncIterator[bytes]:
+            yield chunks("a")[0]
+            await asyncio.Event().wait()
+
+        async def whole() -> AsyncIterator[bytes]:
+            for chunk in chunks("b"):
+                yield chunk
+
+        with pytest.raises(DeadlineError) as caught:
+            await intake.receive(silent(), UploadKind.PUSH)
+        assert caught.value.reason == "STREAM_IDLE"
+        assert shard.version(0) == 1
+        assert [each.version for each in (await intake.receive(whole(), UploadKind.PUSH)).results] == [2]
+
+    asyncio.run(scenario())
+
+
+def test_a_stream_waits_when_too_many_partitions_are_being_received(made, monkeypatch) -> None:
+    monkeypatch.setattr(intake_module, "STAGING_SLOTS", 1)
+
+    async def scenario() -> None:
+        intake, shard = made()
+        go_on = asyncio.Event()
+        order: list[str] = []
+
+        async def stream(member: str, *, holds: bool) -> AsyncIterator[bytes]:
+            first, second = chunks(member)
+            yield first
+            if holds:
+                await go_on.wait()
+            yield second
+
+        async def push(member: str, *, holds: bool = False) -> None:
+            await intake.receive(stream(member, holds=holds), UploadKind.PUSH)
+            order.append(member)
+
+        slow = asyncio.create_task(push("a", holds=True))
+        await asyncio.sleep(0)
+        quick = asyncio.create_task(push("b"))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not order
+        go_on.set()
+        await asyncio.gather(slow, quick)
+        assert order == ["a", "b"]
+        assert shard.version(0) == 3
+
+    asyncio.run(scenario())

@@ -1,0 +1,34 @@
+"""Freed memory stays with the process: buffers that come and go cause no page faults."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import sys
+
+import pytest
+
+MEASURE = """
+import resource, sys
+from shoal_common.allocator import keep_freed_memory
+if sys.argv[1] == "keep":
+    assert keep_freed_memory()
+def message():
+    return b"".join([bytes(16384) for _ in range(64)])  # as gRPC puts a message together
+for _ in range(20):
+    message()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(50):
+    message()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def faults(mode: str) -> int:
+    return int(subprocess.run([sys.executable, "-c", MEASURE, mode], capture_output=True, text=True, check=True, timeout=60).stdout)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc's malloc has these settings")
+def test_messages_that_come_and_go_cause_no_page_faults_any_more() -> None:
+    assert faults("default") > 1000
+    assert faults("keep") < 50

@@ -39,7 +39,7 @@ def say(**message: Any) -> None:
 
 @contextlib.contextmanager
 def group(
-    url: str, prefix: str, rank: int, world_size: int, *, timeout_s: float = 20.0, connect_timeout_s: float = 5.0
+    url: str, prefix: str, rank: int, world_size: int, *, timeout_s: float = 60.0, connect_timeout_s: float = 5.0
 ) -> Iterator[GlooBackend]:
     """A formed group. Waits first for all processes to be up."""
     store = RedisStore(url, prefix, timeout=timedelta(seconds=10))

@@ -1,7 +1,7 @@
 """NCCL: collectives between NVIDIA GPUs.
 
 NCCL finds its interfaces by itself (NCCL_SOCKET_IFNAME), so `hostname` is not used. The group is bound to the current CUDA device: call
-torch.cuda.set_device first.
+torch.cuda.set_device first. On machines without a GPU only its refusal is tested.
 """
 
 from __future__ import annotations

@@ -113,7 +113,8 @@ def test_torchs_default_group_on_shoal_gloo_can_be_aborted(ranks: Ranks, redis_u
         member.start("abort_torch_group", url=redis_url, init_method=init_method, rank=number, world_size=3)
     members[2].event("idle")
     for member in members[:2]:
-        assert "the process group was aborted" in member.result()
+        said = member.result()  # its own abort, or its peer's
+        assert "the process group was aborted" in said or "Connection closed by peer" in said
     signals = RedisStore(redis_url, init_method)
     signals.set("over", "")
     assert members[2].result() == "idle"

@@ -33,12 +33,6 @@ def test_plain_scripts_meet_through_redis_and_can_do_so_again(redis_url: str) ->
         assert said.splitlines() == [f"attempt {attempt}: rank {number} of 3: 6.0" for attempt in range(2)]
 
 
-def test_running_a_script_without_naming_it_says_how() -> None:
-    ran = subprocess.run([sys.executable, "-m", "shoal_worker.store"], capture_output=True, text=True, timeout=60, check=False)
-    assert ran.returncode == 1
-    assert "usage: python -m shoal_worker.store SCRIPT" in ran.stderr
-
-
 def test_ranks_of_one_round_share_a_store_of_their_own(redis_url: str) -> None:
     url = f"{redis_url}/{uuid.uuid4().hex}?world_size=2"
     with ThreadPoolExecutor() as threads:

@@ -85,9 +85,12 @@ class Command:
             time.sleep(0.01)
 
     def close(self) -> None:
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGKILL)
-            self.process.wait(_DEADLINE_S)
+        """Ends it, as Ctrl-C twice does, so that it can clean up; by force if that does not help."""
+        for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGKILL):
+            if self.process.poll() is None:
+                self.process.send_signal(number)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self.process.wait(5)
         self.wait_until_gone()
 
 

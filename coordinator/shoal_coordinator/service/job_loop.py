@@ -145,7 +145,8 @@ class JobLoop:
 
     async def run(self) -> None:
         """Runs until cancelled. Raises FencedError when another coordinator has taken over, InternalError for a bug."""
-        while True:
+        # A cancellation that meets the end of a call to Redis can be lost on the way; `fail` is always called before it.
+        while self._failure is None:
             await self._wait_for_work()
             await self._step()
 

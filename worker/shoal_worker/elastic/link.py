@@ -25,6 +25,7 @@ from shoal_common.errors import (
     PreconditionError,
     ShoalError,
     UnavailableError,
+    UnknownResourceError,
 )
 from shoal_protos.v1 import coordinator_pb2 as pb
 
@@ -35,6 +36,7 @@ _log = logging.getLogger(__name__)
 
 _FIRST_BACKOFF_S = 0.05
 _LONGEST_BACKOFF_S = 2.0
+_JOB_PATIENCE_S = 30.0
 _RETRYABLE = (UnavailableError, DeadlineError)
 
 
@@ -199,6 +201,7 @@ class CoordinatorLink:
     def _run(self) -> None:
         backoff = _FIRST_BACKOFF_S
         away = False
+        job_must_exist_at = time.monotonic() + _JOB_PATIENCE_S
         while not self._over():
             try:
                 for directive in self.client.join_session(self._messages()):
@@ -216,6 +219,11 @@ class CoordinatorLink:
                 if not away:
                     _log.warning("no connection to the coordinator, training goes on without membership changes: %s", error)
                 away = True
+            except UnknownResourceError as error:
+                # Workers are started beside the coordinator, and may be there some moments before their job.
+                if self._over() or time.monotonic() > job_must_exist_at:
+                    self._fail(error)
+                    return
             except ShoalError as error:
                 if not self._over():
                     self._fail(error)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import shoal_worker.api as shoal
 import torch
+from shoal_common.clients import ParameterServerClient
 from shoal_common.errors import ConfigurationError, InvalidRequestError, PreconditionError
+from shoal_common.rpc.channel import ChannelSettings
 from shoal_protos.v1 import coordinator_pb2, parameter_server_pb2
 from shoal_worker.elastic.session import Session
+from shoal_worker.state.serial import load_tensors
 from torch import nn
 
 from tests.integration.worker_async.async_cluster import AsyncCluster
@@ -169,6 +173,19 @@ def test_once_the_servers_hold_values_nobody_overwrites_them_by_accident(session
         model.restore({"model": {}, "optimizer": None})
 
 
+def test_a_saved_model_has_the_servers_values_and_loads_only_before_the_first_step(session: Session, tmp_path: Path) -> None:
+    model, optimizer = distributed(pull_every=2)
+    backward(model)
+    optimizer.step()
+    model.save_model(tmp_path / "model.safetensors")
+    saved = {name: value.clone() for name, value in model.full_state_dict().items()}
+    with pytest.raises(PreconditionError, match="the parameter servers hold newer values"):
+        model.load_model(tmp_path / "model.safetensors")
+    tensors, metadata = load_tensors((tmp_path / "model.safetensors").read_bytes())
+    assert metadata["strategy"] == "async_sgd"
+    assert all(torch.equal(tensors[name], value) for name, value in saved.items())
+
+
 def test_closures_are_refused(session: Session) -> None:
     _, optimizer = distributed()
     with pytest.raises(ConfigurationError, match="closures"):
@@ -233,9 +250,6 @@ def test_a_worker_with_another_model_is_refused(session: Session, running: Async
 
 
 def test_a_worker_with_another_optimizer_is_refused(session: Session, running: AsyncCluster) -> None:
-    from shoal_common.clients import ParameterServerClient
-    from shoal_common.rpc.channel import ChannelSettings
-
     spec = parameter_server_pb2.OptimizerSpec(name="adamw", hyperparameters={"lr": 0.5})
     asp = parameter_server_pb2.Consistency(mode=parameter_server_pb2.Consistency.MODE_ASP)
     with ParameterServerClient(ChannelSettings(address=running.servers[0].address)) as client:

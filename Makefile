@@ -83,8 +83,8 @@ verify-text:
 verify-deployment: .venv/installed
 	$(BIN)/hadolint docker/Dockerfile
 	$(BIN)/check-jsonschema --builtin-schema vendor.compose-spec compose.yaml compose.gpu.yaml
-	$(BIN)/podman-compose --dry-run -f compose.yaml config > /dev/null
-	$(BIN)/podman-compose --dry-run -f compose.yaml -f compose.gpu.yaml config > /dev/null
+	$(BIN)/podman-compose --dry-run --profile servers --profile monitoring -f compose.yaml config > /dev/null
+	$(BIN)/podman-compose --dry-run --profile servers --profile monitoring -f compose.yaml -f compose.gpu.yaml config > /dev/null
 	$(BIN)/python docker/grafana/dashboards.py --check
 	@if command -v promtool > /dev/null; then promtool check config --syntax-only docker/prometheus/prometheus.yml; \
 	else echo "promtool is not on PATH: docker/prometheus is not checked"; fi

@@ -245,6 +245,12 @@ PARAMETER_SERVERS = (
         queries=[*quantiles("shoal_ps_staleness", "job_id"), *quantiles("shoal_worker_staleness", "job_id")],
     ),
     Graph(
+        title="Pushes lost",
+        text="Acknowledged updates, by partition, that a server no longer had: it was restored from an older snapshot. Else nothing.",
+        unit="none",
+        queries=[("increase(shoal_worker_pushes_lost_total[$__rate_interval]) > 0", "{{instance}}")],
+    ),
+    Graph(
         title="Time to apply a partition",
         text="Check and update of one pushed partition. Times the partitions pushed a second: how busy a server's one core is.",
         unit="s",

@@ -227,6 +227,7 @@ PARAMETER_SERVERS = (
             ("sum by (outcome) (rate(shoal_ps_pushes_total{job}[$__rate_interval]))", "pushes {{outcome}}"),
             ("sum by (outcome) (rate(shoal_ps_pulls_total{job}[$__rate_interval]))", "pulls {{outcome}}"),
             ("sum by (outcome) (rate(shoal_ps_initializations_total{job}[$__rate_interval]))", "initializations {{outcome}}"),
+            ("sum(rate(shoal_worker_pushes_lost_total{job}[$__rate_interval])) > 0", "pushes lost"),
         ],
     ),
     Graph(

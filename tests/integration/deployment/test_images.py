@@ -178,7 +178,7 @@ class Cluster:
     def start(self, service: str, image: Image, *, name: str | None = None, command: Sequence[str] = ()) -> subprocess.Popen[bytes]:
         """As compose.yaml says, through the images' entry point."""
         name = name or service
-        environment = {key: self.here(value) for key, value in SERVICES[service]["environment"].items()}
+        environment = {key: self.here(str(value)) for key, value in SERVICES[service]["environment"].items()}
         variable = {"coordinator": "SHOAL_COORDINATOR_PORT_FILE", "ps-server": "SHOAL_PS_SERVER_PORT_FILE"}.get(image.target)
         if variable:
             environment[variable] = str(self.processes.port_file(name))

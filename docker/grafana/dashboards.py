@@ -227,7 +227,6 @@ PARAMETER_SERVERS = (
             ("sum by (outcome) (rate(shoal_ps_pushes_total{job}[$__rate_interval]))", "pushes {{outcome}}"),
             ("sum by (outcome) (rate(shoal_ps_pulls_total{job}[$__rate_interval]))", "pulls {{outcome}}"),
             ("sum by (outcome) (rate(shoal_ps_initializations_total{job}[$__rate_interval]))", "initializations {{outcome}}"),
-            ("sum(rate(shoal_worker_pushes_lost_total{job}[$__rate_interval])) > 0", "pushes lost"),
         ],
     ),
     Graph(
@@ -249,7 +248,7 @@ PARAMETER_SERVERS = (
         title="Pushes lost",
         text="Acknowledged updates, by partition, that a server no longer had: it was restored from an older snapshot. Else nothing.",
         unit="none",
-        queries=[("increase(shoal_worker_pushes_lost_total[$__rate_interval]) > 0", "{{instance}}")],
+        queries=[("increase(shoal_worker_pushes_lost_total{job}[$__rate_interval]) > 0", "{{instance}}")],
     ),
     Graph(
         title="Time to apply a partition",

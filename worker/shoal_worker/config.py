@@ -17,13 +17,12 @@ class ShardingConfiguration:
     """
 
     auto_sync_gradients: bool = True
-    """Reduce gradients during the backward pass. False: the loop calls `model.synchronize_gradients()` before `optimizer.step()`."""
+    """Reduce gradients during the backward pass. False: the loop calls `model.synchronize_gradients()` before `optimizer.step()`;
+    needed where some parameters take no part in some steps."""
     bucket_cap_mb: int = 25
     """MiB of gradients that travel in one all-reduce; >= 1."""
     loss_reduction: str = "mean"
     """What the loop's loss does over a batch: "mean", or "sum"."""
-    find_unused_parameters: bool = False
-    """Some parameters take no part in some steps: search for them after every forward pass."""
     deterministic: bool = False
     """Sum micro-batch gradients in float64, so that the result is bitwise the same for any world size. Needs `micro_batch_size` on the
     loader."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -58,6 +59,7 @@ class Group:
         self._store = store
         self._reason: str | None = None
         self._lock = threading.Lock()
+        self._guarded: list[socket.socket] = []
 
     @property
     def rank(self) -> int:
@@ -132,10 +134,32 @@ class Group:
             if self._reason is not None:
                 return
             self._reason = reason
+            guarded = list(self._guarded)
+        for connection in guarded:
+            _shut_down(connection)
         if self._backend is not None:
             self._backend.abort(reason)
         if self._store is not None:
             self._store.abort(reason)
+
+    @contextlib.contextmanager
+    def guarding(self) -> Iterator[Callable[[socket.socket], None]]:
+        """Gives a function that puts a socket under the group's `abort`: it is shut down then, so that nobody waits on it."""
+        own: list[socket.socket] = []
+
+        def guard(connection: socket.socket) -> None:
+            with self._lock:
+                own.append(connection)
+                self._guarded.append(connection)
+                broken = self._reason is not None
+            if broken:
+                _shut_down(connection)
+
+        try:
+            yield guard
+        finally:
+            with self._lock:
+                self._guarded = [s for s in self._guarded if s not in own]
 
     def close(self) -> None:
         """Lets go of sockets and threads."""
@@ -233,6 +257,11 @@ def connect(
     except (RuntimeError, ShoalError) as error:
         raise MembershipChanged(f"generation {generation.number} did not form: {brief(error)}") from error
     return Group(generation, backend, store)
+
+
+def _shut_down(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 def brief(error: BaseException) -> str:

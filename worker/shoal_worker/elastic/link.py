@@ -37,6 +37,7 @@ _log = logging.getLogger(__name__)
 _FIRST_BACKOFF_S = 0.05
 _LONGEST_BACKOFF_S = 2.0
 _JOB_PATIENCE_S = 30.0
+_DRAIN_LOOK_S = 0.5
 _RETRYABLE = (UnavailableError, DeadlineError)
 
 
@@ -135,7 +136,8 @@ class CoordinatorLink:
                     raise StopTraining(self._stop)
                 if self._drain is not None:
                     raise Drained(self._drain)
-                if not self._changed.wait(deadline - time.monotonic()):
+                # In slices: SIGTERM marks the member as draining and cannot notify.
+                if not self._changed.wait(min(_DRAIN_LOOK_S, deadline - time.monotonic())) and time.monotonic() >= deadline:
                     raise DeadlineError(
                         f"waited {timeout.total_seconds():.0f} s for a generation above {after} of job {self.identity.job_id!r}"
                         f" ({self._standby or 'the coordinator has not said why there is none'})"
@@ -171,6 +173,11 @@ class CoordinatorLink:
     def newest_generation(self) -> Generation | None:
         """The newest generation known."""
         return self._newest
+
+    @property
+    def refused(self) -> ShoalError | None:
+        """Why the coordinator no longer counts this process as a member: it must not train on. None: it does."""
+        return self._fatal
 
     @property
     def draining(self) -> str | None:

@@ -52,10 +52,9 @@ class Membership:
     @property
     def changes(self) -> bool:
         """There is a newer generation, or this member is to leave: settle it at the next border."""
-        group = self._group
-        return (
-            group is None or self.link.newest > group.generation.number or self.link.draining is not None or self.link.stopped is not None
-        )
+        group, link = self._group, self.link
+        wanted = link.draining is not None or link.stopped is not None or link.refused is not None
+        return group is None or wanted or link.newest > group.generation.number
 
     def await_generation(self) -> Generation:
         """Waits for the first generation that this process has not been in, without connecting it."""
@@ -68,8 +67,13 @@ class Membership:
             MembershipChanged: it did not form; `failed` was reported; call again.
             StopTraining, DeadlineError, ShoalError: as `CoordinatorLink.wait_generation`.
         """
-        self.leave_group("re-forming")
-        generation = self.await_generation()
+        group = self._group
+        if group is not None and group.broken is None:
+            generation = self.await_generation()  # a stop may come instead; then the group is still needed
+            self.leave_group("re-forming")
+        else:
+            self.leave_group("re-forming")
+            generation = self.await_generation()
         self._left = generation.number
         assert self.make_backend is not None
         try:
@@ -79,7 +83,7 @@ class Membership:
                 store_url=self._settings.store_url or self.link.store_url,
                 prefix=f"shoal:{{{self.link.identity.job_id}}}:store:{generation.number}-{generation.nonce}",
                 host=self._host,
-                arrival_timeout=self._settings.rendezvous_timeout,
+                arrival_timeout=self._settings.collective_timeout,
                 connect_timeout=self._settings.connect_timeout,
                 collective_timeout=self._settings.collective_timeout,
                 announce=self._announce,
@@ -98,7 +102,9 @@ class Membership:
 
     def failed(self, error: BaseException) -> None:
         """A collective of the current generation failed here: tells the coordinator, unless it knows already."""
-        self.link.failed(self._left, detail=str(error), timed_out="timed out" in str(error).lower())
+        self.link.failed(
+            self._left, detail=str(error), timed_out=isinstance(error.__cause__, TimeoutError) or "timed out" in str(error).lower()
+        )
 
     def check_current(self, generation: int) -> None:
         """Asks the coordinator whether this member, which acts for `generation`, still belongs to the job. Called on any thread.

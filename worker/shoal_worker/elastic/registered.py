@@ -104,6 +104,8 @@ class RegisteredState:
         @functools.wraps(advance)
         def gated(_self: Any, *args: Any, **kwargs: Any) -> Any:
             if self._void:
+                if method == "update":
+                    value._per_optimizer_states.clear()  # as its update() ends, or the next step would count as the second
                 return None
             if self._skip.get(name, 0) > 0:
                 self._skip[name] -= 1

@@ -52,7 +52,7 @@ from shoal_worker.state.digest import state_digest
 
 _log = logging.getLogger(__name__)
 
-_GROUP_LOST = (MembershipChanged, UnavailableError, CorruptDataError)
+_GROUP_LOST = (MembershipChanged, UnavailableError)
 """What a collective or a transfer raises when the group it ran on is over: the cure is a new generation."""
 
 _BORDER = "border"
@@ -229,7 +229,12 @@ class Session:
             return
         self._live = True
         membership.link.ready()
-        membership.await_generation()
+        try:
+            membership.await_generation()
+        except StopTraining as stop:
+            _log.warning("leaving before the start: %s", stop)
+            membership.leave(pb.Leave.REASON_DRAINED, str(stop))
+            raise SystemExit(0) from stop
 
     # -------------------------------------------------------------------------------------------------------------- attach
 
@@ -379,7 +384,10 @@ class Session:
     def ensure_step(self) -> Step:
         """The step in progress; begins one in a user's own loop, where no loader does."""
         if self._step is None:
-            placement = self.begin_step(None)
+            try:
+                placement = self.begin_step(None)
+            except StopTraining as stop:
+                raise SystemExit(0) from stop  # in the user's own loop there is no loader that could end it
             self.assign(Share(weight=1.0, total_weight=float(placement.world_size), micro_batches=None))
         return self._require_step()
 
@@ -388,7 +396,7 @@ class Session:
         step = self._require_step()
         weight = step.share.weight if step.share is not None and step.loss is not None else 0.0
         wanted = self._membership is not None and self._membership.changes
-        return [float(wanted), (step.loss or 0.0) * weight, weight]
+        return [float(wanted), step.loss * weight if step.loss is not None and weight > 0 else 0.0, weight]
 
     def take_control_word(self, summed: Sequence[float]) -> None:
         """The control word came back: the same on all ranks."""
@@ -501,7 +509,14 @@ class Session:
                 failpoint("session.in_operation")
                 result = body(GroupChannel(group, kind, self._spectators))
             except _GROUP_LOST as error:
-                self._recover(error)
+                try:
+                    self._recover(error)
+                except Drained as drained:
+                    self._exit_drained(drained)
+                except StopTraining as stop:
+                    # The job is stopped and the group is gone: there is no other to do it with.
+                    self._stopped = str(stop)
+                    return body(LocalChannel())
             else:
                 self._operations.keep(result)
                 failpoint("session.after_operation")
@@ -617,6 +632,9 @@ class Session:
                 self.metrics.join_seconds.observe(time.monotonic() - started)
 
     def _stop_if_asked(self, membership: Membership) -> None:
+        if membership.link.refused is not None:
+            membership.leave_group("the coordinator put this member out")
+            raise membership.link.refused
         if membership.link.stopped is not None:
             raise StopTraining(membership.link.stopped)
         if membership.link.draining is not None:
@@ -737,7 +755,11 @@ class Session:
     def _take(self, donors: Sequence[int], group: Group) -> Any:
         started = time.monotonic()
         addresses = [group.generation.peers[r].donor_address for r in donors]
-        state, size = take_state(addresses, group.generation.nonce, timeout=self.settings.collective_timeout)
+        try:
+            with group.guarding() as guard:
+                state, size = take_state(addresses, group.generation.nonce, timeout=self.settings.collective_timeout, guard=guard)
+        except CorruptDataError as damage:
+            raise UnavailableError(str(damage), reason=damage.reason) from damage  # what the peer holds is whole: ask again
         elapsed = time.monotonic() - started
         self.metrics.transferred(size, elapsed)
         _log.info("took %.1f MB of state from %d donor(s) in %.3f s", size / 1e6, len(donors), elapsed)

@@ -21,7 +21,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
@@ -133,8 +133,12 @@ class StateDonor:
             self._changed.notify_all()
 
 
-def take_state(donors: Sequence[str], nonce: str, *, timeout: timedelta) -> tuple[Any, int]:
+def take_state(
+    donors: Sequence[str], nonce: str, *, timeout: timedelta, guard: Callable[[socket.socket], None] = lambda connection: None
+) -> tuple[Any, int]:
     """Fetches the state that the `donors` (host:port) offer under `nonce`; returns it and its size in bytes. Changes nothing here.
+
+    `guard` gets each connection when it is made: whoever shuts it down ends the transfer.
 
     Raises:
         UnavailableError: a donor went away.
@@ -142,7 +146,7 @@ def take_state(donors: Sequence[str], nonce: str, *, timeout: timedelta) -> tupl
     """
     failpoint("transfer.before_taking")
     deadline = time.monotonic() + timeout.total_seconds()
-    parts = [_Part(address, nonce, i, len(donors), deadline) for i, address in enumerate(donors)]
+    parts = [_Part(address, nonce, i, len(donors), deadline, guard) for i, address in enumerate(donors)]
     with contextlib.ExitStack() as stack, ThreadPoolExecutor(len(parts), thread_name_prefix="shoal-take") as pool:
         for part in parts:
             stack.callback(part.close)
@@ -151,7 +155,7 @@ def take_state(donors: Sequence[str], nonce: str, *, timeout: timedelta) -> tupl
             _log.error("donors of one state name hold different states (%s); taking it all from the first", [h["digest"] for h in headers])
             for part in parts:
                 part.close()
-            return take_state(donors[:1], nonce, timeout=timedelta(seconds=max(0.001, deadline - time.monotonic())))
+            return take_state(donors[:1], nonce, timeout=timedelta(seconds=max(0.001, deadline - time.monotonic())), guard=guard)
         staged = {t["name"]: torch.empty(t["shape"], dtype=getattr(torch, t["dtype"])) for t in headers[0]["tensors"]}
         buffers = [bytes_of(t) for t in staged.values()]
         list(pool.map(lambda part: part.read_into(buffers), parts))
@@ -161,7 +165,8 @@ def take_state(donors: Sequence[str], nonce: str, *, timeout: timedelta) -> tupl
 class _Part:
     """One donor's share of a transfer."""
 
-    def __init__(self, address: str, nonce: str, part: int, parts: int, deadline: float) -> None:
+    def __init__(self, address: str, nonce: str, part: int, parts: int, deadline: float, guard: Callable[[socket.socket], None]) -> None:
+        self._guard = guard
         self._address, self._nonce, self._part, self._parts, self._deadline = address, nonce, part, parts, deadline
         self._socket: socket.socket | None = None
 
@@ -169,6 +174,7 @@ class _Part:
         host, _, port = self._address.rpartition(":")
         try:
             self._socket = socket.create_connection((host.strip("[]"), int(port)), timeout=max(0.001, self._deadline - time.monotonic()))
+            self._guard(self._socket)
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._socket.sendall(_REQUEST.pack(_MAGIC, self._nonce.encode(), self._part, self._parts))
             (length,) = _U64.unpack(_receive(self._socket, _U64.size))
@@ -185,6 +191,7 @@ class _Part:
         assert self._socket is not None
         try:
             for block in _blocks(buffers, self._part, self._parts):
+                self._socket.settimeout(max(0.001, self._deadline - time.monotonic()))
                 _receive_into(self._socket, block)
                 _check(block, _receive(self._socket, _U64.size), self._address, "a block")
         except (OSError, struct.error) as error:

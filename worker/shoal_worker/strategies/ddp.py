@@ -155,8 +155,10 @@ class DDPModel(WholeModel):
                 "auto_sync_gradients=False: call model.synchronize_gradients() after the backward pass, before clipping and "
                 "optimizer.step()"
             )
-        elif self._overlapped is not None:
-            self._overlapped.finish()
+        elif self._session.elastic and step is not None and step.share is not None and step.control is None and step.lost is None:
+            # The forward pass did not go through this wrapper (evaluation mode, `model.module(x)`): nothing was reduced on the way.
+            self._accumulation().add_gradients(step.share.weight)
+            self._accumulation().finish()
 
     @torch.no_grad()
     def discard_step(self) -> None:

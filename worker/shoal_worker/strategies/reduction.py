@@ -110,7 +110,6 @@ class OverlappedReduction:
             forward_sync_buffers=False,
             gradient_as_bucket_view=True,
             bucket_cap_mb=config.bucket_cap_mb,
-            find_unused_parameters=config.find_unused_parameters,
         )
         # A lambda: DDP compares annotations with classes, and finds strings where annotations are postponed.
         self._ddp.register_comm_hook(None, lambda state, bucket: self._reduce_bucket(bucket))
@@ -133,23 +132,6 @@ class OverlappedReduction:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The forward pass."""
         return self._ddp(*args, **kwargs)
-
-    def finish(self) -> None:
-        """Makes sure that the control word is there, also if the loop made no backward pass in this step."""
-        step = self._session.step
-        if step is None or step.lost is not None or step.control is not None:
-            return
-        group = self._session.group
-        word = torch.tensor(self._session.control_word(), dtype=torch.float64)
-        try:
-            if group is not None:
-                word = word.to(group.device)
-                group.all_reduce(word)
-        except MembershipChanged as error:
-            self._session.mark_lost(error)
-            return
-        self._reduced_buffers = []
-        self._session.take_control_word(word.tolist())
 
     def write_buffers(self) -> None:
         """Replaces the buffers by their weighted mean over the ranks."""
@@ -225,7 +207,9 @@ class OverlappedReduction:
             return
         values = control.detach()
         self._session.take_control_word(values[:CONTROL_LENGTH].tolist())
-        self._reduced_buffers = [t.clone() for t in values[CONTROL_LENGTH:].split(self._sizes)] if self._sizes else []
+        step = self._session.step
+        weightless = step is None or step.share is None or not step.share.total_weight
+        self._reduced_buffers = [] if weightless or not self._sizes else [t.clone() for t in values[CONTROL_LENGTH:].split(self._sizes)]
 
 
 class AccumulatedReduction:
@@ -284,7 +268,11 @@ class AccumulatedReduction:
         self._open = True
 
     def micro_batch_ends(self, weight: float) -> None:
-        """Adds the micro-batch's gradient and buffers."""
+        """Adds the micro-batch's gradient and buffers. One that weighs nothing may hold anything, NaN among it: it is left out."""
+        if weight == 0:
+            for parameter in self._parameters:
+                parameter.grad = None
+            return
         for i, (parameter, total) in enumerate(zip(self._parameters, self._grad_sums, strict=True)):
             if parameter.grad is not None:
                 # In float64, so that float32 times a whole number is exact.

@@ -3,7 +3,7 @@
 Each child is a process like any other: its own pid, environment, signals and exit. Nothing of grpc is in use when it is forked. Run as a
 module; commands come on standard input, one JSON object a line, and what is said goes to standard output.
 
-    {"start": 7, "program": "server" | "train" | "elastic", "arguments": [...], "environment": {...}, "output": path}
+    {"start": 7, "program": "server" | "train" | "elastic" | "script", "arguments": [...], "environment": {...}, "output": path}
                                                                                           ->  {"started": 7, "pid": ...}
     a child's end                                                                         ->  {"ended": 7, "status": ...}  as Popen says it
 """
@@ -21,6 +21,7 @@ import json
 import select
 import signal
 import sys
+from runpy import run_path
 from typing import Any, NoReturn
 
 import shoal_worker.strategies.async_sgd  # noqa: F401 - loaded once, before the forks
@@ -31,7 +32,12 @@ from shoal_ps_server.__main__ import main as serve
 from tests.integration.worker_async import train
 from tests.integration.worker_elastic import train as elastic
 
-PROGRAMS = {"server": serve, "train": train.main, "elastic": elastic.main}
+PROGRAMS = {
+    "server": serve,
+    "train": train.main,
+    "elastic": elastic.main,
+    "script": lambda arguments: run_path(arguments[0], run_name="__main__") and None,
+}
 
 
 def main() -> None:

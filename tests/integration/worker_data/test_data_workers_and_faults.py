@@ -3,28 +3,25 @@
 import signal
 from pathlib import Path
 
-import pytest
 from shoal_protos.v1 import coordinator_pb2 as pb
 from shoal_worker.data.record import audit
 
-from tests.integration.worker_elastic import cluster as clusters
+from tests.integration.worker_async.async_cluster import Zygote, eventually
+from tests.integration.worker_elastic.cluster import cluster
 
 
-def test_a_rank_killed_with_its_data_workers_is_replaced_by_a_spare_and_no_sample_is_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(clusters, "SCRIPT", Path(__file__).parent / "train_with_data_workers.py")
-    with clusters.cluster(tmp_path, min_workers=2, max_workers=2) as running:
+def test_a_rank_killed_with_its_data_workers_is_replaced_by_a_spare_and_no_sample_is_lost(zygote: Zygote, tmp_path: Path) -> None:
+    script = Path(__file__).parent / "train_with_data_workers.py"
+    with cluster(zygote, tmp_path, min_workers=2, max_workers=2, script=script) as running:
         for index in range(3):
             running.start(index)
         running.wait_steps(5)
         ranked = {m.member_id for m in running.job().members if m.rank >= 0}
         spare = next(index for index in range(3) if running._members[index] not in ranked)
         killed, left = sorted({0, 1, 2} - {spare})
-        clusters.eventually(lambda: [m for m in running.job().members if m.phase == pb.MEMBER_PHASE_READY], "the spare")
-        (running.output / "go").touch()
-        running.wait_steps(8)
+        eventually(lambda: [m for m in running.job().members if m.phase == pb.MEMBER_PHASE_READY], "the spare")
         running.signal(killed, signal.SIGKILL)
+        (running.output / "go").touch()
         results = running.finish(left, spare)
     assert {r["steps"] for r in results} == {20}
     assert {r["world"] for r in results} == {2}

@@ -32,6 +32,7 @@ class Cluster:
         max_workers: int = 3,
         join_grace_ms: int = 30_000,
         lease_ms: int = 15_000,
+        script: Path | None = None,
         **environment: str,
     ) -> None:
         self._zygote = zygote
@@ -44,6 +45,7 @@ class Cluster:
         self._min_workers = min_workers
         self._join_grace_ms = join_grace_ms
         self._lease_ms = lease_ms
+        self._program = ("elastic", []) if script is None else ("script", [str(script)])
         self.workers: dict[int, Child] = {}
         self._members: dict[int, str] = {}
         self._port_file = directory / "coordinator.json"
@@ -78,7 +80,7 @@ class Cluster:
             "OUTPUT": str(self.output),
         }
         variables = {**settings, **self._environment, **environment}
-        self.workers[index] = self._zygote.start("elastic", [], output=self.output / f"{index}.log", **variables)
+        self.workers[index] = self._zygote.start(*self._program, output=self.output / f"{index}.log", **variables)
 
     @contextmanager
     def held(self) -> Iterator[None]:

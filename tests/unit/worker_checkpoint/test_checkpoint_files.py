@@ -351,11 +351,13 @@ def test_kill_9_in_the_middle_of_saves_always_leaves_a_whole_checkpoint(tmp_path
         hear, tell = forked.Pipe(duplex=False)
         process = forked.Process(target=save_for_ever, args=(tmp_path, step, tell))
         process.start()
-        assert hear.poll(20)
-        told = hear.recv()
-        time.sleep(0.0013 * round_)  # no wait for a condition: the moment of the kill is what varies
-        process.kill()
-        process.join()
+        try:
+            assert hear.poll(60)
+            told = hear.recv()
+            time.sleep(0.0013 * round_)  # no wait for a condition: the moment of the kill is what varies
+        finally:
+            process.kill()
+            process.join()
         path = latest(tmp_path)
         assert path is not None
         back = read_checkpoint(path).state

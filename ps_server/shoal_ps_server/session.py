@@ -1,7 +1,7 @@
 """This server's session with the coordinator: registration, heartbeats, the members of each generation, and the shard map.
 
 The session may break and be opened again at any time: pushes and pulls go on meanwhile with the members known last. Only a refusal before
-the first welcome, and a session taken over by another process of the same server_id, end the server. Belongs to the event loop.
+the first welcome, and a place taken over by another process of the same server_id, end the server. Belongs to the event loop.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ _WELCOME_LIMIT: Final = timedelta(seconds=10)
 _REGISTRATION_WAIT: Final = timedelta(seconds=5)
 """How long a request that needs the shard map may wait for this server's registration."""
 _PERMANENT: Final = (AuthenticationError, ConfigurationError, InvalidRequestError, PermissionDeniedError, PreconditionError)
-_NOT_YET: Final = "SERVER_CONFLICT"
-"""The coordinator has not noticed yet that this server's last process is gone."""
-_TAKEN_OVER: Final = "SESSION_REPLACED"
+_CONFLICT: Final = "SERVER_CONFLICT"
+"""Another process has this server's place: one that is gone, which the coordinator has not noticed yet, or, when this one was
+registered before, one that has taken it over while this one was cut off."""
 _JOB_OVER: Final = "JOB_CLOSED"
 
 
@@ -91,8 +91,8 @@ class CoordinatorSession:
     async def run(self) -> str:
         """Holds the session until the coordinator says that the job is over; returns its reason.
 
-        Raises the coordinator's refusal of the first registration, PreconditionError / SESSION_REPLACED, and ConfigurationError when the
-        listener cannot be the server that the coordinator takes it for.
+        Raises the coordinator's refusal of the first registration, PreconditionError / SERVER_CONFLICT when another process has taken this
+        server's place, and ConfigurationError when the listener cannot be the server that the coordinator takes it for.
         """
         backoff = _FIRST_BACKOFF
         while True:
@@ -161,7 +161,11 @@ class CoordinatorSession:
                         return str(directive.stop.reason)
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
             # A write may fail first; the status says why.
-            raise self._explained("ServerSession", error if isinstance(error, grpc.aio.AioRpcError) else await _status(call)) from error
+            cause = error if isinstance(error, grpc.aio.AioRpcError) else await _status(call)
+            if cause.code() is grpc.StatusCode.INTERNAL:
+                # grpc.aio puts this in the place of the real status when that comes while a heartbeat is being written.
+                raise UnavailableError("the stream broke while something was written to it", reason="SESSION_BROKEN") from error
+            raise self._explained("ServerSession", cause) from error
         finally:
             if heartbeats is not None:
                 heartbeats.cancel()
@@ -215,9 +219,12 @@ class CoordinatorSession:
         )
 
     def _is_final(self, error: ShoalError) -> bool:
-        if error.reason == _TAKEN_OVER or isinstance(error, ConfigurationError):
+        if isinstance(error, ConfigurationError):
             return True
-        return self._server_index is None and isinstance(error, _PERMANENT) and error.reason != _NOT_YET
+        was_registered = self._server_index is not None
+        if error.reason == _CONFLICT:
+            return was_registered
+        return not was_registered and isinstance(error, _PERMANENT)
 
     def _explained(self, method: str, error: grpc.RpcError) -> ShoalError:
         return from_rpc_error(error, call=f"{method} at {self._settings.address}")

@@ -26,7 +26,7 @@ import grpc
 import numpy as np
 import pytest
 from shoal_common.clients.parameter_server import ParameterServerClient
-from shoal_common.errors import PreconditionError
+from shoal_common.errors import ShoalError
 from shoal_common.rpc.channel import ChannelSettings
 from shoal_common.rpc.status import to_status
 from shoal_common.wire import checksum
@@ -59,10 +59,11 @@ class ScriptedCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
         self.server_index = 0
         self.shard_map: coordinator_pb2.ShardMap | None = None
         self.tokens: queue.Queue[str] = queue.Queue()
-        self.refusal: tuple[grpc.StatusCode, str] | None = None
+        self.refusal: ShoalError | None = None
+        """What registrations are answered with."""
         self.port = 0
         self._members = (0, ())
-        self._outbox: queue.Queue[coordinator_pb2.ServerDirective | PreconditionError | None] = queue.Queue()
+        self._outbox: queue.Queue[coordinator_pb2.ServerDirective | None] = queue.Queue()
         self._server: grpc.Server | None = None
         self._lock = threading.Lock()
 
@@ -87,10 +88,6 @@ class ScriptedCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
             self._members = (generation, member_ids)
             self._outbox.put(self._members_directive())
 
-    def refuse_now(self, reason: str) -> None:
-        """Ends the open session with FAILED_PRECONDITION and this reason."""
-        self._outbox.put(PreconditionError(f"ended by the test: {reason}", reason=reason))
-
     def over(self) -> None:
         """Tells the server that the job is over."""
         self._outbox.put(coordinator_pb2.ServerDirective(stop=coordinator_pb2.Stop(reason="finished")))
@@ -105,7 +102,7 @@ class ScriptedCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
         register = next(requests).register
         self.tokens.put(dict(context.invocation_metadata()).get("authorization", ""))
         if self.refusal is not None:
-            context.abort(*self.refusal)
+            context.abort_with_status(to_status(self.refusal))
         with self._lock:
             outbox = self._outbox = queue.Queue()
             outbox.put(
@@ -117,8 +114,6 @@ class ScriptedCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
         self.registrations.put(register)
         threading.Thread(target=self._read, args=(requests,), daemon=True).start()
         while (directive := outbox.get()) is not None:
-            if isinstance(directive, PreconditionError):
-                context.abort_with_status(to_status(directive))
             yield directive
         context.abort(grpc.StatusCode.UNAVAILABLE, "the scripted coordinator goes away")
 
@@ -318,7 +313,7 @@ class _Running:
         self.settings = PsServerSettings.load(**{**defaults, **settings})
         port_file = Path(self.settings.port_file or port_file)
         self._stop = asyncio.Event()
-        self._loop = asyncio.new_event_loop()
+        self._loop: asyncio.AbstractEventLoop | None = None
         self.failure: BaseException | None = None
         self.thread = threading.Thread(target=self._run, name="test-ps-server", daemon=True)
         self.thread.start()
@@ -340,15 +335,15 @@ class _Running:
                     directory.close()
 
         try:
-            self._loop.run_until_complete(serve())
+            with asyncio.Runner() as runner:
+                self._loop = runner.get_loop()
+                runner.run(serve())
         except BaseException as error:  # for the test's own thread
             self.failure = error
-        finally:
-            self._loop.close()
 
     def stop(self) -> None:
         """As SIGTERM does."""
-        if self.thread.is_alive():
+        if self._loop is not None and self.thread.is_alive():
             with suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._stop.set)
         self.thread.join(DEADLINE_S)

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from datetime import timedelta
 
-import grpc
 import numpy as np
 import pytest
 from shoal_common.errors import ConfigurationError, CorruptDataError, PermissionDeniedError, PreconditionError, UnavailableError
@@ -135,19 +134,40 @@ def test_settings_that_cannot_be_served_are_refused(cluster, settings, complaint
 
 
 def test_a_registration_that_is_refused_ends_the_server(cluster) -> None:
-    cluster.coordinator.refusal = (grpc.StatusCode.FAILED_PRECONDITION, "the job takes no servers")
+    cluster.coordinator.refusal = PreconditionError("the job takes no servers", reason="SERVERS_COMPLETE")
     cluster.unregistered()
     cluster.running.thread.join(30)
     assert isinstance(cluster.running.failure, PreconditionError)
-    assert str(cluster.running.failure) == f"ServerSession at {cluster.address}: the job takes no servers"
+    assert str(cluster.running.failure) == "the job takes no servers"
 
 
-def test_a_server_whose_id_was_taken_over_ends(cluster) -> None:
+def test_a_server_waits_for_its_place_while_its_predecessor_is_not_known_to_be_gone(cluster) -> None:
+    cluster.coordinator.refusal = PreconditionError("another process has this server_id", reason="SERVER_CONFLICT")
+    cluster.declare()
+    client = cluster.unregistered()
+    cluster.wait_until(lambda: cluster.coordinator.tokens.qsize() > 1, "a second attempt to register")
+    cluster.coordinator.refusal = None
+    cluster.trainable(client).push(1.0)
+
+
+def test_a_server_whose_place_was_taken_over_ends(cluster) -> None:
     cluster.server()
-    cluster.coordinator.refuse_now("SESSION_REPLACED")
+    cluster.coordinator.refusal = PreconditionError("another process has this server_id", reason="SERVER_CONFLICT")
+    cluster.coordinator.stop()
+    cluster.coordinator.start()
     cluster.running.thread.join(30)
     assert isinstance(cluster.running.failure, PreconditionError)
-    assert cluster.running.failure.reason == "SESSION_REPLACED"
+    assert cluster.running.failure.reason == "SERVER_CONFLICT"
+
+
+def test_a_server_that_comes_back_to_a_finished_job_ends(cluster) -> None:
+    cluster.server()
+    cluster.coordinator.refusal = PreconditionError("the job is finished", reason="JOB_CLOSED")
+    cluster.coordinator.stop()
+    cluster.coordinator.start()
+    cluster.running.thread.join(30)
+    assert not cluster.running.thread.is_alive()
+    assert cluster.running.failure is None
 
 
 def test_roles_are_enforced(cluster, tmp_path) -> None:

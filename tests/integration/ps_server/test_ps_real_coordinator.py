@@ -11,15 +11,17 @@ import subprocess
 import sys
 import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 
 import numpy as np
 import pytest
+import trustme
 from shoal_common.clients.coordinator import CoordinatorClient
 from shoal_common.errors import StaleGenerationError, UnavailableError
 from shoal_common.processes import tied_to_parent
 from shoal_common.rpc.channel import ChannelSettings
+from shoal_common.security import TlsSettings
 from shoal_protos.v1 import coordinator_pb2
 from shoal_protos.v1 import parameter_server_pb2 as pb
 
@@ -27,18 +29,20 @@ JOB = "job"
 
 
 @pytest.fixture
-def real(tmp_path, cluster) -> Iterator[tuple[CoordinatorClient, str]]:
-    """A coordinator process with its own Redis: a client of it, and its address."""
+def coordinator(tmp_path, cluster) -> Iterator[Callable[..., str]]:
+    """coordinator(*flags) -> the address of a coordinator process with its own Redis."""
     port_file = tmp_path / "coordinator-port"
-    command = [sys.executable, "-m", "shoal_coordinator", "--redis", "embedded://", "--port-file", str(port_file)]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("SHOAL_")}
-    process = subprocess.Popen(tied_to_parent(command), env=environment)
-    try:
+    processes: list[subprocess.Popen[bytes]] = []
+
+    def start(*flags: str) -> str:
+        command = [sys.executable, "-m", "shoal_coordinator", "--redis", "embedded://", "--port-file", str(port_file), *flags]
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("SHOAL_")}
+        processes.append(subprocess.Popen(tied_to_parent(command), env=environment))
         cluster.wait_until(port_file.exists, "the coordinator to serve")
-        address = json.loads(port_file.read_text())["grpc"]
-        with CoordinatorClient(ChannelSettings(address=address)) as client:
-            yield client, address
-    finally:
+        return json.loads(port_file.read_text())["grpc"]
+
+    yield start
+    for process in processes:
         process.send_signal(signal.SIGTERM)
         process.wait(30)
 
@@ -69,8 +73,36 @@ class Session:
         self._directives.cancel()
 
 
-def test_two_servers_share_a_model_and_follow_the_jobs_members(cluster, real) -> None:
-    coordinator, address = real
+def test_two_servers_share_a_model_and_follow_the_jobs_members(cluster, coordinator) -> None:
+    address = coordinator()
+    with CoordinatorClient(ChannelSettings(address=address)) as client:
+        _train(cluster, client, address)
+
+
+def test_tokens_and_mutual_tls_hold_between_all_three(cluster, coordinator, tmp_path) -> None:
+    authority = trustme.CA()
+    issued = authority.issue_cert("127.0.0.1", "localhost")
+    files = {name: tmp_path / f"{name}.pem" for name in ("authority", "certificate", "key")}
+    authority.cert_pem.write_to_path(files["authority"])
+    issued.cert_chain_pems[0].write_to_path(files["certificate"])
+    issued.private_key_pem.write_to_path(files["key"])
+    (tmp_path / "tokens").write_text("admin: at\nserver: st\nviewer: vt\n")
+    secure = {f"tls_{name}": path for name, path in files.items()} | {"tokens": tmp_path / "tokens"}
+    flags = [text for name, path in secure.items() for text in (f"--{name.replace('_', '-')}", str(path))]
+    address = coordinator(*flags, "--tls-require-client-certificate")
+    tls = TlsSettings(**files)
+    with CoordinatorClient(ChannelSettings(address=address, tls=tls, token="at")) as client:
+        client.create_job(coordinator_pb2.JobSpec(job_id=JOB, min_workers=1, max_workers=1, parameter_servers=1))
+        cluster.unregistered(coordinator=address, token="st", tls_require_client_certificate=True, **secure)
+        status = cluster.wait_until(lambda: [each for each in client.get_job(JOB).servers if each.alive], "the server to be registered")[0]
+    viewer = cluster.client(cluster.running, tls=tls, token="vt")
+    assert (viewer.get_server().server_id, status.address) == ("server", cluster.running.address)
+    stranger = cluster.client(cluster.running, tls=TlsSettings(authority=files["authority"]), token="vt", attempts=1)
+    with pytest.raises(UnavailableError):
+        stranger.get_server()
+
+
+def _train(cluster, coordinator: CoordinatorClient, address: str) -> None:
     spec = coordinator_pb2.JobSpec(job_id=JOB, min_workers=1, max_workers=2, parameter_servers=2, join_grace_ms=60_000, lease_ms=60_000)
     coordinator.create_job(spec)
     clients = [cluster.unregistered(coordinator=address, server_id=f"server-{number}") for number in range(2)]

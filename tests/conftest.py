@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
+import threading
+import time
 import uuid
 from collections.abc import Iterator
 
@@ -17,6 +20,28 @@ from shoal_common.redis import EmbeddedRedis
 
 _GRACE_S = 5.0
 _MARK = "SHOAL_PYTEST_RUN"
+
+
+_exit_status = 0
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    global _exit_status
+    _exit_status = int(exitstatus)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """The interpreter would wait for a thread that a test left stuck, for ever: name it, and end with the tests' own status."""
+    deadline = time.monotonic() + _GRACE_S
+    others = [t for t in threading.enumerate() if t is not threading.main_thread() and not t.daemon]
+    for thread in others:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    stuck = [t.name for t in others if t.is_alive()]
+    if stuck:
+        print(f"threads were left running: {', '.join(stuck)}", file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(_exit_status)
 
 
 @pytest.fixture(scope="session", autouse=True)

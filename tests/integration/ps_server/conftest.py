@@ -113,7 +113,13 @@ class ScriptedCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
             outbox.put(self._members_directive())
         self.registrations.put(register)
         threading.Thread(target=self._read, args=(requests,), daemon=True).start()
-        while (directive := outbox.get()) is not None:
+        while context.is_active():  # a session whose server is gone has nobody to wait for
+            try:
+                directive = outbox.get(timeout=0.2)
+            except queue.Empty:
+                continue
+            if directive is None:
+                break
             yield directive
         context.abort(grpc.StatusCode.UNAVAILABLE, "the scripted coordinator goes away")
 

@@ -1,1 +1,1 @@
-"""The figures of Shoal, measured side by side with its peers: `python -m benchmarks`, `make bench`. See docs/benchmarks.md."""
+"""The figures of Shoal, measured side by side with its peers: `python -m benchmarks`, `make bench`.."""

@@ -6,8 +6,10 @@ import json
 import re
 import shutil
 import sys
+import urllib.error
 import urllib.parse
 import urllib.request
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +24,13 @@ TOKENS = {"admin": "a-token", "worker": "w-token", "server": "s-token", "viewer"
 
 def asked(address: str, query: str) -> list[dict[str, Any]]:
     """Prometheus's answer to an instant query."""
-    with urllib.request.urlopen(f"http://{address}/api/v1/query?{urllib.parse.urlencode({'query': query})}", timeout=10) as answer:
-        return list(json.load(answer)["data"]["result"])
+    try:
+        with urllib.request.urlopen(f"http://{address}/api/v1/query?{urllib.parse.urlencode({'query': query})}", timeout=10) as answer:
+            return list(json.load(answer)["data"]["result"])
+    except urllib.error.HTTPError as error:
+        if error.code == HTTPStatus.SERVICE_UNAVAILABLE:  # Prometheus is still starting
+            return []
+        raise
 
 
 def configured(folder: Path, coordinator_http: str) -> Path:

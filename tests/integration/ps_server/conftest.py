@@ -260,6 +260,7 @@ class Cluster:
         self.declare(*tensors, members=members, partition=partition)
         client = self.unregistered(**settings)
         self.coordinator.registrations.get(timeout=DEADLINE_S)
+        self.coordinator.heartbeats.get(timeout=DEADLINE_S)  # the welcome has arrived, too
         return client
 
     def declare(self, *tensors: tuple[str, int, str], members: Mapping[int, Sequence[str]] | None = None, partition: int = 256) -> None:

@@ -116,6 +116,10 @@ class Stage:
         if alive:
             raise MeasurementError(f"still there after SIGKILL: {[process.pid for process in alive]}")
 
+    def processes(self) -> list[psutil.Process]:
+        """All processes of the stage that run now, whoever started them."""
+        return self._marked()
+
     def outputs(self) -> str:
         """The end of each process's output, for people."""
         parts = []

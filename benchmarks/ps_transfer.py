@@ -45,10 +45,11 @@ class Side:
 def measure(options: Options) -> Table:
     """See the module. About a minute."""
     rounds = 10 if options.quick else 60
-    tcp, _, torch_rpc, shoal, _ = sides = (
+    tcp, _, torch_rpc, _, shoal, _ = sides = (
         Side(key="tcp", name="raw TCP, no arithmetic"),
         Side(key="unary", name="gRPC, one unary message"),
         Side(key="torch-rpc", name="torch RPC"),
+        Side(key="torch-rpc-tcp", name="torch RPC over TCP"),
         Side(key="shoal", name="shoal"),
         Side(key="shoal-checksums", name="shoal, with checksums"),
     )
@@ -73,9 +74,10 @@ def measure(options: Options) -> Table:
             f"Each system has a client and a server process on this machine; {rounds} rounds in turns whose order alternates, after "
             f"{_WARM_UP} that are not counted. A round is one push, acknowledged, and one pull into memory that is there already. Raw TCP "
             "(loopback, 1 MiB reads) moves the bytes and computes nothing; the others apply plain SGD. torch RPC chooses its transports "
-            "by itself. Shoal runs with its coordinator, metrics, sequence numbers and checks for finite values; checksums (xxh3-64 both "
-            "ways) are the caller's choice and have a row of their own. The journal is not built yet. Rates are medians; ratios are the "
-            "medians of the rounds' ratios of push and pull together, with their 95 % confidence intervals."
+            "by itself, which the target is about, and in a row of its own has sockets alone. Shoal runs with its coordinator, metrics, "
+            "sequence numbers and checks for finite values; checksums (xxh3-64 both ways) are the caller's choice and have a row of their "
+            "own. The journal is not built yet. Rates are medians; ratios are the medians of the rounds' ratios of push and pull together, "
+            "with their 95 % confidence intervals."
         ),
         columns=("rounds", "push GB/s", "pull GB/s", "push+pull GB/s", "x raw TCP", "x torch RPC"),
         rows=tuple(rows),

@@ -13,16 +13,16 @@ _values: list[torch.Tensor] = []
 """On the server: one tensor."""
 
 
-def serve(store: str, elements: int) -> None:
-    """The server's process; does not return. `store`: URL of the rendezvous."""
+def serve(store: str, elements: int, over_tcp: bool) -> None:
+    """The server's process; does not return. `store`: URL of the rendezvous. `over_tcp`: see `join`."""
     _values.append(torch.zeros(elements))
-    rpc.init_rpc(SERVER, rank=0, world_size=2, rpc_backend_options=_options(store))
+    rpc.init_rpc(SERVER, rank=0, world_size=2, rpc_backend_options=_options(store, over_tcp=over_tcp))
     threading.Event().wait()
 
 
-def join(store: str) -> None:
-    """Makes this process the client."""
-    rpc.init_rpc("worker", rank=1, world_size=2, rpc_backend_options=_options(store))
+def join(store: str, *, over_tcp: bool) -> None:
+    """Makes this process the client. `over_tcp`: by sockets alone; else TensorPipe chooses, which on one host is shared memory."""
+    rpc.init_rpc("worker", rank=1, world_size=2, rpc_backend_options=_options(store, over_tcp=over_tcp))
 
 
 def push(gradient: torch.Tensor, learning_rate: float) -> None:
@@ -35,5 +35,6 @@ def pull() -> torch.Tensor:
     return _values[0]
 
 
-def _options(store: str) -> rpc.TensorPipeRpcBackendOptions:
-    return rpc.TensorPipeRpcBackendOptions(init_method=store, num_worker_threads=2)
+def _options(store: str, *, over_tcp: bool) -> rpc.TensorPipeRpcBackendOptions:
+    chosen = {"_transports": ["uv"], "_channels": ["basic"]} if over_tcp else {}
+    return rpc.TensorPipeRpcBackendOptions(init_method=store, num_worker_threads=2, **chosen)

@@ -164,15 +164,15 @@ def _serve_unary(ports: multiprocessing.SimpleQueue[int]) -> None:
 
 
 @contextmanager
-def _torch_rpc(options: argparse.Namespace) -> Iterator[Transfer]:
+def _torch_rpc(options: argparse.Namespace, *, over_tcp: bool = False) -> Iterator[Transfer]:
     import torch
     from torch.distributed import rpc
 
     from benchmarks.workers import torch_rpc_peer
 
     store = f"file://{options.gate}.rendezvous"
-    with _child(torch_rpc_peer.serve, store, ELEMENTS):
-        torch_rpc_peer.join(store)
+    with _child(torch_rpc_peer.serve, store, ELEMENTS, over_tcp):
+        torch_rpc_peer.join(store, over_tcp=over_tcp)
 
         def push(gradient: np.ndarray[Any, Any]) -> None:
             rpc.rpc_sync(torch_rpc_peer.SERVER, torch_rpc_peer.push, args=(torch.from_numpy(gradient), LEARNING_RATE))
@@ -266,6 +266,12 @@ def _shoal(options: argparse.Namespace, *, checksums: bool = False) -> Iterator[
 
 
 @contextmanager
+def _torch_rpc_over_tcp(options: argparse.Namespace) -> Iterator[Transfer]:
+    with _torch_rpc(options, over_tcp=True) as transfer:
+        yield transfer
+
+
+@contextmanager
 def _shoal_with_checksums(options: argparse.Namespace) -> Iterator[Transfer]:
     with _shoal(options, checksums=True) as transfer:
         yield transfer
@@ -275,6 +281,7 @@ _SYSTEMS: Final[dict[str, Callable[[argparse.Namespace], AbstractContextManager[
     "tcp": _tcp,
     "unary": _unary,
     "torch-rpc": _torch_rpc,
+    "torch-rpc-tcp": _torch_rpc_over_tcp,
     "shoal": _shoal,
     "shoal-checksums": _shoal_with_checksums,
 }

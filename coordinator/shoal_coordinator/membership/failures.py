@@ -50,23 +50,26 @@ def collective_failed(draft: Draft, event: CollectiveFailed) -> None:
     if draft.incident is None:
         due_ms = draft.now.ms + _settle_ms(draft)
         draft.incident = Incident(generation=event.generation, opened_ms=draft.now.ms, due_ms=due_ms, reports={})
-    draft.incident = replace(draft.incident, reports={**draft.incident.reports, event.member_id: report})
+    # It may be the last report that was waited for.
+    due_ms = min(draft.incident.due_ms, draft.now.ms + _settle_ms(draft))
+    draft.incident = replace(draft.incident, due_ms=due_ms, reports={**draft.incident.reports, event.member_id: report})
 
 
 def incident_due(draft: Draft) -> None:
     """No death has explained a failed collective: put out who is stuck, keep apart two that cannot reach each other, re-form.
 
-    A member that timed-out peers wait for is given until it has made no progress for stall_timeout_ms; everyone waits for that.
+    A member that timed-out peers wait for is given until it has made no progress for stall_timeout_ms; everyone waits for that. So are
+    members that only wait too: the end of the first one's group ends theirs, and they report within Policy.timeout_settle_ms.
     """
     incident = draft.incident
     if incident is None or draft.broken or draft.now.ms < incident.due_ms:
         return
     stuck = _stuck(draft, incident)
-    stalled_since = draft.now.ms - draft.spec.stall_timeout_ms
-    stalled = [member_id for member_id, moved_ms in stuck if moved_ms <= stalled_since]
+    earliest_ms = incident.opened_ms + draft.policy.timeout_settle_ms
+    stalled = [m for m, moved_ms in stuck if draft.now.ms >= max(earliest_ms, moved_ms + draft.spec.stall_timeout_ms)]
     if stuck and not stalled:
         # Looked at again with each heartbeat: it may move.
-        decided_ms = min(moved_ms for _, moved_ms in stuck) + draft.spec.stall_timeout_ms
+        decided_ms = max(earliest_ms, min(moved_ms for _, moved_ms in stuck) + draft.spec.stall_timeout_ms)
         draft.incident = replace(incident, due_ms=min(decided_ms, draft.now.ms + draft.spec.heartbeat_interval_ms))
         return
     draft.incident = None
@@ -81,7 +84,10 @@ def incident_due(draft: Draft) -> None:
 
 
 def _stuck(draft: Draft, incident: Incident) -> list[tuple[str, int]]:
-    """Members that peers timed out on, that reported nothing themselves and have not moved since; and when they last moved."""
+    """Members that peers timed out on, that reported nothing themselves and have not moved since; and when they last moved.
+
+    Each is judged by its own past: counts of progress begin with the process, so those of two members say nothing of who is ahead.
+    """
     timed_out = [report for report in incident.reports.values() if report.timed_out]
     if not timed_out or draft.generation is None:
         return []
@@ -89,14 +95,10 @@ def _stuck(draft: Draft, incident: Incident) -> list[tuple[str, int]]:
         accused: Iterable[str] = sorted(frozenset().union(*(report.suspects for report in timed_out)))
     else:
         accused = [rank.member_id for rank in draft.generation.ranks]
-    furthest = max((pulse.progress.sequence for m in incident.reports if (pulse := draft.pulse(m)) is not None), default=0)
     return [
         (member_id, pulse.moved_ms)
         for member_id in accused
-        if member_id not in incident.reports
-        and (pulse := draft.pulse(member_id)) is not None
-        and pulse.progress.sequence <= furthest
-        and pulse.moved_ms <= incident.opened_ms
+        if member_id not in incident.reports and (pulse := draft.pulse(member_id)) is not None and pulse.moved_ms <= incident.opened_ms
     ]
 
 

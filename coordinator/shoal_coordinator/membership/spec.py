@@ -42,6 +42,9 @@ class Policy:
     settle_ms: int = 75
     """How long a failed collective waits for the death behind it to be noticed: a broken stream or a waitpid comes within a few
     milliseconds, and then says who died; without a death all live members re-form."""
+    timeout_settle_ms: int = 1_000
+    """How long after the first report of a time-out the others that wait may take to report as well: the first one ends its group, which
+    theirs notice within a quarter of a second. Who is silent for longer, and does not move, is what they wait for."""
     longest_settle_ms: int = 5_000
     """Failures of fresh generations double the settle time up to this, so that a broken network does not make generations without end."""
     fresh_generation_ms: int = 10_000

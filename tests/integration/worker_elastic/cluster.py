@@ -32,6 +32,7 @@ class Cluster:
         max_workers: int = 3,
         join_grace_ms: int = 30_000,
         lease_ms: int = 15_000,
+        stall_timeout_ms: int = 0,
         script: Path | None = None,
         **environment: str,
     ) -> None:
@@ -45,6 +46,7 @@ class Cluster:
         self._min_workers = min_workers
         self._join_grace_ms = join_grace_ms
         self._lease_ms = lease_ms
+        self._stall_timeout_ms = stall_timeout_ms
         self._program = ("elastic", []) if script is None else ("script", [str(script)])
         self.workers: dict[int, Child] = {}
         self._members: dict[int, str] = {}
@@ -64,6 +66,7 @@ class Cluster:
             max_workers=self._max_workers,
             join_grace_ms=self._join_grace_ms,
             lease_ms=self._lease_ms,
+            stall_timeout_ms=self._stall_timeout_ms,
         )
         self.client.create_job(spec)
 

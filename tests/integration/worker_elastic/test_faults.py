@@ -137,10 +137,15 @@ def test_a_join_that_fails_half_way_leaves_the_others_whole(
         check_same_run(running.finish(*survivors), fault_free, running)
 
 
-def test_a_worker_that_hangs_is_put_out_and_the_others_go_on(zygote: Zygote, tmp_path: Path, fault_free: dict[str, Any]) -> None:
-    with cluster(zygote, tmp_path, lease_ms=4000, EPOCHS=str(EPOCHS), MICRO="1") as running:
+@pytest.mark.parametrize("failpoint", ["session.before_apply@15=stop", "session.after_commit@20=hang"])
+def test_a_worker_that_hangs_is_put_out_and_the_others_go_on(
+    zygote: Zygote, tmp_path: Path, fault_free: dict[str, Any], failpoint: str
+) -> None:
+    # A stopped process loses its lease; one whose heartbeats go on is found by its peers' time-out.
+    limits = {"lease_ms": 2000, "stall_timeout_ms": 1000, "SHOAL_COLLECTIVE_TIMEOUT_S": "30" if failpoint.endswith("stop") else "1"}
+    with cluster(zygote, tmp_path, **limits, EPOCHS=str(EPOCHS), MICRO="1") as running:
         running.start(0)
-        running.start(1, SHOAL_FAILPOINTS="session.before_apply@15=stop")
+        running.start(1, SHOAL_FAILPOINTS=failpoint)
         running.start(2)
         hung = running.workers.pop(1)
         results = running.finish(0, 2)

@@ -1,8 +1,9 @@
 """Named places in the code where a test can make this process fail, at exactly the moment it means.
 
 `SHOAL_FAILPOINTS` holds `name@hit=action` entries, comma-separated: at the `hit`-th pass (from 1) through the failpoint `name`, do
-`action`: `kill` (SIGKILL to this process), `stop` (SIGSTOP: hangs until someone sends SIGCONT), `hang` (this thread alone, for ever: heartbeats
-go on), `lose` (MembershipChanged, as if a peer had gone), `raise` (RuntimeError). Without the variable a failpoint costs one look-up in a cache.
+`action`: `kill` (SIGKILL to this process), `stop` (SIGSTOP: hangs until someone sends SIGCONT), `hang` (this thread alone, for ever:
+heartbeats go on), `lose` (MembershipChanged, as if a peer had gone), `raise` (RuntimeError). Without the variable a failpoint costs one
+look-up in a cache.
 
     reduction.completed         a collective of the step's gradients is done on this rank
     session.before_apply        all collectives of the step are done, nothing is applied on this rank
@@ -32,7 +33,7 @@ VARIABLE: Final = "SHOAL_FAILPOINTS"
 _ACTIONS = {
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
-    "hang": lambda: threading.Event().wait(),
+    "hang": threading.Event().wait,
     "lose": lambda: _raise(MembershipChanged("a failpoint was asked to lose the group")),
     "raise": lambda: _raise(RuntimeError("a failpoint was asked to raise")),
 }

@@ -21,6 +21,10 @@ class FakeClock:
         self.stopped = False
         self.coordinator = None
 
+    @property
+    def clock(self):
+        return self
+
     def register_source(self, source):
         self.sources[source.name] = source
         self.calls.append(("register", source.name))

@@ -46,4 +46,4 @@ def set_session(session: Session | None, *, thread_only: bool = False) -> None:
 
 def current_clock() -> StepClock:
     """The current session as a loader sees it."""
-    return current_session()
+    return current_session().clock

@@ -76,25 +76,26 @@ class GroupChannel:
     def __init__(self, group: Group, kind: str, spectators: tuple[int, ...]) -> None:
         self._group = group
         self._kind = kind
-        self._members = [r for r in range(group.world_size) if r not in spectators]
+        self.members = [r for r in range(group.world_size) if r not in spectators]
+        """Their ranks in the group, ascending."""
 
     @property
     def rank(self) -> int:
         """Among the members."""
-        return self._members.index(self._group.rank)
+        return self.members.index(self._group.rank)
 
     @property
     def world_size(self) -> int:
         """Number of members."""
-        return len(self._members)
+        return len(self.members)
 
     def exchange(self, payload: bytes) -> list[bytes]:
         """Sends `payload` to all members and returns everybody's, in rank order."""
         answers = self._group.exchange(self._kind.encode() + b"\0" + payload)
-        split = [answers[r].split(b"\0", 1) for r in self._members]
+        split = [answers[r].split(b"\0", 1) for r in self.members]
         kinds = {kind.decode() for kind, _ in split}
         if kinds != {self._kind}:
-            told = ", ".join(f"rank {r}: {answers[r].split(bytes(1), 1)[0].decode()}" for r in self._members)
+            told = ", ".join(f"rank {r}: {answers[r].split(bytes(1), 1)[0].decode()}" for r in self.members)
             raise PreconditionError(
                 f"the ranks' scripts went different ways ({told}); every rank must call evaluate, save_checkpoint, should_early_stop and "
                 "the loader's iterations in the same order",

@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
 from shoal_worker.elastic.group import brief
-from shoal_worker.elastic.session import CONTROL_LENGTH
+from shoal_worker.elastic.step import CONTROL_LENGTH
 from shoal_worker.failpoints import failpoint
 
 if TYPE_CHECKING:

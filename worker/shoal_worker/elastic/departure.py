@@ -1,0 +1,59 @@
+"""How this process's part in the run ends: with its job, by being drained, or with its script.
+
+Owns the reason why the job is to stop, once this process obeys it, and what has to be done before the goodbye. All of it runs on the
+training thread, or at the process's end.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import NoReturn
+
+from shoal_protos.v1 import coordinator_pb2 as pb
+
+from shoal_worker.elastic.contract import Drained, StopTraining
+from shoal_worker.elastic.held import HeldState
+from shoal_worker.elastic.membership import Membership
+
+_log = logging.getLogger(__name__)
+
+
+class Departure:
+    """Notes that the run is to end, and says goodbye once."""
+
+    def __init__(self, membership: Membership | None, held: HeldState) -> None:
+        self._membership = membership
+        self._held = held
+        self._callbacks: list[Callable[[], None]] = []
+        self.stopped: str | None = None
+        """Why no further step begins here; None: steps go on. Operations between steps still work."""
+
+    def on_leave(self, callback: Callable[[], None]) -> None:
+        """`callback` is called once, before this process says goodbye."""
+        self._callbacks.append(callback)
+
+    def obey(self, stop: StopTraining) -> None:
+        """Notes that the job stops. If this member alone leaves (`Drained`): ends the process.
+
+        Raises:
+            SystemExit: status 0, drained.
+        """
+        if isinstance(stop, Drained):
+            self.exit_drained(str(stop))
+        self.stopped = str(stop)
+
+    def exit_drained(self, reason: str) -> NoReturn:
+        """Leaves the job and ends the process with status 0: the members that stay go on with the script."""
+        _log.info("leaving: %s", reason)
+        for source in self._held.sources:
+            source.leaving()
+        self.say_goodbye(pb.Leave.REASON_DRAINED, reason)
+        raise SystemExit(0)
+
+    def say_goodbye(self, reason: pb.Leave.Reason, detail: str = "") -> None:
+        """Leaves the job."""
+        while self._callbacks:
+            self._callbacks.pop()()
+        if self._membership is not None:
+            self._membership.leave(reason, detail)

@@ -1,0 +1,290 @@
+"""Forms generations until one stands and all its ranks hold one state, and lets joiners in.
+
+- After a failure some ranks may have applied the step and others not. The highest state name wins, and those behind take the state of those
+  ahead, at once: their own step did not happen, so their code stands where the donors' stood.
+- A joiner is a spectator of its first generation until all others stand at a border; there it is fed. So it never sees a state in the
+  middle of the users' code between two steps.
+
+Owns who the spectators are, whether a border is due, and when the last failure was. All of it runs on the training thread, except that
+`failed_now` may be called from a collective's callback.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+from shoal_common.errors import ConfigurationError, DeadlineError, MembershipChanged, PreconditionError, UnavailableError
+
+from shoal_worker.elastic.exchange import StateExchange
+from shoal_worker.elastic.generation import Generation
+from shoal_worker.elastic.group import Group
+from shoal_worker.elastic.held import HeldState
+from shoal_worker.elastic.membership import Membership
+from shoal_worker.elastic.operations import GroupChannel, spectate
+from shoal_worker.elastic.progress import ProgressMeter
+from shoal_worker.elastic.reconcile import STANDING_LENGTH, Reconciliation, Standing, StateName, reconcile
+from shoal_worker.failpoints import failpoint
+from shoal_worker.metrics import WorkerMetrics
+from shoal_worker.settings import WorkerSettings
+from shoal_worker.state.digest import state_digest
+
+_log = logging.getLogger(__name__)
+
+GROUP_LOST = (MembershipChanged, UnavailableError)
+"""What a collective or a transfer raises when the group it ran on is over: the cure is a new generation."""
+
+_BORDER = "border"
+
+
+class Formation:
+    """The ranks that work together now, and how they came to."""
+
+    def __init__(
+        self,
+        membership: Membership,
+        held: HeldState,
+        exchange: StateExchange | None,
+        *,
+        settings: WorkerSettings,
+        metrics: WorkerMetrics,
+        progress: ProgressMeter,
+    ) -> None:
+        """`exchange`: None for strategies without a process group."""
+        self.membership = membership
+        self.fallback: Callable[[], None] | None = None
+        """Loads the newest checkpoint into this process; called if every process that held the state is gone."""
+        self.border_due = False
+        """The last step's control word said so, on all ranks alike: at the next border there is a newer generation to take."""
+        self._held = held
+        self._exchange = exchange
+        self._settings = settings
+        self._metrics = metrics
+        self._progress = progress
+        self._spectators: tuple[int, ...] = ()
+        self._failed_at: float | None = None
+
+    # ------------------------------------------------------------------------------------------------------------ who is here
+
+    @property
+    def group(self) -> Group | None:
+        """The group formed last; it may be broken. None before the first, and after one was left."""
+        return self.membership.group
+
+    @property
+    def generation(self) -> Generation | None:
+        """The generation this process works in; None before the first."""
+        if self.membership.group is not None:
+            return self.membership.group.generation
+        return self.membership.link.newest_generation if self._held.live else None
+
+    @property
+    def healthy(self) -> bool:
+        """There is a group, and no collective has failed on it."""
+        return self.group is not None and self.group.broken is None
+
+    def channel(self, kind: str) -> GroupChannel:
+        """The members of the group, for one operation.
+
+        Raises:
+            MembershipChanged: there is no group.
+        """
+        return GroupChannel(self._require_group(), kind, self._spectators)
+
+    # ------------------------------------------------------------------------------------------------------ new generations
+
+    def failed_now(self) -> None:
+        """A failure was noticed: recovery is timed from the first one on."""
+        self._failed_at = self._failed_at or time.monotonic()
+
+    def committed(self, *, border_due: bool) -> None:
+        """A step was committed; its control word asked for a border, or not."""
+        self.border_due = border_due
+        if self._failed_at is not None:
+            self._metrics.recovery_seconds.observe(time.monotonic() - self._failed_at)
+            self._failed_at = None
+
+    def recover(self, error: BaseException) -> None:
+        """A group failed under this rank: reports it and forms the next one. Raises as `reform`."""
+        self.failed_now()
+        self.membership.failed(error)
+        self.reform()
+
+    def recover_if_broken(self) -> None:
+        """As `recover`, if a collective failed since the last border. Raises as `reform`."""
+        group = self.group
+        if group is None or group.broken is not None:
+            self.recover(MembershipChanged(group.broken if group is not None and group.broken else "there is no group"))
+
+    def reform(self) -> None:
+        """Forms newer generations until one stands and this rank's state agrees with its peers'.
+
+        Raises:
+            StopTraining: the job is stopped, or this member is to leave.
+            DeadlineError: none formed within the rendezvous timeout.
+            PreconditionError: the state is lost, or this member was put out.
+        """
+        give_up_at = time.monotonic() + self._settings.rendezvous_timeout.total_seconds()
+        while True:
+            started = time.monotonic()
+            try:
+                group = self.membership.form()
+                self._reconcile(group)
+            except GROUP_LOST as error:
+                _log.info("a generation did not form: %s", error)
+                self.membership.failed(error)
+                if time.monotonic() > give_up_at:
+                    raise DeadlineError(
+                        f"no generation formed for {self._settings.rendezvous_timeout_s:.0f} s (SHOAL_RENDEZVOUS_TIMEOUT_S); "
+                        f"the last try: {error}"
+                    ) from error
+            else:
+                self.border_due = False
+                self._progress.entered()
+                self._metrics.generation_formed(group.generation, time.monotonic() - started)
+                return
+
+    def _reconcile(self, group: Group) -> None:
+        failpoint("session.before_reconcile")
+        held = self._held
+        gathered = group.all_gather_integers(held.standing().encode())
+        assert all(len(row) == STANDING_LENGTH for row in gathered)
+        plan = reconcile([Standing.decode(row) for row in gathered])
+        if plan.state_lost and not plan.spectators:
+            raise PreconditionError(
+                f"the state {plan.newest} is lost: no rank that holds it can give it (an update failed half way on each); "
+                "restart from a checkpoint"
+            )
+        if plan.behind and plan.donors:
+            self._catch_up(group, plan)
+        if plan.results_from is not None:
+            answers = group.exchange(held.operations.encode() if group.rank == plan.results_from else b"")
+            if group.rank in plan.behind:
+                held.operations.restart(answers[plan.results_from], passed=False)
+            elif group.rank not in plan.spectators:
+                held.operations.extend(answers[plan.results_from])
+        self._spectators = plan.spectators
+
+    def _catch_up(self, group: Group, plan: Reconciliation) -> None:
+        held = self._held
+        if group.rank in plan.behind:
+            state = self._require_exchange().take(group, plan.donors)
+            group.exchange(b"")
+            held.restore(state, skip_advances=True)
+            held.operations.restart(b"", passed=False)
+            held.name, held.torn = plan.newest, False
+            _log.info("took the peers' state %s", held.name)
+        elif group.rank in plan.donors:
+            self._require_exchange().give(group, held.capture(), until=lambda: group.exchange(b""))
+        else:
+            group.exchange(b"")
+
+    # -------------------------------------------------------------------------------------------------------- the first state
+
+    def synchronize_first(self) -> None:
+        """Gives all ranks the first one's weights; forms the first group if there is none. Raises as `reform`."""
+        if self.group is None:
+            self.reform()
+        while self._held.name is None:
+            group = self._require_group()
+            try:
+                self._equal_weights(group)
+            except GROUP_LOST as error:
+                self.recover(error)
+
+    def _equal_weights(self, group: Group) -> None:
+        replica = self._held.replica
+        channel = GroupChannel(group, "attach", self._spectators)
+        mine = f"{state_digest(replica.capture()):016x}" if replica.has_values() else "meta"
+        digests = [d.decode() for d in channel.exchange(mine.encode())]
+        if digests[0] == "meta":
+            raise ConfigurationError("rank 0's parameters are on the meta device: its weights win, so it must have values")
+        if any(d != digests[0] for d in digests):
+            if channel.rank == 0:
+                self._require_exchange().give(group, replica.capture(), until=lambda: channel.exchange(b""))
+            else:
+                state = self._require_exchange().take(group, [0]) if mine != digests[0] else None
+                channel.exchange(b"")
+                if state is not None:
+                    replica.restore(state)
+        self._held.name = StateName(group.generation.number, 0)
+
+    def replace_state(self, channel: GroupChannel, captured: object) -> None:
+        """Gives all ranks the state that the first one read from a checkpoint (`captured`; None on the others). Part of an operation."""
+        group, held = self._require_group(), self._held
+        if channel.rank == 0:
+            self._require_exchange().give(group, captured, until=lambda: channel.exchange(b""))
+            state: Any = captured
+        else:
+            state = self._require_exchange().take(group, [channel.members[0]])
+            channel.exchange(b"")
+        held.restore(state, skip_advances=False)
+        held.name = StateName(group.generation.number, int(state["steps"]))
+        held.operations.committed()
+
+    # ---------------------------------------------------------------------------------------------------------------- joiners
+
+    def let_joiners_in(self) -> None:
+        """At a border: joiners take the state and are members from here on; this process among them, if it is one. Raises as `reform`."""
+        while self._spectators:
+            group = self._require_group()
+            started = time.monotonic()
+            try:
+                self._feed_spectators(group)
+            except GROUP_LOST as error:
+                self.recover(error)
+            else:
+                self._metrics.join_seconds.observe(time.monotonic() - started)
+
+    def _feed_spectators(self, group: Group) -> None:
+        """Everybody is here when the first exchange is over."""
+        held = self._held
+        donating = self._meet_at_border(group)
+        failpoint("session.at_border")
+        flags = [row[0] for row in group.all_gather_integers([int(donating)])]
+        donors = [r for r, flag in enumerate(flags) if flag]
+        receivers = [r for r in self._spectators if r not in donors]
+        if not donors:
+            raise PreconditionError("no rank can give its state to the joiners; restart from a checkpoint")
+        if group.rank in donors:
+            if held.name is None:
+                held.name = StateName(group.generation.number, 0)
+            captured = held.capture() if receivers else {}
+            captured["operations"] = held.operations.encode()
+            captured["state"] = list(held.name)
+            self._require_exchange().give(group, captured, until=lambda: group.exchange(b""))
+        else:
+            state = self._require_exchange().take(group, donors)
+            group.exchange(b"")
+            held.restore(state, skip_advances=False)
+            held.operations.restart(state["operations"], passed=True)
+            held.name = StateName(*state["state"])
+        held.live = True
+        self._spectators = ()
+
+    def _meet_at_border(self, group: Group) -> bool:
+        """Returns when all members stand at the border; True if this rank gives its state there."""
+        if group.rank not in self._spectators:
+            self.channel(_BORDER).exchange(b"")
+            return not self._held.torn
+        if len(self._spectators) < group.world_size:
+            spectate(group, self._spectators, _BORDER)
+            return False
+        # Nobody who held the state is left: the lowest rank starts again, from the newest checkpoint if the script resumes from one.
+        first = group.rank == self._spectators[0]
+        if first and self.fallback is not None:
+            self.fallback()
+        return first
+
+    # -------------------------------------------------------------------------------------------------------------- invariants
+
+    def _require_group(self) -> Group:
+        if self.group is None:
+            raise MembershipChanged("there is no group")
+        return self.group
+
+    def _require_exchange(self) -> StateExchange:
+        assert self._exchange is not None
+        return self._exchange

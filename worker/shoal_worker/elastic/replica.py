@@ -1,0 +1,143 @@
+"""The seam between the session and a strategy, from both sides.
+
+A strategy's model is a `Replica`: what the session calls. A strategy calls nothing of the session but what `StrategySession` has. So a new
+strategy is written against this file; loaders stand on the other side of the session, behind `contract.py`, and know no strategy.
+
+The order of calls in one step, all on the training thread:
+
+    step_begins
+      micro_batch_begins, [forward and backward], micro_batch_ends(weight)     once per micro-batch of this rank, perhaps never
+      finish_reduction                                                         may come several times; the first one reduces
+    commit_step                                                                after `apply` returned, or
+    discard_step                                                               when the step is lost or was not meant
+
+In between a strategy asks for `session.step`, reduces over `session.group`, lets the control word ride along (`control_word`,
+`take_control_word`), and marks the step lost when a collective fails, instead of raising out of a backward pass. Its optimizer's `step()`
+is `session.finish_step(apply)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Protocol
+
+import torch
+
+from shoal_worker.elastic.contract import Leases, StepStatus
+from shoal_worker.elastic.group import Group
+from shoal_worker.elastic.operations import Body
+from shoal_worker.elastic.step import Step
+
+
+class Replica(Protocol):
+    """A strategy's model and optimizer, as the session sees them."""
+
+    strategy: ClassVar[str]
+    asynchronous: ClassVar[bool]
+    """No process group: every iteration is a step of its own (async_sgd)."""
+    backend_name: str
+
+    def capture(self) -> dict[str, Any]:
+        """The committed state of model and optimizer, buffers included. Shares memory with them."""
+        ...
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Takes over a captured state, whole."""
+        ...
+
+    def has_values(self) -> bool:
+        """False while parameters are on the meta device."""
+        ...
+
+    def step_begins(self) -> None:
+        """The next step begins, with the ranks and the committed state that stand now."""
+        ...
+
+    def lease_batches(self, *, loader: str, epoch: int, batches_in_epoch: int, finished: Sequence[int], want: int) -> Leases:
+        """See `StepClock`. Raises ConfigurationError unless asynchronous."""
+        ...
+
+    def micro_batch_begins(self) -> None:
+        """The next micro-batch starts from the committed buffers and from no gradient."""
+        ...
+
+    def micro_batch_ends(self, weight: float) -> None:
+        """The backward pass of a micro-batch that weighs `weight` is done."""
+        ...
+
+    def finish_reduction(self) -> None:
+        """Blocks until the gradients of all ranks are summed, or the step is marked lost."""
+        ...
+
+    def discard_step(self) -> None:
+        """Puts back what the step changed: buffers, gradients."""
+        ...
+
+    def commit_step(self) -> None:
+        """The step was applied: what it left in the buffers is now the committed state."""
+        ...
+
+
+class StrategySession(Protocol):
+    """The session, as a strategy sees it."""
+
+    @property
+    def elastic(self) -> bool:
+        """There are, or may be, other ranks. False: a world of one without a coordinator."""
+        ...
+
+    @property
+    def group(self) -> Group | None:
+        """The ranks of this generation, connected. Another object after each re-forming."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        ...
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def world_size(self) -> int: ...
+    @property
+    def is_joining(self) -> bool:
+        """This process replays its script: steps are not begun, collectives are answered locally."""
+        ...
+
+    @property
+    def step(self) -> Step | None:
+        """The step in progress."""
+        ...
+
+    def attach(self, replica: Replica) -> None:
+        """Makes `replica` the run's state, and gives all ranks the first rank's weights. Once, before any other call."""
+        ...
+
+    def ensure_step(self) -> Step:
+        """The step in progress; begins one in a user's own loop, where no loader does. Called by each forward pass in training."""
+        ...
+
+    def control_word(self) -> list[float]:
+        """What this rank adds to the step's control word: CONTROL_LENGTH numbers, to be summed over the ranks once per step."""
+        ...
+
+    def take_control_word(self, summed: Sequence[float]) -> None:
+        """The sum came back. From any thread, while the training thread waits for it."""
+        ...
+
+    def mark_lost(self, error: BaseException) -> None:
+        """A collective of the step failed: nothing may be applied. From any thread."""
+        ...
+
+    def finish_reduction_if_whole(self) -> None:
+        """After a backward pass: reduces now if it was the whole of this rank's part in the step."""
+        ...
+
+    def finish_step(self, apply: Callable[[], None]) -> StepStatus:
+        """Ends the step: calls `apply`, which updates the parameters, if every rank's part is in; else re-forms."""
+        ...
+
+    def operation(self, kind: str, body: Body) -> Any:
+        """Does something on all ranks between steps, again if the membership changes on the way."""
+        ...

@@ -1,0 +1,60 @@
+"""The step in progress, and the control word that rides in its last all-reduce.
+
+The training thread owns a step. A collective's callback, on a thread of the process group, may mark it lost or hand it its control word
+while the training thread waits for that collective.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from shoal_worker.elastic.contract import Placement, Share, StepSource
+
+CONTROL_LENGTH = 3
+"""Numbers in a control word. Summed over the ranks as float32 at least, so whole numbers up to 2^24 are exact."""
+
+
+@dataclasses.dataclass
+class Step:
+    """A step in progress."""
+
+    placement: Placement
+    source: StepSource | None
+    """Whose samples it takes; None: the user's own loop, without a loader of Shoal's."""
+    share: Share | None = None
+    handed_out: bool = False
+    micro_batch: float | None = None
+    """Weight of the micro-batch that is being computed."""
+    lost: str | None = None
+    """Why the step is void; None: it is not."""
+    control: list[float] | None = None
+    """The control word summed over all ranks; None: not reduced yet."""
+    loss: float | None = None
+    """This rank's mean loss, if told."""
+
+    @property
+    def in_micro_batches(self) -> bool:
+        """It is cut into micro-batches, instead of one plain batch per rank."""
+        return self.share is not None and self.share.micro_batches is not None
+
+    def control_word(self, *, border_wanted: bool) -> list[float]:
+        """What this rank adds: a border is wanted; its loss times its weight; that weight, if it told a loss."""
+        weight = self.share.weight if self.share is not None and self.loss is not None else 0.0
+        return [float(border_wanted), self.loss * weight if self.loss is not None and weight > 0 else 0.0, weight]
+
+    def take_control_word(self, summed: Sequence[float]) -> None:
+        """The control word came back: the same on all ranks."""
+        self.control = list(summed)
+
+    @property
+    def border_wanted(self) -> bool:
+        """Some rank wants the next border to be one at which the membership changes."""
+        return self.control is not None and self.control[0] > 0
+
+    @property
+    def mean_loss(self) -> float | None:
+        """Over the whole batch if the ranks told theirs, else this rank's own, if told."""
+        if self.control is not None and self.control[2] > 0:
+            return self.control[1] / self.control[2]
+        return self.loss

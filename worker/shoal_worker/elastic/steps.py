@@ -1,0 +1,293 @@
+"""The steps of the run: begins them at borders, commits those whose every part is in, and voids the others.
+
+- A step begins at a border. There, and only there, joiners come in and drained members go: when the last step's control word said so, on
+  all ranks.
+- A step is applied on a rank only when all its collectives completed, so every member's part is in it. There is no vote (`formation.py`).
+- A failure inside a step never raises out of the user's forward or backward pass. It marks the step lost; `finish` then re-forms and says
+  LOST, and the loader deals the same samples again.
+
+This is the `StepClock` of the loaders; strategies reach it through the session (`replica.py`). Owns the step in progress. All of it runs on
+the training thread, except `mark_lost` and what a collective's callback writes into the step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Sequence
+
+import torch
+from shoal_common.errors import MembershipChanged, PreconditionError
+
+from shoal_worker.elastic.contract import Drained, Leases, Placement, Share, StepSource, StepStatus, StopTraining
+from shoal_worker.elastic.departure import Departure
+from shoal_worker.elastic.formation import Formation
+from shoal_worker.elastic.held import HeldState
+from shoal_worker.elastic.progress import ProgressMeter
+from shoal_worker.elastic.randomness import seed_generators
+from shoal_worker.elastic.reconcile import StateName
+from shoal_worker.elastic.step import Step
+from shoal_worker.failpoints import failpoint
+from shoal_worker.metrics import WorkerMetrics
+
+_log = logging.getLogger(__name__)
+
+_ALONE = Placement(generation=0, rank=0, world_size=1)
+
+
+class Steps:
+    """Begins, commits and loses steps."""
+
+    def __init__(
+        self,
+        held: HeldState,
+        formation: Formation | None,
+        departure: Departure,
+        *,
+        operation: Callable[[str], object],
+        progress: ProgressMeter,
+        metrics: WorkerMetrics,
+    ) -> None:
+        """`formation`: None in a world of one. `operation(kind)` returns when all ranks have called it."""
+        self.current: Step | None = None
+        """The step in progress."""
+        self.replaying = False
+        """A joiner's script has not come to its first live batch: what it asks for is answered locally."""
+        self._held = held
+        self._formation = formation
+        self._departure = departure
+        self._operation = operation
+        self._progress = progress
+        self._metrics = metrics
+
+    # ------------------------------------------------------------------------------------------------ StepClock: the loaders
+
+    def register_source(self, source: StepSource) -> None:
+        """See `StepClock`."""
+        self._held.add_source(source)
+
+    def begin_step(self, source: StepSource | None) -> Placement:
+        """See `StepClock`. None: the user's own loop, without a loader of Shoal's."""
+        step = self.current
+        if step is not None and step.source is None and source is not None:
+            # A forward pass before the loop (a dry run, a summary) began it; nobody means to finish it.
+            self._held.replica.discard_step()
+            step = self.current = None
+        if step is not None and step.handed_out:
+            raise PreconditionError(
+                "the next batch was asked for, but optimizer.step() was not called for the last one; call it once per iteration, or make "
+                "the loader with train=False if it is only read",
+                reason="STEP_NOT_FINISHED",
+            )
+        if step is not None and step.source is source and self._settled(step.placement):
+            return step.placement
+        self.current = None
+        if self._departure.stopped is not None:
+            raise StopTraining(self._departure.stopped)
+        try:
+            self._settle_border()
+        except StopTraining as stop:
+            self._departure.obey(stop)
+            raise
+        step = self.current = Step(placement=self._placement(), source=source)
+        self._held.registered.step_begins()
+        self._held.replica.step_begins()
+        self._progress.entered()
+        return step.placement
+
+    def assign(self, share: Share) -> None:
+        """See `StepClock`."""
+        step = self.require()
+        if share.total_weight is None and share.micro_batches is None:
+            share = dataclasses.replace(share, total_weight=self._sum_weights(share.weight))
+        step.share = share
+        step.handed_out = True
+        self.replaying = False
+
+    def begin_micro_batch(self, *, index: int, weight: float, key: Sequence[int]) -> None:
+        """See `StepClock`."""
+        step = self.require()
+        step.handed_out = True
+        step.micro_batch = weight
+        seed_generators(key)
+        if step.in_micro_batches:
+            self._held.replica.micro_batch_begins()
+
+    def end_micro_batch(self) -> None:
+        """See `StepClock`."""
+        step = self.current
+        if step is None or step.micro_batch is None:
+            return
+        weight, step.micro_batch = step.micro_batch, None
+        if step.in_micro_batches and step.lost is None:
+            self._held.replica.micro_batch_ends(weight)
+
+    def finish_batches(self) -> None:
+        """See `StepClock`."""
+        self.require().handed_out = True
+        self._held.replica.finish_reduction()
+
+    def end_epoch(self, source: StepSource) -> None:
+        """See `StepClock`."""
+        if self._held.has_replica and not self._held.replica.asynchronous and self._departure.stopped is None:
+            self._operation("end of epoch")
+
+    def lease_batches(self, *, loader: str, epoch: int, batches_in_epoch: int, finished: Sequence[int], want: int) -> Leases:
+        """See `StepClock`."""
+        return self._held.replica.lease_batches(loader=loader, epoch=epoch, batches_in_epoch=batches_in_epoch, finished=finished, want=want)
+
+    # ----------------------------------------------------------------------------------------------------------- the strategy
+
+    def require(self) -> Step:
+        """The step in progress. Raises PreconditionError when there is none."""
+        if self.current is None:
+            raise PreconditionError("no step has begun: iterate over the loader, or call the model, before optimizer.step()")
+        return self.current
+
+    def ensure(self) -> Step:
+        """The step in progress; begins one in a user's own loop, where no loader does."""
+        if self.current is None:
+            try:
+                placement = self.begin_step(None)
+            except StopTraining as stop:
+                raise SystemExit(0) from stop  # in the user's own loop there is no loader that could end it
+            self.assign(Share(weight=1.0, total_weight=float(placement.world_size), micro_batches=None))
+        return self.require()
+
+    def control_word(self) -> list[float]:
+        """What this rank adds to the step's control word."""
+        return self.require().control_word(border_wanted=self._formation is not None and self._formation.membership.changes)
+
+    def mark_lost(self, error: BaseException) -> None:
+        """A collective of the step failed. May be called from a collective's callback."""
+        step = self.current
+        if step is not None and step.lost is None:
+            step.lost = str(error)
+            if self._formation is not None:
+                self._formation.failed_now()
+
+    def finish_reduction_if_whole(self) -> None:
+        """Inside one plain batch: its backward pass was the whole of this rank's part, so the sum over the ranks is due."""
+        if not self.require().in_micro_batches:
+            self._held.replica.finish_reduction()
+
+    def finish(self, apply: Callable[[], None]) -> StepStatus:
+        """Applies the step if every member's part is in it; else re-forms.
+
+        `apply` updates the parameters. If it raises, this rank's state is torn: the error goes up, and the rank never gives its state away.
+        """
+        self.end_micro_batch()
+        step = self.require()
+        self._held.replica.finish_reduction()
+        if step.lost is not None:
+            return self._lose(step)
+        failpoint("session.before_apply")
+        with self._held.changing():
+            apply()
+            failpoint("session.after_apply")
+        self._commit(step)
+        failpoint("session.after_commit")
+        return StepStatus.COMMITTED
+
+    def give_up(self, stop: StopTraining) -> StepStatus:
+        """The run ended for this member while a step of asynchronous training was in progress."""
+        self._void()
+        self._departure.obey(stop)
+        return StepStatus.LOST
+
+    def leave_peers(self) -> None:
+        """This process left its job: what comes is a world of one."""
+        self._formation = None
+        self.replaying = False
+
+    def _commit(self, step: Step) -> None:
+        held = self._held
+        held.name = StateName(step.placement.generation, held.steps + 1)
+        self.current = None
+        held.replica.commit_step()
+        samples = 0
+        if step.source is not None:
+            samples = step.source.committed(step.placement)
+            self._progress.epoch = step.source.epoch
+        held.registered.step_committed()
+        held.operations.committed()
+        self._progress.committed(steps=held.steps, samples=samples, loss=step.mean_loss)
+        if self._formation is not None:
+            self._formation.committed(border_due=step.border_wanted)
+
+    def _lose(self, step: Step) -> StepStatus:
+        """The step is void on this rank: nothing was applied. Re-forms, which may bring this rank the state that its peers reached."""
+        self._void()
+        self._metrics.steps_lost.inc()
+        _log.warning("step %d is lost: %s", self._held.steps, step.lost)
+        assert self._formation is not None
+        try:
+            self._formation.recover(MembershipChanged(step.lost or "lost"))
+        except StopTraining as stop:
+            self._departure.obey(stop)
+        return StepStatus.LOST
+
+    def _void(self) -> None:
+        self.current = None
+        self._held.replica.discard_step()
+        self._held.registered.step_void()
+
+    # ---------------------------------------------------------------------------------------------------------------- borders
+
+    def _placement(self) -> Placement:
+        generation = self._formation.generation if self._formation is not None else None
+        if generation is None:
+            return _ALONE
+        return Placement(generation=generation.number, rank=generation.rank, world_size=generation.world_size)
+
+    def _settled(self, placement: Placement) -> bool:
+        """Nothing has happened since `placement` was given at this border. An operation in between may have re-formed."""
+        formation = self._formation
+        if formation is None:
+            return True
+        if self._held.replica.asynchronous:
+            # It comes here again and again while it waits for a batch.
+            link = formation.membership.link
+            healthy = link.stopped is None and link.draining is None
+        else:
+            healthy = formation.healthy
+        return self._held.live and not formation.border_due and healthy and placement == self._placement()
+
+    def _settle_border(self) -> None:
+        formation = self._formation
+        if formation is None:
+            return
+        if self._held.replica.asynchronous:
+            self._stop_if_asked(formation)
+            return
+        if not self._held.live:
+            formation.membership.link.ready()
+            formation.reform()
+        elif formation.border_due:
+            self._stop_if_asked(formation)
+            formation.reform()
+        else:
+            formation.recover_if_broken()
+        formation.let_joiners_in()
+
+    def _stop_if_asked(self, formation: Formation) -> None:
+        membership = formation.membership
+        if membership.link.refused is not None:
+            membership.leave_group("the coordinator put this member out")
+            raise membership.link.refused
+        if membership.link.stopped is not None:
+            raise StopTraining(membership.link.stopped)
+        if membership.link.draining is not None:
+            raise Drained(membership.link.draining)
+
+    def _sum_weights(self, weight: float) -> float:
+        group = self._formation.group if self._formation is not None else None
+        if group is None or group.world_size == 1:
+            return weight
+        total = torch.tensor([weight], dtype=torch.float64, device=group.device)
+        try:
+            group.all_reduce(total)
+        except MembershipChanged as error:
+            self.mark_lost(error)
+            return max(weight, 1.0)
+        return float(total)

@@ -19,6 +19,12 @@ class Codec(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     CODEC_UNSPECIFIED: _ClassVar[Codec]
     CODEC_RAW: _ClassVar[Codec]
+    CODEC_FLOAT16: _ClassVar[Codec]
+    CODEC_BFLOAT16: _ClassVar[Codec]
+    CODEC_INT8: _ClassVar[Codec]
+    CODEC_SIGN: _ClassVar[Codec]
+    CODEC_TOPK: _ClassVar[Codec]
+    CODEC_RANDOMK: _ClassVar[Codec]
 DTYPE_UNSPECIFIED: Dtype
 DTYPE_FLOAT32: Dtype
 DTYPE_FLOAT64: Dtype
@@ -26,6 +32,12 @@ DTYPE_FLOAT16: Dtype
 DTYPE_BFLOAT16: Dtype
 CODEC_UNSPECIFIED: Codec
 CODEC_RAW: Codec
+CODEC_FLOAT16: Codec
+CODEC_BFLOAT16: Codec
+CODEC_INT8: Codec
+CODEC_SIGN: Codec
+CODEC_TOPK: Codec
+CODEC_RANDOMK: Codec
 
 class OptimizerSpec(_message.Message):
     __slots__ = ("name", "hyperparameters", "groups")

@@ -1,0 +1,287 @@
+"""Compressed gradients as bytes: the layout of each `shoal.v1.Codec`, read and written with numpy.
+
+The one definition of these layouts. Parameter servers decode pushes with it; clients without torch encode with it; the worker's
+compressors (shoal_worker.compression) write the same bytes from torch tensors, on the CPU or a device. What is lost by a codec, and how
+that is made up for, is said there.
+
+Every codec is of float32 values. All numbers are little-endian. A payload ends with zero bytes up to a multiple of 4. n: number of values.
+
+    RAW       float32[n]                       (of other dtypes where a header says so; those are not for this module)
+    FLOAT16   float16[n]
+    BFLOAT16  uint16[n]                        the upper halves of the float32s, rounded to nearest even
+    INT8      float32[ceil(n / 256)]           a scale per block of 256 values
+              int8[n]                          value = scale * this
+    SIGN      float32[ceil(n / 1024)]          a magnitude per block of 1024 values
+              bits[n], lowest first            1: value = -magnitude; 0: value = +magnitude
+    TOPK      uint32[ceil(n / 65536)]          how many of the k kept values lie in each block of 65536
+              float32[k]                       the kept values, in ascending order of their places
+              uint16[k]                        place within its block
+    RANDOMK   uint64 start, uint64 stride      start < n; stride and n have no common divisor
+              float32[k]                       the j-th lies at (start + j * stride) mod n
+
+A value that was NaN or infinite comes out as NaN or infinite, with INT8 and SIGN together with the rest of its block; RANDOMK, which may
+not send that value, then sends NaN for all. Decoding writes into memory that the caller gives: no payload can make it allocate more.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+from shoal_protos.v1 import parameter_server_pb2 as pb
+
+from shoal_common.errors import ConfigurationError, CorruptDataError, InvalidRequestError
+from shoal_common.wire import as_bytes
+
+INT8_BLOCK: Final = 256
+INT8_LARGEST: Final = 127
+SIGN_BLOCK: Final = 1024
+TOPK_BLOCK: Final = 65536
+RANDOMK_HEADER_BYTES: Final = 16
+
+Values = NDArray[np.float32]
+
+_F4, _F2, _U2, _U4, _U8, _I1 = (np.dtype(name) for name in ("<f4", "<f2", "<u2", "<u4", "<u8", "i1"))
+_NAN_BFLOAT16: Final = 0x7FC0
+
+
+def blocks(length: int, block: int) -> int:
+    """How many blocks `length` values fill."""
+    return -(-length // block)
+
+
+def payload_bytes(codec: int, length: int, kept: int = 0) -> int:
+    """Size of the payload of `length` values. `kept`: k, for TOPK and RANDOMK.
+
+    Raises:
+        InvalidRequestError (CODEC_UNSUPPORTED): not one of the codecs above.
+    """
+    sizes: dict[int, int] = {
+        pb.CODEC_RAW: 4 * length,
+        pb.CODEC_FLOAT16: 2 * length,
+        pb.CODEC_BFLOAT16: 2 * length,
+        pb.CODEC_INT8: 4 * blocks(length, INT8_BLOCK) + length,
+        pb.CODEC_SIGN: 4 * blocks(length, SIGN_BLOCK) + blocks(length, 8),
+        pb.CODEC_TOPK: 4 * blocks(length, TOPK_BLOCK) + 6 * kept,
+        pb.CODEC_RANDOMK: RANDOMK_HEADER_BYTES + 4 * kept,
+    }
+    if codec not in sizes:
+        raise _unsupported(codec)
+    return 4 * blocks(sizes[codec], 4)
+
+
+# ------------------------------------------------------------------------------------------------------------- decoding
+
+
+def decode(codec: int, payload: memoryview | bytes, out: Values) -> None:
+    """Writes the values of a payload into `out`, a contiguous float32 array that is as long as the tensor is known to be.
+
+    Whether the values are finite is for the caller to check. When it raises, what is in `out` is undefined.
+
+    Raises:
+        InvalidRequestError: CODEC_UNSUPPORTED, or PAYLOAD_SIZE_MISMATCH when the payload is not of `out`'s length.
+        CorruptDataError (PAYLOAD_CORRUPT): places that lie outside of the tensor, or twice at one place.
+    """
+    if out.dtype != np.float32 or out.ndim != 1 or not out.flags.c_contiguous:
+        raise ConfigurationError(f"decode into {out.dtype} of shape {out.shape}: expected a contiguous float32 array of one dimension")
+    data = as_bytes(memoryview(payload))
+    kept = _kept(codec, data.nbytes, out.size)
+    expected = payload_bytes(codec, out.size, kept)
+    if data.nbytes != expected or kept > out.size:
+        raise InvalidRequestError(
+            f"a payload of {data.nbytes} bytes for {out.size} values in {_name(codec)}; expected {expected} bytes"
+            + (f" for {out.size} kept values at most" if kept > out.size else ""),
+            reason="PAYLOAD_SIZE_MISMATCH",
+        )
+    _DECODERS[codec](data, out)
+
+
+def _kept(codec: int, size: int, length: int) -> int:
+    """How many values a payload of that size holds; the size is checked against it afterwards."""
+    if codec == pb.CODEC_TOPK:
+        return max(0, size - 4 * blocks(length, TOPK_BLOCK)) // 6
+    return max(0, size - RANDOMK_HEADER_BYTES) // 4 if codec == pb.CODEC_RANDOMK else 0
+
+
+def _decode_raw(data: memoryview, out: Values) -> None:
+    out[:] = np.frombuffer(data, _F4)
+
+
+def _decode_float16(data: memoryview, out: Values) -> None:
+    out[:] = np.frombuffer(data, _F2, out.size)
+
+
+def _decode_bfloat16(data: memoryview, out: Values) -> None:
+    bits = out.view(np.uint32)
+    bits[:] = np.frombuffer(data, _U2, out.size)
+    bits <<= 16
+
+
+def _decode_int8(data: memoryview, out: Values) -> None:
+    count = blocks(out.size, INT8_BLOCK)
+    out[:] = np.frombuffer(data, _I1, out.size, 4 * count)
+    _scale_blocks(out, np.frombuffer(data, _F4, count), INT8_BLOCK)
+
+
+def _decode_sign(data: memoryview, out: Values) -> None:
+    count = blocks(out.size, SIGN_BLOCK)
+    bits = np.unpackbits(np.frombuffer(data, np.uint8, blocks(out.size, 8), 4 * count), count=out.size, bitorder="little")
+    np.multiply(bits, np.float32(-2), out=out)
+    out += 1
+    _scale_blocks(out, np.frombuffer(data, _F4, count), SIGN_BLOCK)
+
+
+def _scale_blocks(out: Values, scales: NDArray[Any], block: int) -> None:
+    whole = out.size // block
+    with np.errstate(all="ignore"):  # what is not finite is meant to pass
+        out[: whole * block].reshape(whole, block)[:] *= scales[:whole, None]
+        out[whole * block :] *= scales[whole:]
+
+
+def _decode_topk(data: memoryview, out: Values) -> None:
+    count = blocks(out.size, TOPK_BLOCK)
+    counts = np.frombuffer(data, _U4, count)
+    kept = (data.nbytes - 4 * count) // 6
+    if int(counts.sum(dtype=np.uint64)) != kept:
+        raise CorruptDataError(
+            f"the blocks of a TOPK payload count {counts.sum(dtype=np.uint64)} values, it holds {kept}", reason="PAYLOAD_CORRUPT"
+        )
+    places = np.repeat(np.arange(count, dtype=np.int64) * TOPK_BLOCK, counts)
+    places += np.frombuffer(data, _U2, kept, 4 * count + 4 * kept)
+    if kept and (places[-1] >= out.size or not (places[1:] > places[:-1]).all()):
+        raise CorruptDataError(f"the places of a TOPK payload do not ascend within {out.size} values", reason="PAYLOAD_CORRUPT")
+    out[:] = 0
+    out[places] = np.frombuffer(data, _F4, kept, 4 * count)
+
+
+def _decode_randomk(data: memoryview, out: Values) -> None:
+    start, stride = (int(number) for number in np.frombuffer(data, _U8, 2))
+    values = np.frombuffer(data, _F4, offset=RANDOMK_HEADER_BYTES)
+    if values.size and (start >= out.size or stride >= max(2, out.size) or math.gcd(stride, out.size) != 1):
+        raise CorruptDataError(
+            f"a RANDOMK payload starts at {start} with stride {stride} in {out.size} values; expected a start below that, and a stride "
+            "below it without a common divisor",
+            reason="PAYLOAD_CORRUPT",
+        )
+    out[:] = 0
+    out[randomk_places(start, stride, values.size, out.size)] = values
+
+
+_DECODERS: Final[Mapping[int, Callable[[memoryview, Values], None]]] = {
+    pb.CODEC_RAW: _decode_raw,
+    pb.CODEC_FLOAT16: _decode_float16,
+    pb.CODEC_BFLOAT16: _decode_bfloat16,
+    pb.CODEC_INT8: _decode_int8,
+    pb.CODEC_SIGN: _decode_sign,
+    pb.CODEC_TOPK: _decode_topk,
+    pb.CODEC_RANDOMK: _decode_randomk,
+}
+
+
+# ------------------------------------------------------------------------------------------------------------- encoding
+
+
+def encode(codec: int, values: Values, *, kept: int = 0, seed: int = 0) -> memoryview:
+    """The payload of a float32 array of one dimension. `kept`: k of TOPK and RANDOMK; `seed`: of INT8's rounding and RANDOMK's places.
+
+    Raises:
+        InvalidRequestError: CODEC_UNSUPPORTED; or `kept` is not between 0 and the number of values.
+    """
+    if not 0 <= kept <= values.size:
+        raise InvalidRequestError(f"kept={kept} of {values.size} values: expected 0 to that many")
+    payload = np.zeros(payload_bytes(codec, values.size, kept), np.uint8)
+    parts = _ENCODERS[codec](values.astype(_F4, copy=False), kept, np.random.default_rng(seed))
+    position = 0
+    for part in parts:
+        payload[position : position + part.nbytes] = np.ascontiguousarray(part).view(np.uint8)
+        position += part.nbytes
+    return payload.data
+
+
+def _encode_float16(values: Values, kept: int, random: np.random.Generator) -> list[NDArray[Any]]:
+    with np.errstate(over="ignore"):  # what is too large becomes infinite
+        return [values.astype(_F2)]
+
+
+def _encode_bfloat16(values: Values, kept: int, random: np.random.Generator) -> list[NDArray[Any]]:
+    bits = values.view(np.uint32)
+    rounded = (bits + (0x7FFF + (bits >> 16 & 1))) >> 16
+    return [np.where(np.isnan(values), _NAN_BFLOAT16, rounded).astype(_U2)]
+
+
+def _encode_int8(values: Values, kept: int, random: np.random.Generator) -> list[NDArray[Any]]:
+    rows = _in_blocks(values, INT8_BLOCK)
+    with np.errstate(all="ignore"):
+        largest = np.abs(rows).max(axis=1)
+        scales = np.where(np.isfinite(largest), largest / np.float32(INT8_LARGEST), np.float32(np.nan)).astype(_F4)
+        # A magnitude so small that its scale has hardly a bit left is nought: the division would not stay within int8.
+        scales[largest < np.finfo(np.float32).tiny * 256] = 0
+        inverse = np.where(scales > 0, 1 / scales, 0)[:, None].astype(np.float32)
+        levels = np.floor(rows * inverse + random.random(rows.shape, np.float32))
+        levels = np.clip(np.nan_to_num(levels), -INT8_LARGEST, INT8_LARGEST)
+    return [scales, levels.astype(_I1).reshape(-1)[: values.size]]
+
+
+def _encode_sign(values: Values, kept: int, random: np.random.Generator) -> list[NDArray[Any]]:
+    rows = _in_blocks(values, SIGN_BLOCK)
+    held = np.minimum(SIGN_BLOCK, values.size - SIGN_BLOCK * np.arange(len(rows)))
+    return [(np.abs(rows).sum(axis=1) / held).astype(_F4), np.packbits(values < 0, bitorder="little")]
+
+
+def _encode_topk(values: Values, kept: int, random: np.random.Generator) -> list[NDArray[Any]]:
+    magnitudes = np.abs(values)  # NaN sorts last, as the largest
+    places = np.sort(np.argpartition(magnitudes, values.size - kept)[values.size - kept :]) if kept else np.empty(0, np.int64)
+    counts = np.bincount(places // TOPK_BLOCK, minlength=blocks(values.size, TOPK_BLOCK))
+    return [counts.astype(_U4), values[places], (places % TOPK_BLOCK).astype(_U2)]
+
+
+def _encode_randomk(values: Values, kept: int, random: np.random.Generator) -> list[NDArray[Any]]:
+    start, stride = randomk_draw(random, values.size)
+    chosen = values[randomk_places(start, stride, kept, values.size)]
+    return [np.array([start, stride], _U8), chosen if np.isfinite(values).all() else np.full_like(chosen, np.nan)]
+
+
+_ENCODERS: Final[Mapping[int, Callable[[Values, int, np.random.Generator], list[NDArray[Any]]]]] = {
+    pb.CODEC_RAW: lambda values, kept, random: [values],
+    pb.CODEC_FLOAT16: _encode_float16,
+    pb.CODEC_BFLOAT16: _encode_bfloat16,
+    pb.CODEC_INT8: _encode_int8,
+    pb.CODEC_SIGN: _encode_sign,
+    pb.CODEC_TOPK: _encode_topk,
+    pb.CODEC_RANDOMK: _encode_randomk,
+}
+
+
+def randomk_draw(random: np.random.Generator, length: int) -> tuple[int, int]:
+    """A start and a stride for `length` values: each place is equally likely to be among the first k, whatever k."""
+    if length < 2:
+        return 0, 1
+    start = int(random.integers(length))
+    while True:
+        stride = int(random.integers(1, length))
+        if math.gcd(stride, length) == 1:
+            return start, stride
+
+
+def randomk_places(start: int, stride: int, kept: int, length: int) -> NDArray[np.int64]:
+    """The places of RANDOMK's values; all different. Tensors have fewer than 2^31 values: the products stay below 2^63."""
+    return (start + np.arange(kept, dtype=np.int64) * stride) % max(1, length)
+
+
+def _in_blocks(values: Values, block: int) -> Values:
+    """One block a row, the last filled up with noughts."""
+    rows = np.zeros((blocks(values.size, block), block), np.float32)
+    rows.reshape(-1)[: values.size] = values
+    return rows
+
+
+def _name(codec: int) -> str:
+    return pb.Codec.Name(codec) if codec in pb.Codec.values() else str(codec)
+
+
+def _unsupported(codec: int) -> InvalidRequestError:
+    known = ", ".join(pb.Codec.Name(known) for known in _DECODERS)
+    return InvalidRequestError(f"codec {_name(codec)}: expected one of {known}", reason="CODEC_UNSUPPORTED")

@@ -1,0 +1,213 @@
+"""The layouts of compressed payloads: what is lost by each, and that no bytes can do worse than an error."""
+
+from __future__ import annotations
+
+import tracemalloc
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from shoal_common import codecs
+from shoal_common.errors import ConfigurationError, CorruptDataError, InvalidRequestError
+from shoal_protos.v1 import parameter_server_pb2 as pb
+
+ALL = [codec for codec in pb.Codec.values() if codec != pb.CODEC_UNSPECIFIED]
+SPARSE = (pb.CODEC_TOPK, pb.CODEC_RANDOMK)
+LENGTHS = st.one_of(st.integers(0, 40), st.sampled_from([255, 256, 257, 1023, 1024, 1025, 65_535, 65_536, 65_537, 140_000]))
+FLOATS = hnp.arrays(np.float32, st.integers(0, 700), elements=st.floats(-1e4, 1e4, width=32))
+
+
+def drawn(length: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(length, np.float32)
+
+
+def kept_of(codec: int, length: int) -> int:
+    return -(-length // 10) if codec in SPARSE else 0
+
+
+def decoded(codec: int, payload: memoryview | bytes, length: int) -> np.ndarray:
+    out = np.full(length, 7, np.float32)
+    codecs.decode(codec, payload, out)
+    return out
+
+
+def test_every_codec_of_the_protocol_has_a_layout():
+    assert all(codecs.payload_bytes(codec, 1000, 10) > 0 for codec in ALL)
+
+
+@given(st.sampled_from(ALL), LENGTHS)
+def test_a_payload_is_as_long_as_said_and_a_multiple_of_4(codec, length):
+    kept = kept_of(codec, length)
+    payload = codecs.encode(codec, drawn(length), kept=kept)
+    assert payload.nbytes == codecs.payload_bytes(codec, length, kept)
+    assert payload.nbytes % 4 == 0
+    assert decoded(codec, payload, length).shape == (length,)
+
+
+def test_sizes_are_those_of_the_layouts():
+    n = 1 << 20
+    sizes = {codec: codecs.payload_bytes(codec, n, n // 100) for codec in ALL}
+    assert sizes == {
+        pb.CODEC_RAW: 4 * n,
+        pb.CODEC_FLOAT16: 2 * n,
+        pb.CODEC_BFLOAT16: 2 * n,
+        pb.CODEC_INT8: n + n // 64,
+        pb.CODEC_SIGN: n // 8 + n // 256,
+        pb.CODEC_TOPK: 4 * 16 + 6 * (n // 100) + 2,
+        pb.CODEC_RANDOMK: 16 + 4 * (n // 100),
+    }
+
+
+@given(FLOATS)
+def test_halves_lose_no_more_than_their_rounding(values):
+    half = decoded(pb.CODEC_FLOAT16, codecs.encode(pb.CODEC_FLOAT16, values), values.size)
+    assert np.all(np.abs(half - values) <= np.maximum(np.abs(values) * 2**-11, 2**-25))
+    bfloat = decoded(pb.CODEC_BFLOAT16, codecs.encode(pb.CODEC_BFLOAT16, values), values.size)
+    assert np.all(np.abs(bfloat - values) <= np.maximum(np.abs(values) * 2**-8, 1e-38))
+
+
+@given(FLOATS, st.integers(0, 5))
+def test_int8_is_off_by_less_than_one_level_of_its_block(values, seed):
+    out = decoded(pb.CODEC_INT8, codecs.encode(pb.CODEC_INT8, values, seed=seed), values.size)
+    for start in range(0, values.size, codecs.INT8_BLOCK):
+        block = slice(start, start + codecs.INT8_BLOCK)
+        level = np.abs(values[block]).max() / 127
+        assert np.all(np.abs(out[block] - values[block]) <= level * 1.0001 + 3e-36)
+
+
+@given(FLOATS)
+def test_sign_keeps_signs_and_the_mean_magnitude_of_a_block(values):
+    out = decoded(pb.CODEC_SIGN, codecs.encode(pb.CODEC_SIGN, values), values.size)
+    for start in range(0, values.size, codecs.SIGN_BLOCK):
+        block = slice(start, start + codecs.SIGN_BLOCK)
+        np.testing.assert_allclose(np.abs(out[block]), np.abs(values[block]).mean(), rtol=1e-5, atol=1e-37)
+        assert np.all((out[block] < 0) == ((values[block] < 0) & (out[block] != 0)))
+
+
+@given(st.integers(1, 300), st.floats(0.001, 1), st.integers(0, 1000))
+def test_topk_keeps_the_largest_exactly_and_nothing_else(length, share, seed):
+    values, kept = drawn(length, seed), max(1, int(share * length))
+    out = decoded(pb.CODEC_TOPK, codecs.encode(pb.CODEC_TOPK, values, kept=kept), values.size)
+    largest = np.argsort(-np.abs(values))[:kept]
+    expected = np.zeros_like(values)
+    expected[largest] = values[largest]
+    np.testing.assert_array_equal(out, expected)
+
+
+def test_topk_finds_its_places_beyond_one_block():
+    values = np.zeros(200_001, np.float32)
+    places = [0, 65_535, 65_536, 131_072, 200_000]
+    values[places] = [5, -4, 3, -2, 1]
+    np.testing.assert_array_equal(decoded(pb.CODEC_TOPK, codecs.encode(pb.CODEC_TOPK, values, kept=5), values.size), values)
+
+
+@given(st.integers(1, 500), st.integers(0, 20))
+def test_randomk_sends_k_different_places_as_they_are(length, seed):
+    values = np.arange(1, length + 1, dtype=np.float32)
+    kept = -(-length // 3)
+    out = decoded(pb.CODEC_RANDOMK, codecs.encode(pb.CODEC_RANDOMK, values, kept=kept, seed=seed), length)
+    assert np.count_nonzero(out) == kept
+    assert np.all((out == values) | (out == 0))
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("codec", ALL)
+def test_what_is_not_finite_stays_not_finite(codec, bad):
+    values = drawn(3000)
+    values[1234] = bad
+    assert not np.isfinite(decoded(codec, codecs.encode(codec, values, kept=kept_of(codec, 3000)), 3000)).all()
+
+
+def test_what_is_too_large_for_float16_becomes_infinite():
+    out = decoded(pb.CODEC_FLOAT16, codecs.encode(pb.CODEC_FLOAT16, np.array([1e6, -1e6], np.float32)), 2)
+    np.testing.assert_array_equal(out, [np.inf, -np.inf])
+
+
+# --- bytes from anywhere
+
+
+@given(st.sampled_from([*ALL, 0, 99, -1]), st.binary(max_size=600), st.integers(0, 300))
+def test_any_bytes_are_decoded_or_refused(codec, payload, length):
+    out = np.zeros(length, np.float32)
+    with np.errstate(all="ignore"):
+        try:
+            codecs.decode(codec, payload, out)
+        except (InvalidRequestError, CorruptDataError):
+            pass
+
+
+@given(st.sampled_from(ALL), st.integers(0, 300), st.data())
+def test_a_payload_with_bytes_changed_is_decoded_or_refused(codec, length, data):
+    payload = bytearray(codecs.encode(codec, drawn(length), kept=kept_of(codec, length)))
+    for _ in range(data.draw(st.integers(1, 4)) if payload else 0):
+        payload[data.draw(st.integers(0, len(payload) - 1))] = data.draw(st.integers(0, 255))
+    try:
+        decoded(codec, bytes(payload), length)
+    except CorruptDataError:
+        pass
+
+
+@given(st.sampled_from(ALL), st.integers(1, 300), st.sampled_from([-8, -4, -1, 1, 4]))
+def test_a_truncated_or_extended_payload_is_refused_or_is_another_valid_one(codec, length, change):
+    payload = bytes(codecs.encode(codec, drawn(length), kept=kept_of(codec, length)))
+    changed = payload[:change] if change < 0 else payload + bytes(change)
+    if codec not in SPARSE:
+        with pytest.raises(InvalidRequestError, match="bytes for"):
+            decoded(codec, changed, length)
+        return
+    try:
+        decoded(codec, changed, length)
+    except (InvalidRequestError, CorruptDataError):
+        pass
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda p: p[:4] + p[8:12] + p[4:8] + p[12:],  # values swapped: still valid, so not among the refused
+        lambda p: (5).to_bytes(4, "little") + p[4:],  # counts more than it holds
+        lambda p: (2**32 - 1).to_bytes(4, "little") + p[4:],
+        lambda p: p[:20] + p[20:22] * 4,  # one place four times
+        lambda p: p[:26] + (400).to_bytes(2, "little"),  # a place outside of the tensor
+    ],
+)
+def test_topk_places_that_contradict_themselves_are_corrupt(damage):
+    payload = bytes(codecs.encode(pb.CODEC_TOPK, drawn(300), kept=4))
+    damaged = damage(payload)
+    if damaged[20:] == payload[20:] and damaged[:4] == payload[:4]:
+        decoded(pb.CODEC_TOPK, damaged, 300)
+        return
+    with pytest.raises(CorruptDataError, match="TOPK") as refusal:
+        decoded(pb.CODEC_TOPK, damaged, 300)
+    assert refusal.value.reason == "PAYLOAD_CORRUPT"
+
+
+@pytest.mark.parametrize(("start", "stride"), [(300, 7), (0, 300), (0, 0), (1, 6), (2**63, 1), (0, 2**64 - 1)])
+def test_randomk_places_that_repeat_or_lie_outside_are_corrupt(start, stride):
+    payload = start.to_bytes(8, "little") + stride.to_bytes(8, "little") + bytes(40)
+    with pytest.raises(CorruptDataError, match="RANDOMK"):
+        decoded(pb.CODEC_RANDOMK, payload, 300)
+
+
+def test_a_refused_payload_allocates_nothing_to_speak_of():
+    payload = bytearray(codecs.encode(pb.CODEC_TOPK, drawn(300), kept=4))
+    payload[:4] = (2**32 - 1).to_bytes(4, "little")
+    out = np.zeros(300, np.float32)
+    tracemalloc.start()
+    try:
+        with pytest.raises(CorruptDataError):
+            codecs.decode(pb.CODEC_TOPK, bytes(payload), out)
+        assert tracemalloc.get_traced_memory()[1] < 100_000
+    finally:
+        tracemalloc.stop()
+
+
+def test_arguments_that_cannot_work_are_refused():
+    with pytest.raises(ConfigurationError, match="contiguous float32"):
+        codecs.decode(pb.CODEC_RAW, b"", np.zeros(0, np.float64))
+    with pytest.raises(InvalidRequestError, match="kept=4 of 3"):
+        codecs.encode(pb.CODEC_TOPK, drawn(3), kept=4)
+    with pytest.raises(InvalidRequestError, match="CODEC_RAW"):
+        codecs.payload_bytes(0, 3)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+from collections.abc import AsyncGenerator
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -141,15 +142,14 @@ class CoordinatorSession:
 
     async def _hold(self, opened: _Opened) -> str:
         """One stream, from registration to its end. Returns when the job is over, else raises why it ended."""
-        call = self._stub.ServerSession()
-        heartbeats: asyncio.Task[None] | None = None
+        sending = _Sending()
+        call = self._stub.ServerSession(self._messages(sending))
         try:
-            await call.write(coordinator_pb2.ServerMessage(register=self._register_message()))
             welcome = await self._welcome(call)
             self._listener.welcomed(welcome.server_index)
             self._server_index, opened.welcomed = welcome.server_index, True
             self._registered.set()
-            heartbeats = asyncio.create_task(self._heartbeats(call, timedelta(milliseconds=welcome.heartbeat_interval_ms)))
+            sending.heartbeats_every(timedelta(milliseconds=welcome.heartbeat_interval_ms))
             while True:
                 directive = await call.read()
                 if directive is grpc.aio.EOF:
@@ -159,17 +159,13 @@ class CoordinatorSession:
                         self._listener.members(directive.members.generation, tuple(directive.members.member_ids))
                     case "stop":
                         return str(directive.stop.reason)
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
-            # A write may fail first; the status says why.
-            cause = error if isinstance(error, grpc.aio.AioRpcError) else await _status(call)
-            if cause.code() is grpc.StatusCode.INTERNAL:
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.INTERNAL:
                 # grpc.aio puts this in the place of the real status when that comes while a heartbeat is being written.
                 raise UnavailableError("the stream broke while something was written to it", reason="SESSION_BROKEN") from error
-            raise self._explained("ServerSession", cause) from error
+            raise self._explained("ServerSession", error) from error
         finally:
-            if heartbeats is not None:
-                heartbeats.cancel()
-                await asyncio.gather(heartbeats, return_exceptions=True)
+            sending.end()
             call.cancel()
 
     async def _registered_index(self) -> int:
@@ -199,13 +195,12 @@ class CoordinatorSession:
         welcome: coordinator_pb2.ServerWelcome = first.welcome
         return welcome
 
-    async def _heartbeats(self, call: grpc.aio.StreamStreamCall, interval: timedelta) -> None:
-        """Until the stream breaks; its reader says why it did."""
-        with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            while True:
-                heartbeat = coordinator_pb2.ServerHeartbeat(stored_bytes=self._listener.stored_bytes())
-                await call.write(coordinator_pb2.ServerMessage(heartbeat=heartbeat))
-                await asyncio.sleep(interval.total_seconds())
+    async def _messages(self, sending: _Sending) -> AsyncGenerator[coordinator_pb2.ServerMessage]:
+        """What this server says in one stream. Not with `call.write`: beside interceptors, which a token is, grpc.aio feeds that from a
+        queue whose reader it leaves behind, for ever, when the call fails."""
+        yield coordinator_pb2.ServerMessage(register=self._register_message())
+        while await sending.heartbeat_due():
+            yield coordinator_pb2.ServerMessage(heartbeat=coordinator_pb2.ServerHeartbeat(stored_bytes=self._listener.stored_bytes()))
 
     def _register_message(self) -> coordinator_pb2.RegisterServer:
         registration = self._registration
@@ -236,7 +231,28 @@ class _Opened:
     welcomed: bool = False
 
 
-async def _status(call: grpc.aio.StreamStreamCall) -> grpc.aio.AioRpcError:
-    return grpc.aio.AioRpcError(
-        await call.code(), await call.initial_metadata(), await call.trailing_metadata(), details=await call.details()
-    )
+class _Sending:
+    """When the next message of a stream is due."""
+
+    def __init__(self) -> None:
+        self._interval_s: float | None = None
+        self._changed = asyncio.Event()
+        self._ended = False
+
+    def heartbeats_every(self, interval: timedelta) -> None:
+        """The first one is due at once."""
+        self._interval_s = interval.total_seconds()
+        self._changed.set()
+
+    def end(self) -> None:
+        """Nothing more is to be said."""
+        self._ended = True
+        self._changed.set()
+
+    async def heartbeat_due(self) -> bool:
+        """Waits until it is; False at the end."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._interval_s):
+                await self._changed.wait()
+                self._changed.clear()
+        return not self._ended

@@ -37,12 +37,14 @@ from shoal_worker.elastic.progress import ProgressMeter
 from shoal_worker.elastic.reconcile import StateName
 from shoal_worker.elastic.registered import RegisteredState
 from shoal_worker.elastic.replica import Replica
-from shoal_worker.elastic.step import Step
+from shoal_worker.elastic.step import CONTROL_LENGTH, Step
 from shoal_worker.elastic.steps import Steps
 from shoal_worker.elastic.transfer import StateDonor
 from shoal_worker.failpoints import failpoint
 from shoal_worker.metrics import WorkerMetrics
 from shoal_worker.settings import WorkerSettings
+
+__all__ = ["CONTROL_LENGTH", "Session"]
 
 _log = logging.getLogger(__name__)
 

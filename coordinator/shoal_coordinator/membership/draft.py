@@ -18,7 +18,7 @@ from shoal_coordinator.membership.state import Departure, JobState, Member, Memb
 
 _MAPPINGS = frozenset({"members", "departed", "servers", "loaders", "population"})
 _WRITTEN_APART = frozenset({"generation", "layout"})
-_NOT_WRITTEN = frozenset({"population", "grace_until_ms", "incident", "formed_ms", "fresh_failures"})
+_NOT_WRITTEN = frozenset({"population", "grace_until_ms", "incident", "formed_ms", "broken_streams", "fresh_failures"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +60,7 @@ class Draft:
         self.grace_until_ms = state.grace_until_ms
         self.incident = state.incident
         self.formed_ms = state.formed_ms
+        self.broken_streams = state.broken_streams
         self.fresh_failures = state.fresh_failures
 
         self.broken: list[str] = []
@@ -217,6 +218,7 @@ class Draft:
             grace_until_ms=self.grace_until_ms,
             incident=self.incident,
             formed_ms=self.formed_ms,
+            broken_streams=self.broken_streams,
             fresh_failures=self.fresh_failures,
         )
         changes = Changes(

@@ -52,6 +52,13 @@ class MemberLost:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StreamBroken:
+    """A member's stream ended without a goodbye: its process is gone, or the network between."""
+
+    member_id: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class MemberLeft:
     """A member said goodbye."""
 
@@ -141,6 +148,7 @@ Event = (
     MemberJoined
     | MemberReady
     | MemberLost
+    | StreamBroken
     | MemberLeft
     | ExitReported
     | CollectiveFailed

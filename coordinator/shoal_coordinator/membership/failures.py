@@ -64,6 +64,9 @@ def incident_due(draft: Draft) -> None:
     incident = draft.incident
     if incident is None or draft.broken or draft.now.ms < incident.due_ms:
         return
+    if away := _away(draft, incident):
+        _await_return(draft, incident, away)
+        return
     stuck = _stuck(draft, incident)
     earliest_ms = incident.opened_ms + draft.policy.timeout_settle_ms
     stalled = [m for m, moved_ms in stuck if draft.now.ms >= max(earliest_ms, moved_ms + draft.spec.stall_timeout_ms)]
@@ -81,6 +84,24 @@ def incident_due(draft: Draft) -> None:
         draft.fresh_failures = draft.fresh_failures + 1 if _is_fresh(draft) else 0
         reporters = ", ".join(sorted(incident.reports)[:3]) + (", ..." if len(incident.reports) > 3 else "")
         draft.broken.append(f"a collective failed at {len(incident.reports)} members ({reporters}), and none of them died")
+
+
+def _away(draft: Draft, incident: Incident) -> dict[str, int]:
+    """Members of the group without a stream, who have said nothing, and since when: one of them may be what the others miss."""
+    ranks = () if draft.generation is None else draft.generation.ranks
+    pulses = {rank.member_id: draft.pulse(rank.member_id) for rank in ranks if rank.member_id not in incident.reports}
+    return {member_id: pulse.detached_ms for member_id, pulse in pulses.items() if pulse is not None and pulse.detached_ms is not None}
+
+
+def _await_return(draft: Draft, incident: Incident, away: dict[str, int]) -> None:
+    """After a fault of the network, or a restart of the coordinator, the others cannot go on without those that do not come back."""
+    gone = [member_id for member_id, since_ms in away.items() if draft.now.ms >= since_ms + draft.policy.reconnect_ms]
+    for member_id in gone:
+        detail = f"its session's stream broke, it did not come back for {draft.policy.reconnect_ms} ms, and its peers' collective failed"
+        member_lost(draft, MemberLost(member_id=member_id, ending=Ending.STREAM_BROKEN, detail=detail))
+    if not gone:
+        returned_ms = min(away.values()) + draft.policy.reconnect_ms
+        draft.incident = replace(incident, due_ms=min(returned_ms, draft.now.ms + draft.spec.heartbeat_interval_ms))
 
 
 def _stuck(draft: Draft, incident: Incident) -> list[tuple[str, int]]:

@@ -31,11 +31,16 @@ class Pulse:
     heard_ms: int
     moved_ms: int
     """When progress.sequence last grew, as seen here."""
-    attached: bool = True
-    """Its session's stream is open."""
+    detached_ms: int | None = None
+    """When its session's stream ended; None: it is open."""
     generation: int = 0
     """The newest generation it said it works in; 0: none yet, or none since this coordinator started."""
     progress: Progress = field(default_factory=Progress)
+
+    @property
+    def attached(self) -> bool:
+        """Its session's stream is open."""
+        return self.detached_ms is None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,7 +67,7 @@ def beaten(pulse: Pulse, now_ms: int, generation: int, progress: Progress) -> Pu
     return Pulse(
         heard_ms=now_ms,
         moved_ms=now_ms if moved else pulse.moved_ms,
-        attached=pulse.attached,
+        detached_ms=pulse.detached_ms,
         generation=max(generation, pulse.generation),
         progress=progress if progress.sequence >= pulse.progress.sequence else pulse.progress,
     )
@@ -70,12 +75,12 @@ def beaten(pulse: Pulse, now_ms: int, generation: int, progress: Progress) -> Pu
 
 def attached(pulse: Pulse | None, now_ms: int) -> Pulse:
     """The pulse of a member whose stream has just opened; None: it is new."""
-    return Pulse(heard_ms=now_ms, moved_ms=now_ms) if pulse is None else replace(pulse, heard_ms=now_ms, attached=True)
+    return Pulse(heard_ms=now_ms, moved_ms=now_ms) if pulse is None else replace(pulse, heard_ms=now_ms, detached_ms=None)
 
 
-def detached(pulse: Pulse) -> Pulse:
+def detached(pulse: Pulse, now_ms: int) -> Pulse:
     """The pulse of a member whose stream has ended. Its lease runs on."""
-    return replace(pulse, attached=False)
+    return replace(pulse, detached_ms=now_ms)
 
 
 def expired(pulses: Mapping[str, Pulse] | Mapping[str, ServerPulse], now_ms: int, lease_ms: int) -> Iterable[str]:

@@ -45,6 +45,11 @@ class Policy:
     timeout_settle_ms: int = 1_000
     """How long after the first report of a time-out the others that wait may take to report as well: the first one ends its group, which
     theirs notice within a quarter of a second. Who is silent for longer, and does not move, is what they wait for."""
+    break_window_ms: int = 100
+    """How long after a stream broke others may still break by the same fault of the network."""
+    reconnect_ms: int = 5_000
+    """How long a member without a stream may take to come back while its peers cannot go on without it: twice the longest backoff of a
+    member's link, and some. Else it has its whole lease."""
     longest_settle_ms: int = 5_000
     """Failures of fresh generations double the settle time up to this, so that a broken network does not make generations without end."""
     fresh_generation_ms: int = 10_000

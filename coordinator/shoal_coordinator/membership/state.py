@@ -215,6 +215,8 @@ class JobState:
     """In memory only: members repeat their report when they reconnect."""
     formed_ms: int | None = None
     """In memory only. When the newest generation was written."""
+    broken_streams: Mapping[str, int] = field(default_factory=dict)
+    """In memory only. Members whose streams ended without a goodbye, and when (Now.ms), until it is decided what that means."""
     fresh_failures: int = 0
     """In memory only. Collectives that failed in generations one after another, each before Policy.fresh_generation_ms."""
 

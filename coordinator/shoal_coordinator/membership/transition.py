@@ -22,6 +22,7 @@ from shoal_coordinator.membership.events import (
     ServerLost,
     ServerRegistered,
     StopRequested,
+    StreamBroken,
     TensorsDeclared,
 )
 from shoal_coordinator.membership.failures import collective_failed, incident_due
@@ -43,6 +44,7 @@ from shoal_coordinator.membership.servers import Registered, server_lost, server
 from shoal_coordinator.membership.shards import ShardLayout
 from shoal_coordinator.membership.spec import JobSpec, Policy
 from shoal_coordinator.membership.state import JobState, MemberPhase, Now
+from shoal_coordinator.membership.streams import stream_broken, streams_due
 
 Granted = Joined | ExitNoted | DrainNoted | Registered | ShardLayout | Leased | None
 """What a granted event is answered with; None: there is nothing to say."""
@@ -78,6 +80,7 @@ def transition(
     """
     draft = Draft(state, now=now, pulses=pulses, nonce=nonce, policy=policy or Policy())
     outcomes = tuple(_apply(draft, event) for event in events)
+    streams_due(draft)
     incident_due(draft)
     generation_due(draft)
     last_one_left(draft)
@@ -99,14 +102,21 @@ def job_created(spec: JobSpec) -> JobState:
 
 def next_wake_ms(state: JobState, now_ms: int, policy: Policy | None = None) -> int | None:
     """When to call `transition` again even if nothing happens, on Now.ms's clock. Leases are watched apart (pulse.expired)."""
-    if state.is_over:
-        return None
+    policy = policy or Policy()
+    wakes = [max(state.broken_streams.values()) + policy.break_window_ms] if state.broken_streams else []
+    if not state.is_over:
+        wakes += _generation_wakes(state, policy)
+    return min((wake for wake in wakes if wake > now_ms), default=None)
+
+
+def _generation_wakes(state: JobState, policy: Policy) -> list[int]:
+    """When a generation may become due."""
     wakes = [] if state.incident is None else [state.incident.due_ms]
     if state.grace_until_ms is not None and state.in_phase(MemberPhase.READY):
         wakes.append(state.grace_until_ms)
     if state.formed_ms is not None and (state.in_phase(MemberPhase.READY) or state.in_phase(MemberPhase.DRAINING)):
-        wakes.append(state.formed_ms + (policy or Policy()).border_patience_ms)
-    return min((wake for wake in wakes if wake > now_ms), default=None)
+        wakes.append(state.formed_ms + policy.border_patience_ms)
+    return wakes
 
 
 def _apply(draft: Draft, event: Event) -> Outcome:
@@ -124,6 +134,8 @@ def _handle(draft: Draft, event: Event) -> Granted:
             member_ready(draft, event)
         case MemberLost():
             member_lost(draft, event)
+        case StreamBroken():
+            stream_broken(draft, event)
         case MemberLeft():
             member_left(draft, event)
         case ExitReported():

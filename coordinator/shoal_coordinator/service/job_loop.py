@@ -25,9 +25,10 @@ from shoal_coordinator.membership.events import (
     MemberLeft,
     MemberLost,
     ServerLost,
+    StreamBroken,
 )
 from shoal_coordinator.membership.leases import Leased
-from shoal_coordinator.membership.pulse import Pulse, Pulses, ServerPulse, expired
+from shoal_coordinator.membership.pulse import Pulse, Pulses, ServerPulse, attached, detached, expired
 from shoal_coordinator.membership.reasons import Refusal
 from shoal_coordinator.membership.spec import Policy
 from shoal_coordinator.membership.state import Cause, JobState, Now
@@ -71,10 +72,12 @@ class JobLoop:
         self._failure: ShoalError | None = None
         now_ms = clock.now().ms
         # Every lease begins anew before any is judged, whatever the time since the last coordinator.
-        self._members = {member_id: Pulse(heard_ms=now_ms, moved_ms=now_ms, attached=False) for member_id in self.state.members}
+        self._members = {member_id: detached(attached(None, now_ms), now_ms) for member_id in self.state.members}
         self._servers = {s.server_id: ServerPulse(heard_ms=now_ms, attached=False) for s in self.state.servers.values() if s.alive}
         self._folded_ms = now_ms
         self._next_scan_ms = now_ms
+        self._loss_noticed_s: float | None = None
+        """Since when a loss is known that is not decided yet."""
 
     # ----------------------------------------------------------------------------------------------- what others tell and ask
 
@@ -264,12 +267,16 @@ class JobLoop:
     def _observe(self, batch: list[_Submitted], decided: Transition) -> None:
         for reason in decided.reasons:
             logger.info("%s", reason, extra={"job_id": self.state.spec.job_id})
+        losses = [s.noticed_s for s in batch if isinstance(s.event, MemberLost | StreamBroken | ExitReported | MemberLeft)]
+        if losses and self._loss_noticed_s is None:
+            self._loss_noticed_s = min(losses)
         for effect in decided.effects:
             if isinstance(effect, AnnounceGeneration):
                 self._metrics.generations.labels(effect.generation.cause).inc()
-                losses = [s.noticed_s for s in batch if isinstance(s.event, MemberLost | ExitReported | MemberLeft)]
-                if losses and effect.generation.cause is Cause.FAILURE:
-                    self._metrics.announced.observe(time.monotonic() - min(losses))
+                if self._loss_noticed_s is not None and effect.generation.cause is Cause.FAILURE:
+                    self._metrics.announced.observe(time.monotonic() - self._loss_noticed_s)
+        if not self.state.broken_streams:
+            self._loss_noticed_s = None
         for member_id in decided.changes.departed:
             if (departure := self.state.departed.get(member_id)) is not None:
                 self._metrics.departures.labels(departure.ending).inc()

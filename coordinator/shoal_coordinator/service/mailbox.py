@@ -43,6 +43,11 @@ class Mailbox:
             self._error = error
             self._changed.set()
 
+    @property
+    def error(self) -> ShoalError | None:
+        """What the stream was ended with."""
+        return self._error
+
     def __aiter__(self) -> Self:
         return self
 

@@ -1,9 +1,9 @@
 """JoinSession: one stream per member, from its join to its end.
 
-A stream that ends without a goodbye means that the member is lost: a killed process breaks its connection within milliseconds, and
-its peers wait in a collective until they hear of it. `reconnect_grace` trades that speed against networks that drop connections:
-within it a member may come back. Streams that end because the coordinator itself goes down decide nothing; the next one gives every
-member a whole lease.
+A stream that ends without a goodbye most likely means that the member is lost: a killed process breaks its connection within
+milliseconds, and its peers wait in a collective until they hear of it. membership/streams.py decides; `reconnect_grace` trades its speed
+against networks that drop connections one by one: within it a member may come back before anything is decided. Streams that end because
+the coordinator itself goes down decide nothing; the next one gives every member a whole lease.
 
 Everything runs on the event loop: a task that reads the stream, and gRPC's own that sends what is in the mailbox.
 """
@@ -19,7 +19,7 @@ from google.protobuf.message import DecodeError
 from shoal_common.errors import InvalidRequestError, ShoalError, UnavailableError
 from shoal_protos.v1 import coordinator_pb2 as pb
 
-from shoal_coordinator.membership.events import Ending, MemberJoined, MemberLost, MemberReady
+from shoal_coordinator.membership.events import Ending, MemberJoined, MemberLost, MemberReady, StreamBroken
 from shoal_coordinator.membership.joining import Joined
 from shoal_coordinator.membership.pulse import attached, beaten, detached
 from shoal_coordinator.membership.reasons import Refusal
@@ -75,6 +75,9 @@ class MemberSessions:
                 reader.cancel()
             if job.sessions.detach_member(member_id, mailbox):
                 self._detached(job, member_id)
+                if mailbox.error is not None and not self._jobs.closing:
+                    detail = f"its session was ended: {mailbox.error}"
+                    job.submit(MemberLost(member_id=member_id, ending=Ending.STREAM_BROKEN, detail=detail))
 
     # ---------------------------------------------------------------------------------------------------- opening and ending
 
@@ -126,7 +129,7 @@ class MemberSessions:
         pulse = job.pulses.members.get(member_id)
         if pulse is None or self._jobs.closing:
             return
-        job.set_pulse(member_id, detached(pulse))
+        job.set_pulse(member_id, detached(pulse, self._clock.now().ms))
         if not decide:
             return
         if self._reconnect_grace_s == 0:
@@ -135,11 +138,11 @@ class MemberSessions:
             asyncio.get_running_loop().call_later(self._reconnect_grace_s, self._check, job, member_id)
 
     def _check(self, job: JobLoop, member_id: str) -> None:
-        """A member whose stream has ended, and that neither came back nor is about to, is lost."""
+        """Tells of a member whose stream has ended, and that neither came back nor is about to."""
         pulse = job.pulses.members.get(member_id)
         back = member_id in job.sessions.members or (job.state.spec.job_id, member_id) in self._joining
         if pulse is not None and not pulse.attached and not back and not self._jobs.closing:
-            job.submit(MemberLost(member_id=member_id, ending=Ending.STREAM_BROKEN, detail="its session's stream broke"))
+            job.submit(StreamBroken(member_id=member_id))
 
     # ------------------------------------------------------------------------------------------------------------- reading
 

@@ -134,8 +134,9 @@ class CoordinatorServicer:
     def JoinSession(self, request_iterator, context):
         """One member's session: opened once per process and held until it leaves. The first message must be `join`; the
         coordinator answers `welcome`, then pushes generations, drain and stop. A stream that ends without `leave` is how a member's
-        death is noticed first: it is put out at once, or after the coordinator's reconnect_grace (0 unless set) if it has not opened a new
-        stream by then. After a coordinator restart members have their whole lease to come back. Whoever reconnects gives the same member_id,
+        death is noticed first: it is put out within 0.1 s (at once if a peer's collective failed too), or after the coordinator's
+        reconnect_grace (0 unless set) if it has not opened a new stream by then. When most members' streams break together, that is the
+        network: like after a coordinator restart, they have their leases to come back. Whoever reconnects gives the same member_id,
         keeps its place and says `ready` and `collective_failure` again if they still hold; a member that was put out gets
         FAILED_PRECONDITION / MEMBER_REPLACED, and its process starts anew with a new member_id. Role: worker.
         """

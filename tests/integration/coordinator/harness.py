@@ -189,8 +189,12 @@ class Member:
     def leave(self, reason: pb.Leave.Reason.ValueType) -> None:
         self.say(pb.MemberMessage(leave=pb.Leave(reason=reason)))
 
-    def kill(self) -> None:
+    def cut(self) -> None:
+        """Breaks the stream; does not wait for its end."""
         self._stream.cancel()
+
+    def kill(self) -> None:
+        self.cut()
         self._outgoing.put(None)
         self._thread.join(PATIENCE_S)
         assert not self._thread.is_alive()

@@ -238,6 +238,36 @@ def test_within_the_reconnect_grace_a_broken_stream_decides_nothing(
         job.close()
 
 
+def test_streams_that_all_break_together_are_the_networks_fault_and_leases_decide(make_job: MakeJob) -> None:
+    job = make_job(lease_ms=1500, join_grace_ms=300)
+    members = job.form("a", "b", "c")
+    for member in members:
+        member.cut()
+    a, b = job.join("a", last=1), job.join("b", last=1)
+    for member in (a, b):
+        member.welcome()
+
+    def beaten() -> bool:
+        for member in (a, b):
+            member.beat(1)
+        return job.phase_of("c") == ""
+
+    eventually(beaten, "c's lease to end")
+    generation = a.generation(lambda g: g.number == 2)
+    assert ids(generation) == ["a", "b"]
+    lost = [(event.member_id, event.attributes["ending"]) for event in job.events() if event.kind == "member_lost"]
+    assert lost == [("c", "lease_expired")]
+
+
+def test_deaths_behind_a_failed_collective_are_not_taken_for_the_networks_fault(make_job: MakeJob) -> None:
+    job = make_job(join_grace_ms=300)
+    a, b, c = job.form("a", "b", "c")
+    b.cut()
+    c.cut()
+    a.fail(1)
+    assert ids(a.generation(lambda g: g.number == 2)) == ["a"]
+
+
 def test_a_stranger_that_claims_an_old_generation_is_refused(make_job: MakeJob) -> None:
     job = make_job()
     job.form("a")

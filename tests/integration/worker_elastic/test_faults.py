@@ -11,6 +11,7 @@ from shoal_worker.data.record import audit
 
 from tests.integration.worker_async.async_cluster import Zygote, eventually
 from tests.integration.worker_elastic.cluster import Cluster, cluster
+from tests.integration.worker_elastic.proxy import Proxy
 
 EPOCHS = 4
 STEPS = 10 * EPOCHS
@@ -186,6 +187,21 @@ def test_training_goes_on_while_the_coordinator_is_away_and_membership_follows_w
         check_same_run(results, fault_free, running)
 
 
+def test_a_network_that_drops_all_connections_to_the_coordinator_costs_nobody_its_place(three: Cluster, fault_free: dict[str, Any]) -> None:
+    with Proxy(three.addresses["grpc"]) as proxy:
+        with three.held():
+            for index in range(3):
+                three.start(index, SHOAL_COORDINATOR=proxy.address)
+            three.wait_steps(1)
+            assert proxy.drop() == 3
+            eventually(lambda: proxy.connections == 3, "the workers to come back")
+            before = three.steps()
+            eventually(lambda: three.steps() > before + 1, "steps after the cut")
+        results = three.finish(0, 1, 2)
+        assert {r["generation"] for r in results} == {1}
+        check_same_run(results, fault_free, three)
+
+
 def test_a_stopped_job_ends_its_loops_at_one_border(three: Cluster) -> None:
     with three.held():
         for index in range(3):
@@ -229,7 +245,7 @@ def test_when_all_that_held_the_state_are_gone_a_replacement_starts_from_the_che
     zygote: Zygote, tmp_path: Path, fault_free: dict[str, Any]
 ) -> None:
     with cluster(
-        zygote, tmp_path, min_workers=1, max_workers=1, EPOCHS=str(EPOCHS), MICRO="1", CHECKPOINTS=str(tmp_path / "checkpoints")
+        zygote, tmp_path, max_workers=1, lease_ms=2000, EPOCHS=str(EPOCHS), MICRO="1", CHECKPOINTS=str(tmp_path / "checkpoints")
     ) as running:
         running.start(0, SHOAL_FAILPOINTS="session.after_commit@25=kill")
         eventually(running.workers[0].ended.is_set, "the first worker's death")

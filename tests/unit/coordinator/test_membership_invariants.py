@@ -25,6 +25,7 @@ from shoal_coordinator.membership.events import (
     ServerLost,
     ServerRegistered,
     StopRequested,
+    StreamBroken,
     TensorsDeclared,
 )
 from shoal_coordinator.membership.joining import Joined
@@ -37,7 +38,7 @@ from shoal_coordinator.state.codec import decode_state, encode_changes, everythi
 
 POLICY = Policy(most_members=12, most_departed=6, most_loaders=2)
 NAMES = [f"m{number}" for number in range(10)]
-IN_MEMORY = ("grace_until_ms", "incident", "formed_ms", "fresh_failures")
+IN_MEMORY = ("grace_until_ms", "incident", "formed_ms", "broken_streams", "fresh_failures")
 
 names = st.sampled_from(NAMES)
 generations = st.integers(min_value=0, max_value=12)
@@ -208,12 +209,18 @@ class Membership(RuleBasedStateMachine):
     @rule(name=names)
     def detach(self, name: str) -> None:
         if name in self.pulses:
-            self.pulses[name] = detached(self.pulses[name])
+            self.pulses[name] = detached(self.pulses[name], self.ms)
+
+    @rule(broken=st.lists(names, unique=True))
+    def break_streams(self, broken: list[str]) -> None:
+        for name in broken:
+            self.detach(name)
+            self.happen(StreamBroken(member_id=name))
 
     @rule()
     def restart_coordinator(self) -> None:
         self.state = decode_state(self.disk)
-        self.pulses = {member_id: detached(attached(None, self.ms)) for member_id in self.state.members}
+        self.pulses = {member_id: detached(attached(None, self.ms), self.ms) for member_id in self.state.members}
         self.transit()
 
     def transit(self, *events: Event) -> None:

@@ -30,6 +30,7 @@ from shoal_coordinator.membership.events import (
     ServerLost,
     ServerRegistered,
     StopRequested,
+    StreamBroken,
     TensorsDeclared,
 )
 from shoal_coordinator.membership.joining import Joined
@@ -113,7 +114,7 @@ class Story:
     def restart(self) -> None:
         """The coordinator is killed and started again: what is not in Redis is forgotten, and all leases begin anew."""
         self.state = decode_state(encode_changes(self.state, everything(self.state)).put)
-        self.pulses = {member_id: detached(attached(None, self.ms)) for member_id in self.state.members}
+        self.pulses = {member_id: detached(attached(None, self.ms), self.ms) for member_id in self.state.members}
         self.happen()
 
     def join(self, member: str, host: str = "h1", index: str = "0", pid: str = "1", last: str = "0") -> None:
@@ -140,6 +141,12 @@ class Story:
     def lost(self, member: str, how: str = "stream_broken") -> None:
         self.happen(MemberLost(member_id=member, ending=Ending(how), detail=how.replace("_", " ")))
 
+    def broken(self, *members: str) -> None:
+        """Their streams end without a goodbye, one after another in this moment."""
+        for member in members:
+            self.detach(member)
+            self.happen(StreamBroken(member_id=member))
+
     def left(self, member: str, reason: str) -> None:
         self.happen(MemberLeft(member_id=member, reason=LeaveReason(reason), detail=""))
 
@@ -148,7 +155,7 @@ class Story:
 
     def detach(self, member: str) -> None:
         """The stream ends; within reconnect_grace that decides nothing."""
-        self.pulses[member] = detached(self.pulses[member])
+        self.pulses[member] = detached(self.pulses[member], self.ms)
 
     def fail(self, *words: str, generation: str, suspects: str = "") -> None:
         """A collective failed at each member named; `timeout` among them says how."""

@@ -49,6 +49,9 @@ class FakeClock:
     def finish_batches(self):
         self.calls.append(("finish",))
 
+    def loop_left(self, source):
+        pass
+
     def end_epoch(self, source):
         self.calls.append(("end_epoch",))
 

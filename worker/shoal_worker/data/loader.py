@@ -271,6 +271,7 @@ class ElasticDataLoader:
     def _iteration(self) -> Iterator[Step]:
         epoch = self._next_epoch if self._within is None else self._within
         before = self._cursor.global_step
+        self._clock().loop_left(self)  # an older iterator that waits at a batch, if there is one
         self._fetch_failed = False
         over = False
         try:
@@ -279,6 +280,8 @@ class ElasticDataLoader:
         except GeneratorExit:
             # Left early. After an error in the dataset the loop may be entered again, and goes on with the epoch.
             over = self._cursor.global_step > before and not self._fetch_failed
+            if (clock := self._met()) is not None:
+                clock.loop_left(self)
             raise
         finally:
             if over:
@@ -406,9 +409,13 @@ class ElasticDataLoader:
             clock.register_source(self)
         return clock
 
+    def _met(self) -> StepClock | None:
+        """The session met last, if it is still there: an iteration may be left while the process ends."""
+        return self._session() if self._session is not None else None
+
     def _acknowledge(self) -> None:
         """The loop is left: finished batches that no further lease would tell of."""
-        clock = self._session() if self._session is not None else None
+        clock = self._met()
         if clock is None or self._leases is None:
             return
         try:

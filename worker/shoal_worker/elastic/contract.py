@@ -84,6 +84,11 @@ class StepClock(Protocol):
         all ranks are reduced here, so that they are whole between the inner loop and `optimizer.step()`."""
         ...
 
+    def loop_left(self, source: StepSource) -> None:
+        """Called when an iteration is left, or another one begins while it waits. If a batch of it was handed out and its step was not
+        finished, it may still be, by `optimizer.step()`; or it was only looked at, and the next `begin_step` deals its samples again."""
+        ...
+
     def end_epoch(self, source: StepSource) -> None:
         """Called when an epoch of a training loader has no further step. Returns when every rank has confirmed the last step, so that no
         rank goes on to evaluate, save or exit while another still has to redo it."""

@@ -24,6 +24,10 @@ class Step:
     """Whose samples it takes; None: the user's own loop, without a loader of Shoal's."""
     share: Share | None = None
     handed_out: bool = False
+    left: bool = False
+    """The loop that it belongs to was left before the step was finished."""
+    first_live: bool = False
+    """Its first batch ended the replay of a joiner's script."""
     micro_batch: float | None = None
     """Weight of the micro-batch that is being computed."""
     lost: str | None = None

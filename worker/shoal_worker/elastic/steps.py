@@ -69,8 +69,8 @@ class Steps:
     def begin_step(self, source: StepSource | None) -> Placement:
         """See `StepClock`. None: the user's own loop, without a loader of Shoal's."""
         step = self.current
-        if step is not None and step.source is None and source is not None:
-            # A forward pass before the loop (a dry run, a summary) began it; nobody means to finish it.
+        if step is not None and (step.left or (step.source is None and source is not None)):
+            # A batch that was only looked at, or a forward pass before the loop (a dry run, a summary): nobody means to finish it.
             self._held.replica.discard_step()
             step = self.current = None
         if step is not None and step.handed_out:
@@ -102,7 +102,7 @@ class Steps:
             share = dataclasses.replace(share, total_weight=self._sum_weights(share.weight))
         step.share = share
         step.handed_out = True
-        self.replaying = False
+        step.first_live, self.replaying = self.replaying, False
 
     def begin_micro_batch(self, *, index: int, weight: float, key: Sequence[int]) -> None:
         """See `StepClock`."""
@@ -126,6 +126,13 @@ class Steps:
         """See `StepClock`."""
         self.require().handed_out = True
         self._held.replica.finish_reduction()
+
+    def loop_left(self, source: StepSource) -> None:
+        """See `StepClock`."""
+        step = self.current
+        if step is not None and step.source is source and step.handed_out:
+            step.left = True
+            self.replaying = step.first_live  # its script is ahead of the loop still
 
     def end_epoch(self, source: StepSource) -> None:
         """See `StepClock`."""
@@ -204,6 +211,7 @@ class Steps:
         held = self._held
         held.name = StateName(step.placement.generation, held.steps + 1)
         self.current = None
+        self.replaying = False
         held.replica.commit_step()
         samples = 0
         if step.source is not None:

@@ -1,0 +1,89 @@
+"""The session in a world of one: what scripts do around the loop must not disturb the steps in it."""
+
+from collections.abc import Iterator
+
+import pytest
+import shoal
+import torch
+from shoal_worker.elastic.current import set_session
+from torch import nn
+
+
+@pytest.fixture(autouse=True)
+def fresh_session() -> Iterator[None]:
+    set_session(None)
+    yield
+    set_session(None)
+
+
+def start(**options: int) -> tuple[nn.Module, torch.optim.Optimizer, shoal.ElasticDataLoader]:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 2))
+    model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1))
+    x = torch.randn(24, 4, generator=torch.Generator().manual_seed(1))
+    dataset = torch.utils.data.TensorDataset(x, (x.sum(1) > 0).long())
+    return model, optimizer, shoal.ElasticDataLoader(dataset, **{"global_batch_size": 8, **options})
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, loader: shoal.ElasticDataLoader) -> list[torch.Tensor]:
+    for x, y in loader:
+        nn.functional.cross_entropy(model(x), y).backward()
+        assert optimizer.step()
+        optimizer.zero_grad()
+    return [t.clone() for t in model.full_state_dict().values()]
+
+
+def undisturbed() -> list[torch.Tensor]:
+    expected = train(*start())
+    set_session(None)
+    return expected
+
+
+def same(ones: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(ones, others, strict=True))
+
+
+def test_a_batch_that_was_only_looked_at_is_dealt_again() -> None:
+    expected = undisturbed()
+    model, optimizer, loader = start()
+    x, _ = next(iter(loader))
+    assert len(x) == 8
+    assert same(train(model, optimizer, loader), expected)
+    assert loader.global_step == 3
+
+
+def test_a_forward_and_a_backward_pass_on_a_batch_that_was_looked_at_leave_no_trace() -> None:
+    expected = undisturbed()
+    model, optimizer, loader = start()
+    x, y = next(iter(loader))
+    nn.functional.cross_entropy(model(x), y).backward()
+    assert same(train(model, optimizer, loader), expected)
+
+
+def test_an_iterator_that_was_only_looked_into_and_is_kept_does_not_stand_in_the_way() -> None:
+    expected = undisturbed()
+    model, optimizer, loader = start()
+    kept = iter(loader)
+    next(kept)
+    assert same(train(model, optimizer, loader), expected)
+
+
+def test_one_step_of_micro_batches_may_be_looked_at() -> None:
+    model, optimizer, loader = start(micro_batch_size=4)
+    for batch in next(loader.steps()):
+        model(batch[0])
+    for step in loader.steps():
+        for x, y in step:
+            nn.functional.cross_entropy(model(x), y).backward()
+        assert optimizer.step()
+        optimizer.zero_grad()
+    assert loader.global_step == 3
+
+
+def test_a_loop_left_before_the_step_was_finished_may_still_finish_it() -> None:
+    model, optimizer, loader = start()
+    for x, y in loader:
+        nn.functional.cross_entropy(model(x), y).backward()
+        break
+    assert optimizer.step()
+    assert loader.global_step == 1

@@ -49,7 +49,7 @@ class Cluster:
         self._stall_timeout_ms = stall_timeout_ms
         self._program = ("elastic", []) if script is None else ("script", [str(script)])
         self.workers: dict[int, Child] = {}
-        self._members: dict[int, str] = {}
+        self.members: dict[int, str] = {}
         self._port_file = directory / "coordinator.json"
         self.start_coordinator()
 
@@ -72,11 +72,11 @@ class Cluster:
 
     def start(self, index: int, **environment: str) -> None:
         """Starts worker `index`."""
-        self._members[index] = uuid.uuid4().hex
+        self.members[index] = uuid.uuid4().hex
         settings = {
             "SHOAL_COORDINATOR": self.addresses["grpc"],
             "SHOAL_JOB_ID": "job",
-            "SHOAL_MEMBER_ID": self._members[index],
+            "SHOAL_MEMBER_ID": self.members[index],
             "SHOAL_LOCAL_INDEX": str(index),
             "SHOAL_RECORD_DIR": str(self.records),
             "SHOAL_RENDEZVOUS_TIMEOUT_S": "60",
@@ -105,7 +105,7 @@ class Cluster:
 
     def wait_ranked(self, index: int) -> None:
         """Waits until worker `index` has a rank and has committed a step with it."""
-        member = self._members[index]
+        member = self.members[index]
         eventually(lambda: any(m.member_id == member and m.progress.step > 0 for m in self.job().members), f"worker {index} in the run")
 
     def signal(self, index: int, number: signal.Signals) -> None:
@@ -124,7 +124,7 @@ class Cluster:
             code = worker.wait()
             well = index in expected_to_end_well
             assert (code == 0) == well or (code == 0 and may_end_well), f"worker {index} ended with {code}; it said: {worker.said()}"
-        outputs = [self.output / f"{self._members[i]}.json" for i in expected_to_end_well]
+        outputs = [self.output / f"{self.members[i]}.json" for i in expected_to_end_well]
         return [json.loads(path.read_text()) for path in outputs if path.exists() or not may_end_well]
 
     def close(self) -> None:

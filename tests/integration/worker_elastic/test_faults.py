@@ -252,3 +252,16 @@ def test_when_all_that_held_the_state_are_gone_a_replacement_starts_from_the_che
         running.start(1)
         (result,) = running.finish(1)
         assert result["digest"] == fault_free["digest"]
+
+
+def test_a_script_that_exits_with_a_status_other_than_0_has_failed(zygote: Zygote, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import os, sys, shoal\nshoal.init()\nsys.exit(eval(os.environ['STATUS']))")
+    with cluster(zygote, tmp_path, script=script) as running:
+        for index, status in enumerate(("3", "0", "None")):
+            running.start(index, STATUS=status)
+        running.finish(1, 2, may_end_well=True)
+        assert running.workers[0].wait() == 3
+        events = running.client.watch_events("job")
+        endings = {event.member_id: event.attributes["ending"] for event in events if event.kind in ("member_lost", "member_left")}
+        assert [endings[running.members[index]] for index in range(3)] == ["script_failed", "finished", "finished"]

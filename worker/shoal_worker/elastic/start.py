@@ -7,10 +7,9 @@ import logging
 import os
 import signal
 import socket
-import sys
 import threading
 from datetime import timedelta
-from types import FrameType, TracebackType
+from types import FrameType
 
 from shoal_common.clients.coordinator import CoordinatorClient
 from shoal_common.errors import ConfigurationError
@@ -21,6 +20,7 @@ from shoal_worker.backends import reaper
 from shoal_worker.elastic.current import find_session, set_session
 from shoal_worker.elastic.link import MemberIdentity
 from shoal_worker.elastic.membership import Membership
+from shoal_worker.elastic.script_end import ScriptEnd
 from shoal_worker.elastic.session import Session
 from shoal_worker.elastic.transfer import StateDonor
 from shoal_worker.metrics import WorkerMetrics
@@ -73,24 +73,21 @@ class _Exit:
     def __init__(self, session: Session, http: HttpServer | None) -> None:
         self._session = session
         self._http = http
-        self._failed: str | None = None
-        self._previous_hook = sys.excepthook
+        self._script = ScriptEnd()
 
     def install(self) -> None:
         """Hooks into exceptions, exit and SIGTERM."""
-        sys.excepthook = self._uncaught
+        self._script.install()
         atexit.register(self._leave)
         if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, self._drain)
 
-    def _uncaught(self, kind: type[BaseException], value: BaseException, traceback: TracebackType | None) -> None:
-        self._failed = f"{kind.__name__}: {value}"
-        self._previous_hook(kind, value, traceback)
-
     def _leave(self) -> None:
         if find_session() is self._session:
             set_session(None)
-        self._session.close(failed=self._failed)
+        membership = self._session.membership
+        stopped = membership is not None and membership.link.stopped is not None
+        self._session.close(failed=None if stopped else self._script.failure())
         if self._http is not None:
             self._http.close()
         if not reaper.wait(timedelta(seconds=5)):

@@ -1,0 +1,44 @@
+"""What is known of a script's end while its interpreter goes down; scripts as real processes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PRELUDE = """
+import atexit, importlib.util, sys
+spec = importlib.util.spec_from_file_location("script_end", {path!r})  # without torch, which the package imports
+script_end = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(script_end)
+end = script_end.ScriptEnd()
+end.install()
+atexit.register(lambda: print(end.failure()))
+"""
+SOURCE = Path(__file__).parents[3] / "worker" / "shoal_worker" / "elastic" / "script_end.py"
+
+
+@pytest.mark.parametrize(
+    ("ending", "status", "failure"),
+    [
+        ("pass", 0, "None"),
+        ("sys.exit()", 0, "None"),
+        ("sys.exit(0)", 0, "None"),
+        ("sys.exit(False)", 0, "None"),
+        ("sys.exit(3)", 3, "sys.exit(3)"),
+        ("sys.exit('bad data')", 1, "sys.exit('bad data')"),
+        ("(lambda: sys.exit(3))()", 3, "sys.exit(3)"),
+        ("raise SystemExit(3)", 3, "SystemExit was raised without sys.exit(), so its status is not known"),
+        ("raise ValueError('x')", 1, "ValueError: x"),
+        ("try: sys.exit(3)\nexcept SystemExit: pass", 0, "None"),
+        ("try: sys.exit(0)\nexcept SystemExit: raise ValueError('x')", 1, "ValueError: x"),
+        ("import threading; t = threading.Thread(target=sys.exit, args=(3,)); t.start(); t.join()", 0, "None"),
+    ],
+)
+def test_a_script_that_ended_badly_is_told_from_one_that_ended_well(ending: str, status: int, failure: str, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(PRELUDE.format(path=str(SOURCE)) + ending)
+    ended = subprocess.run([sys.executable, "-S", script], capture_output=True, text=True, check=False, timeout=30)
+    assert (ended.returncode, ended.stdout.strip()) == (status, failure), ended.stderr

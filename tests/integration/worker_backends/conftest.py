@@ -19,7 +19,8 @@ from typing import Any
 import pytest
 from shoal_common.processes import tied_to_parent
 
-_MAIN = Path(__file__).with_name("rank_tasks.py")
+_ROOT = Path(__file__).parents[3]
+_MAIN = "tests.integration.worker_backends.rank_tasks"
 _PATIENCE_S = 60.0
 
 
@@ -83,7 +84,8 @@ def _nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Where processes that have imported torch can be had."""
     path = str(tmp_path_factory.mktemp("ranks") / "socket")
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(tied_to_parent([sys.executable, str(_MAIN), path]), stdout=subprocess.PIPE, env=environment)
+    command = tied_to_parent([sys.executable, "-m", _MAIN, path])
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, cwd=_ROOT)
     assert process.stdout is not None
     with process.stdout as ready:
         assert ready.readline() == b"ready\n"

@@ -20,7 +20,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import shoal_worker.backends.torch_backend  # noqa: F401 - registers shoal_gloo
 import torch
 import torch.distributed as dist
@@ -28,7 +27,8 @@ from shoal_common.errors import MembershipChanged, ShoalError
 from shoal_worker.backends import ReduceOp
 from shoal_worker.backends.gloo import GlooBackend
 from shoal_worker.store import RedisStore
-from torch.distributed.tensor import DTensor
+
+from tests.integration.worker_backends.conformance import check_backend, failures
 
 _connection: socket.socket
 
@@ -59,81 +59,22 @@ def group(
         store.close()
 
 
-# --- collectives against numpy
+# --- conformance
 
 
-def collectives(url: str, prefix: str, rank: int, world_size: int) -> None:
-    """Every collective, with inputs that all ranks can compute, against numpy."""
+def conform_backend(url: str, prefix: str, rank: int, world_size: int) -> None:
+    """Collectives of GlooBackend."""
     with group(url, prefix, rank, world_size) as backend:
-        for dtype in (torch.float32, torch.float64, torch.int64):
-            _check_collectives(backend, dtype)
-        _check_point_to_point(backend)
-        assert backend.is_initialized
+        check_backend(backend)
 
 
-def _check_collectives(backend: GlooBackend, dtype: torch.dtype) -> None:
-    size, rank = backend.world_size, backend.rank
-    everybodys = [np.random.default_rng(source).integers(1, 5, size=(2 * size, 3)) for source in range(size)]
-    stacked = np.stack(everybodys)
-
-    def mine() -> torch.Tensor:
-        return torch.tensor(everybodys[rank], dtype=dtype)
-
-    reductions = {
-        ReduceOp.SUM: stacked.sum(0),
-        ReduceOp.PRODUCT: stacked.prod(0),
-        ReduceOp.MIN: stacked.min(0),
-        ReduceOp.MAX: stacked.max(0),
-    }
-    if dtype.is_floating_point:
-        reductions[ReduceOp.AVERAGE] = stacked.mean(0)
-    for op, expected in reductions.items():
-        reduced = mine()
-        backend.all_reduce(reduced, op)
-        np.testing.assert_allclose(reduced.numpy(), expected, rtol=1e-6)
-        part = torch.empty(2, 3, dtype=dtype)
-        handle = backend.reduce_scatter(part, mine(), op, async_op=True)
-        handle.wait()
-        handle.wait()
-        assert handle.is_completed()
-        np.testing.assert_allclose(part.numpy(), expected[2 * rank : 2 * rank + 2], rtol=1e-6)
-
-    gathered = torch.empty(size, 2 * size, 3, dtype=dtype)
-    backend.all_gather(gathered, mine())
-    np.testing.assert_array_equal(gathered.numpy(), stacked)
-
-    for source in range(size):
-        copied = mine()
-        backend.broadcast(copied, source)
-        np.testing.assert_array_equal(copied.numpy(), everybodys[source])
-        part = torch.empty(2, 3, dtype=dtype)
-        backend.scatter(part, mine() if rank == source else None, source)
-        np.testing.assert_array_equal(part.numpy(), everybodys[source][2 * rank : 2 * rank + 2])
-
-    swapped = torch.empty(2 * size, 3, dtype=dtype)
-    backend.all_to_all(swapped, mine())
-    np.testing.assert_array_equal(swapped.numpy(), np.concatenate([one[2 * rank : 2 * rank + 2] for one in everybodys]))
-
-    # Rank r sends r + 1 rows to everybody.
-    sent = torch.full((size * (rank + 1), 3), rank, dtype=dtype)
-    received = torch.empty(sum(source + 1 for source in range(size)), 3, dtype=dtype)
-    backend.all_to_all(received, sent, [source + 1 for source in range(size)], [rank + 1] * size)
-    np.testing.assert_array_equal(received[:, 0].numpy(), [source for source in range(size) for _ in range(source + 1)])
-    backend.barrier()
-
-
-def _check_point_to_point(backend: GlooBackend) -> None:
-    """A ring, out of order: tags tell messages apart."""
-    size, rank = backend.world_size, backend.rank
-    following, before = (rank + 1) % size, (rank - 1) % size
-    handles = [backend.send(torch.full((4,), 10.0 * rank + tag), following, tag, async_op=True) for tag in (1, 2)]
-    second, first = torch.empty(4), torch.empty(4)
-    backend.recv(second, before, 2)
-    backend.recv(first, before, 1)
-    for handle in handles:
-        handle.wait()
-    assert first.tolist() == [10.0 * before + 1] * 4
-    assert second.tolist() == [10.0 * before + 2] * 4
+def conform_torch(init_method: str, rank: int, world_size: int) -> dict[str, str]:
+    """torch on the backend shoal_gloo; the checks that failed, and how."""
+    dist.init_process_group("shoal_gloo", init_method=init_method, rank=rank, world_size=world_size, timeout=timedelta(seconds=20))
+    try:
+        return failures()
+    finally:
+        dist.destroy_process_group()
 
 
 # --- failures
@@ -270,55 +211,7 @@ def _usage() -> dict[str, int]:
     return {"descriptors": len(list(Path("/proc/self/fd").iterdir())), "threads": len(list(Path("/proc/self/task").iterdir()))}
 
 
-# --- under torch's own parallel code
-
-
-def train_with_ddp(init_method: str, rank: int, world_size: int) -> list[float]:
-    """torch's DDP on the backend shoal_gloo; the parameters after three steps."""
-    from torch.nn.parallel import DistributedDataParallel
-
-    dist.init_process_group("shoal_gloo", init_method=init_method, rank=rank, world_size=world_size, timeout=timedelta(seconds=20))
-    try:
-        torch.manual_seed(rank)
-        model = DistributedDataParallel(torch.nn.Linear(4, 2))
-        return _train(model, model.module, rank, world_size)
-    finally:
-        dist.destroy_process_group()
-
-
-def train_alone(world_size: int) -> list[float]:
-    """The same on the whole batch in this one process."""
-    torch.manual_seed(0)
-    model = torch.nn.Linear(4, 2)
-    return _train(model, model, None, world_size)
-
-
-def _train(model: torch.nn.Module, inner: torch.nn.Module, rank: int | None, world_size: int) -> list[float]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    batches = torch.Generator().manual_seed(7)
-    for _ in range(3):
-        inputs = torch.randn(4 * world_size, 4, generator=batches)
-        share = inputs if rank is None else inputs[4 * rank : 4 * rank + 4]
-        optimizer.zero_grad()
-        model(share).square().mean().backward()
-        optimizer.step()
-    whole = [parameter.full_tensor() if isinstance(parameter, DTensor) else parameter for parameter in inner.parameters()]
-    return [value for parameter in whole for value in parameter.flatten().tolist()]
-
-
-def shard_with_fsdp(init_method: str, rank: int, world_size: int) -> list[float]:
-    """torch's FSDP2 on the backend shoal_gloo; the whole parameters after three steps."""
-    from torch.distributed.fsdp import fully_shard
-
-    dist.init_process_group("shoal_gloo", init_method=init_method, rank=rank, world_size=world_size, timeout=timedelta(seconds=20))
-    try:
-        mesh = dist.device_mesh.init_device_mesh("cpu", (world_size,))
-        torch.manual_seed(0)
-        model = torch.nn.Linear(4, 2)
-        fully_shard(model, mesh=mesh)
-        return _train(model, model, rank, world_size)
-    finally:
-        dist.destroy_process_group()
+# --- under torch's names
 
 
 def abort_torch_group(url: str, init_method: str, rank: int, world_size: int) -> str:

@@ -1,32 +1,79 @@
-"""How the parts that a rank received from all ranks become one: the local half of a reduce-scatter."""
+"""How the parts that come from all ranks become one, always in rank order: so every backend that reduces here gives the same bits."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Final
 
 import torch
-import torch.distributed as dist
+
+_COMBINATIONS: Final[dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]] = {
+    "SUM": torch.add,
+    "AVG": torch.add,
+    "PREMUL_SUM": torch.add,
+    "PRODUCT": torch.mul,
+    "MIN": torch.minimum,
+    "MAX": torch.maximum,
+    "BAND": torch.bitwise_and,
+    "BOR": torch.bitwise_or,
+    "BXOR": torch.bitwise_xor,
+}
+_EXACT: Final = frozenset({"MIN", "MAX", "BAND", "BOR", "BXOR"})
+"""They round nothing, so that half precision needs no detour."""
+
+
+def op_name(op: Any) -> str:
+    """The name of torch's `op`, which is a ReduceOp or one of its constants. Raises ValueError for others than those here."""
+    name = str(getattr(op, "op", op)).rpartition(".")[2]
+    if name not in _COMBINATIONS:
+        raise ValueError(f"cannot reduce with {name}: expected one of {', '.join(_COMBINATIONS)}")
+    return name
+
+
+def check_op(op: Any, dtype: torch.dtype) -> None:
+    """Raises ValueError when values of `dtype` cannot be reduced with torch's `op`."""
+    name = op_name(op)
+    if name in ("AVG", "PREMUL_SUM") and not (dtype.is_floating_point or dtype.is_complex):
+        raise ValueError(f"cannot reduce {dtype} with {name}: expected a floating-point tensor; use SUM and divide")
+    if name in ("BAND", "BOR", "BXOR") and (dtype.is_floating_point or dtype.is_complex):
+        raise ValueError(f"cannot reduce {dtype} with {name}: expected integers or booleans")
+    if name in ("MIN", "MAX") and dtype.is_complex:
+        raise ValueError(f"cannot reduce {dtype} with {name}: complex numbers have no order")
+
+
+def premultiplier(op: Any) -> float | torch.Tensor:
+    """What PREMUL_SUM multiplies each rank's part by."""
+    factor: float | torch.Tensor = op.__getstate__()[1]
+    return factor
+
+
+def reduce_parts(parts: Sequence[torch.Tensor], op: Any) -> torch.Tensor:
+    """`parts`, by rank, reduced with torch's `op`, in a tensor of its own. Half precision is summed in float32 and rounded once.
+
+    Raises ValueError for what `check_op` refuses.
+    """
+    name = op_name(op)
+    dtype = parts[0].dtype
+    check_op(op, dtype)
+    if dtype.itemsize == 2 and dtype.is_floating_point and name not in _EXACT:
+        parts = [part.float() for part in parts]
+    if name == "PREMUL_SUM":
+        factor = premultiplier(op)
+        parts = [part * factor for part in parts]
+    reduced = parts[0].clone() if len(parts) == 1 else _combined(_COMBINATIONS[name], parts)
+    if name == "AVG":
+        reduced.div_(len(parts))
+    return reduced.to(dtype)
 
 
 def reduction(op: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Reduces the first dimension of a tensor, the rank it came from, with torch's `op`. Raises ValueError for others than those here."""
-    pairwise: dict[Any, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-        dist.ReduceOp.PRODUCT: torch.mul,
-        dist.ReduceOp.BAND: torch.bitwise_and,
-        dist.ReduceOp.BOR: torch.bitwise_or,
-        dist.ReduceOp.BXOR: torch.bitwise_xor,
-    }
-    if op == dist.ReduceOp.SUM:
-        return lambda parts: parts.sum(0, dtype=parts.dtype)
-    if op == dist.ReduceOp.AVG:
-        return lambda parts: parts.mean(0)
-    if op == dist.ReduceOp.MIN:
-        return lambda parts: parts.amin(0)
-    if op == dist.ReduceOp.MAX:
-        return lambda parts: parts.amax(0)
-    for known, combine in pairwise.items():
-        if op == known:
-            return lambda parts: functools.reduce(combine, parts.unbind(0))
-    raise ValueError(f"reduce_scatter cannot reduce with {op}: expected SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR or BXOR")
+    """`reduce_parts` of the first dimension of a tensor, for torch's `op`, which is checked here."""
+    op_name(op)
+    return lambda parts: reduce_parts(parts.unbind(0), op)
+
+
+def _combined(combine: Callable[..., torch.Tensor], parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """In one new tensor, of which there is a single copy, however many parts there are."""
+    first = combine(parts[0], parts[1])
+    return functools.reduce(lambda sofar, part: combine(sofar, part, out=sofar), parts[2:], first)

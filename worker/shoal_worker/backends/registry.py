@@ -11,6 +11,7 @@ from shoal_worker.backends.base import CommunicationBackend
 
 _BACKENDS: Final = {
     "gloo": "shoal_worker.backends.gloo:GlooBackend",
+    "inmemory": "shoal_worker.backends.inmemory:InMemoryBackend",
     "nccl": "shoal_worker.backends.nccl:NCCLBackend",
 }
 

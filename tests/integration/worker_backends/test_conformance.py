@@ -1,0 +1,53 @@
+"""Every backend does what conformance.py says: on threads of this process, and on processes."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from shoal_worker.backends.inmemory import InMemoryBackend
+from shoal_worker.launch import launch
+
+from tests.integration.worker_backends.conformance import CHECKS, check_backend
+
+
+def _check_inmemory(store: dist.Store) -> None:
+    backend = InMemoryBackend()
+    backend.initialize(rank=dist.get_rank(), world_size=dist.get_world_size(), store=store)
+    check_backend(backend)
+    backend.shutdown()
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_inmemory_collectives_are_right_for_every_dtype_and_op(world_size: int) -> None:
+    launch(_check_inmemory, dist.HashStore(), world_size=world_size)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("check", CHECKS)
+def test_torch_runs_unmodified_on_inmemory(check: str, world_size: int) -> None:
+    launch(CHECKS[check], world_size=world_size)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_gloo_collectives_are_right_for_every_dtype_and_op(
+    ranks: Callable[[int], list[Any]], redis_url: str, prefix: str, world_size: int
+) -> None:
+    members = ranks(world_size)
+    for number, member in enumerate(members):
+        member.start("conform_backend", url=redis_url, prefix=prefix, rank=number, world_size=world_size)
+    for member in members:
+        member.result()
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_torch_runs_unmodified_on_gloo(ranks: Callable[[int], list[Any]], redis_url: str, world_size: int) -> None:
+    members = ranks(world_size)
+    init_method = f"{redis_url}/{uuid.uuid4().hex}"
+    for number, member in enumerate(members):
+        member.start("conform_torch", init_method=init_method, rank=number, world_size=world_size)
+    failures = [member.result() for member in members]
+    assert failures == [{}] * world_size

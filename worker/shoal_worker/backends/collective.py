@@ -1,0 +1,185 @@
+"""One rank's part in one collective, as data: what it gives, where its result goes, and whether all ranks' parts fit together.
+
+All of torch's spellings of a collective (lists, single tensors, coalesced) come down to lists of parts here. Parts are usually views of the
+caller's tensors. This module moves nothing between processes: `execute` has the parts of all ranks in one memory.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from shoal_common.errors import InvalidRequestError
+from torch.distributed import DistBackendError
+
+from shoal_worker.backends.reductions import op_name, reduce_parts
+
+
+class UnmatchedCollectiveError(InvalidRequestError, DistBackendError):
+    """Ranks of one group issued collectives that do not belong together: another kind, op, root, dtype, size or order."""
+
+    default_reason = "COLLECTIVES_UNMATCHED"
+
+
+class Kind(enum.Enum):
+    """What a collective does, and how `Collective.inputs` and `Collective.outputs` hold it, w being the number of ranks."""
+
+    ALL_REDUCE = "all_reduce"
+    """k tensors, in place: inputs are the outputs."""
+    BROADCAST = "broadcast"
+    """k tensors, in place."""
+    REDUCE = "reduce"
+    """k tensors, in place on the root."""
+    ALL_GATHER = "all_gather"
+    """k inputs; k times w outputs: those of the first input by rank, then those of the second."""
+    REDUCE_SCATTER = "reduce_scatter"
+    """k times w inputs, likewise; k outputs."""
+    GATHER = "gather"
+    """One input; w outputs on the root, none elsewhere."""
+    SCATTER = "scatter"
+    """w inputs on the root, none elsewhere; one output."""
+    ALL_TO_ALL = "all_to_all"
+    """w inputs, w outputs."""
+    BARRIER = "barrier"
+    """Nothing."""
+
+
+_LIKE_EVERYWHERE: Final = (Kind.ALL_REDUCE, Kind.BROADCAST, Kind.REDUCE, Kind.REDUCE_SCATTER)
+"""Their inputs have the same sizes on all ranks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collective:
+    """What one rank issued."""
+
+    kind: Kind
+    inputs: Sequence[torch.Tensor] = ()
+    outputs: Sequence[torch.Tensor] = ()
+    op: Any = None
+    """torch's ReduceOp; None where nothing is reduced."""
+    root: int | None = None
+    result: list[Any] = field(default_factory=list)
+    """What the work's future holds: the tensors as the caller gave them."""
+
+    @property
+    def dtypes(self) -> frozenset[torch.dtype]:
+        """Of all its tensors."""
+        return frozenset(one.dtype for one in (*self.inputs, *self.outputs))
+
+    @property
+    def signature(self) -> tuple[Any, ...]:
+        """What must be equal on all ranks."""
+        sizes = tuple(one.numel() for one in self.inputs) if self.kind in _LIKE_EVERYWHERE else ()
+        return self.kind, None if self.op is None else op_name(self.op), self.root, self.dtypes, sizes
+
+    def __str__(self) -> str:
+        details = [] if self.op is None else [op_name(self.op)]
+        details += [] if self.root is None else [f"root {self.root}"]
+        details += [_described(one) for one in (self.inputs or self.outputs)[:3]]
+        if len(self.inputs or self.outputs) > 3:
+            details.append("...")
+        return f"{self.kind.value}({', '.join(details)})"
+
+
+def execute(calls: Sequence[Collective]) -> None:
+    """Writes the outputs of all ranks. `calls`: by rank, with one signature.
+
+    Raises UnmatchedCollectiveError when a part does not have the size that its receiver expects, ValueError for an op that cannot be.
+    """
+    with torch.no_grad():
+        _EXECUTIONS[calls[0].kind](calls)
+
+
+def _reduced(calls: Sequence[Collective], index: int) -> torch.Tensor:
+    return reduce_parts([call.inputs[index].data for call in calls], calls[0].op)
+
+
+def _all_reduce(calls: Sequence[Collective]) -> None:
+    for index in range(len(calls[0].inputs)):
+        reduced = _reduced(calls, index)
+        for call in calls:
+            _copy(call.outputs[index], reduced)
+
+
+def _reduce(calls: Sequence[Collective]) -> None:
+    assert calls[0].root is not None
+    for index, output in enumerate(calls[calls[0].root].outputs):
+        _copy(output, _reduced(calls, index))
+
+
+def _broadcast(calls: Sequence[Collective]) -> None:
+    root = calls[0].root
+    assert root is not None
+    for rank, call in enumerate(calls):
+        if rank != root:
+            for output, given in zip(call.outputs, calls[root].inputs, strict=True):
+                _copy(output, given)
+
+
+def _all_gather(calls: Sequence[Collective]) -> None:
+    for index in range(len(calls[0].inputs)):
+        for receiver, call in enumerate(calls):
+            for sender, sending in enumerate(calls):
+                output = call.outputs[index * len(calls) + sender]
+                _transfer(output, sending.inputs[index], sender, receiver, call)
+
+
+def _reduce_scatter(calls: Sequence[Collective]) -> None:
+    for index in range(len(calls[0].outputs)):
+        # All before any is written: an output may lie in its rank's input.
+        reduced = [_reduced(calls, index * len(calls) + rank) for rank in range(len(calls))]
+        for call, part in zip(calls, reduced, strict=True):
+            _copy(call.outputs[index], part)
+
+
+def _gather(calls: Sequence[Collective]) -> None:
+    root = calls[0].root
+    assert root is not None
+    for sender, (output, sending) in enumerate(zip(calls[root].outputs, calls, strict=True)):
+        _transfer(output, sending.inputs[0], sender, root, sending)
+
+
+def _scatter(calls: Sequence[Collective]) -> None:
+    root = calls[0].root
+    assert root is not None
+    for receiver, (given, call) in enumerate(zip(calls[root].inputs, calls, strict=True)):
+        _transfer(call.outputs[0], given, root, receiver, call)
+
+
+def _all_to_all(calls: Sequence[Collective]) -> None:
+    for receiver, call in enumerate(calls):
+        for sender, sending in enumerate(calls):
+            _transfer(call.outputs[sender], sending.inputs[receiver], sender, receiver, call)
+
+
+_EXECUTIONS: Final[dict[Kind, Callable[[Sequence[Collective]], None]]] = {
+    Kind.ALL_REDUCE: _all_reduce,
+    Kind.BROADCAST: _broadcast,
+    Kind.REDUCE: _reduce,
+    Kind.ALL_GATHER: _all_gather,
+    Kind.REDUCE_SCATTER: _reduce_scatter,
+    Kind.GATHER: _gather,
+    Kind.SCATTER: _scatter,
+    Kind.ALL_TO_ALL: _all_to_all,
+    Kind.BARRIER: lambda calls: None,
+}
+
+
+def _transfer(output: torch.Tensor, given: torch.Tensor, sender: int, receiver: int, call: Collective) -> None:
+    if output.numel() != given.numel():
+        raise UnmatchedCollectiveError(
+            f"{call.kind.value}: rank {receiver} expects {_described(output)} from rank {sender}, which gives {_described(given)}"
+        )
+    _copy(output, given)
+
+
+def _copy(output: torch.Tensor, given: torch.Tensor) -> None:
+    # By .data, as other backends write: it leaves autograd's version counters alone.
+    output.data.copy_(given.data.view_as(output) if given.shape != output.shape else given.data)
+
+
+def _described(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"

@@ -1,0 +1,313 @@
+"""Where the threads that are ranks of one in-memory group meet: matches their collectives and transfers, and fails all when one fails.
+
+The nth collective that a rank issues meets the nth of every other. The last rank to come does the arithmetic for all of them, so a
+collective is complete on all ranks at one moment. Whoever waits learns at the deadline which ranks have arrived and what the others are at.
+
+Threads: any, each for its own rank; state is guarded by `inmemory_turns.LOCK`. The arithmetic runs without it.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Final
+
+import torch
+from shoal_common.errors import ConfigurationError, DeadlineError
+from torch.distributed.distributed_c10d import Store
+
+from shoal_worker.backends import inmemory_turns
+from shoal_worker.backends.collective import Collective, UnmatchedCollectiveError, execute
+from shoal_worker.backends.errors import GroupEndedError
+from shoal_worker.backends.inmemory_turns import LOCK, Turns, own_turns
+
+Ending = GroupEndedError | UnmatchedCollectiveError
+
+_ROOMS: Final[weakref.WeakValueDictionary[str, Room]] = weakref.WeakValueDictionary()
+
+
+class Meeting:
+    """One collective of all ranks."""
+
+    def __init__(self, number: int, first: int) -> None:
+        self.number = number
+        self.first = first
+        """The rank that came first: the others are compared with it."""
+        self.calls: dict[int, Collective] = {}
+        self.done = False
+
+
+class Reception:
+    """A transfer that a rank waits for. `source` is the sender; None until it is known, if any may be."""
+
+    def __init__(self, rank: int, source: int | None, tag: int, tensor: torch.Tensor) -> None:
+        self.rank, self.source, self.tag, self.tensor = rank, source, tag, tensor
+        self.done = False
+
+    def takes(self, source: int, destination: int, tag: int) -> bool:
+        """Whether a message is meant for it."""
+        return self.rank == destination and self.tag == tag and self.source in (None, source)
+
+    def __str__(self) -> str:
+        return f"recv(from {'any rank' if self.source is None else f'rank {self.source}'}, tag {self.tag})"
+
+
+class Message:
+    """What was sent and not received yet."""
+
+    def __init__(self, source: int, destination: int, tag: int, tensor: torch.Tensor) -> None:
+        self.source, self.destination, self.tag, self.tensor = source, destination, tag, tensor
+
+
+class Room:
+    """Of `size` ranks, under `name`."""
+
+    def __init__(self, name: str, size: int) -> None:
+        self.name, self.size = name, size
+        self.ended: Ending | None = None
+        """Why it is over; None: it is not."""
+        self.has_outsiders = False
+        self._turns: Turns | None = None
+        self._members: set[int] = set()
+        self._left: dict[int, str] = {}
+        self._counts = [0] * size
+        self._last: list[str] = ["has issued nothing"] * size
+        self._meetings: dict[int, Meeting] = {}
+        self._messages: deque[Message] = deque()
+        self._receptions: list[Reception] = []
+
+    # --- coming and going
+
+    def enter(self, rank: int, size: int) -> None:
+        """The calling thread is `rank`."""
+        with LOCK:
+            if size != self.size or rank in self._members:
+                raise ConfigurationError(
+                    f"rank {rank} of {size} enters the in-memory group {self.name}, which has {self.size} ranks"
+                    f"{' and this one already' if rank in self._members else ''}: expected each rank once"
+                )
+            turns = own_turns()
+            if self._members and turns is not self._turns:
+                self.has_outsiders = True
+            self._turns = self._turns or turns
+            self._members.add(rank)
+            if turns is not None:
+                turns.rooms.add(self)
+                if turns.over is not None:
+                    self.end_for(turns.over)
+            self._changed()
+
+    def await_all(self, rank: int, timeout: timedelta) -> None:
+        """Until all ranks have entered. Raises DeadlineError naming those that have not, or the error that ended the room."""
+        full = inmemory_turns.wait(
+            self, lambda: len(self._members) == self.size or self.ended is not None, timeout.total_seconds(), "for the others to come"
+        )
+        self.check_live()
+        if not full:
+            absent = sorted(set(range(self.size)) - self._members)
+            raise DeadlineError(
+                f"connecting {self.size} in-memory ranks took longer than connect_timeout={timeout.total_seconds():g} s: "
+                f"ranks {absent} did not come",
+                reason="CONNECT_TIMEOUT",
+            )
+
+    def leave(self, rank: int, how: str = "left the group") -> None:
+        """`rank` takes no further part: what needs it fails, what it has given its part to does not."""
+        with LOCK:
+            self._left.setdefault(rank, how)
+            if any(rank not in meeting.calls for meeting in self._meetings.values()) or any(one.source == rank for one in self._receptions):
+                self._end_without(rank)
+
+    def end_for(self, reason: str) -> None:
+        """Called when a rank of the launch fails, whether it is in this group or not."""
+        self.end(GroupEndedError(reason))
+
+    def end_deadlocked(self, text: str) -> None:
+        """Called when all its ranks wait for each other."""
+        self.end(UnmatchedCollectiveError(text))
+
+    def end(self, error: Ending) -> None:
+        """All that is pending or comes later fails with such an error, on all ranks. The first error stays."""
+        with LOCK:
+            if self.ended is None:
+                self.ended = error
+                self._meetings.clear()
+                self._receptions.clear()
+                self._changed()
+
+    # --- collectives
+
+    def issue(self, rank: int, call: Collective) -> Meeting:
+        """Gives `rank`'s part in the next collective. Raises the error that ended the room, or UnmatchedCollectiveError, which ends it."""
+        with LOCK:
+            self._check(rank)
+            number = self._counts[rank] = self._counts[rank] + 1
+            self._last[rank] = f"is at {call} (collective {number})"
+            meeting = self._meetings.setdefault(number, Meeting(number, rank))
+            meeting.calls[rank] = call
+            self._compare(meeting, rank)
+            if len(meeting.calls) < self.size:
+                for absent in self._left.keys() - meeting.calls.keys():
+                    self._end_without(absent)
+                self.check_live()
+                return meeting
+            del self._meetings[number]
+        self._complete(meeting)
+        return meeting
+
+    def await_meeting(self, meeting: Meeting, rank: int, timeout: timedelta) -> None:
+        """Until all ranks have come to it. Raises the error that ended the room; after `timeout`, it ends the room."""
+        what = f"in {meeting.calls[rank]} (collective {meeting.number} of group {self.name})"
+        ready = inmemory_turns.wait(self, lambda: meeting.done or self.ended is not None, timeout.total_seconds(), what)
+        if not ready:
+            arrived = sorted(meeting.calls)
+            others = sorted(set(range(self.size)) - meeting.calls.keys())
+            self._end_late(f"rank {rank} waited {timeout.total_seconds():g} s {what}: ranks {arrived} have arrived; {self._at(others)}")
+        if not meeting.done:
+            self.check_live()
+
+    # --- transfers
+
+    def send(self, rank: int, destination: int, tag: int, tensor: torch.Tensor) -> None:
+        """Leaves a copy of `tensor` for `destination`; does not wait for it."""
+        with LOCK:
+            self._check(rank)
+            self._last[rank] = f"has sent to rank {destination}, tag {tag}"
+            message = Message(rank, destination, tag, tensor.data.clone())
+            _synchronize([message.tensor])
+            reception = next((one for one in self._receptions if one.takes(rank, destination, tag)), None)
+            if reception is None:
+                self._messages.append(message)
+                return
+            self._receptions.remove(reception)
+            self._deliver(message, reception)
+
+    def receive(self, rank: int, source: int | None, tag: int, tensor: torch.Tensor) -> Reception:
+        """Asks for the next message from `source` (None: from anyone) with that tag."""
+        with LOCK:
+            self._check(rank)
+            reception = Reception(rank, source, tag, tensor)
+            self._last[rank] = f"is at {reception}"
+            message = next((one for one in self._messages if reception.takes(one.source, one.destination, one.tag)), None)
+            if message is not None:
+                self._messages.remove(message)
+                self._deliver(message, reception)
+            elif source in self._left:
+                self._end_without(source)
+            else:
+                self._receptions.append(reception)
+            return reception
+
+    def await_reception(self, reception: Reception, rank: int, timeout: timedelta) -> None:
+        """Until the message is there. Raises the error that ended the room; after `timeout`, it ends the room."""
+        what = f"in {reception} of group {self.name}"
+        ready = inmemory_turns.wait(self, lambda: reception.done or self.ended is not None, timeout.total_seconds(), what)
+        if not ready:
+            others = [one for one in range(self.size) if one != rank and reception.source in (None, one)]
+            self._end_late(f"rank {rank} waited {timeout.total_seconds():g} s {what}; {self._at(others)}")
+        if not reception.done:
+            self.check_live()
+
+    def check_live(self) -> None:
+        """Raises an error like the one that ended the room. A copy: an error belongs to the thread that raises it."""
+        if self.ended is not None:
+            raise type(self.ended)(str(self.ended))
+
+    # --- inside
+
+    def _check(self, rank: int) -> None:
+        self.check_live()
+        if rank in self._left:
+            raise GroupEndedError(f"rank {rank} {self._left[rank]}")
+        if own_turns() is not self._turns:
+            self.has_outsiders = True
+
+    def _compare(self, meeting: Meeting, rank: int) -> None:
+        first = meeting.calls[meeting.first]
+        call = meeting.calls[rank]
+        if call.signature != first.signature:
+            error = UnmatchedCollectiveError(
+                f"collective {meeting.number} of group {self.name} is {first} on rank {meeting.first}, but {call} on rank {rank}: "
+                "expected the same one, in the same order, on all ranks"
+            )
+            self.end(error)
+            raise error
+
+    def _complete(self, meeting: Meeting) -> None:
+        calls: Sequence[Collective] = [meeting.calls[rank] for rank in range(self.size)]
+        try:
+            tensors = [one for call in calls for one in (*call.inputs, *call.outputs)]
+            _synchronize(tensors)
+            execute(calls)
+            _synchronize(tensors)
+        except UnmatchedCollectiveError as error:
+            self.end(error)
+            raise
+        except Exception as error:
+            self.end(GroupEndedError(f"{calls[0]} failed: {error}"))
+            raise
+        with LOCK:
+            meeting.done = True
+            self._changed()
+
+    def _deliver(self, message: Message, reception: Reception) -> None:
+        given, tensor = message.tensor, reception.tensor
+        if given.dtype != tensor.dtype or given.numel() != tensor.numel():
+            self.end(
+                UnmatchedCollectiveError(
+                    f"rank {message.source} sent {given.dtype} {list(given.shape)} with tag {message.tag}, but rank {reception.rank} "
+                    f"expects {tensor.dtype} {list(tensor.shape)}"
+                )
+            )
+            return
+        with torch.no_grad():
+            tensor.data.copy_(given.view_as(tensor))
+        _synchronize([tensor])
+        reception.source = message.source
+        reception.done = True
+        self._changed()
+
+    def _end_without(self, rank: int) -> None:
+        self.end(GroupEndedError(f"rank {rank} of group {self.name} {self._left[rank]}"))
+
+    def _end_late(self, text: str) -> None:
+        holder = self._turns.running if self._turns is not None else None
+        if holder is not None:
+            text += f"; rank {holder} of the launch has run all that time without waiting for others"
+        self.end(GroupEndedError(text))
+
+    def _at(self, ranks: Sequence[int]) -> str:
+        return "; ".join(f"rank {one} {self._left.get(one, self._last[one])}" for one in ranks)
+
+    def _changed(self) -> None:
+        inmemory_turns.changed(self._turns)
+
+
+def _synchronize(tensors: Sequence[torch.Tensor]) -> None:
+    """Ranks have streams of their own on a GPU: one waits for the device before it takes what another has left there."""
+    for device in {one.device for one in tensors if one.is_cuda}:
+        torch.cuda.synchronize(device)
+
+
+def room_for(store: Store, rank: int, size: int, name: str) -> Room:
+    """The room of the group that meets over `store`, which the calling thread enters as `rank`. Blocks in no store.
+
+    Raises ConfigurationError when other ranks are in other processes.
+    """
+    token = f"{os.getpid()}-{uuid.uuid4().hex}"
+    agreed = bytes(store.compare_set("room", "", token)).decode()
+    if agreed.partition("-")[0] != str(os.getpid()):
+        raise ConfigurationError(
+            f"backend='inmemory': process {agreed.partition('-')[0]} uses this store as well; the ranks of an in-memory group are threads "
+            "of one process (shoal.launch); for processes use backend='gloo'"
+        )
+    # A group may be made anew over the same store: the nth entry of every rank is to the same room.
+    entry = store.add(f"entries of rank {rank}", 1)
+    with LOCK:
+        room = _ROOMS.setdefault(f"{agreed}/{entry}", Room(name, size))
+    room.enter(rank, size)
+    return room

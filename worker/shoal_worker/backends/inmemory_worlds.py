@@ -1,0 +1,123 @@
+"""A torch.distributed of its own for each thread that is a rank.
+
+torch keeps its default group and all it knows of groups in one global per process. While there are such threads, that global is one that
+looks up the calling thread's; threads that are no ranks go on with the process's. The same holds for the registry in C++ by which
+functional collectives find groups, through torch's own switch for it, and for DeviceMesh: two ranks' meshes must not be equal, because
+DTensor caches by mesh.
+
+Threads: `installed` may be nested and run in several threads; `entered` is for the rank's thread. Threads that a rank starts are no ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any, Final
+
+import torch
+import torch.distributed.distributed_c10d as c10d
+from torch._C._distributed_c10d import _set_thread_isolation_mode  # type: ignore[attr-defined]  # missing in the stub
+from torch.distributed import device_mesh
+
+_lock = threading.Lock()
+_installed: list[contextlib.ExitStack] = []
+_users = 0
+_thread = threading.local()
+_identities: Final = itertools.count(1)
+
+
+class World:
+    """What torch knows of groups in one rank: the attributes of c10d's own world."""
+
+    def __init__(self) -> None:
+        self.identity = next(_identities)
+        """Never given twice, other than a thread's."""
+        self.default_pg: Any = None
+        self.pg_map: dict[Any, Any] = {}
+        self.pg_names: dict[Any, Any] = {}
+        self.pg_group_ranks: dict[Any, Any] = {}
+        self.pg_backend_config: dict[Any, Any] = {}
+        self.group_count = 0
+        self.tags_to_pg: dict[str, list[Any]] = {}
+        self.pg_to_tag: dict[Any, str] = {}
+        self.pg_coalesce_state: dict[Any, list[Any]] = {}
+        self.comms: list[Any] = []
+
+
+class WorldOfThread:
+    """Passes everything to the calling thread's world, or to the process's."""
+
+    def __init__(self, processes: Any) -> None:
+        object.__setattr__(self, "_processes", processes)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._found(), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._found(), name, value)
+
+    def _found(self) -> Any:
+        return own_world() or object.__getattribute__(self, "_processes")
+
+
+def own_world() -> World | None:
+    """The calling thread's, if it is a rank."""
+    world: World | None = getattr(_thread, "world", None)
+    return world
+
+
+@contextlib.contextmanager
+def installed() -> Iterator[None]:
+    """While this is open, threads can be ranks."""
+    global _users
+    with _lock:
+        _users += 1
+        if _users == 1:
+            _installed.append(_install())
+    try:
+        yield
+    finally:
+        with _lock:
+            _users -= 1
+            if _users == 0:
+                _installed.pop().close()
+
+
+@contextlib.contextmanager
+def entered() -> Iterator[None]:
+    """The calling thread is a rank, and leaves all its groups in the end."""
+    # Backward passes stay in this thread, also for CUDA tensors, so that collectives in autograd hooks find this world.
+    with installed(), torch.autograd.set_multithreading_enabled(False):
+        _thread.world = World()
+        try:
+            yield
+        finally:
+            if c10d.is_initialized():
+                c10d.destroy_process_group()
+            _thread.world = None
+
+
+def _install() -> contextlib.ExitStack:
+    undo = contextlib.ExitStack()
+    processes = c10d._world
+    c10d._world = WorldOfThread(processes)  # type: ignore[assignment]
+    undo.callback(setattr, c10d, "_world", processes)
+    _set_thread_isolation_mode(True)
+    undo.callback(_set_thread_isolation_mode, False)
+    original = device_mesh.DeviceMesh.__init__
+
+    @functools.wraps(original)
+    def initialize(self: Any, *arguments: Any, **options: Any) -> None:
+        original(self, *arguments, **options)
+        world = own_world()
+        if world is not None:
+            self._thread_id = world.identity
+
+    device_mesh.DeviceMesh.__init__ = initialize  # type: ignore[method-assign]
+    undo.callback(setattr, device_mesh.DeviceMesh, "__init__", original)
+    undo.callback(setattr, sys, "excepthook", sys.excepthook)  # init_process_group wraps it anew each time
+    return undo

@@ -1,0 +1,108 @@
+"""`shoal.launch`: a function on several ranks, without a cluster: the ranks are threads of this process (backends/inmemory.py)."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Final, TypeVar
+
+import torch.distributed as dist
+from shoal_common.errors import ConfigurationError
+from torch._C._distributed_c10d import HashStore
+
+from shoal_worker.backends import inmemory, inmemory_worlds
+from shoal_worker.backends.inmemory_turns import Turns
+
+T = TypeVar("T")
+
+_TIMEOUT: Final = timedelta(seconds=300)
+
+
+def launch(fn: Callable[..., T], *arguments: Any, world_size: int, backend: str = "inmemory", timeout: timedelta = _TIMEOUT) -> list[T]:
+    """Runs `fn(*arguments)` on `world_size` ranks and returns their results, by rank.
+
+    Each rank finds torch.distributed initialized (`dist.get_rank()` is its rank) and has random generators of its own, which start where
+    the caller's stand; the caller's are left as they were. Ranks take turns, so two runs do the same. Ranks share everything else in the
+    process: `arguments` are the same objects on all of them, and a change to a global is seen by all.
+
+    A rank should wait for the others by collectives and transfers alone. While ranks run, the caller's own process groups are out of reach
+    of functional collectives.
+
+    Args:
+        fn: what each rank does.
+        *arguments: for `fn`.
+        world_size: number of ranks; >= 1.
+        backend: "inmemory".
+        timeout: of each wait for other ranks, and of the end of the others once one has failed.
+
+    Raises:
+        ConfigurationError: a backend whose ranks are processes, a world size below 1, or a timeout that is not positive.
+        Exception: what the first rank to fail raised, with a note that names the rank. The others' collectives then fail, so that they end
+            too; one that has not ended after `timeout` is named in a second note and left to itself.
+    """
+    if backend != "inmemory":
+        raise ConfigurationError(f"launch(backend={backend!r}): its ranks are processes; start those with `shoal run`, or use 'inmemory'")
+    if world_size < 1:
+        raise ConfigurationError(f"launch(world_size={world_size}): expected at least 1")
+    if timeout <= timedelta(0):
+        raise ConfigurationError(f"launch(timeout={timeout}): expected more than 0 s")
+    inmemory.register()
+    with inmemory_worlds.installed():
+        ranks = _Ranks(lambda: fn(*arguments), world_size, timeout)
+        return ranks.run()
+
+
+class _Ranks:
+    """The threads of one launch."""
+
+    def __init__(self, fn: Callable[[], Any], size: int, timeout: timedelta) -> None:
+        self._fn, self._size, self._timeout = fn, size, timeout
+        self._store = HashStore()
+        self._turns = Turns(size)
+        self._results: list[Any] = [None] * size
+        self._failed: tuple[int, BaseException] | None = None
+        """The first rank that failed by itself."""
+        self._failing = threading.Event()
+
+    def run(self) -> list[Any]:
+        threads = [threading.Thread(target=self._be, args=(rank,), name=f"shoal-rank-{rank}", daemon=True) for rank in range(self._size)]
+        with self._turns.generators_kept():
+            for thread in threads:
+                thread.start()
+            try:
+                running = self._join(threads)
+            except BaseException as interruption:  # Ctrl-C
+                self._turns.end_all(f"the launch was interrupted: {type(interruption).__name__}")
+                raise
+        if self._failed is None:
+            return self._results
+        rank, error = self._failed
+        error.add_note(f"This was raised by rank {rank} of {self._size} in shoal.launch.")
+        if running:
+            error.add_note(f"Still running {self._timeout.total_seconds():g} s later: {', '.join(running)}.")
+        raise error
+
+    def _join(self, threads: list[threading.Thread]) -> list[str]:
+        """Waits for all; the names of those that still run when another has failed long ago."""
+        for thread in threads:
+            while thread.is_alive() and not self._failing.is_set():
+                thread.join(0.05)
+        deadline = time.monotonic() + self._timeout.total_seconds()
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return [thread.name for thread in threads if thread.is_alive()]
+
+    def _be(self, rank: int) -> None:
+        self._turns.begin(rank)
+        with inmemory_worlds.entered():
+            try:
+                dist.init_process_group(inmemory.NAME, store=self._store, rank=rank, world_size=self._size, timeout=self._timeout)
+                self._results[rank] = self._fn()
+            except BaseException as error:
+                if self._failed is None:
+                    self._failed = rank, error
+                self._turns.end_all(f"rank {rank} failed: {type(error).__name__}: {error}")
+                self._failing.set()
+        self._turns.finish(rank)

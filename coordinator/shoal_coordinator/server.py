@@ -47,7 +47,7 @@ async def serve(settings: CoordinatorSettings, stop: asyncio.Event) -> None:
         registry = CollectorRegistry()
         metrics = CoordinatorMetrics(registry)
         clock = Clock(await store.now_unix_ms())
-        jobs = Jobs(store, clock=clock, policy=Policy(), metrics=metrics)
+        jobs = Jobs(store, clock=clock, policy=Policy(), metrics=metrics, retention=settings.job_retention)
         registry.register(JobsCollector(jobs.states))
         stack.push_async_callback(jobs.close, _stopping())
         await jobs.load()
@@ -95,7 +95,7 @@ async def _open_store(url: str, settings: CoordinatorSettings, stop: asyncio.Eve
     deadline = asyncio.get_running_loop().time() + settings.redis_patience.total_seconds()
     while True:
         try:
-            return await JobStore.open(url)
+            return await JobStore.open(url, retention=settings.job_retention)
         except UnavailableError as error:
             if asyncio.get_running_loop().time() >= deadline:
                 raise

@@ -6,11 +6,14 @@ import argparse
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import SecretStr
+from pydantic import Field, SecretStr
 from pydantic_settings import SettingsConfigDict
 from shoal_common.security import TlsSettings, TokenTable
 from shoal_common.settings import Address, AddressField, Duration, ShoalSettings
+
+from shoal_coordinator.state.store import DEFAULT_RETENTION
 
 
 class CoordinatorSettings(ShoalSettings):
@@ -43,6 +46,9 @@ class CoordinatorSettings(ShoalSettings):
 
     request_timeout: Duration = timedelta(seconds=5)
     """How long a call waits for Redis before it is answered with UNAVAILABLE, and a new session for its first message."""
+
+    job_retention: Annotated[Duration, Field(ge=timedelta(seconds=1))] = DEFAULT_RETENTION
+    """How long a job that nobody is in, finished or given up, is still known after its last change; at least 1s."""
 
     tokens: Path | None = None
     """File of `role: token` lines: who may call. None: everyone."""
@@ -104,6 +110,7 @@ def parse_command_line(arguments: Sequence[str] | None = None) -> CoordinatorSet
         ("--store-url", "URL", "Redis URL that members are told (default: the coordinator's own, without credentials)"),
         ("--reconnect-grace", "DURATION", "how long a member whose stream broke may take to come back (default: 0s)"),
         ("--request-timeout", "DURATION", "how long a call waits for Redis (default: 5s)"),
+        ("--job-retention", "DURATION", "how long a job that nobody is in is still known (default: 1d)"),
         ("--tokens", "FILE", "lines `role: token`: who may call (default: everyone)"),
         ("--tls-certificate", "FILE", "the coordinator's certificate chain (PEM)"),
         ("--tls-key", "FILE", "its private key (PEM)"),

@@ -225,6 +225,11 @@ class JobState:
         return self.population.get(phase, 0)
 
     @property
+    def is_deserted(self) -> bool:
+        """Nobody is in it: no member, no live server."""
+        return not self.members and not any(server.alive for server in self.servers.values())
+
+    @property
     def is_over(self) -> bool:
         """No generation will be formed any more."""
         return self.phase is JobPhase.FINISHED or (self.phase is JobPhase.STOPPING and self.departing)

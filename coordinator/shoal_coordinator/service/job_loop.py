@@ -70,6 +70,7 @@ class JobLoop:
         self._woken = asyncio.Event()
         self._committed = asyncio.Event()
         self._failure: ShoalError | None = None
+        self._stepping = False
         now_ms = clock.now().ms
         # Every lease begins anew before any is judged, whatever the time since the last coordinator.
         self._members = {member_id: detached(attached(None, now_ms), now_ms) for member_id in self.state.members}
@@ -138,6 +139,12 @@ class JobLoop:
                 submitted.done(error)
         self.sessions.end_all(error)
         self._committed.set()
+        self._woken.set()
+
+    @property
+    def is_idle(self) -> bool:
+        """Nobody is in the job, or about to come."""
+        return self.state.is_deserted and not self._queue and not self._stepping
 
     @property
     def failure(self) -> ShoalError | None:
@@ -149,9 +156,13 @@ class JobLoop:
     async def run(self) -> None:
         """Runs until cancelled. Raises FencedError when another coordinator has taken over, InternalError for a bug."""
         # A cancellation that meets the end of a call to Redis can be lost on the way; `fail` is always called before it.
-        while self._failure is None:
+        while True:
             await self._wait_for_work()
+            if self._failure is not None:
+                return
+            self._stepping = True
             await self._step()
+            self._stepping = False
 
     async def _wait_for_work(self) -> None:
         due_ms = self._next_due_ms()

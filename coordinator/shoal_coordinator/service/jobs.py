@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
+from datetime import timedelta
 
 from shoal_common.errors import InternalError, PreconditionError, ShoalError, UnavailableError, UnknownResourceError
 
@@ -22,12 +24,14 @@ from shoal_coordinator.state.store import FencedError, JobStore, Stored
 logger = logging.getLogger(__name__)
 
 _EPOCH_CHECK_INTERVAL_S = 1.0
+_LONGEST_SWEEP_INTERVAL_S = 60.0
 
 
 class Jobs:
     """Job id -> its loop. `failed` is set when this coordinator must end: it was fenced off, or found a bug of its own."""
 
-    def __init__(self, store: JobStore, *, clock: Clock, policy: Policy, metrics: CoordinatorMetrics) -> None:
+    def __init__(self, store: JobStore, *, clock: Clock, policy: Policy, metrics: CoordinatorMetrics, retention: timedelta) -> None:
+        """`retention`: how long the store keeps a job that nobody is in."""
         self.failed: asyncio.Future[ShoalError] = asyncio.get_running_loop().create_future()
         self.closing = False
         """Streams that end now say nothing about their members: this coordinator is going."""
@@ -38,12 +42,14 @@ class Jobs:
         self._loops: dict[str, JobLoop] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._creating = asyncio.Lock()
+        self._sweep_interval_s = min(_LONGEST_SWEEP_INTERVAL_S, retention.total_seconds() / 4)
 
     async def load(self) -> None:
         """Claims and starts all jobs that are in Redis, and watches for another coordinator from then on."""
         for stored in await self._store.load_all():
             self._start(stored)
         self._keep(asyncio.create_task(self._watch_epoch(), name="epoch"))
+        self._keep(asyncio.create_task(self._sweep(), name="sweep"))
 
     def get(self, job_id: str) -> JobLoop:
         """The job's loop. Raises UnknownResourceError."""
@@ -142,6 +148,24 @@ class Jobs:
                 raise
             except UnavailableError:
                 self._metrics.redis_up.set(0)
+
+    async def _sweep(self) -> None:
+        """Forgets the jobs that Redis has dropped."""
+        while True:
+            await asyncio.sleep(self._sweep_interval_s)
+            deserted = [job_id for job_id, loop in self._loops.items() if loop.state.is_deserted]
+            with contextlib.suppress(UnavailableError):
+                for job_id in await self._store.dropped(deserted) if deserted else []:
+                    await self._forget(job_id)
+
+    async def _forget(self, job_id: str) -> None:
+        loop = self._loops[job_id]
+        if not loop.is_idle:
+            return  # somebody comes, and writes it again
+        del self._loops[job_id]
+        loop.fail(UnknownResourceError(f"job {job_id!r} was forgotten: nobody was in it for too long", reason=Refusal.JOB_UNKNOWN))
+        await self._store.forget(job_id)
+        logger.info("job forgotten", extra={"job_id": job_id})
 
 
 def _difference(there: JobSpec, given: JobSpec) -> str:

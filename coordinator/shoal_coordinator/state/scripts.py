@@ -25,7 +25,8 @@ return {'OK', redis.call('HGETALL', KEYS[1])}
 
 COMMIT: Final = """
 -- KEYS: state, events. ARGV: epoch, revision that the change is based on (0: the job is new), commit id, longest event log, number of
--- fields to set, of fields to delete, of events; then field, value, ...; field, ...; kind, generation, member id, attributes, ...
+-- fields to set, of fields to delete, of events, milliseconds after which the job is forgotten (0: never); then field, value, ...;
+-- field, ...; kind, generation, member id, attributes, ...
 -- Answers {'OK', seconds, microseconds} (Redis time), {'FENCED', epoch of the newer one}, {'BEHIND', revision} if what the change is
 -- based on is not here, or {'AHEAD', revision} if something else was written since.
 local stored = redis.call('HMGET', KEYS[1], 'epoch', 'revision', 'commit')
@@ -44,7 +45,7 @@ end
 if revision > based_on then
   return {'AHEAD', stored[2]}
 end
-local at = 8
+local at = 9
 for _ = 1, tonumber(ARGV[5]) do
   redis.call('HSET', KEYS[1], ARGV[at], ARGV[at + 1])
   at = at + 2
@@ -59,6 +60,13 @@ for _ = 1, tonumber(ARGV[7]) do
   at = at + 4
 end
 redis.call('HSET', KEYS[1], 'epoch', ARGV[1], 'revision', tostring(based_on + 1), 'commit', ARGV[3])
+for _, key in ipairs(KEYS) do
+  if tonumber(ARGV[8]) > 0 then
+    redis.call('PEXPIRE', key, ARGV[8])
+  else
+    redis.call('PERSIST', key)
+  end
+end
 return {'OK', time[1], time[2]}
 """
 

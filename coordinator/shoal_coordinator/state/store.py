@@ -3,6 +3,8 @@
 Keys: `shoal:{JOB}:state` (a hash, codec.py) and `shoal:{JOB}:events` (a stream) share a hash tag, so that a script may write both; the set
 `shoal:jobs` and the counter `shoal:coordinator:epoch` are common to all jobs. All methods belong to one event loop and may run at once.
 
+A job that nobody is in is forgotten some time after its last change: Redis drops its keys by itself, so no coordinator need live for it.
+
 What is promised: a commit is answered once Redis has applied it; with `durable`, once it is on Redis' own disk, if Redis can say so
 (WAITAOF: Redis 7.2 or Valkey, with an append-only file). Errors of Redis are UnavailableErrors: whether the write was applied is
 unknown, and the same commit can be sent again.
@@ -29,6 +31,8 @@ from shoal_coordinator.state.codec import Written, decode_state, encode_changes,
 from shoal_coordinator.state.scripts import CLAIM, COMMIT, REWRITE
 
 logger = logging.getLogger(__name__)
+
+DEFAULT_RETENTION: Final = timedelta(days=1)
 
 _JOBS: Final = "shoal:jobs"
 _EPOCH: Final = "shoal:coordinator:epoch"
@@ -68,19 +72,23 @@ class StoredEvent:
 class JobStore:
     """One coordinator's access to the jobs. Make it with `open`."""
 
-    def __init__(self, client: Any, epoch: int, *, waits_for_disk: bool) -> None:
+    def __init__(self, client: Any, epoch: int, *, waits_for_disk: bool, retention: timedelta) -> None:
         self.epoch = epoch
         """This coordinator's number: jobs refuse writes of lower ones."""
         self._client = client
         self._waits_for_disk = waits_for_disk
+        self._retention = retention
 
     @classmethod
-    async def open(cls, url: str) -> JobStore:
-        """Connects and takes an epoch, on disk. Raises UnavailableError, AuthenticationError, ConfigurationError."""
+    async def open(cls, url: str, *, retention: timedelta = DEFAULT_RETENTION) -> JobStore:
+        """Connects and takes an epoch, on disk. Jobs that nobody is in are forgotten after `retention`.
+
+        Raises UnavailableError, AuthenticationError, ConfigurationError.
+        """
         client: Any = await connect_async(RedisSettings(url=url, command_timeout=_COMMAND_TIMEOUT, retries=1))
         try:
             waits_for_disk = await _can_wait_for_disk(client)
-            store = cls(client, 0, waits_for_disk=waits_for_disk)
+            store = cls(client, 0, waits_for_disk=waits_for_disk, retention=retention)
             async with _redis_errors():
                 store.epoch = int(await client.incr(_EPOCH))
             await store._wait_for_disk()
@@ -94,7 +102,7 @@ class JobStore:
         await self._client.aclose()
 
     async def load_all(self) -> list[Stored]:
-        """Claims and reads every job. One that cannot be read is logged and left out."""
+        """Claims and reads every job. One that cannot be read is logged and left out; one that Redis has dropped is forgotten."""
         async with _redis_errors():
             names = sorted(name.decode() for name in await self._client.smembers(_JOBS))
         found: list[Stored] = []
@@ -110,7 +118,9 @@ class JobStore:
                     # The other jobs are well; whoever asks for this one is told.
                     logger.exception("a job cannot be read and is left alone", extra={"job_id": name})
                     continue
-                if stored is not None:
+                if stored is None:
+                    await self.forget(name)
+                else:
                     found.append(stored)
         return found
 
@@ -125,6 +135,19 @@ class JobStore:
         async with _redis_errors():
             await self._client.sadd(_JOBS, job_id)
 
+    async def dropped(self, job_ids: Sequence[str]) -> list[str]:
+        """Those of these jobs that Redis does not have any more."""
+        async with _redis_errors(), self._client.pipeline(transaction=False) as pipeline:
+            for job_id in job_ids:
+                pipeline.exists(_state_key(job_id))
+            answers = await pipeline.execute()
+        return [job_id for job_id, there in zip(job_ids, answers, strict=True) if not there]
+
+    async def forget(self, job_id: str) -> None:
+        """Takes a job that was dropped off the list that `load_all` reads."""
+        async with _redis_errors():
+            await self._client.srem(_JOBS, job_id)
+
     async def commit(
         self, state: JobState, written: Written, records: Sequence[Record], *, revision: int, commit_id: str, durable: bool
     ) -> int:
@@ -133,7 +156,8 @@ class JobStore:
         May be sent again with the same `commit_id`: it is applied once. `state` is what the job is after the transition; it is written
         whole if Redis turns out to have lost what the transition is based on. Raises FencedError, UnavailableError.
         """
-        arguments = _commit_arguments(self.epoch, revision, commit_id, written, records)
+        retention = self._retention if state.is_deserted else timedelta(0)
+        arguments = _commit_arguments(self.epoch, revision, commit_id, written, records, retention)
         job_id = state.spec.job_id
         answer = await self._send_commit(job_id, arguments, durable=durable)
         if answer[0] == b"BEHIND":
@@ -214,9 +238,11 @@ class JobStore:
         )
 
 
-def _commit_arguments(epoch: int, revision: int, commit_id: str, written: Written, records: Sequence[Record]) -> list[str]:
-    counts = (len(written.put), len(written.remove), len(records))
-    arguments = [str(epoch), str(revision), commit_id, str(_LONGEST_EVENT_LOG), *map(str, counts)]
+def _commit_arguments(
+    epoch: int, revision: int, commit_id: str, written: Written, records: Sequence[Record], retention: timedelta
+) -> list[str]:
+    numbers = (len(written.put), len(written.remove), len(records), round(retention.total_seconds() * 1000))
+    arguments = [str(epoch), str(revision), commit_id, str(_LONGEST_EVENT_LOG), *map(str, numbers)]
     for pair in written.put.items():
         arguments.extend(pair)
     arguments.extend(written.remove)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from shoal_common.errors import UnavailableError
+from shoal_common.errors import UnavailableError, UnknownResourceError
 from shoal_common.redis import EmbeddedRedis
 from shoal_protos.v1 import coordinator_pb2 as pb
 
@@ -209,3 +209,42 @@ def test_a_job_survives_with_its_spec_and_closed_state(make_coordinator: MakeCoo
         after = job.get()
         assert (after.spec, after.phase) == (before.spec, pb.JOB_PHASE_FINISHED)
         assert [summary.job_id for summary in client.list_jobs().jobs] == [job.job_id]
+
+
+def test_a_job_that_nobody_is_in_is_forgotten_after_the_retention(make_coordinator: MakeCoordinator, own_redis: EmbeddedRedis) -> None:
+    import redis
+
+    coordinator = make_coordinator("--redis", own_redis.url, "--job-retention", "1s")
+    with coordinator.client() as client, redis.Redis.from_url(own_redis.url) as raw:
+        occupied, finished = create_job(coordinator, client), create_job(coordinator, client)
+        occupied.form("a")
+        (b,) = finished.form("b")
+        b.leave(pb.Leave.REASON_FINISHED)
+        assert b.end() is None
+        assert finished.get().phase == pb.JOB_PHASE_FINISHED
+        followed = client.watch_events(finished.job_id, follow=True)
+        error = refusal(lambda: list(followed))
+        assert isinstance(error, UnknownResourceError)
+        assert error.reason == "JOB_UNKNOWN"
+        assert [summary.job_id for summary in client.list_jobs().jobs] == [occupied.job_id]
+        assert not raw.keys(f"*{finished.job_id}*")
+        assert raw.smembers("shoal:jobs") == {occupied.job_id.encode()}
+        assert occupied.get().phase == pb.JOB_PHASE_RUNNING
+        # The id is free again.
+        assert client.create_job(pb.JobSpec(job_id=finished.job_id, min_workers=1, max_workers=7)).created
+        occupied.close()
+
+
+def test_a_job_that_is_dropped_while_no_coordinator_lives_is_not_missed(
+    make_coordinator: MakeCoordinator, own_redis: EmbeddedRedis
+) -> None:
+    import redis
+
+    coordinator = make_coordinator("--redis", own_redis.url, "--job-retention", "1s")
+    with coordinator.client() as client, redis.Redis.from_url(own_redis.url) as raw:
+        create_job(coordinator, client)
+        coordinator.kill()
+        eventually(lambda: not raw.keys("shoal:{*"), "Redis to drop the job")
+        restarted(coordinator)
+        assert list(client.list_jobs().jobs) == []
+        assert raw.smembers("shoal:jobs") == set()

@@ -17,10 +17,11 @@ class ShardingConfiguration:
     """
 
     auto_sync_gradients: bool = True
-    """Reduce gradients during the backward pass. False: the loop calls `model.synchronize_gradients()` before `optimizer.step()`;
-    needed where some parameters take no part in some steps."""
+    """Reduce gradients during the backward pass. False: the loop calls `model.synchronize_gradients()` before `optimizer.step()`."""
     bucket_cap_mb: int = 25
     """MiB of gradients that travel in one all-reduce; >= 1."""
+    minimum_parameter_group_size: int = 1024
+    """Elements that travel together at least: what is left over goes along with the bucket before it; >= 1."""
     loss_reduction: str = "mean"
     """What the loop's loss does over a batch: "mean", or "sum"."""
     deterministic: bool = False
@@ -30,6 +31,8 @@ class ShardingConfiguration:
     def __post_init__(self) -> None:
         if self.bucket_cap_mb < 1:
             raise ConfigurationError(f"bucket_cap_mb={self.bucket_cap_mb}: expected at least 1 MiB")
+        if self.minimum_parameter_group_size < 1:
+            raise ConfigurationError(f"minimum_parameter_group_size={self.minimum_parameter_group_size}: expected at least 1 element")
         if self.loss_reduction not in ("mean", "sum"):
             raise ConfigurationError(f'loss_reduction={self.loss_reduction!r}: expected "mean" or "sum"')
 

@@ -7,7 +7,8 @@ one process on the whole batch, for any optimizer, because it is the gradients t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -15,9 +16,11 @@ from shoal_common.errors import ConfigurationError, PreconditionError
 from torch import nn
 
 from shoal_worker.elastic.contract import Leases, StepStatus
+from shoal_worker.strategies.accumulation import AccumulatedReduction
 from shoal_worker.strategies.base import ShardedOptimizer, call_module, check_optimizer_covers, loss_of
+from shoal_worker.strategies.buffers import CommittedBuffers
 from shoal_worker.strategies.materialize import materialize
-from shoal_worker.strategies.reduction import AccumulatedReduction, OverlappedReduction
+from shoal_worker.strategies.reduction import OverlappedReduction
 from shoal_worker.strategies.whole import WholeModel
 
 
@@ -32,7 +35,10 @@ class DDPModel(WholeModel):
         self._overlapped: OverlappedReduction | None = None
         self._accumulated: AccumulatedReduction | None = None
         self._optimizer: torch.optim.Optimizer | None = None
-        self._committed_buffers: list[torch.Tensor] = []
+        # What torch.compile gave is called, but state is named as in the user's own module.
+        self._call: Callable[..., Any] = self.module.__call__
+        self.module = getattr(self.module, "_orig_mod", self.module)
+        self._step_buffers = CommittedBuffers(self.module)
         if not any(p.requires_grad for p in self.module.parameters()):
             raise ConfigurationError("the model has no parameter with requires_grad=True: there is nothing to train")
 
@@ -42,28 +48,47 @@ class DDPModel(WholeModel):
             check_optimizer_covers(self.module, optimizer)
         self._optimizer = optimizer
         self._session.attach(self)
-        self._committed_buffers = [b.clone() for b in self.module.buffers()]
+        self._step_buffers.commit()
 
     # ------------------------------------------------------------------------------------------------------------- training
 
+    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]  # what it calls, the module, may be compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward pass; in training its backward pass reduces the gradients over all ranks."""
-        if not (self.module.training and torch.is_grad_enabled()):
-            return self.module(*args, **kwargs)
-        session = self._session
-        session.ensure_step()
-        if self._in_micro_batches or not session.elastic:
-            if self.config.deterministic and not self._in_micro_batches:
-                raise ConfigurationError(
-                    "deterministic=True needs micro-batches, whose results do not depend on the number of ranks: give micro_batch_size= to "
-                    "the ElasticDataLoader and iterate over loader.steps()"
-                )
-            return self.module(*args, **kwargs)
-        if not self.config.auto_sync_gradients:
-            return self.module(*args, **kwargs)
-        if self._overlapped is None:
-            self._overlapped = OverlappedReduction(self.module, session, self.config)
-        return self._overlapped(*args, **kwargs)
+        """The module's forward pass; in training its backward pass reduces the gradients over all ranks.
+
+        Outputs may have any form. Parameters that take no part in the pass are no error, also where they differ by rank.
+        """
+        reduces = self.module.training and torch.is_grad_enabled() and self._begin_pass()
+        output = self._call(*args, **kwargs)
+        if reduces:
+            self._follow(output)
+        return output
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _begin_pass(self) -> bool:
+        """Before a forward pass of training. True if gradients are reduced during its backward pass."""
+        self._session.ensure_step()
+        if self._in_micro_batches:
+            return False
+        if self.config.deterministic:
+            raise ConfigurationError(
+                "deterministic=True needs micro-batches, whose results do not depend on the number of ranks: give micro_batch_size= to "
+                "the ElasticDataLoader and iterate over loader.steps()"
+            )
+        if self._session.elastic:
+            self._reduction().prepare()
+        return self._session.elastic
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _follow(self, output: Any) -> None:
+        self._reduction().follow(output)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside only add to this rank's gradients, as with torch's DDP; the next one outside reduces what has been added
+        up. What no later pass has reduced, `optimizer.step()` does."""
+        with self._reduction().paused() if self._session.elastic else contextlib.nullcontext():
+            yield
 
     def train_step(
         self,
@@ -71,27 +96,27 @@ class DDPModel(WholeModel):
         targets: Any = None,
         loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """See `ShardedModel`. The loss travels in the step's control word, so that it costs no collective of its own."""
+        """See `ShardedModel`. The loss travels in the step's control word, so that it costs no collective of its own.
+
+        In `loader.steps()` the batch is the micro-batch, which one rank has whole: its own loss is returned, and the ranks' mean over the
+        step is what `shoal status` shows.
+        """
         session = self._session
         step = session.ensure_step()
         loss = loss_of(call_module(self, inputs), targets, loss_fn)
         step.loss = float(loss.detach())
         loss.backward()
+        if not self.config.auto_sync_gradients and not self._in_micro_batches:
+            self.synchronize_gradients()
         session.finish_reduction_if_whole()
         if step.control is not None and step.control[2] > 0:
             return loss.detach().new_tensor(step.control[1] / step.control[2])
         return loss.detach()
 
-    @torch.no_grad()
     def synchronize_gradients(self) -> None:
-        """Sums the gradients over the ranks. Only needed with `auto_sync_gradients=False`, once per step; it may be called several
-        times."""
-        step = self._session.step
-        if step is None or step.share is None or self.config.auto_sync_gradients or step.control is not None:
-            self.finish_reduction()
-            return
-        self._accumulation().add_gradients(step.share.weight)
-        self._accumulation().finish()
+        """Sums the gradients over the ranks. Only needed with `auto_sync_gradients=False`, after the backward pass; what was reduced before
+        is not reduced again."""
+        self._reduce_what_is_left()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """See `ShardedModel`. The gradients are whole on every rank, so this needs no communication."""
@@ -121,7 +146,7 @@ class DDPModel(WholeModel):
             self.module.load_state_dict(state["model"])
         if self._optimizer is not None and state["optimizer"] is not None:
             self._optimizer.load_state_dict(state["optimizer"])
-        self._committed_buffers = [b.clone() for b in self.module.buffers()]
+        self._step_buffers.commit()
 
     def has_values(self) -> bool:
         """See `Replica`."""
@@ -144,47 +169,63 @@ class DDPModel(WholeModel):
         """See `Replica`."""
         self._accumulation().micro_batch_ends(weight)
 
-    @torch.no_grad()
     def finish_reduction(self) -> None:
         """See `Replica`."""
         step = self._session.step
-        if self._in_micro_batches:
-            self._accumulation().finish()
-        elif not self.config.auto_sync_gradients and step is not None and step.control is None and step.lost is None:
+        by_hand = not self.config.auto_sync_gradients and not self._in_micro_batches
+        if by_hand and step is not None and step.control is None and step.lost is None:
             raise PreconditionError(
                 "auto_sync_gradients=False: call model.synchronize_gradients() after the backward pass, before clipping and "
                 "optimizer.step()"
             )
-        elif self._session.elastic and step is not None and step.share is not None and step.control is None and step.lost is None:
-            # The forward pass did not go through this wrapper (evaluation mode, `model.module(x)`): nothing was reduced on the way.
-            self._accumulation().add_gradients(step.share.weight)
+        self._reduce_what_is_left()
+
+    @torch.no_grad()
+    def _reduce_what_is_left(self) -> None:
+        """The end of the step's reduction: after micro-batches the whole of it; else what the hooks of backward passes have not done."""
+        step = self._session.step
+        if step is None or step.share is None or step.lost is not None:
+            return
+        if self._in_micro_batches:
+            if step.micro_batch is not None:
+                raise PreconditionError(
+                    "gradients are reduced when the inner loop has come to its end, and this is inside it (or it was left early): clip "
+                    "and call synchronize_gradients() between `for batch in step:` and optimizer.step()"
+                )
             self._accumulation().finish()
+        elif not self._session.elastic:
+            self._session.take_control_word(self._session.control_word())
+        elif step.control is None or self._reduction().pending:
+            self._reduction().synchronize()
 
     @torch.no_grad()
     def discard_step(self) -> None:
         """See `Replica`."""
-        for buffer, committed in zip(self.module.buffers(), self._committed_buffers, strict=True):
-            buffer.copy_(committed)
+        for reduction in (self._overlapped, self._accumulated):
+            if reduction is not None:
+                reduction.discard()
+        self._step_buffers.put_back()
         for parameter in self.module.parameters():
             parameter.grad = None
-        if self._accumulated is not None:
-            self._accumulated.reset()
 
     @torch.no_grad()
     def commit_step(self) -> None:
         """See `Replica`."""
         if self._accumulated is not None and self._accumulated.open:
             self._accumulated.write_buffers()
-            self._accumulated.reset()
         elif self._overlapped is not None:
             self._overlapped.write_buffers()
-        for buffer, committed in zip(self.module.buffers(), self._committed_buffers, strict=True):
-            committed.copy_(buffer)
+        self._step_buffers.commit()
 
     def _accumulation(self) -> AccumulatedReduction:
         if self._accumulated is None:
-            self._accumulated = AccumulatedReduction(self.module, self._session, self.config)
+            self._accumulated = AccumulatedReduction(self.module, self._step_buffers, self._session, self.config)
         return self._accumulated
+
+    def _reduction(self) -> OverlappedReduction:
+        if self._overlapped is None:
+            self._overlapped = OverlappedReduction(self.module, self._step_buffers, self._session, self.config)
+        return self._overlapped
 
     # ---------------------------------------------------------------------------------------------------------------- state
 

@@ -1,0 +1,37 @@
+"""What users do with torch's DDP gives, on two ranks with ddp, what one process gives on the whole batch, to 1e-10 in float64."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.integration.worker_async.async_cluster import Zygote
+from tests.integration.worker_ddp.ddp_cases import CASES, WORLD
+from tests.integration.worker_elastic.cluster import cluster
+
+
+@pytest.fixture(scope="module")
+def zygote(leftover_processes: None) -> Iterator[Zygote]:
+    zygote = Zygote()
+    yield zygote
+    zygote.close()
+
+
+@pytest.fixture(scope="module")
+def outcomes(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+    """By rank and case. All cases run in one pair of processes, one after the other."""
+    script = Path(__file__).with_name("ddp_cases.py")
+    with cluster(zygote, tmp_path_factory.mktemp("ddp"), max_workers=WORLD, script=script, SHOAL_RENDEZVOUS_TIMEOUT_S="20") as running:
+        for index in range(WORLD):
+            running.start(index)
+        for index in range(WORLD):
+            assert running.workers[index].wait() == 0, running.workers[index].said()
+        return [json.loads((running.output / f"{index}.json").read_text()) for index in range(WORLD)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_ranks_end_as_one_process_does(outcomes: list[dict[str, str]], name: str) -> None:
+    assert [told[name] for told in outcomes] == [""] * WORLD

@@ -1,0 +1,127 @@
+"""How gradients are laid out for reducing: in flat buckets, each sent in one all-reduce.
+
+The layout follows from the parameters alone (their order, size, dtype, device), so that it is the same on every rank, whenever it joined.
+Buckets are filled from the last parameter to the first, which is about the order in which a backward pass completes them. A bucket also
+carries how many ranks have a gradient of each parameter: one that no rank has stays None, as in one process. `.grad` is a view of the
+bucket, so gradients exist once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+_FIRST_BYTES = 1 << 20
+"""A small first bucket makes sending start early."""
+
+
+class Slot:
+    """The place of one parameter's gradient."""
+
+    def __init__(self, parameter: torch.Tensor, view: torch.Tensor) -> None:
+        self.parameter = parameter
+        self.view = view
+        self.ready = False
+        """Its gradient of this backward pass is whole."""
+        self.summed = False
+        """What `.grad` holds is the sum over the ranks already."""
+        self.present = False
+        """This rank has a gradient."""
+
+    def take(self, scale: float) -> None:
+        """`scale` times the gradient, if there is one, is in the bucket from now on."""
+        grad = self.parameter.grad
+        self.ready, self.present = True, grad is not None
+        if grad is None:
+            self.view.zero_()
+            return
+        if grad is self.view:
+            self.view.mul_(scale)
+        elif grad.layout is torch.strided:
+            torch.mul(grad.detach(), scale, out=self.view)
+        else:
+            self.view.copy_(grad.to_dense()).mul_(scale)
+        self.parameter.grad = self.view
+
+
+class Bucket:
+    """[gradients | by how many ranks each is present | what rides along]"""
+
+    def __init__(self, parameters: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device, riding: int) -> None:
+        sizes = [p.numel() for p in parameters]
+        self.flat = torch.zeros(sum(sizes) + len(sizes) + riding, dtype=dtype, device=device)
+        *views, self.presence, self.riding = self.flat.split([*sizes, len(sizes), riding])
+        self.gradients = self.flat[: sum(sizes)]
+        self.slots = [Slot(p, _laid_out_as(p, view)) for p, view in zip(parameters, views, strict=True)]
+        self.awaited = len(self.slots)
+        """Slots that are not ready."""
+        self.sent = False
+
+    def fill(self, factor: float, *, sums: bool) -> None:
+        """Makes of the gradients what this rank adds to the sum. A rank that weighs nothing adds nothing, whatever its gradients hold."""
+        for slot in self.slots:
+            if not slot.ready:
+                slot.take(factor if slot.summed or not sums else 1.0)
+        if factor == 0.0:
+            self.gradients.zero_()
+            self.presence.zero_()
+        elif self.slots:
+            self.presence.copy_(torch.tensor([float(slot.present) for slot in self.slots]))
+
+    def settle(self, factor: float) -> None:
+        """The sums are in place."""
+        if factor == 0.0 or not all(slot.present for slot in self.slots):
+            for slot, count in zip(self.slots, self.presence.tolist(), strict=True):
+                slot.parameter.grad = slot.view if count > 0 else None
+        for slot in self.slots:
+            slot.summed = True
+
+    def open(self) -> None:
+        """For the next backward pass."""
+        self.sent, self.awaited = False, len(self.slots)
+        for slot in self.slots:
+            slot.ready = False
+
+
+def lay_out(
+    parameters: Sequence[torch.Tensor],
+    *,
+    device: torch.device,
+    cap_bytes: int,
+    minimum_elements: int,
+    riding: int,
+    riding_dtype: torch.dtype,
+) -> list[Bucket]:
+    """Buckets of at most `cap_bytes` (or one parameter) and at least `minimum_elements`, where the parameters of that kind are so many.
+
+    What rides along lies in the last bucket, whose dtype must hold it exactly; else in one of its own, on `device`.
+    """
+    kinds: dict[tuple[torch.dtype, torch.device], list[list[torch.Tensor]]] = {}
+    for parameter in reversed(parameters):
+        groups = kinds.setdefault((parameter.dtype, parameter.device), [[]])
+        cap = cap_bytes if len(groups) > 1 else min(cap_bytes, _FIRST_BYTES)
+        full = groups[-1] and _elements([*groups[-1], parameter]) * parameter.element_size() > cap
+        if full and _elements(groups[-1]) >= minimum_elements:
+            groups.append([])
+        groups[-1].append(parameter)
+    for groups in kinds.values():
+        if len(groups) > 1 and _elements(groups[-1]) < minimum_elements:
+            groups[-2].extend(groups.pop())
+    planned = [(group, dtype, where) for (dtype, where), groups in kinds.items() for group in groups]
+    if not planned or planned[-1][1] not in (riding_dtype, torch.float64):
+        planned.append(([], riding_dtype, device))
+    last = len(planned) - 1
+    return [Bucket(group, dtype, where, riding if i == last else 0) for i, (group, dtype, where) in enumerate(planned)]
+
+
+def _elements(parameters: Iterable[torch.Tensor]) -> int:
+    return sum(p.numel() for p in parameters)
+
+
+def _laid_out_as(parameter: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
+    """`flat` in the shape of `parameter`, and with its strides if it is dense (channels_last): else autograd would copy."""
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
+    if extent == parameter.numel():
+        return flat.as_strided(parameter.shape, parameter.stride(), flat.storage_offset())
+    return flat.view(parameter.shape)

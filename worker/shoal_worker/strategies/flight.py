@@ -1,0 +1,60 @@
+"""All-reduces in flight: started one after the other, waited for together.
+
+Also when one of them fails all are waited for: the redo of a lost step uses the same memory, and no collective of the old group may write
+into it then. A failure does not raise; it marks the step lost, which `optimizer.step()` will say.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from shoal_common.errors import MembershipChanged
+
+from shoal_worker.failpoints import failpoint
+
+if TYPE_CHECKING:
+    from shoal_worker.elastic.group import Group
+    from shoal_worker.elastic.session import Session
+
+
+class Flight:
+    """Owned by the training thread, or by the thread that runs the backward pass while the training thread waits for that."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._works: list[tuple[Group, dist.Work]] = []
+
+    def send(self, tensor: torch.Tensor) -> None:
+        """Starts to sum `tensor` over all ranks, in place. Nothing is sent in a step that is lost."""
+        step, group = self._session.step, self._session.group
+        if step is None or step.lost is not None:
+            return
+        try:
+            if group is None:
+                raise MembershipChanged("there is no group")
+            work = group.all_reduce_async(tensor)
+        except MembershipChanged as error:
+            self._session.mark_lost(error)
+            return
+        if work is not None:
+            self._works.append((group, work))
+
+    def land(self) -> bool:
+        """Waits for all that were started. True if the step is not lost: all sums are in place."""
+        works, self._works = self._works, []
+        for group, work in works:
+            try:
+                group.wait(work)
+            except MembershipChanged as error:
+                self._session.mark_lost(error)
+        step = self._session.step
+        if step is None or step.lost is not None:
+            return False
+        try:
+            failpoint("reduction.completed")
+        except MembershipChanged as error:
+            self._session.mark_lost(error)
+            return False
+        return True

@@ -132,6 +132,19 @@ def test_evaluate_sums_every_batch_once() -> None:
     assert model.training
 
 
+@pytest.mark.parametrize(
+    "evaluate", [lambda m: shoal.evaluate(m, [data().tensors[0]], lambda n, x: {}), lambda m: m.predict(data().tensors[0])]
+)
+def test_modules_that_the_user_froze_stay_frozen_after_an_evaluation(evaluate: Callable[[Any], Any]) -> None:
+    net = network()
+    model, _ = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1))
+    model.train()
+    net[1].eval()
+    evaluate(model)
+    assert [module.training for module in net] == [True, False, True, True]
+    assert model.training
+
+
 def test_early_stopping_waits_for_patience() -> None:
     net = network()
     _, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1))
@@ -272,6 +285,19 @@ def test_deterministic_without_micro_batches_is_refused() -> None:
     model, _ = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1), deterministic=True)
     with pytest.raises(shoal.ConfigurationError, match="micro_batch_size"):
         model(data().tensors[0])
+
+
+@pytest.mark.parametrize("call", [lambda m: m.clip_grad_norm_(1.0), lambda m: m.synchronize_gradients()])
+def test_gradients_are_not_reduced_inside_the_inner_loop(call: Callable[[Any], Any]) -> None:
+    model, optimizer = _pair()
+    loader = shoal.ElasticDataLoader(data(12), global_batch_size=12, micro_batch_size=5)
+    for step in loader.steps():
+        for x, y in step:
+            nn.functional.cross_entropy(model(x), y).backward()
+            with pytest.raises(shoal.PreconditionError, match="when the inner loop has come to its end"):
+                call(model)
+        call(model)
+        assert optimizer.step()
 
 
 def test_step_without_a_forward_pass_is_refused() -> None:

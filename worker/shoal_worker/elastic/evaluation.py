@@ -14,6 +14,8 @@ import torch
 from shoal_common.errors import ConfigurationError
 from torch import nn
 
+from shoal_worker.elastic.modes import evaluating
+
 if TYPE_CHECKING:
     from shoal_worker.elastic.group import Channel
     from shoal_worker.elastic.session import Session
@@ -76,17 +78,12 @@ def evaluate(session: Session, model: nn.Module, batches: Batches, fn: Callable[
             everyones.update((number, sums) for number, sums in json.loads(told))
         return _total(everyones[n] for n in sorted(everyones))
 
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            if session.is_joining:
-                compute(range(min(1, len(batches))))
-                return _total(results.values())
-            total: Sums = session.operation("evaluate", body)
-            return total
-    finally:
-        model.train(was_training)
+    with evaluating(model), torch.no_grad():
+        if session.is_joining:
+            compute(range(min(1, len(batches))))
+            return _total(results.values())
+        total: Sums = session.operation("evaluate", body)
+        return total
 
 
 def _total(all_sums: Iterable[Sums]) -> Sums:

@@ -16,6 +16,7 @@ from torch import nn
 
 from shoal_worker.config import ShardingConfiguration
 from shoal_worker.elastic.contract import StepStatus
+from shoal_worker.elastic.modes import evaluating
 from shoal_worker.elastic.session import Session
 
 
@@ -74,13 +75,9 @@ class ShardedModel(nn.Module, abc.ABC):
 
     @torch.no_grad()
     def predict(self, inputs: Any) -> Any:
-        """The forward pass in evaluation mode, without gradients; the mode is put back afterwards."""
-        was_training = self.module.training
-        self.module.eval()
-        try:
+        """The forward pass in evaluation mode, without gradients; each module's mode is put back afterwards."""
+        with evaluating(self.module):
             return call_module(self.module, inputs)
-        finally:
-            self.module.train(was_training)
 
     @abc.abstractmethod
     def synchronize_gradients(self) -> None:

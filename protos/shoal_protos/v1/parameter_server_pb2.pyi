@@ -129,7 +129,7 @@ class SetHyperparametersResponse(_message.Message):
     def __init__(self, applied: _Optional[bool] = ...) -> None: ...
 
 class PushHeader(_message.Message):
-    __slots__ = ("job_id", "member_id", "generation", "partition_id", "shard_map_epoch", "sequence", "base_version", "clock", "dtype", "codec", "length", "payload_bytes", "checksum")
+    __slots__ = ("job_id", "member_id", "generation", "partition_id", "shard_map_epoch", "sequence", "base_version", "clock", "dtype", "codec", "length", "payload_bytes", "checksum", "batch")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
@@ -143,6 +143,7 @@ class PushHeader(_message.Message):
     LENGTH_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_BYTES_FIELD_NUMBER: _ClassVar[int]
     CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    BATCH_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     member_id: str
     generation: int
@@ -156,7 +157,8 @@ class PushHeader(_message.Message):
     length: int
     payload_bytes: int
     checksum: int
-    def __init__(self, job_id: _Optional[str] = ..., member_id: _Optional[str] = ..., generation: _Optional[int] = ..., partition_id: _Optional[int] = ..., shard_map_epoch: _Optional[int] = ..., sequence: _Optional[int] = ..., base_version: _Optional[int] = ..., clock: _Optional[int] = ..., dtype: _Optional[_Union[Dtype, str]] = ..., codec: _Optional[_Union[Codec, str]] = ..., length: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., checksum: _Optional[int] = ...) -> None: ...
+    batch: int
+    def __init__(self, job_id: _Optional[str] = ..., member_id: _Optional[str] = ..., generation: _Optional[int] = ..., partition_id: _Optional[int] = ..., shard_map_epoch: _Optional[int] = ..., sequence: _Optional[int] = ..., base_version: _Optional[int] = ..., clock: _Optional[int] = ..., dtype: _Optional[_Union[Dtype, str]] = ..., codec: _Optional[_Union[Codec, str]] = ..., length: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., checksum: _Optional[int] = ..., batch: _Optional[int] = ...) -> None: ...
 
 class PushChunk(_message.Message):
     __slots__ = ("header", "payload")

@@ -106,6 +106,7 @@ def parse_upload_header(header: pb.PushHeader, layout: Layout, kind: UploadKind)
         base_version=at_least("base_version", header.base_version, first),
         clock=at_least("clock", header.clock, 0),
         checksum=header.checksum,
+        batch=header.batch,
     )
 
 

@@ -24,16 +24,20 @@ class PartitionImage:
     state: dict[str, torch.Tensor]
     """The optimizer's, by its names; empty before the first push."""
     sequences: dict[str, int]
+    batches: dict[str, int]
 
 
 @dataclass(kw_only=True)
 class Partition:
-    """Invariants: version 0 <=> no values; version = 1 + pushes applied; sequences[m] = the last of 1, 2, 3, ... applied for member m."""
+    """Invariants: version 0 <=> no values; version = 1 + pushes applied; sequences[m] = the last of 1, 2, 3, ... settled for member m."""
 
     spec: PartitionSpec
     version: int = 0
     values: torch.Tensor | None = None
     sequences: dict[str, int] = field(default_factory=dict)
+    batches: dict[str, int] = field(default_factory=dict)
+    """Member -> key of the batch that its last push was computed on, if it had one. A member works on one batch at a time, so this is the
+    only one that it may have pushed and not acknowledged when it dies; whoever gets the batch then pushes what is missing of it."""
     optimizer: torch.optim.Optimizer | None = None
     """Made at the first push."""
     readings: set[Reading] = field(default_factory=set)
@@ -42,7 +46,9 @@ class Partition:
     @classmethod
     def restored(cls, image: PartitionImage, optimizer: OptimizerSettings | None) -> Partition:
         """As `image` was taken. The image's tensors become the partition's own."""
-        partition = cls(spec=image.spec, version=image.version, values=image.values, sequences=dict(image.sequences))
+        partition = cls(
+            spec=image.spec, version=image.version, values=image.values, sequences=dict(image.sequences), batches=dict(image.batches)
+        )
         if optimizer is not None and image.state:
             partition.optimizer = optimizer.build(image.values, tensor=image.spec.tensor)
             partition.optimizer.state[image.values] = dict(image.state)
@@ -54,7 +60,7 @@ class Partition:
         self.version = 1
 
     def is_duplicate(self, push: UploadHeader) -> bool:
-        """True when this push was applied before; False when it is the member's next one.
+        """True when this push was applied before, by this member or by one that had its batch; False when it is the member's next one.
 
         Raises PreconditionError: PARTITION_UNINITIALIZED, SEQUENCE_GAP, BASE_VERSION_AHEAD.
         """
@@ -77,7 +83,7 @@ class Partition:
                 "restored from a snapshot; pull again",
                 reason="BASE_VERSION_AHEAD",
             )
-        return False
+        return push.batch != 0 and push.batch in self.batches.values()
 
     def apply(self, gradient: torch.Tensor, push: UploadHeader, optimizer: OptimizerSettings) -> None:
         """One optimizer step with a sound gradient of the values' size and dtype, which is read and not kept."""
@@ -92,8 +98,23 @@ class Partition:
             self.optimizer.step()
         finally:
             values.grad = None
-        self.sequences[push.member_id] = push.sequence
+        self.settle(push)
         self.version += 1
+
+    def settle(self, push: UploadHeader) -> None:
+        """The push needs no further attention: it is applied, or was before. Its number is used up; an older one changes nothing."""
+        if push.sequence <= self.sequences.get(push.member_id, 0):
+            return
+        self.sequences[push.member_id] = push.sequence
+        if push.batch:
+            self.batches[push.member_id] = push.batch
+        else:
+            self.batches.pop(push.member_id, None)
+
+    def forget(self, member_id: str) -> None:
+        """A member that will not come back."""
+        self.sequences.pop(member_id, None)
+        self.batches.pop(member_id, None)
 
     def read(self) -> Reading:
         """The values as they are now, to be read in pieces. Only with values; `readings.discard` it when done."""
@@ -110,6 +131,7 @@ class Partition:
             values=values.clone(),
             state={name: tensor.clone() for name, tensor in self._state().items()},
             sequences=dict(self.sequences),
+            batches=dict(self.batches),
         )
 
     @property

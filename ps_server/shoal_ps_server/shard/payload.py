@@ -32,6 +32,8 @@ class UploadHeader:
     """Iterations that the member has finished with this."""
     checksum: int
     """xxh3-64 of the payload; 0: not computed."""
+    batch: int = 0
+    """Key of the leased batch that a gradient was computed on, the same whoever pushes it; 0: none."""
 
 
 class Upload:

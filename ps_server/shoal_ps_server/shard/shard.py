@@ -96,6 +96,7 @@ class Shard:
         if self._optimizer is None:
             raise PreconditionError("this server has no optimizer: send ConfigureOptimizer before Push", reason="OPTIMIZER_UNCONFIGURED")
         if partition.is_duplicate(header):
+            partition.settle(header)
             self._pushes_deduplicated += 1
             return Outcome(partition_id=header.spec.partition_id, version=partition.version, duplicate=True)
         gradient = upload.values()
@@ -133,10 +134,10 @@ class Shard:
         return tuple(sorted(self._partitions))
 
     def forget(self, member_ids: Iterable[str]) -> None:
-        """Drops the sequence numbers of members that will not come back."""
+        """Drops what is known of members that will not come back."""
         for partition in self._partitions.values():
             for member_id in member_ids:
-                partition.sequences.pop(member_id, None)
+                partition.forget(member_id)
 
     def summary(self, member_id: str = "") -> ShardSummary:
         """Totals and versions, and the sequences of one member."""

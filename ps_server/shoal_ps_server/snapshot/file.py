@@ -91,6 +91,7 @@ def _metadata(image: ServerImage) -> dict[str, str]:
                     "partition_id": partition.spec.partition_id,
                     "version": partition.version,
                     "sequences": partition.sequences,
+                    "batches": partition.batches,
                     "digests": {name: f"{checksum(bytes_of(tensor)):016x}" for name, tensor in _named(partition).items()},
                 }
                 for partition in image.partitions
@@ -153,6 +154,7 @@ def _partition(file: Any, state: ServerState, entry: Mapping[str, Any]) -> Parti
         values=values,
         state={name.removeprefix(prefix): tensor for name, tensor in tensors.items()},
         sequences={str(member): int(sequence) for member, sequence in entry["sequences"].items()},
+        batches={str(member): int(batch) for member, batch in entry["batches"].items()},
     )
 
 

@@ -52,6 +52,22 @@ def test_a_killed_workers_batches_are_done_by_others_who_do_not_notice(cluster: 
     assert audit(running.records).exactly_once
 
 
+def test_a_worker_killed_between_its_push_and_the_acknowledgement_has_no_batch_applied_twice(cluster: Make) -> None:
+    running = cluster(together=2)
+    batches = 8
+    # With ssp the other waits for the victim at the end of its third iteration, so that the victim comes to its own third.
+    config = {"epochs": 2, "batch_size": SAMPLES // batches, "options": {"consistency": "ssp", "staleness_bound": 0}}
+    victim = running.start_worker(**config, environment={"SHOAL_FAILPOINTS": "session.after_apply@3=kill"})
+    # Two batches of the first epoch are the victim's; its third one comes again, for it was pushed and not acknowledged.
+    other = running.start_worker(**config, hold_at=[batches - 2])
+    other.wait_step(batches - 2)
+    assert victim.process.wait() == -signal.SIGKILL
+    for server in running.servers:
+        assert {partition.version for partition in server.look().partitions} == {1 + batches}
+    other.go(batches - 2)
+    assert other.result()["steps"] == 2 * batches - 2
+
+
 def test_with_ssp_nobody_is_further_ahead_than_the_bound(cluster: Make) -> None:
     running = cluster(together=2)
     options = {"consistency": "ssp", "staleness_bound": 2}

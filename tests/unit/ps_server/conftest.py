@@ -44,6 +44,7 @@ class Make:
         base_version: int = 1,
         cuts: Sequence[int] = (),
         digest: int | None = None,
+        batch: int = 0,
     ) -> Upload:
         """`cuts`: byte positions between which the payload's pieces lie. `digest` None: computed."""
         spec = spec or self.spec()
@@ -57,6 +58,7 @@ class Make:
             base_version=base_version,
             clock=sequence,
             checksum=checksum(data) if digest is None else digest,
+            batch=batch,
         )
         upload = Upload(header)
         for start, end in pairwise(edges):

@@ -36,6 +36,26 @@ def test_a_repeated_push_is_acknowledged_and_not_applied(make) -> None:
     assert (summary.pushes_applied, summary.pushes_deduplicated, summary.sequences) == (1, 1, {0: 1})
 
 
+def test_a_batch_that_a_dead_member_pushed_is_not_applied_again_by_whoever_gets_it(make) -> None:
+    specs = make.spec(0), make.spec(1)
+    shard = make.shard(*specs)
+    shard.push(make.upload(torch.ones(6), specs[0], member="dead", batch=7))  # it died before it came to partition 1
+    there = shard.push(make.upload(torch.ones(6), specs[0], member="heir", batch=7))
+    missing = shard.push(make.upload(torch.ones(6), specs[1], member="heir", batch=7))
+    assert [(each.duplicate, each.version) for each in (there, missing)] == [(True, 2), (False, 2)]
+    assert shard.summary("heir").sequences == {0: 1, 1: 1}
+    assert not shard.push(make.upload(torch.ones(6), specs[0], member="heir", sequence=2, base_version=2, batch=8)).duplicate
+
+
+def test_an_old_push_said_again_does_not_hide_the_newer_batch(make) -> None:
+    shard = make.shard()
+    first = make.upload(torch.ones(6), batch=7)
+    shard.push(first)
+    shard.push(make.upload(torch.ones(6), sequence=2, base_version=2, batch=8))
+    assert shard.push(first).duplicate
+    assert shard.push(make.upload(torch.ones(6), member="heir", batch=8)).duplicate
+
+
 @pytest.mark.parametrize(
     ("upload", "reason"),
     [

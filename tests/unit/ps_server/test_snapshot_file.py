@@ -34,7 +34,7 @@ def image(make) -> ServerImage:
     shard = make.shard(*specs[:2], optimizer=optimizer)
     for step in (1, 2):
         shard.push(make.upload(torch.arange(6), specs[0], sequence=step, base_version=step))
-    shard.push(make.upload(torch.ones(3), specs[1], member="b"))
+    shard.push(make.upload(torch.ones(3), specs[1], member="b", batch=2**64 - 1))
     shard.adopt(make.layout(*specs))
     state = ServerState(
         job_id="job",
@@ -61,7 +61,9 @@ def assert_same(left: ServerImage, right: ServerImage) -> None:
     assert list(left.state.put_out) == list(right.state.put_out)
     assert len(left.partitions) == len(right.partitions)
     for one, other in zip(left.partitions, right.partitions, strict=True):
-        assert (one.spec, one.version, one.sequences, set(one.state)) == (other.spec, other.version, other.sequences, set(other.state))
+        for field in ("spec", "version", "sequences", "batches"):
+            assert getattr(one, field) == getattr(other, field)
+        assert set(one.state) == set(other.state)
         assert torch.equal(one.values, other.values)
         assert all(torch.equal(one.state[name], other.state[name]) for name in one.state)
 
@@ -174,7 +176,9 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, image) ->
     path = tmp_path / "snapshot"
     write_snapshot(path, image)
     before = path.read_bytes()
-    broken = PartitionImage(spec=image.partitions[0].spec, version=1, values=torch.zeros(2, dtype=torch.int8), state={}, sequences={})
+    broken = PartitionImage(
+        spec=image.partitions[0].spec, version=1, values=torch.zeros(2, dtype=torch.int8), state={}, sequences={}, batches={}
+    )
     with pytest.raises(KeyError):
         write_snapshot(path, ServerImage(state=image.state, partitions=(broken,)))
     path.unlink()

@@ -69,6 +69,8 @@ class Iteration:
     gradients: Mapping[str, memoryview]
     """By tensor; only those that have one."""
     pull: bool
+    batch: int = 0
+    """Key of the leased batch that the gradients were computed on; 0: none."""
 
 
 class ServerLink:
@@ -227,7 +229,9 @@ class ServerLink:
             self._client.initialize(self._outgoing(parts, lambda part: part.of(part.tensor.values())), deadline=self._stream_deadline)
 
     def _push(self, parts: Sequence[Part], iteration: Iteration) -> int:
-        outgoing = self._outgoing(parts, lambda part: part.of(iteration.gradients[part.tensor.name]), clock=iteration.clock)
+        outgoing = self._outgoing(
+            parts, lambda part: part.of(iteration.gradients[part.tensor.name]), clock=iteration.clock, batch=iteration.batch
+        )
         results = self._client.push(outgoing, deadline=self._stream_deadline)
         if [result.partition_id for result in results] != [part.partition_id for part in parts]:
             raise InternalError(f"server {self._share.index} acknowledged other partitions than were pushed")
@@ -236,7 +240,7 @@ class ServerLink:
         return max(result.staleness for result in results)
 
     def _outgoing(
-        self, parts: Sequence[Part], payload_of: Callable[[Part], memoryview], *, clock: int | None = None
+        self, parts: Sequence[Part], payload_of: Callable[[Part], memoryview], *, clock: int | None = None, batch: int = 0
     ) -> Iterator[tuple[pb.PushHeader, memoryview]]:
         """Headers and payloads, made as they are sent. `clock`: of a push; None: first values."""
         generation = self._job.generation
@@ -258,6 +262,7 @@ class ServerLink:
                 header.sequence = self._acknowledged[part.partition_id] + 1
                 header.base_version = self._base[part.partition_id]
                 header.clock = clock
+                header.batch = batch
             yield header, payload
 
     def _pull_in_turn(self) -> None:

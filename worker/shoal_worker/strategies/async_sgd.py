@@ -2,8 +2,9 @@
 
 An iteration is a push. `optimizer.step()` sends this worker's gradient to the servers, which run the optimizer, and brings back the values
 that all workers have reached meanwhile. Nobody waits for anybody (`consistency="asp"`), or only for those that are too far behind ("ssp").
-A worker that dies or joins disturbs no other. The price: a gradient is computed on values that others have changed since (its staleness),
-so the result is not that of one process. (Dean et al., "Large Scale Distributed Deep Networks", NIPS 2012, section 4.1; Ho et al., "More
+A worker that dies or joins disturbs no other: its batch is leased to another one, and applied once to each partition, whatever the dead
+one had pushed of it (docs/decisions/0083). The price: a gradient is computed on values that others have changed since (its staleness), so
+the result is not that of one process. (Dean et al., "Large Scale Distributed Deep Networks", NIPS 2012, section 4.1; Ho et al., "More
 Effective Distributed ML via a Stale Synchronous Parallel Parameter Server", NIPS 2013, on the bound.)
 
 Cost per worker: parameters and gradients; the optimizer's state lies on the servers. 2P bytes per step: the gradient out, the values back.
@@ -179,7 +180,10 @@ class AsyncSGDModel(WholeModel):
             sent = {tensor.name: view for tensor, view in zip(trained, gradients(trained), strict=True) if view is not None}
         clock = self._clock + 1
         pull = clock % self._async_options.pull_every == 0
-        iteration = Iteration(clock=clock, revision=self.look_at_schedule(), gradients=sent, pull=pull)
+        step = self._session.step
+        source = step.source if step is not None else None
+        batch = self._leases.at_hand(source.name) if source is not None else 0
+        iteration = Iteration(clock=clock, revision=self.look_at_schedule(), gradients=sent, pull=pull, batch=batch)
         staleness = self._require_servers().exchange(iteration)
         self._clock = clock
         if sent:

@@ -17,7 +17,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import tempfile
 import threading
 import time
 from pathlib import Path
@@ -32,6 +31,7 @@ from redis.retry import Retry
 from shoal_common.errors import ConfigurationError, DeadlineError, ShoalError, UnavailableError
 from shoal_common.processes import tied_to_parent
 from shoal_common.redis.connection import EMBEDDED_SCHEME
+from shoal_common.scratch import ScratchDirectory
 
 _START_DEADLINE_S: Final = 20.0
 _STOP_DEADLINE_S: Final = 10.0
@@ -47,8 +47,8 @@ class EmbeddedRedis:
     """
 
     def __init__(self, directory: str | os.PathLike[str] | None = None, *, port: int = 0) -> None:
-        self._temporary = tempfile.TemporaryDirectory(prefix="shoal-redis-") if directory is None else None
-        self.directory = Path(self._temporary.name if self._temporary else os.fspath(directory or ""))
+        self._temporary = ScratchDirectory("redis") if directory is None else None
+        self.directory = self._temporary.path if self._temporary else Path(os.fspath(directory or ""))
         try:
             binary = find_server_binary()
             self._lock = _lock_directory(self.directory)
@@ -104,7 +104,7 @@ class EmbeddedRedis:
 
     def _discard_temporary(self) -> None:
         if self._temporary is not None:
-            self._temporary.cleanup()
+            self._temporary.close()
 
     def __enter__(self) -> Self:
         return self

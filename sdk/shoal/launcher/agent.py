@@ -11,15 +11,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-import tempfile
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum, auto
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
+
+from shoal_common.scratch import ScratchDirectory
 
 from shoal.launcher.environment import NodePlacement
 from shoal.launcher.output import OutputPump
@@ -98,8 +98,8 @@ class Agent:
         self._site = site
         self._pump = pump
         self._note = note
-        self._files = tempfile.TemporaryDirectory(prefix="shoal-run-")
-        self._starter = WorkerStarter(settings, coordinator=site.coordinator, directory=Path(self._files.name), pump=pump, colour=colour)
+        self._files = ScratchDirectory("run")
+        self._starter = WorkerStarter(settings, coordinator=site.coordinator, directory=self._files.path, pump=pump, colour=colour)
         self._policy = RestartPolicy(workers=settings.workers, max_restarts=settings.max_restarts)
         self._workers: set[Worker] = set()
         self._asked_to_end: set[Worker] = set()
@@ -150,7 +150,7 @@ class Agent:
             try:
                 self._site.close(ending)
             finally:
-                self._files.cleanup()
+                self._files.close()
 
     # ----------------------------------------------------------------------------------------------------------- tasks
 

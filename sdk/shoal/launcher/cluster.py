@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Final, Self
 from urllib.parse import quote
 
 from shoal_common.errors import DeadlineError, UnavailableError
+from shoal_common.scratch import ScratchDirectory
 
 from shoal.launcher.jobs import JobSettings
 from shoal.launcher.ports import ReservedPort, ServiceAddresses, read_port_file
@@ -119,7 +119,8 @@ class LocalCluster:
             log_directory: keeps the services' logs; None: they are deleted with the cluster's other files.
         """
         self.job = job
-        self.directory = Path(tempfile.mkdtemp(prefix="shoal-"))
+        self._scratch = ScratchDirectory("cluster")
+        self.directory = self._scratch.path
         self._command = command
         self._log_directory = log_directory
         self._environment = _service_environment()
@@ -228,7 +229,7 @@ class LocalCluster:
         for service in (self.coordinator, *self.servers):
             service.release()
         self._keep_logs()
-        shutil.rmtree(self.directory, ignore_errors=True)
+        self._scratch.close()
 
     def _keep_logs(self) -> None:
         if self._log_directory is not None and self.directory.exists():

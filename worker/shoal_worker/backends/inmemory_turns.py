@@ -140,13 +140,13 @@ class Turns:
     def _pass_on(self, rank: int) -> None:
         """To the next rank after `rank` that can go on; to none if nobody waits, or all wait for outsiders."""
         self._running = self._next(rank)
+        self._wake()
         rooms = [parked.on for parked in self._parked.values() if parked.on is not None]
         if self._running is None and rooms and not any(room.has_outsiders for room in rooms):
             waiting = "; ".join(f"rank {one} waits {parked.what}" for one, parked in sorted(self._parked.items()))
+            text = f"no rank can go on: {waiting}{self._ended()}"
             for room in rooms:
-                room.end_deadlocked(f"no rank can go on: {waiting}{self._ended()}")
-            self._running = self._next(rank)
-        self._wake()
+                room.end_deadlocked(text)  # and so calls `look`
 
     def _wake(self) -> None:
         if self._running is not None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import shoal
 import torch
-from shoal_worker.elastic.current import set_session
+from shoal_worker.elastic.current import current_session, set_session
 from torch import nn
 
 
@@ -120,6 +120,16 @@ def test_train_step_returns_the_loss() -> None:
     expected = nn.functional.cross_entropy(network()(x), y)
     assert torch.allclose(model.train_step(x, y, nn.functional.cross_entropy), expected)
     assert optimizer.step()
+
+
+def test_train_step_in_micro_batches_returns_each_ones_loss_and_the_step_has_their_mean() -> None:
+    model, optimizer = _pair()
+    loader = shoal.ElasticDataLoader(data(12), global_batch_size=12, micro_batch_size=5)
+    for step in loader.steps():
+        told = [(float(model.train_step(x, y, nn.functional.cross_entropy)), len(x)) for x, y in step]
+        assert [count for _, count in told] == [5, 5, 2]
+        assert optimizer.step()
+    assert current_session().progress.message().loss == pytest.approx(sum(loss * count for loss, count in told) / 12)
 
 
 def test_evaluate_sums_every_batch_once() -> None:

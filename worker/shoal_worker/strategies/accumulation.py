@@ -57,6 +57,11 @@ class AccumulatedReduction:
         for parameter in self._parameters:
             parameter.grad = None
 
+    def add_loss(self, loss: float, weight: float) -> float:
+        """The mean of this rank's losses in the step, with that of a micro-batch."""
+        self._loss_sum, self._loss_weight = self._loss_sum + loss * weight, self._loss_weight + weight
+        return self._loss_sum / self._loss_weight if self._loss_weight else 0.0
+
     def micro_batch_ends(self, weight: float) -> None:
         """Adds the micro-batch's gradient and buffers. One that weighs nothing may hold anything, NaN among it: it is left out."""
         for i, (parameter, total) in enumerate(zip(self._parameters, self._grad_sums, strict=True)):
@@ -99,6 +104,7 @@ class AccumulatedReduction:
         if [id(p) for p in trained] != [id(p) for p in self._parameters]:
             self._lay_out(trained)
         self._flat.zero_()
+        self._loss_sum = self._loss_weight = 0.0
         self._open = True
 
     def _lay_out(self, trained: list[nn.Parameter]) -> None:

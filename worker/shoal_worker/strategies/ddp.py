@@ -104,7 +104,10 @@ class DDPModel(WholeModel):
         session = self._session
         step = session.ensure_step()
         loss = loss_of(call_module(self, inputs), targets, loss_fn)
-        step.loss = float(loss.detach())
+        told = float(loss.detach())
+        step.loss = (
+            told if step.micro_batch is None or not self._in_micro_batches else self._accumulation().add_loss(told, step.micro_batch)
+        )
         loss.backward()
         if not self.config.auto_sync_gradients and not self._in_micro_batches:
             self.synchronize_gradients()

@@ -178,7 +178,7 @@ class ParameterServer:
             self._metrics.sent_bytes.inc(spec.nbytes)
 
     def _state(self) -> ServerState | None:
-        layout, fence, clocks = self._layouts.current, self._membership.fence, self._membership.clocks
+        layout, fence = self._layouts.current, self._membership.fence
         if layout is None:
             return None
         return ServerState(
@@ -189,8 +189,7 @@ class ParameterServer:
             generation=fence.generation,
             members=fence.members,
             put_out=dict(fence.put_out),
-            clocks=clocks.members,
-            slowest_clock=clocks.slowest,
+            slowest_clock=self._membership.clocks.slowest,
         )
 
     # ---------------------------------------------------------------------------------------------------- start and end

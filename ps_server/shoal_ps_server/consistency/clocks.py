@@ -49,7 +49,7 @@ class Clocks:
     """The clocks of the current members. Invariants: no clock falls, and neither does `slowest`; every member's clock >= `slowest`."""
 
     def __init__(self, *, members: Mapping[str, MemberClock] | None = None, slowest: int = 0) -> None:
-        """Empty, or as a snapshot held them."""
+        """`members`: those that are there already."""
         self._members = dict(members or {})
         self._slowest = slowest
 

@@ -35,7 +35,6 @@ class ServerState:
     generation: int
     members: frozenset[str]
     put_out: Mapping[str, int]
-    clocks: Mapping[str, MemberClock]
     slowest_clock: int
 
     def fence(self) -> Fence:
@@ -43,8 +42,9 @@ class ServerState:
         return Fence.restored(generation=self.generation, members=self.members, put_out=self.put_out)
 
     def restored_clocks(self) -> Clocks:
-        """The clocks as they were."""
-        return Clocks(members=self.clocks, slowest=self.slowest_clock)
+        """All members level, where the slowest stood. How far each was is not kept: it has gone on since, and one that came after the
+        snapshot would stand behind the others by all that they did meanwhile (docs/decisions/0033)."""
+        return Clocks(members={member: MemberClock(clock=self.slowest_clock) for member in self.members}, slowest=self.slowest_clock)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,6 @@ def state_to_json(state: ServerState) -> dict[str, Any]:
             "generation": state.generation,
             "members": sorted(state.members),
             "put_out": list(state.put_out.items()),
-            "clocks": {member: [each.clock, each.origin] for member, each in state.clocks.items()},
             "slowest_clock": state.slowest_clock,
         },
     }
@@ -118,10 +117,6 @@ def state_from_json(value: Mapping[str, Any]) -> ServerState:
         generation=int(membership["generation"]),
         members=frozenset(map(str, membership["members"])),
         put_out={str(member): int(generation) for member, generation in membership["put_out"]},
-        clocks={
-            str(member): MemberClock(clock=int(clock), origin=None if origin is None else int(origin))
-            for member, (clock, origin) in membership["clocks"].items()
-        },
         slowest_clock=int(membership["slowest_clock"]),
     )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -16,10 +18,21 @@ from shoal_common.errors import (
     UnavailableError,
     UnknownResourceError,
 )
+from shoal_common.wire import encode_push_chunk
 from shoal_protos.v1 import parameter_server_pb2 as pb
 from shoal_ps_server import session
 
 LONG = timedelta(seconds=30)
+
+PUSHES_FOR_EVER = """
+import sys, threading, grpc
+def chunks():
+    for file in sys.argv[2:]:
+        yield open(file, "rb").read()
+    threading.Event().wait()
+with grpc.insecure_channel(sys.argv[1]) as channel:
+    channel.stream_unary("/shoal.v1.ParameterServer/Push")(chunks())
+"""
 
 
 def test_a_member_works_on_in_its_old_generation_when_others_come_and_go(cluster) -> None:
@@ -98,6 +111,33 @@ def test_ssp_holds_nobody_up_for_members_that_are_gone(cluster) -> None:
         waiting = pool.submit(lambda: fast.pull(wait=LONG))
         cluster.coordinator.members(2, "a")
         waiting.result(30)
+
+
+def test_a_worker_killed_in_the_middle_of_a_push_leaves_whole_partitions_and_holds_nobody_up(cluster, tmp_path) -> None:
+    client = cluster.server()
+    other, victim = cluster.trainable(client, bound=0), cluster.member(client, "b")
+    other.pull()
+    victim.pull()
+    ones = np.ones(256, np.float32).tobytes()
+    whole, half = encode_push_chunk((victim.header(0), memoryview(ones))), encode_push_chunk((victim.header(1), memoryview(ones)[:512]))
+    (tmp_path / "0").write_bytes(whole)
+    (tmp_path / "1").write_bytes(half)
+    process = subprocess.Popen([sys.executable, "-c", PUSHES_FOR_EVER, cluster.running.address, str(tmp_path / "0"), str(tmp_path / "1")])
+    try:
+        cluster.wait_until(lambda: client.get_server().pushes_applied == 1, "the first partition to be applied")
+        other.push(1.0)
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(lambda: other.pull(wait=LONG))
+            process.kill()
+            process.wait()
+            cluster.coordinator.members(2, "a")
+            waiting.result(30)
+    finally:
+        process.kill()
+        process.wait()
+    assert [each.version for each in client.get_server().partitions] == [3, 2, 2]
+    heir = cluster.member(client, "a", generation=2)
+    assert np.frombuffer(heir.pull()[1], np.float32)[0] == -1.0
 
 
 def test_a_clock_can_be_advanced_without_a_push(cluster) -> None:

@@ -166,9 +166,10 @@ HEADERS = st.builds(
     method=st.sampled_from([method.name for method in SERVICE.methods]),
     data=st.binary(max_size=60),
     changes=HEADERS,
-    payload=st.binary(max_size=1100),
+    payload=st.one_of(st.binary(max_size=1100), st.binary(min_size=1024, max_size=1024)),
 )
 @example(method="Push", data=b"", changes={}, payload=b"")
+@example(method="Push", data=b"", changes={}, payload=bytes(1024))
 def test_whatever_is_sent_the_answer_is_one_that_is_expected(trained, method, data, changes, payload) -> None:
     """Random bytes to every RPC, and nearly right pushes: an answer, or a status of ours; the values move only by whole pushes."""
     client, member, channel = trained
@@ -180,4 +181,8 @@ def test_whatever_is_sent_the_answer_is_one_that_is_expected(trained, method, da
     if error is not None:
         assert error.code() in EXPECTED_CODES
         assert reason(error)
-    assert len(client.get_server().partitions) == 3
+    partitions = client.get_server(member_id="a").partitions
+    # All pushes are this member's: a partition's version counts them, and its values are numbers whatever was sent.
+    assert [each.version for each in partitions] == [1 + each.sequence for each in partitions]
+    onlooker = {"member_id": "", "partitions": [pb.PartitionPull(partition_id=each.partition_id) for each in partitions]}
+    assert all(np.isfinite(np.frombuffer(values, np.float32)).all() for values in member.pull(**onlooker).values())

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from shoal_common.errors import ConfigurationError, CorruptDataError
 from shoal_common.wire import checksum
 from shoal_ps_server.configuration import Configuration
-from shoal_ps_server.consistency.clocks import Consistency, ConsistencyMode, MemberClock
+from shoal_ps_server.consistency.clocks import Consistency, ConsistencyMode
 from shoal_ps_server.shard.optimizer import ParameterGroup, optimizer_settings
 from shoal_ps_server.shard.partition import PartitionImage
 from shoal_ps_server.shard.shard import Shard
@@ -49,7 +49,6 @@ def image(make) -> ServerImage:
         generation=7,
         members=frozenset({"a", "b"}),
         put_out={"c": 6, "b": 5},
-        clocks={"a": MemberClock(clock=12, origin=-3), "b": MemberClock(clock=10)},
         slowest_clock=10,
     )
     images = tuple(taken for number in shard.partition_ids() if (taken := shard.image(number)) is not None)
@@ -95,6 +94,16 @@ def test_other_tools_can_open_it(tmp_path, image) -> None:
     tensors = load_file(tmp_path / "snapshot")
     assert torch.equal(tensors["0:values"], image.partitions[0].values)
     assert "4:state:exp_avg_sq" in tensors
+
+
+def test_one_that_joined_after_the_snapshot_does_not_hold_the_others_up_for_what_they_did_since(image) -> None:
+    clocks = image.state.restored_clocks()
+    clocks.follow(["a", "b", "joined since"])
+    for member, finished in (("a", 112), ("b", 110), ("joined since", 100)):
+        clocks.report(member, finished)
+    assert {member: clocks.lead(member) for member in clocks.members} == {"a": 0, "b": 0, "joined since": 0}
+    clocks.report("a", 113)
+    assert clocks.lead("a") == 1
 
 
 def test_no_file_is_no_snapshot(tmp_path) -> None:

@@ -1,0 +1,195 @@
+"""How compressed gradients become the sum over all ranks, with the same bits on every rank.
+
+Payloads cannot be added by a transport, and one that adds bfloat16 rounds at every rank. So:
+
+- `Chunked` (fp16, bf16, int8, sign): each rank owns a part of the bucket. All send it that part compressed (all-to-all); it adds up in
+  float32, in the order of ranks, and sends the sum back compressed (all-gather). Every rank, the owner too, takes what was sent. An
+  all-reduce of the uncompressed bucket sends as often, so the saving is the compressor's own, whatever the number of ranks.
+- `Gathered` (topk): every rank gets the payloads of all and adds them up in the order of ranks. Right where a payload is much smaller than
+  2/n of the bucket; a sum of n sparse vectors is no longer sparse.
+- `Summed` (randomk): what is sent is linear in the gradient, so the transport's all-reduce adds it, in float32.
+
+An exchange is written as a generator: it yields each collective that it has issued, does what can be done meanwhile before that, and is
+resumed when the collective is complete. All ranks must resume their exchanges in the same order.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from shoal_common.errors import ConfigurationError
+
+from shoal_worker.backends.base import CommunicationBackend
+from shoal_worker.backends.handle import Handle
+from shoal_worker.compression.memory import BucketMemory
+from shoal_worker.compression.randomness import KeyedRandom
+
+if TYPE_CHECKING:
+    from shoal_worker.compression.base import GradientCompressor
+    from shoal_worker.compression.sparse import RandomKCompressor
+
+Steps = Generator[Handle, None, None]
+
+_EVERYBODY = -1
+"""In place of a rank: random numbers that all ranks draw alike."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Errand:
+    """One bucket on its way."""
+
+    backend: CommunicationBackend
+    memory: BucketMemory
+    bucket: int
+    """Its index: the same on all ranks."""
+    step: int
+    shapes: Sequence[Sequence[int]] | None
+    """Of the tensors in it, in order; None: one vector."""
+
+    def random(self, seed: int, *, stage: int = 0, shared: bool = False) -> KeyedRandom:
+        """Random numbers for one stage of the exchange, of this rank or of all."""
+        return KeyedRandom(seed, self.step, _EVERYBODY if shared else self.backend.rank, self.bucket, stage)
+
+
+class Exchange(abc.ABC):
+    """Sums a bucket over ranks."""
+
+    @abc.abstractmethod
+    def wire_bytes(self, compressor: GradientCompressor, numel: int, world_size: int, shapes: Sequence[Sequence[int]] | None) -> int:
+        """See `GradientCompressor.wire_bytes`."""
+
+    @abc.abstractmethod
+    def reduce(self, compressor: GradientCompressor, values: torch.Tensor, errand: Errand) -> Steps:
+        """Replaces `values` (float32, one dimension) by the sum over ranks."""
+
+
+# ------------------------------------------------------------------------------------------------------------ in chunks
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """A bucket cut into one part for each rank. Those of the last ranks may be shorter, or empty."""
+
+    numel: int
+    length: int
+    """Of all parts but the last."""
+    count: int
+
+    @classmethod
+    def of(cls, numel: int, world_size: int, alignment: int) -> Chunks:
+        """Parts that begin at multiples of `alignment`."""
+        share = -(-numel // world_size)
+        return cls(numel, -(-share // alignment) * alignment, world_size)
+
+    def bounds(self, rank: int) -> slice:
+        """Where the part of that rank lies."""
+        return slice(min(self.numel, rank * self.length), min(self.numel, (rank + 1) * self.length))
+
+
+class Chunked(Exchange):
+    """All-to-all of compressed parts, sum in float32, all-gather of the compressed sums."""
+
+    def wire_bytes(self, compressor: GradientCompressor, numel: int, world_size: int, shapes: Sequence[Sequence[int]] | None) -> int:
+        chunks = Chunks.of(numel, world_size, compressor.alignment)
+        return 2 * (world_size - 1) * compressor.payload_bytes((chunks.length,))
+
+    def reduce(self, compressor: GradientCompressor, values: torch.Tensor, errand: Errand) -> Steps:
+        chunks = Chunks.of(values.numel(), errand.backend.world_size, compressor.alignment)
+        own = chunks.bounds(errand.backend.rank)
+        total = values.new_empty(own.stop - own.start)
+        yield from scatter_sum(compressor, values, total, chunks, errand)
+
+        if compressor.error_feedback:
+            total = errand.memory.compensated_sum(own.start, total)
+        payload = values.new_zeros(compressor.payload_bytes((chunks.length,)), dtype=torch.uint8)
+        compressor.compress_into(total, payload, errand.random(compressor.seed, stage=1))
+        gathered = payload.new_empty(chunks.count, payload.numel())
+        handle = errand.backend.all_gather(gathered, payload, async_op=True)
+        if compressor.error_feedback:
+            compressor.decompress_into(payload, total, alpha=-1)
+        yield handle
+        for rank in range(chunks.count):
+            compressor.decompress_into(gathered[rank], values[chunks.bounds(rank)])
+
+
+def scatter_sum(compressor: GradientCompressor, values: torch.Tensor, total: torch.Tensor, chunks: Chunks, errand: Errand) -> Steps:
+    """Sums each part of the bucket on the rank that owns it: writes this rank's into `total`. Leaves `values` as they are."""
+    own = chunks.bounds(errand.backend.rank)
+    if compressor.error_feedback:
+        values = errand.memory.compensated_gradient(values, own)
+    parts = [values[chunks.bounds(rank)] for rank in range(chunks.count)]
+    sent = values.new_empty((chunks.count, compressor.payload_bytes((chunks.length,))), dtype=torch.uint8)
+    random = errand.random(compressor.seed)
+    for part, payload in zip(parts, sent, strict=True):
+        if part.numel() < chunks.length:
+            payload.zero_()  # no bytes of old memory on the wire
+        compressor.compress_into(part, payload, random)
+    received = torch.empty_like(sent)
+    handle = errand.backend.all_to_all(received, sent, async_op=True)
+    if compressor.error_feedback:
+        for part, payload in zip(parts, sent, strict=True):
+            compressor.decompress_into(payload, part, alpha=-1)
+    yield handle
+    compressor.decompress_into(received[0], total)
+    for payload in received[1:]:
+        compressor.decompress_into(payload, total, alpha=1)
+
+
+# -------------------------------------------------------------------------------------------------------- whole buckets
+
+
+class Gathered(Exchange):
+    """All-gather of payloads."""
+
+    def wire_bytes(self, compressor: GradientCompressor, numel: int, world_size: int, shapes: Sequence[Sequence[int]] | None) -> int:
+        return (world_size - 1) * compressor.payload_bytes((numel,))
+
+    def reduce(self, compressor: GradientCompressor, values: torch.Tensor, errand: Errand) -> Steps:
+        given = errand.memory.compensated_gradient(values) if compressor.error_feedback else values
+        payload = values.new_zeros(compressor.payload_bytes(values.shape), dtype=torch.uint8)
+        compressor.compress_into(given, payload, errand.random(compressor.seed))
+        gathered = payload.new_empty(errand.backend.world_size, payload.numel())
+        handle = errand.backend.all_gather(gathered, payload, async_op=True)
+        if compressor.error_feedback:
+            compressor.decompress_into(payload, given, alpha=-1)
+        yield handle
+        values.zero_()
+        for one in gathered:
+            compressor.decompress_into(one, values, alpha=1)
+
+
+class Summed(Exchange):
+    """All-reduce of the values at places that all ranks know."""
+
+    def wire_bytes(self, compressor: GradientCompressor, numel: int, world_size: int, shapes: Sequence[Sequence[int]] | None) -> int:
+        return all_reduce_bytes(4 * _random_k(compressor).kept(numel), world_size)
+
+    def reduce(self, compressor: GradientCompressor, values: torch.Tensor, errand: Errand) -> Steps:
+        chosen = _random_k(compressor)
+        given = errand.memory.compensated_gradient(values) if compressor.error_feedback else values
+        places = chosen.draw(values.numel(), errand.random(compressor.seed, shared=True), values.device)
+        kept = values.new_empty(places.numel())
+        chosen.select_into(given, kept, places)
+        handle = errand.backend.all_reduce(kept, async_op=True)
+        if compressor.error_feedback:
+            given.index_fill_(0, places, 0)
+        yield handle
+        values.zero_()
+        values.index_copy_(0, places, kept)
+
+
+def _random_k(compressor: GradientCompressor) -> RandomKCompressor:
+    from shoal_worker.compression.sparse import RandomKCompressor  # which imports this module
+
+    if not isinstance(compressor, RandomKCompressor):
+        raise ConfigurationError(f"{compressor.name} does not choose places that all ranks know")
+    return compressor
+
+
+def all_reduce_bytes(size: int, world_size: int) -> int:
+    """Bytes that a rank sends in an all-reduce of `size` bytes, on average over ranks, rounded up."""
+    return -(-2 * (world_size - 1) * size // world_size)

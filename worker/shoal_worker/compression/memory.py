@@ -1,0 +1,165 @@
+"""What compression leaves behind on this rank from one step to the next, and when it counts.
+
+Two kinds: **residuals** (error feedback: what was left out, owed to later steps), which every rank has its own of, and **warm starts**
+(PowerSGD's factors), which are the same on all ranks. A step only *proposes* new ones. They count when the step commits; a step that is
+lost leaves none, so that its redo starts from what its first attempt started from.
+
+A lost rank's residuals are lost with it. That is bounded: a residual is at most a fixed multiple of the gradients of the last steps
+(Karimireddy et al. 2019, lemma 3: E||e||^2 <= 4 (1 - d) / d^2 max ||g||^2 for a compressor that contracts by d), so at most one such update
+goes missing, once. A rank that joins owes nothing. Warm starts must be given to it with the model.
+
+Belongs to the training thread.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+
+import torch
+from shoal_common.errors import CorruptDataError
+
+RESIDUAL = "residual"
+"""What this rank left out of its own gradients."""
+_OWNED = "owned@"
+"""What it left out of sums on their way back; with the place of its part in the bucket."""
+_WARM = "warm."
+
+
+class BucketMemory:
+    """Of one bucket."""
+
+    def __init__(self) -> None:
+        self._committed: dict[str, torch.Tensor] = {}
+        self._proposed: dict[str, torch.Tensor] = {}
+        self._spare: dict[str, torch.Tensor] = {}
+        """Memory of the state before the committed one, to be written over."""
+        self._sound = False
+        """The step's result was seen to be finite on all ranks."""
+
+    def compensated_gradient(self, values: torch.Tensor, owned: slice | None = None) -> torch.Tensor:
+        """`values` plus what is owed from before, in memory that becomes the new residual: the caller takes off what it sends.
+
+        `owned`: the part of the bucket whose sum this rank holds. What it owes to other parts, which it held before the world changed, is
+        taken back into its own residual. What is owed to a tensor of another size is owed no longer: the bucket was laid out anew.
+        """
+        first = RESIDUAL not in self._proposed
+        target = self._compensated(RESIDUAL, values)
+        for slot, owed in self._committed.items() if first and owned is not None else ():
+            start = int(slot.removeprefix(_OWNED)) if slot.startswith(_OWNED) else None
+            if start is not None and slice(start, start + owed.numel()) != owned and start + owed.numel() <= target.numel():
+                target[start : start + owed.numel()] += owed
+        return target
+
+    def compensated_sum(self, start: int, values: torch.Tensor) -> torch.Tensor:
+        """As `compensated_gradient`, for this rank's part of a sum, which begins at `start` in the bucket."""
+        return self._compensated(f"{_OWNED}{start}", values)
+
+    def _compensated(self, slot: str, values: torch.Tensor) -> torch.Tensor:
+        owed = self._newest(slot)
+        target = _like(self._proposed.get(slot), values)
+        if target is None:
+            target = _like(self._spare.pop(slot, None), values)
+        if target is None:
+            target = torch.empty_like(values)
+        self._proposed[slot] = target
+        owed = _like(owed, values)
+        return torch.add(values, owed, out=target) if owed is not None else target.copy_(values)
+
+    def warm_start(self, number: int) -> torch.Tensor | None:
+        """The factor that the last step ended with."""
+        return self._newest(f"{_WARM}{number}")
+
+    def propose_warm_start(self, number: int, factor: torch.Tensor) -> None:
+        """The factor to start the next step with."""
+        self._proposed[f"{_WARM}{number}"] = factor
+
+    def conclude(self, *, finite: bool) -> None:
+        """The bucket is reduced. A result that is not finite leaves nothing behind: residuals would carry NaN into all later steps."""
+        if finite:
+            self._sound = True
+        else:
+            self.rollback()
+
+    def commit(self) -> None:
+        """What was proposed counts."""
+        if not self._sound and not all(is_finite(tensor) for tensor in self._proposed.values()):
+            self._proposed = {}
+        if self._proposed:
+            self._spare, self._committed = self._committed, self._proposed
+        self._proposed, self._sound = {}, False
+
+    def rollback(self) -> None:
+        """What was proposed never was."""
+        self._spare.update(self._proposed)
+        self._proposed, self._sound = {}, False
+
+    def _newest(self, slot: str) -> torch.Tensor | None:
+        """A bucket that is reduced twice in a step goes on from its first time."""
+        found = self._proposed.get(slot)
+        return self._committed.get(slot) if found is None else found
+
+    def items(self, *, warm: bool) -> Iterator[tuple[str, torch.Tensor]]:
+        """The committed tensors of one kind."""
+        return ((slot, tensor) for slot, tensor in self._committed.items() if slot.startswith(_WARM) is warm)
+
+    def replace(self, found: Mapping[str, torch.Tensor], *, warm: bool) -> None:
+        """Takes over all tensors of one kind."""
+        kept = dict(self.items(warm=not warm))
+        self.rollback()
+        self._spare = {}
+        self._committed = kept | {slot: tensor.detach().clone() for slot, tensor in found.items()}
+
+
+class Memory:
+    """Of all buckets of a model, by index."""
+
+    def __init__(self) -> None:
+        self._buckets: dict[int, BucketMemory] = {}
+
+    def bucket(self, index: int) -> BucketMemory:
+        """Made when first asked for."""
+        return self._buckets.setdefault(index, BucketMemory())
+
+    def commit(self) -> None:
+        """What the step proposed counts."""
+        for memory in self._buckets.values():
+            memory.commit()
+
+    def rollback(self) -> None:
+        """The step never was."""
+        for memory in self._buckets.values():
+            memory.rollback()
+
+    def state_dict(self, *, warm: bool) -> dict[str, torch.Tensor]:
+        """Committed tensors by "bucket/slot". References, valid until the next commit: copy what is to be kept."""
+        return {f"{index}/{slot}": tensor for index, memory in self._buckets.items() for slot, tensor in memory.items(warm=warm)}
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor], *, warm: bool) -> None:
+        """Takes over (copies of) what `state_dict` gave, in place of all of that kind.
+
+        Raises:
+            CorruptDataError (STATE_INVALID): a name or tensor that no state_dict of this kind has; nothing is changed.
+        """
+        found: dict[int, dict[str, torch.Tensor]] = {}
+        for name, tensor in state.items():
+            index, _, slot = name.partition("/")
+            known = slot.removeprefix(_WARM).isdecimal() if warm else slot == RESIDUAL or slot.removeprefix(_OWNED).isdecimal()
+            if not (index.isdecimal() and known and tensor.dtype is torch.float32):
+                raise CorruptDataError(
+                    f"compression state has {name!r} of {tensor.dtype}; expected float32 tensors named as state_dict names them",
+                    reason="STATE_INVALID",
+                )
+            found.setdefault(int(index), {})[slot] = tensor
+        for number in self._buckets.keys() | found.keys():
+            self.bucket(number).replace(found.get(number, {}), warm=warm)
+
+
+def is_finite(values: torch.Tensor) -> bool:
+    """Looks at the sum, which is far cheaper. That may overflow by itself: then a residual is not renewed, which does no harm."""
+    return math.isfinite(float(values.sum(dtype=torch.float32)))
+
+
+def _like(found: torch.Tensor | None, values: torch.Tensor) -> torch.Tensor | None:
+    """`found`, if it is of the size of `values` and on its device."""
+    return found if found is not None and found.shape == values.shape and found.device == values.device else None

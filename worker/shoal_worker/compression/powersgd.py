@@ -1,0 +1,201 @@
+"""PowerSGD: the gradient of each matrix as the product of two thin ones, found by one step of subspace iteration."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from shoal_common.errors import ConfigurationError
+from shoal_protos.v1 import parameter_server_pb2 as pb
+
+from shoal_worker.compression.base import GradientCompressor
+from shoal_worker.compression.exchanges import Errand, Exchange, Steps, all_reduce_bytes
+from shoal_worker.compression.randomness import KeyedRandom
+
+
+@dataclass(frozen=True, kw_only=True)
+class PowerSGDCompressor(GradientCompressor):
+    """Low-rank gradients (Vogels et al. 2019, algorithms 1 and 2), for buckets whose tensors' shapes are known.
+
+    A tensor of two or more dimensions is the matrix M of its first dimension by all others. With Q from the step before (warm start,
+    section 3; drawn at random at first): P = M Q summed over ranks, made orthonormal; Q = M^T P summed over ranks; the result is P Q^T.
+    Vectors, and matrices that would not become `minimum_saving` times smaller, are summed as they are, along with P.
+
+    P P^T is a projection: ||M - P P^T M|| <= ||M||, and it is exact for a sum whose rank is at most `rank`. Biased, so it needs error
+    feedback: a rank keeps M - P P^T M, what is missing of its own part, and these add up to what is missing of the sum. NaN and infinities
+    make the whole matrix NaN.
+
+    Both sums are of float32 and linear: two all-reduces. P is made orthonormal by each rank for itself (QR in float32), so equal bits on
+    all ranks need the same kind of processor and torch on all; all other compressors add and multiply only, and have no such condition.
+    """
+
+    name: ClassVar[str] = "powersgd"
+    codec: ClassVar[int] = pb.CODEC_UNSPECIFIED  # a server would need Q, and sees no sums over ranks
+
+    error_feedback: bool = True
+    rank: int = 4
+    """Columns of P and Q; at least 1."""
+    warm_start: bool = True
+    """Begin with the last step's Q; else with a new random one each step."""
+    minimum_saving: float = 2.0
+    """Matrices are compressed if P and Q together are at least so many times smaller; at least 1."""
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ConfigurationError(f"powersgd: rank={self.rank}; expected at least 1")
+        if self.minimum_saving < 1:
+            raise ConfigurationError(f"powersgd: minimum_saving={self.minimum_saving}; expected at least 1")
+
+    def factor_sizes(self, shape: Sequence[int]) -> tuple[int, int, int] | None:
+        """Rows, columns and rank that a tensor of that shape is compressed with; None: it is not compressed."""
+        if len(shape) < 2 or 0 in shape:
+            return None
+        rows, columns = shape[0], math.prod(shape[1:])
+        rank = min(self.rank, rows, columns)
+        return (rows, columns, rank) if (rows + columns) * rank * self.minimum_saving <= rows * columns else None
+
+    def payload_bytes(self, shape: Sequence[int]) -> int:
+        sizes = self.factor_sizes(shape)
+        return 4 * (math.prod(shape) if sizes is None else (sizes[0] + sizes[1]) * sizes[2])
+
+    def compress_into(self, tensor: torch.Tensor, payload: torch.Tensor, random: KeyedRandom) -> None:
+        """P and Q^T of the tensor alone, from a random start; or the tensor itself."""
+        factors = payload.view(torch.float32)
+        sizes = self.factor_sizes(tensor.shape)
+        if sizes is None:
+            factors.copy_(tensor.reshape(-1))
+            return
+        rows, columns, rank = sizes
+        matrix = tensor.reshape(rows, columns)
+        left = orthonormal(matrix @ random.normal(columns, rank).to(tensor.device))
+        factors[: rows * rank].view(rows, rank).copy_(left)
+        torch.mm(left.t(), matrix, out=factors[rows * rank :].view(rank, columns))
+
+    def decompress_into(self, payload: torch.Tensor, out: torch.Tensor, *, alpha: float | None = None) -> None:
+        factors = payload.view(torch.float32)
+        sizes = self.factor_sizes(out.shape)
+        if sizes is None:
+            if alpha is None:
+                out.view(-1).copy_(factors)
+            else:
+                out.view(-1).add_(factors, alpha=alpha)
+            return
+        rows, columns, rank = sizes
+        left, right = factors[: rows * rank].view(rows, rank), factors[rows * rank :].view(rank, columns)
+        out.view(rows, columns).addmm_(left, right, beta=0 if alpha is None else 1, alpha=1 if alpha is None else alpha)
+
+    def exchange(self) -> Exchange:
+        return _PowerIteration()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Matrix:
+    """A tensor of the bucket that is compressed, and where."""
+
+    at: slice
+    rows: int
+    columns: int
+    rank: int
+
+    def view(self, bucket: torch.Tensor) -> torch.Tensor:
+        return bucket[self.at].view(self.rows, self.columns)
+
+
+class _PowerIteration(Exchange):
+    """Two all-reduces: P with all that is not compressed, then Q."""
+
+    def wire_bytes(self, compressor: GradientCompressor, numel: int, world_size: int, shapes: Sequence[Sequence[int]] | None) -> int:
+        matrices, plain = _layout(_power(compressor), numel, shapes)
+        first = sum(one.rows * one.rank for one in matrices) + sum(at.stop - at.start for at in plain)
+        second = sum(one.columns * one.rank for one in matrices)
+        return all_reduce_bytes(4 * first, world_size) + all_reduce_bytes(4 * second, world_size)
+
+    def reduce(self, compressor: GradientCompressor, values: torch.Tensor, errand: Errand) -> Steps:
+        power = _power(compressor)
+        matrices, plain = _layout(power, values.numel(), errand.shapes)
+        given = errand.memory.compensated_gradient(values) if power.error_feedback else values.clone()
+        sizes = [one.rows * one.rank for one in matrices] + [at.stop - at.start for at in plain]
+        first = values.new_empty(sum(sizes))
+        pieces = first.split(sizes)
+        lefts = [piece.view(one.rows, one.rank) for one, piece in zip(matrices, pieces, strict=False)]
+        random = errand.random(power.seed, shared=True)
+        for number, (one, left) in enumerate(zip(matrices, lefts, strict=True)):
+            torch.mm(one.view(given), _start(power, errand, random, number, one, values.device), out=left)
+        for at, piece in zip(plain, pieces[len(matrices) :], strict=True):
+            piece.copy_(given[at])
+            given[at] = 0
+        yield errand.backend.all_reduce(first, async_op=True)
+        for at, piece in zip(plain, pieces[len(matrices) :], strict=True):
+            values[at] = piece
+        if matrices:
+            yield from self._second(power, values, given, matrices, [orthonormal(left) for left in lefts], errand)
+
+    def _second(
+        self,
+        power: PowerSGDCompressor,
+        values: torch.Tensor,
+        given: torch.Tensor,
+        matrices: Sequence[_Matrix],
+        lefts: Sequence[torch.Tensor],
+        errand: Errand,
+    ) -> Steps:
+        second = values.new_empty(sum(one.rank * one.columns for one in matrices))
+        pieces = second.split([one.rank * one.columns for one in matrices])
+        rights = [piece.view(one.rank, one.columns) for one, piece in zip(matrices, pieces, strict=True)]
+        for one, left, right in zip(matrices, lefts, rights, strict=True):
+            torch.mm(left.t(), one.view(given), out=right)  # 15 times as fast as M^T P on the CPU
+        own = [right.clone() for right in rights] if power.error_feedback else []
+        handle = errand.backend.all_reduce(second, async_op=True)
+        for one, left, right in zip(matrices, lefts, own, strict=False):
+            one.view(given).addmm_(left, right, alpha=-1)
+        yield handle
+        for number, (one, left, right) in enumerate(zip(matrices, lefts, rights, strict=True)):
+            torch.mm(left, right, out=one.view(values))
+            if power.warm_start:
+                errand.memory.propose_warm_start(number, right)
+
+
+def orthonormal(matrix: torch.Tensor) -> torch.Tensor:
+    """An orthonormal basis of a space that holds the columns (Householder QR: also when they are dependent, or nought)."""
+    basis: torch.Tensor = torch.linalg.qr(matrix).Q
+    return basis
+
+
+def _start(power: PowerSGDCompressor, errand: Errand, random: KeyedRandom, number: int, one: _Matrix, device: torch.device) -> torch.Tensor:
+    """The Q to begin with: orthonormal, so that the size of gradients does not multiply from step to step."""
+    warm = errand.memory.warm_start(number) if power.warm_start else None
+    # A row of noughts would stay one: its gradient was nought, or of lower rank.
+    if warm is not None and warm.shape == (one.rank, one.columns) and bool(warm.any(dim=1).all()):
+        return orthonormal(warm.t())
+    return orthonormal(random.normal(one.columns, one.rank).to(device))
+
+
+def _layout(power: PowerSGDCompressor, numel: int, shapes: Sequence[Sequence[int]] | None) -> tuple[list[_Matrix], list[slice]]:
+    """The matrices of a bucket, and the pieces that are summed as they are."""
+    matrices, plain = [], []
+    for shape, at in _places(numel, shapes):
+        sizes = power.factor_sizes(shape)
+        if sizes is None:
+            plain.append(at)
+        else:
+            matrices.append(_Matrix(at=at, rows=sizes[0], columns=sizes[1], rank=sizes[2]))
+    return matrices, plain
+
+
+def _places(numel: int, shapes: Sequence[Sequence[int]] | None) -> Iterator[tuple[Sequence[int], slice]]:
+    start = 0
+    for shape in [(numel,)] if shapes is None else shapes:
+        end = start + math.prod(shape)
+        yield shape, slice(start, end)
+        start = end
+    if start != numel:
+        raise ConfigurationError(f"powersgd: shapes={shapes} hold {start} elements and the bucket {numel}; expected as many")
+
+
+def _power(compressor: GradientCompressor) -> PowerSGDCompressor:
+    if not isinstance(compressor, PowerSGDCompressor):
+        raise ConfigurationError(f"{compressor.name} has no factors")
+    return compressor

@@ -1,0 +1,58 @@
+"""The compressors by name. Adding one is a class and a line here; its module is imported when it is asked for."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Mapping
+from typing import Any, Final
+
+from shoal_common.errors import ConfigurationError
+
+from shoal_worker.compression.base import GradientCompressor
+
+_COMPRESSORS: Final = {
+    "fp16": "shoal_worker.compression.halves:Float16Compressor",
+    "bf16": "shoal_worker.compression.halves:BFloat16Compressor",
+    "int8": "shoal_worker.compression.quantized:Int8Compressor",
+    "topk": "shoal_worker.compression.sparse:TopKCompressor",
+    "randomk": "shoal_worker.compression.sparse:RandomKCompressor",
+    "sign": "shoal_worker.compression.sign:SignCompressor",
+    "powersgd": "shoal_worker.compression.powersgd:PowerSGDCompressor",
+}
+
+
+def compressor_names() -> tuple[str, ...]:
+    """What `gradient_compression=` takes."""
+    return tuple(_COMPRESSORS)
+
+
+def compressor_class(name: str) -> type[GradientCompressor]:
+    """The class of that name.
+
+    Raises:
+        ConfigurationError: there is none.
+    """
+    if name not in _COMPRESSORS:
+        raise ConfigurationError(f"gradient_compression={name!r}: expected one of {', '.join(_COMPRESSORS)}")
+    module, _, attribute = _COMPRESSORS[name].partition(":")
+    found: type[GradientCompressor] = getattr(importlib.import_module(module), attribute)
+    return found
+
+
+def parse_compression(value: str | Mapping[str, Any] | GradientCompressor | None) -> GradientCompressor | None:
+    """What `gradient_compression=` means: a name ("topk"), a name with settings ({"name": "topk", "ratio": 0.001}), a compressor, or None.
+
+    Raises:
+        ConfigurationError: an unknown name or setting, or a value that cannot work.
+    """
+    if value is None or isinstance(value, GradientCompressor):
+        return value
+    settings: dict[str, Any] = {"name": value} if isinstance(value, str) else dict(value)
+    name = settings.pop("name", None)
+    found = compressor_class(name)
+    known = sorted(field.name for field in dataclasses.fields(found))
+    unknown = sorted(set(settings) - set(known))
+    if unknown:
+        raise ConfigurationError(f"gradient_compression={name!r} does not know {unknown}; its settings: {', '.join(known)}")
+    return found(**settings)

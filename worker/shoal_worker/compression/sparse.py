@@ -1,0 +1,179 @@
+"""A few of the values and their places: the largest, or some drawn at random."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from shoal_common.codecs import RANDOMK_HEADER_BYTES, TOPK_BLOCK, blocks, randomk_draw, randomk_places
+from shoal_common.errors import ConfigurationError
+from shoal_protos.v1 import parameter_server_pb2 as pb
+
+from shoal_worker.compression.base import GradientCompressor, blocked_payload_bytes, tiles
+from shoal_worker.compression.exchanges import Exchange, Gathered, Summed
+from shoal_worker.compression.randomness import KeyedRandom
+
+_SAMPLES: Final = 1 << 16
+"""Values looked at to guess a threshold."""
+_SURPLUS: Final = 1.25
+"""How many times k a guessed threshold should let through: too few means a search among all values."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _SparseCompressor(GradientCompressor):
+    error_feedback: bool = True
+    ratio: float = 0.01
+    """Share of the values that are sent; above 0, at most 1. At least one value is."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.ratio <= 1:
+            raise ConfigurationError(f"{self.name}: ratio={self.ratio}; expected a share above 0 and at most 1")
+
+    def kept(self, count: int) -> int:
+        """k, for `count` values."""
+        return min(count, max(1, math.ceil(self.ratio * count)))
+
+    def payload_bytes(self, shape: Sequence[int]) -> int:
+        return blocked_payload_bytes(self.codec, shape, self.kept(math.prod(shape)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TopKCompressor(_SparseCompressor):
+    """The k values of largest magnitude (Stich et al. 2018; Lin et al. 2018, deep gradient compression).
+
+    ||x - C(x)||^2 <= (1 - k/n) ||x||^2 (Stich et al., lemma A.1), with a biased mean: needs error feedback. NaN counts as larger than
+    anything and infinities come next, so what is not finite is always sent. Exactly the k largest, found by way of a threshold guessed from
+    a sample (Lin et al., section 3: hierarchical selection); on the CPU 15 times as fast as torch.topk.
+
+    Ranks keep different places, so the payloads of all are gathered on all: 6 k bytes to each other rank.
+    """
+
+    name: ClassVar[str] = "topk"
+    codec: ClassVar[int] = pb.CODEC_TOPK
+
+    def compress_into(self, tensor: torch.Tensor, payload: torch.Tensor, random: KeyedRandom) -> None:
+        values = tensor.view(-1)
+        counts, kept, within = _topk_parts(payload, values.numel(), self.kept(values.numel()))
+        places = _largest(values, kept.numel())
+        counts.copy_(torch.bincount(places >> 16, minlength=counts.numel()))
+        torch.index_select(values, 0, places, out=kept)
+        within.copy_(places & (TOPK_BLOCK - 1))
+
+    def decompress_into(self, payload: torch.Tensor, out: torch.Tensor, *, alpha: float | None = None) -> None:
+        values = out.view(-1)
+        counts, kept, within = _topk_parts(payload, values.numel(), self.kept(values.numel()))
+        starts = torch.arange(counts.numel(), device=values.device) * TOPK_BLOCK
+        places = torch.repeat_interleave(starts, counts, output_size=kept.numel())
+        places += within.long() & (TOPK_BLOCK - 1)  # it was unsigned
+        if alpha is None:
+            values.zero_()
+        values.index_add_(0, places, kept, alpha=1 if alpha is None else alpha)
+
+    def exchange(self) -> Exchange:
+        return Gathered()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomKCompressor(_SparseCompressor):
+    """k values at random places, the same on all ranks (Stich et al. 2018; Wangni et al. 2018).
+
+    Each place is equally likely to be sent, so on average ||x - C(x)||^2 = (1 - k/n) ||x||^2 with error feedback (the default). Without it,
+    values are sent times n/k: the mean is then x, and the error (n/k - 1) ||x||^2. When any value is NaN or infinite, all that are sent are
+    NaN.
+
+    All ranks draw the same places from (seed, step, bucket), so only the values travel, and are summed by an ordinary all-reduce.
+    """
+
+    name: ClassVar[str] = "randomk"
+    codec: ClassVar[int] = pb.CODEC_RANDOMK
+
+    def compress_into(self, tensor: torch.Tensor, payload: torch.Tensor, random: KeyedRandom) -> None:
+        values = tensor.view(-1)
+        count = values.numel()
+        start, stride = randomk_draw(random.numpy(), count)
+        header = np.array([start, stride], np.int64).view(np.uint8)
+        payload[:RANDOMK_HEADER_BYTES].copy_(torch.from_numpy(header))
+        self.select_into(values, self._kept_of(payload, count), self._places(start, stride, count, values.device))
+
+    def decompress_into(self, payload: torch.Tensor, out: torch.Tensor, *, alpha: float | None = None) -> None:
+        values = out.view(-1)
+        count = values.numel()
+        start, stride = payload[:RANDOMK_HEADER_BYTES].clone().view(torch.int64).tolist()
+        if alpha is None:
+            values.zero_()
+        kept = self._kept_of(payload, count)
+        values.index_add_(0, self._places(start, stride, count, values.device), kept, alpha=1 if alpha is None else alpha)
+
+    def draw(self, count: int, random: KeyedRandom, device: torch.device) -> torch.Tensor:
+        """The places of `count` values that are sent."""
+        return self._places(*randomk_draw(random.numpy(), count), count, device)
+
+    def select_into(self, values: torch.Tensor, out: torch.Tensor, places: torch.Tensor) -> None:
+        """What is sent of `values`."""
+        torch.index_select(values, 0, places, out=out)
+        if not self.error_feedback:
+            out.mul_(values.numel() / max(1, out.numel()))
+        if values.numel():
+            low, high = torch.aminmax(values)
+            out.add_(low * 0 + high * 0)  # NaN if any value is not finite
+
+    def exchange(self) -> Exchange:
+        return Summed()
+
+    def _places(self, start: int, stride: int, count: int, device: torch.device) -> torch.Tensor:
+        return torch.from_numpy(randomk_places(start, stride, self.kept(count), count)).to(device)
+
+    def _kept_of(self, payload: torch.Tensor, count: int) -> torch.Tensor:
+        return payload[RANDOMK_HEADER_BYTES : RANDOMK_HEADER_BYTES + 4 * self.kept(count)].view(torch.float32)
+
+
+def _topk_parts(payload: torch.Tensor, count: int, kept: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """How many of each block, the values, and the places within their blocks (unsigned, though torch calls them int16)."""
+    values_at = 4 * blocks(count, TOPK_BLOCK)
+    within_at = values_at + 4 * kept
+    parts = payload[:values_at], payload[values_at:within_at], payload[within_at : within_at + 2 * kept]
+    return parts[0].view(torch.int32), parts[1].view(torch.float32), parts[2].view(torch.int16)
+
+
+def _largest(values: torch.Tensor, kept: int) -> torch.Tensor:
+    """The places of the `kept` values of largest magnitude, ascending."""
+    if values.device.type == "cpu":
+        return torch.from_numpy(_largest_on_cpu(values.numpy(), kept))
+    return torch.topk(values.abs(), kept, sorted=False).indices.sort().values
+
+
+def _largest_on_cpu(values: NDArray[np.float32], kept: int) -> NDArray[np.int64]:
+    candidates = _candidates(values, kept)
+    if candidates is None:
+        return _largest_of(np.abs(values), kept)
+    if candidates.size < kept:
+        # Only noughts are left: any will do. Among the first `kept` places there are enough that are no candidates.
+        spare = np.ones(kept, bool)
+        spare[candidates[candidates < kept]] = False
+        return np.sort(np.concatenate([candidates, np.flatnonzero(spare)[: kept - candidates.size]]))
+    return candidates[_largest_of(np.abs(values[candidates]), kept)]
+
+
+def _candidates(values: NDArray[np.float32], kept: int) -> NDArray[np.int64] | None:
+    """Places, ascending, among which the `kept` largest are; fewer than `kept` if all others are noughts. None: no good guess."""
+    count = values.size
+    if count <= _SAMPLES or kept * _SURPLUS * 2 > count:
+        return None
+    sample = np.abs(values[:: count // _SAMPLES])
+    wanted = min(sample.size, math.ceil(_SURPLUS * kept * sample.size / count) + 16)
+    threshold = np.partition(sample, sample.size - wanted)[sample.size - wanted]
+    # Not "above": NaN compares false and must be among them.
+    pieces = [np.flatnonzero(~(np.abs(values[start:end]) <= threshold)) + start for start, end in tiles(count, torch.device("cpu"))]
+    found = np.concatenate(pieces)
+    return found if found.size >= kept or threshold == 0 else None
+
+
+def _largest_of(magnitudes: NDArray[np.float32], kept: int) -> NDArray[np.int64]:
+    if kept == 0:
+        return np.empty(0, np.int64)
+    return np.sort(np.argpartition(magnitudes, magnitudes.size - kept)[magnitudes.size - kept :])

@@ -24,6 +24,7 @@ from shoal_common.errors import (
     UnavailableError,
     UnknownResourceError,
 )
+from shoal_worker import init_method as _init_method
 
 if TYPE_CHECKING:
     from shoal_common.clients.coordinator import CoordinatorClient
@@ -121,6 +122,9 @@ _HOMES = {
     "TlsSettings": "shoal_common.security",
 }
 """Where a public name lives; all others are the API's."""
+
+# torch.distributed.init_process_group(init_method="redis://...") works from here on.
+_init_method.register()
 
 
 def __getattr__(name: str) -> Any:

@@ -21,12 +21,21 @@ _SCRIPT = Path(__file__).with_name("plain_script.py")
 _DAY_S = 24 * 3600
 
 
+_RUN = "import runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+_WAYS = (
+    ("-m", "shoal_worker.store"),
+    ("-c", f"import shoal, torch; {_RUN}"),
+    ("-c", f"import torch.distributed, shoal; {_RUN}"),
+)
+"""How a script comes to know the init method: started so, or by importing shoal before or after torch."""
+
+
 def test_plain_scripts_meet_through_redis_and_can_do_so_again(redis_url: str) -> None:
     url = f"{redis_url}/{uuid.uuid4().hex}"
-    command = [sys.executable, "-m", "shoal_worker.store", str(_SCRIPT), url]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     options = {"stdout": subprocess.PIPE, "env": environment, "text": True}
-    ranks = [subprocess.Popen(tied_to_parent([*command, str(rank), "3"]), **options) for rank in range(3)]
+    commands = [[sys.executable, *way, str(_SCRIPT), url, str(rank), "3"] for rank, way in enumerate(_WAYS)]
+    ranks = [subprocess.Popen(tied_to_parent(command), **options) for command in commands]
     for number, rank in enumerate(ranks):
         said, _ = rank.communicate(timeout=90)
         assert rank.returncode == 0

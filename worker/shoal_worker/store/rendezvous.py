@@ -4,15 +4,14 @@ The URL is redis://[user:password@]host:port/job (rediss:// for TLS); `?db=2` pi
 of init_process_group, else from the query (`?rank=0&world_size=4`), else from RANK and WORLD_SIZE. The job's name can be used again: ranks
 first agree on a round, and each round has a prefix of its own, so that what an earlier run left behind is never seen.
 
-torch has no plug-in for init methods: importing this module (shoal_worker.store, which shoal.init() does) registers them, and must come
-before init_process_group. For scripts that do neither, `python -m shoal_worker.store script.py` registers them first.
+`import shoal` makes torch know it (init_method.py), and so does importing this module. For scripts that do neither,
+`python -m shoal_worker.store script.py` does it first.
 
 This is not how Shoal's own generations form (the coordinator gives those rank and prefix). It does not watch over the ranks afterwards.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 import uuid
@@ -24,21 +23,18 @@ from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
 
 from shoal_common.errors import ConfigurationError
 from shoal_common.redis import redacted
-from torch.distributed.rendezvous import register_rendezvous_handler
 
+from shoal_worker import init_method
 from shoal_worker.store import scripts
 from shoal_worker.store.errors import StoreTimeoutError
 from shoal_worker.store.redis_store import DEFAULT_LIFETIME, RedisStore
 
-SCHEMES: Final = ("redis", "rediss")
 _REFRESH_S: Final = 1.0
 _PATIENCE_S: Final = 5.0
 """A rank that waits and has not refreshed its arrival for so long is taken for dead."""
 
 _STORES: Final[list[RedisStore]] = []
 """Those handed to torch. It keeps only their C++ half, so they must be kept here; like torch's own stores, until the process ends."""
-
-_LOG: Final = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,15 +82,6 @@ def rendezvous(url: str, timeout: timedelta = timedelta(minutes=30), **_: Any) -
     raise RuntimeError("init_method redis:// cannot form the same group again: call init_process_group anew")
 
 
-def register() -> None:
-    """Makes torch know the schemes. Done on import."""
-    for scheme in SCHEMES:
-        try:
-            register_rendezvous_handler(scheme, rendezvous)
-        except RuntimeError:
-            _LOG.warning("another package has registered the init method %s:// already; Shoal's is not available", scheme)
-
-
 def _join_round(lobby: RedisStore, target: Target, timeout: timedelta) -> str:
     """Waits for all ranks; the prefix that this round's store uses."""
     token = uuid.uuid4().hex
@@ -133,4 +120,4 @@ def _number(given: str, field: str, least: int, argument: str | None, environmen
     return int(text)
 
 
-register()
+init_method.register()

@@ -201,7 +201,7 @@ def test_collectives_on_two_groups_in_opposite_order_are_told_so_at_once() -> No
         for group in groups if dist.get_rank() == 0 else reversed(groups):
             dist.all_reduce(torch.ones(1), group=group)
 
-    with pytest.raises(UnmatchedCollectiveError, match="no rank can go on: rank 0 waits in .* of group 1.*; rank 1 waits in .* of group 2"):
+    with pytest.raises(UnmatchedCollectiveError, match=r"no rank can go on: rank 0 waits in .* of group 1.*; rank 1 waits in .* of group 2"):
         launch(be_rank, world_size=2)
 
 
@@ -356,5 +356,5 @@ def test_reductions_go_by_rank() -> None:
 
 @pytest.mark.parametrize("op", [dist.ReduceOp.AVG, dist.ReduceOp.PREMUL_SUM])
 def test_means_of_integers_are_refused(op: Any) -> None:
-    with pytest.raises(ValueError, match="cannot reduce torch.int64 with"):
+    with pytest.raises(ValueError, match=r"cannot reduce torch\.int64 with"):
         reduce_parts([torch.ones(1, dtype=torch.int64)] * 2, op)

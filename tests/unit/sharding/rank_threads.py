@@ -1,0 +1,77 @@
+"""Ranks as threads of the test, with the three collectives that sharding needs and a count of the bytes they would send."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+_DEADLINE_S = 20
+
+
+class _Done:
+    def wait(self) -> bool:
+        return True
+
+
+class RankThread:
+    """One rank's collectives."""
+
+    def __init__(self, rank: int, world_size: int, slots: list[Any], barrier: threading.Barrier) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.calls: list[tuple[str, int]] = []
+        self.sent_bytes = 0
+        """By the optimal algorithms: (N-1)/N of the whole for a gathering or a scattering."""
+        self._slots = slots
+        self._barrier = barrier
+
+    def _exchange(self, kind: str, value: torch.Tensor) -> list[torch.Tensor]:
+        self.calls.append((kind, value.numel()))
+        self._slots[self.rank] = (kind, value.numel(), value.clone())
+        self._barrier.wait(_DEADLINE_S)
+        everybody = list(self._slots)
+        assert len({slot[:2] for slot in everybody}) == 1, f"ranks disagree on the collective: {[slot[:2] for slot in everybody]}"
+        self._barrier.wait(_DEADLINE_S)
+        return [slot[2] for slot in everybody]
+
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> _Done:
+        gathered = self._exchange("all_gather", shard)
+        full.copy_(torch.cat(gathered))
+        self.sent_bytes += shard.numel() * shard.element_size() * (self.world_size - 1)
+        return _Done()
+
+    def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor) -> _Done:
+        gathered = self._exchange("reduce_scatter", full)
+        shard.copy_(sum(gathered)[self.rank * shard.numel() : (self.rank + 1) * shard.numel()])
+        self.sent_bytes += shard.numel() * shard.element_size() * (self.world_size - 1)
+        return _Done()
+
+    def all_reduce(self, tensor: torch.Tensor) -> _Done:
+        tensor.copy_(sum(self._exchange("all_reduce", tensor)))
+        self.sent_bytes += 2 * tensor.numel() * tensor.element_size() * (self.world_size - 1) // self.world_size
+        return _Done()
+
+
+def run_ranks(world_size: int, body: Callable[[RankThread], Any]) -> list[Any]:
+    """Runs `body` once per rank; its results by rank. A rank that fails ends the others' waits."""
+    slots: list[Any] = [None] * world_size
+    barrier = threading.Barrier(world_size)
+
+    def run(rank: int) -> Any:
+        try:
+            return body(RankThread(rank, world_size, slots, barrier))
+        except BaseException:
+            barrier.abort()
+            raise
+
+    with ThreadPoolExecutor(world_size) as pool:
+        futures = [pool.submit(run, rank) for rank in range(world_size)]
+    failures = [error for future in futures if (error := future.exception()) is not None]
+    for error in failures:
+        if not isinstance(error, threading.BrokenBarrierError):
+            raise error
+    return [future.result() for future in futures]

@@ -1,0 +1,167 @@
+"""Sharded training of several ranks against one process on the whole batch."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from shoal_worker.sharding.execution import ShardedExecution
+from shoal_worker.sharding.partition import alike, by_bytes, by_modules
+from shoal_worker.sharding.unit import Stage, Unit
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.unit.sharding.rank_threads import RankThread, run_ranks
+
+STEPS = 3
+BATCH = 12
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(width, 2 * width)
+        self.outer = nn.Linear(2 * width, width)
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.outer(torch.relu(self.inner(self.norm(x))))
+
+
+class Tied(nn.Module):
+    """A small language model: the embedding is the head, one block is checkpointed, one norm is frozen, one layer is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 8)
+        self.blocks = nn.ModuleList(Block(8) for _ in range(3))
+        self.norm = nn.LayerNorm(8)
+        self.unused = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 11, bias=False)
+        self.head.weight = self.embedding.weight
+        self.blocks[1].norm.requires_grad_(False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for index, block in enumerate(self.blocks):
+            x = checkpoint(block, x, use_reentrant=False) if index == 2 else block(x)
+        return self.head(self.norm(x))
+
+
+torch.manual_seed(1)
+_START = Tied().double()
+
+
+def make() -> Tied:
+    """The same weights in every rank thread; threads share one random generator."""
+    return copy.deepcopy(_START)
+
+
+def batch(step: int) -> torch.Tensor:
+    return torch.randint(0, 11, (BATCH, 5), generator=torch.Generator().manual_seed(step))
+
+
+def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+
+
+def alone(optimizer_class: Any) -> dict[str, torch.Tensor]:
+    model = make()
+    optimizer = optimizer_class(model.parameters(), lr=0.05)
+    for step in range(STEPS):
+        loss_of(model, batch(step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.state_dict()
+
+
+def units_of(model: nn.Module, stage: Stage) -> list[tuple[nn.Module, list[Unit]]]:
+    groups = by_modules(model, [Block], at_least=0) if stage is Stage.PARAMETERS else by_bytes(model, cap=2000)
+    return [(g.module, [Unit(each.name, each.parameters, each.names, stage=stage, wide=False) for each in alike(g)]) for g in groups]
+
+
+def train(
+    ranks: RankThread, stage: Stage, optimizer_class: Any, *, micro_batches: Any = lambda rank: 1
+) -> tuple[dict[str, torch.Tensor], RankThread]:
+    """`micro_batches`: how many each rank cuts its samples into. Returns the whole trained state."""
+    model = make()
+    units = units_of(model, stage)
+    execution = ShardedExecution(units, ranks, stage)
+    for unit in execution.units:
+        unit.lay_out(ranks.rank, ranks.world_size)
+    execution.free_all()
+    optimizer = optimizer_class([p for unit in execution.units for p in unit.pieces], lr=0.05)
+    for step in range(STEPS):
+        ranks.calls.clear()
+        ranks.sent_bytes = 0
+        mine = batch(step).tensor_split(ranks.world_size)[ranks.rank]
+        counts = [micro_batches(rank) for rank in range(ranks.world_size)]
+        for part in mine.tensor_split(counts[ranks.rank]):
+            execution.factor = len(part) / BATCH
+            loss_of(model, part).backward()
+        for _ in range(max(counts) - counts[ranks.rank]):
+            execution.take_part()
+        execution.reduce_rest()
+        for unit in execution.units:
+            present = torch.tensor(unit.touched, dtype=torch.float64)
+            ranks.all_reduce(present)
+            unit.hand_out(1.0, [bool(count) for count in present])
+        optimizer.step()
+        execution.forget()
+        execution.applied()
+    sent = ranks.sent_bytes
+    execution.gather_all()
+    ranks.sent_bytes = sent
+    return copy.deepcopy(model.state_dict()), ranks
+
+
+@pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, lambda p, lr: torch.optim.SGD(p, lr=lr, momentum=0.9)])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("stage", list(Stage))
+def test_the_result_is_that_of_one_process_on_the_whole_batch(stage: Stage, world_size: int, optimizer_class: Any) -> None:
+    expected = alone(optimizer_class)
+    for trained, _ in run_ranks(world_size, lambda ranks: train(ranks, stage, optimizer_class)):
+        for name, value in expected.items():
+            torch.testing.assert_close(trained[name], value, rtol=0, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize("stage", list(Stage))
+def test_gradients_accumulate_over_several_backward_passes(stage: Stage) -> None:
+    expected = alone(torch.optim.AdamW)
+    for trained, _ in run_ranks(2, lambda ranks: train(ranks, stage, torch.optim.AdamW, micro_batches=lambda rank: 2)):
+        for name, value in expected.items():
+            torch.testing.assert_close(trained[name], value, rtol=0, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize("stage", list(Stage))
+def test_a_rank_with_fewer_micro_batches_takes_part_in_the_others_collectives(stage: Stage) -> None:
+    expected = alone(torch.optim.AdamW)
+    for trained, _ in run_ranks(3, lambda ranks: train(ranks, stage, torch.optim.AdamW, micro_batches=lambda rank: 4 - rank)):
+        for name, value in expected.items():
+            torch.testing.assert_close(trained[name], value, rtol=0, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize(("stage", "times"), [(Stage.OPTIMIZER, 2), (Stage.GRADIENTS, 2), (Stage.PARAMETERS, 3)])
+def test_the_bytes_on_the_wire_are_those_of_the_theory(stage: Stage, times: int) -> None:
+    parameter_bytes = sum(p.numel() * p.element_size() for p in make().parameters() if p.requires_grad)
+    for _, ranks in run_ranks(2, lambda ranks: train(ranks, stage, torch.optim.AdamW)):
+        assert ranks.sent_bytes == pytest.approx(times * parameter_bytes / 2, rel=0.15), stage.name
+
+
+def test_sharded_parameters_are_held_by_their_owners_alone_between_steps() -> None:
+    def held(ranks: RankThread) -> tuple[int, int]:
+        model = make()
+        units = units_of(model, Stage.PARAMETERS)
+        execution = ShardedExecution(units, ranks, Stage.PARAMETERS)
+        for unit in execution.units:
+            unit.lay_out(ranks.rank, ranks.world_size)
+        execution.free_all()
+        loss_of(model, batch(0)).backward()
+        whole = sum(p.untyped_storage().nbytes() for p in model.parameters())
+        return whole, sum(piece.numel() for unit in execution.units for piece in unit.pieces)
+
+    results = run_ranks(3, held)
+    assert [whole for whole, _ in results] == [0, 0, 0]
+    assert sum(own for _, own in results) == sum(p.numel() for p in make().parameters())

@@ -1,0 +1,144 @@
+"""The three collectives that sharding needs, over the group that the session has at the time.
+
+Inside a step a failure never raises: the forward or backward pass that asked is the user's own. The step is marked lost, the results are
+zeros, and nothing more is sent in that step. Outside of a step (evaluation, gathering a state) the failure is raised, because the session
+then does the whole operation again. Runs on the training thread and, in a backward pass, on the thread that torch runs it on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final, Protocol
+
+import torch
+import torch.distributed as dist
+from shoal_common.errors import MembershipChanged
+
+from shoal_worker.elastic.group import Group
+from shoal_worker.elastic.replica import StrategySession
+
+
+class Pending(Protocol):
+    """A collective on its way."""
+
+    def wait(self) -> bool:
+        """Returns when the result is in place: True; or when it will not be: False. Call it once."""
+        ...
+
+
+class Collectives(Protocol):
+    """What units communicate by. All ranks issue the same calls in the same order."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def world_size(self) -> int: ...
+
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Pending:
+        """Fills `full` with all ranks' `shard`, by rank. Flat tensors of one dtype."""
+        ...
+
+    def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor) -> Pending:
+        """Sums `full` over the ranks; this rank's part of the sum goes to `shard`."""
+        ...
+
+    def all_reduce(self, tensor: torch.Tensor) -> Pending:
+        """Sums `tensor` over the ranks in place."""
+        ...
+
+
+class _Ended:
+    def __init__(self, succeeded: bool) -> None:
+        self._succeeded = succeeded
+
+    def wait(self) -> bool:
+        """It has ended already."""
+        return self._succeeded
+
+
+_DONE: Final = _Ended(True)
+_FAILED: Final = _Ended(False)
+
+
+class SessionCollectives:
+    """Over the session's group of the moment; alone, they are copies."""
+
+    def __init__(self, session: StrategySession) -> None:
+        self._session = session
+
+    @property
+    def rank(self) -> int:
+        """This process's rank among those that share the model."""
+        return self._session.rank
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks share the model."""
+        return self._session.world_size
+
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Pending:
+        """See `Collectives`."""
+        # Where the shard is a part of the result, that must survive a failure.
+        in_place = full.untyped_storage().data_ptr() == shard.untyped_storage().data_ptr()
+        cleared = None if in_place else full
+        return self._issue(cleared, lambda group: group.all_gather_async(full, shard), alone=lambda: _copy(full, shard))
+
+    def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor) -> Pending:
+        """See `Collectives`."""
+        return self._issue(shard, lambda group: group.reduce_scatter_async(shard, full), alone=lambda: _copy(shard, full))
+
+    def all_reduce(self, tensor: torch.Tensor) -> Pending:
+        """See `Collectives`."""
+        return self._issue(tensor, lambda group: group.all_reduce_async(tensor), alone=lambda: None)
+
+    def _issue(self, cleared: torch.Tensor | None, start: Callable[[Group], dist.Work | None], alone: Callable[[], None]) -> Pending:
+        session = self._session
+        group, step = session.group, session.step
+        if step is not None and step.lost is not None:
+            _clear(cleared)
+            return _FAILED
+        if group is None or group.world_size == 1:
+            alone()
+            return _DONE
+        try:
+            work = start(group)
+        except MembershipChanged as error:
+            self._failed(cleared, error)
+            return _FAILED
+        assert work is not None, "a group of several ranks has something to wait for"
+        return _Issued(self, group, work, cleared)
+
+    def _failed(self, cleared: torch.Tensor | None, error: MembershipChanged) -> None:
+        if self._session.step is None:
+            raise error
+        self._session.mark_lost(error)
+        _clear(cleared)
+
+
+class _Issued:
+    def __init__(self, collectives: SessionCollectives, group: Group, work: dist.Work, cleared: torch.Tensor | None) -> None:
+        self._collectives = collectives
+        self._group = group
+        self._work = work
+        self._cleared = cleared
+
+    def wait(self) -> bool:
+        """See `Pending`."""
+        group, work = self._group, self._work
+        del self._group, self._work  # both keep sockets open
+        try:
+            group.wait(work)
+        except MembershipChanged as error:
+            self._collectives._failed(self._cleared, error)
+            return False
+        return True
+
+
+def _clear(tensor: torch.Tensor | None) -> None:
+    if tensor is not None:
+        tensor.zero_()
+
+
+def _copy(to: torch.Tensor, source: torch.Tensor) -> None:
+    if to.data_ptr() != source.data_ptr():
+        to.copy_(source)

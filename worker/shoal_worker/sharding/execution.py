@@ -1,0 +1,251 @@
+"""When units are gathered, freed and reduced: hooks on the user's modules, around forward and backward passes as they come.
+
+- Forward: before a unit's module runs its parameters are gathered, and the next unit's gathering is begun; afterwards they are freed. The
+  outermost unit stays, since its own layers stand at both ends (embedding and head).
+- Backward: before the first gradient enters a unit it is gathered again. When all its parameters have their gradients they are reduced and
+  the unit is freed.
+- Reductions are begun in one fixed order, last unit first, whatever order the gradients came in, and each unit takes part in every backward
+  pass. So ranks whose graphs differ still issue the same collectives. Gatherings follow the forward pass, which must visit the units in
+  the same order on all ranks.
+
+It knows nothing of steps: who calls it says how much the coming gradients weigh, and when to reduce (`strategies/sharded.py`). All of it
+runs on the training thread, or in a backward pass on the thread that torch runs it on while the training thread waits.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.autograd import Variable
+from torch.utils import _pytree as pytree
+
+from shoal_worker.sharding.collectives import Collectives
+from shoal_worker.sharding.unit import Reducing, Stage, Unit
+
+_IN_FLIGHT: Final = 2
+"""Reductions on their way at once; each holds a whole gradient of its unit."""
+
+
+class ShardedExecution:
+    """Runs the units of one module."""
+
+    def __init__(self, units: Sequence[tuple[nn.Module, Sequence[Unit]]], collectives: Collectives, stage: Stage) -> None:
+        """`units`: the modules that are units, outermost first, with their parameters' units (one for each dtype; trained and frozen)."""
+        self._collectives = collectives
+        self._stage = stage
+        self.units = [unit for _, own in units for unit in own]
+        self._reduced = [unit for unit in reversed(self.units) if unit.trained]
+        """In the order of reduction."""
+        self.factor = 1.0
+        """What the gradients that come weigh."""
+        self.reduces_in_backward = True
+        """Gradients are reduced as they become ready; else when `reduce_rest` is called."""
+        # Lists of units stand for their modules: they are compared by identity.
+        modules = [(module, list(own)) for module, own in units]
+        self._root = modules[0][1]
+        self._order: list[list[Unit]] = []
+        """Units in the order of the last forward pass, for prefetching."""
+        self._visited: list[list[Unit]] = []
+        self._in_backward = False
+        self._ready: dict[Unit, int] = {}
+        """Parameters of a unit that have their gradient in this backward pass."""
+        self._next = 0
+        """Position in `_reduced` of the next reduction of this backward pass."""
+        self._on_their_way: deque[Reducing] = deque()
+        self._pass: list[tuple[str, Unit]] = []
+        """The collectives of the pass that is going on, forward and backward."""
+        self._whole_pass: list[tuple[str, Unit]] = []
+        """Those of the last one that came to its end."""
+        for unit in self._reduced:
+            for index, parameter in enumerate(unit.parameters):
+                parameter.register_post_accumulate_grad_hook(_GradientHook(self, unit, index))
+        if stage is Stage.PARAMETERS:
+            for module, own in modules:
+                module.register_forward_pre_hook(_BeforeForward(self, own), prepend=True)
+                module.register_forward_hook(_AfterForward(self, own), always_call=True)
+
+    # ------------------------------------------------------------------------------------------------------- for the strategy
+
+    def gather_all(self) -> None:
+        """Whole parameters everywhere, all at once on their way."""
+        self._start(self.units)
+        for unit in self.units:
+            unit.finish_gathering()
+
+    def free_all(self) -> None:
+        """Back to what is held at rest."""
+        for unit in self.units:
+            unit.free()
+
+    def applied(self) -> None:
+        """The optimizer has updated the shards. Where parameters are whole on every rank they are fetched."""
+        for unit in self.units:
+            if unit.trained:
+                unit.changed()
+        if self._stage is not Stage.PARAMETERS:
+            self.gather_all()
+        self._visited = []
+
+    @property
+    def passed(self) -> list[tuple[str, int]]:
+        """The collectives of one forward and backward pass: what they do, and with which unit. For `take_part`, there or in a joiner."""
+        return [(kind, self.units.index(unit)) for kind, unit in self._whole_pass]
+
+    @passed.setter
+    def passed(self, collectives: Sequence[tuple[str, int]]) -> None:
+        self._whole_pass = [(kind, self.units[number]) for kind, number in collectives]
+
+    def take_part(self) -> None:
+        """Takes part in a pass of other ranks for which this one has no samples: the same collectives, without a gradient."""
+        self.free_all()
+        for kind, unit in list(self._whole_pass):
+            if kind == "gather":
+                unit.start_gathering(self._collectives)
+                unit.finish_gathering()
+                unit.free()
+            else:
+                self._reduce(unit)
+        self._pass = []
+
+    def reduce_rest(self) -> None:
+        """Reduces what was not reduced in a backward pass, and returns when all sums are here."""
+        if not self.reduces_in_backward or any(unit.has_gradient() for unit in self._reduced):
+            self._next = 0
+            self._reduce_ready(all_of_them=True)
+        while self._on_their_way:
+            self._on_their_way.popleft().wait()
+
+    def forget(self) -> None:
+        """Nothing is added up; collectives on their way are waited for first."""
+        while self._on_their_way:
+            self._on_their_way.popleft().wait()
+        for unit in self.units:
+            unit.forget_gradients()
+        self._leave_backward()
+        self._visited = []
+
+    # ---------------------------------------------------------------------------------------------------------- for the hooks
+
+    def before_forward(self, own: list[Unit]) -> None:
+        """A module that is a unit is about to compute."""
+        if own is self._root and not self._in_backward:
+            self._visited, self._pass = [], []
+        self._gather(own)
+        if self._in_backward:  # recomputed from a checkpoint
+            return
+        if own is not self._order_at(len(self._visited)):
+            del self._order[len(self._visited) :]
+            self._order.append(own)
+        self._visited.append(own)
+        following = self._order_at(len(self._visited))
+        if following is not None:
+            self._start(following)
+
+    def after_forward(self, own: list[Unit], output: Any) -> None:
+        """It has computed."""
+        is_root = own is self._root
+        if self._in_backward:
+            return
+        if torch.is_grad_enabled():
+            entrances = [t for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad]
+            if entrances:
+                torch.autograd.graph.register_multi_grad_hook(entrances, lambda _: self._before_backward(own), mode="any")
+        else:
+            is_root = False  # nobody will come back to it
+        if not is_root:
+            for unit in own:
+                unit.free()
+
+    def gradient_ready(self, unit: Unit, index: int) -> None:
+        """A parameter has its gradient of this backward pass."""
+        self._enter_backward()
+        unit.add_gradient(index, self.factor)
+        self._ready[unit] = self._ready.get(unit, 0) + 1
+        if self._is_ready(unit):
+            unit.free()
+            if self.reduces_in_backward:
+                self._reduce_ready(all_of_them=False)
+
+    # --------------------------------------------------------------------------------------------------------------- backward
+
+    def _before_backward(self, own: list[Unit]) -> None:
+        self._enter_backward()
+        self._gather(own)
+        position = next((i for i, visited in enumerate(self._order) if visited is own), 0)
+        if position > 0 and self._order[position - 1] is not self._order[0]:
+            self._start(self._order[position - 1])
+
+    def _enter_backward(self) -> None:
+        if not self._in_backward:
+            self._in_backward = True
+            self._next = 0
+            Variable._execution_engine.queue_callback(self._after_backward)
+
+    def _after_backward(self) -> None:
+        if self.reduces_in_backward:
+            self._reduce_ready(all_of_them=True)
+        self._leave_backward()
+        self.free_all()
+        self._whole_pass, self._pass = self._pass, []
+
+    def _leave_backward(self) -> None:
+        self._in_backward = False
+        self._ready.clear()
+        self._next = 0
+
+    def _is_ready(self, unit: Unit) -> bool:
+        return self._ready.get(unit, 0) >= len(unit.parameters)
+
+    def _reduce_ready(self, *, all_of_them: bool) -> None:
+        while self._next < len(self._reduced) and (all_of_them or self._is_ready(self._reduced[self._next])):
+            self._reduce(self._reduced[self._next])
+            self._next += 1
+
+    def _reduce(self, unit: Unit) -> None:
+        if len(self._on_their_way) >= _IN_FLIGHT:
+            self._on_their_way.popleft().wait()
+        self._on_their_way.append(unit.start_reducing(self._collectives))
+        self._pass.append(("reduce", unit))
+
+    # -------------------------------------------------------------------------------------------------------------- gathering
+
+    def _order_at(self, position: int) -> list[Unit] | None:
+        return self._order[position] if position < len(self._order) else None
+
+    def _start(self, units: Sequence[Unit]) -> None:
+        for unit in units:
+            if unit.start_gathering(self._collectives):
+                self._pass.append(("gather", unit))
+
+    def _gather(self, units: Sequence[Unit]) -> None:
+        self._start(units)
+        for unit in units:
+            unit.finish_gathering()
+
+
+class _GradientHook:
+    def __init__(self, execution: ShardedExecution, unit: Unit, index: int) -> None:
+        self._execution, self._unit, self._index = execution, unit, index
+
+    def __call__(self, parameter: torch.Tensor) -> None:
+        self._execution.gradient_ready(self._unit, self._index)
+
+
+class _BeforeForward:
+    def __init__(self, execution: ShardedExecution, own: list[Unit]) -> None:
+        self._execution, self._own = execution, own
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        self._execution.before_forward(self._own)
+
+
+class _AfterForward:
+    def __init__(self, execution: ShardedExecution, own: list[Unit]) -> None:
+        self._execution, self._own = execution, own
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._execution.after_forward(self._own, output)

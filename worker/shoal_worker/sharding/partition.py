@@ -1,0 +1,119 @@
+"""Which parameters make a unit: what is gathered, computed with and freed together, or reduced together.
+
+Small units cost a collective each, large ones memory: with sharded parameters the largest unit is whole in memory while it computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from shoal_common.errors import ConfigurationError
+from torch import nn
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """The parameters of one unit-to-be."""
+
+    name: str
+    """The module's, or of its first parameter."""
+    module: nn.Module
+    names: tuple[str, ...]
+    parameters: tuple[nn.Parameter, ...]
+
+
+def by_modules(module: nn.Module, shard_modules: Sequence[type[nn.Module] | str] | None, *, at_least: int) -> list[Group]:
+    """A group for each module named by `shard_modules` (classes, or names of submodules), and one, the first, for what is in none of them.
+
+    None: the children of containers that repeat a class (the blocks of a transformer), from `at_least` elements on. A parameter that
+    several groups would have goes to the first. Groups are in the order of `named_modules`; of nested ones each takes what the inner
+    ones leave.
+
+    Raises:
+        ConfigurationError: a name or a class that the model does not have.
+    """
+    modules = dict(module.named_modules())
+    chosen = set(_named(modules, shard_modules)) if shard_modules is not None else set(_repeated(modules, at_least))
+    chosen.discard("")
+    owner: dict[int, str] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        home = _enclosing(name, chosen)
+        # Shared by several units: the outermost has it.
+        owner[id(parameter)] = home if owner.get(id(parameter), home) == home else ""
+    groups = []
+    for home in ["", *(name for name in modules if name in chosen)]:
+        own = {name: p for name, p in module.named_parameters() if owner[id(p)] == home}
+        if own:
+            groups.append(Group(name=home, module=modules[home], names=tuple(own), parameters=tuple(own.values())))
+    if not groups or groups[0].name:
+        groups.insert(0, Group(name="", module=module, names=(), parameters=()))
+    return groups
+
+
+def by_bytes(module: nn.Module, cap: int) -> list[Group]:
+    """The parameters in their order, in groups of at most `cap` bytes (one that is larger has a group of its own)."""
+    groups: list[Group] = []
+    names: list[str] = []
+    parameters: list[nn.Parameter] = []
+    filled = 0
+    for name, parameter in module.named_parameters():
+        size = parameter.numel() * parameter.element_size()
+        if names and filled + size > cap:
+            groups.append(Group(name=names[0], module=module, names=tuple(names), parameters=tuple(parameters)))
+            names, parameters, filled = [], [], 0
+        names.append(name)
+        parameters.append(parameter)
+        filled += size
+    groups.append(Group(name=names[0] if names else "", module=module, names=tuple(names), parameters=tuple(parameters)))
+    return groups
+
+
+def alike(group: Group) -> Iterable[Group]:
+    """The group cut by dtype and by whether it is trained: what can lie in one vector and be reduced as one."""
+    kinds: dict[tuple[torch.dtype, bool], list[int]] = {}
+    for index, parameter in enumerate(group.parameters):
+        kinds.setdefault((parameter.dtype, parameter.requires_grad), []).append(index)
+    for indices in kinds.values():
+        yield Group(
+            name=group.name,
+            module=group.module,
+            names=tuple(group.names[i] for i in indices),
+            parameters=tuple(group.parameters[i] for i in indices),
+        )
+
+
+def _enclosing(name: str, chosen: set[str]) -> str:
+    """The innermost chosen module around a parameter."""
+    path = name.split(".")[:-1]
+    while path:
+        if ".".join(path) in chosen:
+            return ".".join(path)
+        path.pop()
+    return ""
+
+
+def _named(modules: dict[str, nn.Module], wanted: Sequence[type[nn.Module] | str]) -> Iterable[str]:
+    for want in wanted:
+        found = [want] if isinstance(want, str) and want in modules else []
+        if isinstance(want, type):
+            found = [name for name, module in modules.items() if isinstance(module, want)]
+        if not found:
+            known = sorted({type(m).__name__ for m in modules.values()})
+            raise ConfigurationError(
+                f"shard_modules={want!r}: the model has no such module; it has modules of the classes {', '.join(known[:12])}"
+            )
+        yield from found
+
+
+def _repeated(modules: dict[str, nn.Module], at_least: int) -> Iterable[str]:
+    for name, module in modules.items():
+        if not isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict):
+            continue
+        children = dict(module.named_children())
+        classes = [type(child) for child in children.values()]
+        for child_name, child in children.items():
+            large = sum(p.numel() for p in child.parameters()) >= at_least
+            if large and (classes.count(type(child)) > 1):
+                yield f"{name}.{child_name}" if name else child_name

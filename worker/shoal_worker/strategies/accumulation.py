@@ -36,6 +36,7 @@ class AccumulatedReduction:
         self._sparse_ids = {id(m.weight) for m in module.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse}
         self._parameters: list[nn.Parameter] = []
         self._flight = Flight(session)
+        self._loss_sum = self._loss_weight = 0.0
         self._open = False
 
     @property

@@ -19,7 +19,7 @@ from shoal_worker.elastic.contract import Leases, StepStatus
 from shoal_worker.strategies.accumulation import AccumulatedReduction
 from shoal_worker.strategies.base import ShardedOptimizer, call_module, check_optimizer_covers, loss_of
 from shoal_worker.strategies.buffers import CommittedBuffers
-from shoal_worker.strategies.materialize import materialize
+from shoal_worker.strategies.materialize import has_values, materialize, unsaved_buffers
 from shoal_worker.strategies.reduction import OverlappedReduction
 from shoal_worker.strategies.whole import WholeModel
 
@@ -135,16 +135,18 @@ class DDPModel(WholeModel):
 
     def capture(self) -> dict[str, Any]:
         """See `Replica`."""
-        return {
+        captured: dict[str, Any] = {
             "model": self.module.state_dict(),
             "optimizer": self._optimizer.state_dict() if self._optimizer is not None else None,
         }
+        buffers = unsaved_buffers(self.module)
+        return captured | {"buffers": buffers} if buffers else captured
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """See `Replica`."""
         self._check_fits(state["model"])
         if not self.has_values():
-            materialize(self.module, self._optimizer, self._session.device)
+            materialize(self.module, self._optimizer, self._session.device, buffers=state.get("buffers"))
         with torch.no_grad():
             self.module.load_state_dict(state["model"])
         if self._optimizer is not None and state["optimizer"] is not None:
@@ -153,7 +155,7 @@ class DDPModel(WholeModel):
 
     def has_values(self) -> bool:
         """See `Replica`."""
-        return not any(t.is_meta for t in self.module.state_dict().values())
+        return has_values(self.module)
 
     def step_begins(self) -> None:
         """See `Replica`."""

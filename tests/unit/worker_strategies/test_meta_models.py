@@ -1,0 +1,99 @@
+"""ddp with a model that was built on the meta device: what a joiner or a resumed run gives it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import shoal
+import torch
+from shoal_worker.elastic.current import current_session, set_session
+from shoal_worker.strategies.materialize import materialize
+from torch import nn
+
+
+@pytest.fixture(autouse=True)
+def fresh_session() -> Iterator[None]:
+    set_session(None)
+    yield
+    set_session(None)
+
+
+class Rotary(nn.Module):
+    """Has a parameter, a statistic, and a table that is no part of its state_dict, twice."""
+
+    def __init__(self, scale: float = 1.0) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.norm = nn.BatchNorm1d(3)
+        self.register_buffer("table", scale * torch.arange(3.0), persistent=False)
+        self.again = nn.Module()
+        self.again.register_buffer("table", self.table, persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.linear(x)) * self.table
+
+
+def on_meta() -> Rotary:
+    with torch.device("meta"):
+        return Rotary()
+
+
+def distributed(net: nn.Module) -> tuple[shoal.ShardedModel, torch.optim.Optimizer]:
+    set_session(None)
+    return shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1, momentum=0.9))
+
+
+def trained(net: nn.Module) -> None:
+    model, optimizer = distributed(net)
+    model(torch.randn(4, 3)).sum().backward()
+    optimizer.step()
+
+
+def same(one: Rotary, other: Rotary) -> bool:
+    named = [dict((*net.named_parameters(), *net.named_buffers())) for net in (one, other)]
+    return all(torch.equal(tensor, named[1][name]) for name, tensor in named[0].items())
+
+
+def test_a_meta_model_gets_its_unsaved_buffers_from_a_peer() -> None:
+    peers = Rotary(scale=2.0)
+    trained(peers)
+    state = current_session().capture()
+    net = on_meta()
+    model, _ = distributed(net)
+    assert not model.has_values()
+    model.restore(state["replica"])
+    assert model.has_values()
+    assert same(peers, net)
+    assert net.again.table is net.table
+
+
+def test_a_meta_model_gets_its_unsaved_buffers_from_a_checkpoint(tmp_path: Path) -> None:
+    peers = Rotary(scale=2.0)
+    trained(peers)
+    shoal.save_checkpoint(tmp_path)
+    shoal.shutdown()
+    net = on_meta()
+    model, optimizer = distributed(net)
+    assert shoal.resume(tmp_path)
+    assert same(peers, net)
+    model(torch.randn(4, 3)).sum().backward()
+    assert optimizer.step()
+
+
+def test_buffers_that_have_values_keep_them() -> None:
+    peers, net = Rotary(scale=2.0), on_meta()
+    trained(peers)
+    state = current_session().capture()
+    net.table = net.again.table = torch.full((3,), 5.0)
+    model, _ = distributed(net)
+    model.restore(state["replica"])
+    assert net.table.tolist() == [5.0] * 3
+
+
+def test_a_buffer_that_nobody_gives_a_value_is_one_clear_error_and_changes_nothing() -> None:
+    net = on_meta()
+    with pytest.raises(shoal.ConfigurationError, match=r"buffer 'table' is on the meta device"):
+        materialize(net, None, torch.device("cpu"))
+    assert all(parameter.is_meta for parameter in net.parameters())

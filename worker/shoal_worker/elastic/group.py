@@ -19,7 +19,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from shoal_common.errors import MembershipChanged, ShoalError
-from torch._C._distributed_c10d import AllgatherOptions
+from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
 from shoal_worker.backends.base import CommunicationBackend
 from shoal_worker.elastic.generation import Generation
@@ -92,6 +92,24 @@ class Group:
             return None
         with self._failures("all_reduce"):
             return self._process_group.allreduce([tensor], dist.AllreduceOptions())
+
+    def all_gather_async(self, full: torch.Tensor, shard: torch.Tensor) -> dist.Work:
+        """Starts to fill the flat `full` with everybody's `shard`, by rank.
+
+        Raises:
+            MembershipChanged: the group is over.
+        """
+        with self._failures("all_gather"):
+            return self._process_group.all_gather_single(full, shard, AllgatherOptions())
+
+    def reduce_scatter_async(self, shard: torch.Tensor, full: torch.Tensor) -> dist.Work:
+        """Starts to sum the flat `full` over all ranks; this rank's part of the sum goes to `shard`.
+
+        Raises:
+            MembershipChanged: the group is over.
+        """
+        with self._failures("reduce_scatter"):
+            return self._process_group.reduce_scatter_single(shard, full, ReduceScatterOptions())
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Sums `tensor` over all ranks in place.

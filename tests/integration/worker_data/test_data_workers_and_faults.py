@@ -17,7 +17,7 @@ def test_a_rank_killed_with_its_data_workers_is_replaced_by_a_spare_and_no_sampl
             running.start(index)
         running.wait_steps(5)
         ranked = {m.member_id for m in running.job().members if m.rank >= 0}
-        spare = next(index for index in range(3) if running._members[index] not in ranked)
+        spare = next(index for index in range(3) if running.members[index] not in ranked)
         killed, left = sorted({0, 1, 2} - {spare})
         eventually(lambda: [m for m in running.job().members if m.phase == pb.MEMBER_PHASE_READY], "the spare")
         running.signal(killed, signal.SIGKILL)

@@ -52,6 +52,15 @@ class FakeClock:
     def loop_left(self, source):
         pass
 
+    def enter_epochs(self, source):
+        self.begin_step(source)
+
+    def epoch_opens(self, source):
+        pass
+
+    def is_elsewhere(self, source, epoch):
+        return False
+
     def end_epoch(self, source):
         self.calls.append(("end_epoch",))
 

@@ -132,6 +132,44 @@ def test_leaving_a_loop_early_gives_up_the_rest_of_the_epoch(clock):
     assert loader.state_dict()["epoch"] == 2
 
 
+def test_an_epoch_that_was_left_early_stays_over_after_a_resume(clock):
+    loader = loader_of()
+    for _ in loader:
+        loader.committed(clock.placement)
+        break
+    resumed = loader_of(name="resumed")
+    resumed.load_state_dict(loader.state_dict())
+    assert run_epoch(resumed, clock) == []
+    assert len(run_epoch(resumed, clock)) == 3
+    assert resumed.state_dict()["epoch"] == 2
+
+
+def test_an_iteration_that_was_under_way_goes_on_after_a_resume(clock):
+    loader = loader_of()
+    batches = iter(loader)
+    next(batches)
+    loader.committed(clock.placement)
+    resumed = loader_of(name="resumed")
+    resumed.load_state_dict(loader.state_dict())
+    assert len(run_epoch(resumed, clock)) == 2
+
+
+def test_next_on_an_iteration_that_is_over_says_why(clock):
+    loader = loader_of()
+    assert len(run_epoch(loader, clock)) == 3
+    resumed = loader_of(name="resumed")
+    resumed.load_state_dict(loader.state_dict())
+    with pytest.raises(StopIteration, match=r"'resumed' has no batches: the run is past its epoch .* train=False"):
+        next(iter(resumed))
+
+
+def test_a_joiner_passes_over_loops_in_which_its_peers_are_not(clock):
+    loader, other = loader_of(name="first"), loader_of(name="second")
+    clock.is_elsewhere = lambda source, epoch: (source.name, epoch) != ("second", 1)
+    assert [len(run_epoch(each, clock)) for each in (loader, other, loader, other)] == [0, 0, 0, 3]
+    assert loader.state_dict()["samples"] == loader.state_dict()["epoch"] == 0
+
+
 def test_a_step_finished_after_the_loop_was_left_counts(clock):
     loader = loader_of()
     for _ in loader:

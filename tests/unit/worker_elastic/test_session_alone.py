@@ -5,7 +5,9 @@ from collections.abc import Iterator
 import pytest
 import shoal
 import torch
-from shoal_worker.elastic.current import set_session
+from shoal_common.errors import PreconditionError
+from shoal_worker.elastic.current import current_session, set_session
+from shoal_worker.elastic.place import Place
 from torch import nn
 
 
@@ -87,3 +89,22 @@ def test_a_loop_left_before_the_step_was_finished_may_still_finish_it() -> None:
         break
     assert optimizer.step()
     assert loader.global_step == 1
+
+
+def test_a_step_that_the_ranks_took_at_different_places_is_refused_before_it_is_applied(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer, loader = start()
+    before = [p.clone() for p in model.parameters()]
+    steps = current_session().clock
+
+    def as_if_another_rank_took_the_next_step() -> list[float]:
+        words = [steps.require().control_word(border_wanted=False, place=Place("loader", 1, 0, number)) for number in (0, 1)]
+        return [a + b for a, b in zip(*words, strict=True)]
+
+    monkeypatch.setattr(steps, "control_word", as_if_another_rank_took_the_next_step)
+    for x, y in loader:
+        nn.functional.cross_entropy(model(x), y).backward()
+        break
+    with pytest.raises(PreconditionError, match="step 0 of epoch 0 of loader 'loader'") as refusal:
+        optimizer.step()
+    assert refusal.value.reason == "RANKS_DIVERGED"
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from shoal_worker.elastic.session import Session
 
 _WRITE_TIMEOUT = timedelta(minutes=30)
-_FILES = frozenset({"registered", "sources", "steps"})
+_FILES = frozenset({"registered", "sources", "loops", "steps"})
 """Parts of the captured state beside the replica's own (model, optimizer)."""
 
 

@@ -5,18 +5,17 @@ only when the session says that the step is committed. What was handed out and n
 membership and reduces nothing. All of it runs on the thread of the user's training loop.
 
 Which epoch an iteration is: inside `epochs()`, the one that stands there; else the k-th iteration is epoch k, where one that is broken off
-before its first commit (`next(iter(loader))`, to look at a batch) does not count. An iteration of an epoch before the cursor's yields
-nothing; of the cursor's, the rest; of a later one, all of it: leaving a loop early gives up what remained of the epoch.
+before its first commit (`next(iter(loader))`, to look at a batch) does not count. An iteration of an epoch that is over yields nothing; of
+the cursor's, the rest; of a later one, all of it: leaving a loop early gives up what remained of the epoch.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 import logging
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import Any
 
 from shoal_common.errors import ConfigurationError, CorruptDataError, InternalError, PreconditionError, ShoalError
@@ -39,6 +38,10 @@ from shoal_worker.settings import WorkerSettings
 _log = logging.getLogger(__name__)
 
 _STATE_VERSION = 1
+_NOTHING_LEFT = (
+    "this iteration of loader {!r} has no batches: the run is past its epoch (after a resume, or in a joiner), or stopped; to only look at "
+    "a batch, take it from the dataset, or from a loader with train=False"
+)
 _unnamed: weakref.WeakKeyDictionary[StepClock, int] = weakref.WeakKeyDictionary()
 """How many loaders without a name each session has seen. Ranks that are threads of one process have a session each."""
 
@@ -108,6 +111,8 @@ class ElasticDataLoader:
         self._dealt: DealtStep | None = None
         self._leases: LeasedBatches | None = None
         self._next_epoch = 0
+        self._loaded_next_epoch = 0
+        """As the state loaded last had it. The script may still have to pass over iterations to get there."""
         self._within: int | None = None
         self._stopped = False
         self._fetch_failed = False
@@ -138,6 +143,20 @@ class ElasticDataLoader:
     def epoch(self) -> int:
         """The epoch that the cursor is in."""
         return self._cursor.epoch
+
+    @property
+    def step(self) -> int:
+        """Steps of that epoch that are committed."""
+        return self._cursor.step
+
+    @property
+    def next_epoch(self) -> int:
+        """See `StepSource.next_epoch`."""
+        return max(self._next_epoch, self._loaded_next_epoch)
+
+    def count_from(self, epoch: int | None) -> None:
+        """See `StepSource.count_from`."""
+        self._next_epoch = self._loaded_next_epoch if epoch is None else epoch
 
     @property
     def global_step(self) -> int:
@@ -176,7 +195,7 @@ class ElasticDataLoader:
                 f"micro_batch_size={self._micro_batch_size} is set, so one step is several batches, or none on some ranks: write "
                 "`for step in loader.steps():` and inside it `for batch in step:`, with optimizer.step() after the inner loop"
             )
-        return itertools.chain.from_iterable(self._iteration())
+        return self._batches()
 
     def steps(self) -> Iterator[Step]:
         """One `Step` a global batch; iterate each for this rank's batches of it."""
@@ -229,6 +248,7 @@ class ElasticDataLoader:
         return {
             "version": _STATE_VERSION,
             **self._cursor.to_state(),
+            "next_epoch": self.next_epoch,
             "seed": self._seed,
             "shuffle": self._shuffle,
             "length": len(self.dataset),
@@ -246,10 +266,13 @@ class ElasticDataLoader:
             raise CorruptDataError(
                 f"loader {self._name!r}: the state has version {state.get('version')!r}; this release reads {_STATE_VERSION}"
             )
-        cursor = Cursor.from_state(state)
+        cursor, next_epoch = Cursor.from_state(state), state.get("next_epoch")
+        if type(next_epoch) is not int or next_epoch < 0:
+            raise CorruptDataError(f"the loader's state has next_epoch={next_epoch!r}; expected a whole number of at least 0")
         if cursor.samples and not self._is_leased:
             self._check_order(cursor, state)
         self._cursor = cursor
+        self._loaded_next_epoch = next_epoch
         self._dealt = None
         if self._leases is not None and self._leases.epoch != cursor.epoch:
             self._leases = None
@@ -257,12 +280,16 @@ class ElasticDataLoader:
     # ------------------------------------------------------------------------------------------------------- step by step
 
     def _epochs(self, n: int) -> Iterator[int]:
-        if self._begin() is None:  # a joiner learns here where the run stands
+        try:
+            self._clock().enter_epochs(self)
+        except StopTraining:
             return
+        self._stopped = False
         epoch = self._cursor.epoch
         try:
             while epoch < n and not self._stopped:
                 self._within = epoch
+                self._clock().epoch_opens(self)
                 yield epoch
                 epoch = max(epoch + 1, self._cursor.epoch)
         finally:
@@ -289,22 +316,37 @@ class ElasticDataLoader:
             self._fetcher.close()
             self._acknowledge()
 
+    def _batches(self) -> Generator[Any, None, str | None]:
+        nothing = True
+        for step in self._iteration():
+            nothing = False
+            yield from step
+        # What `next(iter(loader))` says when it raises StopIteration; a for loop never sees it.
+        return _NOTHING_LEFT.format(self._name) if nothing else None
+
     def _epoch_steps(self, epoch: int) -> Iterator[Step]:
+        if self._is_over(epoch):
+            return
         self._move_to(epoch)  # ahead of the border, where a joiner may be given this cursor
         took_part = False
-        while self._cursor.epoch <= epoch:
+        while not self._is_over(epoch):
             placement = self._begin()
             if placement is None:
                 return
-            self._move_to(epoch)
-            if self._cursor.epoch > epoch:
+            if self._is_over(epoch):
                 break
+            self._move_to(epoch)
             took_part = True
+            self._next_epoch, self._loaded_next_epoch = epoch, 0
             self._dealt = self._take_lease(placement) if self._is_leased else self._deal(placement)
             if self._dealt is not None:
                 yield self._assigned(self._dealt)
         if took_part:
             self._end_epoch()
+
+    def _is_over(self, epoch: int) -> bool:
+        """The run is past this epoch, or has left it; or, in a joiner, the peers are somewhere else."""
+        return epoch < self._loaded_next_epoch or epoch < self._cursor.epoch or self._clock().is_elsewhere(self, epoch)
 
     def _move_to(self, epoch: int) -> None:
         if self._cursor.epoch < epoch:

@@ -61,9 +61,24 @@ class StepClock(Protocol):
         caller must read its own cursor only after this returns. Raises `StopTraining` when the job is stopped or this member drained.
 
         What begins here is no step until `assign`: called again before that, it is the same border once more. Loaders rely on it where an
-        epoch turns out to be over (the cursor that a joiner received is in a later one), at the head of `epochs()`, and while they wait for
-        leases. A joiner stays joining until its first `assign`.
+        epoch turns out to be over (the cursor that a joiner received is in a later one), and while they wait for leases. A joiner stays
+        joining until its first `assign`.
         """
+        ...
+
+    def enter_epochs(self, source: StepSource) -> None:
+        """Called at the head of `epochs()`. Returns when the source's cursor says where the run stands: for a joiner this is a border, as
+        in `begin_step`. After a resume, or in a joiner, other loaders count their iterations anew from where this loop stood. Raises
+        `StopTraining`."""
+        ...
+
+    def epoch_opens(self, source: StepSource) -> None:
+        """Called when `epochs()` is about to give out the epoch that the source's cursor is in."""
+        ...
+
+    def is_elsewhere(self, source: StepSource, epoch: int) -> bool:
+        """Whether a joiner's script has to pass over this iteration: its peers stand in one of another loader, or of another epoch. Known
+        once it was fed, at its first border."""
         ...
 
     def assign(self, share: Share) -> None:
@@ -125,6 +140,20 @@ class StepSource(Protocol):
     @property
     def epoch(self) -> int:
         """The epoch that the cursor is in."""
+        ...
+
+    @property
+    def next_epoch(self) -> int:
+        """The epoch of the next iteration that stands in no `epochs()`: those of earlier ones are over."""
+        ...
+
+    @property
+    def step(self) -> int:
+        """Steps of that epoch that are committed."""
+        ...
+
+    def count_from(self, epoch: int | None) -> None:
+        """Sets `next_epoch` to `epoch`, or with None to what it was in the state loaded last."""
         ...
 
     @property

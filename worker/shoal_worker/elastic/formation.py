@@ -11,6 +11,7 @@ Owns who the spectators are, whether a border is due, and when the last failure 
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from shoal_worker.elastic.group import Group
 from shoal_worker.elastic.held import HeldState
 from shoal_worker.elastic.membership import Membership
 from shoal_worker.elastic.operations import GroupChannel, spectate
+from shoal_worker.elastic.place import Place
 from shoal_worker.elastic.progress import ProgressMeter
 from shoal_worker.elastic.reconcile import STANDING_LENGTH, Reconciliation, Standing, StateName, reconcile
 from shoal_worker.failpoints import failpoint
@@ -226,22 +228,26 @@ class Formation:
 
     # ---------------------------------------------------------------------------------------------------------------- joiners
 
-    def let_joiners_in(self) -> None:
-        """At a border: joiners take the state and are members from here on; this process among them, if it is one. Raises as `reform`."""
+    def let_joiners_in(self, place: Place) -> Place | None:
+        """At a border: joiners take the state and are members from here on. `place`: where this process's script stands. Returns where the
+        peers stand if this process is a joiner and has any, else None. Raises as `reform`."""
+        peers_at = None
         while self._spectators:
             group = self._require_group()
             started = time.monotonic()
             try:
-                self._feed_spectators(group)
+                peers_at = self._feed_spectators(group, place)
             except GROUP_LOST as error:
                 self.recover(error)
             else:
                 self._metrics.join_seconds.observe(time.monotonic() - started)
+        return peers_at
 
-    def _feed_spectators(self, group: Group) -> None:
+    def _feed_spectators(self, group: Group, place: Place) -> Place | None:
         """Everybody is here when the first exchange is over."""
         held = self._held
-        donating = self._meet_at_border(group)
+        donating = self._meet_at_border(group, place)
+        peers_at = None
         failpoint("session.at_border")
         flags = [row[0] for row in group.all_gather_integers([int(donating)])]
         donors = [r for r, flag in enumerate(flags) if flag]
@@ -254,6 +260,7 @@ class Formation:
             captured = held.capture() if receivers else {}
             captured["operations"] = held.operations.encode()
             captured["state"] = list(held.name)
+            captured["place"] = list(place) if held.live else None
             self._require_exchange().give(group, captured, until=lambda: group.exchange(b""))
         else:
             state = self._require_exchange().take(group, donors)
@@ -261,13 +268,21 @@ class Formation:
             held.restore(state, skip_advances=False)
             held.operations.restart(state["operations"], passed=True)
             held.name = StateName(*state["state"])
+            peers_at = Place(*state["place"]) if state["place"] is not None else None
         held.live = True
         self._spectators = ()
+        return peers_at
 
-    def _meet_at_border(self, group: Group) -> bool:
+    def _meet_at_border(self, group: Group, place: Place) -> bool:
         """Returns when all members stand at the border; True if this rank gives its state there."""
         if group.rank not in self._spectators:
-            self.channel(_BORDER).exchange(b"")
+            places = [json.loads(told) for told in self.channel(_BORDER).exchange(json.dumps(place).encode())]
+            if any(other != list(place) for other in places):
+                raise PreconditionError(
+                    f"the ranks' scripts went different ways: they stand at (loader, its number, epoch, step) {places}; every rank must "
+                    "iterate over the same loaders in the same order",
+                    reason="RANKS_DIVERGED",
+                )
             return not self._held.torn
         if len(self._spectators) < group.world_size:
             spectate(group, self._spectators, _BORDER)

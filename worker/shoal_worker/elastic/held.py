@@ -15,6 +15,7 @@ from shoal_common.errors import ConfigurationError, PreconditionError
 
 from shoal_worker.elastic.contract import StepSource
 from shoal_worker.elastic.operations import Operations
+from shoal_worker.elastic.place import Place
 from shoal_worker.elastic.reconcile import Standing, StateName
 from shoal_worker.elastic.registered import RegisteredState
 from shoal_worker.elastic.replica import Replica
@@ -36,6 +37,10 @@ class HeldState:
         self._sources: weakref.WeakValueDictionary[str, StepSource] = weakref.WeakValueDictionary()
         self._waiting: dict[str, Any] = {}
         """Cursors of loaders that the script has not made yet."""
+        self._numbers: dict[str, int] = {}
+        self._loops: dict[str, Any] = {}
+        """For each loader whose `epochs()` was entered: its epoch, and from where the others counted when that opened."""
+        self._loops_to_enter: dict[str, Any] = {}
 
     # --------------------------------------------------------------------------------------------------------------- parts
 
@@ -71,8 +76,37 @@ class HeldState:
                 f"two training loaders have the name {source.name!r}; give each a name of its own: ElasticDataLoader(..., name=...)"
             )
         self._sources[source.name] = source
+        self._numbers.setdefault(source.name, len(self._numbers) + 1)
         if source.name in self._waiting:
             source.load_state_dict(self._waiting.pop(source.name))
+
+    # --------------------------------------------------------------------------------------------------------------- place
+
+    def place(self, source: StepSource | None) -> Place:
+        """Where the script stands when it takes a step of `source`."""
+        if source is None:
+            return Place("", 0, 0, 0)
+        return Place(source.name, self._numbers[source.name], source.epoch, source.step)
+
+    def enter_epochs(self, source: StepSource) -> None:
+        """The script is at the head of a loop over epochs, and `source` stands where the run does. If that is from a state that was loaded,
+        other loaders count their iterations from where that loop's epoch had them: the ones before were in epochs that are passed over."""
+        loop = self._loops_to_enter.pop(source.name, None)
+        if loop is None:
+            return
+        for other in self.sources:
+            if other is not source:
+                other.count_from(loop["others"].get(other.name) if loop["epoch"] == source.epoch else None)
+
+    def epoch_opens(self, source: StepSource) -> None:
+        """A loop over epochs of `source` gives out its next one."""
+        others = {other.name: other.next_epoch for other in self.sources if other is not source}
+        self._loops[source.name] = {"epoch": source.epoch, "others": others}
+
+    def arrived(self) -> None:
+        """A joiner's script has come to its peers' place: what it passed over on the way is counted as theirs."""
+        for source in self.sources:
+            source.count_from(None)
 
     # --------------------------------------------------------------------------------------------------------------- state
 
@@ -87,6 +121,7 @@ class HeldState:
             "replica": self.replica.capture(),
             "registered": self.registered.capture(),
             "sources": {source.name: source.state_dict() for source in self.sources} | self._waiting,
+            "loops": self._loops,
             "steps": self.steps,
         }
 
@@ -99,6 +134,7 @@ class HeldState:
             if source.name in waiting:
                 source.load_state_dict(waiting.pop(source.name))
         self._waiting = waiting
+        self._loops, self._loops_to_enter = dict(captured["loops"]), dict(captured["loops"])
 
     @contextlib.contextmanager
     def changing(self) -> Iterator[None]:

@@ -285,6 +285,9 @@ class Session:
     def close(self, *, failed: str | None = None) -> None:
         """Leaves the job: finished, or failed with a reason. What is called afterwards finds a world of one."""
         if self._membership is not None:
+            if self.clock.replaying and self._held.live and self._departure.stopped is None:
+                # It has a rank, and its peers wait for it. Were it told as the script's good end, the run would be over for all.
+                failed = failed or "the script came to its end without a step of the loop in which its peers are"
             reason = pb.Leave.REASON_FAILED if failed is not None else pb.Leave.REASON_FINISHED
             self._departure.say_goodbye(reason, failed or "")
         if self._exchange is not None:

@@ -23,6 +23,7 @@ from shoal_worker.elastic.contract import Drained, Leases, Placement, Share, Ste
 from shoal_worker.elastic.departure import Departure
 from shoal_worker.elastic.formation import Formation
 from shoal_worker.elastic.held import HeldState
+from shoal_worker.elastic.place import Place
 from shoal_worker.elastic.progress import ProgressMeter
 from shoal_worker.elastic.randomness import seed_generators
 from shoal_worker.elastic.reconcile import StateName
@@ -59,6 +60,8 @@ class Steps:
         self._operation = operation
         self._progress = progress
         self._metrics = metrics
+        self._peers_at: Place | None = None
+        """Where the peers stood when this joiner was fed; None: it is there, or has no peers."""
 
     # ------------------------------------------------------------------------------------------------ StepClock: the loaders
 
@@ -85,7 +88,7 @@ class Steps:
         if self._departure.stopped is not None:
             raise StopTraining(self._departure.stopped)
         try:
-            self._settle_border()
+            self._settle_border(self._held.place(source))
         except StopTraining as stop:
             self._departure.obey(stop)
             raise
@@ -95,6 +98,23 @@ class Steps:
         self._progress.entered()
         return step.placement
 
+    def enter_epochs(self, source: StepSource) -> None:
+        """See `StepClock`."""
+        if self._departure.stopped is not None:
+            raise StopTraining(self._departure.stopped)
+        if not self._held.live or self._held.replica.asynchronous:
+            self.begin_step(source)
+        self._held.enter_epochs(source)
+
+    def epoch_opens(self, source: StepSource) -> None:
+        """See `StepClock`."""
+        self._held.epoch_opens(source)
+
+    def is_elsewhere(self, source: StepSource, epoch: int) -> bool:
+        """See `StepClock`."""
+        at = self._peers_at
+        return self.replaying and at is not None and (at.loader, at.epoch) != (source.name, epoch)
+
     def assign(self, share: Share) -> None:
         """See `StepClock`."""
         step = self.require()
@@ -102,7 +122,9 @@ class Steps:
             share = dataclasses.replace(share, total_weight=self._sum_weights(share.weight))
         step.share = share
         step.handed_out = True
-        step.first_live, self.replaying = self.replaying, False
+        if self.replaying:
+            step.first_live, self.replaying = True, False
+            self._held.arrived()
 
     def begin_micro_batch(self, *, index: int, weight: float, key: Sequence[int]) -> None:
         """See `StepClock`."""
@@ -152,7 +174,12 @@ class Steps:
         return self.current
 
     def ensure(self) -> Step:
-        """The step in progress; begins one in a user's own loop, where no loader does."""
+        """The step in progress; begins one in a user's own loop, where no loader does.
+
+        A joiner whose script has loaders gets a step that counts for nothing: it has not come to its loop, this is a pass ahead of it.
+        """
+        if self._rehearsing:
+            return Step(placement=_ALONE, source=None, share=Share(weight=1.0, total_weight=1.0, micro_batches=None))
         if self.current is None:
             try:
                 placement = self.begin_step(None)
@@ -163,7 +190,9 @@ class Steps:
 
     def control_word(self) -> list[float]:
         """What this rank adds to the step's control word."""
-        return self.require().control_word(border_wanted=self._formation is not None and self._formation.membership.changes)
+        step = self.require()
+        wanted = self._formation is not None and self._formation.membership.changes
+        return step.control_word(border_wanted=wanted, place=self._held.place(step.source))
 
     def mark_lost(self, error: BaseException) -> None:
         """A collective of the step failed. May be called from a collective's callback."""
@@ -175,7 +204,7 @@ class Steps:
 
     def finish_reduction_if_whole(self) -> None:
         """Inside one plain batch: its backward pass was the whole of this rank's part, so the sum over the ranks is due."""
-        if not self.require().in_micro_batches:
+        if not self._rehearsing and not self.require().in_micro_batches:
             self._held.replica.finish_reduction()
 
     def finish(self, apply: Callable[[], None]) -> StepStatus:
@@ -183,11 +212,21 @@ class Steps:
 
         `apply` updates the parameters. If it raises, this rank's state is torn: the error goes up, and the rank never gives its state away.
         """
+        if self._rehearsing:
+            self._void()
+            return StepStatus.LOST
         self.end_micro_batch()
         step = self.require()
         self._held.replica.finish_reduction()
         if step.lost is not None:
             return self._lose(step)
+        if not step.ranks_agree:
+            place = self._held.place(step.source)
+            raise PreconditionError(
+                f"the ranks' scripts went different ways: this one takes step {place.step} of epoch {place.epoch} of loader "
+                f"{place.loader!r}, others take another one; every rank must iterate over the same loaders in the same order",
+                reason="RANKS_DIVERGED",
+            )
         failpoint("session.before_apply")
         with self._held.changing():
             apply()
@@ -202,6 +241,11 @@ class Steps:
         self._departure.obey(stop)
         return StepStatus.LOST
 
+    @property
+    def _rehearsing(self) -> bool:
+        """This is a joiner's script ahead of its loop. One without loaders of Shoal's has its first step where it calls the model."""
+        return self.replaying and self.current is None and bool(self._held.sources)
+
     def leave_peers(self) -> None:
         """This process left its job: what comes is a world of one."""
         self._formation = None
@@ -211,7 +255,7 @@ class Steps:
         held = self._held
         held.name = StateName(step.placement.generation, held.steps + 1)
         self.current = None
-        self.replaying = False
+        self.replaying, self._peers_at = False, None
         held.replica.commit_step()
         samples = 0
         if step.source is not None:
@@ -261,7 +305,7 @@ class Steps:
             healthy = formation.healthy
         return self._held.live and not formation.border_due and healthy and placement == self._placement()
 
-    def _settle_border(self) -> None:
+    def _settle_border(self, place: Place) -> None:
         formation = self._formation
         if formation is None:
             return
@@ -276,7 +320,9 @@ class Steps:
             formation.reform()
         else:
             formation.recover_if_broken()
-        formation.let_joiners_in()
+        fed = formation.let_joiners_in(place)
+        if fed is not None:
+            self._peers_at = fed
 
     def _stop_if_asked(self, formation: Formation) -> None:
         membership = formation.membership

@@ -1,0 +1,63 @@
+"""Scripts with more than one training loader: joiners and resumed runs get into the right one, at the right epoch."""
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from shoal_worker.data.record import audit
+
+from tests.integration.worker_async.async_cluster import Zygote
+from tests.integration.worker_elastic.cluster import cluster
+
+SCRIPT = Path(__file__).parent / "two_loaders.py"
+EPOCHS = 3
+
+
+@pytest.fixture(scope="module")
+def fault_free(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    with cluster(zygote, tmp_path_factory.mktemp("alone"), max_workers=1, script=SCRIPT, EPOCHS=str(EPOCHS)) as running:
+        running.start(0)
+        (result,) = running.finish(0)
+    assert (result["steps"], result["second"]) == (8 * EPOCHS, 6 * EPOCHS)
+    return result
+
+
+@pytest.mark.parametrize("joins_at_step", [1, 4, 9])
+def test_a_joiner_gets_into_the_loop_in_which_its_peers_are(
+    zygote: Zygote, tmp_path: Path, fault_free: dict[str, Any], joins_at_step: int
+) -> None:
+    with cluster(zygote, tmp_path, min_workers=2, max_workers=2, script=SCRIPT, EPOCHS=str(EPOCHS)) as running:
+        running.start(0, SHOAL_FAILPOINTS=f"session.after_commit@{joins_at_step}=kill")
+        running.start(1)
+        assert running.workers[0].wait() == -signal.SIGKILL
+        running.start(2)
+        results = running.finish(1, 2)
+        assert {r["world"] for r in results} == {2}
+        assert results == [fault_free | {"world": 2}] * 2
+        verdict = audit(running.records)
+        assert [e.exactly_once for e in verdict.epochs if e.loader == "second"] == [True] * EPOCHS
+        assert {(e.once, e.repeated) for e in verdict.epochs if e.loader == "first"} == {(32, 0)}
+
+
+def test_a_resumed_run_goes_on_with_the_second_loader_where_it_was(zygote: Zygote, tmp_path: Path, fault_free: dict[str, Any]) -> None:
+    checkpoints = str(tmp_path / "checkpoints")
+    for name in ("before", "after"):
+        (tmp_path / name).mkdir()
+    with cluster(zygote, tmp_path / "before", max_workers=1, script=SCRIPT, EPOCHS="2", CHECKPOINTS=checkpoints) as running:
+        running.start(0)
+        running.finish(0)
+    with cluster(zygote, tmp_path / "after", max_workers=1, script=SCRIPT, EPOCHS=str(EPOCHS), CHECKPOINTS=checkpoints) as running:
+        running.start(0)
+        assert running.finish(0) == [fault_free]
+
+
+def test_a_look_at_a_batch_and_a_pass_ahead_of_the_loop_do_not_make_a_joiner_live(zygote: Zygote, tmp_path: Path) -> None:
+    with cluster(zygote, tmp_path, min_workers=2, max_workers=2, script=SCRIPT, EPOCHS=str(EPOCHS), LOOK="1") as running:
+        running.start(0, SHOAL_FAILPOINTS="session.after_commit@1=kill")
+        running.start(1)
+        assert running.workers[0].wait() == -signal.SIGKILL
+        running.start(2)
+        one, other = running.finish(1, 2)
+        assert one == other
+        assert (one["steps"], one["second"], one["world"]) == (8 * EPOCHS, 6 * EPOCHS, 2)

@@ -1,0 +1,36 @@
+"""Where scripts stand: ranks that mean different steps are found out by a sum."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from shoal_worker.elastic.place import PLACE_WORD_LENGTH, Place, agree
+
+places = st.builds(Place, st.just("loader"), st.integers(0, 127), st.integers(0, 127), st.integers(0, 127))
+
+
+def summed(ranks: list[Place]) -> list[float]:
+    """As an all-reduce in float32 gives it."""
+    return torch.tensor([place.word() for place in ranks], dtype=torch.float32).sum(0).tolist()
+
+
+@given(places, st.integers(1, 1000))
+def test_ranks_at_one_place_agree_however_many_they_are(place: Place, ranks: int) -> None:
+    assert len(place.word()) == PLACE_WORD_LENGTH
+    assert agree(summed([place] * ranks))
+
+
+@given(st.lists(places, min_size=1, max_size=8))
+def test_ranks_agree_only_at_one_place(ranks: list[Place]) -> None:
+    assert agree(summed(ranks)) == (len(set(ranks)) == 1)
+
+
+@pytest.mark.parametrize("field", ["number", "epoch", "step"])
+def test_one_of_a_thousand_ranks_that_is_a_little_off_is_found(field: str) -> None:
+    place = Place("loader", 126, 126, 126)
+    assert not agree(summed([place] * 999 + [place._replace(**{field: 127})]))
+
+
+def test_large_numbers_wrap() -> None:
+    assert agree(summed([Place("a", 1, 1000, 10**6)] * 3))
+    assert not agree(summed([Place("a", 1, 1000, 10**6), Place("a", 1, 1000, 10**6 + 1)]))

@@ -1,0 +1,39 @@
+"""Where the user's script stands among its training loops: in which loader, which epoch, which step.
+
+All ranks must stand at one place when they take a step together. So a place rides, as a few small numbers, in the control word of each
+step; and a joiner is told its peers' place when it is fed, so that its script passes over every loop before it. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+PLACE_WORD_LENGTH = 7
+"""Numbers that a place takes in a control word."""
+_RANGE = 128
+"""Each number and its square are sent, and summed over up to 1000 ranks they must be exact in float32."""
+
+
+class Place(NamedTuple):
+    """One step of one loop. Without a loader of Shoal's: no name, and zeros."""
+
+    loader: str
+    """Its name; empty: the user's own loop."""
+    number: int
+    """Of the loader, in the order in which the script made them; from 1."""
+    epoch: int
+    step: int
+    """In the epoch."""
+
+    def word(self) -> list[float]:
+        """What this rank adds to the control word. From the ranks' sum, `agree` says whether all added the same."""
+        values = [number % _RANGE for number in self[1:]]
+        return [1.0, *map(float, values), *(float(value * value) for value in values)]
+
+
+def agree(summed: Sequence[float]) -> bool:
+    """Whether all ranks that added their `Place.word` stand at one place: the mean of squares is the square of the mean for equal numbers
+    only. Places that differ by a multiple of 128 in each number go unnoticed."""
+    count, half = summed[0], len(summed) // 2
+    return all(count * squares == total * total for total, squares in zip(summed[1 : 1 + half], summed[1 + half :], strict=True))

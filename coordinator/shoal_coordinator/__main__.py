@@ -10,12 +10,15 @@ os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 import asyncio
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from urllib.parse import urlsplit
 
 from shoal_common.errors import ShoalError
+from shoal_common.redis import EmbeddedRedis
 from shoal_common.telemetry import configure_logging
 
-from shoal_coordinator.server import serve
 from shoal_coordinator.settings import CoordinatorSettings, parse_command_line
 
 
@@ -24,19 +27,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         settings = parse_command_line(arguments)
         configure_logging("coordinator", settings.log_level)
-        asyncio.run(_serve(settings))
+        with _redis(settings.redis.get_secret_value()) as redis_url:
+            asyncio.run(_serve(settings, redis_url))
     except ShoalError as error:
         print(f"shoal-coordinator: {error}", file=sys.stderr)  # noqa: T201 - it may have no logging yet
         return 1
     return 0
 
 
-async def _serve(settings: CoordinatorSettings) -> None:
+@contextmanager
+def _redis(url: str) -> Iterator[str]:
+    """The URL of the Redis to use: that of one of our own for embedded://, which starts while the rest of the program is imported."""
+    if urlsplit(url).scheme != "embedded":
+        yield url
+        return
+    with ThreadPoolExecutor(max_workers=1) as starter:
+        starting = starter.submit(EmbeddedRedis.from_url, url)
+        import shoal_coordinator.server  # noqa: F401 - see above
+    with starting.result() as server:
+        yield server.url
+
+
+async def _serve(settings: CoordinatorSettings, redis_url: str) -> None:
+    from shoal_coordinator.server import serve
+
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    await serve(settings, stop)
+    await serve(settings, redis_url, stop)
 
 
 if __name__ == "__main__":

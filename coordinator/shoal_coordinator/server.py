@@ -13,7 +13,6 @@ from urllib.parse import urlsplit, urlunsplit
 
 from prometheus_client import CollectorRegistry
 from shoal_common.errors import ShoalError, UnavailableError
-from shoal_common.redis import EmbeddedRedis
 from shoal_common.rpc.server import RpcServer, ServerSettings
 from shoal_common.settings import Address
 from shoal_common.telemetry.http import HttpRequest, HttpResponse, HttpServer, serve_metrics
@@ -36,10 +35,9 @@ logger = logging.getLogger(__name__)
 _REDIS_RETRY_S = 0.2
 
 
-async def serve(settings: CoordinatorSettings, stop: asyncio.Event) -> None:
+async def serve(settings: CoordinatorSettings, redis_url: str, stop: asyncio.Event) -> None:
     """Serves until `stop` is set. Raises FencedError when another coordinator takes over; ShoalErrors when it cannot start."""
     async with AsyncExitStack() as stack:
-        redis_url = _redis_url(settings, stack)
         store = await _open_store(redis_url, settings, stop)
         if store is None:
             return
@@ -81,13 +79,6 @@ async def _until_stopped(stop: asyncio.Event, jobs: Jobs) -> None:
     await stop.wait()
     if jobs.failed.done():
         raise jobs.failed.result()
-
-
-def _redis_url(settings: CoordinatorSettings, stack: AsyncExitStack) -> str:
-    url = settings.redis.get_secret_value()
-    if urlsplit(url).scheme != "embedded":
-        return url
-    return stack.enter_context(EmbeddedRedis.from_url(url)).url
 
 
 async def _open_store(url: str, settings: CoordinatorSettings, stop: asyncio.Event) -> JobStore | None:

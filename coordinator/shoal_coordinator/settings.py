@@ -13,8 +13,6 @@ from pydantic_settings import SettingsConfigDict
 from shoal_common.security import TlsSettings, TokenTable
 from shoal_common.settings import Address, AddressField, Duration, ShoalSettings
 
-from shoal_coordinator.state.store import DEFAULT_RETENTION
-
 
 class CoordinatorSettings(ShoalSettings):
     """One coordinator. Flags win over the environment."""
@@ -47,7 +45,7 @@ class CoordinatorSettings(ShoalSettings):
     request_timeout: Duration = timedelta(seconds=5)
     """How long a call waits for Redis before it is answered with UNAVAILABLE, and a new session for its first message."""
 
-    job_retention: Annotated[Duration, Field(ge=timedelta(seconds=1))] = DEFAULT_RETENTION
+    job_retention: Annotated[Duration, Field(ge=timedelta(seconds=1))] = timedelta(days=1)
     """How long a job that nobody is in, finished or given up, is still known after its last change; at least 1s."""
 
     tokens: Path | None = None

@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 from shoal_protos.v1 import parameter_server_pb2 as pb
 
-from shoal_worker.compression.base import GradientCompressor, blocked_payload_bytes
+from shoal_worker.compression.base import GradientCompressor, blocked_payload_bytes, tiles
 from shoal_worker.compression.exchanges import Chunked, Exchange
 from shoal_worker.compression.randomness import KeyedRandom
 
@@ -31,11 +31,12 @@ class _HalfCompressor(GradientCompressor):
         self._values(payload, tensor.numel()).copy_(tensor.view(-1))
 
     def decompress_into(self, payload: torch.Tensor, out: torch.Tensor, *, alpha: float | None = None) -> None:
-        values = self._values(payload, out.numel())
+        values, target = self._values(payload, out.numel()), out.view(-1)
         if alpha is None:
-            out.view(-1).copy_(values)
-        else:
-            out.view(-1).add_(values, alpha=alpha)  # in float32: torch converts the smaller operand
+            target.copy_(values)
+            return
+        for start, end in tiles(target.numel(), target.device):  # torch would convert the whole operand first
+            target[start:end].add_(values[start:end].float(), alpha=alpha)
 
     def _values(self, payload: torch.Tensor, count: int) -> torch.Tensor:
         return payload[: 2 * count].view(self.dtype)

@@ -40,10 +40,9 @@ class Int8Compressor(GradientCompressor):
     def compress_into(self, tensor: torch.Tensor, payload: torch.Tensor, random: KeyedRandom) -> None:
         values = tensor.view(-1)
         scales, levels = _parts(payload, values.numel())
-        noise = random.noise16(values.numel(), values.device)
         for start, end in tiles(values.numel(), values.device):
             of_tile = slice(start // INT8_BLOCK, blocks(end, INT8_BLOCK))
-            _quantize(values[start:end], noise[start:end], scales[of_tile], levels[start:end])
+            _quantize(values[start:end], random.noise16(end - start, values.device), scales[of_tile], levels[start:end])
 
     def decompress_into(self, payload: torch.Tensor, out: torch.Tensor, *, alpha: float | None = None) -> None:
         values = out.view(-1)

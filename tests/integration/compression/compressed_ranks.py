@@ -1,0 +1,186 @@
+"""Ranks as processes that sum buckets with every compressor over Gloo, and lose one of them at the end.
+
+    python compressed_ranks.py REDIS_URL PREFIX WORLD_SIZE DIRECTORY
+
+Imports once and forks the ranks. Each writes what it saw to DIRECTORY/RANK.json. Bytes are counted twice: what the backend is asked to
+send, and what the kernel received on this process's connections.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import socket
+import stat
+import struct
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from shoal_common.errors import MembershipChanged
+from shoal_worker.backends.gloo import GlooBackend
+from shoal_worker.compression import CompressedReduction, compressor_names, parse_compression
+from shoal_worker.store import RedisStore
+
+SHAPES = [(256, 512), (512,), (512, 300), (300,)]
+NUMEL = 256 * 512 + 512 + 512 * 300 + 300
+STEPS = 2
+
+
+class CountingBackend(GlooBackend):
+    """Counts as `GradientCompressor.wire_bytes` does."""
+
+    asked = 0.0
+
+    def all_reduce(self, tensor: torch.Tensor, *rest: Any, **options: Any) -> Any:
+        self.asked += 2 * (self.world_size - 1) * tensor.nbytes / self.world_size
+        return super().all_reduce(tensor, *rest, **options)
+
+    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, **options: Any) -> Any:
+        self.asked += (self.world_size - 1) * tensor.nbytes
+        return super().all_gather(output, tensor, **options)
+
+    def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor, *rest: Any, **options: Any) -> Any:
+        self.asked += (self.world_size - 1) * tensor.nbytes / self.world_size
+        return super().all_to_all(output, tensor, *rest, **options)
+
+
+def received_bytes(port_of_redis: int) -> int:
+    """By the kernel's count, over all TCP connections of this process but those to Redis."""
+    total, seen = 0, set()
+    for path in Path("/proc/self/fd").iterdir():
+        number = int(path.name)
+        try:
+            status = os.fstat(number)
+        except OSError:
+            continue  # the listing's own
+        if not stat.S_ISSOCK(status.st_mode) or status.st_ino in seen:
+            continue  # the group holds its connections twice
+        seen.add(status.st_ino)
+        connection = socket.socket(fileno=os.dup(number))
+        with connection:
+            if connection.family not in (socket.AF_INET, socket.AF_INET6) or connection.type != socket.SOCK_STREAM:
+                continue
+            try:
+                peer = connection.getpeername()
+            except OSError:
+                continue  # a listener
+            if peer[1] != port_of_redis:
+                # tcpi_bytes_received, linux/tcp.h
+                total += struct.unpack_from("Q", connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256), 128)[0]
+    return total
+
+
+@contextmanager
+def group(url: str, prefix: str, rank: int, world_size: int) -> Iterator[CountingBackend]:
+    store = RedisStore(url, prefix, timeout=timedelta(seconds=20))
+    backend = CountingBackend()
+    store.barrier("up", world_size, timedelta(seconds=30))
+    backend.initialize(rank=rank, world_size=world_size, store=store, timeout=timedelta(seconds=20))
+    try:
+        yield backend
+    finally:
+        backend.shutdown()
+        store.close()
+
+
+def gradient(rank: int, step: int, world_size: int) -> torch.Tensor:
+    return torch.randn(NUMEL, generator=torch.Generator().manual_seed(1000 * step + rank)) / world_size
+
+
+def digest(tensor: torch.Tensor) -> str:
+    return hashlib.sha256(tensor.numpy().tobytes()).hexdigest()
+
+
+def summed(name: str, backend: CountingBackend, port_of_redis: int) -> dict[str, Any]:
+    """Two buckets a step, under way together."""
+    compressor = parse_compression({"name": name, "ratio": 0.02} if name in ("topk", "randomk") else name)
+    assert compressor is not None
+    reduction = CompressedReduction(compressor)
+    results, errors = [], []
+    backend.barrier()
+    asked, received = backend.asked, received_bytes(port_of_redis)
+    for step in range(STEPS):
+        started = [
+            reduction.start(gradient(backend.rank, step, backend.world_size) * (index + 1), backend, index=index, step=step, shapes=SHAPES)
+            for index in range(2)
+        ]
+        for one in started:
+            one.advance()
+        buckets = [one.wait() for one in started]
+        reduction.commit()
+        results += [digest(bucket) for bucket in buckets]
+        exact = sum(gradient(rank, step, backend.world_size) for rank in range(backend.world_size))
+        errors.append(float((buckets[0] - exact).norm() / exact.norm()))
+    backend.barrier()
+    return {
+        "results": results,
+        "errors": errors,
+        "asked": backend.asked - asked,
+        "received": received_bytes(port_of_redis) - received,
+        "expected": 2 * STEPS * compressor.wire_bytes(NUMEL, backend.world_size, SHAPES),
+    }
+
+
+def shrink(url: str, prefix: str, rank: int, world_size: int) -> dict[str, Any]:
+    """The last rank dies in its second step; the others roll back, form anew and redo it."""
+    compressor = parse_compression("sign")
+    assert compressor is not None
+    reduction = CompressedReduction(compressor)
+    with group(url, f"{prefix}:before", rank, world_size) as backend:
+        reduction.start(gradient(rank, 0, world_size), backend, index=0, step=0).wait()
+        reduction.commit()
+        owed = digest(reduction.state_dict()["0/residual"])
+        if rank == world_size - 1:
+            os._exit(0)
+        try:
+            reduction.start(gradient(rank, 1, world_size), backend, index=0, step=1).wait()
+            failed = ""
+        except MembershipChanged as error:
+            failed = str(error)
+    reduction.rollback()
+    kept = digest(reduction.state_dict()["0/residual"]) == owed
+    with group(url, f"{prefix}:after", rank, world_size - 1) as backend:
+        result = reduction.start(gradient(rank, 1, world_size), backend, index=0, step=1).wait()
+        reduction.commit()
+    return {"failed": failed, "kept": kept, "result": digest(result)}
+
+
+def run(url: str, prefix: str, rank: int, world_size: int, directory: Path) -> None:
+    torch.set_num_threads(1)
+    port_of_redis = int(url.rpartition(":")[2].partition("/")[0])
+    with group(url, prefix, rank, world_size) as backend:
+        found: dict[str, Any] = {name: summed(name, backend, port_of_redis) for name in compressor_names()}
+    if rank == world_size - 1:
+        (directory / f"{rank}.json").write_text(json.dumps(found))
+    found["shrink"] = shrink(url, prefix, rank, world_size)
+    (directory / f"{rank}.json").write_text(json.dumps(found))
+
+
+def main() -> None:
+    url, prefix, world_size, directory = sys.argv[1], sys.argv[2], int(sys.argv[3]), Path(sys.argv[4])
+    children = []
+    for rank in range(world_size):
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                run(url, prefix, rank, world_size, directory)
+                status = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stderr.flush()
+                os._exit(status)
+        children.append(child)
+    sys.exit(max(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children))
+
+
+if __name__ == "__main__":
+    main()

@@ -14,7 +14,7 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -144,11 +144,11 @@ class CoordinatorLink:
                     )
             return self._newest
 
-    def failed(self, generation: int, *, detail: str, timed_out: bool = False) -> None:
-        """Reports a failed collective of `generation`, unless a newer generation is known already."""
+    def failed(self, generation: int, *, detail: str, timed_out: bool = False, suspects: Sequence[int] = ()) -> None:
+        """Reports a failed collective of `generation`, unless a newer generation is known already. `suspects`: ranks out of reach."""
         with self._changed:
             if self._newest is None or self._newest.number == generation:
-                self._failure = pb.CollectiveFailure(generation=generation, timed_out=timed_out, detail=detail[:1024])
+                self._failure = pb.CollectiveFailure(generation=generation, suspects=suspects, timed_out=timed_out, detail=detail[:1024])
                 self._changed.notify_all()
 
     def entered(self, generation: int) -> None:

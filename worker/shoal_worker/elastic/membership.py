@@ -20,9 +20,12 @@ from shoal_worker.backends.base import CommunicationBackend
 from shoal_worker.elastic.generation import Generation
 from shoal_worker.elastic.group import Forming, Group, connect
 from shoal_worker.elastic.link import CoordinatorLink, MemberIdentity
+from shoal_worker.elastic.reach import unreachable
 from shoal_worker.settings import WorkerSettings
 
 _log = logging.getLogger(__name__)
+
+_REACH_TIMEOUT = timedelta(seconds=1)
 
 
 class Membership:
@@ -101,10 +104,20 @@ class Membership:
         return group
 
     def failed(self, error: BaseException) -> None:
-        """A collective of the current generation failed here: tells the coordinator, unless it knows already."""
-        self.link.failed(
-            self._left, detail=str(error), timed_out=isinstance(error.__cause__, TimeoutError) or "timed out" in str(error).lower()
-        )
+        """A collective of the current generation failed here, or it did not form: tells the coordinator, unless it knows already.
+
+        After a time-out or a failed forming, looks first whom this process cannot reach, for a second at most.
+        """
+        timed_out = isinstance(error.__cause__, TimeoutError) or "timed out" in str(error).lower()
+        suspects = self._out_of_reach() if timed_out or self._group is None else []
+        self.link.failed(self._left, detail=str(error), timed_out=timed_out, suspects=suspects)
+
+    def _out_of_reach(self) -> list[int]:
+        generation = self.link.newest_generation
+        if generation is None or generation.number != self._left:
+            return []
+        peers = {peer.rank: peer.donor_address for peer in generation.peers if peer.rank != generation.rank and peer.donor_address}
+        return unreachable(peers, timeout=_REACH_TIMEOUT, given_up=lambda: self.link.newest != generation.number)
 
     def check_current(self, generation: int) -> None:
         """Asks the coordinator whether this member, which acts for `generation`, still belongs to the job. Called on any thread.

@@ -39,6 +39,8 @@ _log = logging.getLogger(__name__)
 
 _MAGIC = b"SHOALST1"
 _REQUEST = struct.Struct("!8s32sII")
+PROBE = bytes(_REQUEST.size)
+"""A request for nothing, by one that only wants to know whether a donor can be reached: answered by closing the connection."""
 _U64 = struct.Struct("!Q")
 _BLOCK = 4 << 20
 _LARGEST_HEADER = 256 << 20

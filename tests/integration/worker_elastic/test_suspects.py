@@ -1,0 +1,80 @@
+"""Who cannot be reached is named, and two that cannot reach each other are kept apart."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from shoal_common.errors import MembershipChanged
+from shoal_protos.v1 import coordinator_pb2 as pb
+from shoal_worker.elastic.link import MemberIdentity
+from shoal_worker.elastic.membership import Membership
+from shoal_worker.elastic.reach import unreachable
+from shoal_worker.elastic.transfer import StateDonor
+from shoal_worker.settings import WorkerSettings
+
+from tests.integration.coordinator.harness import Coordinator, Job, create_job, eventually
+
+SECOND = timedelta(seconds=1)
+
+
+@pytest.fixture
+def job(tmp_path: Path, leftover_processes: None) -> Iterator[Job]:
+    coordinator = Coordinator(tmp_path).start()
+    with coordinator.client() as client:
+        job = create_job(coordinator, client, largest=2, join_grace_ms=60_000)
+        yield job
+        job.close()
+    coordinator.close()
+
+
+def test_peers_that_take_connections_are_told_from_those_that_do_not(caplog: pytest.LogCaptureFixture) -> None:
+    there = StateDonor("127.0.0.1")
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        refusing = f"127.0.0.1:{gone.getsockname()[1]}"
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as deaf, socket.create_connection(deaf.getsockname()[:2]):
+        silent = f"127.0.0.1:{deaf.getsockname()[1]}"  # its queue is full: as if a cable were cut
+        peers = {0: there.address, 2: refusing, 3: silent, 5: "no-such-host.invalid:1"}
+        assert unreachable(peers, timeout=SECOND / 5, given_up=lambda: False) == [2, 3, 5]
+        assert unreachable(peers, timeout=SECOND * 60, given_up=lambda: True) == []
+    there.close()
+    assert not caplog.records
+
+
+def test_two_members_that_cannot_reach_each_other_are_kept_apart(job: Job) -> None:
+    settings = WorkerSettings(collective_timeout_s=0.3, connect_timeout_s=0.3, rendezvous_timeout_s=20)
+    identity = MemberIdentity(
+        job_id=job.job_id,
+        member_id="a",
+        host="h1",
+        pid=os.getpid(),
+        launcher_id="",
+        local_index=0,
+        donor_address="127.0.0.1:1",
+        metrics_address="",
+    )
+    membership = Membership(job.coordinator.client(), identity, settings, host="127.0.0.1")
+    membership.make_backend = no_backend
+    membership.join()
+    membership.link.ready()
+    (b,) = job.start("b", host="h2")  # never comes to a group, and nothing listens at its address
+    for number in (1, 2):
+        b.generation(lambda g, number=number: g.number == number)
+        with pytest.raises(MembershipChanged, match=f"generation {number} did not form") as failure:
+            membership.form()
+        membership.failed(failure.value)
+        b.fail(number, suspects=[0], timed_out=True)
+    eventually(lambda: job.phase_of("b") == "quarantined", "b to be kept out")
+    assert membership.link.wait_generation(after=2, timeout=20 * SECOND).world_size == 1
+    reports = [e.attributes for e in job.events() if e.kind == "collective_failed" and e.member_id == "a"]
+    assert [(report["suspects"], report["timed_out"]) for report in reports] == [("b", "true")] * 2
+    membership.leave(pb.Leave.REASON_DRAINED)
+
+
+def no_backend() -> Any:
+    raise AssertionError("nobody else arrives, so nothing is connected")

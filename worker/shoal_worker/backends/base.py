@@ -102,7 +102,7 @@ class CommunicationBackend(abc.ABC):
     def process_group(self) -> dist.ProcessGroup:
         """The torch process group underneath. Do not keep it longer than the backend: its sockets close when the last reference goes.
 
-        Gloo's ends what waits on it when it is aborted, with MembershipChanged. NCCL's gives RuntimeError; the caller then calls `abort`.
+        It ends what waits on it when it is aborted, with MembershipChanged.
         """
         if self._reason is not None:
             raise GroupEndedError(self._reason)

@@ -39,6 +39,8 @@ class ShardedModel(nn.Module, abc.ABC):
         self.backend_name = backend or ("nccl" if session.device.type == "cuda" else "gloo")
         self._session = session
         self._options = options
+        if session.device.type == "cuda":
+            torch.cuda.set_device(session.device)  # NCCL binds groups to it, and ranks of one host must not share one
         self.on_before_initialize_sharding()
         self.initialize_sharding()
 

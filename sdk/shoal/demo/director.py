@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the demo; 0 if everything held."""
     parser = argparse.ArgumentParser(prog="shoal demo", description="Train on handwritten digits on a cluster of processes, with faults.")
     parser.add_argument("--sync-epochs", type=int, default=80, help="epochs of the synchronous run")
-    parser.add_argument("--async-epochs", type=int, default=25, help="epochs of the asynchronous run")
+    parser.add_argument("--async-epochs", type=int, default=20, help="epochs of the asynchronous run")
     parser.add_argument("--plot", type=Path, default=Path("out/demo.png"), help="where to write the plot")
     parser.add_argument("--keep", type=Path, help="keep records, traces and output in this directory")
     options = parser.parse_args(arguments)

@@ -43,7 +43,7 @@ def measure(outcome: Outcome) -> Figures:
     """Reads what the workers left behind."""
     notes = trace.read(outcome.traces)
     verdict = audit(outcome.records)
-    times, losses = notes.loss_curve()
+    times, losses = notes.loss_curve(common_steps=outcome.plan.strategy != "async_sgd")
     span = notes.steps[-1].unix_s - notes.steps[0].unix_s if len(notes.steps) > 1 else 0.0
     stale = sorted(s.staleness for s in notes.steps) if outcome.plan.strategy == "async_sgd" else []
     killed, joined = _pauses(outcome, notes.steps)
@@ -130,7 +130,13 @@ def plot(path: Path, outcomes: Sequence[Outcome], all_figures: Sequence[Figures]
 
     figure, axes = plt.subplots(1, len(all_figures), figsize=(6.4 * len(all_figures), 4), sharey=True, squeeze=False)
     for axis, outcome, figures in zip(axes[0], outcomes, all_figures, strict=True):
-        axis.plot(figures.times_s, figures.losses, color="0.8", linewidth=0.8, label="each step")
+        axis.plot(
+            figures.times_s,
+            figures.losses,
+            color="0.8",
+            linewidth=0.8,
+            label="each step" if outcome.plan.strategy != "async_sgd" else "each push",
+        )
         axis.plot(figures.times_s, _smoothed(figures.losses), color="C0", label="mean of 25")
         if outcome.killed_unix_s is not None:
             axis.axvline(
@@ -147,7 +153,7 @@ def plot(path: Path, outcomes: Sequence[Outcome], all_figures: Sequence[Figures]
                 label=f"join: {figures.pause_at_join_s or 0:.2f} s pause",
             )
         axis.set(title=figures.title, xlabel="seconds", yscale="log")
-        axis.legend(loc="upper right", fontsize=8)
+        axis.legend(loc="best", fontsize=8)
     axes[0][0].set_ylabel("training loss")
     figure.tight_layout()
     figure.savefig(path, dpi=110)

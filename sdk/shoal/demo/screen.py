@@ -25,6 +25,8 @@ class Screen:
         self._last_line = 0.0
         self._started: dict[str, float] = {}
         self._most_steps: dict[str, int] = {}
+        self._last_ranked: dict[str, pb.GetJobResponse] = {}
+        """By run: the job as it was when it had ranks. At its end they leave, and the launcher takes some seconds to clear up."""
 
     def __enter__(self) -> Screen:
         if self._live is not None:
@@ -38,10 +40,14 @@ class Screen:
     def show(self, plan: Plan, job: pb.GetJobResponse | None, outcome: Outcome) -> None:
         """Takes the newest state of a run."""
         started = self._started.setdefault(plan.title, time.monotonic())
+        finished = job is not None and job.phase == pb.JOB_PHASE_FINISHED
+        if job is not None and any(m.rank >= 0 for m in job.members):
+            self._last_ranked[plan.title] = job
+        job = self._last_ranked.get(plan.title, job)
         members = sorted((m for m in job.members if m.rank >= 0), key=lambda m: m.rank) if job is not None else []
-        done = _steps_done(plan, members)
         # Members that leave take their share along: never go back.
-        done = self._most_steps[plan.title] = max(done, self._most_steps.get(plan.title, 0))
+        done = max(plan.total_steps if finished else _steps_done(plan, members), self._most_steps.get(plan.title, 0))
+        self._most_steps[plan.title] = done
         if self._live is not None:
             self._live.update(_table(plan, job, outcome, members, done, time.monotonic() - started))
         elif time.monotonic() - self._last_line > _LINE_EVERY_S:

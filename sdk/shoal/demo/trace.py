@@ -82,14 +82,15 @@ class Trace:
     """By time."""
     accuracies: tuple[Accuracy, ...]
 
-    def loss_curve(self) -> tuple[list[float], list[float]]:
-        """Seconds since the first step, and the mean loss of a step over the workers that noted it (asynchronously: of ten pushes)."""
+    def loss_curve(self, *, common_steps: bool) -> tuple[list[float], list[float]]:
+        """Seconds since the first step, and losses: of each step the mean over the workers that noted it, or, without common steps, of each
+        push."""
         if not self.steps:
             return [], []
         start = self.steps[0].unix_s
-        by_step: dict[tuple[int, int], list[CommittedStep]] = {}
+        by_step: dict[tuple[int, int, str], list[CommittedStep]] = {}
         for s in self.steps:
-            by_step.setdefault((s.generation, s.step), []).append(s)
+            by_step.setdefault((s.generation, s.step, "" if common_steps else s.member), []).append(s)
         groups: Iterable[list[CommittedStep]] = by_step.values()
         points = sorted((min(s.unix_s for s in g) - start, sum(s.loss for s in g) / len(g)) for g in groups)
         return [t for t, _ in points], [loss for _, loss in points]

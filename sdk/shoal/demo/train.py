@@ -40,17 +40,18 @@ def main() -> None:
     test_loader = shoal.ElasticDataLoader(test_set, global_batch_size=120, train=False)
 
     trace = TraceWriter()
-    slow = os.environ.get(SLOW_INDEX) == os.environ.get("SHOAL_LOCAL_INDEX", "none")
+    drag = Drag(SLOW_FACTOR if os.environ.get(SLOW_INDEX) == os.environ.get("SHOAL_LOCAL_INDEX", "none") else 1)
     for _ in loader.epochs(options.epochs):
         for images, labels in loader:
-            started = time.perf_counter()
+            drag.begin()
             loss = nn.functional.cross_entropy(model(images), labels)
             loss.backward()
-            if slow:  # a worker on a machine that is busy otherwise
-                time.sleep((SLOW_FACTOR - 1) * (time.perf_counter() - started))
+            drag.hold()
             shoal.report(loss=loss.item())
             generation = shoal.generation()
-            if optimizer.step():
+            committed = optimizer.step()
+            drag.end()
+            if committed:
                 trace.committed(
                     rank=shoal.rank(),
                     generation=generation,
@@ -65,6 +66,29 @@ def main() -> None:
     trace.accuracy(sums)
     if shoal.rank() == 0:
         print(f"test accuracy {sums['correct'] / sums['samples']:.4f}", flush=True)
+
+
+class Drag:
+    """A machine that is busy otherwise: an iteration takes `factor` times what the one before it took by itself."""
+
+    def __init__(self, factor: float) -> None:
+        self._factor = factor
+        self._own_s = 0.0
+        self._held_s = 0.0
+        self._began_s = 0.0
+
+    def begin(self) -> None:
+        """The batch is there."""
+        self._began_s = time.perf_counter()
+
+    def hold(self) -> None:
+        """Between the gradient and its push, so that the gradient grows stale."""
+        self._held_s = (self._factor - 1) * self._own_s
+        time.sleep(self._held_s)
+
+    def end(self) -> None:
+        """The step is done."""
+        self._own_s = time.perf_counter() - self._began_s - self._held_s
 
 
 def count_correct(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> dict[str, float]:

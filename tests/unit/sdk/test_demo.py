@@ -1,0 +1,56 @@
+"""The parts of the demo that a run does not check itself."""
+
+from __future__ import annotations
+
+import io
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from shoal.demo.director import plans
+from shoal.demo.screen import Screen
+from shoal.demo.stage import Outcome
+from shoal.demo.trace import CommittedStep, Trace
+from shoal.demo.train import Drag
+from shoal_protos.v1 import coordinator_pb2 as pb
+
+
+def step(member: str, number: int, at_s: float, loss: float) -> CommittedStep:
+    return CommittedStep(unix_s=at_s, member=member, rank=0, generation=1, step=number, loss=loss, samples=1, staleness=0.0)
+
+
+def test_a_common_step_is_one_point_of_the_curve_and_pushes_are_one_each() -> None:
+    trace = Trace(steps=(step("fast", 1, 10.0, 4.0), step("fast", 2, 11.0, 2.0), step("slow", 1, 12.0, 1.0)), accuracies=())
+    assert trace.loss_curve(common_steps=True) == ([0.0, 1.0], [2.5, 2.0])
+    assert trace.loss_curve(common_steps=False) == ([0.0, 1.0, 2.0], [4.0, 2.0, 1.0])
+
+
+def test_a_dragged_iteration_takes_a_multiple_of_the_one_before() -> None:
+    drag = Drag(4)
+    for _ in range(2):
+        drag.begin()
+        began_s = time.perf_counter()
+        time.sleep(0.01)
+        drag.hold()
+        drag.end()
+    assert time.perf_counter() - began_s >= 0.04
+
+
+def test_the_last_table_stays_until_the_processes_are_gone(tmp_path: Path) -> None:
+    plan = plans(sync_epochs=1, async_epochs=1)[0]
+    outcome = Outcome(plan=plan, directory=tmp_path)
+    ranked = pb.MemberStatus(rank=0, pid=4711, phase=pb.MEMBER_PHASE_RANKED, progress=pb.Progress(step=plan.total_steps - 3, loss=0.5))
+    written = io.StringIO()
+    with Screen(Console(file=written, force_terminal=True, width=120)) as screen:
+        screen.show(plan, pb.GetJobResponse(phase=pb.JOB_PHASE_RUNNING, members=[ranked]), outcome)
+        written.truncate(0)
+        for after in (pb.GetJobResponse(phase=pb.JOB_PHASE_FINISHED), None):
+            screen.show(plan, after, outcome)
+    assert "4711" in written.getvalue()
+    assert "starting processes" not in written.getvalue()
+
+
+@pytest.mark.parametrize("plan", plans(sync_epochs=2, async_epochs=3), ids=lambda plan: plan.strategy)
+def test_progress_is_measured_in_steps_of_whole_epochs(plan) -> None:
+    assert plan.total_steps == {"ddp": 2 * 15, "async_sgd": 3 * 45}[plan.strategy]

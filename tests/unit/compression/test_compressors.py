@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from shoal_common import codecs
 from shoal_common.errors import ConfigurationError
 from shoal_protos.v1 import parameter_server_pb2 as pb
-from shoal_worker.compression import compressor_class, compressor_names, parse_compression
+from shoal_worker.compression import compressor_class, compressor_names, host, parse_compression
 from shoal_worker.compression.powersgd import PowerSGDCompressor, orthonormal
 from shoal_worker.compression.quantized import Int8Compressor
 from shoal_worker.compression.randomness import KeyedRandom
@@ -208,6 +208,23 @@ def test_noise_is_uniform_and_takes_nothing_from_torchs_own_generator():
     assert abs(float(noise.mean()) + 0.5) < 5 * 65536 / (12 * 200_001) ** 0.5
     assert (float(noise.min()), float(noise.max())) == (-32768, 32767)
     assert torch.equal(before, torch.random.get_rng_state())
+
+
+@pytest.mark.parametrize("length", [1, 9, 1025, 5000, 140_000])
+@pytest.mark.parametrize("name", VECTORS)
+def test_the_general_operations_that_devices_take_give_the_same(monkeypatch, name, length):
+    compressor, values = compressor_class(name)(), drawn(length)
+    payload = compressor.compress(values)
+    expected = compressor.decompress(payload, values.shape)
+    monkeypatch.setattr(host, "in_host_memory", lambda device: False)
+    torch.testing.assert_close(compressor.decompress(payload, values.shape), expected, rtol=1e-6, atol=0)
+    again = compressor.compress(values)
+    found = compressor.decompress(again, values.shape)
+    if name == "int8":  # other random numbers
+        assert (found - values).abs().max() < values.abs().max() / 127 * 1.001
+        assert torch.equal(again, compressor.compress(values))
+    else:
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
 
 
 # --- what is not finite

@@ -16,6 +16,7 @@ import torch
 from shoal_common import codecs
 from shoal_common.errors import ConfigurationError
 
+from shoal_worker.compression import host
 from shoal_worker.compression.randomness import KeyedRandom
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ class GradientCompressor(abc.ABC):
 
 def tiles(length: int, device: torch.device) -> Iterator[tuple[int, int]]:
     """Pieces of a tensor to work on one after another: of cache size on the CPU, the whole on a device."""
-    size = _TILE if device.type == "cpu" else max(1, length)
+    size = _TILE if host.in_host_memory(device) else max(1, length)
     for start in range(0, length, size):
         yield start, min(start + size, length)
 

@@ -14,6 +14,7 @@ from shoal_common.codecs import RANDOMK_HEADER_BYTES, TOPK_BLOCK, blocks, random
 from shoal_common.errors import ConfigurationError
 from shoal_protos.v1 import parameter_server_pb2 as pb
 
+from shoal_worker.compression import host
 from shoal_worker.compression.base import GradientCompressor, blocked_payload_bytes, tiles
 from shoal_worker.compression.exchanges import Exchange, Gathered, Summed
 from shoal_worker.compression.randomness import KeyedRandom
@@ -142,7 +143,7 @@ def _topk_parts(payload: torch.Tensor, count: int, kept: int) -> tuple[torch.Ten
 
 def _largest(values: torch.Tensor, kept: int) -> torch.Tensor:
     """The places of the `kept` values of largest magnitude, ascending."""
-    if values.device.type == "cpu":
+    if host.in_host_memory(values.device):
         return torch.from_numpy(_largest_on_cpu(values.numpy(), kept))
     return torch.topk(values.abs(), kept, sorted=False).indices.sort().values
 

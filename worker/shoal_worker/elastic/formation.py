@@ -19,6 +19,7 @@ from typing import Any
 
 from shoal_common.errors import ConfigurationError, DeadlineError, MembershipChanged, PreconditionError, UnavailableError
 
+from shoal_worker.elastic.contract import Drained, StopTraining
 from shoal_worker.elastic.exchange import StateExchange
 from shoal_worker.elastic.generation import Generation
 from shoal_worker.elastic.group import Group
@@ -39,6 +40,7 @@ GROUP_LOST = (MembershipChanged, UnavailableError)
 """What a collective or a transfer raises when the group it ran on is over: the cure is a new generation."""
 
 _BORDER = "border"
+_STOP_PATIENCE_S = 3.0
 
 
 class Formation:
@@ -60,6 +62,8 @@ class Formation:
         """Loads the newest checkpoint into this process; called if every process that held the state is gone."""
         self.border_due = False
         """The last step's control word said so, on all ranks alike: at the next border there is a newer generation to take."""
+        self.stop_due = False
+        """The last step's control word said so: the run ends at the next border, on all ranks."""
         self._held = held
         self._exchange = exchange
         self._settings = settings
@@ -67,6 +71,7 @@ class Formation:
         self._progress = progress
         self._spectators: tuple[int, ...] = ()
         self._failed_at: float | None = None
+        self._formed = False
 
     # ------------------------------------------------------------------------------------------------------------ who is here
 
@@ -101,9 +106,9 @@ class Formation:
         """A failure was noticed: recovery is timed from the first one on."""
         self._failed_at = self._failed_at or time.monotonic()
 
-    def committed(self, *, border_due: bool) -> None:
-        """A step was committed; its control word asked for a border, or not."""
-        self.border_due = border_due
+    def committed(self, *, border_due: bool, stop_due: bool) -> None:
+        """A step was committed; its control word asked for a border, for the end, or for nothing."""
+        self.border_due, self.stop_due = border_due, stop_due
         if self._failed_at is not None:
             self._metrics.recovery_seconds.observe(time.monotonic() - self._failed_at)
             self._failed_at = None
@@ -131,9 +136,15 @@ class Formation:
         give_up_at = time.monotonic() + self._settings.rendezvous_timeout.total_seconds()
         while True:
             started = time.monotonic()
+            failed = self._formed and not self.healthy
             try:
                 group = self.membership.form()
                 self._reconcile(group)
+            except Drained:
+                raise
+            except StopTraining:
+                if not failed or not self._is_called_after(self.membership.link.newest):
+                    raise
             except GROUP_LOST as error:
                 _log.info("a generation did not form: %s", error)
                 self.membership.failed(error)
@@ -143,10 +154,20 @@ class Formation:
                         f"the last try: {error}"
                     ) from error
             else:
-                self.border_due = False
+                self.border_due, self._formed = False, True
                 self._progress.entered()
                 self._metrics.generation_formed(group.generation, time.monotonic() - started)
                 return
+
+    def _is_called_after(self, number: int) -> bool:
+        """A stop and a failure of generation `number` met. While ranks are in the middle of a step the coordinator answers the failure with
+        a generation all the same, so that they end at one border. Waits a moment for it."""
+        deadline = time.monotonic() + _STOP_PATIENCE_S
+        while self.membership.link.newest <= number:
+            if time.monotonic() > deadline or self.membership.link.refused is not None:
+                return False
+            time.sleep(0.01)
+        return True
 
     def _reconcile(self, group: Group) -> None:
         failpoint("session.before_reconcile")

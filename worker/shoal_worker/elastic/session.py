@@ -170,7 +170,10 @@ class Session:
         else:
             membership.make_backend = backend_class(replica.backend_name)
             if held.live:
-                formation.synchronize_first()
+                try:
+                    formation.synchronize_first()
+                except StopTraining as stop:
+                    self._departure.exit_drained(str(stop))  # as in _await_rank
 
     def _await_rank(self, membership: Membership) -> None:
         membership.link.ready()
@@ -229,6 +232,8 @@ class Session:
             if known:
                 return result
             try:
+                if self._departure.stopped is not None and not formation.healthy:
+                    return body(LocalChannel())  # the run is over here, and whoever forms a group now goes on with it
                 channel = formation.channel(kind)
                 failpoint("session.in_operation")
                 result = body(channel)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from shoal_worker.elastic.contract import Placement, Share, StepSource
 from shoal_worker.elastic.place import PLACE_WORD_LENGTH, Place, agree
 
-CONTROL_LENGTH = 3 + PLACE_WORD_LENGTH
+CONTROL_LENGTH = 4 + PLACE_WORD_LENGTH
 """Numbers in a control word. Summed over the ranks as float32 at least, so whole numbers up to 2^24 are exact."""
 
 
@@ -43,11 +43,12 @@ class Step:
         """It is cut into micro-batches, instead of one plain batch per rank."""
         return self.share is not None and self.share.micro_batches is not None
 
-    def control_word(self, *, border_wanted: bool, place: Place) -> list[float]:
-        """What this rank adds: a border is wanted; its loss times its weight; that weight, if it told a loss; where its script stands."""
+    def control_word(self, *, border_wanted: bool, stop_told: bool, place: Place) -> list[float]:
+        """What this rank adds: a border is wanted; its loss times its weight; that weight, if it told a loss; it was told that the job
+        stops; where its script stands."""
         weight = self.share.weight if self.share is not None and self.loss is not None else 0.0
         loss = self.loss * weight if self.loss is not None and weight > 0 else 0.0
-        return [float(border_wanted), loss, weight, *place.word()]
+        return [float(border_wanted), loss, weight, float(stop_told), *place.word()]
 
     def take_control_word(self, summed: Sequence[float]) -> None:
         """The control word came back: the same on all ranks."""
@@ -59,9 +60,14 @@ class Step:
         return self.control is not None and self.control[0] > 0
 
     @property
+    def stop_told(self) -> bool:
+        """Some rank was told that the job stops: all stop at the next border, also those that will be told later."""
+        return self.control is not None and self.control[3] > 0
+
+    @property
     def ranks_agree(self) -> bool:
         """All ranks that took part meant the same step."""
-        return self.control is None or agree(self.control[3:])
+        return self.control is None or agree(self.control[4:])
 
     @property
     def mean_loss(self) -> float | None:

@@ -191,8 +191,12 @@ class Steps:
     def control_word(self) -> list[float]:
         """What this rank adds to the step's control word."""
         step = self.require()
-        wanted = self._formation is not None and self._formation.membership.changes
-        return step.control_word(border_wanted=wanted, place=self._held.place(step.source))
+        membership = self._formation.membership if self._formation is not None else None
+        return step.control_word(
+            border_wanted=membership is not None and membership.changes,
+            stop_told=membership is not None and membership.link.stopped is not None,
+            place=self._held.place(step.source),
+        )
 
     def mark_lost(self, error: BaseException) -> None:
         """A collective of the step failed. May be called from a collective's callback."""
@@ -265,7 +269,7 @@ class Steps:
         held.operations.committed()
         self._progress.committed(steps=held.steps, samples=samples, loss=step.mean_loss)
         if self._formation is not None:
-            self._formation.committed(border_due=step.border_wanted)
+            self._formation.committed(border_due=step.border_wanted, stop_due=step.stop_told)
 
     def _lose(self, step: Step) -> StepStatus:
         """The step is void on this rank: nothing was applied. Re-forms, which may bring this rank the state that its peers reached."""
@@ -309,14 +313,16 @@ class Steps:
         formation = self._formation
         if formation is None:
             return
+        link = formation.membership.link
         if self._held.replica.asynchronous:
-            self._stop_if_asked(formation)
+            self._leave_if_asked(formation, stop=link.stopped)
             return
         if not self._held.live:
-            formation.membership.link.ready()
+            link.ready()
             formation.reform()
         elif formation.border_due:
-            self._stop_if_asked(formation)
+            # Not whether this rank was told of a stop by now: others may not have been, and would go on without it.
+            self._leave_if_asked(formation, stop=(link.stopped or "the job is stopped") if formation.stop_due else None)
             formation.reform()
         else:
             formation.recover_if_broken()
@@ -324,13 +330,13 @@ class Steps:
         if fed is not None:
             self._peers_at = fed
 
-    def _stop_if_asked(self, formation: Formation) -> None:
+    def _leave_if_asked(self, formation: Formation, *, stop: str | None) -> None:
         membership = formation.membership
         if membership.link.refused is not None:
             membership.leave_group("the coordinator put this member out")
             raise membership.link.refused
-        if membership.link.stopped is not None:
-            raise StopTraining(membership.link.stopped)
+        if stop is not None:
+            raise StopTraining(stop)
         if membership.link.draining is not None:
             raise Drained(membership.link.draining)
 

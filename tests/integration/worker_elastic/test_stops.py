@@ -1,0 +1,87 @@
+"""Stops and drains that meet something else: a member that hears of it late, a death at the same time, a start that is not over."""
+
+import signal
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from tests.integration.worker_async.async_cluster import Zygote, eventually
+from tests.integration.worker_elastic.cluster import Cluster, cluster
+from tests.integration.worker_elastic.proxy import Proxy
+
+
+class DeafLine(Proxy):
+    """Can hold back what the coordinator says; what the member says passes."""
+
+    def __init__(self, target: str) -> None:
+        self.hears = threading.Event()
+        self.hears.set()
+        super().__init__(target)
+
+    def _pass_on(self, pair: tuple[socket.socket, socket.socket], source: socket.socket, sink: socket.socket) -> None:
+        gated = cast(socket.socket, _Gated(source, self.hears)) if source is pair[1] else source
+        super()._pass_on(pair, gated, sink)
+
+
+class _Gated:
+    def __init__(self, source: socket.socket, gate: threading.Event) -> None:
+        self._source, self._gate = source, gate
+
+    def recv(self, size: int) -> bytes:
+        data = self._source.recv(size)
+        self._gate.wait(30)
+        return data
+
+
+def same_end(results: list[dict[str, Any]]) -> None:
+    assert len({r["steps"] for r in results}) == 1
+    assert len({r["digest"] for r in results}) == 1
+
+
+def test_a_member_that_hears_of_the_stop_late_ends_at_the_border_of_the_others(zygote: Zygote, tmp_path: Path) -> None:
+    with cluster(zygote, tmp_path, EPOCHS="4", MICRO="1") as running, DeafLine(running.addresses["grpc"]) as line:
+        with running.held():
+            for index, address in enumerate([running.addresses["grpc"], running.addresses["grpc"], line.address]):
+                running.start(index, SHOAL_COORDINATOR=address)
+            running.wait_steps(1)
+            line.hears.clear()
+            running.client.stop_job("job", reason="test")
+            eventually(lambda: len(list(running.output.glob("*.json"))) == 3, "the end of all loops, also of the one that heard nothing")
+            line.hears.set()
+        same_end(running.finish(0, 1, 2))
+
+
+def test_a_death_while_the_job_stops_lets_the_others_end_at_one_border(zygote: Zygote, tmp_path: Path) -> None:
+    with cluster(zygote, tmp_path, EPOCHS="4", MICRO="1") as running, DeafLine(running.addresses["grpc"]) as line:
+        with running.held():
+            for index, address in enumerate([running.addresses["grpc"], running.addresses["grpc"], line.address]):
+                running.start(index, SHOAL_COORDINATOR=address)
+            running.wait_steps(1)
+            line.hears.clear()
+            running.signal(0, signal.SIGKILL)
+            running.client.stop_job("job", reason="test")
+            eventually(lambda: running.job().generation.number == 2, "the generation without the dead")
+            line.hears.set()
+            results = running.finish(1, 2)
+        same_end(results)
+        assert {r["world"] for r in results} == {2}
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [lambda running: running.signal(0, signal.SIGTERM), lambda running: running.client.stop_job("job", reason="test")],
+    ids=["drain", "stop"],
+)
+def test_a_member_that_is_to_leave_before_its_first_state_stands_ends_well(
+    zygote: Zygote, tmp_path: Path, ask: Callable[[Cluster], object]
+) -> None:
+    with cluster(zygote, tmp_path, min_workers=2, max_workers=2, EPOCHS="4", MICRO="1") as running:
+        running.start(0)
+        running.start(1, SHOAL_FAILPOINTS="session.before_reconcile@1=kill")
+        assert running.workers[1].wait() == -signal.SIGKILL
+        ask(running)
+        assert running.workers[0].wait() == 0, running.workers[0].said()

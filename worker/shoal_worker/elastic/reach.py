@@ -25,6 +25,8 @@ _LOOK_S: Final = 0.05
 
 def unreachable(peers: Mapping[int, str], *, timeout: timedelta, given_up: Callable[[], bool]) -> list[int]:
     """Ranks whose `donor_address` (host:port, by rank) takes no connection within `timeout`; empty once `given_up` says so."""
+    if given_up():
+        return []
     deadline = time.monotonic() + timeout.total_seconds()
     left = set(peers)
     with ExitStack() as stack, selectors.DefaultSelector() as waiting:

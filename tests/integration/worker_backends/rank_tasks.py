@@ -29,6 +29,7 @@ from shoal_worker.backends.gloo import GlooBackend
 from shoal_worker.store import RedisStore
 
 from tests.integration.worker_backends.conformance import check_backend, failures
+from tests.integration.worker_backends.mpi_ranks import be_mpi_rank  # noqa: F401 - a task
 
 _connection: socket.socket
 

@@ -27,7 +27,7 @@ def test_backends_are_found_by_name() -> None:
 
 
 def test_an_unknown_backend_is_refused_with_the_known_names() -> None:
-    with pytest.raises(ConfigurationError, match="backend='glo': expected one of gloo, inmemory, nccl"):
+    with pytest.raises(ConfigurationError, match="backend='glo': expected one of gloo, inmemory, mpi, nccl"):
         backend_class("glo")
 
 

@@ -16,22 +16,26 @@ from __future__ import annotations
 import re
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import ReduceScatterOptions, Work
+from torch._C._distributed_c10d import BroadcastOptions, ReduceScatterOptions, Work
 from torch.distributed.distributed_c10d import GroupName
 
 from shoal_worker.backends import reaper
+from shoal_worker.backends.all_of import AllOf
 from shoal_worker.backends.errors import GroupEndedError
 from shoal_worker.backends.reductions import reduction
 from shoal_worker.backends.sockets import GroupSockets
 from shoal_worker.backends.works import InterruptibleWork, Transfer, end_works
 
 _MANY: Final = 64
+
+BROADCASTS_FROM_BYTES: Final = 1 << 16
+"""All-gathers of so many bytes on (the gathered whole) go by broadcasts (docs/decisions/0090)."""
 
 _SOURCE_LOCATION: Final = re.compile(r"^\[[^\]]*\] ")
 
@@ -115,10 +119,8 @@ class InterruptibleGroup(dist.ProcessGroup):
             work.follow()
         reaper.drop(references, when=self._idle)
 
-    allgather = _collective("allgather")
     allgather_coalesced = _collective("allgather_coalesced")
     allgather_into_tensor_coalesced = all_gather_single_coalesced = _collective("all_gather_single_coalesced")
-    _allgather_base = all_gather_single = _collective("all_gather_single")
     allreduce = _collective("allreduce")
     allreduce_coalesced = _collective("allreduce_coalesced")
     alltoall = _collective("alltoall")
@@ -128,6 +130,24 @@ class InterruptibleGroup(dist.ProcessGroup):
     gather = _collective("gather")
     reduce = _collective("reduce")
     scatter = _collective("scatter")
+
+    # Gloo's all-gather passes parts around a ring, one step after the other. Broadcasts from all ranks at once send as many bytes, and none
+    # waits for another.
+
+    def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> Work:  # type: ignore[override]
+        """`ProcessGroup.allgather`, interruptible."""
+        if len(inputs) != 1 or not self._gathers_by_broadcasts(outputs[0], inputs[0]):
+            return self._issue("allgather", (outputs, inputs), {})
+        return self._broadcast_all(outputs[0], inputs[0], outputs)
+
+    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:
+        """`ProcessGroup.all_gather_single`, interruptible."""
+        parts = output.view(self.size(), -1).unbind(0) if output.is_contiguous() and output.numel() % self.size() == 0 else []
+        if not self._gathers_by_broadcasts(parts, input):
+            return self._issue("all_gather_single", (output, input), {})
+        return self._broadcast_all(parts, input, [output])
+
+    _allgather_base: Any = all_gather_single
 
     # Gloo's reduce-scatter is an all-reduce of which each rank then takes its part: twice the bytes, and a work without a future. Here
     # each rank gets its parts from all others and sums them itself.
@@ -178,6 +198,27 @@ class InterruptibleGroup(dist.ProcessGroup):
         self._name = name
 
     # How collectives are followed.
+
+    def _gathers_by_broadcasts(self, parts: Sequence[torch.Tensor], input: torch.Tensor) -> bool:
+        """Whether that is quicker, or works at all: what does not fit together is left to Gloo to refuse."""
+        return (
+            self.size() > 1
+            and self.size() * input.nbytes >= BROADCASTS_FROM_BYTES
+            and len(parts) == self.size()
+            and all(part.is_contiguous() and part.numel() == input.numel() and part.dtype == input.dtype for part in parts)
+        )
+
+    def _broadcast_all(self, parts: Sequence[torch.Tensor], input: torch.Tensor, value: Any) -> Work:
+        """Each rank's `input` to the part of that rank, everywhere."""
+        mine = parts[self.rank()]
+        if mine.data_ptr() != input.data_ptr():
+            mine.data.copy_(input.data.view_as(mine) if input.is_contiguous() else input.data.reshape(mine.shape))
+        works = []
+        for rank, part in enumerate(parts):
+            options = BroadcastOptions()
+            options.rootRank = rank
+            works.append(self._issue("broadcast", ([part], options), {}))
+        return AllOf(works, value)
 
     def _reduce_scatter(self, outputs: list[torch.Tensor], parts: torch.Tensor, opts: ReduceScatterOptions | None) -> Work:
         """`parts`: (ranks, elements), the row of a rank is for it. The outputs hold one row between them."""

@@ -12,6 +12,7 @@ from shoal_worker.backends.base import CommunicationBackend
 _BACKENDS: Final = {
     "gloo": "shoal_worker.backends.gloo:GlooBackend",
     "inmemory": "shoal_worker.backends.inmemory:InMemoryBackend",
+    "mpi": "shoal_worker.backends.mpi:MPIBackend",
     "nccl": "shoal_worker.backends.nccl:NCCLBackend",
 }
 

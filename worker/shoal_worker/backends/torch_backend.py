@@ -4,7 +4,7 @@ The name is not "gloo": torch ignores what is registered under a built-in name. 
 thread, by `group.abort()` (`torch.distributed.group.WORLD.abort()`), and let go of their sockets in forked children. An abort ends the
 group on this rank, and at a peer what waits for this rank; other than a GlooBackend it does not end by itself when a peer leaves, since a
 script may go on with the others. Timeouts, new_group and destroy_process_group are torch's. Importing this module registers the name, and
-those of the backends that are process groups of their own (inmemory.py).
+those of the backends that are process groups of their own (inmemory.py, mpi.py).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _DistributedBackendOptions
 from torch.distributed.distributed_c10d import GroupName
 
-from shoal_worker.backends import inmemory
+from shoal_worker.backends import inmemory, mpi
 from shoal_worker.backends.forming import connect_gloo
 from shoal_worker.backends.interface import address_for
 from shoal_worker.backends.interruptible import InterruptibleGroup
@@ -46,3 +46,4 @@ def _create(options: _DistributedBackendOptions, _: Any) -> InterruptibleGroup:
 
 register()
 inmemory.register()
+mpi.register()

@@ -1,0 +1,169 @@
+"""What each rank does that test_mpi.py starts by mpiexec: all there is to check on MPI, in one start of its processes, which is slow.
+
+Each rank writes DIRECTORY/<rank>: a JSON object of check -> null, or how it failed. After a failure ranks may be out of step, and the other
+checks are not run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from shoal_common.errors import ConfigurationError, DeadlineError, InvalidRequestError
+from shoal_worker.backends import GroupEndedError
+from shoal_worker.backends.mpi import MPIBackend
+
+from tests.integration.worker_backends.conformance import CHECKS, check_backend
+
+
+def backend_collectives() -> None:
+    """Those of CommunicationBackend, over a communicator of its own."""
+    backend = MPIBackend()
+    backend.initialize()
+    check_backend(backend)
+    halves = torch.full((8,), 256.0 if backend.rank == 0 else 1.0, dtype=torch.bfloat16)
+    backend.all_reduce(halves)
+    assert halves.eq(torch.tensor(255.0 + backend.world_size).bfloat16()).all(), halves
+    backend.shutdown()
+    assert not backend.is_initialized
+
+
+def booleans_and_complex_numbers() -> None:
+    """dtypes that MPI has in another form, or not at all."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    flags = torch.tensor([rank == 0, False, True])
+    dist.all_reduce(flags)
+    assert flags.tolist() == [True, False, True]
+    numbers = torch.full((2,), 1 + 2j)
+    dist.all_reduce(numbers)
+    assert numbers.tolist() == [size * (1 + 2j)] * 2
+
+
+def parts_that_do_not_lie_side_by_side() -> None:
+    """They go by way of a copy."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    outputs = list(torch.zeros(size, 2, 3).transpose(0, 2).unbind(2))  # not contiguous
+    dist.all_gather(outputs, torch.full((3, 2), float(rank)))
+    assert [one.unique().tolist() for one in outputs] == [[float(one)] for one in range(size)]
+    strided = torch.zeros(4, 4).t()[::2]
+    dist.broadcast(strided, 0) if rank else dist.broadcast(torch.ones(2, 4), 0)
+    assert rank == 0 or strided.eq(1).all()
+
+
+def another_rank_or_size_than_mpis_is_refused() -> None:
+    """They are MPI's to give."""
+    with _raises(ConfigurationError, "rank=0, world_size=7: MPI started this process as rank . of 4; start it with `mpiexec -n 7`"):
+        MPIBackend().initialize(rank=0, world_size=7)
+
+
+def a_message_that_is_too_long_is_refused() -> None:
+    """By the receiver."""
+    if dist.get_rank() == 0:
+        dist.send(torch.ones(5), 1)
+    elif dist.get_rank() == 1:
+        with _raises(InvalidRequestError, "recv from rank 0: what was sent is longer"):
+            dist.recv(torch.ones(3), 0)
+    dist.barrier()
+
+
+def a_wait_ends_at_its_deadline() -> None:
+    """And ends the group for all."""
+    backend = MPIBackend()
+    backend.initialize(timeout=timedelta(milliseconds=300))
+    if backend.rank != 0:
+        with _raises(GroupEndedError, r"all_reduce\(SUM, float32\[1\]\): waited 0.3 s for the other ranks"):
+            backend.all_reduce(torch.ones(1))
+        assert not backend.is_initialized
+    dist.barrier()
+    if backend.rank == 0:
+        with _raises(GroupEndedError, "waited 0.3 s"):
+            backend.barrier()
+    dist.barrier()
+    backend.shutdown()
+
+
+def an_abort_is_heard_by_those_who_wait() -> None:
+    """With its reason."""
+    backend = MPIBackend()
+    backend.initialize()
+    if backend.rank == 1:
+        backend.abort("generation 9 began")
+    with _raises(GroupEndedError, "generation 9 began"):
+        backend.all_reduce(torch.ones(1 << 18))
+    dist.barrier()
+    backend.shutdown()
+
+
+def ranks_that_do_not_come_are_waited_for_no_longer_than_asked() -> None:
+    """The last check: the others are left with a communicator that was never made."""
+    if dist.get_rank() != 0:
+        with _raises(DeadlineError, "connecting 4 MPI ranks took longer than connect_timeout=0.2 s"):
+            MPIBackend().initialize(connect_timeout=timedelta(milliseconds=200))
+    dist.barrier()
+    if dist.get_rank() == 0:  # so that MPI can end
+        MPIBackend().initialize()
+
+
+class _raises:
+    """pytest's is not at hand in these processes."""
+
+    def __init__(self, kind: type[Exception], pattern: str) -> None:
+        self._kind, self._pattern = kind, pattern
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> bool:
+        assert error is not None, f"nothing was raised; expected {self._kind.__name__}"
+        if not isinstance(error, self._kind):
+            return False
+        assert re.search(self._pattern, str(error)), str(error)
+        return True
+
+
+MPI_CHECKS: dict[str, Callable[[], None]] = {
+    check.__name__: check
+    for check in (
+        backend_collectives,
+        *CHECKS.values(),
+        booleans_and_complex_numbers,
+        parts_that_do_not_lie_side_by_side,
+        another_rank_or_size_than_mpis_is_refused,
+        a_message_that_is_too_long_is_refused,
+        a_wait_ends_at_its_deadline,
+        an_abort_is_heard_by_those_who_wait,
+        ranks_that_do_not_come_are_waited_for_no_longer_than_asked,
+    )
+}
+
+
+def be_mpi_rank(handover: str, environment: dict[str, str], directory: str) -> None:
+    """Takes a place in MPI's world from mpi_stub.py, and runs the checks."""
+    with socket.socket(socket.AF_UNIX) as giver:
+        giver.connect(handover)
+        _, (descriptor, *_), _, _ = socket.recv_fds(giver, 1, 1)
+    os.environ.update(environment, PMI_FD=str(descriptor))
+    dist.init_process_group("shoal_mpi", init_method="mpi://", timeout=timedelta(seconds=20))
+    outcomes: dict[str, str | None] = {}
+    for name, check in MPI_CHECKS.items():
+        try:
+            check()
+            outcomes[name] = None
+        except Exception:
+            outcomes[name] = traceback.format_exc()
+            break
+    Path(directory, str(dist.get_rank())).write_text(json.dumps(outcomes))
+    dist.destroy_process_group()
+    if all(outcome is None for outcome in outcomes.values()):
+        from mpi4py import MPI
+
+        MPI.Finalize()  # at the end of the interpreter by itself, but this process ends without that

@@ -1,0 +1,40 @@
+"""What mpiexec starts in test_mpi.py: hands its place in MPI's world to a process that has imported torch already (rank_tasks.py).
+
+A process is a rank by a socket that mpiexec left open for it, and by some variables that name it. Needs nothing but the standard library.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import tempfile
+from pathlib import Path
+
+
+def main(nursery: str) -> int:
+    """The exit status: 0 if the process did what it was told."""
+    environment = {name: value for name, value in os.environ.items() if name.startswith(("PMI_", "MPI_"))}
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        socket.socket(socket.AF_UNIX) as rank,
+        socket.socket(socket.AF_UNIX) as handover,
+    ):
+        path = str(Path(directory) / "socket")
+        handover.bind(path)
+        handover.listen()
+        rank.connect(nursery)
+        command = {"task": "be_mpi_rank", "arguments": {"handover": path, "environment": environment, "directory": sys.argv[2]}}
+        rank.sendall((json.dumps(command) + "\n").encode())
+        taker, _ = handover.accept()
+        with taker:
+            socket.send_fds(taker, [b"."], [int(environment["PMI_FD"])])
+        with rank.makefile() as said:
+            outcome = [json.loads(said.readline()) for _ in ("born", "result")][-1]
+    print(outcome.get("error", ""), file=sys.stderr)
+    return 0 if "result" in outcome else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -1,0 +1,151 @@
+"""MPI, through mpi4py: for clusters whose own launcher and network stack is MPI. `mpiexec -n 4 python train.py`.
+
+Rank and size are those of MPI's world, so no store is needed: `MPIBackend().initialize()`, or
+`init_process_group("shoal_mpi", init_method="mpi://")`. Each group has a communicator of its own.
+
+Start scripts with `mpiexec -n 4 python -m mpi4py train.py`: then an exception that ends one rank ends all. MPI itself ends the whole job
+when a process dies, so a group on MPI does not shrink: elastic training wants "gloo" or "nccl".
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+
+import torch.distributed as dist
+from shoal_common.errors import ConfigurationError, DeadlineError
+from torch._C._distributed_c10d import HashStore, Store, _DistributedBackendOptions
+from torch.distributed.rendezvous import register_rendezvous_handler
+
+from shoal_worker.backends.base import DEFAULT_CONNECT_TIMEOUT, DEFAULT_TIMEOUT, CommunicationBackend
+from shoal_worker.backends.errors import GroupEndedError
+
+if TYPE_CHECKING:
+    from shoal_worker.backends.mpi_group import MPIGroup
+
+NAME: Final = "shoal_mpi"
+
+
+class MPIBackend(CommunicationBackend):
+    """All ranks of MPI's world, on CPU tensors, over a communicator of its own.
+
+    `abort` tells the other ranks by a message: they learn of it, with its reason, in their waits and when they issue something. MPI cannot
+    take back what is pending: that is left to itself, its buffers are kept to the end of the process, and the MPI library may refuse to end
+    in good order. A rank that is gone without a word is noticed by MPI's launcher, or at the timeout.
+    """
+
+    name: ClassVar[str] = "mpi"
+    averages_natively: ClassVar[bool] = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._group: MPIGroup | None = None
+
+    def initialize(
+        self,
+        *,
+        rank: int | None = None,
+        world_size: int | None = None,
+        store: Store | None = None,
+        timeout: timedelta = DEFAULT_TIMEOUT,
+        connect_timeout: timedelta = DEFAULT_CONNECT_TIMEOUT,
+        hostname: str | None = None,
+    ) -> None:
+        """As the other backends' `initialize`; rank and world size are MPI's (others are refused), `store` and `hostname` are not used."""
+        world = _mpi().COMM_WORLD
+        super().initialize(
+            rank=world.rank if rank is None else rank,
+            world_size=world.size if world_size is None else world_size,
+            store=store or HashStore(),
+            timeout=timeout,
+            connect_timeout=connect_timeout,
+            hostname=hostname,
+        )
+
+    def _connect(self, store: Store, timeout: timedelta, connect_timeout: timedelta, hostname: str | None) -> dist.ProcessGroup:
+        from shoal_worker.backends.mpi_group import MPIGroup
+
+        world = _mpi().COMM_WORLD
+        _check_place(self.rank, self.world_size, world)
+        communicator, request = world.Idup()
+        deadline = time.monotonic() + connect_timeout.total_seconds()
+        while not request.Test():
+            if self._reason is not None:
+                raise GroupEndedError(self._reason)
+            if time.monotonic() > deadline:
+                raise DeadlineError(
+                    f"connecting {self.world_size} MPI ranks took longer than connect_timeout={connect_timeout.total_seconds():g} s: "
+                    "not all ranks called initialize()",
+                    reason="CONNECT_TIMEOUT",
+                )
+            time.sleep(0.0002)
+        self._group = MPIGroup(communicator, "mpi", timeout)
+        return self._group
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether collectives can be issued: initialized, and not over, as far as this rank has heard."""
+        return super().is_initialized and self._group is not None and self._group.reason is None
+
+    def _break(self) -> None:
+        group, reason = self._group, self._reason
+        if group is not None:
+            group.abort(reason or "")
+
+    def shutdown(self) -> None:
+        """This rank lets go of the group. It tells nobody: leave after a collective that all take part in. Idempotent."""
+        group = self._group
+        if group is not None:
+            group.shutdown()
+        with self._lock:
+            self._reason = self._reason or f"backend {self.name!r} was shut down"
+        self._release()
+
+    def _release(self) -> None:
+        self._group = self._process_group = None
+
+    def _is_broken(self, error: RuntimeError) -> bool:
+        return False  # the group raises MembershipChanged itself
+
+
+def register() -> None:
+    """Makes torch know the backend "shoal_mpi" and `init_method="mpi://"`. Does not import mpi4py, which starts MPI."""
+    if NAME not in dist.Backend.backend_list:
+        dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
+        register_rendezvous_handler("mpi", _rendezvous)
+
+
+def _create(options: _DistributedBackendOptions, _: Any) -> MPIGroup:
+    """Called by torch for the default group and each new_group, on the members alone. MPI lets it wait for them without a deadline."""
+    from shoal_worker.backends.mpi_group import MPIGroup
+
+    mpi = _mpi()
+    members = options.global_ranks_in_group or range(mpi.COMM_WORLD.size)
+    communicator = mpi.COMM_WORLD.Create_group(mpi.COMM_WORLD.group.Incl(list(members)))
+    _check_place(options.group_rank, options.group_size, communicator)
+    return MPIGroup(communicator, options.group_id, options.timeout)
+
+
+def _rendezvous(url: str, timeout: timedelta = DEFAULT_TIMEOUT, **_: Any) -> Iterator[tuple[Store, int, int]]:
+    """Rank and size from MPI. The store is this process's alone: groups on MPI need none."""
+    world = _mpi().COMM_WORLD
+    yield HashStore(), world.rank, world.size
+
+
+def _check_place(rank: int, size: int, communicator: Any) -> None:
+    if (rank, size) != (communicator.rank, communicator.size):
+        raise ConfigurationError(
+            f"rank={rank}, world_size={size}: MPI started this process as rank {communicator.rank} of {communicator.size}; "
+            f"start it with `mpiexec -n {size}`, or leave both out"
+        )
+
+
+def _mpi() -> Any:
+    """mpi4py's module, which starts MPI when it is first imported."""
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise ConfigurationError(f"backend='mpi' needs mpi4py and an MPI library ({error}): pip install shoal-worker[mpi]") from error
+    return MPI

@@ -1,0 +1,214 @@
+"""A torch process group over one MPI communicator.
+
+Data goes as bytes out of and into the tensors' own memory, wherever their parts lie side by side. What MPI reduces itself (all-reduce,
+reduce) it reduces in an order of its own; half precision, which MPI does not know, goes as float32 and is rounded once. A reduce-scatter is
+an all-to-all of which each rank sums its parts in rank order, as on Gloo: there half precision travels as it is.
+
+Importing this module starts MPI. Threads: one thread issues; works are completed there or by mpi_progress.py; `abort` is for any.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, ClassVar, Final
+
+import torch
+from mpi4py import MPI
+from shoal_common.errors import InvalidRequestError
+from torch._C._distributed_c10d import Work
+
+from shoal_worker.backends.collective import Collective, Kind
+from shoal_worker.backends.errors import GroupEndedError
+from shoal_worker.backends.mpi_buffers import Packed, Reduced
+from shoal_worker.backends.mpi_works import MPIWork
+from shoal_worker.backends.python_group import PythonGroup
+from shoal_worker.backends.reductions import check_op, reduce_parts
+
+_ABORT_TAG: Final[Any] = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)
+"""For messages that say why a group is over."""
+
+
+@dataclass(frozen=True)
+class Issued:
+    """What there is to wait for."""
+
+    requests: list[Any]
+    """MPI's."""
+    finish: list[Callable[[], None]] = field(default_factory=list)
+    """To be called once they are complete: puts the result in place."""
+    kept: Sequence[Any] = ()
+    """Holds what MPI reads from."""
+
+
+class MPIGroup(PythonGroup):
+    """The ranks of `communicator`, which it takes over."""
+
+    backend_name: ClassVar[str] = "shoal_mpi"
+
+    def __init__(self, communicator: Any, name: str, timeout: timedelta) -> None:
+        super().__init__(communicator.rank, communicator.size, name)
+        self.reason: str | None = None
+        """Why the group is over; None: it is not."""
+        self._comm = communicator
+        self._timeout = timeout
+        self._lock = threading.Lock()
+        self._told: list[Any] = []
+        self._pending: set[MPIWork] = set()
+
+    def abort(self, reason: str = "the process group was aborted") -> None:
+        """Ends the group here, and at the others as soon as they hear of it."""
+        with self._lock:
+            if self.reason is not None:
+                return
+            self.reason = reason
+        message = reason.encode()
+        peers = [peer for peer in range(self.size()) if peer != self.rank()]
+        # Nobody may ever receive these: they are short enough to go unasked, and are kept for as long as the group.
+        self._told = [(message, self._comm.Isend([message, MPI.BYTE], peer, _ABORT_TAG)) for peer in peers]
+
+    def shutdown(self) -> None:
+        """Lets go of the communicator, if nothing is pending on it. Tells nobody. Idempotent."""
+        with self._lock:
+            ended, self.reason = self.reason, self.reason or "the process group was shut down"
+            clean = ended is None and not any(not work.is_completed() for work in self._pending)
+        if clean:
+            self._comm.Free()
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """For waits that begin from now on."""
+        self._timeout = timeout
+
+    @property
+    def timeout(self) -> timedelta:
+        """Of each wait."""
+        return self._timeout
+
+    def check_live(self) -> None:
+        """Raises GroupEndedError when the group is over here, or another rank said so."""
+        if self.reason is None:
+            status = MPI.Status()
+            if self._comm.Iprobe(MPI.ANY_SOURCE, _ABORT_TAG, status):
+                message = bytearray(status.Get_count(MPI.BYTE))
+                self._comm.Recv([message, MPI.BYTE], status.Get_source(), _ABORT_TAG)
+                with self._lock:
+                    self.reason = self.reason or message.decode()
+        if self.reason is not None:
+            raise GroupEndedError(self.reason)
+
+    def finished(self, work: MPIWork) -> None:
+        """Called once by each work that MPI is done with."""
+        self._pending.discard(work)
+
+    # --- issuing
+
+    def _issue(self, call: Collective) -> Work:
+        self.check_live()
+        if any(one.device.type != "cpu" for one in (*call.inputs, *call.outputs)):
+            raise InvalidRequestError(f"{call}: backend 'mpi' takes CPU tensors")
+        for one in call.inputs if call.op is not None else ():
+            check_op(call.op, one.dtype)
+        return self._work(str(call), _ISSUE[call.kind](self._comm, call), call.result)
+
+    def _send(self, tensor: torch.Tensor, peer: int, tag: int) -> Work:
+        self.check_live()
+        packed = Packed([tensor], filled=True)
+        return self._work(f"send to rank {peer}", Issued([self._comm.Isend(packed.buffer, peer, tag)], [], [packed]), [tensor])
+
+    def _receive(self, tensor: torch.Tensor, peer: int | None, tag: int) -> Work:
+        self.check_live()
+        packed = Packed([tensor], filled=False)
+        request = self._comm.Irecv(packed.buffer, MPI.ANY_SOURCE if peer is None else peer, tag)
+        return self._work(f"recv from {'any rank' if peer is None else f'rank {peer}'}", Issued([request], [packed.unpack]), [tensor])
+
+    def _work(self, what: str, issued: Issued, result: list[Any]) -> MPIWork:
+        work = MPIWork(what, self, issued.requests, issued.finish, issued.kept, result)
+        self._pending.add(work)
+        return work
+
+
+def _all_reduce(comm: Any, call: Collective) -> Issued:
+    reduced = [Reduced(one, call.op, comm.size) for one in call.inputs]
+    return Issued([comm.Iallreduce(MPI.IN_PLACE, one.buffer, one.op) for one in reduced], [one.finish for one in reduced])
+
+
+def _reduce(comm: Any, call: Collective) -> Issued:
+    reduced = [Reduced(one, call.op, comm.size) for one in call.inputs]
+    if comm.rank != call.root:
+        return Issued([comm.Ireduce(one.buffer, None, one.op, call.root) for one in reduced], kept=reduced)
+    return Issued([comm.Ireduce(MPI.IN_PLACE, one.buffer, one.op, call.root) for one in reduced], [one.finish for one in reduced])
+
+
+def _broadcast(comm: Any, call: Collective) -> Issued:
+    packed = [Packed([one], filled=comm.rank == call.root) for one in call.inputs]
+    return Issued([comm.Ibcast(one.buffer, call.root) for one in packed], [one.unpack for one in packed])
+
+
+def _all_gather(comm: Any, call: Collective) -> Issued:
+    gathered = []
+    for index, one in enumerate(call.inputs):
+        parts = call.outputs[index * comm.size : (index + 1) * comm.size]
+        if parts[comm.rank].nbytes != one.nbytes:
+            raise InvalidRequestError(
+                f"{call}: this rank's part of the output holds {parts[comm.rank].nbytes} bytes, its input {one.nbytes}"
+            )
+        packed = Packed(parts, filled=False)
+        packed.set_part(comm.rank, one)
+        gathered.append(packed)
+    return Issued([comm.Iallgatherv(MPI.IN_PLACE, one.parts_buffer) for one in gathered], [one.unpack for one in gathered])
+
+
+def _reduce_scatter(comm: Any, call: Collective) -> Issued:
+    issued = Issued([], [], [])
+    for index, output in enumerate(call.outputs):
+        sent = Packed(call.inputs[index * comm.size : (index + 1) * comm.size], filled=True)
+        parts = output.data.new_empty((comm.size, *output.shape)).unbind(0)
+        received = Packed(parts, filled=False)
+        issued.requests.append(comm.Ialltoallv(sent.parts_buffer, received.parts_buffer))
+        issued.finish.append(functools.partial(_reduce_into, output, parts, call.op, sent))
+    return issued
+
+
+def _reduce_into(output: torch.Tensor, parts: Sequence[torch.Tensor], op: Any, _sent: Packed) -> None:
+    output.data.copy_(reduce_parts(parts, op))
+
+
+def _gather(comm: Any, call: Collective) -> Issued:
+    sent = Packed(call.inputs, filled=True)
+    if comm.rank != call.root:
+        return Issued([comm.Igatherv(sent.buffer, None, call.root)], kept=[sent])
+    received = Packed(call.outputs, filled=False)
+    return Issued([comm.Igatherv(sent.buffer, received.parts_buffer, call.root)], [received.unpack], [sent])
+
+
+def _scatter(comm: Any, call: Collective) -> Issued:
+    received = Packed(call.outputs, filled=False)
+    if comm.rank != call.root:
+        return Issued([comm.Iscatterv(None, received.buffer, call.root)], [received.unpack])
+    sent = Packed(call.inputs, filled=True)
+    return Issued([comm.Iscatterv(sent.parts_buffer, received.buffer, call.root)], [received.unpack], [sent])
+
+
+def _all_to_all(comm: Any, call: Collective) -> Issued:
+    sent, received = Packed(call.inputs, filled=True), Packed(call.outputs, filled=False)
+    return Issued([comm.Ialltoallv(sent.parts_buffer, received.parts_buffer)], [received.unpack], [sent])
+
+
+def _barrier(comm: Any, call: Collective) -> Issued:
+    return Issued([comm.Ibarrier()])
+
+
+_ISSUE: Final[dict[Kind, Callable[[Any, Collective], Issued]]] = {
+    Kind.ALL_REDUCE: _all_reduce,
+    Kind.REDUCE: _reduce,
+    Kind.BROADCAST: _broadcast,
+    Kind.ALL_GATHER: _all_gather,
+    Kind.REDUCE_SCATTER: _reduce_scatter,
+    Kind.GATHER: _gather,
+    Kind.SCATTER: _scatter,
+    Kind.ALL_TO_ALL: _all_to_all,
+    Kind.BARRIER: _barrier,
+}

@@ -141,11 +141,11 @@ def evaluate(model: nn.Module, loader: Any, fn: Callable[[nn.Module, Any], Mappi
 def save_checkpoint(directory: str | Path, *, keep: int = 3) -> None:
     """Saves model, optimizer, registered state and cursors, asynchronously and atomically. Call it on every rank, between steps.
 
-    The state is copied before this returns; rank 0 then writes `directory/step-<n>` in the background, and renames it into place when it
-    is whole. An error of an earlier save is raised here. Joiners save nothing.
+    The state is copied before this returns; the first rank then writes `directory/step-<n>` in the background, and renames it into place
+    when it is whole. An error of an earlier save is raised here. Joiners save nothing.
 
     Args:
-        directory: shared by all ranks, or local to rank 0's machine.
+        directory: shared by all ranks, or local to the first rank's machine.
         keep: how many checkpoints to keep; >= 1.
 
     Raises:

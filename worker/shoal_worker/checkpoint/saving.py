@@ -1,7 +1,8 @@
 """Checkpoints of a session: what `shoal.save_checkpoint` and `shoal.resume` do on each rank.
 
-Rank 0 alone reads and writes files. Saving copies the state on the training thread and writes it on another; resuming reads on rank 0 and
-sends the state to the other ranks as a joiner would get it. A rank that was put out of the job meanwhile publishes nothing (`fence`).
+The first rank that holds the state alone reads and writes files. Saving copies the state on the training thread and writes it on another;
+resuming reads on that rank and sends the state to the others as a joiner would get it. A rank that was put out of the job meanwhile
+publishes nothing (`fence`).
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class CheckpointSaver:
         if session.is_joining:
             return
         writes = bool(session.operation("save_checkpoint", _agree))
-        if not writes or session.rank != 0:
+        if not writes or not session.is_first:
             return
         self._writer.wait(_WRITE_TIMEOUT)
         captured = session.capture()

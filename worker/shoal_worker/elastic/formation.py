@@ -88,6 +88,13 @@ class Formation:
         return self.membership.link.newest_generation if self._held.live else None
 
     @property
+    def is_first(self) -> bool:
+        """The lowest rank that holds the state does what one rank does for all. Rank 0 may be a joiner that was not fed yet."""
+        generation = self.generation
+        members = (r for r in range(generation.world_size) if r not in self._spectators) if generation is not None else ()
+        return generation is None or next(iter(members), generation.rank) == generation.rank
+
+    @property
     def healthy(self) -> bool:
         """There is a group, and no collective has failed on it."""
         return self.group is not None and self.group.broken is None
@@ -223,12 +230,14 @@ class Formation:
         mine = f"{state_digest(replica.capture()):016x}" if replica.has_values() else "meta"
         digests = [d.decode() for d in channel.exchange(mine.encode())]
         if digests[0] == "meta":
-            raise ConfigurationError("rank 0's parameters are on the meta device: its weights win, so it must have values")
+            raise ConfigurationError(
+                f"the parameters of rank {channel.members[0]}, the first, are on the meta device: its weights win, so it must have values"
+            )
         if any(d != digests[0] for d in digests):
             if channel.rank == 0:
                 self._require_exchange().give(group, replica.capture(), until=lambda: channel.exchange(b""))
             else:
-                state = self._require_exchange().take(group, [0]) if mine != digests[0] else None
+                state = self._require_exchange().take(group, [channel.members[0]]) if mine != digests[0] else None
                 channel.exchange(b"")
                 if state is not None:
                     replica.restore(state)

@@ -107,6 +107,11 @@ class Session:
         return generation.world_size if generation is not None else 1
 
     @property
+    def is_first(self) -> bool:
+        """This process does what one does for all, such as writing files: it holds the state, and no lower rank does."""
+        return not self.is_joining and (self._formation is None or self._formation.is_first)
+
+    @property
     def generation(self) -> int:
         """Number of the generation this process works in; 0 before the first and in a world of one."""
         generation = self._generation

@@ -40,8 +40,8 @@ class WholeModel(ShardedModel):
             )
 
     def save_model(self, path: str | Path) -> None:
-        """Writes `serialize()` to a file, atomically; on rank 0 only."""
-        if self._session.rank == 0 and not self._session.is_joining:
+        """Writes `serialize()` to a file, atomically; on the first rank that holds the state."""
+        if self._session.is_first:
             target = Path(path)
             temporary = target.with_name(f".{target.name}.tmp")
             temporary.write_bytes(self.serialize())

@@ -1,0 +1,168 @@
+"""Ranks as threads of one process, for tests of what happens when a generation forms: a scripted coordinator, collectives between the
+threads, and real state over real sockets."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+from shoal_common.errors import MembershipChanged
+from shoal_worker.elastic.exchange import StateExchange
+from shoal_worker.elastic.formation import Formation
+from shoal_worker.elastic.generation import Generation, Peer
+from shoal_worker.elastic.group import Group
+from shoal_worker.elastic.held import HeldState
+from shoal_worker.elastic.membership import Membership
+from shoal_worker.elastic.progress import ProgressMeter
+from shoal_worker.elastic.reconcile import StateName
+from shoal_worker.elastic.transfer import StateDonor
+from shoal_worker.metrics import WorkerMetrics
+from shoal_worker.settings import WorkerSettings
+from shoal_worker.strategies.materialize import materialize
+from torch import nn
+
+_PATIENCE_S = 20.0
+
+
+class Room:
+    """One generation's collectives. A rank that is gone fails those that it did not take part in."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._changed = threading.Condition()
+        self._rounds: defaultdict[int, dict[int, Any]] = defaultdict(dict)
+        self._gone = False
+
+    def gather(self, number: int, rank: int, value: Any) -> list[Any]:
+        """The `number`-th collective of `rank`."""
+        with self._changed:
+            said = self._rounds[number]
+            said[rank] = value
+            self._changed.notify_all()
+            whole = self._changed.wait_for(lambda: len(said) == self._size or self._gone, _PATIENCE_S) and len(said) == self._size
+        if not whole:
+            raise MembershipChanged("a rank is gone")
+        return [said[r] for r in range(self._size)]
+
+    def leave(self) -> None:
+        with self._changed:
+            self._gone = True
+            self._changed.notify_all()
+
+
+class RoomGroup:
+    """A rank's view of it."""
+
+    def __init__(self, room: Room, generation: Generation) -> None:
+        self._room = room
+        self.generation = generation
+        self.rank, self.world_size = generation.rank, generation.world_size
+        self.broken: str | None = None
+        self._numbers = itertools.count()
+
+    def exchange(self, payload: bytes) -> list[bytes]:
+        return self._room.gather(next(self._numbers), self.rank, payload)
+
+    def all_gather_integers(self, values: Sequence[int]) -> list[list[int]]:
+        return self._room.gather(next(self._numbers), self.rank, list(values))
+
+    @contextlib.contextmanager
+    def guarding(self) -> Iterator[Callable[[object], None]]:
+        yield lambda connection: None
+
+
+class Model:
+    """The least that the session takes for a strategy's model."""
+
+    strategy, asynchronous, backend_name = "test", False, "gloo"
+
+    def __init__(self, value: float, *, meta: bool = False) -> None:
+        with torch.device("meta" if meta else "cpu"):
+            self.module = nn.Linear(2, 1)
+        if not meta:
+            with torch.no_grad():
+                for parameter in self.module.parameters():
+                    parameter.fill_(value)
+
+    def capture(self) -> dict[str, Any]:
+        return {"model": self.module.state_dict()}
+
+    def restore(self, state: Any) -> None:
+        if not self.has_values():
+            materialize(self.module, None, torch.device("cpu"))
+        self.module.load_state_dict(state["model"])
+
+    def has_values(self) -> bool:
+        return not any(p.is_meta for p in self.module.parameters())
+
+    @property
+    def value(self) -> float:
+        (value,) = {float(v) for p in self.module.parameters() for v in p.detach().flatten()}
+        return value
+
+
+class Member:
+    """One rank."""
+
+    def __init__(self, model: Model, *, state: StateName | None = None, live: bool = True, torn: bool = False) -> None:
+        self.model = model
+        self.held = HeldState(live=live)
+        self.held.set_replica(cast(Any, model))
+        self.held.name, self.held.torn = state, torn
+        self.donor = StateDonor("127.0.0.1")
+        self.group: RoomGroup | None = None
+        self.next: list[RoomGroup] = []
+        link = SimpleNamespace(newest=1, newest_generation=None, refused=None, stopped=None, draining=None, ready=lambda: None)
+        self.membership = SimpleNamespace(link=link, group=None, form=self._form, failed=lambda error: None)
+        settings, metrics = WorkerSettings(rendezvous_timeout_s=5, collective_timeout_s=5), WorkerMetrics()
+        self.formation = Formation(
+            cast(Membership, self.membership),
+            self.held,
+            StateExchange(self.donor, settings, metrics),
+            settings=settings,
+            metrics=metrics,
+            progress=ProgressMeter(metrics),
+        )
+
+    def _form(self) -> Group:
+        self.membership.group = self.next.pop(0)
+        return cast(Group, self.membership.group)
+
+
+def form(members: Sequence[Member], work: Callable[[Member], Any]) -> list[Any]:
+    """Has all `members` form one generation of the ranks in this order by doing `work`; returns what it returned, or raised."""
+    room = Room(len(members))
+    for rank, member in enumerate(members):
+        peers = tuple(
+            Peer(
+                rank=r,
+                member_id=str(r),
+                host="localhost",
+                local_rank=r,
+                local_world_size=len(members),
+                donor_address=members[r].donor.address,
+                joining=not members[r].held.live,
+            )
+            for r in range(len(members))
+        )
+        member.next.append(RoomGroup(room, Generation(number=1, nonce="0" * 32, peers=peers, rank=rank, interrupts_below=0)))
+
+    def run(member: Member) -> Any:
+        try:
+            return work(member)
+        except Exception as error:
+            room.leave()
+            return error
+
+    with ThreadPoolExecutor(len(members)) as pool:
+        outcomes = list(pool.map(run, members))
+    for member in members:
+        member.donor.close()
+    return outcomes

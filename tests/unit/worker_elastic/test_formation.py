@@ -1,0 +1,115 @@
+"""When a generation forms: whose state counts, who gives it to whom, and who speaks for all."""
+
+import pytest
+from shoal_common.errors import ConfigurationError, PreconditionError
+from shoal_worker.elastic.place import Place
+from shoal_worker.elastic.reconcile import StateName
+
+from tests.unit.worker_elastic.ranks import Member, Model, form
+
+OLD, NEW = StateName(1, 4), StateName(1, 5)
+BORDER = Place("loader", 1, 0, 5)
+
+
+def reform(member: Member) -> None:
+    member.formation.reform()
+
+
+def synchronize(member: Member) -> None:
+    member.formation.synchronize_first()
+
+
+def border(member: Member) -> Place | None:
+    member.formation.reform()
+    return member.formation.let_joiners_in(BORDER)
+
+
+def test_a_rank_that_missed_a_step_takes_the_state_of_those_that_applied_it() -> None:
+    members = [Member(Model(5.0), state=NEW), Member(Model(4.0), state=OLD), Member(Model(5.0), state=NEW)]
+    assert form(members, reform) == [None] * 3
+    assert [m.model.value for m in members] == [5.0] * 3
+    assert {m.held.name for m in members} == {NEW}
+
+
+def test_a_rank_whose_update_raised_half_way_takes_the_state_anew() -> None:
+    members = [Member(Model(-1.0), state=NEW, torn=True), Member(Model(5.0), state=NEW)]
+    assert form(members, reform) == [None] * 2
+    assert members[0].model.value == 5.0
+    assert not members[0].held.torn
+
+
+def test_a_state_that_every_holder_has_torn_is_said_to_be_lost_on_all_ranks() -> None:
+    members = [Member(Model(-1.0), state=NEW, torn=True), Member(Model(4.0), state=OLD)]
+    outcomes = form(members, reform)
+    assert all(isinstance(outcome, PreconditionError) for outcome in outcomes)
+    assert "restart from a checkpoint" in str(outcomes[0])
+    assert members[1].model.value == 4.0
+
+
+def test_a_state_that_every_holder_has_torn_is_not_given_to_joiners() -> None:
+    members = [Member(Model(-1.0), state=NEW, torn=True), Member(Model(0.0), live=False)]
+    outcomes = form(members, border)
+    assert [str(o) for o in outcomes] == ["no rank can give its state to the joiners; restart from a checkpoint"] * 2
+    assert not members[1].held.live
+
+
+@pytest.mark.parametrize("first_is_joiner", [False, True])
+def test_the_weights_of_the_first_rank_that_is_no_joiner_win(first_is_joiner: bool) -> None:
+    members = [Member(Model(2.0)), Member(Model(3.0)), Member(Model(0.0, meta=True))]
+    if not first_is_joiner:
+        assert form(members, synchronize) == [None] * 3
+        assert [m.model.value for m in members] == [2.0] * 3
+        return
+    joiner = Member(Model(9.0), live=False)
+    outcomes = form([joiner, *members], lambda m: border(m) if m is joiner else (synchronize(m), m.formation.let_joiners_in(BORDER))[1])
+    assert outcomes == [BORDER, None, None, None]
+    assert [m.model.value for m in (joiner, *members)] == [2.0] * 4
+
+
+def test_the_first_rank_must_have_values() -> None:
+    outcomes = form([Member(Model(0.0, meta=True)), Member(Model(3.0))], synchronize)
+    assert all(isinstance(outcome, ConfigurationError) for outcome in outcomes)
+    assert "meta" in str(outcomes[0])
+
+
+def test_a_joiner_on_the_meta_device_gets_its_values_from_its_peers() -> None:
+    members = [Member(Model(5.0), state=NEW), Member(Model(0.0, meta=True), live=False)]
+    assert form(members, border) == [None, BORDER]
+    assert members[1].model.value == 5.0
+    assert members[1].held.name == NEW
+    assert members[1].held.live
+
+
+def test_a_joiner_never_speaks_for_all_before_it_was_fed() -> None:
+    joiner, member = Member(Model(0.0), live=False), Member(Model(5.0), state=NEW)
+    form([joiner, member], lambda m: m.formation.reform())
+    assert not joiner.formation.is_first
+    assert member.formation.is_first
+
+
+def test_the_lowest_rank_speaks_for_all_once_all_hold_the_state() -> None:
+    joiner, member = Member(Model(0.0), live=False), Member(Model(5.0), state=NEW)
+    form([joiner, member], border)
+    assert joiner.formation.is_first
+    assert not member.formation.is_first
+
+
+def test_ranks_at_different_loops_refuse_to_feed_a_joiner() -> None:
+    members = [Member(Model(5.0), state=NEW), Member(Model(5.0), state=NEW), Member(Model(0.0), live=False)]
+    places = {id(members[0]): BORDER, id(members[1]): Place("other", 2, 0, 5)}
+
+    def at_its_place(member: Member) -> None:
+        member.formation.reform()
+        member.formation.let_joiners_in(places.get(id(member), BORDER))
+
+    outcomes = form(members, at_its_place)
+    assert [getattr(o, "reason", None) for o in outcomes[:2]] == ["RANKS_DIVERGED"] * 2
+    assert not members[2].held.live
+
+
+def test_joiners_that_find_nobody_start_from_the_checkpoint() -> None:
+    members = [Member(Model(1.0), live=False), Member(Model(2.0), live=False)]
+    for member in members:
+        member.formation.fallback = lambda m=member: m.model.restore(Model(7.0).capture())  # type: ignore[misc]
+    assert form(members, border) == [None, None]
+    assert [m.model.value for m in members] == [7.0, 7.0]

@@ -14,6 +14,8 @@ import torch
 
 _FIRST_BYTES = 1 << 20
 """A small first bucket makes sending start early."""
+_LARGE_ELEMENTS = 1 << 14
+"""From here on a gradient is copied and weighted by itself, as soon as it is whole; smaller ones all at once, which costs less each."""
 
 
 class Slot:
@@ -22,27 +24,25 @@ class Slot:
     def __init__(self, parameter: torch.Tensor, view: torch.Tensor) -> None:
         self.parameter = parameter
         self.view = view
+        self.large = parameter.numel() >= _LARGE_ELEMENTS
         self.ready = False
         """Its gradient of this backward pass is whole."""
-        self.summed = False
-        """What `.grad` holds is the sum over the ranks already."""
+        self.taken = False
+        """It is in the bucket, weighted."""
         self.present = False
         """This rank has a gradient."""
+        self.summed = False
+        """What `.grad` holds is the sum over the ranks already."""
 
     def take(self, scale: float) -> None:
-        """`scale` times the gradient, if there is one, is in the bucket from now on."""
-        grad = self.parameter.grad
-        self.ready, self.present = True, grad is not None
-        if grad is None:
-            self.view.zero_()
-            return
+        """`scale` times the gradient is in the bucket from now on."""
+        grad = _dense(self.parameter)
         if grad is self.view:
             self.view.mul_(scale)
-        elif grad.layout is torch.strided:
-            torch.mul(grad.detach(), scale, out=self.view)
         else:
-            self.view.copy_(grad.to_dense()).mul_(scale)
-        self.parameter.grad = self.view
+            torch.mul(grad, scale, out=self.view)
+            self.parameter.grad = self.view
+        self.taken = self.present = True
 
 
 class Bucket:
@@ -60,14 +60,27 @@ class Bucket:
 
     def fill(self, factor: float, *, sums: bool) -> None:
         """Makes of the gradients what this rank adds to the sum. A rank that weighs nothing adds nothing, whatever its gradients hold."""
-        for slot in self.slots:
-            if not slot.ready:
-                slot.take(factor if slot.summed or not sums else 1.0)
+        late = [slot for slot in self.slots if not slot.taken]
+        for slot in late:
+            slot.taken, slot.present = True, slot.parameter.grad is not None
+        moved = [slot for slot in late if slot.present and slot.parameter.grad is not slot.view]
+        if moved:
+            torch._foreach_copy_([slot.view for slot in moved], [_dense(slot.parameter) for slot in moved])
+        for slot in moved:
+            slot.parameter.grad = slot.view
+        scaled = [slot.view for slot in late if slot.present and (slot.summed or not sums)]
+        if scaled and factor != 1.0:
+            torch._foreach_mul_(scaled, factor)
+        absent = [slot.view for slot in late if not slot.present]
+        if absent:
+            torch._foreach_zero_(absent)
         if factor == 0.0:
             self.gradients.zero_()
             self.presence.zero_()
-        elif self.slots:
+        elif absent:
             self.presence.copy_(torch.tensor([float(slot.present) for slot in self.slots]))
+        else:
+            self.presence.fill_(1.0)
 
     def settle(self, factor: float) -> None:
         """The sums are in place."""
@@ -81,7 +94,7 @@ class Bucket:
         """For the next backward pass."""
         self.sent, self.awaited = False, len(self.slots)
         for slot in self.slots:
-            slot.ready = False
+            slot.ready = slot.taken = False
 
 
 def lay_out(
@@ -113,6 +126,13 @@ def lay_out(
         planned.append(([], riding_dtype, device))
     last = len(planned) - 1
     return [Bucket(group, dtype, where, riding if i == last else 0) for i, (group, dtype, where) in enumerate(planned)]
+
+
+def _dense(parameter: torch.Tensor) -> torch.Tensor:
+    """Its gradient, which is there."""
+    grad = parameter.grad
+    assert grad is not None
+    return grad.detach() if grad.layout is torch.strided else grad.detach().to_dense()
 
 
 def _elements(parameters: Iterable[torch.Tensor]) -> int:

@@ -92,7 +92,7 @@ class CommittedBuffers:
 
     def _now(self) -> list[torch.Tensor]:
         found = (owner._buffers.get(name) for owner, name in self._places)
-        return [torch.empty(0) if buffer is None else buffer.detach() for buffer in found]
+        return [torch.empty(0) if buffer is None else buffer.detach() if buffer.requires_grad else buffer for buffer in found]
 
     def _write(self, values: list[torch.Tensor]) -> None:
         now = self._now()[: len(values)]
@@ -109,7 +109,7 @@ def _kind(buffer: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
 
 
 def _flat(tensors: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return torch.cat([tensor.reshape(-1) for tensor in tensors] or [torch.empty(0)]).to(device, dtype)
+    return torch.cat([tensor if tensor.dim() == 1 else tensor.reshape(-1) for tensor in tensors] or [torch.empty(0)]).to(device, dtype)
 
 
 def _split(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -148,8 +148,10 @@ class OverlappedReduction:
                 "use_reentrant=True. Use checkpoint(..., use_reentrant=False), or make the model with auto_sync_gradients=False and call "
                 "model.synchronize_gradients() after the backward pass"
             )
+        slot.ready = True
         bucket.awaited -= 1
-        slot.take(1.0 if self._sums else _factor(step.share))
+        if slot.large:
+            slot.take(1.0 if self._sums else _factor(step.share))
         while self._next < len(self._buckets) and self._buckets[self._next].awaited == 0:
             self._send(self._buckets[self._next])
 

@@ -201,7 +201,9 @@ def test_collectives_on_two_groups_in_opposite_order_are_told_so_at_once() -> No
         for group in groups if dist.get_rank() == 0 else reversed(groups):
             dist.all_reduce(torch.ones(1), group=group)
 
-    with pytest.raises(UnmatchedCollectiveError, match=r"no rank can go on: rank 0 waits in .* of group 1.*; rank 1 waits in .* of group 2"):
+    with pytest.raises(
+        UnmatchedCollectiveError, match=r"no rank can go on: rank 0 waits in .* of group 1.*; rank 1 waits in .* of group 2"
+    ):
         launch(be_rank, world_size=2)
 
 

@@ -19,7 +19,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from shoal_common.errors import MembershipChanged, ShoalError
-from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
+from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions, ReduceScatterOptions
 
 from shoal_worker.backends.base import CommunicationBackend
 from shoal_worker.elastic.generation import Generation
@@ -110,6 +110,29 @@ class Group:
         """
         with self._failures("reduce_scatter"):
             return self._process_group.reduce_scatter_single(shard, full, ReduceScatterOptions())
+
+    def all_to_all_async(
+        self, output: torch.Tensor, tensor: torch.Tensor, output_sizes: Sequence[int], input_sizes: Sequence[int]
+    ) -> dist.Work:
+        """Starts to send part j of the flat `tensor` to rank j, and to receive part i of `output` from rank i; sizes in elements.
+
+        Raises:
+            MembershipChanged: the group is over.
+        """
+        with self._failures("all_to_all"):
+            return self._process_group.all_to_all_single(output, tensor, list(output_sizes), list(input_sizes), AllToAllOptions())
+
+    def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor, output_sizes: Sequence[int], input_sizes: Sequence[int]) -> None:
+        """As `all_to_all_async`, and waits.
+
+        Raises:
+            MembershipChanged: the group is over.
+        """
+        if self.world_size == 1:
+            self._check()
+            output.copy_(tensor)
+        else:
+            self.wait(self.all_to_all_async(output, tensor, output_sizes, input_sizes))
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Sums `tensor` over all ranks in place.

@@ -1,0 +1,89 @@
+"""Lays a model out over the ranks of a tensor-parallel group, as a plan says. The result is the same module, changed in place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from shoal_common.errors import ConfigurationError
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+
+from shoal_worker.tensor_parallel.context import DropoutRandomness, ParallelContext
+from shoal_worker.tensor_parallel.layers import ShoalStyle
+from shoal_worker.tensor_parallel.parameters import Distributor
+from shoal_worker.tensor_parallel.plan import TensorParallelPlan
+from shoal_worker.tensor_parallel.state import TensorParallelState
+from shoal_worker.tensor_parallel.styles import Style
+
+
+def parallelize(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    plan: TensorParallelPlan,
+    *,
+    dropout: DropoutRandomness = DropoutRandomness.PER_SHARD,
+    source_rank: int | None = 0,
+) -> TensorParallelState:
+    """Splits the model's parameters over `mesh` and changes its modules to work with them. Collective: all ranks of the mesh call it alike.
+
+    Every rank passes the whole model, on its device or (but for the source) on `meta`; every rank passes the same inputs to it afterwards and
+    gets the same outputs and gradients. Parameters become new objects: see `TensorParallelState.replaced`. On one rank the model stays as it is.
+
+    Args:
+        mesh: of one dimension; a slice of a larger one.
+        source_rank: the rank within the mesh whose values win. None: the caller knows that all have the same; nothing is sent.
+
+    Raises:
+        ConfigurationError: the plan is for another model or another number of ranks; nothing is changed.
+    """
+    _check(model, mesh, plan)
+    device = torch.device(
+        mesh.device_type, torch.get_device_module(mesh.device_type).current_device() if mesh.device_type != "cpu" else None
+    )
+    distributor = Distributor(mesh, source_rank=source_rank, device=device)
+    if plan.size > 1:
+        context = ParallelContext(mesh, sequence_dimension=plan.sequence_dimension, dropout=dropout)
+        parallelize_module(model, mesh, _styles(model, plan, context, distributor), src_data_rank=source_rank)
+        _share_buffers(model, mesh, distributor, source_rank)
+    return TensorParallelState(model, mesh, plan, distributor.replaced)
+
+
+def _styles(model: nn.Module, plan: TensorParallelPlan, context: ParallelContext, distributor: Distributor) -> dict[str, ParallelStyle]:
+    """For each module with parameters, and for each that contains a split one."""
+    split = [entry.module for entry in plan.entries if entry.style is not Style.REPLICATE]
+    styles: dict[str, ParallelStyle] = {}
+    for path, _ in model.named_modules():
+        entry = plan.by_module.get(path)
+        contains = any(inner.startswith(f"{path}.") for inner in split) if path else bool(split)
+        if entry is not None or contains:
+            styles[path] = ShoalStyle(
+                context,
+                distributor,
+                entry=entry,
+                contains_split=contains,
+                root=path == "" and bool(split),
+                loss_parallel=plan.loss_parallel,
+            )
+    return styles
+
+
+def _share_buffers(model: nn.Module, mesh: DeviceMesh, distributor: Distributor, source_rank: int | None) -> None:
+    for path, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = distributor.values(f"{path}.{name}", buffer)
+
+
+def _check(model: nn.Module, mesh: DeviceMesh, plan: TensorParallelPlan) -> None:
+    if mesh.ndim != 1 or mesh.size() != plan.size:
+        raise ConfigurationError(
+            f"parallelize: the plan is for {plan.size} ranks, the mesh has the shape {tuple(mesh.mesh.shape)}; "
+            "make the plan with the size of the tensor-parallel mesh, and pass that dimension of a larger mesh only"
+        )
+    shapes: Mapping[str, tuple[int, ...]] = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    planned = {layout.name: layout.shape for layout in plan.parameters}
+    if shapes != planned:
+        other = sorted(set(shapes.items()) ^ set(planned.items()))[:3]
+        raise ConfigurationError(f"parallelize: the plan was made for another model; they differ in {other}. Make it anew with make_plan")

@@ -1,0 +1,84 @@
+"""Attention over heads that are split over the ranks: each rank attends with its own heads, without communication.
+
+Shapes: B batch, H heads, T queries, S keys, D head size.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - its usual name
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from shoal_worker.tensor_parallel.context import DropoutRandomness, ParallelContext, split_dimension
+from shoal_worker.tensor_parallel.dropout import Cut, cut_of, drop, shard_randomness
+
+
+def scaled_dot_product_attention(
+    context: ParallelContext,
+    query_BHTD: DTensor,
+    key_BHSD: DTensor,
+    value_BHSD: DTensor,
+    attn_mask: DTensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **options: Any,
+) -> DTensor:
+    """F.scaled_dot_product_attention on DTensors: on each rank's own heads (or batch), or on the whole where they are split otherwise."""
+    tensors = [query_BHTD, key_BHSD, value_BHSD]
+    cuts = {split_dimension(t) for t in tensors}
+    dimension = cuts.pop() if len(cuts) == 1 else None
+    placement = Replicate() if dimension is None or dimension >= query_BHTD.ndim - 2 else Shard(dimension)
+    tensors = [t.redistribute(placements=[placement]) for t in tensors]
+    query, key, value = (t.to_local() for t in tensors)
+    mask = None if attn_mask is None else _local_mask(attn_mask, tensors[0])
+    cut = cut_of(tensors[0])
+    if dropout_p and cut is not None and context.dropout is DropoutRandomness.AS_ONE_PROCESS:
+        weights_cut = Cut(dimension=cut.dimension, start=cut.start, shape=(*cut.shape[:-1], key.shape[-2]))
+        output, _ = attend(context, query, key, value, mask, weights_cut, dropout_p=dropout_p, is_causal=is_causal, **options)
+    elif dropout_p and cut is not None:
+        with shard_randomness(context, query.device):
+            output = F.scaled_dot_product_attention(query, key, value, mask, dropout_p, is_causal, **options)
+    else:
+        output = F.scaled_dot_product_attention(query, key, value, mask, dropout_p, is_causal, **options)
+    return DTensor.from_local(output, context.mesh, [placement], run_check=False)
+
+
+def attend(
+    context: ParallelContext,
+    query_BHTD: torch.Tensor,
+    key_BHSD: torch.Tensor,
+    value_BHSD: torch.Tensor,
+    mask: torch.Tensor | None,
+    weights_cut: Cut | None,
+    *,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention spelled out, on local tensors: its output, and its weights after dropout. `weights_cut`: of the weights, BHTS."""
+    if enable_gqa:
+        groups = query_BHTD.shape[-3] // key_BHSD.shape[-3]
+        key_BHSD, value_BHSD = (t.repeat_interleave(groups, dim=-3) for t in (key_BHSD, value_BHSD))
+    scores_BHTS = query_BHTD @ key_BHSD.transpose(-2, -1) * (scale if scale is not None else 1 / math.sqrt(query_BHTD.shape[-1]))
+    if is_causal:
+        mask = torch.ones(scores_BHTS.shape[-2:], dtype=torch.bool, device=scores_BHTS.device).tril()
+    if mask is not None:
+        scores_BHTS = scores_BHTS.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores_BHTS + mask
+    weights_BHTS = scores_BHTS.softmax(-1)
+    if dropout_p:
+        weights_BHTS = drop(context, weights_BHTS, weights_cut, dropout_p)
+    return weights_BHTS @ value_BHSD, weights_BHTS
+
+
+def _local_mask(mask: DTensor, query: DTensor) -> torch.Tensor:
+    """The part of the mask for this rank's heads; the whole of it if it is the same for all of them."""
+    dimension = split_dimension(query)
+    own = None if dimension is None else dimension - query.ndim + mask.ndim
+    if own is None or own < 0 or mask.shape[own] == 1:
+        whole = mask.redistribute(placements=[Replicate()])
+        return whole.to_local() if dimension is None else whole.to_local(grad_placements=[Partial()])
+    return mask.redistribute(placements=[Shard(own)]).to_local()

@@ -1,0 +1,209 @@
+"""Finds attention and MLP blocks in a model by its modules' names and shapes, as they are in torch, Hugging Face (Llama, Mistral, GPT-2, BERT,
+T5, OPT, GPT-NeoX, ...), Meta's Llama, nanoGPT and timm.
+
+A block is found only if the shapes agree with the names. A wrong guess would cost communication, never a wrong result: DTensor keeps the
+arithmetic right whatever is split (docs/decisions/0100).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from torch import nn
+
+from shoal_worker.tensor_parallel.linear_like import LinearLike, linear_like
+
+QUERY: Final = ("q_proj", "query", "q", "wq", "to_q", "q_lin", "query_proj", "q_linear")
+KEY: Final = ("k_proj", "key", "k", "wk", "to_k", "k_lin", "key_proj", "k_linear")
+VALUE: Final = ("v_proj", "value", "v", "wv", "to_v", "v_lin", "value_proj", "v_linear")
+PACKED: Final = ("c_attn", "qkv", "qkv_proj", "Wqkv", "to_qkv", "in_proj", "attn_qkv", "query_key_value")
+PACKED_BY_HEAD: Final = ("query_key_value",)
+"""Their output is query, key and value of the first head, then of the second: one contiguous split cuts it between heads."""
+OUTPUT: Final = (
+    "o_proj",
+    "out_proj",
+    "c_proj",
+    "dense",
+    "wo",
+    "o",
+    "out",
+    "to_out",
+    "to_out.0",
+    "out_lin",
+    "proj",
+    "Wo",
+    "output.dense",
+    "out_linear",
+)
+UP: Final = ("up_proj", "gate_proj", "c_fc", "fc1", "w1", "w3", "wi", "wi_0", "wi_1", "lin1", "linear1", "dense_h_to_4h", "fc_in", "up", "gate",
+             "intermediate.dense", "intermediate_dense", "w_up", "w_gate")  # fmt: skip
+UP_PACKED: Final = ("gate_up_proj", "w12", "gate_up")
+DOWN: Final = (
+    "down_proj",
+    "c_proj",
+    "fc2",
+    "w2",
+    "wo",
+    "lin2",
+    "linear2",
+    "dense_4h_to_h",
+    "fc_out",
+    "down",
+    "output.dense",
+    "output_dense",
+    "w_down",
+)
+HEADS: Final = ("num_heads", "n_head", "n_heads", "num_attention_heads", "nhead", "heads", "n_local_heads")
+KEY_HEADS: Final = ("num_key_value_heads", "n_kv_heads", "num_kv_heads", "kv_heads", "n_local_kv_heads")
+HEAD_SIZES: Final = ("head_dim", "attention_head_size", "d_head", "dim_head", "head_size", "key_value_proj_dim", "d_kv")
+
+_ELEMENTWISE: Final = (
+    nn.ReLU, nn.ReLU6, nn.GELU, nn.SiLU, nn.Mish, nn.Tanh, nn.Sigmoid, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU, nn.Softplus, nn.Softsign,
+    nn.Hardswish, nn.Hardtanh, nn.Hardsigmoid, nn.LogSigmoid, nn.Dropout, nn.Identity,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """Layers whose outputs are split, and the one that sums them up again."""
+
+    path: str
+    """The module that contains all of them."""
+    kind: str
+    """"attention" or "mlp"."""
+    columns: Mapping[str, int] = field(hash=False)
+    """Path of each layer that begins the block -> how many parts its output consists of."""
+    row: str
+    heads: int | None = None
+    """Of the queries; None for an MLP."""
+    key_heads: int | None = None
+    """Of keys and values."""
+    reason: str
+
+
+def find_blocks(model: nn.Module) -> list[Block]:
+    """All blocks that names and structure tell, none overlapping."""
+    found: list[Block] = []
+    taken: set[str] = set()
+    for path, module in model.named_modules():
+        parent = model.get_submodule(path.rpartition(".")[0]) if path else None
+        for block in (*_attention(path, module, parent), *_sequential(path, module), *_mlp(path, module)):
+            layers = {*block.columns, block.row}
+            if not layers & taken:
+                found.append(block)
+                taken |= layers
+    return found
+
+
+def joined(path: str, name: str) -> str:
+    """The path of a submodule."""
+    return f"{path}.{name}" if path else name
+
+
+def _attention(path: str, module: nn.Module, parent: nn.Module | None) -> Iterator[Block]:
+    if isinstance(module, nn.MultiheadAttention):
+        return
+    layers = _layers(module)
+    separate = [name for names in (QUERY, KEY, VALUE) for name in names if name in layers][:3]
+    if len(separate) == 3:
+        columns = dict.fromkeys(separate, 1)
+        width = layers[separate[0]].out_features
+    else:
+        name = next((n for n in PACKED if n in layers and layers[n].out_features == 3 * (layers[n].out_features // 3)), None)
+        if name is None:
+            return
+        columns = {name: 1 if name in PACKED_BY_HEAD else 3}
+        width = layers[name].out_features // 3
+    owner, prefix = path, ""
+    output = next((n for n in OUTPUT if n in layers and n not in columns and layers[n].in_features == width), None)
+    if output is None and parent is not None:
+        around = _layers(parent)
+        output = next((n for n in OUTPUT if n in around and around[n].in_features == width), None)
+        owner, _, prefix = path.rpartition(".")
+    if output is None:
+        return
+    heads, key_heads = _heads(module, parent, width, layers[separate[1]].out_features if len(separate) == 3 else width)
+    core = joined(owner, prefix) if prefix else owner
+    yield Block(
+        path=owner,
+        kind="attention",
+        columns={joined(core, name): parts for name, parts in columns.items()},
+        row=joined(owner, output),
+        heads=heads,
+        key_heads=key_heads,
+        reason=f"attention: {', '.join(columns)} -> {output}",
+    )
+
+
+def _heads(module: nn.Module, parent: nn.Module | None, width: int, key_width: int) -> tuple[int | None, int | None]:
+    """Of queries and of keys, as attributes of the attention module, of the one around it or of their configurations say."""
+    places = [p for m in (module, parent) if m is not None for p in (m, getattr(m, "config", None)) if p is not None]
+    heads = _attribute(places, HEADS)
+    if heads is None:
+        size = _attribute(places, HEAD_SIZES)
+        heads = width // size if size and width % size == 0 else None
+    if heads is None or width % heads:
+        return None, None
+    key_heads = key_width // (width // heads)
+    return heads, key_heads or None
+
+
+def _attribute(places: list[object], names: tuple[str, ...]) -> int | None:
+    for place in places:
+        for name in names:
+            value = getattr(place, name, None)
+            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+                return value
+    return None
+
+
+def _mlp(path: str, module: nn.Module) -> Iterator[Block]:
+    layers = _layers(module)
+    for names, parts in ((UP_PACKED, 2), (UP, 1)):
+        ups = [n for n in names if n in layers]
+        for down in (n for n in DOWN if n in layers and n not in ups):
+            fitting = [n for n in ups if layers[n].out_features == parts * layers[down].in_features]
+            if fitting:
+                yield Block(
+                    path=path,
+                    kind="mlp",
+                    columns={joined(path, n): parts for n in fitting},
+                    row=joined(path, down),
+                    reason=f"MLP: {', '.join(fitting)} -> {down}",
+                )
+                return
+
+
+def _sequential(path: str, module: nn.Module) -> Iterator[Block]:
+    """Linear, elementwise modules, Linear."""
+    if not isinstance(module, nn.Sequential):
+        return
+    begun: tuple[str, LinearLike] | None = None
+    for name, child in module.named_children():
+        layer = linear_like(child)
+        if layer is None:
+            begun = begun if isinstance(child, _ELEMENTWISE) else None
+        elif begun is not None and begun[1].out_features == layer.in_features:
+            yield Block(
+                path=path,
+                kind="mlp",
+                columns={joined(path, begun[0]): 1},
+                row=joined(path, name),
+                reason=f"sequence: {begun[0]} -> elementwise -> {name}",
+            )
+            begun = None
+        else:
+            begun = (name, layer)
+
+
+def _layers(module: nn.Module) -> dict[str, LinearLike]:
+    """Its linear layers by name: children, and children of children."""
+    found = {}
+    for name, child in module.named_children():
+        for inner, candidate in ((name, child), *((f"{name}.{n}", c) for n, c in child.named_children())):
+            layer = linear_like(candidate)
+            if layer is not None:
+                found[inner] = layer
+    return found

@@ -1,0 +1,91 @@
+"""The tensor-parallel group as the layers see it, and the ways a tensor enters, leaves and is cut in it.
+
+Between blocks activations are plain tensors, the same on every rank (with sequence parallelism: DTensors split along the sequence). Within a
+block they are DTensors, so that the model's own code sees whole shapes: heads, hidden sizes and reshapes need no change.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard
+
+
+class DropoutRandomness(StrEnum):
+    """Where dropout on split activations takes its random numbers from. On whole activations all ranks draw alike."""
+
+    PER_SHARD = "per_shard"
+    """Each rank draws for its own shard, seeded by a draw that all share. Costs 1/N of one process's random numbers."""
+    AS_ONE_PROCESS = "as_one_process"
+    """Every rank draws the mask of the whole activation and takes its part: the numbers are those that one process would draw."""
+
+
+class ParallelContext:
+    """One tensor-parallel group, its mesh of one dimension, and how activations are handled in it. Never copied with a module."""
+
+    def __init__(self, mesh: DeviceMesh, *, sequence_dimension: int | None, dropout: DropoutRandomness) -> None:
+        self.mesh = mesh
+        self.sequence_dimension = sequence_dimension
+        self.dropout = dropout
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParallelContext:
+        return self
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        return self.mesh.get_group()
+
+    @property
+    def rank(self) -> int:
+        return self.mesh.get_local_rank()
+
+    @property
+    def size(self) -> int:
+        return self.mesh.size()
+
+    def replicated(self, tensor: torch.Tensor) -> DTensor:
+        """A tensor that is the same on all ranks. Backward: what the ranks' parts of its gradient sum up to."""
+        return DTensor.from_local(tensor, self.mesh, [Replicate()], run_check=False)
+
+    def sharded(self, local: torch.Tensor, dimension: int) -> DTensor:
+        """The whole of which `local` is this rank's part; all parts are of one size."""
+        return DTensor.from_local(local, self.mesh, [Shard(dimension % local.ndim)], run_check=False)
+
+    def leave(self, output: DTensor) -> torch.Tensor:
+        """What a block hands on: summed over the ranks, whole; with sequence parallelism split along the sequence."""
+        if self.sequence_dimension is not None and output.ndim > max(2, self.sequence_dimension):
+            return output.redistribute(placements=[Shard(self.sequence_dimension)])
+        return whole(output)
+
+
+def whole(tensor: DTensor) -> torch.Tensor:
+    """The whole tensor on every rank. Its gradient must be the same on all of them."""
+    return tensor.redistribute(placements=[Replicate()]).to_local()
+
+
+def placement_of(tensor: DTensor) -> Placement:
+    """On the one dimension of the mesh."""
+    return cast(Placement, tensor.placements[0])
+
+
+def split_dimension(tensor: DTensor) -> int | None:
+    """Along which the tensor is cut in contiguous pieces; None if it is whole, pending a sum, or cut in another way."""
+    placement = placement_of(tensor)
+    return placement.dim if isinstance(placement, Shard) and not isinstance(placement, _StridedShard) else None
+
+
+def local_offset(tensor: DTensor, dimension: int) -> int:
+    """The index along `dimension` at which this rank's piece begins."""
+    _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return int(offsets[dimension])
+
+
+def grad_partial(tensor: DTensor) -> torch.Tensor:
+    """The local part of a replicated tensor, for code whose gradient for it is a part of a sum."""
+    return tensor.to_local(grad_placements=[Partial()])

@@ -1,0 +1,361 @@
+"""Makes the plan of a model: what the user says, then what its structure says, and a refusal where neither does.
+
+Nothing large is replicated but by request. Small parameters are (norms, biases, and what has fewer elements than the minimum), and the plan
+gives the reason of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any, Final
+
+from shoal_common.errors import ConfigurationError
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shoal_worker.tensor_parallel.blocks import Block, find_blocks, joined
+from shoal_worker.tensor_parallel.linear_like import LinearLike, linear_like
+from shoal_worker.tensor_parallel.plan import ParameterLayout, PlanEntry, TensorParallelPlan
+from shoal_worker.tensor_parallel.styles import Split, Style, to_split
+from shoal_worker.tensor_parallel.trace import trace_blocks
+
+_NORMS: Final = (
+    nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm,
+    nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d,
+)  # fmt: skip
+_LINEAR_STYLES: Final = (Style.COLUMN, Style.PACKED_COLUMN, Style.COLUMN_GATHERED, Style.ROW)
+
+
+def make_plan(
+    model: nn.Module,
+    size: int,
+    *,
+    plan: Mapping[str, Split | Style | str] | None = None,
+    minimum_parameter_group_size: int = 1024,
+    sequence_dimension: int | None = None,
+    loss_parallel: bool = False,
+    example_inputs: Any = None,
+) -> TensorParallelPlan:
+    """The plan for `model` on `size` ranks. Looks at shapes only; the parameters may be on `meta`.
+
+    Args:
+        plan: what is to be done with some or all modules: path pattern -> style. A pattern is a path whose components may hold wildcards,
+            `layers.*.mlp.up`; later patterns win. The path of a parameter that a module holds by itself is a pattern too, with "replicate".
+            What no pattern names is derived.
+        minimum_parameter_group_size: modules (blocks: the largest layer) with fewer elements may be replicated.
+        sequence_dimension: split activations between blocks along this dimension (sequence parallelism); usually 1, or 0 for sequence first.
+        loss_parallel: leave the logits, the output of a layer that stands alone at the model's end, split over the vocabulary.
+        example_inputs: a tuple of positional or a mapping of keyword arguments of `model`, for tracing where names do not tell the blocks.
+            Only shapes count; nothing is computed.
+
+    Raises:
+        ConfigurationError: something large cannot be split: names the module, its size and what to do.
+    """
+    if size < 1:
+        raise ConfigurationError(f"tensor parallelism over {size} ranks: expected at least 1")
+    return _Planner(model, size, plan or {}, minimum_parameter_group_size, sequence_dimension, loss_parallel, example_inputs).plan()
+
+
+@dataclass(frozen=True)
+class _Role:
+    """What a module is to be, and why."""
+
+    split: Split
+    block: str
+    reason: str
+    asked: bool = False
+
+
+class _Planner:
+    def __init__(
+        self,
+        model: nn.Module,
+        size: int,
+        given: Mapping[str, Split | Style | str],
+        minimum: int,
+        sequence_dimension: int | None,
+        loss_parallel: bool,
+        example_inputs: Any,
+    ) -> None:
+        self._model = model
+        self._size = size
+        self._given = {pattern: to_split(value) for pattern, value in given.items()}
+        self._minimum = minimum
+        self._sequence_dimension = sequence_dimension
+        self._loss_parallel = loss_parallel
+        self._inputs = example_inputs
+        self._roles: dict[str, _Role] = {}
+        self._first: dict[int, tuple[str, ParameterLayout]] = {}
+        """Each parameter by identity, with the module that it was met under first."""
+
+    def plan(self) -> TensorParallelPlan:
+        if any(isinstance(p, DTensor) for p in self._model.parameters()):
+            raise ConfigurationError("tensor parallelism: the model's parameters are distributed already; give it a model as it was built")
+        self._take_given()
+        self._derive_blocks()
+        entries = [self._entry(path, module) for path, module in self._model.named_modules() if any(True for _ in _own(module))]
+        return TensorParallelPlan(
+            size=self._size, entries=tuple(entries), sequence_dimension=self._sequence_dimension, loss_parallel=self._loss_parallel
+        )
+
+    # ---------------------------------------------------------------------------------------------------------------- roles
+
+    def _take_given(self) -> None:
+        modules = dict(self._model.named_modules())
+        parameters = {name for name, _ in self._model.named_parameters(remove_duplicate=False)}
+        for pattern, split in self._given.items():
+            matched = [path for path in (*modules, *(parameters - set(modules))) if _matches(path, pattern)]
+            if not matched:
+                raise ConfigurationError(
+                    f"tensor-parallel plan: no module or parameter matches {pattern!r}; the model's modules are {sorted(modules)[1:6]} ..."
+                )
+            for path in matched:
+                if path in parameters and split.style is not Style.REPLICATE:
+                    raise ConfigurationError(
+                        f'tensor-parallel plan: {path} is a parameter, not a module: it can only be given the style "replicate"'
+                    )
+                self._roles[path] = _Role(split, path, "asked for", asked=True)
+                if split.style is Style.REPLICATE and path in modules:
+                    for inner, _ in modules[path].named_modules():
+                        self._roles[joined(path, inner) if inner else path] = _Role(split, path, "asked for", asked=True)
+
+    def _derive_blocks(self) -> None:
+        for path, module in self._model.named_modules():
+            if isinstance(module, nn.MultiheadAttention):
+                self._derive_multihead(path, module)
+        blocks = find_blocks(self._model)
+        if self._inputs is not None:
+            named = {path for block in blocks if block.kind == "mlp" or block.heads for path in (*block.columns, block.row)}
+            traced = [b for b in trace_blocks(self._model, self._inputs) if not named & {*b.columns, b.row}]
+            over = {path for block in traced for path in (*block.columns, block.row)}
+            blocks = [b for b in blocks if not over & {*b.columns, b.row}] + traced
+        for block in blocks:
+            layers = (*block.columns, block.row)
+            if not any(path in self._roles for path in layers) and not self._replicates_small(block.path, layers, block.kind):
+                self._derive_block(block)
+
+    def _derive_multihead(self, path: str, module: nn.MultiheadAttention) -> None:
+        if path in self._roles or self._replicates_small(path, (path, joined(path, "out_proj")), "attention"):
+            return
+        kind = f"nn.MultiheadAttention(embed_dim={module.embed_dim}, num_heads={module.num_heads})"
+        if module.num_heads % self._size:
+            raise self._refusal(path, module, f"{kind}: its {module.num_heads} heads do not divide by {self._size}")
+        if module.bias_k is not None or module.add_zero_attn:
+            raise self._refusal(path, module, f"{kind}: add_bias_kv and add_zero_attn add a position to every head, which is not supported")
+        self._roles[path] = _Role(Split(style=Style.ATTENTION, heads=module.num_heads), path, f"{module.num_heads} heads")
+        self._roles[joined(path, "out_proj")] = _Role(Split(style=Style.ROW), path, "sums the heads")
+
+    def _derive_block(self, block: Block) -> None:
+        layers = {path: self._layer(path) for path in (*block.columns, block.row)}
+        if block.kind == "attention":
+            self._check_heads(block, layers)
+        for path, parts in block.columns.items():
+            if layers[path].out_features % (parts * self._size):
+                features = f"{layers[path].out_features} output features" + (f" in {parts} parts" if parts > 1 else "")
+                raise self._refusal(path, self._model.get_submodule(path), f"its {features} do not divide by {self._size}")
+        if layers[block.row].in_features % self._size:
+            what = f"its {layers[block.row].in_features} input features do not divide by {self._size}"
+            raise self._refusal(block.row, self._model.get_submodule(block.row), what)
+        for path, parts in block.columns.items():
+            style = Style.PACKED_COLUMN if parts > 1 else Style.COLUMN
+            self._roles[path] = _Role(Split(style=style, parts=parts), block.path, block.reason)
+        self._roles[block.row] = _Role(Split(style=Style.ROW), block.path, block.reason)
+
+    def _check_heads(self, block: Block, layers: Mapping[str, LinearLike]) -> None:
+        module = self._model.get_submodule(block.path)
+        if block.heads is None or block.key_heads is None:
+            raise self._refusal(
+                block.path,
+                module,
+                f"the number of heads of this attention block is not known ({block.reason}): none of its attributes says it",
+                remedy="give the attention module an attribute num_heads, pass example_inputs so that it can be traced, or give a plan",
+            )
+        for heads, of in ((block.heads, "attention heads"), (block.key_heads, "key and value heads")):
+            if heads % self._size:
+                raise self._refusal(block.path, module, f"its {heads} {of} do not divide by {self._size}")
+
+    def _replicates_small(self, block: str, paths: tuple[str, ...], kind: str) -> bool:
+        """Gives the layers of a block the style "replicate" if none of them is large enough to be worth the communication."""
+        largest = max(_elements(self._model.get_submodule(path)) for path in paths)
+        if largest >= self._minimum:
+            return False
+        for path in paths:
+            self._roles[path] = _Role(Split(style=Style.REPLICATE), block, f"{kind} block below {self._minimum} elements a layer")
+        return True
+
+    # -------------------------------------------------------------------------------------------------------------- entries
+
+    def _entry(self, path: str, module: nn.Module) -> PlanEntry:
+        role = self._roles.get(path) or self._alone(path, module)
+        self._check(path, module, role)
+        layouts, tied_to = [], None
+        for name, parameter in _own(module):
+            stored, dimension = _stored(module, name, tuple(parameter.shape), role.split)
+            layout = ParameterLayout(
+                name=joined(path, name),
+                shape=tuple(parameter.shape),
+                stored_shape=stored,
+                dimension=dimension,
+                element_size=parameter.element_size(),
+                trainable=parameter.requires_grad,
+            )
+            first_module, first = self._first.setdefault(id(parameter), (path, layout))
+            if (first.stored_shape, first.dimension) != (layout.stored_shape, layout.dimension):
+                raise ConfigurationError(
+                    f"tensor parallelism: {layout.name} is tied to {first.name}, but the plan splits one along dimension {layout.dimension} and "
+                    f"the other along {first.dimension}; give both modules styles that agree, such as vocabulary and column_gathered"
+                )
+            tied_to = first_module if first_module != path else tied_to
+            layouts.append(replace(layout, name=first.name))
+        return PlanEntry(
+            module=path,
+            kind=type(module).__name__,
+            style=role.split.style,
+            block=role.block,
+            parameters=tuple(layouts),
+            parts=role.split.parts,
+            tied_to=tied_to,
+            reason=role.reason,
+        )
+
+    def _alone(self, path: str, module: nn.Module) -> _Role:
+        """A module that belongs to no block."""
+        elements = _elements(module)
+        if isinstance(module, _NORMS) or _is_norm(module):
+            return _Role(Split(style=Style.REPLICATE), path, "norm")
+        tied = next((self._first[id(p)][0] for _, p in _own(module) if id(p) in self._first), None)
+        shared = tied is not None and self._first_dimension(module) is not None
+        if elements < self._minimum and not shared:
+            return _Role(Split(style=Style.REPLICATE), path, f"below {self._minimum} elements")
+        if tied is not None and not shared:
+            return _Role(Split(style=Style.REPLICATE), path, f"as {tied}")
+        if isinstance(module, nn.Embedding):
+            return _Role(Split(style=Style.VOCABULARY), path, "embedding, by rows")
+        if isinstance(module, nn.EmbeddingBag):
+            return _Role(Split(style=Style.EMBEDDING_DIMENSION), path, "embedding bag, by columns")
+        if linear_like(module) is not None:
+            if self._loss_parallel:
+                return _Role(Split(style=Style.COLUMN), path, "stands alone, output stays split for the parallel loss")
+            return _Role(Split(style=Style.COLUMN_GATHERED), path, "stands alone, output gathered")
+        asked = [self._roles.get(joined(path, name)) for name, _ in _own(module)]
+        large = [(name, p) for (name, p), role in zip(_own(module), asked, strict=True) if role is None and p.numel() >= self._minimum]
+        if not large:
+            return _Role(Split(style=Style.REPLICATE), path, "asked for" if any(asked) else f"parameters below {self._minimum} elements")
+        name, parameter = large[0]
+        shape = "x".join(map(str, parameter.shape))
+        raise self._refusal(
+            path,
+            module,
+            f"no style is known for {type(module).__name__}, whose parameter {name} has {parameter.numel():,} elements ({shape})",
+            remedy=f'replicate it on purpose with plan={{"{joined(path, name) if path == "" else path}": "replicate"}}',
+        )
+
+    def _first_dimension(self, module: nn.Module) -> int | None:
+        """Along which the parameter that this module shares was split where it was met first."""
+        return next((self._first[id(p)][1].dimension for _, p in _own(module) if id(p) in self._first), None)
+
+    def _check(self, path: str, module: nn.Module, role: _Role) -> None:
+        """That the style fits the module, and that every rank gets some of it."""
+        style, layer = role.split.style, linear_like(module)
+        fits = {
+            Style.VOCABULARY: type(module) is nn.Embedding,
+            Style.EMBEDDING_DIMENSION: isinstance(module, nn.Embedding | nn.EmbeddingBag),
+            Style.ATTENTION: isinstance(module, nn.MultiheadAttention),
+            Style.REPLICATE: True,
+        }
+        if not fits.get(style, layer is not None):
+            raise ConfigurationError(
+                f"tensor-parallel plan: {path or 'the model'} is a {type(module).__name__}, which the style {style.value!r} does not fit"
+            )
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and style is not Style.REPLICATE:
+            odd = [n for n in ("max_norm", "sparse", "scale_grad_by_freq") if getattr(module, n)]
+            if odd:
+                raise self._refusal(
+                    path, module, f"{type(module).__name__} with {odd[0]}={getattr(module, odd[0])} needs the whole table on one rank"
+                )
+        if role.asked:
+            self._check_asked(path, module, role.split, layer)
+        length = None
+        if style is Style.VOCABULARY:
+            length = module.num_embeddings
+        elif style in (Style.COLUMN, Style.COLUMN_GATHERED) and layer is not None and role.block == path:
+            length = layer.out_features
+        elif style is Style.EMBEDDING_DIMENSION and module.embedding_dim % self._size:
+            raise self._refusal(path, module, f"its {module.embedding_dim} columns do not divide by {self._size}")
+        if length is not None and -(-length // self._size) * (self._size - 1) >= int(length):
+            raise self._refusal(path, module, f"its {length} rows, in pieces of {-(-length // self._size)}, leave a rank without any")
+
+    def _check_asked(self, path: str, module: nn.Module, split: Split, layer: LinearLike | None) -> None:
+        if split.heads is not None and split.heads % self._size:
+            raise self._refusal(path, module, f"its {split.heads} heads do not divide by {self._size}")
+        if isinstance(module, nn.MultiheadAttention) and split.style is Style.ATTENTION and module.num_heads % self._size:
+            raise self._refusal(path, module, f"its {module.num_heads} heads do not divide by {self._size}")
+        if layer is None or split.style not in _LINEAR_STYLES:
+            return
+        features, of = (layer.in_features, "input") if split.style is Style.ROW else (layer.out_features, "output")
+        uneven = split.style in (Style.COLUMN, Style.COLUMN_GATHERED)
+        if not uneven and features % (split.parts * self._size):
+            parts = f" in {split.parts} parts" if split.parts > 1 else ""
+            raise self._refusal(path, module, f"its {features} {of} features{parts} do not divide by {self._size}")
+
+    def _layer(self, path: str) -> LinearLike:
+        layer = linear_like(self._model.get_submodule(path))
+        assert layer is not None
+        return layer
+
+    def _refusal(self, path: str, module: nn.Module, what: str, *, remedy: str | None = None) -> ConfigurationError:
+        elements = sum(p.numel() for p in module.parameters())
+        return ConfigurationError(
+            f"tensor parallelism over {self._size} ranks cannot split {path or 'the model'} ({type(module).__name__}, {elements:,} elements): "
+            f'{what}. {remedy or f"""Choose a tensor-parallel size that divides it, or replicate it on purpose with plan={{"{path}": "replicate"}}"""}'
+        )
+
+
+def _own(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Parameters that the module itself holds, the weight first."""
+    own = [(name, p) for name, p in module._parameters.items() if p is not None]
+    return sorted(own, key=lambda item: "weight" not in item[0])
+
+
+def _elements(module: nn.Module) -> int:
+    """Of the largest parameter that the module itself holds."""
+    return max((p.numel() for _, p in _own(module)), default=0)
+
+
+def _is_norm(module: nn.Module) -> bool:
+    """A norm that is none of torch's: T5's or Llama's RMSNorm."""
+    return type(module).__name__.lower().endswith(("norm", "layernorm")) and all(p.ndim == 1 for _, p in _own(module))
+
+
+def _matches(path: str, pattern: str) -> bool:
+    """Component by component, as parallelize_module does."""
+    parts, wanted = path.split("."), pattern.split(".")
+    return len(parts) == len(wanted) and all(fnmatchcase(part, want) for part, want in zip(parts, wanted, strict=True))
+
+
+def _stored(module: nn.Module, name: str, shape: tuple[int, ...], split: Split) -> tuple[tuple[int, ...], int | None]:
+    """The shape that a parameter is stored in, and the dimension of that which is split."""
+    style = split.style
+    if style is Style.REPLICATE:
+        return shape, None
+    if style is Style.ATTENTION:
+        if name.startswith("in_proj"):
+            return (3, shape[0] // 3, *shape[1:]), 1
+        return shape, 0  # q_proj_weight and the like
+    if name not in ("weight", "bias"):
+        return shape, None
+    if style is Style.VOCABULARY:
+        return shape, 0
+    if style is Style.EMBEDDING_DIMENSION:
+        return shape, 1
+    layer = linear_like(module)
+    assert layer is not None
+    if style is Style.ROW:
+        return shape, None if name == "bias" else 1 - layer.output_dimension
+    dimension = layer.output_dimension if name == "weight" else 0
+    if split.parts == 1:
+        return shape, dimension
+    packed = (*shape[:dimension], split.parts, shape[dimension] // split.parts, *shape[dimension + 1 :])
+    return packed, dimension + 1

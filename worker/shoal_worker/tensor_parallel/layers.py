@@ -1,0 +1,209 @@
+"""What each style makes of a module: its class gains a mixin whose `forward` works with parameters that are DTensors.
+
+The class is changed in place, as FSDP2 does, so that names, attributes and isinstance stay as they were and a copy of the model works by itself.
+Every module that contains a split one opens a region (region.py) around its forward pass: submodules can be called directly, and activation
+checkpointing can run them again by themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - its usual name
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor.parallel import ParallelStyle
+from torch.utils import _pytree as pytree
+
+from shoal_worker.tensor_parallel.context import ParallelContext, grad_partial, local_offset, split_dimension, whole
+from shoal_worker.tensor_parallel.linear_like import linear_like
+from shoal_worker.tensor_parallel.multihead import MultiheadForward
+from shoal_worker.tensor_parallel.parameters import Distributor
+from shoal_worker.tensor_parallel.plan import PlanEntry
+from shoal_worker.tensor_parallel.region import region
+from shoal_worker.tensor_parallel.styles import Style
+
+
+class Region(nn.Module):
+    """A module that contains split ones: plain tensors and DTensors may meet in its code."""
+
+    _shoal_context: ParallelContext
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with region(self._shoal_context):
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+
+
+class Root(nn.Module):
+    """The model itself: what it returns is plain, but for logits that a parallel loss will take."""
+
+    _shoal_context: ParallelContext
+    _shoal_keeps_logits: bool
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with region(self._shoal_context):
+            output = super().forward(*args, **kwargs)  # type: ignore[misc]
+        return pytree.tree_map_only(DTensor, self._outward, output)
+
+    def _outward(self, value: DTensor) -> torch.Tensor:
+        if self._shoal_keeps_logits and value.ndim > 1 and split_dimension(value) == value.ndim - 1:
+            return value
+        return whole(value)
+
+
+class Column(nn.Module):
+    """A linear layer by output features: its output is split along the last dimension."""
+
+    _shoal_context: ParallelContext
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        with region(self._shoal_context, leaf=True) as mode:
+            return super().forward(mode.enter(input))  # type: ignore[misc,no-any-return]
+
+
+class ColumnGathered(Column):
+    """A linear layer by output features, whose output is whole."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        output = super().forward(input)
+        assert isinstance(output, DTensor)
+        return whole(output)
+
+
+class PackedColumn(nn.Module):
+    """A linear layer whose output is several parts side by side, each split by itself; the weight is stored with a dimension for the parts."""
+
+    _shoal_context: ParallelContext
+    _shoal_output_dimension: int
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        with region(self._shoal_context, leaf=True) as mode:
+            local = grad_partial(mode.enter(input))
+            weight, bias = _local(self.weight), None if self.bias is None else _local(self.bias).flatten()
+            parts = weight.shape[self._shoal_output_dimension]
+            matrix = weight.flatten(0, 1) if self._shoal_output_dimension == 0 else weight.flatten(1, 2).t()
+            output = F.linear(local, matrix, bias).unflatten(-1, (parts, -1))
+            return self._shoal_context.sharded(output, -1).flatten(-2)
+
+
+class Row(nn.Module):
+    """A linear layer by input features: its output is summed over the ranks."""
+
+    _shoal_context: ParallelContext
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        with region(self._shoal_context, leaf=True):
+            return self._shoal_context.leave(super().forward(input))  # type: ignore[misc]
+
+
+class Vocabulary(nn.Module):
+    """nn.Embedding by rows: each rank looks up those that it has; the others' outputs are nought, and all are summed."""
+
+    _shoal_context: ParallelContext
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        assert isinstance(self, nn.Embedding)
+        context = self._shoal_context
+        with region(context, leaf=True):
+            ids = whole(input) if isinstance(input, DTensor) else input
+            first, rows = local_offset(self.weight, 0), _local(self.weight)  # type: ignore[arg-type]
+            own = ids - first
+            elsewhere = (own < 0) | (own >= rows.shape[0])
+            padding = None if self.padding_idx is None else self.padding_idx - first
+            if padding is not None and not 0 <= padding < rows.shape[0]:
+                padding = None
+            found = F.embedding(own.masked_fill(elsewhere, 0), rows, padding).masked_fill(elsewhere.unsqueeze(-1), 0)
+            return context.leave(DTensor.from_local(found, context.mesh, [Partial()], run_check=False))
+
+
+class EmbeddingDimension(nn.Module):
+    """nn.Embedding or nn.EmbeddingBag by columns, which knows any mode of bag; the output is whole."""
+
+    _shoal_context: ParallelContext
+
+    def forward(
+        self, input: torch.Tensor, offsets: torch.Tensor | None = None, per_sample_weights: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        context = self._shoal_context
+        with region(context, leaf=True):
+            if isinstance(self, nn.EmbeddingBag):
+                if per_sample_weights is not None:
+                    per_sample_weights = grad_partial(context.replicated(per_sample_weights))
+                output = F.embedding_bag(
+                    input, _local(self.weight), offsets, mode=self.mode, per_sample_weights=per_sample_weights,
+                    include_last_offset=self.include_last_offset, padding_idx=self.padding_idx,
+                )  # fmt: skip
+            else:
+                assert isinstance(self, nn.Embedding)
+                output = F.embedding(input, _local(self.weight), self.padding_idx)
+            return whole(context.sharded(output, -1))
+
+
+def _local(parameter: torch.Tensor) -> torch.Tensor:
+    assert isinstance(parameter, DTensor)
+    return parameter.to_local()
+
+
+_MIXINS: Mapping[Style, type[nn.Module]] = {
+    Style.COLUMN: Column,
+    Style.PACKED_COLUMN: PackedColumn,
+    Style.COLUMN_GATHERED: ColumnGathered,
+    Style.ROW: Row,
+    Style.VOCABULARY: Vocabulary,
+    Style.EMBEDDING_DIMENSION: EmbeddingDimension,
+    Style.ATTENTION: MultiheadForward,
+}
+
+
+class ShoalStyle(ParallelStyle):
+    """One module's part of a plan, in the form that `parallelize_module` applies."""
+
+    def __init__(
+        self,
+        context: ParallelContext,
+        distributor: Distributor,
+        *,
+        entry: PlanEntry | None,
+        contains_split: bool,
+        root: bool,
+        loss_parallel: bool,
+    ) -> None:
+        """`entry`: None for a module without parameters of its own."""
+        super().__init__()
+        self._context = context
+        self._distributor = distributor
+        self._entry = entry
+        self._contains_split = contains_split
+        self._root = root
+        self._keeps_logits = loss_parallel
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        style = Style.REPLICATE if self._entry is None else self._entry.style
+        layer = linear_like(module)
+        if layer is not None:
+            module._shoal_output_dimension = layer.output_dimension  # type: ignore[assignment]
+        for layout in () if self._entry is None else self._entry.parameters:
+            self._distributor.distribute(module, layout.name.rpartition(".")[2], layout)
+        mixins: list[type[nn.Module]] = [Root] if self._root else []
+        if style is not Style.REPLICATE:
+            mixins.append(_MIXINS[style])
+        elif self._contains_split and not self._root and not isinstance(module, nn.ModuleList | nn.ModuleDict):
+            mixins.append(Region)
+        if mixins:
+            _add_mixins(module, mixins)
+            module._shoal_context = self._context  # type: ignore[assignment]
+        if self._root:
+            module._shoal_keeps_logits = self._keeps_logits  # type: ignore[assignment]
+        return module
+
+
+def _add_mixins(module: nn.Module, mixins: Sequence[type[nn.Module]]) -> None:
+    own = type(module)
+    module.__class__ = type(
+        own.__name__, (*mixins, own), {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
+    )

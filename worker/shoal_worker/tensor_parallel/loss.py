@@ -1,0 +1,116 @@
+"""Cross-entropy over logits that are split along the vocabulary: the full logits never exist on any rank.
+
+Two all-reduces of one or two numbers a token, in the forward pass only, take the place of an all-gather of `vocabulary` numbers a token. As
+in Megatron-LM (Shoeybi et al. 2019, section 3), with torch's weight, ignore_index, reduction and label_smoothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from shoal_common.errors import ConfigurationError
+from torch.autograd.function import FunctionCtx
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from shoal_worker.tensor_parallel.context import DropoutRandomness, ParallelContext, local_offset, split_dimension
+from shoal_worker.tensor_parallel.region import region
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """The ranks' sum. What follows is the same on every rank, so the gradient is each one's own."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        total = tensor.contiguous().clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, *gradients: Any) -> Any:
+        return gradients[0], None
+
+
+def vocabulary_parallel_cross_entropy(
+    logits: DTensor,
+    target: torch.Tensor,
+    *,
+    weight: torch.Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> torch.Tensor:
+    """F.cross_entropy(logits, target, ...), the same plain tensor on every rank.
+
+    Args:
+        logits: split over the classes: dimension 1, or 0 if it is the only one.
+        target: class indices, the same on every rank; the logits' shape without the classes.
+        weight: of each class; the whole of it on every rank.
+
+    Raises:
+        ConfigurationError: targets that are probabilities, an unknown reduction, a target outside the vocabulary.
+    """
+    _check(target, logits, ignore_index, reduction)
+    dimension = cast(int, split_dimension(logits))
+    group = logits.device_mesh.get_group()
+    classes = logits.shape[dimension]
+    local = logits.to_local().movedim(dimension, -1)
+    computed = local.float() if local.dtype in (torch.float16, torch.bfloat16) else local
+    largest = computed.detach().amax(-1)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    shifted = computed - largest.unsqueeze(-1)
+
+    index = target - local_offset(logits, dimension)
+    elsewhere = (index < 0) | (index >= shifted.shape[-1]) | (target == ignore_index)
+    own = shifted.gather(-1, index.masked_fill(elsewhere, 0).unsqueeze(-1)).squeeze(-1).masked_fill(elsewhere, 0)
+    sums = [shifted.exp().sum(-1), own]
+    class_weights = None if weight is None else weight.to(shifted.dtype)
+    if label_smoothing:
+        begin = local_offset(logits, dimension)
+        part = shifted if class_weights is None else shifted * class_weights[begin : begin + shifted.shape[-1]]
+        sums.append(part.sum(-1))
+    exp_sum, picked, *smoothed = _SumOverRanks.apply(torch.stack(sums), group).unbind(0)  # type: ignore[no-untyped-call]
+
+    log_normalizer = exp_sum.log()
+    kept = target != ignore_index
+    safe = target.masked_fill(~kept, 0)
+    weights = kept.to(shifted.dtype) if class_weights is None else class_weights[safe] * kept
+    loss = (log_normalizer - picked) * weights
+    if smoothed:
+        total_weight = classes if class_weights is None else class_weights.sum()
+        uniform = (log_normalizer * total_weight - smoothed[0]) * kept
+        loss = (1 - label_smoothing) * loss + label_smoothing / classes * uniform
+    if reduction == "sum":
+        loss = loss.sum()
+    elif reduction == "mean":
+        loss = loss.sum() / weights.sum()
+    return loss.to(local.dtype)
+
+
+@contextlib.contextmanager
+def loss_parallel(mesh: DeviceMesh) -> Iterator[None]:
+    """Within, F.cross_entropy and nn.CrossEntropyLoss take logits that are split over the vocabulary; others are as ever.
+
+    Needed only around a loss that is computed outside the model, whose plan has `loss_parallel=True`. The backward pass may be outside.
+    """
+    with region(ParallelContext(mesh, sequence_dimension=None, dropout=DropoutRandomness.PER_SHARD)):
+        yield
+
+
+def _check(target: torch.Tensor, logits: DTensor, ignore_index: int, reduction: str) -> None:
+    expected = logits.shape[:1] + logits.shape[2:] if logits.ndim > 1 else torch.Size([])
+    if target.is_floating_point() or target.shape != expected:
+        raise ConfigurationError(
+            f"cross_entropy over split logits of shape {tuple(logits.shape)}: the target is {target.dtype} of shape {tuple(target.shape)}; "
+            f"expected class indices of shape {tuple(expected)} (probabilities need the whole logits: a plan without loss_parallel)"
+        )
+    if reduction not in ("mean", "sum", "none"):
+        raise ConfigurationError(f'cross_entropy: reduction={reduction!r}; expected "mean", "sum" or "none"')
+    classes = logits.shape[min(1, logits.ndim - 1)]
+    wrong = ((target < 0) | (target >= classes)) & (target != ignore_index)
+    if target.device.type == "cpu" and bool(wrong.any()):  # elsewhere the check would wait for the device
+        raise ConfigurationError(f"cross_entropy: target {int(target[wrong][0])} is outside the {classes} classes, and is not ignore_index")

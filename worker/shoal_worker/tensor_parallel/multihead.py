@@ -1,0 +1,140 @@
+"""nn.MultiheadAttention over heads that are split: its forward pass, with torch's arguments and results.
+
+The packed `in_proj_weight` (3E x E) is stored as 3 x E x E and split along the second dimension, so that each rank holds its heads' rows of
+query, key and value. Shapes: B batch, L queries, S keys, E features, H heads.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - its usual name
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from shoal_worker.tensor_parallel.attention import attend, scaled_dot_product_attention
+from shoal_worker.tensor_parallel.context import ParallelContext, grad_partial, local_offset, whole
+from shoal_worker.tensor_parallel.dropout import Cut
+from shoal_worker.tensor_parallel.region import RegionMode, region
+
+
+class MultiheadForward(nn.Module):
+    """Mixin over nn.MultiheadAttention."""
+
+    _shoal_context: ParallelContext
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        key_padding_mask: torch.Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: torch.Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        with region(self._shoal_context, leaf=True) as mode:
+            return _forward(self, mode, query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
+
+
+def _forward(
+    module: nn.Module,
+    mode: RegionMode,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_padding_mask: torch.Tensor | None,
+    need_weights: bool,
+    attn_mask: torch.Tensor | None,
+    average_attn_weights: bool,
+    is_causal: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    assert isinstance(module, nn.MultiheadAttention)
+    context = mode.context
+    batched = query.ndim == 3
+    heads_BHLD = [
+        _heads(module, grad_partial(mode.enter(tensor)), weight, bias, batched)
+        for tensor, (weight, bias) in zip((query, key, value), _projections(module), strict=True)
+    ]
+    tensors = [context.sharded(t, 1) for t in heads_BHLD]
+    causal = is_causal and key_padding_mask is None and not need_weights
+    mask = None if causal else _mask(module, attn_mask, key_padding_mask, is_causal, tensors[0], tensors[1], batched)
+    dropout_p = module.dropout if module.training else 0.0
+    if need_weights:
+        cut = Cut(dimension=1, start=local_offset(tensors[0], 1), shape=(*tensors[0].shape[:-1], tensors[1].shape[-2]))
+        local_mask = mask if mask is None or mask.shape[1] == 1 else mask.narrow(1, cut.start, heads_BHLD[0].shape[1])
+        output, weights = attend(context, *heads_BHLD, local_mask, cut, dropout_p=dropout_p)
+        attended = context.sharded(output, 1)
+    else:
+        turned = None if mask is None else mode.enter(mask)
+        attended = scaled_dot_product_attention(context, *tensors, turned, dropout_p, causal)
+        weights = None
+    merged = attended.transpose(1, 2).flatten(2)
+    if not batched:
+        merged = merged.squeeze(0)
+    elif not module.batch_first:
+        merged = merged.transpose(0, 1)
+    return module.out_proj(merged), None if weights is None else _weights(context, weights, average_attn_weights, batched)
+
+
+def _projections(module: nn.MultiheadAttention) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+    """This rank's rows of the weight and the bias, of query, key and value."""
+    if module.in_proj_weight is not None:
+        weights = _local(module.in_proj_weight).unbind(0)
+    else:
+        weights = tuple(_local(w) for w in (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight))
+    biases = (None,) * 3 if module.in_proj_bias is None else _local(module.in_proj_bias).unbind(0)
+    return list(zip(weights, biases, strict=True))
+
+
+def _local(parameter: torch.Tensor) -> torch.Tensor:
+    assert isinstance(parameter, DTensor)
+    return parameter.to_local()
+
+
+def _heads(
+    module: nn.MultiheadAttention, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, batched: bool
+) -> torch.Tensor:
+    """B x own heads x length x head size, whatever the layout of the input."""
+    projected = F.linear(input, weight, bias)
+    if not batched:
+        projected = projected.unsqueeze(0)
+    elif not module.batch_first:
+        projected = projected.transpose(0, 1)
+    return projected.unflatten(-1, (-1, module.head_dim)).transpose(1, 2)
+
+
+def _mask(
+    module: nn.MultiheadAttention,
+    attn_mask: torch.Tensor | None,
+    key_padding_mask: torch.Tensor | None,
+    is_causal: bool,
+    query_BHLD: DTensor,
+    key_BHSD: DTensor,
+    batched: bool,
+) -> torch.Tensor | None:
+    """Both masks as one that is added to the scores: B or 1 x H or 1 x L x S, plain."""
+    if is_causal and attn_mask is None:
+        raise RuntimeError("Need attn_mask if specifying the is_causal hint.")  # as torch says it
+    batch, heads, length, _ = query_BHLD.shape
+    keys = key_BHSD.shape[-2]
+    masks = []
+    for mask in (attn_mask, key_padding_mask):
+        if mask is None:
+            continue
+        mask = whole(mask) if isinstance(mask, DTensor) else mask
+        if mask.dtype == torch.bool:
+            mask = torch.zeros_like(mask, dtype=query_BHLD.dtype).masked_fill_(mask, float("-inf"))
+        if len(masks) == 0 and mask is not None and attn_mask is not None:
+            mask = mask.view(1, 1, length, keys) if mask.ndim == 2 else mask.view(batch, heads, length, keys)
+        else:
+            mask = mask.view(batch if batched else 1, 1, 1, keys)
+        masks.append(mask)
+    return sum(masks[1:], masks[0]) if masks else None
+
+
+def _weights(context: ParallelContext, local_BHLS: torch.Tensor, average: bool, batched: bool) -> torch.Tensor:
+    """The attention weights of all heads, on every rank."""
+    weights = DTensor.from_local(local_BHLS, context.mesh, [Shard(1)], run_check=False)
+    gathered = whole(weights.mean(dim=1) if average else weights)
+    return gathered if batched else gathered.squeeze(0)

@@ -120,6 +120,8 @@ def test_a_joiner_goes_on_in_the_epoch_where_the_others_are(cluster: Make) -> No
     joiner.go(1)
     results = [first.result(), joiner.result()]
     assert results[1]["epochs"] == [2, 3]
+    assert "registered state begins anew in this joiner: scheduler" in joiner.process.said()
+    assert "begins anew" not in first.process.said()
     assert sum(result["steps"] for result in results) == 4 * BATCHES
     assert audit(running.records).exactly_once
 

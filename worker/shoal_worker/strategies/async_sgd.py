@@ -10,12 +10,14 @@ Effective Distributed ML via a Stale Synchronous Parallel Parameter Server", NIP
 Cost per worker: parameters and gradients; the optimizer's state lies on the servers. 2P bytes per step: the gradient out, the values back.
 
 What is each worker's own: buffers (BatchNorm statistics), random numbers, registered state, `clip_grad_norm_` (of its own gradient),
-`evaluate` (every rank computes all of it, with the values that it pulled last) and `should_early_stop`.
+`evaluate` (every rank computes all of it, with the values that it pulled last) and `should_early_stop`. A joiner gets none of it from its
+peers: its registered state begins anew, as it says in its log, and its schedule counts once it is furthest (docs/decisions/0081).
 """
 
 from __future__ import annotations
 
 import atexit
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -36,6 +38,8 @@ from shoal_worker.elastic.contract import Leases, StepSource, StepStatus, StopTr
 from shoal_worker.strategies.base import ShardedModel, ShardedOptimizer, call_module, check_optimizer_covers, loss_of
 from shoal_worker.strategies.materialize import materialize
 from shoal_worker.strategies.whole import WholeModel
+
+_log = logging.getLogger(__name__)
 
 
 class AsyncSGDModel(WholeModel):
@@ -65,6 +69,8 @@ class AsyncSGDModel(WholeModel):
         self._started = False
         self._clock = 0
         """Iterations finished, as the servers are told; the idle ones of a worker that found no batch count too."""
+        self._joins_late = False
+        """The job had begun when this worker came."""
         self._placed = False
         """The first loader knows which epoch the others are in."""
         if not any(p.requires_grad for p in self.module.parameters()):
@@ -86,6 +92,7 @@ class AsyncSGDModel(WholeModel):
         trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
         self._optimizer, self._schedule = optimizer, ServerOptimizer(optimizer, names)
         self._tensors = [HostTensor(name, p, trained=id(p) in trained) for name, p in self.module.named_parameters()]
+        self._joins_late = self._session.is_joining
         self._session.attach(self)
         atexit.register(self._leave)
         self._session.on_close(self._leave)
@@ -120,6 +127,8 @@ class AsyncSGDModel(WholeModel):
             self._materialize()
         self._require_servers().start(has_values=has_values)
         self._started = True
+        if self._joins_late and (names := sorted(self._session.registered.capture()["states"])):
+            _log.warning("registered state begins anew in this joiner: %s; with async_sgd each worker has its own", ", ".join(names))
 
     def _materialize(self) -> None:
         materialize(self.module, self._optimizer, self._session.device)

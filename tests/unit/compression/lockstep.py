@@ -24,7 +24,7 @@ class World:
             return
         assert len(issued) == len(self.ranks), f"only {len(issued)} ranks issued collective {number}"
         assert len({kind for kind, *_ in issued}) == 1
-        outputs, inputs = [one[1] for one in issued], [one[2].clone() for one in issued]
+        outputs, inputs = [one[1] for one in issued], [one[2] for one in issued]
         kind = issued[0][0]
         for rank, output in enumerate(outputs):
             if kind == "all_reduce":
@@ -67,7 +67,8 @@ class Rank:
     def _issue(self, kind, output, tensor):
         number = self.issued
         self.issued += 1
-        self.world.pending.setdefault(number, []).append((kind, output, tensor))
+        self.world.pending.setdefault(number, []).append((kind, output, tensor.clone()))
+        output.fill_(torch.nan if output.is_floating_point() else 0xAB)  # not to be looked at before it is waited for
         assert self.world.pending[number][-1] is self.world.pending[number][self.rank], "ranks issue in the order of ranks"
         return Handle(lambda: self.world.complete(number))
 

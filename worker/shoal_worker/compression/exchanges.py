@@ -27,6 +27,7 @@ from shoal_worker.backends.base import CommunicationBackend
 from shoal_worker.backends.handle import Handle
 from shoal_worker.compression.memory import BucketMemory
 from shoal_worker.compression.randomness import KeyedRandom
+from shoal_worker.compression.scratch import Scratch
 
 if TYPE_CHECKING:
     from shoal_worker.compression.base import GradientCompressor
@@ -44,6 +45,7 @@ class Errand:
 
     backend: CommunicationBackend
     memory: BucketMemory
+    scratch: Scratch
     bucket: int
     """Its index: the same on all ranks."""
     step: int
@@ -100,35 +102,39 @@ class Chunked(Exchange):
     def reduce(self, compressor: GradientCompressor, values: torch.Tensor, errand: Errand) -> Steps:
         chunks = Chunks.of(values.numel(), errand.backend.world_size, compressor.alignment)
         own = chunks.bounds(errand.backend.rank)
-        total = values.new_empty(own.stop - own.start)
-        yield from scatter_sum(compressor, values, total, chunks, errand)
+        total = values[own]
+        sent, received = yield from scatter_sum(compressor, values, total, chunks, errand)
 
+        # Both buffers have done their service, and now serve the other way round.
+        gathered, payload = sent, received[0]
         if compressor.error_feedback:
             total = errand.memory.compensated_sum(own.start, total)
-        payload = values.new_zeros(compressor.payload_bytes((chunks.length,)), dtype=torch.uint8)
-        compressor.compress_into(total, payload, errand.random(compressor.seed, stage=1))
-        gathered = payload.new_empty(chunks.count, payload.numel())
+        _compress_part(compressor, total, payload, chunks, errand.random(compressor.seed, stage=1))
         handle = errand.backend.all_gather(gathered, payload, async_op=True)
         if compressor.error_feedback:
             compressor.decompress_into(payload, total, alpha=-1)
         yield handle
         for rank in range(chunks.count):
             compressor.decompress_into(gathered[rank], values[chunks.bounds(rank)])
+        errand.scratch.give(sent, received)
 
 
-def scatter_sum(compressor: GradientCompressor, values: torch.Tensor, total: torch.Tensor, chunks: Chunks, errand: Errand) -> Steps:
-    """Sums each part of the bucket on the rank that owns it: writes this rank's into `total`. Leaves `values` as they are."""
+def scatter_sum(
+    compressor: GradientCompressor, values: torch.Tensor, total: torch.Tensor, chunks: Chunks, errand: Errand
+) -> Generator[Handle, None, tuple[torch.Tensor, torch.Tensor]]:
+    """Sums each part of the bucket on the rank that owns it: writes this rank's into `total`, which may be that part of `values`.
+
+    Returns the buffers sent and received, for further use; their taker gives them back.
+    """
     own = chunks.bounds(errand.backend.rank)
     if compressor.error_feedback:
         values = errand.memory.compensated_gradient(values, own)
     parts = [values[chunks.bounds(rank)] for rank in range(chunks.count)]
-    sent = values.new_empty((chunks.count, compressor.payload_bytes((chunks.length,))), dtype=torch.uint8)
+    size = compressor.payload_bytes((chunks.length,))
+    sent, received = (errand.scratch.take(chunks.count, size, values.device) for _ in range(2))
     random = errand.random(compressor.seed)
     for part, payload in zip(parts, sent, strict=True):
-        if part.numel() < chunks.length:
-            payload.zero_()  # no bytes of old memory on the wire
-        compressor.compress_into(part, payload, random)
-    received = torch.empty_like(sent)
+        _compress_part(compressor, part, payload, chunks, random)
     handle = errand.backend.all_to_all(received, sent, async_op=True)
     if compressor.error_feedback:
         for part, payload in zip(parts, sent, strict=True):
@@ -137,6 +143,13 @@ def scatter_sum(compressor: GradientCompressor, values: torch.Tensor, total: tor
     compressor.decompress_into(received[0], total)
     for payload in received[1:]:
         compressor.decompress_into(payload, total, alpha=1)
+    return sent, received
+
+
+def _compress_part(compressor: GradientCompressor, part: torch.Tensor, payload: torch.Tensor, chunks: Chunks, random: KeyedRandom) -> None:
+    # What the payload does not fill goes on the wire as well, and is not to be old memory.
+    (payload if part.numel() < chunks.length else payload[-4:]).zero_()
+    compressor.compress_into(part, payload, random)
 
 
 # -------------------------------------------------------------------------------------------------------- whole buckets
@@ -152,7 +165,7 @@ class Gathered(Exchange):
         given = errand.memory.compensated_gradient(values) if compressor.error_feedback else values
         payload = values.new_zeros(compressor.payload_bytes(values.shape), dtype=torch.uint8)
         compressor.compress_into(given, payload, errand.random(compressor.seed))
-        gathered = payload.new_empty(errand.backend.world_size, payload.numel())
+        gathered = errand.scratch.take(errand.backend.world_size, payload.numel(), values.device)
         handle = errand.backend.all_gather(gathered, payload, async_op=True)
         if compressor.error_feedback:
             compressor.decompress_into(payload, given, alpha=-1)
@@ -160,6 +173,7 @@ class Gathered(Exchange):
         values.zero_()
         for one in gathered:
             compressor.decompress_into(one, values, alpha=1)
+        errand.scratch.give(gathered)
 
 
 class Summed(Exchange):

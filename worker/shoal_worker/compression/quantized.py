@@ -23,10 +23,11 @@ _SMALLEST: Final = 256 * torch.finfo(torch.float32).tiny
 
 @dataclass(frozen=True, kw_only=True)
 class Int8Compressor(GradientCompressor):
-    """QSGD (Alistarh et al. 2017, section 3.1) with 127 levels and the largest magnitude of each block of 256 as its scale (section 4).
+    """QSGD (Alistarh et al. 2017, section 3.1) with 127 levels, scaled by the largest magnitude of each block of 256 as in its experiments.
 
     With s = max|block| / 127: |x - C(x)| < s (1 + 2^-16) for each value; the mean of C(x) over the random numbers is x, up to 2^-17 s; the
-    variance is at most s^2 / 4 a value. Unbiased, so it needs no error feedback. A NaN or infinity makes its whole block NaN.
+    variance is at most s^2 / 4 a value. Unbiased, so it needs no error feedback. A NaN or infinity becomes its block's scale, so the whole
+    block is NaN or infinite.
 
     A sum over ranks is compressed once more on its way back, with random numbers of its own, and stays unbiased.
     """
@@ -70,7 +71,6 @@ def _quantize(values: torch.Tensor, noise: torch.Tensor, scales: torch.Tensor, l
     rows = (functional.pad(values, (0, missing)) if missing else values).view(-1, INT8_BLOCK)
     largest = _largest_magnitudes(rows)
     torch.mul(largest, 1 / INT8_LARGEST, out=scales)
-    scales.masked_fill_(~largest.isfinite(), torch.nan)
     scales.masked_fill_(largest < _SMALLEST, 0)
     inverse = torch.where(scales > 0, scales.reciprocal(), 0)
     scaled = (rows * inverse[:, None]).view(-1)[: values.numel()]

@@ -16,6 +16,7 @@ from shoal_worker.backends.handle import Handle
 from shoal_worker.compression.base import GradientCompressor
 from shoal_worker.compression.exchanges import Chunks, Errand, Steps, scatter_sum
 from shoal_worker.compression.memory import BucketMemory, Memory, is_finite
+from shoal_worker.compression.scratch import Scratch
 
 
 class Reduction:
@@ -76,6 +77,7 @@ class CompressedReduction:
     def __init__(self, compressor: GradientCompressor) -> None:
         self.compressor = compressor
         self._memory = Memory()
+        self._scratch = Scratch()
 
     def start(
         self,
@@ -101,7 +103,7 @@ class CompressedReduction:
         memory = self._memory.bucket(index)
         if backend is None or backend.world_size == 1:
             return Reduction(self._pay(bucket, values, memory), bucket)
-        errand = Errand(backend=backend, memory=memory, bucket=index, step=step, shapes=shapes)
+        errand = Errand(backend=backend, memory=memory, scratch=self._scratch, bucket=index, step=step, shapes=shapes)
         return Reduction(self._reduce(bucket, values, errand), bucket)
 
     def start_scatter(self, bucket: torch.Tensor, out: torch.Tensor, backend: CommunicationBackend, *, index: int, step: int) -> Reduction:
@@ -121,7 +123,8 @@ class CompressedReduction:
                 f"reduce-scatter of {bucket.numel()} elements into {out.numel()} on {backend.world_size} ranks: expected that many times "
                 "as many, contiguous"
             )
-        errand = Errand(backend=backend, memory=self._memory.bucket(index), bucket=index, step=step, shapes=None)
+        memory = self._memory.bucket(index)
+        errand = Errand(backend=backend, memory=memory, scratch=self._scratch, bucket=index, step=step, shapes=None)
         return Reduction(self._scatter(_checked(bucket), out, errand), out)
 
     def wire_bytes(self, numel: int, world_size: int, shapes: Sequence[Sequence[int]] | None = None) -> int:
@@ -174,7 +177,7 @@ class CompressedReduction:
     def _scatter(self, values: torch.Tensor, out: torch.Tensor, errand: Errand) -> Steps:
         chunks = Chunks(values.numel(), out.numel(), errand.backend.world_size)
         total = out.view(-1) if out.dtype is torch.float32 else out.new_empty(out.numel(), dtype=torch.float32)
-        yield from scatter_sum(self.compressor, values, total, chunks, errand)
+        errand.scratch.give(*(yield from scatter_sum(self.compressor, values, total, chunks, errand)))
         # Another rank's part may be the one that is not finite: so this rank's residual is looked at too, when the step commits.
         if not is_finite(total):
             errand.memory.conclude(finite=False)

@@ -30,8 +30,8 @@ class SignCompressor(GradientCompressor):
     For a block of d values ||x - C(x)||^2 = (1 - ||x||_1^2 / (d ||x||^2)) ||x||^2 (their lemma 8): a contraction, with a biased mean, that
     needs error feedback to converge. A NaN makes its block NaN, an infinity makes it infinite.
 
-    A sum over ranks is compressed once more on its way back, with error feedback of its own on the rank that sums
-    (Tang et al. 2019, DoubleSqueeze, algorithm 1; Tang et al. 2021, 1-bit Adam, section 4).
+    A sum over ranks is compressed once more on its way back, with error feedback of its own on the rank that sums (Tang et al. 2019,
+    DoubleSqueeze, algorithm 1; as in 1-bit Adam, Tang et al. 2021).
     """
 
     name: ClassVar[str] = "sign"

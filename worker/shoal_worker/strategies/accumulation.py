@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from shoal_common.errors import ConfigurationError
 from torch import nn
 
 from shoal_worker.elastic.session import CONTROL_LENGTH
@@ -109,6 +110,8 @@ class AccumulatedReduction:
         self._open = True
 
     def _lay_out(self, trained: list[nn.Parameter]) -> None:
+        if any(p.is_complex() for p in trained):
+            raise ConfigurationError("complex parameters cannot be trained in micro-batches: use the loader without micro_batch_size=")
         self._parameters = trained
         wide = self._config.deterministic or self._buffers.dtype == torch.float64 or any(p.dtype == torch.float64 for p in trained)
         sizes = [*(p.numel() for p in trained), self._buffers.size, len(trained), 1, CONTROL_LENGTH]

@@ -237,6 +237,12 @@ class ShardedOptimizer(torch.optim.Optimizer, abc.ABC):
         """
         raise PreconditionError("add_param_group: add parameter groups to the optimizer before as_distributed")
 
+    def __getattr__(self, name: str) -> Any:
+        """What this class lacks is the user's optimizer's."""
+        if name == "optimizer":  # before the constructor has run: a copy, say
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.optimizer!r})"
 

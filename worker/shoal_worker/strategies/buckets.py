@@ -85,7 +85,7 @@ class Bucket:
     def settle(self, factor: float) -> None:
         """The sums are in place."""
         if factor == 0.0 or not all(slot.present for slot in self.slots):
-            for slot, count in zip(self.slots, self.presence.tolist(), strict=True):
+            for slot, count in zip(self.slots, self.presence.real.tolist(), strict=True):
                 slot.parameter.grad = slot.view if count > 0 else None
         for slot in self.slots:
             slot.summed = True

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import torch
 from shoal_common.errors import ConfigurationError, PreconditionError
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from shoal_worker.elastic.contract import Leases, StepStatus
 from shoal_worker.strategies.accumulation import AccumulatedReduction
@@ -38,9 +39,8 @@ class DDPModel(WholeModel):
         # What torch.compile gave is called, but state is named as in the user's own module.
         self._call: Callable[..., Any] = self.module.__call__
         self.module = getattr(self.module, "_orig_mod", self.module)
+        _check_module(self.module)
         self._step_buffers = CommittedBuffers(self.module)
-        if not any(p.requires_grad for p in self.module.parameters()):
-            raise ConfigurationError("the model has no parameter with requires_grad=True: there is nothing to train")
 
     def attach(self, optimizer: torch.optim.Optimizer | None) -> None:
         """See `ShardedModel`."""
@@ -87,7 +87,8 @@ class DDPModel(WholeModel):
     def no_sync(self) -> Iterator[None]:
         """Backward passes inside only add to this rank's gradients, as with torch's DDP; the next one outside reduces what has been added
         up. What no later pass has reduced, `optimizer.step()` does."""
-        with self._reduction().paused() if self._session.elastic else contextlib.nullcontext():
+        reduces = self._session.elastic and not self._in_micro_batches
+        with self._reduction().paused() if reduces else contextlib.nullcontext():
             yield
 
     def train_step(
@@ -185,6 +186,14 @@ class DDPModel(WholeModel):
             )
         self._reduce_what_is_left()
 
+    @property
+    def holds_unreduced_gradients(self) -> bool:
+        """Some of this rank's gradients are its own still; `optimizer.step()` would reduce them."""
+        step = self._session.step
+        if not self._session.elastic or step is None or step.lost is not None:
+            return False
+        return step.control is None or (not self._in_micro_batches and self._reduction().pending)
+
     @torch.no_grad()
     def _reduce_what_is_left(self) -> None:
         """The end of the step's reduction: after micro-batches the whole of it; else what the hooks of backward passes have not done."""
@@ -199,7 +208,8 @@ class DDPModel(WholeModel):
                 )
             self._accumulation().finish()
         elif not self._session.elastic:
-            self._session.take_control_word(self._session.control_word())
+            if not self.config.auto_sync_gradients:
+                self._session.take_control_word(self._session.control_word())  # it was called for
         elif step.control is None or self._reduction().pending:
             self._reduction().synchronize()
 
@@ -258,6 +268,11 @@ class DDPOptimizer(ShardedOptimizer):
                 f"{type(self.optimizer).__name__}.step(closure): closures run the backward pass again, outside of the step; "
                 "use an optimizer that needs none (LBFGS does)"
             )
+        if getattr(self, "found_inf", None) is not None and self._model.holds_unreduced_gradients:
+            raise PreconditionError(
+                "the GradScaler has looked at gradients that are not reduced yet, so ranks would not agree whether to skip the step: make "
+                "the last backward pass outside of no_sync(), or call model.synchronize_gradients() before scaler.unscale_() or step()"
+            )
         return self._session.finish_step(self._apply)
 
     def _apply(self) -> None:
@@ -277,3 +292,16 @@ class DDPOptimizer(ShardedOptimizer):
 
     def synchronize_optimizer_state(self) -> None:
         """With ddp the optimizer state is equal on all ranks after every step: nothing to do."""
+
+
+def _check_module(module: nn.Module) -> None:
+    """Raises ConfigurationError for a module that cannot be trained so."""
+    if any(is_lazy(t) for t in (*module.parameters(), *module.buffers())):
+        raise ConfigurationError("the model has lazy parameters without a shape: run one batch through it before as_distributed")
+    if not any(p.requires_grad for p in module.parameters()):
+        raise ConfigurationError("the model has no parameter with requires_grad=True: there is nothing to train")
+    if any(isinstance(m, nn.SyncBatchNorm) for m in module.modules()):
+        raise ConfigurationError(
+            "the model has SyncBatchNorm, which works in torch's default process group alone; an elastic job has none. Use BatchNorm: its "
+            "running statistics are averaged over the ranks"
+        )

@@ -34,7 +34,7 @@ class Flight:
         try:
             if group is None:
                 raise MembershipChanged("there is no group")
-            work = group.all_reduce_async(tensor)
+            work = group.all_reduce_async(torch.view_as_real(tensor) if tensor.is_complex() else tensor)
         except MembershipChanged as error:
             self._session.mark_lost(error)
             return

@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.integration.worker_async.async_cluster import Zygote
-from tests.integration.worker_ddp.ddp_cases import CASES, WORLD
 from tests.integration.worker_elastic.cluster import cluster
-
-
-@pytest.fixture(scope="module")
-def zygote(leftover_processes: None) -> Iterator[Zygote]:
-    zygote = Zygote()
-    yield zygote
-    zygote.close()
+from tests.integration.worker_elastic.ddp_cases import CASES, WORLD
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import shoal
 import torch
 from shoal_common.clients.coordinator import CoordinatorClient
@@ -389,6 +390,21 @@ def parameters_of_several_dtypes(place: Place) -> State:
     return train(place, TwoDtypes(), mse)
 
 
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 3, dtype=torch.complex128))
+        self.unused = nn.Parameter(torch.randn(2, dtype=torch.complex128))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.view_as_real(x.to(torch.complex128) @ self.weight).sum(-1)
+
+
+@case
+def complex_parameters(place: Place) -> State:
+    return train(place, Complex(), mse)
+
+
 @case
 def training_in_evaluation_mode(place: Place) -> State:
     net = network()
@@ -485,6 +501,22 @@ def a_gradient_scaler(place: Place) -> State:
         scaler.step(optimizer)
         scaler.update()
     return state(net) | {"scale": torch.tensor(scaler.get_scale())}
+
+
+@case
+def a_gradient_scaler_before_the_reduction(place: Place) -> State:
+    net = network()
+    model, optimizer = place.distribute(net, sgd(net))
+    scaler = torch.amp.GradScaler("cpu")
+    if isinstance(place, Ranks):
+        (x, y), *_ = batches()
+        with model.no_sync():
+            scaler.scale(mse(model, place.part(x), place.part(y))).backward()
+        with pytest.raises(shoal.PreconditionError, match="GradScaler"):
+            scaler.step(optimizer)
+        model.synchronize_gradients()
+        assert optimizer.step()
+    return {}
 
 
 # --- buffers

@@ -35,6 +35,7 @@ def check_backend(backend: CommunicationBackend) -> None:
         _check_reductions(backend, dtype)
         _check_movements(backend, dtype)
     _check_halves(backend)
+    _check_large(backend)
     _check_point_to_point(backend)
     backend.barrier()
     backend.barrier(async_op=True).wait()
@@ -103,6 +104,24 @@ def _check_halves(backend: CommunicationBackend) -> None:
     assert part.eq(torch.tensor(256.0 + size - 1).bfloat16()).all(), part
 
 
+def _check_large(backend: CommunicationBackend) -> None:
+    """Sizes at which backends take other ways, several at once; and a reduce-scatter's sum goes by rank, to the last bit."""
+    size, rank = backend.world_size, backend.rank
+    given = torch.randn(size, size, 50_001, generator=torch.Generator().manual_seed(size))
+    parts = [torch.empty(50_001) for _ in range(3)]
+    scattered = [backend.reduce_scatter(part, given[rank].clone(), async_op=True) for part in parts]
+    whole = torch.empty(size, size, 50_001)
+    gathered = backend.all_gather(whole, given[rank].clone(), async_op=True)
+    expected = given[0, rank].clone()
+    for other in range(1, size):
+        expected += given[other, rank]
+    for handle in (gathered, *scattered):
+        handle.wait()
+        assert handle.is_completed()
+    assert torch.equal(whole, given)
+    assert all(torch.equal(part, expected) for part in parts)
+
+
 def _check_point_to_point(backend: CommunicationBackend) -> None:
     """A ring, out of order: tags tell messages apart."""
     size, rank = backend.world_size, backend.rank
@@ -155,6 +174,9 @@ def collectives_by_torchs_names() -> None:
     outputs = [torch.empty(1) for _ in range(size)]
     dist.all_to_all(outputs, [torch.tensor([10.0 * rank + one]) for one in range(size)])
     assert [one.item() for one in outputs] == [10.0 * one + rank for one in range(size)]
+    large = [torch.empty(100_000) for _ in range(size)]
+    dist.all_gather(large, _mine((100_000,)))
+    assert [one.mean().item() for one in large] == numbers
     dist.barrier()
 
 
@@ -164,6 +186,10 @@ def futures_hold_the_result() -> None:
     future = dist.all_reduce(total, async_op=True).get_future()
     doubled = future.then(lambda done: done.value()[0] * 2)
     assert doubled.wait().tolist() == [2.0 * sum(range(1, dist.get_world_size() + 1))] * 4
+    whole = torch.empty(dist.get_world_size(), 100_000)
+    future = dist.all_gather_single(whole, _mine((1, 100_000)), async_op=True).get_future()
+    sums = future.then(lambda done: [one.sum().item() / 100_000 for one in done.value()])
+    assert sums.wait() == [sum(range(1, dist.get_world_size() + 1))]
 
 
 def single_tensor_forms() -> None:

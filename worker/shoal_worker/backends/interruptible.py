@@ -22,19 +22,20 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import BroadcastOptions, ReduceScatterOptions, Work
+from torch._C._distributed_c10d import AllgatherOptions, BroadcastOptions, ReduceScatterOptions, Work
 from torch.distributed.distributed_c10d import GroupName
 
 from shoal_worker.backends import reaper
 from shoal_worker.backends.all_of import AllOf
 from shoal_worker.backends.errors import GroupEndedError
-from shoal_worker.backends.reductions import reduction
+from shoal_worker.backends.reductions import check_op, reduce_parts
+from shoal_worker.backends.scratch import Scratch
 from shoal_worker.backends.sockets import GroupSockets
 from shoal_worker.backends.works import InterruptibleWork, Transfer, end_works
 
 _MANY: Final = 64
 
-BROADCASTS_FROM_BYTES: Final = 1 << 16
+BROADCASTS_FROM_BYTES: Final = 1 << 18
 """All-gathers of so many bytes on (the gathered whole) go by broadcasts (docs/decisions/0090)."""
 
 _SOURCE_LOCATION: Final = re.compile(r"^\[[^\]]*\] ")
@@ -76,6 +77,7 @@ class InterruptibleGroup(dist.ProcessGroup):
         self._lock = threading.Lock()
         """Guards the reason and the two above."""
         self._name = native.group_name
+        self._scratch = Scratch()
         self._closer = weakref.finalize(self, sockets.close)
 
     def watch(self) -> None:
@@ -134,17 +136,17 @@ class InterruptibleGroup(dist.ProcessGroup):
     # Gloo's all-gather passes parts around a ring, one step after the other. Broadcasts from all ranks at once send as many bytes, and none
     # waits for another.
 
-    def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> Work:  # type: ignore[override]
+    def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: AllgatherOptions | None = None) -> Work:  # type: ignore[override]
         """`ProcessGroup.allgather`, interruptible."""
         if len(inputs) != 1 or not self._gathers_by_broadcasts(outputs[0], inputs[0]):
-            return self._issue("allgather", (outputs, inputs), {})
+            return self._issue("allgather", (outputs, inputs, opts or AllgatherOptions()), {})
         return self._broadcast_all(outputs[0], inputs[0], outputs)
 
-    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:
+    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: AllgatherOptions | None = None) -> Work:
         """`ProcessGroup.all_gather_single`, interruptible."""
         parts = output.view(self.size(), -1).unbind(0) if output.is_contiguous() and output.numel() % self.size() == 0 else []
         if not self._gathers_by_broadcasts(parts, input):
-            return self._issue("all_gather_single", (output, input), {})
+            return self._issue("all_gather_single", (output, input, opts or AllgatherOptions()), {})
         return self._broadcast_all(parts, input, [output])
 
     _allgather_base: Any = all_gather_single
@@ -222,13 +224,18 @@ class InterruptibleGroup(dist.ProcessGroup):
 
     def _reduce_scatter(self, outputs: list[torch.Tensor], parts: torch.Tensor, opts: ReduceScatterOptions | None) -> Work:
         """`parts`: (ranks, elements), the row of a rank is for it. The outputs hold one row between them."""
-        reduce = reduction(dist.ReduceOp.SUM if opts is None else opts.reduceOp)
-        received = torch.empty_like(parts)
+        op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
+        check_op(op, parts.dtype)
+        received = self._scratch.take(parts)
 
         def finish() -> list[torch.Tensor]:
-            reduced = reduce(received)
-            for output, part in zip(outputs, reduced.split([output.numel() for output in outputs]), strict=True):
-                output.copy_(part.view_as(output))
+            columns = received.split([output.numel() for output in outputs], dim=1)
+            for output, part in zip(outputs, columns, strict=True):
+                into = output.data.view(-1) if output.is_contiguous() else None
+                reduced = reduce_parts(part.unbind(0), op, into)
+                if into is None:
+                    output.data.copy_(reduced.view_as(output))
+            self._scratch.give_back(received)
             return outputs
 
         rows: list[int] = []

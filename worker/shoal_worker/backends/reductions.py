@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -48,32 +47,33 @@ def premultiplier(op: Any) -> float | torch.Tensor:
     return factor
 
 
-def reduce_parts(parts: Sequence[torch.Tensor], op: Any) -> torch.Tensor:
-    """`parts`, by rank, reduced with torch's `op`, in a tensor of its own. Half precision is summed in float32 and rounded once.
+def reduce_parts(parts: Sequence[torch.Tensor], op: Any, out: torch.Tensor | None = None) -> torch.Tensor:
+    """`parts`, by rank, reduced with torch's `op`, in `out` or a new tensor. Half precision is summed in float32 and rounded once.
 
-    Raises ValueError for what `check_op` refuses.
+    `out` has the parts' dtype and shape, and shares memory with none of them. Raises ValueError for what `check_op` refuses.
     """
-    name = op_name(op)
-    dtype = parts[0].dtype
+    name, dtype = op_name(op), parts[0].dtype
     check_op(op, dtype)
-    if dtype.itemsize == 2 and dtype.is_floating_point and name not in _EXACT:
-        parts = [part.float() for part in parts]
     if name == "PREMUL_SUM":
         factor = premultiplier(op)
         parts = [part * factor for part in parts]
-    reduced = parts[0].clone() if len(parts) == 1 else _combined(_COMBINATIONS[name], parts)
+    if out is None:
+        out = torch.empty_like(parts[0])
+    widened = dtype.itemsize == 2 and dtype.is_floating_point and name not in _EXACT
+    sofar = torch.empty_like(out, dtype=torch.float32) if widened else out
+    _combine(_COMBINATIONS[name], parts, sofar, widened=widened)
     if name == "AVG":
-        reduced.div_(len(parts))
-    return reduced.to(dtype)
+        sofar.div_(len(parts))
+    return out.copy_(sofar) if widened else out
 
 
-def reduction(op: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-    """`reduce_parts` of the first dimension of a tensor, for torch's `op`, which is checked here."""
-    op_name(op)
-    return lambda parts: reduce_parts(parts.unbind(0), op)
-
-
-def _combined(combine: Callable[..., torch.Tensor], parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """In one new tensor, of which there is a single copy, however many parts there are."""
-    first = combine(parts[0], parts[1])
-    return functools.reduce(lambda sofar, part: combine(sofar, part, out=sofar), parts[2:], first)
+def _combine(combine: Callable[..., torch.Tensor], parts: Sequence[torch.Tensor], sofar: torch.Tensor, *, widened: bool) -> None:
+    """Into `sofar`, one rank after the other."""
+    if len(parts) == 1 or widened:
+        sofar.copy_(parts[0])
+        others = parts[1:]
+    else:
+        combine(parts[0], parts[1], out=sofar)
+        others = parts[2:]
+    for part in others:
+        combine(sofar, part, out=sofar)

@@ -1,0 +1,62 @@
+"""All-gathers that go by broadcasts: they end with their group as every collective does, and refuse what Gloo refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import torch.distributed as dist
+from shoal_common.errors import MembershipChanged
+from shoal_worker.backends.gloo import GlooBackend
+from shoal_worker.backends.interruptible import BROADCASTS_FROM_BYTES
+from torch._C._distributed_c10d import AllgatherOptions
+
+_DEADLINE_S = 20.0
+_ELEMENTS = BROADCASTS_FROM_BYTES // 4
+
+
+@pytest.fixture
+def pair() -> Iterator[list[GlooBackend]]:
+    """Two ranks in this process."""
+    store, backends = dist.HashStore(), [GlooBackend(), GlooBackend()]
+    with ThreadPoolExecutor(2) as pool:
+        forming = [pool.submit(backend.initialize, rank=rank, world_size=2, store=store) for rank, backend in enumerate(backends)]
+        for one in forming:
+            one.result(_DEADLINE_S)
+    yield backends
+    for backend in backends:
+        backend.shutdown()
+
+
+@pytest.mark.parametrize("aborting", [0, 1], ids=["own abort", "peer's abort"])
+def test_an_abort_ends_an_all_gather_and_its_future(pair: list[GlooBackend], aborting: int) -> None:
+    output, given = torch.empty(2 * _ELEMENTS), torch.ones(_ELEMENTS)
+    work = pair[0].process_group.all_gather_single(output, given, AllgatherOptions())
+    future = work.get_future()
+    assert not work.is_completed()
+    pair[aborting].abort("generation 9 began")
+    with pytest.raises(MembershipChanged, match="generation 9 began" if aborting == 0 else "was lost|ended|failed|closed"):
+        work.wait()
+    with pytest.raises(RuntimeError, match="GroupEndedError"):
+        future.wait()
+    assert work.is_completed()
+    assert not work.is_success()
+
+
+def test_small_and_large_gathers_can_be_under_way_together(pair: list[GlooBackend]) -> None:
+    handles, outputs = [], []
+    for rank, backend in enumerate(pair):
+        for size in (1, _ELEMENTS, 3, 2 * _ELEMENTS + 1):
+            outputs.append(torch.empty(2, size))
+            handles.append(backend.all_gather(outputs[-1], torch.full((size,), float(rank)), async_op=True))
+    for handle in handles:
+        handle.wait()
+    assert all(output[0].eq(0).all() and output[1].eq(1).all() for output in outputs)
+
+
+def test_outputs_of_another_size_are_refused(pair: list[GlooBackend]) -> None:
+    outputs = [torch.empty(_ELEMENTS), torch.empty(_ELEMENTS + 1)]
+    with pytest.raises(RuntimeError, match="invalid tensor size"):
+        pair[0].process_group.allgather([outputs], [torch.ones(_ELEMENTS)], AllgatherOptions())

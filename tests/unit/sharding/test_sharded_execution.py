@@ -90,9 +90,9 @@ def train(
     units = units_of(model, stage)
     execution = ShardedExecution(units, ranks, stage)
     for unit in execution.units:
-        unit.lay_out(ranks.rank, ranks.world_size)
+        unit.cut(ranks.world_size, ranks.rank, None)
     execution.free_all()
-    optimizer = optimizer_class([p for unit in execution.units for p in unit.pieces], lr=0.05)
+    optimizer = optimizer_class([p for unit in execution.units for p in unit.own.pieces], lr=0.05)
     for step in range(STEPS):
         ranks.calls.clear()
         ranks.sent_bytes = 0
@@ -107,7 +107,7 @@ def train(
         for unit in execution.units:
             present = torch.tensor(unit.touched, dtype=torch.float64)
             ranks.all_reduce(present)
-            unit.hand_out(1.0, [bool(count) for count in present])
+            unit.own.hand_out(1.0, [bool(count) for count in present])
         optimizer.step()
         execution.forget()
         execution.applied()
@@ -156,11 +156,11 @@ def test_sharded_parameters_are_held_by_their_owners_alone_between_steps() -> No
         units = units_of(model, Stage.PARAMETERS)
         execution = ShardedExecution(units, ranks, Stage.PARAMETERS)
         for unit in execution.units:
-            unit.lay_out(ranks.rank, ranks.world_size)
+            unit.cut(ranks.world_size, ranks.rank, None)
         execution.free_all()
         loss_of(model, batch(0)).backward()
         whole = sum(p.untyped_storage().nbytes() for p in model.parameters())
-        return whole, sum(piece.numel() for unit in execution.units for piece in unit.pieces)
+        return whole, sum(piece.numel() for unit in execution.units for piece in unit.own.pieces)
 
     results = run_ranks(3, held)
     assert [whole for whole, _ in results] == [0, 0, 0]

@@ -395,7 +395,8 @@ class ElasticDataLoader:
             weighed = self._weight_fn is not None
             weight = math.nan if weighed else float(sum(map(len, dealt.blocks)))
             total = None if weighed else float(len(dealt.positions))
-            self._clock().assign(Share(weight=weight, total_weight=total, micro_batches=len(dealt.blocks)))
+            most = len(self._dealer.plan(dealt.epoch).deal(dealt.positions, 0, dealt.placement.world_size))
+            self._clock().assign(Share(weight=weight, total_weight=total, micro_batches=len(dealt.blocks), most_micro_batches=most))
         return Step(dealt, self._hand_out(dealt))
 
     def _hand_out(self, dealt: DealtStep) -> Iterator[Any]:

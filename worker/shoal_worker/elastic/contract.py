@@ -49,6 +49,8 @@ class Share:
     """Weight of the whole global batch when it is known without asking the other ranks, else None."""
     micro_batches: int | None
     """How many micro-batches this rank gets in this step (may be 0); None: the step is one plain batch per rank."""
+    most_micro_batches: int = 0
+    """How many the rank gets that gets the most. Strategies that communicate in every pass take part in as many."""
 
 
 class StepClock(Protocol):

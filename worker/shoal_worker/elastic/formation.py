@@ -147,6 +147,8 @@ class Formation:
             try:
                 group = self.membership.form()
                 self._reconcile(group)
+                if self._held.has_replica and not self._spectators:
+                    self._held.replica.regroup(group)
             except Drained:
                 raise
             except StopTraining:
@@ -299,6 +301,7 @@ class Formation:
             held.operations.restart(state["operations"], passed=True)
             held.name = StateName(*state["state"])
             peers_at = Place(*state["place"]) if state["place"] is not None else None
+        held.replica.regroup(group)
         held.live = True
         self._spectators = ()
         return peers_at

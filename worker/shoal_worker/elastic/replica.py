@@ -45,6 +45,10 @@ class Replica(Protocol):
         """Takes over a captured state, whole."""
         ...
 
+    def regroup(self, group: Group) -> None:
+        """A new group stands and all its ranks hold the same steps: what is cut over the ranks is cut for these. A collective."""
+        ...
+
     def has_values(self) -> bool:
         """False while parameters are on the meta device."""
         ...

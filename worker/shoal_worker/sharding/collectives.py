@@ -46,6 +46,10 @@ class Collectives(Protocol):
         """Sums `tensor` over the ranks in place."""
         ...
 
+    def pass_on(self, received: torch.Tensor, sent: torch.Tensor, *, stride: int) -> Pending:
+        """Sends `sent` to the rank `stride` after this one, and receives what the rank `stride` before it sends. Equal sizes."""
+        ...
+
 
 class _Ended:
     def __init__(self, succeeded: bool) -> None:
@@ -90,6 +94,13 @@ class SessionCollectives:
     def all_reduce(self, tensor: torch.Tensor) -> Pending:
         """See `Collectives`."""
         return self._issue(tensor, lambda group: group.all_reduce_async(tensor), alone=lambda: None)
+
+    def pass_on(self, received: torch.Tensor, sent: torch.Tensor, *, stride: int) -> Pending:
+        """See `Collectives`."""
+        to, source = (self.rank + stride) % self.world_size, (self.rank - stride) % self.world_size
+        receives = [received.numel() if r == source else 0 for r in range(self.world_size)]
+        sends = [sent.numel() if r == to else 0 for r in range(self.world_size)]
+        return self._issue(None, lambda group: group.all_to_all_async(received, sent, receives, sends), alone=lambda: None)
 
     def _issue(self, cleared: torch.Tensor | None, start: Callable[[Group], dist.Work | None], alone: Callable[[], None]) -> Pending:
         session = self._session

@@ -23,11 +23,11 @@ class Piece:
 
     parameter: int
     """Index in the unit."""
-    start: int
+    start: int = 0
     """First element of the flattened parameter."""
-    offset: int
+    offset: int = 0
     """Where it lies in the shard."""
-    length: int
+    length: int = 0
     """Number of elements; may be 0."""
 
 

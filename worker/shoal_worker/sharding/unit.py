@@ -1,6 +1,6 @@
 """One unit: parameters that are gathered, reduced and owned together, and the memory that this rank holds for them.
 
-What is held, in bytes of this unit's parameters P, at rest and over N ranks:
+What is held, in bytes of this unit's parameters P, at rest and over N ranks (and once more P/N where a buddy's shard is mirrored):
 
     stage           parameters     gradients
     OPTIMIZER       P              P
@@ -10,7 +10,7 @@ What is held, in bytes of this unit's parameters P, at rest and over N ranks:
 
 The module's own parameters stay the same objects throughout; their memory is a view of `full`, which is given back to the allocator while
 nobody computes with it (the storage is resized to nothing, as torch's FSDP does: what autograd saved sees the same storage, and finds the
-values again because the unit is gathered before its backward pass). Optimizers update `pieces`, this rank's part.
+values again because the unit is gathered before its backward pass). Optimizers update pieces of shards (`Holding`).
 
 It does not know when to gather or reduce (`execution.py`).
 """
@@ -18,13 +18,13 @@ It does not know when to gather or reduce (`execution.py`).
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
 
 from shoal_worker.sharding.collectives import Collectives, Pending
-from shoal_worker.sharding.layout import layout_of
+from shoal_worker.sharding.layout import Piece, UnitLayout, layout_of
 
 
 class Stage(enum.IntEnum):
@@ -35,12 +35,49 @@ class Stage(enum.IntEnum):
     PARAMETERS = 3
 
 
+class Holding:
+    """A shard that this rank holds: its own, or its mirror of another rank's."""
+
+    def __init__(self, unit: Unit) -> None:
+        self.position: int | None = None
+        """Whose it is; None: it is empty."""
+        self.shard = torch.empty(0, dtype=unit.dtype, device=unit.device)
+        self.pieces = tuple(nn.Parameter(self.shard, requires_grad=unit.trained) for _ in unit.parameters)
+        """Its part of each parameter, one-dimensional: what the optimizer updates. The same objects for ever, with other memory after each
+        `hold`."""
+        self.cuts: tuple[Piece, ...] = ()
+        self.gradient: torch.Tensor | None = None
+        """Summed over the ranks; None: not reduced in this step."""
+
+    def hold(self, position: int | None, shard: torch.Tensor, layout: UnitLayout) -> None:
+        """Holds the shard of a position; None: nothing."""
+        self.position, self.shard, self.gradient = position, shard, None
+        self.cuts = layout.pieces(position) if position is not None else tuple(Piece(parameter=i) for i in range(len(layout.shapes)))
+        for piece, cut in zip(self.pieces, self.cuts, strict=True):
+            piece.data = shard[cut.offset : cut.offset + cut.length]
+            piece.grad = None
+
+    def hand_out(self, divisor: float, present: Sequence[bool]) -> None:
+        """Gives the optimizer its gradients: the sum over `divisor`; None for parameters that no rank used (`present`)."""
+        gradient, self.gradient = self.gradient, None
+        for piece, cut, here in zip(self.pieces, self.cuts, present, strict=True):
+            if gradient is None or not here:
+                piece.grad = None
+            else:
+                piece.grad = (gradient[cut.offset : cut.offset + cut.length] / divisor).to(piece.dtype)
+
+    def forget_gradients(self) -> None:
+        """Nothing is summed and nothing handed out."""
+        self.gradient = None
+        for piece in self.pieces:
+            piece.grad = None
+
+
 class Unit:
     """Parameters of one dtype that are all trained, or all frozen."""
 
     def __init__(self, name: str, parameters: Sequence[nn.Parameter], names: Sequence[str], *, stage: Stage, wide: bool) -> None:
-        """Takes the parameters' memory over, with a layout for this rank alone; `lay_out` comes next. `wide`: gradients are summed in
-        float64."""
+        """Takes the parameters' memory over, whole; `cut` or `adopt` comes next. `wide`: gradients are summed in float64."""
         self.name = name
         self.parameters = tuple(parameters)
         self.parameter_names = tuple(names)
@@ -50,49 +87,61 @@ class Unit:
         self.stage = stage
         self.sum_dtype = torch.float64 if wide or self.dtype == torch.float64 else torch.float32
         """Of gradients, on the wire and in the sum."""
-        self.pieces: tuple[nn.Parameter, ...] = ()
-        """This rank's part of each parameter, one-dimensional: what the optimizer updates. The same objects for ever; their memory is
-        replaced by `lay_out`."""
         self.layout = layout_of(self.parameters, 1)
-        self._full = torch.empty(self.layout.padded_numel, dtype=self.dtype, device=self.device)
-        for view, parameter in zip(self.layout.views(self._full), self.parameters, strict=True):
-            view.copy_(parameter.detach())
-            parameter.data = view
-        self._shard = self._full
+        self.own, self.mirror = Holding(self), Holding(self)
+        self.touched = [False] * len(self.parameters)
+        """Which parameters got a gradient in this step."""
         self._gathered = True
         self._gathering: Pending | None = None
         self._gradient: torch.Tensor | None = None
         """This rank's own gradient of all elements, weighted; None: nothing added yet."""
-        self._gradient_shard: torch.Tensor | None = None
-        """Summed over the ranks, this rank's part."""
-        self.touched = [False] * len(self.parameters)
-        """Which parameters got a gradient in this step."""
-        self.pieces = tuple(nn.Parameter(torch.empty(0, dtype=self.dtype), requires_grad=self.trained) for _ in self.parameters)
-        self._cut(0)
+        values = [p.detach() for p in self.parameters]
+        self._replace(self.layout)
+        for view, value in zip(self.layout.views(self._full), values, strict=True):
+            view.copy_(value)
+        self.own.hold(0, self._full, self.layout)
+
+    @property
+    def holdings(self) -> tuple[Holding, Holding]:
+        """Its own shard and the mirrored one."""
+        return self.own, self.mirror
 
     # ---------------------------------------------------------------------------------------------------------------- layout
 
-    def lay_out(self, rank: int, world_size: int) -> None:
-        """Cuts the parameters for so many ranks. They must be whole here: gathered, or just built."""
+    def cut(self, world_size: int, position: int, mirrored: int | None) -> None:
+        """Cuts parameters that are whole here into so many shards, and holds two of them."""
         assert self._gathered
-        assert self._gathering is None
+        self.finish_gathering()
         whole = self._full[: self.layout.numel]
-        self.layout = layout_of(self.parameters, world_size)
-        full = torch.zeros(self.layout.padded_numel, dtype=self.dtype, device=self.device)
-        full[: self.layout.numel] = whole
-        self._full = full
-        for view, parameter in zip(self.layout.views(full), self.parameters, strict=True):
-            parameter.data = view
-        shard = full[rank * self.layout.shard_numel : (rank + 1) * self.layout.shard_numel]
-        # With the parameters resident the shard is a part of them, and costs nothing.
-        self._shard = shard.clone() if self.stage is Stage.PARAMETERS else shard
-        self._cut(rank)
+        self._replace(layout_of(self.parameters, world_size))
+        self._full[: self.layout.numel] = whole
+        self._hold(position, mirrored)
 
-    def _cut(self, rank: int) -> None:
-        self._rank = rank
-        self._cuts = self.layout.pieces(rank)
-        for piece, cut in zip(self.pieces, self._cuts, strict=True):
-            piece.data = self._shard[cut.offset : cut.offset + cut.length]
+    def adopt(self, world_size: int, shards: Mapping[int, torch.Tensor], position: int, mirrored: int | None) -> None:
+        """Holds shards that were cut for so many ranks; the other elements are fetched when they are needed."""
+        self.finish_gathering()
+        self._replace(layout_of(self.parameters, world_size))
+        for where, shard in shards.items():
+            self._slot(where).copy_(shard)
+        self._hold(position, mirrored)
+        self._gathered = world_size == 1
+        if self.stage is Stage.PARAMETERS:
+            self.free()
+
+    def _replace(self, layout: UnitLayout) -> None:
+        self.layout = layout
+        self._full = torch.zeros(layout.padded_numel, dtype=self.dtype, device=self.device)
+        for view, parameter in zip(layout.views(self._full), self.parameters, strict=True):
+            parameter.data = view
+
+    def _slot(self, position: int) -> torch.Tensor:
+        return self._full[position * self.layout.shard_numel : (position + 1) * self.layout.shard_numel]
+
+    def _hold(self, position: int, mirrored: int | None) -> None:
+        for holding, where in ((self.own, position), (self.mirror, mirrored)):
+            shard = self._slot(where) if where is not None else self._full[:0]
+            # With the parameters resident the shard is a part of them, and costs nothing.
+            holding.hold(where, shard.clone() if self.stage is Stage.PARAMETERS else shard, self.layout)
 
     # ------------------------------------------------------------------------------------------------------------- parameters
 
@@ -101,7 +150,7 @@ class Unit:
         if self._gathered or self._gathering is not None:
             return False
         self._full.untyped_storage().resize_(self._full.numel() * self._full.element_size())
-        self._gathering = collectives.all_gather(self._full, self._shard)
+        self._gathering = collectives.all_gather(self._full, self.own.shard)
         return True
 
     def finish_gathering(self) -> None:
@@ -148,34 +197,18 @@ class Unit:
         shard = torch.empty(self.layout.shard_numel, dtype=self.sum_dtype, device=self.device)
         return Reducing(self, shard, gradient, collectives.reduce_scatter(shard, gradient))
 
-    def add_reduced(self, shard: torch.Tensor) -> None:
-        """Adds a sum that has arrived to this step's."""
-        self._gradient_shard = shard if self._gradient_shard is None else self._gradient_shard.add_(shard)
-
-    @property
-    def gradient_shard(self) -> torch.Tensor | None:
-        """This rank's part of the sum over the ranks; None: not reduced in this step."""
-        return self._gradient_shard
-
-    def hand_out(self, divisor: float, present: Sequence[bool]) -> None:
-        """Gives the optimizer its gradients: the sum over `divisor`; None for parameters that no rank used (`present`)."""
-        shard, self._gradient_shard = self._gradient_shard, None
-        for piece, cut, here in zip(self.pieces, self._cuts, present, strict=True):
-            if shard is None or not here:
-                piece.grad = None
-            else:
-                piece.grad = (shard[cut.offset : cut.offset + cut.length] / divisor).to(self.dtype)
-
-    def forget_gradients(self) -> None:
-        """Nothing is added up and nothing handed out."""
-        self._gradient = self._gradient_shard = None
-        self.touched = [False] * len(self.parameters)
-        for parameter in (*self.parameters, *self.pieces):
-            parameter.grad = None
-
     def has_gradient(self) -> bool:
         """Something was added that is not reduced yet."""
         return self._gradient is not None
+
+    def forget_gradients(self) -> None:
+        """Nothing is added up and nothing handed out."""
+        self._gradient = None
+        self.touched = [False] * len(self.parameters)
+        for parameter in self.parameters:
+            parameter.grad = None
+        for holding in self.holdings:
+            holding.forget_gradients()
 
 
 class Reducing:
@@ -189,6 +222,7 @@ class Reducing:
         self._pending = pending
 
     def wait(self) -> None:
-        """Returns when the sum is here and counted."""
-        self._pending.wait()
-        self._unit.add_reduced(self._shard)
+        """Returns when the sum is here and counted; not counted when the step is lost."""
+        if self._pending.wait():
+            own = self._unit.own
+            own.gradient = self._shard if own.gradient is None else own.gradient.add_(self._shard)

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from shoal_common.errors import CorruptDataError
 
+from shoal_worker.elastic.group import Group
 from shoal_worker.state.serial import dump_tensors, load_tensors
 from shoal_worker.strategies.base import ShardedModel
 
@@ -28,6 +29,9 @@ class WholeModel(ShardedModel):
         tensors, _ = load_tensors(data)
         self._check_fits(tensors)
         self.module.load_state_dict(tensors)
+
+    def regroup(self, group: Group) -> None:
+        """See `Replica`: every rank holds all of it."""
 
     def _check_fits(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Checked as a whole before anything is copied: torch copies what fits and only then complains."""

@@ -1,0 +1,66 @@
+"""An optimizer's state, seen through the pieces of parameters that it updates.
+
+What has the shape of its piece is an element state (moments): it is cut and moved like the parameter. All else (step counts) is the same on
+every rank, whatever piece that has, also an empty one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from shoal_worker.sharding.unit import Holding, Unit
+
+
+def is_of_elements(value: object, piece: torch.Tensor) -> bool:
+    """Whether a value of the state belongs to the elements of a piece."""
+    return isinstance(value, torch.Tensor) and value.dim() == 1 and value.shape == piece.shape
+
+
+class ShardedOptimizerState:
+    """The state of one optimizer over the pieces of several units."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer | None) -> None:
+        self._optimizer = optimizer
+
+    def element_keys(self, unit: Unit) -> dict[str, torch.dtype]:
+        """Names and dtypes of the element states of a unit, the same on all ranks that have stepped."""
+        found: dict[str, torch.dtype] = {}
+        for piece in unit.own.pieces:
+            for key, value in self._of(piece).items():
+                if is_of_elements(value, piece):
+                    found[key] = value.dtype
+        return dict(sorted(found.items()))
+
+    def shard(self, unit: Unit, holding: Holding, key: str, dtype: torch.dtype) -> torch.Tensor:
+        """An element state of a whole shard, flat."""
+        flat = torch.zeros(unit.layout.shard_numel, dtype=dtype, device=unit.device)
+        for piece, cut in zip(holding.pieces, holding.cuts, strict=True):
+            value = self._of(piece).get(key)
+            if value is not None:
+                flat[cut.offset : cut.offset + cut.length] = value
+        return flat
+
+    def scalars(self, unit: Unit) -> list[dict[str, Any]]:
+        """What each parameter's state has beside its element states; {} for one that the optimizer has not updated."""
+        return [{k: v for k, v in self._of(piece).items() if not is_of_elements(v, piece)} for piece in unit.own.pieces]
+
+    def replace(self, unit: Unit, scalars: list[dict[str, Any]], shards: Mapping[int, Mapping[str, torch.Tensor]]) -> None:
+        """Gives the pieces that the unit holds now their state: `shards` by position and key."""
+        if self._optimizer is None:
+            return
+        for holding in unit.holdings:
+            for piece, cut, own in zip(holding.pieces, holding.cuts, scalars, strict=True):
+                self._optimizer.state.pop(piece, None)
+                if holding.position is None or not own:
+                    continue
+                state = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in own.items()}
+                for key, flat in shards[holding.position].items():
+                    state[key] = flat[cut.offset : cut.offset + cut.length].clone()
+                self._optimizer.state[piece] = state
+
+    def _of(self, piece: torch.Tensor) -> dict[str, Any]:
+        state: dict[str, Any] = self._optimizer.state.get(piece, {}) if self._optimizer is not None else {}
+        return state

@@ -1,0 +1,158 @@
+"""Cuts the parameters and their optimizer state anew for another group, out of the shards that its ranks hold.
+
+One all-to-all per vector moves what each rank lacks (`moving.py`). Nothing is replaced before all of it is here and every rank has said so,
+and the shards held before are kept until the next commit: so a failure on the way leaves either cut whole, and the next try takes the
+newest that is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from shoal_worker.sharding.layout import layout_of
+from shoal_worker.sharding.moving import message, place, runs, senders, sizes
+from shoal_worker.sharding.optimizer_state import ShardedOptimizerState
+from shoal_worker.sharding.unit import Unit
+
+ROW_LENGTH = 4
+
+
+class Peers(Protocol):
+    """The ranks among which shards are moved."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def world_size(self) -> int: ...
+    def all_gather_integers(self, values: Sequence[int]) -> list[list[int]]:
+        """Everybody's `values`, by rank."""
+        ...
+
+    def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor, output_sizes: Sequence[int], input_sizes: Sequence[int]) -> None:
+        """Sends the parts of a flat tensor to the ranks, and receives theirs."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """How this rank's parameters are cut: for so many ranks, and which shards it holds."""
+
+    number: int
+    """Newer cuts have higher numbers: that of the generation that they were made in."""
+    world_size: int
+    position: int
+    mirrored: int | None
+
+    def row(self) -> list[int]:
+        """As integers."""
+        return [self.number, self.world_size, self.position, -1 if self.mirrored is None else self.mirrored]
+
+
+NO_CUT = [-1, 0, -1, -1]
+
+
+def buddy_stride(hosts: Sequence[str]) -> int:
+    """How many ranks further the mirror of a shard lies: on another host where there are several. Ranks of one host are adjacent."""
+    return next((i for i, host in enumerate(hosts) if host != hosts[0]), 1)
+
+
+def newest_complete(rows: Sequence[Sequence[int]]) -> tuple[int, int, dict[int, list[int]]]:
+    """Of the cuts that the ranks told (each may tell several): its number, its world size, and the ranks that hold each position.
+
+    A cut that no longer has all its positions is passed over for an older one that has; if none has, it is the newest.
+    """
+    cuts: dict[int, tuple[int, dict[int, list[int]]]] = {}
+    for rank, row in enumerate(rows):
+        for number, world_size, position, mirrored in zip(*[iter(row)] * ROW_LENGTH, strict=True):
+            if number < 0:
+                continue
+            holders = cuts.setdefault(number, (world_size, {}))[1]
+            for where in {position, mirrored} - {-1}:
+                holders.setdefault(where, []).append(rank)
+    ranked = sorted(cuts, reverse=True)
+    number = next((n for n in ranked if len(cuts[n][1]) == cuts[n][0]), ranked[0])
+    return number, *cuts[number]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """The shards of one cut that this rank holds: by unit, position and vector."""
+
+    cut: Cut
+    vectors: list[dict[int, dict[str, torch.Tensor]]]
+
+
+VALUES = ""
+"""Name of the vector of the parameters' values, beside those of the optimizer's element states."""
+
+
+def hold(units: Sequence[Unit], state: ShardedOptimizerState, cut: Cut, keys: Sequence[Mapping[str, torch.dtype]]) -> Held:
+    """What this rank holds now. The values share memory with the units."""
+    vectors = []
+    for unit, own in zip(units, keys, strict=True):
+        by_position = {}
+        for holding in unit.holdings:
+            if holding.position is not None:
+                flat = {key: state.shard(unit, holding, key, dtype) for key, dtype in own.items()}
+                by_position[holding.position] = {VALUES: holding.shard, **flat}
+        vectors.append(by_position)
+    return Held(cut=cut, vectors=vectors)
+
+
+def reshard(
+    units: Sequence[Unit],
+    state: ShardedOptimizerState,
+    held: Sequence[Held],
+    scalars: Sequence[list[dict[str, Any]]],
+    keys: Sequence[Mapping[str, torch.dtype]],
+    peers: Peers,
+    *,
+    number: int,
+    stride: int,
+) -> Cut:
+    """Cuts all units for `peers`; a collective. Returns the new cut; on an error nothing has changed.
+
+    Args:
+        held: the cuts of which this rank holds shards; none in a joiner.
+        scalars, keys: of the optimizer's state by unit; the same on all ranks.
+        number: of the new cut.
+        stride: see `buddy_stride`.
+
+    Raises:
+        ShardsLostError: no cut is complete any more.
+        MembershipChanged: the group is over.
+    """
+    rank, world_size = peers.rank, peers.world_size
+    row = [value for each in held for value in each.cut.row()]
+    row = (row + NO_CUT * 2)[: 2 * ROW_LENGTH]
+    chosen, old_world, holders = newest_complete(peers.all_gather_integers(row))
+    sends = senders(holders, old_world)
+    mine = next((each for each in held if each.cut.number == chosen), None)
+    gets = [sorted({r, (r - stride) % world_size}) for r in range(world_size)]
+    fresh: list[dict[int, dict[str, torch.Tensor]]] = []
+    for index, unit in enumerate(units):
+        old, new = layout_of(unit.parameters, old_world).shard_numel, layout_of(unit.parameters, world_size).shard_numel
+        table = runs(numel=unit.layout.numel, old_shard=old, new_shard=new, sends=sends, gets=gets)
+        received, sent = sizes(table, rank)
+        arrived: dict[int, dict[str, torch.Tensor]] = {position: {} for position in gets[rank]}
+        for name, dtype in {VALUES: unit.dtype, **keys[index]}.items():
+            held_here = {position: vectors[name] for position, vectors in mine.vectors[index].items()} if mine is not None else {}
+            outgoing = message(table, rank, held_here or {0: torch.empty(0, dtype=dtype, device=unit.device)}, old)
+            incoming = torch.empty(sum(received), dtype=dtype, device=unit.device)
+            peers.all_to_all(incoming, outgoing, received, sent)
+            shards = {position: torch.zeros(new, dtype=dtype, device=unit.device) for position in gets[rank]}
+            place(table, rank, incoming, shards, new)
+            for position, shard in shards.items():
+                arrived[position][name] = shard
+        fresh.append(arrived)
+    peers.all_gather_integers([number])  # everybody has everything
+    mirrored = (rank - stride) % world_size if world_size > 1 else None
+    for unit, arrived, own in zip(units, fresh, scalars, strict=True):
+        unit.adopt(world_size, {position: vectors[VALUES] for position, vectors in arrived.items()}, rank, mirrored)
+        element = {position: {k: v for k, v in vectors.items() if k != VALUES} for position, vectors in arrived.items()}
+        state.replace(unit, own, element)
+    return Cut(number=number, world_size=world_size, position=rank, mirrored=mirrored)

@@ -210,6 +210,63 @@ def test_a_serialized_model_loads_into_another_and_refuses_a_different_one(tmp_p
         foreign.load_model(tmp_path / "model.safetensors")
 
 
+def test_an_optimizers_state_goes_on_in_another_and_a_different_one_is_refused() -> None:
+    def trained() -> tuple[nn.Module, Any, Any]:
+        set_session(None)
+        net = network()
+        model, optimizer = shoal.as_distributed(net, torch.optim.AdamW(net.parameters(), 1e-2))
+        step(model, optimizer)
+        return net, model, optimizer
+
+    def step(model: Any, optimizer: Any) -> None:
+        optimizer.zero_grad()
+        model(data().tensors[0]).square().sum().backward()
+        optimizer.step()
+
+    net, model, optimizer = trained()
+    state = optimizer.serialize()
+    step(model, optimizer)
+    again, copy, fresh = trained()
+    fresh.state.clear()
+    fresh.deserialize(state)
+    step(copy, fresh)
+    assert same(net, again)
+    set_session(None)
+    small = nn.Linear(2, 2)
+    other, refusing = shoal.as_distributed(small, torch.optim.AdamW(small.parameters(), 1e-2))
+    with pytest.raises(shoal.CorruptDataError, match="another optimizer"):
+        refusing.deserialize(state)
+    with pytest.raises(shoal.CorruptDataError, match="not an optimizer's"):
+        refusing.deserialize(other.serialize())
+
+
+def test_a_clone_stays_as_it_was_and_is_not_trained() -> None:
+    model, optimizer = _pair()
+    clone = model.clone()
+    x = data().tensors[0]
+    before = model.predict(x)
+    model(x).square().sum().backward()
+    optimizer.step()
+    assert torch.equal(clone.predict(x), before)
+    assert not torch.equal(model.predict(x), before)
+    with pytest.raises(shoal.PreconditionError, match="clone"):
+        clone(x)
+
+
+def test_a_lost_step_puts_back_the_buffers_as_they_were_when_it_began() -> None:
+    model, optimizer = _pair()
+    x = data().tensors[0]
+    model(x).square().sum().backward()
+    optimizer.step()
+    norm = model.module[1]
+    norm.running_mean.fill_(5.0)  # the user's own change, between two steps
+    model(x).square().sum().backward()
+    assert float(norm.running_mean[0]) != 5.0
+    model.discard_step()
+    assert norm.running_mean.tolist() == [5.0] * 16
+    assert int(norm.num_batches_tracked) == 1
+
+
 def test_attributes_of_the_users_module_are_reached_through_the_model() -> None:
     net = network()
     net.vocabulary = 7

@@ -8,15 +8,18 @@ one process on the whole batch, for any optimizer, because it is the gradients t
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
-from shoal_common.errors import ConfigurationError, PreconditionError
+from shoal_common.errors import ConfigurationError, CorruptDataError, PreconditionError
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from shoal_worker.elastic.contract import Leases, StepStatus
+from shoal_worker.state.serial import dump_tensors, load_tensors
+from shoal_worker.state.tree import flatten, unflatten
 from shoal_worker.strategies.accumulation import AccumulatedReduction
 from shoal_worker.strategies.base import ShardedOptimizer, call_module, check_optimizer_covers, loss_of
 from shoal_worker.strategies.buffers import CommittedBuffers
@@ -36,6 +39,7 @@ class DDPModel(WholeModel):
         self._overlapped: OverlappedReduction | None = None
         self._accumulated: AccumulatedReduction | None = None
         self._optimizer: torch.optim.Optimizer | None = None
+        self._attached = False
         # What torch.compile gave is called, but state is named as in the user's own module.
         self._call: Callable[..., Any] = self.module.__call__
         self.module = getattr(self.module, "_orig_mod", self.module)
@@ -47,6 +51,7 @@ class DDPModel(WholeModel):
         if optimizer is not None:
             check_optimizer_covers(self.module, optimizer)
         self._optimizer = optimizer
+        self._attached = True
         self._session.attach(self)
         self._step_buffers.commit()
 
@@ -67,6 +72,8 @@ class DDPModel(WholeModel):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _begin_pass(self) -> bool:
         """Before a forward pass of training. True if gradients are reduced during its backward pass."""
+        if not self._attached:
+            raise PreconditionError("this model is a clone, for evaluation: a process trains the one model that as_distributed gave it")
         self._session.ensure_step()
         if self._in_micro_batches:
             return False
@@ -158,8 +165,10 @@ class DDPModel(WholeModel):
         """See `Replica`."""
         return has_values(self.module)
 
+    @torch.no_grad()
     def step_begins(self) -> None:
-        """See `Replica`."""
+        """See `Replica`. What the user did to buffers between two steps is a part of what a redo starts from."""
+        self._step_buffers.commit()
 
     def lease_batches(self, *, loader: str, epoch: int, batches_in_epoch: int, finished: Sequence[int], want: int) -> Leases:
         """Refused: a step is all ranks'."""
@@ -230,7 +239,6 @@ class DDPModel(WholeModel):
             self._accumulated.write_buffers()
         elif self._overlapped is not None:
             self._overlapped.write_buffers()
-        self._step_buffers.commit()
 
     def _accumulation(self) -> AccumulatedReduction:
         if self._accumulated is None:
@@ -243,6 +251,10 @@ class DDPModel(WholeModel):
         return self._overlapped
 
     # ---------------------------------------------------------------------------------------------------------------- state
+
+    def clone(self) -> DDPModel:
+        """A copy of the whole model as it is now, to keep, evaluate or save. It takes no part in training."""
+        return type(self)(copy.deepcopy(self.module), self._session, self.config, backend=self.backend_name)
 
     def gather_full_parameters(self) -> dict[str, torch.Tensor]:
         """See `ShardedModel`."""
@@ -286,6 +298,25 @@ class DDPOptimizer(ShardedOptimizer):
             for parameter in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
                 parameter.grad.mul_(inverse)
         self.optimizer.step()
+
+    def serialize(self) -> bytes:
+        """Settings and state, for `deserialize` under any number of ranks."""
+        structure, tensors = flatten(self.state_dict())
+        return dump_tensors(tensors, {"kind": "optimizer", "strategy": self._model.strategy, "structure": structure})
+
+    def deserialize(self, data: bytes) -> None:
+        """Loads what `serialize` gave.
+
+        Raises:
+            CorruptDataError: damaged, foreign or newer, or not of this optimizer; nothing is changed.
+        """
+        tensors, metadata = load_tensors(data)
+        if metadata.get("kind") != "optimizer":
+            raise CorruptDataError("this is a model's state, not an optimizer's: load it with model.deserialize()", reason="FILE_FOREIGN")
+        try:
+            self.load_state_dict(unflatten(metadata["structure"], tensors))
+        except (ValueError, KeyError) as error:
+            raise CorruptDataError(f"the state is of another optimizer: {error}", reason="OPTIMIZER_DIFFERS") from error
 
     def synchronize_parameters(self) -> None:
         """With ddp the parameters are equal on all ranks after every step: nothing to do."""

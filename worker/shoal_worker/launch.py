@@ -25,7 +25,8 @@ def launch(fn: Callable[..., T], *arguments: Any, world_size: int, backend: str 
 
     Each rank finds torch.distributed initialized (`dist.get_rank()` is its rank) and has random generators of its own, which start where
     the caller's stand; the caller's are left as they were. Ranks take turns, so two runs do the same. Ranks share everything else in the
-    process: `arguments` are the same objects on all of them, and a change to a global is seen by all.
+    process: `arguments` are the same objects on all of them, and a change to a global is seen by all. Launches that run side by side, in
+    threads of the caller's, share the generators too.
 
     A rank should wait for the others by collectives and transfers alone. While ranks run, the caller's own process groups are out of reach
     of functional collectives.

@@ -24,7 +24,6 @@ class InMemoryGroup(PythonGroup):
     """`rank` of `room`, which it has entered."""
 
     backend_name: ClassVar[str] = "shoal_inmemory"
-    devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
 
     def __init__(self, room: Room, rank: int, timeout: timedelta) -> None:
         super().__init__(rank, room.size, room.name)

@@ -25,7 +25,6 @@ class PythonGroup(dist.ProcessGroup):
 
     backend_name: ClassVar[str]
     """The name that torch knows it by."""
-    devices: ClassVar[tuple[str, ...]] = ("cpu",)
 
     def __init__(self, rank: int, size: int, name: str) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]  # torch's stub knows only the other constructor
@@ -59,7 +58,7 @@ class PythonGroup(dist.ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:  # where object collectives put their bytes
-        return [torch.device(device) for device in self.devices]
+        return [torch.device("cpu")]
 
     # --- collectives, by torch's names
 

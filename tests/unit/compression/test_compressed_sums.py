@@ -282,6 +282,20 @@ def test_state_saved_and_loaded_goes_on_bit_for_bit(name):
         assert torch.equal(one[0], other[0])
 
 
+@pytest.mark.parametrize("name", WITH_FEEDBACK)
+def test_a_gradient_scale_that_changes_between_steps_changes_nothing_else(name):
+    plain, scaled = reductions(made(name), 2), reductions(made(name), 2)
+    scale = 1.0
+    for step in range(3):
+        parts = gradients(2, seed=step)
+        one, _ = reduce_together(plain, parts, step=step, shapes=shapes_of(name))
+        other, _ = reduce_together(scaled, [part * scale for part in parts], step=step, shapes=shapes_of(name))
+        torch.testing.assert_close(other[0] / scale, one[0], rtol=1e-3, atol=1e-4)
+        for rank in scaled:
+            rank.rescale(0.5)
+        scale *= 0.5
+
+
 def test_state_that_no_compressor_wrote_is_refused_whole():
     rank = reductions(made("sign"), 2)
     reduce_together(rank, gradients(2))

@@ -7,7 +7,7 @@ Payloads cannot be added by a transport, and one that adds bfloat16 rounds at ev
   all-reduce of the uncompressed bucket sends as often, so the saving is the compressor's own, whatever the number of ranks.
 - `Gathered` (topk): every rank gets the payloads of all and adds them up in the order of ranks. Right where a payload is much smaller than
   2/n of the bucket; a sum of n sparse vectors is no longer sparse.
-- `Summed` (randomk): what is sent is linear in the gradient, so the transport's all-reduce adds it, in float32.
+- By all-reduce (randomk in sparse.py, powersgd.py): what is sent is linear in the gradient, so the transport adds it, in float32.
 
 An exchange is written as a generator: it yields each collective that it has issued, does what can be done meanwhile before that, and is
 resumed when the collective is complete. All ranks must resume their exchanges in the same order.
@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from shoal_common.errors import ConfigurationError
 
 from shoal_worker.backends.base import CommunicationBackend
 from shoal_worker.backends.handle import Handle
@@ -31,7 +30,6 @@ from shoal_worker.compression.scratch import Scratch
 
 if TYPE_CHECKING:
     from shoal_worker.compression.base import GradientCompressor
-    from shoal_worker.compression.sparse import RandomKCompressor
 
 Steps = Generator[Handle, None, None]
 
@@ -174,34 +172,6 @@ class Gathered(Exchange):
         for one in gathered:
             compressor.decompress_into(one, values, alpha=1)
         errand.scratch.give(gathered)
-
-
-class Summed(Exchange):
-    """All-reduce of the values at places that all ranks know."""
-
-    def wire_bytes(self, compressor: GradientCompressor, numel: int, world_size: int, shapes: Sequence[Sequence[int]] | None) -> int:
-        return all_reduce_bytes(4 * _random_k(compressor).kept(numel), world_size)
-
-    def reduce(self, compressor: GradientCompressor, values: torch.Tensor, errand: Errand) -> Steps:
-        chosen = _random_k(compressor)
-        given = errand.memory.compensated_gradient(values) if compressor.error_feedback else values
-        places = chosen.draw(values.numel(), errand.random(compressor.seed, shared=True), values.device)
-        kept = values.new_empty(places.numel())
-        chosen.select_into(given, kept, places)
-        handle = errand.backend.all_reduce(kept, async_op=True)
-        if compressor.error_feedback:
-            given.index_fill_(0, places, 0)
-        yield handle
-        values.zero_()
-        values.index_copy_(0, places, kept)
-
-
-def _random_k(compressor: GradientCompressor) -> RandomKCompressor:
-    from shoal_worker.compression.sparse import RandomKCompressor  # which imports this module
-
-    if not isinstance(compressor, RandomKCompressor):
-        raise ConfigurationError(f"{compressor.name} does not choose places that all ranks know")
-    return compressor
 
 
 def all_reduce_bytes(size: int, world_size: int) -> int:

@@ -99,6 +99,11 @@ class BucketMemory:
         found = self._proposed.get(slot)
         return self._committed.get(slot) if found is None else found
 
+    def rescale(self, factor: float) -> None:
+        """Residuals are `factor` times what they were."""
+        for _, owed in self.items(warm=False):
+            owed.mul_(factor)
+
     def items(self, *, warm: bool) -> Iterator[tuple[str, torch.Tensor]]:
         """The committed tensors of one kind."""
         return ((slot, tensor) for slot, tensor in self._committed.items() if slot.startswith(_WARM) is warm)
@@ -130,6 +135,11 @@ class Memory:
         """The step never was."""
         for memory in self._buckets.values():
             memory.rollback()
+
+    def rescale(self, factor: float) -> None:
+        """All residuals are `factor` times what they were."""
+        for memory in self._buckets.values():
+            memory.rescale(factor)
 
     def state_dict(self, *, warm: bool) -> dict[str, torch.Tensor]:
         """Committed tensors by "bucket/slot". References, valid until the next commit: copy what is to be kept."""

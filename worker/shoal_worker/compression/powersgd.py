@@ -88,7 +88,7 @@ class PowerSGDCompressor(GradientCompressor):
         out.view(rows, columns).addmm_(left, right, beta=0 if alpha is None else 1, alpha=1 if alpha is None else alpha)
 
     def exchange(self) -> Exchange:
-        return _PowerIteration()
+        return _PowerIteration(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,17 +104,20 @@ class _Matrix:
         return bucket[self.at].view(self.rows, self.columns)
 
 
+@dataclass(frozen=True)
 class _PowerIteration(Exchange):
     """Two all-reduces: P with all that is not compressed, then Q."""
 
+    power: PowerSGDCompressor
+
     def wire_bytes(self, compressor: GradientCompressor, numel: int, world_size: int, shapes: Sequence[Sequence[int]] | None) -> int:
-        matrices, plain = _layout(_power(compressor), numel, shapes)
+        matrices, plain = _layout(self.power, numel, shapes)
         first = sum(one.rows * one.rank for one in matrices) + sum(at.stop - at.start for at in plain)
         second = sum(one.columns * one.rank for one in matrices)
         return all_reduce_bytes(4 * first, world_size) + all_reduce_bytes(4 * second, world_size)
 
     def reduce(self, compressor: GradientCompressor, values: torch.Tensor, errand: Errand) -> Steps:
-        power = _power(compressor)
+        power = self.power
         matrices, plain = _layout(power, values.numel(), errand.shapes)
         given = errand.memory.compensated_gradient(values) if power.error_feedback else values.clone()
         sizes = [one.rows * one.rank for one in matrices] + [at.stop - at.start for at in plain]
@@ -193,9 +196,3 @@ def _places(numel: int, shapes: Sequence[Sequence[int]] | None) -> Iterator[tupl
         start = end
     if start != numel:
         raise ConfigurationError(f"powersgd: shapes={shapes} hold {start} elements and the bucket {numel}; expected as many")
-
-
-def _power(compressor: GradientCompressor) -> PowerSGDCompressor:
-    if not isinstance(compressor, PowerSGDCompressor):
-        raise ConfigurationError(f"{compressor.name} has no factors")
-    return compressor

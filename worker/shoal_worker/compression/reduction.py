@@ -145,6 +145,11 @@ class CompressedReduction:
         """The step never was: residuals and warm starts are those from before it."""
         self._memory.rollback()
 
+    def rescale(self, factor: float) -> None:
+        """Residuals are in the units of the gradients given. When those change between steps (a GradScaler's new scale over its old one),
+        so must they."""
+        self._memory.rescale(factor)
+
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The committed residuals, which differ from rank to rank. References, valid until the next commit."""
         return self._memory.state_dict(warm=False)

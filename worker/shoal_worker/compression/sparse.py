@@ -16,7 +16,7 @@ from shoal_protos.v1 import parameter_server_pb2 as pb
 
 from shoal_worker.compression import host
 from shoal_worker.compression.base import GradientCompressor, blocked_payload_bytes, tiles
-from shoal_worker.compression.exchanges import Exchange, Gathered, Summed
+from shoal_worker.compression.exchanges import Errand, Exchange, Gathered, Steps, all_reduce_bytes
 from shoal_worker.compression.randomness import KeyedRandom
 
 _SAMPLES: Final = 1 << 16
@@ -124,13 +124,36 @@ class RandomKCompressor(_SparseCompressor):
             out.add_(low * 0 + high * 0)  # NaN if any value is not finite
 
     def exchange(self) -> Exchange:
-        return Summed()
+        return _Summed(self)
 
     def _places(self, start: int, stride: int, count: int, device: torch.device) -> torch.Tensor:
         return torch.from_numpy(randomk_places(start, stride, self.kept(count), count)).to(device)
 
     def _kept_of(self, payload: torch.Tensor, count: int) -> torch.Tensor:
         return payload[RANDOMK_HEADER_BYTES : RANDOMK_HEADER_BYTES + 4 * self.kept(count)].view(torch.float32)
+
+
+@dataclass(frozen=True)
+class _Summed(Exchange):
+    """All-reduce of the values at places that all ranks know."""
+
+    chosen: RandomKCompressor
+
+    def wire_bytes(self, compressor: GradientCompressor, numel: int, world_size: int, shapes: Sequence[Sequence[int]] | None) -> int:
+        return all_reduce_bytes(4 * self.chosen.kept(numel), world_size)
+
+    def reduce(self, compressor: GradientCompressor, values: torch.Tensor, errand: Errand) -> Steps:
+        chosen = self.chosen
+        given = errand.memory.compensated_gradient(values) if chosen.error_feedback else values
+        places = chosen.draw(values.numel(), errand.random(chosen.seed, shared=True), values.device)
+        kept = values.new_empty(places.numel())
+        chosen.select_into(given, kept, places)
+        handle = errand.backend.all_reduce(kept, async_op=True)
+        if chosen.error_feedback:
+            given.index_fill_(0, places, 0)
+        yield handle
+        values.zero_()
+        values.index_copy_(0, places, kept)
 
 
 def _topk_parts(payload: torch.Tensor, count: int, kept: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

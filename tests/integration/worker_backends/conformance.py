@@ -8,6 +8,7 @@ processes, or by mpiexec.
 from __future__ import annotations
 
 import copy
+import tempfile
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
+import torch.distributed.checkpoint as dcp
 from shoal_worker.backends import CommunicationBackend, ReduceOp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -384,6 +386,27 @@ def pipeline_parallel() -> None:
             torch.testing.assert_close(found.grad, expected.grad, rtol=1e-10, atol=1e-12)
 
 
+def distributed_checkpoint() -> None:
+    """DCP: saved in the background, over a group of its own, and loaded."""
+    group = dist.new_group(list(range(dist.get_world_size())))
+    model = _net()
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    with tempfile.TemporaryDirectory() as own:
+        directory = [own]
+        dist.broadcast_object_list(directory, src=0)
+        state = {"model": model.state_dict()}
+        saving = dcp.async_save(state, checkpoint_id=directory[0], process_group=group)
+        dist.barrier()
+        saving.result()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        dcp.load(state, checkpoint_id=directory[0])
+        for found, expected in zip(model.parameters(), _net().parameters(), strict=True):
+            assert torch.equal(found.full_tensor(), expected)
+        dist.barrier()
+
+
 CHECKS: dict[str, Callable[[], None]] = {
     check.__name__: check
     for check in (
@@ -401,6 +424,7 @@ CHECKS: dict[str, Callable[[], None]] = {
         hybrid_sharded,
         tensor_parallel,
         pipeline_parallel,
+        distributed_checkpoint,
     )
 }
 """Of torch's side, by name. They expect an even number of ranks."""

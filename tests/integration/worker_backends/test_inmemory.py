@@ -138,12 +138,14 @@ def test_meshes_of_two_ranks_are_not_equal() -> None:
     assert first != second
 
 
-def test_threads_that_a_rank_starts_see_the_process() -> None:
-    def be_rank() -> bool:
+def test_threads_that_a_rank_starts_see_its_world() -> None:
+    def be_rank() -> int:
         with ThreadPoolExecutor(1) as pool:
-            return pool.submit(dist.is_initialized).result()
+            return pool.submit(dist.get_rank).result()
 
-    assert launch(be_rank, world_size=2) == [False, False]
+    assert launch(be_rank, world_size=3) == [0, 1, 2]
+    with ThreadPoolExecutor(1) as pool:
+        assert not pool.submit(dist.is_initialized).result()
 
 
 @pytest.mark.parametrize(

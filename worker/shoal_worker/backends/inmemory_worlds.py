@@ -1,11 +1,14 @@
-"""A torch.distributed of its own for each thread that is a rank.
+"""A torch.distributed of its own for each thread that is a rank, and for the threads that it starts.
 
 torch keeps its default group and all it knows of groups in one global per process. While there are such threads, that global is one that
 looks up the calling thread's; threads that are no ranks go on with the process's. The same holds for the registry in C++ by which
 functional collectives find groups, through torch's own switch for it, and for DeviceMesh: two ranks' meshes must not be equal, because
 DTensor caches by mesh.
 
-Threads: `installed` may be nested and run in several threads; `entered` is for the rank's thread. Threads that a rank starts are no ranks.
+A rank's own threads (of a checkpoint being saved, say) see its world, as they would in a process, but not C++'s registry of names; one that
+several ranks share, of a global executor, has the world of the rank that started it.
+
+Threads: `installed` may be nested and run in several threads; `entered` is for the rank's thread.
 """
 
 from __future__ import annotations
@@ -65,7 +68,7 @@ class WorldOfThread:
 
 
 def own_world() -> World | None:
-    """The calling thread's, if it is a rank."""
+    """That of the rank that the calling thread is, or was started by."""
     world: World | None = getattr(_thread, "world", None)
     return world
 
@@ -119,5 +122,21 @@ def _install() -> contextlib.ExitStack:
 
     device_mesh.DeviceMesh.__init__ = initialize  # type: ignore[method-assign]
     undo.callback(setattr, device_mesh.DeviceMesh, "__init__", original)
+    start = threading.Thread.start
+
+    @functools.wraps(start)
+    def start_in_world(self: threading.Thread) -> None:
+        world, run = own_world(), self.run
+        if world is not None:
+
+            def run_in_world() -> None:
+                _thread.world = world
+                run()
+
+            self.run = run_in_world  # type: ignore[method-assign]
+        start(self)
+
+    threading.Thread.start = start_in_world  # type: ignore[method-assign]
+    undo.callback(setattr, threading.Thread, "start", start)
     undo.callback(setattr, sys, "excepthook", sys.excepthook)  # init_process_group wraps it anew each time
     return undo

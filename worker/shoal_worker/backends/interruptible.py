@@ -199,6 +199,10 @@ class InterruptibleGroup(dist.ProcessGroup):
     def _set_group_name(self, name: GroupName) -> None:
         self._name = name
 
+    @property
+    def _device_types(self) -> list[torch.device]:  # DCP saves in the background only with a group that takes CPU tensors
+        return self._live()._device_types
+
     # How collectives are followed.
 
     def _gathers_by_broadcasts(self, parts: Sequence[torch.Tensor], input: torch.Tensor) -> bool:

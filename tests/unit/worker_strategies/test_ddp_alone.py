@@ -253,6 +253,18 @@ def test_a_clone_stays_as_it_was_and_is_not_trained() -> None:
         clone(x)
 
 
+def test_weights_can_be_averaged_by_torchs_own_means() -> None:
+    model, optimizer = _pair()
+    averaged = torch.optim.swa_utils.AveragedModel(model)
+    for _ in range(2):
+        model(data().tensors[0]).square().sum().backward()
+        optimizer.step()
+        averaged.update_parameters(model)
+    averaged.eval()
+    assert averaged(data().tensors[0]).shape == (40, 3)
+    assert not torch.equal(averaged.module.module[0].weight, model.module[0].weight)
+
+
 def test_a_lost_step_puts_back_the_buffers_as_they_were_when_it_began() -> None:
     model, optimizer = _pair()
     x = data().tensors[0]

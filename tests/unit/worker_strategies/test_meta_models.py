@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import shoal
 import torch
-from shoal_worker.elastic.current import current_session, set_session
+from shoal_worker.elastic.current import set_session
 from shoal_worker.strategies.materialize import materialize
 from torch import nn
 
@@ -45,10 +46,12 @@ def distributed(net: nn.Module) -> tuple[shoal.ShardedModel, torch.optim.Optimiz
     return shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1, momentum=0.9))
 
 
-def trained(net: nn.Module) -> None:
+def trained(net: nn.Module) -> dict[str, Any]:
+    """Its state."""
     model, optimizer = distributed(net)
     model(torch.randn(4, 3)).sum().backward()
     optimizer.step()
+    return model.capture()
 
 
 def same(one: Rotary, other: Rotary) -> bool:
@@ -58,12 +61,11 @@ def same(one: Rotary, other: Rotary) -> bool:
 
 def test_a_meta_model_gets_its_unsaved_buffers_from_a_peer() -> None:
     peers = Rotary(scale=2.0)
-    trained(peers)
-    state = current_session().capture()
+    state = trained(peers)
     net = on_meta()
     model, _ = distributed(net)
     assert not model.has_values()
-    model.restore(state["replica"])
+    model.restore(state)
     assert model.has_values()
     assert same(peers, net)
     assert net.again.table is net.table
@@ -84,11 +86,10 @@ def test_a_meta_model_gets_its_unsaved_buffers_from_a_checkpoint(tmp_path: Path)
 
 def test_buffers_that_have_values_keep_them() -> None:
     peers, net = Rotary(scale=2.0), on_meta()
-    trained(peers)
-    state = current_session().capture()
+    state = trained(peers)
     net.table = net.again.table = torch.full((3,), 5.0)
     model, _ = distributed(net)
-    model.restore(state["replica"])
+    model.restore(state)
     assert net.table.tolist() == [5.0] * 3
 
 

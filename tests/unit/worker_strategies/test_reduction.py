@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from shoal_common.errors import ConfigurationError, MembershipChanged
+from shoal_common.errors import ConfigurationError, MembershipChanged, PreconditionError
 from shoal_worker.config import ShardingConfiguration
 from shoal_worker.elastic.contract import Placement, Share
 from shoal_worker.elastic.step import CONTROL_LENGTH, Step
@@ -155,7 +155,7 @@ def test_a_step_is_lost_only_when_nothing_of_it_is_in_flight(
     assert all(work.waited for work in group.works)
 
 
-def test_a_backward_pass_that_raises_leaves_nothing_in_flight_once_the_step_is_discarded() -> None:
+def test_a_backward_pass_that_raised_is_not_finished_and_leaves_nothing_in_flight_once_the_step_is_discarded() -> None:
     group = ScriptedGroup()
     net = deep()
     reduction = overlapped(net, OneStepSession(group))
@@ -165,7 +165,11 @@ def test_a_backward_pass_that_raises_leaves_nothing_in_flight_once_the_step_is_d
     with pytest.raises(ValueError, match="explode"):
         logits.sum().backward()
     assert [work.waited for work in group.works] == [False, False]
+    for call in (reduction.prepare, reduction.synchronize):
+        with pytest.raises(PreconditionError, match="raised an error half way"):
+            call()
     reduction.discard()
+    reduction.prepare()
     assert [work.waited for work in group.works] == [True, True]
 
 

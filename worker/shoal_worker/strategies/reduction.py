@@ -24,7 +24,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from shoal_common.errors import ConfigurationError
+from shoal_common.errors import ConfigurationError, PreconditionError
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -66,7 +66,9 @@ class OverlappedReduction:
         return self._pending
 
     def prepare(self) -> None:
-        """Before a forward pass: parameters may have been frozen or unfrozen since the last, and a backward pass may have raised."""
+        """Before a forward pass: parameters may have been frozen or unfrozen since the last."""
+        if torch._C._current_graph_task_id() < 0:  # else it is run again for a checkpoint, in the middle of a backward pass
+            self._refuse_half_a_pass()
         self._end_awaited = False
         if [p.requires_grad for p in self._parameters] != self._trained:
             if self._pending:
@@ -99,9 +101,13 @@ class OverlappedReduction:
         finally:
             self._automatic = before
 
-    @torch.no_grad()
     def synchronize(self) -> None:
         """Sends what has not been sent, and waits for all. The sums are in `.grad`, or the step is marked lost."""
+        self._refuse_half_a_pass()
+        self._reduce()
+
+    @torch.no_grad()
+    def _reduce(self) -> None:
         while self._next < len(self._buckets):
             self._send(self._buckets[self._next])
         for slot in self._sparse:
@@ -171,7 +177,15 @@ class OverlappedReduction:
     def _pass_ended(self) -> None:
         self._end_awaited = False
         if self._began:
-            self.synchronize()
+            self._reduce()
+
+    def _refuse_half_a_pass(self) -> None:
+        if self._began:
+            raise PreconditionError(
+                "a backward pass of this step raised an error half way: some of its gradients were sent to the other ranks, others are "
+                "missing, so this rank can neither finish the step nor take it back; let the error end the process",
+                reason="BACKWARD_INCOMPLETE",
+            )
 
     def _forget_pass(self) -> None:
         self._next = 0

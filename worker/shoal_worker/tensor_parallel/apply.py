@@ -28,8 +28,9 @@ def parallelize(
 ) -> TensorParallelState:
     """Splits the model's parameters over `mesh` and changes its modules to work with them. Collective: all ranks of the mesh call it alike.
 
-    Every rank passes the whole model, on its device or (but for the source) on `meta`; every rank passes the same inputs to it afterwards and
-    gets the same outputs and gradients. Parameters become new objects: see `TensorParallelState.replaced`. On one rank the model stays as it is.
+    Every rank passes the whole model, on its device or (but for the source) on `meta`; every rank passes the same inputs to it afterwards
+    and gets the same outputs and gradients. Parameters that are split become new objects, the old ones are emptied: see
+    `TensorParallelState.replaced`. On one rank the model stays as it is.
 
     Args:
         mesh: of one dimension; a slice of a larger one.
@@ -39,9 +40,8 @@ def parallelize(
         ConfigurationError: the plan is for another model or another number of ranks; nothing is changed.
     """
     _check(model, mesh, plan)
-    device = torch.device(
-        mesh.device_type, torch.get_device_module(mesh.device_type).current_device() if mesh.device_type != "cpu" else None
-    )
+    kind = mesh.device_type
+    device = torch.device(kind) if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())
     distributor = Distributor(mesh, source_rank=source_rank, device=device)
     if plan.size > 1:
         context = ParallelContext(mesh, sequence_dimension=plan.sequence_dimension, dropout=dropout)

@@ -3,6 +3,8 @@
 Shapes: B batch, H heads, T queries, S keys, D head size.
 """
 
+# ruff: noqa: N803, N806 - shapes as suffixes
+
 from __future__ import annotations
 
 import math

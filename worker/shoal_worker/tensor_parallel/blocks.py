@@ -1,5 +1,5 @@
-"""Finds attention and MLP blocks in a model by its modules' names and shapes, as they are in torch, Hugging Face (Llama, Mistral, GPT-2, BERT,
-T5, OPT, GPT-NeoX, ...), Meta's Llama, nanoGPT and timm.
+"""Finds attention and MLP blocks in a model by its modules' names and shapes, as they are in torch, Hugging Face (Llama, Mistral, GPT-2,
+BERT, T5, OPT, GPT-NeoX, ...), Meta's Llama, nanoGPT and timm.
 
 A block is found only if the shapes agree with the names. A wrong guess would cost communication, never a wrong result: DTensor keeps the
 arithmetic right whatever is split (docs/decisions/0100).
@@ -8,20 +8,20 @@ arithmetic right whatever is split (docs/decisions/0100).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 from torch import nn
 
 from shoal_worker.tensor_parallel.linear_like import LinearLike, linear_like
 
-QUERY: Final = ("q_proj", "query", "q", "wq", "to_q", "q_lin", "query_proj", "q_linear")
-KEY: Final = ("k_proj", "key", "k", "wk", "to_k", "k_lin", "key_proj", "k_linear")
-VALUE: Final = ("v_proj", "value", "v", "wv", "to_v", "v_lin", "value_proj", "v_linear")
-PACKED: Final = ("c_attn", "qkv", "qkv_proj", "Wqkv", "to_qkv", "in_proj", "attn_qkv", "query_key_value")
-PACKED_BY_HEAD: Final = ("query_key_value",)
+QUERY: Final[tuple[str, ...]] = ("q_proj", "query", "q", "wq", "to_q", "q_lin", "query_proj", "q_linear")
+KEY: Final[tuple[str, ...]] = ("k_proj", "key", "k", "wk", "to_k", "k_lin", "key_proj", "k_linear")
+VALUE: Final[tuple[str, ...]] = ("v_proj", "value", "v", "wv", "to_v", "v_lin", "value_proj", "v_linear")
+PACKED: Final[tuple[str, ...]] = ("c_attn", "qkv", "qkv_proj", "Wqkv", "to_qkv", "in_proj", "attn_qkv", "query_key_value")
+PACKED_BY_HEAD: Final[tuple[str, ...]] = ("query_key_value",)
 """Their output is query, key and value of the first head, then of the second: one contiguous split cuts it between heads."""
-OUTPUT: Final = (
+OUTPUT: Final[tuple[str, ...]] = (
     "o_proj",
     "out_proj",
     "c_proj",
@@ -37,10 +37,12 @@ OUTPUT: Final = (
     "output.dense",
     "out_linear",
 )
-UP: Final = ("up_proj", "gate_proj", "c_fc", "fc1", "w1", "w3", "wi", "wi_0", "wi_1", "lin1", "linear1", "dense_h_to_4h", "fc_in", "up", "gate",
-             "intermediate.dense", "intermediate_dense", "w_up", "w_gate")  # fmt: skip
-UP_PACKED: Final = ("gate_up_proj", "w12", "gate_up")
-DOWN: Final = (
+UP: Final[tuple[str, ...]] = (
+    "up_proj", "gate_proj", "c_fc", "fc1", "w1", "w3", "wi", "wi_0", "wi_1", "lin1", "linear1", "dense_h_to_4h", "fc_in", "up", "gate",
+    "intermediate.dense", "intermediate_dense", "w_up", "w_gate",
+)  # fmt: skip
+UP_PACKED: Final[tuple[str, ...]] = ("gate_up_proj", "w12", "gate_up")
+DOWN: Final[tuple[str, ...]] = (
     "down_proj",
     "c_proj",
     "fc2",
@@ -55,9 +57,9 @@ DOWN: Final = (
     "output_dense",
     "w_down",
 )
-HEADS: Final = ("num_heads", "n_head", "n_heads", "num_attention_heads", "nhead", "heads", "n_local_heads")
-KEY_HEADS: Final = ("num_key_value_heads", "n_kv_heads", "num_kv_heads", "kv_heads", "n_local_kv_heads")
-HEAD_SIZES: Final = ("head_dim", "attention_head_size", "d_head", "dim_head", "head_size", "key_value_proj_dim", "d_kv")
+HEADS: Final[tuple[str, ...]] = ("num_heads", "n_head", "n_heads", "num_attention_heads", "nhead", "heads", "n_local_heads")
+KEY_HEADS: Final[tuple[str, ...]] = ("num_key_value_heads", "n_kv_heads", "num_kv_heads", "kv_heads", "n_local_kv_heads")
+HEAD_SIZES: Final[tuple[str, ...]] = ("head_dim", "attention_head_size", "d_head", "dim_head", "head_size", "key_value_proj_dim", "d_kv")
 
 _ELEMENTWISE: Final = (
     nn.ReLU, nn.ReLU6, nn.GELU, nn.SiLU, nn.Mish, nn.Tanh, nn.Sigmoid, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU, nn.Softplus, nn.Softsign,
@@ -73,7 +75,7 @@ class Block:
     """The module that contains all of them."""
     kind: str
     """"attention" or "mlp"."""
-    columns: Mapping[str, int] = field(hash=False)
+    columns: Mapping[str, int]
     """Path of each layer that begins the block -> how many parts its output consists of."""
     row: str
     heads: int | None = None
@@ -106,9 +108,9 @@ def _attention(path: str, module: nn.Module, parent: nn.Module | None) -> Iterat
     if isinstance(module, nn.MultiheadAttention):
         return
     layers = _layers(module)
-    separate = [name for names in (QUERY, KEY, VALUE) for name in names if name in layers][:3]
+    separate: list[str] = [name for names in (QUERY, KEY, VALUE) for name in names if name in layers][:3]
     if len(separate) == 3:
-        columns = dict.fromkeys(separate, 1)
+        columns: dict[str, int] = dict.fromkeys(separate, 1)
         width = layers[separate[0]].out_features
     else:
         name = next((n for n in PACKED if n in layers and layers[n].out_features == 3 * (layers[n].out_features // 3)), None)
@@ -117,7 +119,7 @@ def _attention(path: str, module: nn.Module, parent: nn.Module | None) -> Iterat
         columns = {name: 1 if name in PACKED_BY_HEAD else 3}
         width = layers[name].out_features // 3
     owner, prefix = path, ""
-    output = next((n for n in OUTPUT if n in layers and n not in columns and layers[n].in_features == width), None)
+    output: str | None = next((n for n in OUTPUT if n in layers and n not in columns and layers[n].in_features == width), None)
     if output is None and parent is not None:
         around = _layers(parent)
         output = next((n for n in OUTPUT if n in around and around[n].in_features == width), None)

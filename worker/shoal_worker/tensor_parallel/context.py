@@ -1,20 +1,19 @@
 """The tensor-parallel group as the layers see it, and the ways a tensor enters, leaves and is cut in it.
 
-Between blocks activations are plain tensors, the same on every rank (with sequence parallelism: DTensors split along the sequence). Within a
-block they are DTensors, so that the model's own code sees whole shapes: heads, hidden sizes and reshapes need no change.
+Between blocks activations are plain tensors, the same on every rank (with sequence parallelism: DTensors split along the sequence). Within
+a block they are DTensors, so that the model's own code sees whole shapes: heads, hidden sizes and reshapes need no change.
 """
 
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.distributed.tensor.placement_types import _StridedShard
 
 
 class DropoutRandomness(StrEnum):
@@ -71,13 +70,13 @@ def whole(tensor: DTensor) -> torch.Tensor:
 
 def placement_of(tensor: DTensor) -> Placement:
     """On the one dimension of the mesh."""
-    return cast(Placement, tensor.placements[0])
+    return tensor.placements[0]
 
 
 def split_dimension(tensor: DTensor) -> int | None:
     """Along which the tensor is cut in contiguous pieces; None if it is whole, pending a sum, or cut in another way."""
     placement = placement_of(tensor)
-    return placement.dim if isinstance(placement, Shard) and not isinstance(placement, _StridedShard) else None
+    return placement.dim if isinstance(placement, Shard) else None  # _StridedShard is no subclass of it
 
 
 def local_offset(tensor: DTensor, dimension: int) -> int:

@@ -45,7 +45,7 @@ def make_plan(
             `layers.*.mlp.up`; later patterns win. The path of a parameter that a module holds by itself is a pattern too, with "replicate".
             What no pattern names is derived.
         minimum_parameter_group_size: modules (blocks: the largest layer) with fewer elements may be replicated.
-        sequence_dimension: split activations between blocks along this dimension (sequence parallelism); usually 1, or 0 for sequence first.
+        sequence_dimension: split activations between blocks along this dimension (sequence parallelism): usually 1; 0 where it comes first.
         loss_parallel: leave the logits, the output of a layer that stands alone at the model's end, split over the vocabulary.
         example_inputs: a tuple of positional or a mapping of keyword arguments of `model`, for tracing where names do not tell the blocks.
             Only shapes count; nothing is computed.
@@ -170,7 +170,7 @@ class _Planner:
                 block.path,
                 module,
                 f"the number of heads of this attention block is not known ({block.reason}): none of its attributes says it",
-                remedy="give the attention module an attribute num_heads, pass example_inputs so that it can be traced, or give a plan",
+                remedy="Give the attention module an attribute num_heads, pass example_inputs so that it can be traced, or give a plan",
             )
         for heads, of in ((block.heads, "attention heads"), (block.key_heads, "key and value heads")):
             if heads % self._size:
@@ -204,8 +204,9 @@ class _Planner:
             first_module, first = self._first.setdefault(id(parameter), (path, layout))
             if (first.stored_shape, first.dimension) != (layout.stored_shape, layout.dimension):
                 raise ConfigurationError(
-                    f"tensor parallelism: {layout.name} is tied to {first.name}, but the plan splits one along dimension {layout.dimension} and "
-                    f"the other along {first.dimension}; give both modules styles that agree, such as vocabulary and column_gathered"
+                    f"tensor parallelism: {layout.name} is tied to {first.name}, but the plan splits one along dimension "
+                    f"{layout.dimension} and the other along {first.dimension}; give both modules styles that agree, such as vocabulary "
+                    "and column_gathered"
                 )
             tied_to = first_module if first_module != path else tied_to
             layouts.append(replace(layout, name=first.name))
@@ -249,7 +250,7 @@ class _Planner:
             path,
             module,
             f"no style is known for {type(module).__name__}, whose parameter {name} has {parameter.numel():,} elements ({shape})",
-            remedy=f'replicate it on purpose with plan={{"{joined(path, name) if path == "" else path}": "replicate"}}',
+            remedy=f'Replicate it on purpose with plan={{"{joined(path, name) if path == "" else path}": "replicate"}}',
         )
 
     def _first_dimension(self, module: nn.Module) -> int | None:
@@ -277,15 +278,15 @@ class _Planner:
                 )
         if role.asked:
             self._check_asked(path, module, role.split, layer)
-        length = None
-        if style is Style.VOCABULARY:
-            length = module.num_embeddings
-        elif style in (Style.COLUMN, Style.COLUMN_GATHERED) and layer is not None and role.block == path:
-            length = layer.out_features
-        elif style is Style.EMBEDDING_DIMENSION and module.embedding_dim % self._size:
+        if style is Style.EMBEDDING_DIMENSION and module._parameters["weight"].shape[1] % self._size:  # type: ignore[union-attr]
             raise self._refusal(path, module, f"its {module.embedding_dim} columns do not divide by {self._size}")
-        if length is not None and -(-length // self._size) * (self._size - 1) >= int(length):
-            raise self._refusal(path, module, f"its {length} rows, in pieces of {-(-length // self._size)}, leave a rank without any")
+        rows = None
+        if isinstance(module, nn.Embedding) and style is Style.VOCABULARY:
+            rows = module.num_embeddings
+        elif layer is not None and style in (Style.COLUMN, Style.COLUMN_GATHERED) and role.block == path:
+            rows = layer.out_features
+        if rows is not None and -(-rows // self._size) * (self._size - 1) >= rows:
+            raise self._refusal(path, module, f"its {rows} rows, in pieces of {-(-rows // self._size)}, leave a rank without any")
 
     def _check_asked(self, path: str, module: nn.Module, split: Split, layer: LinearLike | None) -> None:
         if split.heads is not None and split.heads % self._size:
@@ -307,9 +308,10 @@ class _Planner:
 
     def _refusal(self, path: str, module: nn.Module, what: str, *, remedy: str | None = None) -> ConfigurationError:
         elements = sum(p.numel() for p in module.parameters())
+        replicate = f'replicate it on purpose with plan={{"{path}": "replicate"}}'
         return ConfigurationError(
-            f"tensor parallelism over {self._size} ranks cannot split {path or 'the model'} ({type(module).__name__}, {elements:,} elements): "
-            f'{what}. {remedy or f"""Choose a tensor-parallel size that divides it, or replicate it on purpose with plan={{"{path}": "replicate"}}"""}'
+            f"tensor parallelism over {self._size} ranks cannot split {path or 'the model'} ({type(module).__name__}, {elements:,} "
+            f"elements): {what}. {remedy or f'Choose a tensor-parallel size that divides it, or {replicate}'}"
         )
 
 
@@ -326,7 +328,7 @@ def _elements(module: nn.Module) -> int:
 
 def _is_norm(module: nn.Module) -> bool:
     """A norm that is none of torch's: T5's or Llama's RMSNorm."""
-    return type(module).__name__.lower().endswith(("norm", "layernorm")) and all(p.ndim == 1 for _, p in _own(module))
+    return type(module).__name__.lower().endswith("norm") and all(p.ndim == 1 for _, p in _own(module))
 
 
 def _matches(path: str, pattern: str) -> bool:

@@ -36,15 +36,17 @@ def cut_of(tensor: DTensor) -> Cut | None:
     return Cut(dimension=dimension, start=local_offset(tensor, dimension), shape=tuple(tensor.shape), stride=tensor.stride())
 
 
-def dropout(context: ParallelContext, input: DTensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> DTensor:
+def dropout(context: ParallelContext, activation: DTensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> DTensor:
     """F.dropout on a DTensor. Never in place."""
     if not training or p == 0:
-        return input
-    cut = cut_of(input)
-    if cut is None and not placement_of(input).is_replicate():
-        input = input.redistribute(placements=[Replicate()])
-    dropped = drop(context, input.to_local(), cut, p)
-    return DTensor.from_local(dropped, input.device_mesh, input.placements, run_check=False, shape=input.shape, stride=input.stride())
+        return activation
+    cut = cut_of(activation)
+    if cut is None and not placement_of(activation).is_replicate():
+        activation = activation.redistribute(placements=[Replicate()])
+    dropped = drop(context, activation.to_local(), cut, p)
+    return DTensor.from_local(
+        dropped, activation.device_mesh, activation.placements, run_check=False, shape=activation.shape, stride=activation.stride()
+    )
 
 
 def drop(context: ParallelContext, local: torch.Tensor, cut: Cut | None, p: float) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Gradients of a model whose parameters are partly DTensors, partly plain: their norm over all ranks, and their sum over data-parallel replicas.
+"""Gradients of a model whose parameters are partly DTensors, partly plain: their norm over all ranks, their sum over replicas.
 
 torch's own clip_grad_norm_ refuses a mix of them, and its DDP sees only the plain ones.
 """
@@ -70,8 +70,8 @@ def reduce_gradients(
 ) -> None:
     """Sums the gradients over data-parallel replicas: this rank's part of each, with its counterparts in `group`. Collective.
 
-    The parts travel in flat buckets, one all-reduce each, in flight together. A parameter that has a gradient on some ranks only gets one on
-    all; one that has none anywhere stays without.
+    The parts travel in flat buckets, one all-reduce each, in flight together. A parameter that has a gradient on some ranks only gets one
+    on all; one that has none anywhere stays without.
 
     Args:
         parameters: the same, in the same order, on every rank of the group; frozen ones are passed over.

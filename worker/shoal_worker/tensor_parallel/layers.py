@@ -1,6 +1,7 @@
 """What each style makes of a module: its class gains a mixin whose `forward` works with parameters that are DTensors.
 
-The class is changed in place, as FSDP2 does, so that names, attributes and isinstance stay as they were and a copy of the model works by itself.
+The class is changed in place, as FSDP2 does, so that names, attributes and isinstance stay as they were, and a copy of the model works by
+itself.
 Every module that contains a split one opens a region (region.py) around its forward pass: submodules can be called directly, and activation
 checkpointing can run them again by themselves.
 """
@@ -34,7 +35,7 @@ class Region(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with region(self._shoal_context):
-            return super().forward(*args, **kwargs)  # type: ignore[misc]
+            return super().forward(*args, **kwargs)
 
 
 class Root(nn.Module):
@@ -45,7 +46,7 @@ class Root(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with region(self._shoal_context):
-            output = super().forward(*args, **kwargs)  # type: ignore[misc]
+            output = super().forward(*args, **kwargs)
         return pytree.tree_map_only(DTensor, self._outward, output)
 
     def _outward(self, value: DTensor) -> torch.Tensor:
@@ -61,7 +62,8 @@ class Column(nn.Module):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         with region(self._shoal_context, leaf=True) as mode:
-            return super().forward(mode.enter(input))  # type: ignore[misc,no-any-return]
+            output: torch.Tensor = super().forward(mode.enter(input))
+            return output
 
 
 class ColumnGathered(Column):
@@ -74,7 +76,7 @@ class ColumnGathered(Column):
 
 
 class PackedColumn(nn.Module):
-    """A linear layer whose output is several parts side by side, each split by itself; the weight is stored with a dimension for the parts."""
+    """A linear layer whose output is several parts side by side, each split by itself. The weight has a dimension for the parts."""
 
     _shoal_context: ParallelContext
     _shoal_output_dimension: int
@@ -98,7 +100,7 @@ class Row(nn.Module):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         with region(self._shoal_context, leaf=True):
-            return self._shoal_context.leave(super().forward(input))  # type: ignore[misc]
+            return self._shoal_context.leave(super().forward(input))
 
 
 class Vocabulary(nn.Module):

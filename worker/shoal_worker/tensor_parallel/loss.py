@@ -52,7 +52,8 @@ def vocabulary_parallel_cross_entropy(
         weight: of each class; the whole of it on every rank.
 
     Raises:
-        ConfigurationError: targets that are probabilities, an unknown reduction, a target outside the vocabulary.
+        ConfigurationError: targets that are probabilities, an unknown reduction, a target outside the vocabulary (on a GPU, where looking
+            would mean waiting, the loss is NaN instead).
     """
     _check(target, logits, ignore_index, reduction)
     dimension = cast(int, split_dimension(logits))
@@ -73,7 +74,8 @@ def vocabulary_parallel_cross_entropy(
         begin = local_offset(logits, dimension)
         part = shifted if class_weights is None else shifted * class_weights[begin : begin + shifted.shape[-1]]
         sums.append(part.sum(-1))
-    exp_sum, picked, *smoothed = _SumOverRanks.apply(torch.stack(sums), group).unbind(0)  # type: ignore[no-untyped-call]
+    summed: torch.Tensor = _SumOverRanks.apply(torch.stack(sums), group)  # type: ignore[no-untyped-call]
+    exp_sum, picked, *smoothed = summed.unbind(0)
 
     log_normalizer = exp_sum.log()
     kept = target != ignore_index
@@ -84,6 +86,8 @@ def vocabulary_parallel_cross_entropy(
         total_weight = classes if class_weights is None else class_weights.sum()
         uniform = (log_normalizer * total_weight - smoothed[0]) * kept
         loss = (1 - label_smoothing) * loss + label_smoothing / classes * uniform
+    if target.device.type != "cpu":  # where _check did not look
+        loss = loss.masked_fill(_outside(target, classes, ignore_index), torch.nan)
     if reduction == "sum":
         loss = loss.sum()
     elif reduction == "mean":
@@ -111,6 +115,10 @@ def _check(target: torch.Tensor, logits: DTensor, ignore_index: int, reduction: 
     if reduction not in ("mean", "sum", "none"):
         raise ConfigurationError(f'cross_entropy: reduction={reduction!r}; expected "mean", "sum" or "none"')
     classes = logits.shape[min(1, logits.ndim - 1)]
-    wrong = ((target < 0) | (target >= classes)) & (target != ignore_index)
-    if target.device.type == "cpu" and bool(wrong.any()):  # elsewhere the check would wait for the device
+    wrong = _outside(target, classes, ignore_index) if target.device.type == "cpu" else None  # elsewhere to look would be to wait
+    if wrong is not None and bool(wrong.any()):
         raise ConfigurationError(f"cross_entropy: target {int(target[wrong][0])} is outside the {classes} classes, and is not ignore_index")
+
+
+def _outside(target: torch.Tensor, classes: int, ignore_index: int) -> torch.Tensor:
+    return ((target < 0) | (target >= classes)) & (target != ignore_index)

@@ -4,6 +4,8 @@ The packed `in_proj_weight` (3E x E) is stored as 3 x E x E and split along the 
 query, key and value. Shapes: B batch, L queries, S keys, E features, H heads.
 """
 
+# ruff: noqa: N803, N806 - shapes as suffixes
+
 from __future__ import annotations
 
 import torch
@@ -12,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from shoal_worker.tensor_parallel.attention import attend, scaled_dot_product_attention
-from shoal_worker.tensor_parallel.context import ParallelContext, grad_partial, local_offset, whole
+from shoal_worker.tensor_parallel.context import DropoutRandomness, ParallelContext, grad_partial, local_offset, whole
 from shoal_worker.tensor_parallel.dropout import Cut
 from shoal_worker.tensor_parallel.region import RegionMode, region
 
@@ -52,35 +54,39 @@ def _forward(
     assert isinstance(module, nn.MultiheadAttention)
     context = mode.context
     batched = query.ndim == 3
-    heads_BHLD = [
-        _heads(module, grad_partial(mode.enter(tensor)), weight, bias, batched)
+    query_BHLD, key_BHSD, value_BHSD = (
+        context.sharded(_heads(module, grad_partial(mode.enter(tensor)), weight, bias, batched), 1)
         for tensor, (weight, bias) in zip((query, key, value), _projections(module), strict=True)
-    ]
-    tensors = [context.sharded(t, 1) for t in heads_BHLD]
+    )
     causal = is_causal and key_padding_mask is None and not need_weights
-    mask = None if causal else _mask(module, attn_mask, key_padding_mask, is_causal, tensors[0], tensors[1], batched)
+    mask = None if causal else _mask(module, attn_mask, key_padding_mask, is_causal, query_BHLD, key_BHSD, batched)
     dropout_p = module.dropout if module.training else 0.0
     if need_weights:
-        cut = Cut(dimension=1, start=local_offset(tensors[0], 1), shape=(*tensors[0].shape[:-1], tensors[1].shape[-2]))
-        local_mask = mask if mask is None or mask.shape[1] == 1 else mask.narrow(1, cut.start, heads_BHLD[0].shape[1])
-        output, weights = attend(context, *heads_BHLD, local_mask, cut, dropout_p=dropout_p)
+        cut = Cut(dimension=1, start=local_offset(query_BHLD, 1), shape=(*query_BHLD.shape[:-1], key_BHSD.shape[-2]))
+        locals_ = [t.to_local() for t in (query_BHLD, key_BHSD, value_BHSD)]
+        local_mask = mask if mask is None or mask.shape[1] == 1 else mask.narrow(1, cut.start, locals_[0].shape[1])
+        output, weights = attend(context, locals_[0], locals_[1], locals_[2], local_mask, cut, dropout_p=dropout_p)
         attended = context.sharded(output, 1)
     else:
         turned = None if mask is None else mode.enter(mask)
-        attended = scaled_dot_product_attention(context, *tensors, turned, dropout_p, causal)
+        attended = scaled_dot_product_attention(context, query_BHLD, key_BHSD, value_BHSD, turned, dropout_p, causal)
         weights = None
     merged = attended.transpose(1, 2).flatten(2)
     if not batched:
         merged = merged.squeeze(0)
     elif not module.batch_first:
         merged = merged.transpose(0, 1)
-    return module.out_proj(merged), None if weights is None else _weights(context, weights, average_attn_weights, batched)
+    output = module.out_proj(merged)
+    if batched and module.batch_first and module.training and context.dropout is DropoutRandomness.AS_ONE_PROCESS:
+        # As torch lays it out in memory, which is the order in which a dropout that follows draws its numbers.
+        output = output.transpose(0, 1).contiguous().transpose(0, 1)
+    return output, None if weights is None else _weights(context, weights, average_attn_weights, batched)
 
 
 def _projections(module: nn.MultiheadAttention) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
     """This rank's rows of the weight and the bias, of query, key and value."""
-    if module.in_proj_weight is not None:
-        weights = _local(module.in_proj_weight).unbind(0)
+    if module._qkv_same_embed_dim:
+        weights: tuple[torch.Tensor, ...] = _local(module.in_proj_weight).unbind(0)
     else:
         weights = tuple(_local(w) for w in (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight))
     biases = (None,) * 3 if module.in_proj_bias is None else _local(module.in_proj_bias).unbind(0)
@@ -101,7 +107,8 @@ def _heads(
         projected = projected.unsqueeze(0)
     elif not module.batch_first:
         projected = projected.transpose(0, 1)
-    return projected.unflatten(-1, (-1, module.head_dim)).transpose(1, 2)
+    heads: torch.Tensor = projected.unflatten(-1, (-1, module.head_dim)).transpose(1, 2)
+    return heads
 
 
 def _mask(
@@ -118,7 +125,7 @@ def _mask(
         raise RuntimeError("Need attn_mask if specifying the is_causal hint.")  # as torch says it
     batch, heads, length, _ = query_BHLD.shape
     keys = key_BHSD.shape[-2]
-    masks = []
+    masks: list[torch.Tensor] = []
     for mask in (attn_mask, key_padding_mask):
         if mask is None:
             continue
@@ -136,5 +143,7 @@ def _mask(
 def _weights(context: ParallelContext, local_BHLS: torch.Tensor, average: bool, batched: bool) -> torch.Tensor:
     """The attention weights of all heads, on every rank."""
     weights = DTensor.from_local(local_BHLS, context.mesh, [Shard(1)], run_check=False)
-    gathered = whole(weights.mean(dim=1) if average else weights)
+    averaged = weights.mean(dim=1) if average else weights
+    assert isinstance(averaged, DTensor)
+    gathered = whole(averaged)
     return gathered if batched else gathered.squeeze(0)

@@ -25,7 +25,7 @@ class Distributor:
         self._device = device
         self._made: dict[int, nn.Parameter] = {}
         self.replaced: list[tuple[nn.Parameter, nn.Parameter]] = []
-        """Old and new, for those that became other objects. Keeps the old ones, so that no other object gets their identity."""
+        """Old and new, for those that became other objects. The old ones are empty."""
 
     def distribute(self, module: nn.Module, attribute: str, layout: ParameterLayout) -> None:
         old = module._parameters[attribute]
@@ -36,11 +36,13 @@ class Distributor:
             if layout.dimension is None:
                 new = old if values is old.detach() or values.data_ptr() == old.data_ptr() else nn.Parameter(values, old.requires_grad)
             else:
-                new = nn.Parameter(shard(values, layout, self._mesh), old.requires_grad)
+                new = nn.Parameter(shard(values, layout, self._mesh))
                 keep_gradients_placed(new)
+                new.requires_grad_(old.requires_grad)
             self._made[id(old)] = self._made[id(new)] = new
             if new is not old:
                 self.replaced.append((old, new))
+                old.data = old.data.new_empty(0)  # an optimizer may hold it for long
         module.register_parameter(attribute, new)
 
     def values(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -48,8 +50,8 @@ class Distributor:
         if self._source_rank is None or self._mesh.get_local_rank() == self._source_rank:
             if tensor.is_meta:
                 raise ConfigurationError(
-                    f"tensor parallelism: {name} is on the meta device on rank {self._mesh.get_local_rank()} of the group, whose values count; "
-                    "give it values there (to_empty and initialize, or load a checkpoint)"
+                    f"tensor parallelism: {name} is on the meta device on rank {self._mesh.get_local_rank()}, whose values count;"
+                    " give it values there (to_empty and initialize, or load a checkpoint)"
                 )
             tensor = tensor.to(self._device)
         elif tensor.is_meta or tensor.device != self._device:

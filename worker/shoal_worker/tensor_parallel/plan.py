@@ -117,7 +117,7 @@ class TensorParallelPlan:
 
     @property
     def communication(self) -> tuple[BlockCommunication, ...]:
-        """The collectives over activations a step, for each block that is split; SPEC: two a transformer block (attention and MLP) and direction.
+        """The collectives over activations a step, for each block that is split: for a transformer block two in each direction.
 
         Backward: a block whose input needs no gradient has none; attention over another input than its own (cross-attention) has one more.
         """

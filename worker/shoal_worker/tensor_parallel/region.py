@@ -1,11 +1,11 @@
 """The scope of a forward pass in which plain tensors and DTensors meet.
 
-DTensor refuses to mix with plain tensors, draws the same dropout mask on every shard on CPU, cannot run scaled_dot_product_attention there (it
-never comes back), and gathers what it has no rule for. Within a region, a torch function that is called with a DTensor
-  - gets its plain tensors as replicated DTensors. A tensor that needs a gradient is turned once for all of a block's layers that take it, so
-    that query, key and value together cost one all-reduce in the backward pass;
+DTensor refuses to mix with plain tensors, draws the same dropout mask on every shard on CPU, cannot run scaled_dot_product_attention there
+(it never comes back), and gathers what it has no rule for. Within a region, a torch function that is called with a DTensor
+  - gets its plain tensors as replicated DTensors. A tensor that needs a gradient is turned once for all of a block's layers that take it,
+    so that query, key and value together cost one all-reduce in the backward pass;
   - runs by a rule of ours where there is one (rules.py).
-Calls without a DTensor run as ever. Regions nest; only the outermost installs the mode. A thread has its own regions: one rank may be one thread.
+Calls without a DTensor run as ever. Regions nest; only the outermost installs the mode. Each thread has its own: a rank may be a thread.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class RegionMode(TorchFunctionMode):
         """The tensor as one that every rank holds whole: what goes into a layer that is split."""
         if isinstance(tensor, DTensor) and tensor.placements == (Replicate(),):
             return tensor
-        if not tensor.requires_grad or not torch.is_grad_enabled():
-            return self._turned(tensor)
-        key = (id(tensor), tensor._version)
+        if not isinstance(tensor, DTensor) and not (tensor.requires_grad and torch.is_grad_enabled()):
+            return self._turned(tensor)  # costs nothing, in either direction
+        key = (id(tensor), 0 if tensor.is_inference() else tensor._version)
         found = self.entered[-1].get(key)
         if found is None:
             found = self.entered[-1][key] = (tensor, self._turned(tensor))
@@ -102,7 +102,12 @@ def region(context: ParallelContext, *, leaf: bool = False) -> Iterator[RegionMo
     mode = RegionMode(context)
     _active.mode = mode
     try:
-        with mode:
+        with contextlib.ExitStack() as stack:
+            if torch.is_inference_mode_enabled():
+                # There DTensor gives some views (flatten, unflatten) the shape of the local tensor.
+                stack.enter_context(torch.inference_mode(False))
+                stack.enter_context(torch.no_grad())
+            stack.enter_context(mode)
             yield mode
     finally:
         _active.mode = outer

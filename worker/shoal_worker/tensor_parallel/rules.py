@@ -24,7 +24,7 @@ Rule = Callable[[RegionMode, Callable[..., Any], Any, Any], Any]
 
 
 def _dropout(mode: RegionMode, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    return dropout(mode.context, *args, **_renamed(kwargs, train="training"))
+    return dropout(mode.context, *args, **_renamed(kwargs, train="training", input="activation"))
 
 
 def _attention(mode: RegionMode, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -1,7 +1,7 @@
 """The state of a tensor-parallel model under the names and shapes of the model that the user wrote.
 
-Between the two forms: `full_state_dict` and `load_full_state_dict` for the whole model, `gather` and `split` for one tensor that is laid out as
-a parameter is, such as an optimizer's moments. A gathered state loads into any number of ranks, and into the plain model.
+Between the two forms: `full_state_dict` and `load_full_state_dict` for the whole model, `gather` and `split` for one tensor that is laid
+out as a parameter is, such as an optimizer's moments. A gathered state loads into any number of ranks, and into the plain model.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shoal_worker.tensor_parallel.plan import ParameterLayout, TensorParallelPla
 
 
 class TensorParallelState:
-    """A model that `parallelize` has laid out, with what is needed to read and write it whole. Holds no tensors of its own but `replaced`."""
+    """A model that `parallelize` has laid out, with what is needed to read and write it whole."""
 
     def __init__(
         self, module: nn.Module, mesh: DeviceMesh, plan: TensorParallelPlan, replaced: Sequence[tuple[nn.Parameter, nn.Parameter]]
@@ -30,7 +30,7 @@ class TensorParallelState:
         self.mesh = mesh
         self.plan = plan
         self.replaced = replaced
-        """Each parameter that became another object: the old one, the new one. For an optimizer that was made before: `repoint`."""
+        """Each parameter that became another object: the old one, now empty, and the new one. For an optimizer made before: `repoint`."""
         self._layouts: dict[str, ParameterLayout] = {}
         by_name = {layout.name: layout for layout in plan.parameters}
         first: dict[int, str] = {}
@@ -39,8 +39,6 @@ class TensorParallelState:
 
     def repoint(self, optimizer: torch.optim.Optimizer) -> None:
         """Makes an optimizer, which was made from the model before it was laid out and has not stepped yet, hold the new parameters.
-
-        Lets go of the old ones.
 
         Raises:
             ConfigurationError: the optimizer has state already.
@@ -52,13 +50,12 @@ class TensorParallelState:
         new = {id(old): parameter for old, parameter in self.replaced}
         for group in optimizer.param_groups:
             group["params"] = [new.get(id(parameter), parameter) for parameter in group["params"]]
-        self.replaced = ()
 
     def gather(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """The whole of a tensor that is laid out like the parameter `name`, in that one's original shape. Collective over the mesh."""
         if not isinstance(tensor, DTensor):
             return tensor.detach()
-        return tensor.detach().full_tensor().reshape(self._layouts[name].shape)
+        return tensor.full_tensor().detach().reshape(self._layouts[name].shape)
 
     def split(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """The inverse of `gather`: this rank's part of a whole tensor that every rank has. Sends nothing."""
@@ -82,7 +79,7 @@ class TensorParallelState:
 
     def local_shard(self) -> dict[str, torch.Tensor]:
         """What this rank holds of each parameter; a packed one in its stored shape."""
-        return {n: p.detach().to_local() if isinstance(p, DTensor) else p.detach() for n, p in self.module.named_parameters()}
+        return {n: (p.to_local() if isinstance(p, DTensor) else p).detach() for n, p in self.module.named_parameters()}
 
     @torch.no_grad()
     def load_full_state_dict(self, state: Mapping[str, torch.Tensor], *, source_rank: int | None = None) -> None:
@@ -90,7 +87,7 @@ class TensorParallelState:
 
         Args:
             state: as `full_state_dict`, or the plain model's `state_dict`, gives it.
-            source_rank: the one rank of the mesh that has it (others pass an empty one); the call is then collective. None: every rank has it.
+            source_rank: the one rank of the mesh that has it, others pass an empty one; the call is then collective. None: all have it.
 
         Raises:
             ConfigurationError: a name is missing or unknown, or a shape differs; nothing is changed, on any rank.

@@ -1,4 +1,4 @@
-"""Finds attention and MLP blocks where names do not tell: from the data flow of one forward pass on the meta device, which computes nothing.
+"""Finds attention and MLP blocks where names do not tell: from the data flow of one forward pass on meta, which computes nothing.
 
 Two patterns are known: linear layers whose outputs reach one other linear layer through elementwise functions only, and linear layers whose
 outputs reach scaled_dot_product_attention as query, key and value, and the layer that takes its output. Attention that is spelled out as
@@ -22,8 +22,14 @@ from shoal_worker.tensor_parallel.blocks import Block
 from shoal_worker.tensor_parallel.linear_like import LinearLike, linear_like
 
 _ELEMENTWISE = frozenset(
-    ["relu", "relu_", "gelu", "silu", "silu_", "mish", "tanh", "sigmoid", "leaky_relu", "elu", "selu", "softplus", "hardswish", "hardtanh", "hardsigmoid", "logsigmoid", "relu6", "dropout", "mul", "mul_", "__mul__", "__imul__", "add", "add_", "__add__", "__iadd__", "sub", "__sub__", "__rmul__", "__radd__", "div", "__truediv__", "neg", "pow", "square", "sqrt", "exp", "clamp", "to", "float", "double", "half", "bfloat16", "contiguous", "clone", "type_as", "abs", "erf"]
-)
+    (
+        "relu", "relu_", "gelu", "silu", "silu_", "mish", "tanh", "sigmoid", "leaky_relu", "elu", "selu", "softplus", "hardswish",
+        "hardtanh", "hardsigmoid", "logsigmoid", "relu6", "dropout", "mul", "mul_", "__mul__", "__imul__", "__rmul__",
+        "add", "add_", "__add__", "__iadd__", "__radd__", "sub", "__sub__", "div", "__truediv__", "neg", "abs", "pow", "square", "sqrt",
+        "exp", "erf", "clamp", "to", "float", "double", "half", "bfloat16", "type_as", "contiguous", "clone",
+    )
+)  # fmt: skip
+"""Functions by name, which give each element of the output from that of the inputs."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +62,8 @@ def trace_blocks(model: nn.Module, inputs: Any) -> list[Block]:
         raise
     except Exception as error:
         raise ConfigurationError(
-            f"the model cannot be traced on the meta device ({type(error).__name__}: {error}), so its blocks cannot be told from its data flow; "
-            "give a plan for them"
+            f"the model cannot be traced on the meta device ({type(error).__name__}: {error}), so its blocks cannot be "
+            "told from its data flow; give a plan for them"
         ) from error
     return recorder.blocks()
 

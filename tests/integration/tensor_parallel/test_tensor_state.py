@@ -1,0 +1,32 @@
+"""Plans, gradients and state of a model that is split over real ranks."""
+
+from __future__ import annotations
+
+
+def test_gradients_over_replicas_and_their_norm_are_those_of_the_whole_batch(run):
+    run("gradients_over_replicas", 2)
+
+
+def test_what_two_ranks_gathered_loads_into_four_and_into_a_plain_model(run, tmp_path):
+    run("gathered", 2, path=str(tmp_path / "full.pt"))
+    run("loaded", 4, path=str(tmp_path / "full.pt"))
+
+
+def test_the_first_ranks_values_win_and_the_others_may_be_on_meta(run):
+    run("from_meta", 2)
+
+
+def test_a_plan_for_another_model_or_size_is_refused(run):
+    run("mismatched", 2)
+
+
+def test_blocks_whose_names_say_nothing_are_found_by_tracing(run):
+    run("traced", 2)
+
+
+def test_a_users_plan_gives_the_result_of_one_process_whatever_it_splits(run):
+    run("asked", 2)
+
+
+def test_random_functions_other_than_dropout_are_refused_on_shards(run):
+    run("refused_randomness", 2)

@@ -97,6 +97,8 @@ def test_arguments_that_cannot_work_are_named(alone: GlooBackend) -> None:
     grid = torch.ones(2, 2)
     with pytest.raises(InvalidRequestError, match=r"non-contiguous.*\.contiguous\(\)"):
         alone.all_reduce(grid.t())
+    with pytest.raises(InvalidRequestError, match=r"layout torch\.sparse_coo: pass tensor\.to_dense"):
+        alone.all_reduce(torch.zeros(2, 2, layout=torch.sparse_coo))
     with pytest.raises(InvalidRequestError, match=r"AVERAGE of torch\.int64"):
         alone.all_reduce(torch.ones(2, dtype=torch.int64), ReduceOp.AVERAGE)
     with pytest.raises(InvalidRequestError, match="one dtype"):

@@ -291,6 +291,10 @@ class CommunicationBackend(abc.ABC):
 
     def _checked(self, what: str, *tensors: torch.Tensor, op: ReduceOp | None = None) -> dist.ProcessGroup:
         for tensor in tensors:
+            if tensor.layout is not torch.strided:
+                raise InvalidRequestError(
+                    f"{what} of a tensor with layout {tensor.layout}: pass tensor.to_dense(), or its indices and values"
+                )
             if not tensor.is_contiguous():
                 raise InvalidRequestError(f"{what} of a non-contiguous tensor of shape {tuple(tensor.shape)}: pass tensor.contiguous()")
             if tensor.dtype != tensors[0].dtype:

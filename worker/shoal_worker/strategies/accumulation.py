@@ -92,7 +92,7 @@ class AccumulatedReduction:
                 return
         divisor = 1.0 if self._sums else float(self._weight_sum) or 1.0
         for parameter, summed, count in zip(self._parameters, self._grad_sums, self._presence.tolist(), strict=True):
-            mean = (summed / divisor).to(parameter.dtype) if count > 0 else None
+            mean = summed.div_(divisor).to(parameter.dtype) if count > 0 else None  # where the dtype is the same, no copy
             parameter.grad = mean.to_sparse(1) if mean is not None and id(parameter) in self._sparse_ids else mean
         session.take_control_word(self._control.tolist())
 

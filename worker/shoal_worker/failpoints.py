@@ -6,6 +6,7 @@ heartbeats go on), `lose` (MembershipChanged, as if a peer had gone), `raise` (R
 look-up in a cache.
 
     reduction.completed         a collective of the step's gradients is done on this rank
+    sharded.sealed              this rank's part of the summed gradients is with its buddy
     session.before_apply        all collectives of the step are done, nothing is applied on this rank
     session.after_apply         applied, not yet committed: no loader has moved, nobody was told
     session.after_commit        the step is committed on this rank
@@ -24,13 +25,14 @@ import os
 import signal
 import threading
 from collections import Counter
+from collections.abc import Callable
 from typing import Final
 
 from shoal_common.errors import ConfigurationError, MembershipChanged
 
 VARIABLE: Final = "SHOAL_FAILPOINTS"
 
-_ACTIONS = {
+_ACTIONS: Final[dict[str, Callable[[], object]]] = {
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "hang": threading.Event().wait,

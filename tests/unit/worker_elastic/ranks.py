@@ -91,6 +91,9 @@ class Model:
                 for parameter in self.module.parameters():
                     parameter.fill_(value)
 
+    def regroup(self, group: Group) -> None:
+        """Every rank holds all of it."""
+
     def capture(self) -> dict[str, Any]:
         return {"model": self.module.state_dict()}
 

@@ -44,11 +44,19 @@ class CheckpointSaver:
         """One rank's part of a save. Returns when the state is copied. Raises what an earlier save on this rank raised."""
         if session.is_joining:
             return
-        writes = bool(session.operation("save_checkpoint", _agree))
-        if not writes or not session.is_first:
+        captured: dict[str, Any] = {}
+
+        def body(channel: Channel) -> None:
+            whole = session.assemble(channel)
+            captured.clear()
+            if channel.rank == 0:
+                captured.update(whole)
+            channel.exchange(b"")  # who comes out of this knows that the first rank has it
+
+        session.operation("save_checkpoint", body)
+        if not captured or not session.is_first:
             return
         self._writer.wait(_WRITE_TIMEOUT)
-        captured = session.capture()
         snapshot = Snapshot.take(captured.pop("replica") | captured)
         info = CheckpointInfo(
             step=session.steps,
@@ -87,11 +95,6 @@ def load_newest(session: Session, directory: Path) -> bool:
         return bool(told["found"])
 
     return bool(session.operation("resume", body))
-
-
-def _agree(channel: Channel) -> bool:
-    channel.exchange(b"")
-    return True
 
 
 def _load_alone(session: Session, directory: Path) -> None:

@@ -79,7 +79,8 @@ def evaluate(session: Session, model: nn.Module, batches: Batches, fn: Callable[
     def body(channel: Channel) -> Sums:
         held = {n for told in channel.exchange(json.dumps(sorted(results)).encode()) for n in json.loads(told)}
         missing = [n for n in range(len(batches)) if n not in held]
-        compute(missing[channel.rank :: channel.world_size])
+        with session.whole_for(channel):
+            compute(missing[channel.rank :: channel.world_size])
         everyones: dict[int, Sums] = {}
         for told in channel.exchange(json.dumps(list(results.items())).encode()):
             everyones.update((number, sums) for number, sums in json.loads(told))

@@ -115,10 +115,10 @@ class HeldState:
         """Committed steps of the run."""
         return self.name.step if self.name is not None else 0
 
-    def capture(self) -> dict[str, Any]:
-        """The committed state. Shares memory with its parts."""
+    def capture(self, replica: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """The committed state. Shares memory with its parts. `replica`: what stands for model and optimizer; None: what this rank has."""
         return {
-            "replica": self.replica.capture(),
+            "replica": replica if replica is not None else self.replica.capture(),
             "registered": self.registered.capture(),
             "sources": {source.name: source.state_dict() for source in self.sources} | self._waiting,
             "loops": self._loops,

@@ -19,12 +19,13 @@ is `session.finish_step(apply)`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Protocol
 
 import torch
 
 from shoal_worker.elastic.contract import Leases, StepStatus
-from shoal_worker.elastic.group import Group
+from shoal_worker.elastic.group import Channel, Group
 from shoal_worker.elastic.operations import Body
 from shoal_worker.elastic.step import Step
 
@@ -41,8 +42,17 @@ class Replica(Protocol):
         """The committed state of model and optimizer, buffers included. Shares memory with them."""
         ...
 
+    def assemble(self, channel: Channel) -> dict[str, Any]:
+        """The whole committed state of model and optimizer, as one process would have it: for checkpoints. Part of an operation. May share
+        memory with the state."""
+        ...
+
+    def whole_for(self, channel: Channel) -> AbstractContextManager[None]:
+        """While open, this rank computes with the model without its peers. Opened by all ranks of an operation."""
+        ...
+
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Takes over a captured state, whole."""
+        """Takes over a captured or an assembled state."""
         ...
 
     def regroup(self, group: Group) -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -260,9 +261,13 @@ class Session:
 
     # --------------------------------------------------------------------------------------------------------- checkpoints
 
-    def capture(self) -> dict[str, Any]:
-        """The committed state: model, optimizer, registered objects, cursors. Shares memory with them."""
-        return self._held.capture()
+    def assemble(self, channel: Channel) -> dict[str, Any]:
+        """The whole committed state: model, optimizer, registered objects, cursors. May share memory with them. Part of an operation."""
+        return self._held.capture(self._held.replica.assemble(channel))
+
+    def whole_for(self, channel: Channel) -> AbstractContextManager[None]:
+        """While open, this rank computes with the model without its peers. Opened by all ranks of an operation."""
+        return self._held.replica.whole_for(channel) if self._held.has_replica else nullcontext()
 
     def replace_state(self, channel: Channel, captured: Mapping[str, Any] | None) -> None:
         """Gives all ranks the state that the first one read from a checkpoint (`captured`; None on the others). Part of an operation."""

@@ -50,6 +50,8 @@ class ShardedExecution:
         self._order: list[list[Unit]] = []
         """Units in the order of the last forward pass, for prefetching."""
         self._visited: list[list[Unit]] = []
+        self.pinned = False
+        """What is gathered stays until `free_all`."""
         self._in_backward = False
         self._ready: dict[Unit, int] = {}
         """Parameters of a unit that have their gradient in this backward pass."""
@@ -78,6 +80,7 @@ class ShardedExecution:
 
     def free_all(self) -> None:
         """Back to what is held at rest."""
+        self.pinned = False
         for unit in self.units:
             unit.free()
 
@@ -156,7 +159,7 @@ class ShardedExecution:
                 torch.autograd.graph.register_multi_grad_hook(entrances, lambda _: self._before_backward(own), mode="any")
         else:
             is_root = False  # nobody will come back to it
-        if not is_root:
+        if not is_root and not self.pinned:
             for unit in own:
                 unit.free()
 

@@ -61,6 +61,23 @@ class ShardedOptimizerState:
                     state[key] = flat[cut.offset : cut.offset + cut.length].clone()
                 self._optimizer.state[piece] = state
 
+    def cut(self, unit: Unit, keys: Mapping[str, torch.dtype], world_size: int, position: int, mirrored: int | None) -> None:
+        """Cuts a unit that is whole here, values and state: see `Unit.cut`."""
+        scalars = self.scalars(unit)
+        wholes = {key: self.shard(unit, unit.own, key, dtype) for key, dtype in keys.items()}
+        numel = unit.layout.numel
+        unit.cut(world_size, position, mirrored)
+        size = unit.layout.shard_numel
+        shards: dict[int, dict[str, torch.Tensor]] = {}
+        for where in {position, mirrored} - {None}:
+            assert where is not None
+            shards[where] = {}
+            for key, whole in wholes.items():
+                padded = torch.zeros(unit.layout.padded_numel, dtype=whole.dtype, device=whole.device)
+                padded[:numel] = whole[:numel]
+                shards[where][key] = padded[where * size : (where + 1) * size]
+        self.replace(unit, scalars, shards)
+
     def _of(self, piece: torch.Tensor) -> dict[str, Any]:
         state: dict[str, Any] = self._optimizer.state.get(piece, {}) if self._optimizer is not None else {}
         return state

@@ -128,6 +128,23 @@ class Unit:
         if self.stage is Stage.PARAMETERS:
             self.free()
 
+    def make_whole(self, flat: torch.Tensor | None = None) -> None:
+        """Holds all of it here, as a world of one would, with these values, or any."""
+        self.finish_gathering()
+        self._replace(layout_of(self.parameters, 1))
+        if flat is not None:
+            self._full.copy_(flat)
+        self._gathered = True
+        self.own.hold(0, self._full, self.layout)
+        self.mirror.hold(None, self._full[:0], self.layout)
+
+    def fill(self, flat: torch.Tensor) -> None:
+        """The whole values, from elsewhere than a gathering; the cut stays."""
+        self.finish_gathering()
+        self._allocate()
+        self._full[: self.layout.numel] = flat
+        self._gathered = True
+
     def _replace(self, layout: UnitLayout) -> None:
         self.layout = layout
         self._full = torch.zeros(layout.padded_numel, dtype=self.dtype, device=self.device)
@@ -149,9 +166,14 @@ class Unit:
         """Begins to fetch the whole parameters. False: they are here, or on their way."""
         if self._gathered or self._gathering is not None:
             return False
-        self._full.untyped_storage().resize_(self._full.numel() * self._full.element_size())
+        self._allocate()
         self._gathering = collectives.all_gather(self._full, self.own.shard)
         return True
+
+    def _allocate(self) -> None:
+        storage, size = self._full.untyped_storage(), self._full.numel() * self._full.element_size()
+        if storage.nbytes() != size:
+            storage.resize_(size)
 
     def finish_gathering(self) -> None:
         """Returns when what was begun is here, or the step is lost."""

@@ -7,6 +7,7 @@ step begins, commits, is lost) and registered in `registry.py`.
 from __future__ import annotations
 
 import abc
+import contextlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
@@ -16,6 +17,7 @@ from torch import nn
 
 from shoal_worker.config import ShardingConfiguration
 from shoal_worker.elastic.contract import StepStatus
+from shoal_worker.elastic.group import Channel
 from shoal_worker.elastic.modes import evaluating
 from shoal_worker.elastic.session import Session
 
@@ -112,6 +114,10 @@ class ShardedModel(nn.Module, abc.ABC):
         """Scales the gradients so that their norm over all parameters of all ranks is at most `max_norm`; returns the norm before."""
 
     # ---------------------------------------------------------------------------------------------------------------- state
+
+    def whole_for(self, channel: Channel) -> contextlib.AbstractContextManager[None]:
+        """While open, this rank can compute without its peers: it has the whole parameters. Opened by all ranks of an operation."""
+        return contextlib.nullcontext()
 
     @abc.abstractmethod
     def gather_full_parameters(self) -> dict[str, torch.Tensor]:

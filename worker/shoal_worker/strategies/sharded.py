@@ -1,13 +1,14 @@
-"""What zero1, zero2, zero3 and fsdp have in common: a model and an optimizer whose parts are cut over the ranks.
+"""What zero1, zero2 and zero3 have in common: a model and an optimizer whose parts are cut over the ranks.
 
-They differ in what is cut (`Stage`) and in what is gathered at once (`groups`). (Rajbhandari et al., "ZeRO", SC 2020, sections 5 and 7; Zhao
-et al., "PyTorch FSDP", VLDB 2023, section 3.) The optimizer updates flat pieces of parameters. That is right for optimizers that treat each
-element by itself, which most do; others are refused.
+They differ in what is cut (`Stage`) and in what is gathered at once (`groups`). (Rajbhandari et al., "ZeRO", SC 2020, sections 5 and 7;
+Zhao et al., "PyTorch FSDP", VLDB 2023, section 3.) The optimizer updates flat pieces of parameters. That is right for optimizers that treat
+each element by itself, which most do; others are refused.
 
 How a step ends, so that it outlives the death of a rank:
 
 1. The gradients are summed; each rank has its shard's.
-2. Each rank passes that sum on to its buddy, who mirrors the shard: parameters and optimizer state, as further pieces of the same optimizer.
+2. Each rank passes that sum on to its buddy, who mirrors the shard: parameters and optimizer state, as further pieces of the same
+   optimizer.
 3. The closing: one small all-reduce with the control word, the gradients' norm, which parameters were used, how the buffers changed. When
    a rank has seen it, every rank has done 2, so every rank can apply the step, and every mirror can for its owner.
 4. Owners and mirrors apply the same update.
@@ -18,25 +19,30 @@ the state that is the same on all ranks, and apply the step too (`restore`). The
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
 import torch
-from shoal_common.errors import ConfigurationError, PreconditionError
+from shoal_common.errors import ConfigurationError, MembershipChanged, PreconditionError
 from torch import nn
 
 from shoal_worker.elastic.contract import Leases, StepStatus
-from shoal_worker.elastic.group import Group
+from shoal_worker.elastic.group import Channel, Group, LocalChannel
 from shoal_worker.elastic.step import CONTROL_LENGTH
+from shoal_worker.failpoints import failpoint
+from shoal_worker.sharding.assembling import assemble
 from shoal_worker.sharding.collectives import SessionCollectives
+from shoal_worker.sharding.exact import DIGITS, from_digits, square_digits
 from shoal_worker.sharding.execution import ShardedExecution
 from shoal_worker.sharding.optimizer_state import ShardedOptimizerState
 from shoal_worker.sharding.partition import Group as ParameterGroup
 from shoal_worker.sharding.partition import alike
-from shoal_worker.sharding.resharding import Cut, Held, buddy_stride, hold, reshard
+from shoal_worker.sharding.resharding import VALUES, Cut, Held, buddy_stride, hold, reshard
 from shoal_worker.sharding.unit import Stage, Unit
+from shoal_worker.sharding.whole_state import Place, optimizer_state, spread
 from shoal_worker.strategies.base import ShardedModel, ShardedOptimizer, call_module, check_optimizer_covers, loss_of
 from shoal_worker.strategies.buffers import CommittedBuffers
 
@@ -88,6 +94,8 @@ class ShardedParametersModel(ShardedModel):
         self._trained = [unit for unit in self._units if unit.trained]
         self._step_buffers = CommittedBuffers(self.module)
         self._optimizer: torch.optim.Optimizer | None = None
+        self._places: list[list[Place]] = []
+        """The parameters of the optimizer's groups, in the user's order."""
         self._state = ShardedOptimizerState(None)
         self._cut: Cut | None = None
         """None: the parameters are whole, on every rank."""
@@ -118,6 +126,8 @@ class ShardedParametersModel(ShardedModel):
             for unit, holding in holdings:
                 for parameter, piece in zip(unit.parameters, holding.pieces, strict=True):
                     pieces.setdefault(id(parameter), []).append(piece)
+            where = {id(p): (u, i) for u, unit in enumerate(self._units) for i, p in enumerate(unit.parameters)}
+            self._places = [[where[id(p)] for p in group["params"]] for group in optimizer.param_groups]
             for group in optimizer.param_groups:
                 group["params"] = [piece for p in group["params"] for piece in pieces[id(p)]]
         self._optimizer = optimizer
@@ -221,8 +231,7 @@ class ShardedParametersModel(ShardedModel):
     def restore(self, state: Mapping[str, Any]) -> None:
         """See `Replica`. A rank that holds shards applies the one step that it has not."""
         if "model" in state:
-            self.module.load_state_dict(state["model"])
-            self._step_buffers.commit()
+            self._restore_whole(state)
             return
         if self._cut is not None and state["applied"] != self._applied:
             self._roll_forward(Closing(**state["closing"]) if state["closing"] is not None else None)
@@ -233,6 +242,17 @@ class ShardedParametersModel(ShardedModel):
         self._scalars = state["scalars"]
         self._keys = [{k: getattr(torch, v) for k, v in own.items()} for own in state["keys"]]
         self._execution.passed = [(kind, number) for kind, number in state["passed"]]
+
+    def _restore_whole(self, state: Mapping[str, Any]) -> None:
+        for unit in self._units:
+            unit.make_whole()
+        self.module.load_state_dict(state["model"])
+        self._step_buffers.commit()
+        saved = state["optimizer"]
+        if saved is not None and self._optimizer is not None:
+            spread(self._places, saved, self._units, self._state)
+            self._use([{k: v for k, v in group.items() if k != "params"} for group in saved["param_groups"]])
+        self._cut, self._before, self._closing = None, None, None
 
     def _roll_forward(self, closing: Closing | None) -> None:
         if closing is None or closing.number != self._applied + 1 or not self._sealed:
@@ -260,14 +280,61 @@ class ShardedParametersModel(ShardedModel):
         if self._cut is not None:
             self._scalars = [self._state.scalars(unit) for unit in self._units]
             self._keys = [self._state.element_keys(unit) for unit in self._units]
-        held = [hold(self._units, self._state, self._cut, self._keys)] if self._cut is not None else []
-        if self._before is not None:
-            held.append(self._before)
+        held = self._held(self._keys)
         cut = reshard(self._units, self._state, held, self._scalars, self._keys, group, number=number, stride=stride)
         self._before = held[0] if held else None
         self._cut, self._stride = cut, stride
         if self.stage is not Stage.PARAMETERS:
             self._execution.gather_all()
+
+    def _held(self, keys: Sequence[Mapping[str, torch.dtype]]) -> list[Held]:
+        """The cuts of which this rank holds shards."""
+        held = [hold(self._units, self._state, self._cut, keys)] if self._cut is not None else []
+        return held + ([self._before] if self._before is not None else [])
+
+    @torch.no_grad()
+    def assemble(self, channel: Channel) -> dict[str, Any]:
+        """See `Replica`."""
+        keys = [self._state.element_keys(unit) for unit in self._units]
+        if self._cut is not None:
+            wholes = assemble(self._units, self._held(keys), keys, channel)
+        else:
+            wholes = [
+                {VALUES: unit.own.shard, **{key: self._state.shard(unit, unit.own, key, dtype) for key, dtype in own.items()}}
+                for unit, own in zip(self._units, keys, strict=True)
+            ]
+        scalars = [self._state.scalars(unit) for unit in self._units]
+        optimizer = optimizer_state(self._places, self._settings(), self._units, scalars, wholes) if self._optimizer is not None else None
+        return {"model": self._named(wholes), "optimizer": optimizer}
+
+    def _named(self, wholes: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        """The module's state dict with these values of its parameters."""
+        values: dict[str, torch.Tensor] = {}
+        views = {
+            id(parameter): view
+            for unit, whole in zip(self._units, wholes, strict=True)
+            for parameter, view in zip(unit.parameters, unit.layout.views(whole[VALUES]), strict=True)
+        }
+        parameters = dict(self.module.named_parameters(remove_duplicate=False))
+        for name, value in self.module.state_dict().items():
+            values[name] = views[id(parameters[name])] if name in parameters else value
+        return values
+
+    @contextlib.contextmanager
+    def whole_for(self, channel: Channel) -> Iterator[None]:
+        """See `ShardedModel`."""
+        if self._cut is None or isinstance(channel, LocalChannel):
+            yield
+            return
+        wholes = assemble(self._units, self._held([{}] * len(self._units)), [{}] * len(self._units), channel)
+        with torch.no_grad():
+            for unit, whole in zip(self._units, wholes, strict=True):
+                unit.fill(whole[VALUES])
+        self._execution.pinned = True
+        try:
+            yield
+        finally:
+            self._execution.free_all()
 
     def has_values(self) -> bool:
         """See `Replica`."""
@@ -286,7 +353,7 @@ class ShardedParametersModel(ShardedModel):
                 self._stride = buddy_stride([peer.host for peer in group.generation.peers])
             mirrored = (rank - self._stride) % world_size if world_size > 1 else None
             for unit in self._units:
-                unit.cut(world_size, rank, mirrored)
+                self._state.cut(unit, self._state.element_keys(unit), world_size, rank, mirrored)
             self._execution.free_all()
             self._cut = Cut(number=step.placement.generation, world_size=world_size, position=rank, mirrored=mirrored)
         elif self.stage is not Stage.PARAMETERS:
@@ -322,30 +389,48 @@ class ShardedParametersModel(ShardedModel):
         self._execution.reduce_rest()
         if step.lost is not None or not self._seal():
             return
+        failpoint("sharded.sealed")
         word = torch.tensor(session.control_word(), dtype=torch.float64)
         weights = torch.tensor([self._weights], dtype=torch.float64)
-        norm = torch.zeros(1, dtype=torch.float64)
-        for unit in self._trained:
-            if unit.own.gradient is not None:
-                norm += unit.own.gradient.double().square().sum().cpu()
+        norm = self._norm_part()
         present = torch.tensor([float(flag) for unit in self._trained for flag in unit.touched], dtype=torch.float64)
         if not step.in_micro_batches:
             self._changes = self._step_buffers.changes(_WIDE) * (step.share.weight / (step.share.total_weight or 1.0))
         changes = torch.zeros(self._step_buffers.size, dtype=torch.float64) if self._changes is None else self._changes
         summed = torch.cat([word, weights, norm, present, changes])
-        if not self._collectives.all_reduce(summed).wait():
+        if not self._collectives.all_reduce(summed).wait() or not self._passes("reduction.completed"):
             return
-        word, weights, norm, present, changes = summed.split([CONTROL_LENGTH, 1, 1, len(present), len(changes)])
+        word, weights, norm, present, changes = summed.split([CONTROL_LENGTH, 1, len(norm), len(present), len(changes)])
         total = (float(weights) or 1.0) if step.in_micro_batches else 1.0
         self._closing = Closing(
             number=self._applied + 1,
             divisor=total if self.config.loss_reduction == "mean" else 1.0,
-            squared_norm=float(norm),
+            squared_norm=self._norm_from(norm),
             present=[count > 0 for count in present.tolist()],
             changes=changes / total,
         )
         self._hand_out(self._closing)
         session.take_control_word(word.tolist())
+
+    def _passes(self, name: str) -> bool:
+        try:
+            failpoint(name)
+        except MembershipChanged as error:
+            self._session.mark_lost(error)
+            return False
+        return True
+
+    def _norm_part(self) -> torch.Tensor:
+        """What this rank's gradients add to the squared norm; as digits too where its bits must not depend on the number of ranks."""
+        gradients = [unit.own.gradient for unit in self._trained if unit.own.gradient is not None]
+        plain = torch.stack([g.double().square().sum().cpu() for g in gradients] or [torch.zeros((), dtype=torch.float64)]).sum().view(1)
+        if not self.config.deterministic:
+            return plain
+        digits = [square_digits(g.float()) for g in gradients] if plain.isfinite() else []
+        return torch.cat([plain, torch.stack(digits).sum(0) if digits else torch.zeros(DIGITS, dtype=torch.float64)])
+
+    def _norm_from(self, summed: torch.Tensor) -> float:
+        return from_digits(summed[1:].tolist()) if self.config.deterministic and summed[0].isfinite() else float(summed[0])
 
     def _seal(self) -> bool:
         """Passes the summed gradients on to the buddy. False: the step is lost."""
@@ -404,20 +489,22 @@ class ShardedParametersModel(ShardedModel):
 
     # ---------------------------------------------------------------------------------------------------------------- state
 
-    @torch.no_grad()
     def gather_full_parameters(self) -> dict[str, torch.Tensor]:
         """See `ShardedModel`. Every rank calls it."""
-        self._execution.gather_all()
-        whole = {name: p.detach().clone() for name, p in self.module.named_parameters()}
-        self._execution.free_all()
-        return whole
+        parameters = {name for name, _ in self.module.named_parameters()}
+        return {name: value for name, value in self.full_state_dict().items() if name in parameters}
 
-    @torch.no_grad()
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
         """See `ShardedModel`. Every rank calls it."""
-        self._execution.gather_all()
-        whole = {} if rank0_only and self._session.rank != 0 else {k: v.detach().clone() for k, v in self.module.state_dict().items()}
-        self._execution.free_all()
+        whole: dict[str, torch.Tensor] = {}
+
+        def body(channel: Channel) -> None:
+            with self.whole_for(channel):
+                copies = {name: value.detach().clone() for name, value in self.module.state_dict().items()}
+            whole.update({} if rank0_only and channel.rank != 0 else copies)
+            channel.exchange(b"")  # who comes out of this knows that all have theirs
+
+        self._session.operation("full_state_dict", body)
         return whole
 
     @property

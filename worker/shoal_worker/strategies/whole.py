@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from shoal_common.errors import CorruptDataError
 
-from shoal_worker.elastic.group import Group
+from shoal_worker.elastic.group import Channel, Group
 from shoal_worker.state.serial import dump_tensors, load_tensors
 from shoal_worker.strategies.base import ShardedModel
 
@@ -29,6 +31,14 @@ class WholeModel(ShardedModel):
         tensors, _ = load_tensors(data)
         self._check_fits(tensors)
         self.module.load_state_dict(tensors)
+
+    def assemble(self, channel: Channel) -> dict[str, Any]:
+        """See `Replica`: it is whole."""
+        return self.capture()
+
+    @abc.abstractmethod
+    def capture(self) -> dict[str, Any]:
+        """See `Replica`."""
 
     def regroup(self, group: Group) -> None:
         """See `Replica`: every rank holds all of it."""

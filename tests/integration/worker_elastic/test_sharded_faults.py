@@ -1,0 +1,105 @@
+"""Strategies whose state is cut over the ranks lose nothing to a death: mirrors stand in. Every run ends bit for bit as one worker's."""
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.worker_async.async_cluster import Zygote, eventually
+from tests.integration.worker_elastic.cluster import cluster
+from tests.integration.worker_elastic.test_faults import EPOCHS, check_same_run
+
+
+@pytest.fixture(scope="module")
+def alone(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The run of one worker, without a fault; the three stages do the same arithmetic."""
+    with cluster(zygote, tmp_path_factory.mktemp("alone"), max_workers=1, EPOCHS=str(EPOCHS), MICRO="1", STRATEGY="zero1") as running:
+        running.start(0)
+        (result,) = running.finish(0)
+    return result
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
+def test_three_workers_end_with_the_parameters_of_one(zygote: Zygote, tmp_path: Path, alone: dict[str, Any], strategy: str) -> None:
+    with cluster(zygote, tmp_path, EPOCHS=str(EPOCHS), MICRO="1", STRATEGY=strategy) as running:
+        for index in range(3):
+            running.start(index)
+        check_same_run(running.finish(0, 1, 2), alone, running)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "failpoint"),
+    [
+        ("zero1", "sharded.sealed@15=kill"),
+        ("zero2", "reduction.completed@15=kill"),
+        ("zero3", "session.before_apply@15=kill"),
+        ("zero1", "session.after_apply@15=kill"),
+        ("zero3", "session.after_commit@40=kill"),
+        ("zero3", "session.in_operation@3=kill"),
+        ("zero2", "session.after_operation@4=kill"),
+    ],
+)
+def test_a_worker_killed_at_any_moment_costs_the_others_nothing(
+    zygote: Zygote, tmp_path: Path, alone: dict[str, Any], strategy: str, failpoint: str
+) -> None:
+    with cluster(zygote, tmp_path, EPOCHS=str(EPOCHS), MICRO="1", STRATEGY=strategy) as running:
+        running.start(0)
+        running.start(1, SHOAL_FAILPOINTS=failpoint)
+        running.start(2)
+        check_same_run(running.finish(0, 2), alone, running)
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+def test_a_rank_that_missed_the_closing_of_a_step_applies_it_when_a_peer_has(
+    zygote: Zygote, tmp_path: Path, alone: dict[str, Any], strategy: str
+) -> None:
+    with cluster(zygote, tmp_path, EPOCHS=str(EPOCHS), MICRO="1", STRATEGY=strategy) as running:
+        running.start(0)
+        running.start(1, SHOAL_FAILPOINTS="reduction.completed@15=lose")
+        running.start(2)
+        results = running.finish(0, 1, 2)
+        assert results[1]["lost"] == 1
+        check_same_run(results, alone, running)
+
+
+def test_a_replacement_is_given_its_shards_and_a_drained_worker_leaves_its_own_behind(
+    zygote: Zygote, tmp_path: Path, alone: dict[str, Any]
+) -> None:
+    with cluster(zygote, tmp_path, EPOCHS=str(EPOCHS), MICRO="1", STRATEGY="zero3") as running:
+        with running.held():
+            for index in range(3):
+                running.start(index)
+            running.wait_steps(1)
+            running.signal(1, signal.SIGKILL)
+            running.start(3)
+            running.wait_ranked(3)
+            running.wait_steps(running.steps() + 1)
+            running.signal(2, signal.SIGTERM)
+            assert running.workers.pop(2).wait() == 0
+        check_same_run(running.finish(0, 3), alone, running)
+
+
+def test_a_checkpoint_of_one_strategy_is_resumed_by_another_on_other_ranks(zygote: Zygote, tmp_path: Path, alone: dict[str, Any]) -> None:
+    (tmp_path / "first").mkdir()
+    (tmp_path / "second").mkdir()
+    saved = {"MICRO": "1", "CHECKPOINTS": str(tmp_path / "checkpoints")}
+    with cluster(zygote, tmp_path / "first", EPOCHS="2", STRATEGY="zero3", **saved) as running:
+        for index in range(3):
+            running.start(index)
+        running.finish(0, 1, 2)
+    with cluster(zygote, tmp_path / "second", max_workers=2, EPOCHS=str(EPOCHS), STRATEGY="zero1", **saved) as running:
+        for index in range(2):
+            running.start(index)
+        results = running.finish(0, 1)
+    assert {r["digest"] for r in results} == {alone["digest"]}
+
+
+def test_two_neighbours_that_die_at_once_are_a_loss_that_is_named(zygote: Zygote, tmp_path: Path) -> None:
+    with cluster(zygote, tmp_path, max_workers=4, EPOCHS=str(EPOCHS), MICRO="1", STRATEGY="zero3") as running:
+        for index in range(4):
+            running.start(index, **({"SHOAL_FAILPOINTS": "session.before_apply@15=kill"} if index in (1, 2) else {}))
+        for index in (0, 3):
+            eventually(running.workers[index].ended.is_set, "the survivors' end")
+        output = "".join(path.read_text() for path in tmp_path.rglob("*.log"))
+        assert "nobody holds the shards" in output

@@ -1,0 +1,56 @@
+"""Puts vectors together that are cut over ranks, in an operation between steps.
+
+By messages to all members instead of an all-gather: in an operation the newest group may have spectators, and the shards may still be cut
+for the group before, with mirrors in the place of ranks that are gone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from shoal_worker.elastic.group import Channel
+from shoal_worker.sharding.layout import layout_of
+from shoal_worker.sharding.moving import senders
+from shoal_worker.sharding.resharding import NO_CUT, VALUES, Held, newest_complete
+from shoal_worker.sharding.unit import Unit
+
+
+def assemble(
+    units: Sequence[Unit], held: Sequence[Held], keys: Sequence[Mapping[str, torch.dtype]], channel: Channel
+) -> list[dict[str, torch.Tensor]]:
+    """The whole vectors of each unit, flat, without padding. `held`, `keys`: see `reshard`; no keys give the values alone.
+
+    Raises:
+        ShardsLostError: no cut is complete any more.
+        MembershipChanged: the group is over.
+    """
+    row = ([value for each in held for value in each.cut.row()] + NO_CUT * 2)[: 2 * len(NO_CUT)]
+    rows = [json.loads(told) for told in channel.exchange(json.dumps(row).encode())]
+    chosen, world_size, holders = newest_complete(rows)
+    sends = senders(holders, world_size)
+    mine = next((each for each in held if each.cut.number == chosen), None)
+    wholes = []
+    for index, unit in enumerate(units):
+        whole: dict[str, torch.Tensor] = {}
+        size = layout_of(unit.parameters, world_size).shard_numel
+        for name, dtype in {VALUES: unit.dtype, **keys[index]}.items():
+            sent = [p for p in range(world_size) if sends[p] == channel.rank]
+            payload = b"".join(_bytes(mine.vectors[index][p][name]) for p in sent) if mine is not None else b""
+            answers = channel.exchange(payload)
+            flat = torch.empty(size * world_size, dtype=dtype)
+            for rank, answer in enumerate(answers):
+                positions = [p for p in range(world_size) if sends[p] == rank]
+                if positions:
+                    received = torch.frombuffer(bytearray(answer), dtype=dtype).view(len(positions), size)
+                    flat.view(world_size, size)[positions] = received
+            whole[name] = flat[: unit.layout.numel].to(unit.device)
+        wholes.append(whole)
+    return wholes
+
+
+def _bytes(shard: torch.Tensor) -> bytes:
+    # A copy: a storage that numpy has seen cannot be given back.
+    return shard.detach().to("cpu", copy=True).view(torch.uint8).numpy().tobytes()

@@ -1,0 +1,63 @@
+"""Model and optimizer state in the form that one process would have: under the module's names, with whole shapes, indexed as torch's
+optimizers do. What every strategy saves, and can load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from shoal_worker.sharding.optimizer_state import ShardedOptimizerState
+from shoal_worker.sharding.resharding import VALUES
+from shoal_worker.sharding.unit import Unit
+
+Place = tuple[int, int]
+"""A parameter: index of its unit, and in the unit."""
+
+
+def optimizer_state(
+    places: Sequence[Sequence[Place]],
+    settings: Sequence[Mapping[str, Any]],
+    units: Sequence[Unit],
+    scalars: Sequence[Sequence[Mapping[str, Any]]],
+    wholes: Sequence[Mapping[str, torch.Tensor]],
+) -> dict[str, Any]:
+    """As `torch.optim.Optimizer.state_dict()` of one process. `places`: the parameters of each group."""
+    state: dict[int, dict[str, Any]] = {}
+    groups, number = [], 0
+    for group, own in zip(places, settings, strict=True):
+        groups.append({**own, "params": list(range(number, number + len(group)))})
+        for unit_index, index in group:
+            unit = units[unit_index]
+            kept = dict(scalars[unit_index][index])
+            if kept:
+                for name, flat in wholes[unit_index].items():
+                    if name != VALUES:
+                        kept[name] = unit.layout.views(flat)[index]
+                state[number] = kept
+            number += 1
+    return {"state": state, "param_groups": groups}
+
+
+def spread(places: Sequence[Sequence[Place]], saved: Mapping[str, Any], units: Sequence[Unit], state: ShardedOptimizerState) -> None:
+    """Gives units that are whole here the optimizer state of `optimizer_state`."""
+    by_unit: list[list[dict[str, Any]]] = [[{} for _ in unit.parameters] for unit in units]
+    number = 0
+    for group in places:
+        for unit_index, index in group:
+            by_unit[unit_index][index] = dict(saved["state"].get(number, {}))
+            number += 1
+    for unit, states in zip(units, by_unit, strict=True):
+        vectors: dict[str, torch.Tensor] = {}
+        scalars: list[dict[str, Any]] = []
+        for index, (parameter, own) in enumerate(zip(unit.parameters, states, strict=True)):
+            scalars.append({})
+            for key, value in own.items():
+                if isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == parameter.shape:
+                    flat = vectors.setdefault(key, torch.zeros(unit.layout.padded_numel, dtype=value.dtype, device=unit.device))
+                    unit.layout.views(flat)[index].copy_(value)
+                else:
+                    scalars[index][key] = value
+        state.replace(unit, scalars, {0: vectors})

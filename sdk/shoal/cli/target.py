@@ -28,8 +28,8 @@ def target(coordinator: str | None, job: str | None) -> Iterator[Target]:
     if coordinator:
         settings = channel_settings(coordinator)
     else:
-        record = newest_cluster()
-        job = job or record.job_id
+        record = newest_cluster(job=job)
+        job = record.job_id
         settings = ChannelSettings(address=record.coordinator)
     with CoordinatorClient(settings) as client:
         yield Target(client=client, job_id=job or _only_job(client, settings.address))

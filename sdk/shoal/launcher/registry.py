@@ -95,9 +95,19 @@ def running_clusters(directory: Path | None = None) -> list[ClusterRecord]:
     return sorted(found, key=lambda record: record.started_unix_s, reverse=True)
 
 
-def newest_cluster(directory: Path | None = None) -> ClusterRecord:
-    """Raises UnknownResourceError, with the remedy, when none runs."""
+def newest_cluster(directory: Path | None = None, *, job: str | None = None) -> ClusterRecord:
+    """The newest, or that of `job`. Raises UnknownResourceError, with the remedy, when there is none."""
     clusters = running_clusters(directory)
+    if clusters and job is not None:
+        named = [record for record in clusters if record.job_id == job]
+        if not named:
+            there = ", ".join(record.job_id for record in clusters)
+            raise UnknownResourceError(
+                f"no cluster of yours on this machine runs job {job!r} (there are: {there}); "
+                "name its coordinator with --coordinator HOST:PORT",
+                reason="CLUSTER_UNKNOWN",
+            )
+        return named[0]
     if not clusters:
         raise UnknownResourceError(
             "no cluster of yours runs on this machine; start one (shoal run --standalone --nproc-per-node 3 train.py), "

@@ -199,6 +199,6 @@ def worker_command(program: str, arguments: Sequence[str], *, module: bool, pyth
         return (sys.executable, "-u", "-m", program, *arguments)
     if not Path(program).is_file():
         raise ConfigurationError(
-            f"the script {program!r} does not exist here ({Path.cwd()}); for a module use -m, for another program --no-python"
+            f"the script {program!r} does not exist here ({Path.cwd()}); for a module use -m, for another program shoal run --no-python"
         )
     return (sys.executable, "-u", program, *arguments)

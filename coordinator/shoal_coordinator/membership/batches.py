@@ -89,14 +89,19 @@ class Ledger:
             self._answers[member_id] = Answer(sequence=sequence, batches=tuple(batches))
         return tuple(batches)
 
-    def give_back(self, member_id: str) -> int:
-        """Takes the leases of a member that is gone; returns how many there were."""
+    def take_back(self, member_id: str) -> int:
+        """What a member holds is to be dealt again; returns how many batches there were."""
         batches = self._leased.pop(member_id, ())
         for batch in batches:
             heapq.heappush(self._returned, batch)
+        self.changed |= bool(batches)
+        return len(batches)
+
+    def give_back(self, member_id: str) -> int:
+        """Takes the leases of a member that is gone, and forgets its requests; returns how many leases there were."""
         self._answers.pop(member_id, None)
         self.changed = True
-        return len(batches)
+        return self.take_back(member_id)
 
     def holds_of(self, member_id: str) -> bool:
         """There is something of this member to give back."""

@@ -22,7 +22,7 @@ class Leased:
 
 
 def batches_leased(draft: Draft, event: BatchesLeased) -> Leased:
-    """A member acknowledges batches and asks for more, first come first served."""
+    """A member acknowledges batches and asks for more, first come first served; or for none, and gives back those that it has."""
     live_member(draft, event.member_id)
     epochs = draft.epochs_of(event.loader)
     if epochs and event.epoch not in epochs and event.epoch < max(epochs):
@@ -45,6 +45,8 @@ def batches_leased(draft: Draft, event: BatchesLeased) -> Leased:
     if repeated is not None and event.sequence < repeated.sequence:
         raise InvalidRequestError(f"sequence={event.sequence}: member {event.member_id} has sent {repeated.sequence} before")
     ledger.finish(event.member_id, event.finished)
+    if event.want == 0:
+        ledger.take_back(event.member_id)
     batches = repeated.batches if repeated is not None else ledger.lease(event.member_id, event.want, event.sequence)
     done = ledger.is_done
     wait = event.want > 0 and not batches and not done

@@ -178,10 +178,14 @@ def test_batches_are_leased_once_and_those_of_the_dead_again(make_job: MakeJob) 
 
     assert list(lease("a", 2).batches) == [0, 1]
     assert list(lease("b", 2).batches) == [2, 3]
+    assert not lease("b", 0, (2,), sequence=1).batches  # it leaves its loop
+    assert list(lease("b", 1).batches) == [3]
+    assert not lease("b", 0, sequence=2).batches
+    assert list(lease("b", 1, sequence=3).batches) == [3]
     b.kill()
     assert a.generation(lambda g: g.number == 2)
-    assert list(lease("a", 5, (0, 1)).batches) == [2, 3, 4]
-    waiting = lease("a", 1, (2, 3))
+    assert list(lease("a", 5, (0, 1)).batches) == [3, 4]
+    waiting = lease("a", 1, (3,))
     assert not waiting.batches
     assert not waiting.epoch_done
     assert waiting.retry_after_ms > 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from shoal_worker.asynchronous.leases import LocalLeases
 from shoal_worker.elastic.contract import Leases
 
@@ -26,9 +28,18 @@ def test_epochs_and_loaders_are_dealt_apart() -> None:
     assert ask(leases, loader="other").batches == (0,)
 
 
+def test_what_is_given_back_comes_again() -> None:
+    leases = LocalLeases()
+    lease = functools.partial(leases.lease, loader="a", epoch=0, batches_in_epoch=4)
+    assert lease(finished=(), want=3).batches == (0, 1, 2)
+    assert not lease(finished=(0,), want=0).epoch_done
+    assert lease(finished=(), want=3).batches == (1, 2, 3)
+    assert lease(finished=(1, 2, 3), want=1).epoch_done
+
+
 def test_acknowledging_twice_changes_nothing() -> None:
     leases = LocalLeases()
     ask(leases, want=3)
-    ask(leases, want=0, finished=(0, 1))
-    assert ask(leases, want=0, finished=(1, 2)).epoch_done
+    ask(leases, finished=(0, 1))
+    assert ask(leases, finished=(1, 2)).epoch_done
     assert ask(leases, want=0, finished=(2,)).epoch_done

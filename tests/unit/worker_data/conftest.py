@@ -93,6 +93,10 @@ class FakeCoordinator:
         held = self.held.setdefault(epoch, {})
         for batch in finished:
             held.pop(batch, None)
+        if want == 0:
+            free[:0] = [batch for batch, by in held.items() if by is holder]
+            for batch in free:
+                held.pop(batch, None)
         taken, free[:] = free[:want], free[want:]
         held.update(dict.fromkeys(taken, holder))
         return Leases(batches=tuple(taken), epoch_done=not free and not held, retry_after_s=0.0)

@@ -96,6 +96,28 @@ def test_leaving_the_loop_acknowledges_what_was_finished(alone, coordinator):
     assert coordinator.held == {0: {}}
 
 
+def test_leaving_the_loop_gives_back_what_was_leased_ahead(members, coordinator):
+    one, other = members(2, n=12, num_workers=2)
+    one.take()
+    assert coordinator.held[0].keys() == {0, 1, 2}
+    one.commit()
+    with one.clock.current():
+        one.iterator.close()
+    assert not coordinator.held[0]
+    done = 0
+    while other.take() is not None:
+        done += other.commit()
+    assert done == 9
+
+
+def test_a_batch_that_was_handed_out_is_not_given_back_while_its_step_may_still_be_finished(alone, coordinator):
+    loader = make(12)
+    for _ in loader:
+        break
+    assert coordinator.held[0].keys() == {0}
+    loader.committed(alone.placement)
+
+
 def test_a_failed_acknowledgement_at_the_end_is_logged_not_raised(alone, caplog):
     loader = make(6)
     iterator = iter(loader)

@@ -1,4 +1,6 @@
-"""The batches of one epoch that this member holds a lease on: taken first come first served, given back by finishing them.
+"""The batches of one epoch that this member holds a lease on: taken first come first served, in the order of leasing, one at a time.
+
+They end by being finished, or are given back when the loop is left.
 
 For asynchronous training: there is no common step, so no rank knows beforehand which batches it gets.
 """
@@ -60,9 +62,11 @@ class LeasedBatches:
         self._current = None
 
     def acknowledge(self, clock: StepClock) -> None:
-        """Tells the coordinator at once: there may be no next lease."""
-        if self._finished:
+        """The loop is left, and there may be no next lease: tells the coordinator what is finished, and gives the other batches back. Not
+        while one is handed out, which may still be finished."""
+        if self._current is None and (self._finished or self._held):
             self._lease(clock, 0)
+            self._held.clear()
 
     def _lease(self, clock: StepClock, want: int) -> Leases:
         answer = clock.lease_batches(

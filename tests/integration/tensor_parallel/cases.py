@@ -210,7 +210,7 @@ def multihead_options(mesh: DeviceMesh) -> None:
         same_gradients(alone, split, state)
 
 
-def checkpointed_copied_frozen(mesh: DeviceMesh) -> None:
+def checkpointed_copied_compiled_frozen(mesh: DeviceMesh) -> None:
     torch.manual_seed(0)
     alone = NanoGpt(dropout=0.2).double()
     alone.transformer.h[0].attn.requires_grad_(False)
@@ -219,7 +219,7 @@ def checkpointed_copied_frozen(mesh: DeviceMesh) -> None:
     block = split.transformer.h[0]
     run_block = block.forward
     block.forward = lambda x: checkpoint(run_block, x, use_reentrant=False)
-    for model in (split, copied):
+    for model in (split, torch.compile(copied, backend="eager")):
         torch.manual_seed(9)
         model(tokens()).square().sum().backward()
     for (name, parameter), (_, other) in zip(split.named_parameters(), copied.named_parameters(), strict=True):

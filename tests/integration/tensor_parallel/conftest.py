@@ -1,4 +1,4 @@
-"""Gives tests a function that runs a case on all ranks of one group; the ranks serve all tests of a session."""
+"""Gives tests functions that run a case on all ranks of one group: processes, which serve all tests of a session, or threads."""
 
 from __future__ import annotations
 
@@ -13,6 +13,10 @@ from typing import Any
 
 import pytest
 from shoal_common.processes import tied_to_parent
+from shoal_worker.launch import launch
+from torch.distributed.device_mesh import init_device_mesh
+
+from tests.integration.tensor_parallel.ranks import CASES
 
 _PATIENCE_S = 60.0
 
@@ -62,3 +66,13 @@ def _ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
 def run(_ranks: Ranks) -> Callable[..., list[Any]]:
     """run(case, size, **arguments): on groups of `size` ranks; what each of the four ranks returned."""
     return _ranks.run
+
+
+@pytest.fixture
+def run_threads() -> Callable[..., None]:
+    """run_threads(case, **arguments): on two ranks that are threads of this process, which is quicker."""
+
+    def run(case: str, **arguments: Any) -> None:
+        launch(lambda: CASES[case](init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), **arguments), world_size=2)
+
+    return run

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import shoal_worker.backends.torch_backend  # noqa: F401 - registers shoal_gloo
 import torch
+import torch._dynamo  # which the first DTensor would import, on each rank
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 

@@ -176,6 +176,8 @@ def mismatched(mesh: DeviceMesh) -> None:
     model = NanoGpt()
     with pytest.raises(ConfigurationError, match=f"the plan is for 3 ranks, the mesh has the shape \\({mesh.size()},\\)"):
         parallelize(model, mesh, make_plan(model, 3, plan={"*.*.*.attn": "replicate", "*.*.*.mlp": "replicate"}))
+    with pytest.raises(ConfigurationError, match="different plans"):
+        parallelize(model, mesh, make_plan(model, mesh.size(), minimum_parameter_group_size=10_000 * mesh.get_local_rank()))
     with pytest.raises(ConfigurationError, match="made for another model"):
         parallelize(model, mesh, make_plan(Gpt2(), mesh.size()))
     state = parallelize(model, mesh, make_plan(model, mesh.size(), minimum_parameter_group_size=0))

@@ -7,15 +7,19 @@ import pytest
 from tests.integration.tensor_parallel.models import MODELS
 
 
-@pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("model", MODELS)
-def test_output_gradients_and_a_step_are_those_of_one_process(run, model, size):
-    run("parity", size, model=model)
+def test_output_gradients_and_a_step_on_two_ranks_are_those_of_one_process(run_threads, model):
+    run_threads("parity", model=model)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_output_gradients_and_a_step_on_four_ranks_are_those_of_one_process(run, model):
+    run("parity", 4, model=model)
 
 
 @pytest.mark.parametrize("model", ["nano-gpt", "llama", "torch encoder and decoder"])
-def test_sequence_parallelism_computes_the_same(run, model):
-    run("parity", 2, model=model, sequence_dimension=1)
+def test_sequence_parallelism_computes_the_same(run_threads, model):
+    run_threads("parity", model=model, sequence_dimension=1)
 
 
 def test_a_sequence_that_does_not_divide_computes_the_same(run):
@@ -23,34 +27,46 @@ def test_a_sequence_that_does_not_divide_computes_the_same(run):
 
 
 @pytest.mark.parametrize("model", ["torch encoder and decoder", "torch encoder layer, norm first", "nano-gpt"])
-def test_evaluation_computes_the_same(run, model):
-    run("evaluation", 2, model=model)
+def test_evaluation_computes_the_same(run_threads, model):
+    run_threads("evaluation", model=model)
 
 
-def test_dropout_as_one_process_draws_what_one_process_draws(run):
-    run("dropout_as_one_process", 2)
+def test_dropout_as_one_process_draws_what_one_process_draws(run_threads):
+    run_threads("dropout_as_one_process")
 
 
 def test_dropout_differs_between_shards_and_agrees_where_activations_are_whole(run):
     run("dropout_per_shard", 4)
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_the_parallel_loss_is_that_of_one_process(run, size):
-    run("parallel_loss", size)
+def test_the_parallel_loss_is_that_of_one_process(run, run_threads):
+    run_threads("parallel_loss")
+    run("parallel_loss", 4)
 
 
-def test_a_model_that_computes_its_loss_uses_the_parallel_one(run):
-    run("loss_within_the_model", 2)
+def test_a_model_that_computes_its_loss_uses_the_parallel_one(run_threads):
+    run_threads("loss_within_the_model")
 
 
-def test_multihead_attention_takes_masks_layouts_and_weights_as_torch_does(run):
-    run("multihead_options", 2)
+def test_multihead_attention_takes_masks_layouts_and_weights_as_torch_does(run_threads):
+    run_threads("multihead_options")
 
 
-def test_activation_checkpointing_copies_and_frozen_parameters(run):
-    run("checkpointed_copied_frozen", 2)
+def test_activation_checkpointing_copies_torch_compile_and_frozen_parameters(run):
+    run("checkpointed_copied_compiled_frozen", 2)
 
 
-def test_bfloat16_autocast_stays_close_to_one_process(run):
-    run("autocast", 2)
+def test_bfloat16_autocast_stays_close_to_one_process(run_threads):
+    run_threads("autocast")
+
+
+def test_blocks_whose_names_say_nothing_are_found_by_tracing(run_threads):
+    run_threads("traced")
+
+
+def test_a_users_plan_gives_the_result_of_one_process_whatever_it_splits(run_threads):
+    run_threads("asked")
+
+
+def test_random_functions_other_than_dropout_are_refused_on_shards(run_threads):
+    run_threads("refused_randomness")

@@ -18,15 +18,3 @@ def test_the_first_ranks_values_win_and_the_others_may_be_on_meta(run):
 
 def test_a_plan_for_another_model_or_size_is_refused(run):
     run("mismatched", 2)
-
-
-def test_blocks_whose_names_say_nothing_are_found_by_tracing(run):
-    run("traced", 2)
-
-
-def test_a_users_plan_gives_the_result_of_one_process_whatever_it_splits(run):
-    run("asked", 2)
-
-
-def test_random_functions_other_than_dropout_are_refused_on_shards(run):
-    run("refused_randomness", 2)

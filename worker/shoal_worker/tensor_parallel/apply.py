@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
+import torch.distributed as dist
 from shoal_common.errors import ConfigurationError
+from shoal_common.wire import checksum
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
@@ -34,12 +36,13 @@ def parallelize(
 
     Args:
         mesh: of one dimension; a slice of a larger one.
-        source_rank: the rank within the mesh whose values win. None: the caller knows that all have the same; nothing is sent.
+        source_rank: the rank within the mesh whose values win. None: the caller knows that all have the same; no values are sent.
 
     Raises:
-        ConfigurationError: the plan is for another model or another number of ranks; nothing is changed.
+        ConfigurationError: the plan is for another model or another number of ranks, or not the same on all of them; nothing is changed.
     """
     _check(model, mesh, plan)
+    _check_agreement(mesh, plan)
     kind = mesh.device_type
     device = torch.device(kind) if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())
     distributor = Distributor(mesh, source_rank=source_rank, device=device)
@@ -87,3 +90,12 @@ def _check(model: nn.Module, mesh: DeviceMesh, plan: TensorParallelPlan) -> None
     if shapes != planned:
         other = sorted(set(shapes.items()) ^ set(planned.items()))[:3]
         raise ConfigurationError(f"parallelize: the plan was made for another model; they differ in {other}. Make it anew with make_plan")
+
+
+def _check_agreement(mesh: DeviceMesh, plan: TensorParallelPlan) -> None:
+    """Ranks with different plans would wait for each other for ever, or mix their values."""
+    digest = checksum(memoryview(repr(plan).encode())) >> 1
+    bounds = torch.tensor([digest, -digest], dtype=torch.int64, device=mesh.device_type)
+    dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=mesh.get_group())
+    if bounds[0] != -bounds[1]:
+        raise ConfigurationError("parallelize: the ranks of the mesh have different plans; call make_plan with the same arguments on each")

@@ -1,7 +1,7 @@
 """Makes the plan of a model: what the user says, then what its structure says, and a refusal where neither does.
 
-Nothing large is replicated but by request. Small parameters are (norms, biases, and what has fewer elements than the minimum), and the plan
-gives the reason of each.
+Nothing large is replicated but by request. Small parameters are (norms, biases and other vectors, and what has fewer elements than the
+minimum), and the plan gives the reason of each.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def make_plan(
     Args:
         plan: what is to be done with some or all modules: path pattern -> style. A pattern is a path whose components may hold wildcards,
             `layers.*.mlp.up`; later patterns win. The path of a parameter that a module holds by itself is a pattern too, with "replicate".
-            What no pattern names is derived.
+            What no pattern names is derived, but a block of which a layer is named is not: its other layers stand alone.
         minimum_parameter_group_size: modules (blocks: the largest layer) with fewer elements may be replicated.
         sequence_dimension: split activations between blocks along this dimension (sequence parallelism): usually 1; 0 where it comes first.
         loss_parallel: leave the logits, the output of a layer that stands alone at the model's end, split over the vocabulary.
@@ -241,9 +241,13 @@ class _Planner:
                 return _Role(Split(style=Style.COLUMN), path, "stands alone, output stays split for the parallel loss")
             return _Role(Split(style=Style.COLUMN_GATHERED), path, "stands alone, output gathered")
         asked = [self._roles.get(joined(path, name)) for name, _ in _own(module)]
-        large = [(name, p) for (name, p), role in zip(_own(module), asked, strict=True) if role is None and p.numel() >= self._minimum]
+        large = [
+            (name, p)
+            for (name, p), role in zip(_own(module), asked, strict=True)
+            if role is None and p.ndim > 1 and p.numel() >= self._minimum
+        ]
         if not large:
-            return _Role(Split(style=Style.REPLICATE), path, "asked for" if any(asked) else f"parameters below {self._minimum} elements")
+            return _Role(Split(style=Style.REPLICATE), path, "asked for" if any(asked) else f"vectors, or below {self._minimum} elements")
         name, parameter = large[0]
         shape = "x".join(map(str, parameter.shape))
         raise self._refusal(

@@ -8,8 +8,8 @@ checkpointing can run them again by themselves.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
@@ -27,12 +27,17 @@ from shoal_worker.tensor_parallel.plan import PlanEntry
 from shoal_worker.tensor_parallel.region import region
 from shoal_worker.tensor_parallel.styles import Style
 
+_Forward = TypeVar("_Forward", bound=Callable[..., Any])
+uncompiled: Callable[[_Forward], _Forward] = torch.compiler.disable
+"""torch.compile cannot follow a region (a packed DTensor's placement fails in Dynamo): within one, the model runs as it is."""
+
 
 class Region(nn.Module):
     """A module that contains split ones: plain tensors and DTensors may meet in its code."""
 
     _shoal_context: ParallelContext
 
+    @uncompiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with region(self._shoal_context):
             return super().forward(*args, **kwargs)
@@ -44,6 +49,7 @@ class Root(nn.Module):
     _shoal_context: ParallelContext
     _shoal_keeps_logits: bool
 
+    @uncompiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with region(self._shoal_context):
             output = super().forward(*args, **kwargs)
@@ -60,6 +66,7 @@ class Column(nn.Module):
 
     _shoal_context: ParallelContext
 
+    @uncompiled
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         with region(self._shoal_context, leaf=True) as mode:
             output: torch.Tensor = super().forward(mode.enter(input))
@@ -69,6 +76,7 @@ class Column(nn.Module):
 class ColumnGathered(Column):
     """A linear layer by output features, whose output is whole."""
 
+    @uncompiled
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         output = super().forward(input)
         assert isinstance(output, DTensor)
@@ -83,6 +91,7 @@ class PackedColumn(nn.Module):
     weight: nn.Parameter
     bias: nn.Parameter | None
 
+    @uncompiled
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         with region(self._shoal_context, leaf=True) as mode:
             local = grad_partial(mode.enter(input))
@@ -98,6 +107,7 @@ class Row(nn.Module):
 
     _shoal_context: ParallelContext
 
+    @uncompiled
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         with region(self._shoal_context, leaf=True):
             return self._shoal_context.leave(super().forward(input))
@@ -108,6 +118,7 @@ class Vocabulary(nn.Module):
 
     _shoal_context: ParallelContext
 
+    @uncompiled
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         assert isinstance(self, nn.Embedding)
         context = self._shoal_context

@@ -24,6 +24,7 @@ class MultiheadForward(nn.Module):
 
     _shoal_context: ParallelContext
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(
         self,
         query: torch.Tensor,

@@ -88,6 +88,10 @@ class ServerOptimizer:
             self._latest = Revision(number=self._latest.number + 1, groups=now)
         return self._latest
 
+    def adopt(self, number: int) -> None:
+        """The optimizer was given a peer's settings, which are its revision `number`: this worker's schedule goes on from there."""
+        self._latest = Revision(number=number, groups=self._read())
+
     def change(self, revision: Revision) -> tuple[dict[str, float], list[pb.ParameterGroup]]:
         """`revision` as SetHyperparameters takes it: for all tensors, and for groups of their own."""
         return self._variable(revision.groups[0]), self._messages(

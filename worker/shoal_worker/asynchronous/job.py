@@ -53,6 +53,12 @@ class Job:
         newest = self._link.newest_generation
         return newest.rank if newest is not None else 0
 
+    def peers_before(self) -> list[tuple[str, str]]:
+        """Member id and donor address of those in the newest generation that were in one before, by rank."""
+        newest = self._link.newest_generation
+        peers = newest.peers if newest is not None else ()
+        return [(p.member_id, p.donor_address) for p in peers if not p.joining and p.member_id != self.member_id and p.donor_address]
+
     def entered(self) -> None:
         """Changes of membership do not interrupt asynchronous training: this worker is in the newest generation at once, and says so."""
         if self.generation != self._entered:

@@ -61,6 +61,8 @@ class Session:
         self._membership = membership
         self._held = HeldState(live=membership is None)
         self._exchange = StateExchange(donor, settings, metrics) if donor is not None else None
+        self.donor = donor
+        """Gives state to peers; None in a world of one."""
         self._formation: Formation | None = None
         if membership is not None:
             membership.link.progress = self.progress.message

@@ -10,8 +10,8 @@ Effective Distributed ML via a Stale Synchronous Parallel Parameter Server", NIP
 Cost per worker: parameters and gradients; the optimizer's state lies on the servers. 2P bytes per step: the gradient out, the values back.
 
 What is each worker's own: buffers (BatchNorm statistics), random numbers, registered state, `clip_grad_norm_` (of its own gradient),
-`evaluate` (every rank computes all of it, with the values that it pulled last) and `should_early_stop`. A joiner gets none of it from its
-peers: its registered state begins anew, as it says in its log, and its schedule counts once it is furthest (docs/decisions/0081).
+`evaluate` (every rank computes all of it, with the values that it pulled last) and `should_early_stop`. A joiner's registered state and
+schedule go on from a peer's.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from shoal_common.errors import ConfigurationError, CorruptDataError, Preconditi
 from shoal_common.rpc.channel import ChannelSettings
 from torch import nn
 
+from shoal_worker.asynchronous.handover import Handover
 from shoal_worker.asynchronous.hyperparameters import Revision, ServerOptimizer
 from shoal_worker.asynchronous.job import Job
 from shoal_worker.asynchronous.leases import CoordinatorLeases, LeaseSource, LocalLeases
@@ -69,6 +70,7 @@ class AsyncSGDModel(WholeModel):
         self._started = False
         self._clock = 0
         """Iterations finished, as the servers are told; the idle ones of a worker that found no batch count too."""
+        self._handover: Handover | None = None
         self._joins_late = False
         """The job had begun when this worker came."""
         self._placed = False
@@ -116,6 +118,8 @@ class AsyncSGDModel(WholeModel):
         job = Job(link, channel, patience=settings.rendezvous_timeout, straggler_patience=settings.collective_timeout)
         if membership is not None:
             self._job, self._leases = job, CoordinatorLeases(job)
+            if self._session.donor is not None:
+                self._handover = Handover(self._session.donor, job, self._own_state)
         return job
 
     def _start(self) -> None:
@@ -127,8 +131,25 @@ class AsyncSGDModel(WholeModel):
             self._materialize()
         self._require_servers().start(has_values=has_values)
         self._started = True
-        if self._joins_late and (names := sorted(self._session.registered.capture()["states"])):
-            _log.warning("registered state begins anew in this joiner: %s; with async_sgd each worker has its own", ", ".join(names))
+        if self._joins_late:
+            self._go_on_from_a_peer()
+
+    def _go_on_from_a_peer(self) -> None:
+        state = self._handover.take() if self._handover is not None else None
+        if state is None:
+            _log.warning("no peer could give its registered state and schedule; those of this joiner begin anew")
+            return
+        assert self._schedule is not None
+        self._require_optimizer().load_state_dict({"state": {}, "param_groups": state["groups"]})
+        self._schedule.adopt(state["revision"])
+        self._session.registered.restore(state["registered"], skip_advances=False)
+
+    def _own_state(self) -> dict[str, Any]:
+        return {
+            "registered": self._session.registered.capture(),
+            "groups": self._require_optimizer().state_dict()["param_groups"],
+            "revision": self.look_at_schedule().number,
+        }
 
     def _materialize(self) -> None:
         materialize(self.module, self._optimizer, self._session.device)
@@ -139,6 +160,8 @@ class AsyncSGDModel(WholeModel):
     def _leave(self) -> None:
         """Takes leave of the servers; stops those that are this process's own. Idempotent."""
         atexit.unregister(self._leave)
+        if self._handover is not None:
+            self._handover.close()
         if self._servers is not None:
             self._servers.close()
         if self._own_cluster is not None:
@@ -226,6 +249,8 @@ class AsyncSGDModel(WholeModel):
         self._start()
         if self._job is not None:
             self._job.entered()
+            if self._handover is not None:
+                self._handover.refresh()
             if source is not None and not self._placed:
                 _move_to_epoch(source, self._job.epoch_of_others())
                 self._placed = True

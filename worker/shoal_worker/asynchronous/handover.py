@@ -1,0 +1,74 @@
+"""A worker's own state for joiners: what the user registered, and the optimizer's settings with the place in their schedule.
+
+In synchronous training the state travels at borders, while all stand still. Here nobody does, and with ssp a member may be waiting for the
+very joiner that asks. So each worker keeps an offer open, a copy made at one of its last borders, and its donor's threads serve that
+whatever the training thread does (elastic/transfer.py). The name of an offer is its giver's.
+
+`refresh`, `take` and `close` belong to the training thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import hashlib
+import logging
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Final
+
+from shoal_common.errors import CorruptDataError, UnavailableError
+
+from shoal_worker.asynchronous.job import Job
+from shoal_worker.elastic.transfer import StateDonor, take_state
+
+_log = logging.getLogger(__name__)
+
+_REST: Final = 50
+"""Copying may take one part of so many of the training thread's time: a scheduler's state is copied at nearly every border, a large one (an
+average of the parameters, say) now and then."""
+_PATIENCE: Final = timedelta(seconds=5)
+"""For one peer: its offer is open already, unless it has not come to its first step."""
+
+
+class Handover:
+    """This worker's offer, and what it takes of others'."""
+
+    def __init__(self, donor: StateDonor, job: Job, capture: Callable[[], dict[str, Any]]) -> None:
+        """`capture` gives this worker's state; it may share memory with it."""
+        self._donor = donor
+        self._job = job
+        self._capture = capture
+        self._offer = contextlib.ExitStack()
+        self._due_at = 0.0
+
+    def refresh(self) -> None:
+        """At a border: what is offered must not grow too old."""
+        begun = time.monotonic()
+        if begun < self._due_at:
+            return
+        state = copy.deepcopy(self._capture())
+        self._offer.close()
+        self._offer.enter_context(self._donor.offering(state, self._name(self._job.member_id)))
+        ended = time.monotonic()
+        self._due_at = ended + _REST * (ended - begun)
+
+    def take(self) -> dict[str, Any] | None:
+        """A peer's state; None: none of them has any to give, or it could not be had."""
+        for member_id, address in self._job.peers_before():
+            try:
+                state, _ = take_state([address], self._name(member_id), timeout=_PATIENCE)
+            except (UnavailableError, CorruptDataError) as error:
+                _log.info("member %s gave no state: %s", member_id, error)
+            else:
+                taken: dict[str, Any] = state
+                return taken
+        return None
+
+    def close(self) -> None:
+        """Takes the offer back. Idempotent."""
+        self._offer.close()
+
+    def _name(self, member_id: str) -> str:
+        return hashlib.sha256(f"{self._job.job_id}\n{member_id}".encode()).hexdigest()[:32]

@@ -14,6 +14,7 @@ import torch
 from shoal_worker.data.fetch import Fetcher, Request
 from shoal_worker.data.loader import ElasticDataLoader
 from shoal_worker.elastic.contract import Placement
+from shoal_worker.elastic.randomness import seed_generators
 from torch.utils.data import Dataset, get_worker_info
 
 
@@ -75,12 +76,31 @@ def test_a_redo_draws_the_same_numbers(clock):
         assert torch.equal(next(iterator), next(iterator))
 
 
-def test_making_batches_leaves_the_training_s_random_numbers_alone(clock):
+def test_what_the_loop_draws_depends_on_the_step_alone_and_not_on_how_its_batch_was_made(clock):
+    def drawn(workers):
+        loader = noisy(num_workers=workers)
+        loop = []
+        for _ in loader:
+            loop.append((torch.rand(1).item(), np.random.rand(), random.random()))
+            loader.committed(clock.placement)
+        return loop
+
+    clock.begin_micro_batch = lambda *, index, weight, key: seed_generators(key)  # as the session does
+    inline = drawn(0)
+    assert drawn(1) == inline
+    assert len(set(inline)) == len(inline)
+    again = iter(noisy())
+    next(again), torch.rand(5), np.random.rand(5), random.random()
+    next(again)  # a redo of the first step
+    assert (torch.rand(1).item(), np.random.rand(), random.random()) == inline[0]
+
+
+def test_evaluation_leaves_the_global_random_numbers_alone(clock):
     for workers in (0, 1):
         torch.manual_seed(0), np.random.seed(0), random.seed(0)
         expected = torch.rand(1), np.random.rand(), random.random()
         torch.manual_seed(0), np.random.seed(0), random.seed(0)
-        next(iter(noisy(num_workers=workers)))
+        assert len(list(noisy(num_workers=workers, train=False))) > 1
         assert (torch.rand(1), np.random.rand(), random.random()) == expected
 
 
@@ -121,14 +141,17 @@ def test_the_ranks_may_change_while_batches_are_made_ahead(clock):
 
 def test_prefetch_goes_on_over_a_generation_that_leaves_this_rank_its_place(clock):
     made = []
-    fetcher = Fetcher(list(range(4)), collate_fn=list, num_workers=0, pin_memory=False)
+    fetcher = Fetcher(list(range(4)), collate_fn=list, num_workers=1, pin_memory=False)
     requests = [Request(epoch=0, indices=(i,), key=(i,)) for i in range(3)]
 
     def following():
         made.append(1)
         return iter(requests)
 
-    assert [fetcher.fetch(request, following) for request in requests] == [[0], [1], [2]]
+    try:
+        assert [fetcher.fetch(request, following) for request in requests] == [[0], [1], [2]]
+    finally:
+        fetcher.close()
     assert len(made) == 1
 
 

@@ -490,7 +490,8 @@ def test_drawing_leaves_the_global_random_numbers_alone(clock):
     torch.manual_seed(3)
     expected = torch.rand(1)
     torch.manual_seed(3)
-    next(iter(loader_of(sampler=RandomSampler(range(10)))))
+    len(loader_of(sampler=RandomSampler(range(10)), train=False).evaluation_batches())
+    next(iter(loader_of(sampler=RandomSampler(range(10)), train=False)))
     assert torch.rand(1) == expected
 
 

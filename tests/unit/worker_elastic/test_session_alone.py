@@ -96,13 +96,12 @@ def test_a_step_that_the_ranks_took_at_different_places_is_refused_before_it_is_
     before = [p.clone() for p in model.parameters()]
     steps = current_session().clock
 
-    def as_if_another_rank_took_the_next_step() -> list[float]:
-        words = [
-            steps.require().control_word(border_wanted=False, stop_told=False, place=Place("loader", 1, 0, number)) for number in (0, 1)
-        ]
-        return [a + b for a, b in zip(*words, strict=True)]
+    def reduce_with_a_rank_that_takes_the_next_step() -> None:
+        step = steps.require()
+        words = [step.control_word(border_wanted=False, stop_told=False, place=Place("loader", 1, 0, number)) for number in (0, 1)]
+        step.take_control_word([a + b for a, b in zip(*words, strict=True)])
 
-    monkeypatch.setattr(steps, "control_word", as_if_another_rank_took_the_next_step)
+    monkeypatch.setattr(model, "finish_reduction", reduce_with_a_rank_that_takes_the_next_step)
     for x, y in loader:
         nn.functional.cross_entropy(model(x), y).backward()
         break

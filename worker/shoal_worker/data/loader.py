@@ -78,7 +78,8 @@ class ElasticDataLoader:
             global_batch_size: samples in a step over all ranks; the same whatever their number.
             micro_batch_size: samples in a micro-batch, the unit that is dealt to ranks then.
             batch_size: samples in a leased batch (async_sgd). Exactly one of this and `global_batch_size`.
-            seed: of the order and of the random numbers in datasets and models; the same on every rank.
+            seed: of the order, and of the random numbers that datasets, models and the loop draw from the global generators of torch,
+                NumPy and Python, which are seeded for each batch; the same on every rank.
             shuffle: a new order each epoch; else the dataset's. Without effect beside `sampler` and with `train=False`.
             drop_last: leave out the last step of an epoch if it is short.
             sampler: draws each epoch's indices instead, once per epoch; must draw the same on every rank.
@@ -105,7 +106,13 @@ class ElasticDataLoader:
         self._orders = EpochOrders(dataset_length=len(dataset), seed=seed, shuffle=self._shuffle, sampler=sampler)
         self._dealer = Dealer(self._orders, batch_size=size, micro_batch_size=micro_batch_size, drop_last=drop_last, seed=seed)
         self._num_workers = num_workers
-        self._fetcher = Fetcher(dataset, collate_fn=collate_fn or default_collate, num_workers=num_workers, pin_memory=pin_memory)
+        self._fetcher = Fetcher(
+            dataset,
+            collate_fn=collate_fn or default_collate,
+            num_workers=num_workers,
+            pin_memory=pin_memory,
+            leaves_no_trace=not train,  # training seeds them for each batch
+        )
 
         self._cursor = Cursor()
         self._dealt: DealtStep | None = None

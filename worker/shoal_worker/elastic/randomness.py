@@ -1,13 +1,19 @@
 """Random numbers that do not depend on how many ranks share a step.
 
-Each batch and micro-batch has a key, (seed, epoch, step, index), and torch's generators are seeded from it before it is handed out. A
-step that is done again therefore draws the same numbers, on whatever rank. (EasyScale, OSDI 2022, section 3: "EasyScaleThread".)
+Each batch and micro-batch has a key, (seed, epoch, step, index), and the global generators of torch, NumPy and Python are seeded from it
+before it is handed out. A step that is done again therefore draws the same numbers, on whatever rank, and nothing needs to be put back.
+(EasyScale, OSDI 2022, section 3: "EasyScaleThread".)
+
+Generators that the script makes itself are its own: register those that are to be put back. So are the global ones in a loop without a
+loader of Shoal's, which has no keys.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 import xxhash
 
@@ -19,7 +25,7 @@ def derive_seed(key: Sequence[int]) -> int:
 
 
 def seed_generators(key: Sequence[int]) -> None:
-    """Seeds torch's CPU generator and, where CUDA is in use, the current device's.
+    """Seeds torch's CPU generator and, where CUDA is in use, the current device's; NumPy's; and Python's. About 12 us.
 
     Not `torch.manual_seed`, which visits every device type torch knows and takes 0.1 ms.
     """
@@ -27,3 +33,5 @@ def seed_generators(key: Sequence[int]) -> None:
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(seed)
+    np.random.seed(seed % 2**32)  # NumPy takes 32 bits; an array of several takes six times as long
+    random.seed(seed)

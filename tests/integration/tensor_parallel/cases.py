@@ -12,8 +12,10 @@ from shoal_common.errors import ConfigurationError
 from shoal_worker.tensor_parallel import (
     CollectiveCounter,
     DropoutRandomness,
+    Style,
     loss_parallel,
     make_plan,
+    one_kind_per_group,
     parallelize,
 )
 from shoal_worker.tensor_parallel.context import ParallelContext
@@ -24,6 +26,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 from tests.integration.tensor_parallel.models import EncoderDecoder, Llama, NanoGpt, activations, build, tokens
+from tests.integration.tensor_parallel.more_models import MORE
 
 TOLERANCE = 1e-10
 
@@ -74,6 +77,49 @@ def same_gradients(alone: nn.Module, split: nn.Module, state: Any) -> None:
         assert (parameter.grad is None) == (of_split.grad is None), name
         if parameter.grad is not None:
             close(state.gather(name, of_split.grad), parameter.grad, f"the gradient of {name}")
+
+
+def more(mesh: DeviceMesh, model: str) -> None:
+    """With and without sequence parallelism, buffers included."""
+    make, styles = MORE[model]
+    torch.manual_seed(0)
+    alone, inputs = make().double(), activations(16)()
+    pairs = [pair(mesh, alone, sequence_dimension=dimension) for dimension in (None, 1)]
+    assert {e.module: e.style.value for e in pairs[0][1].plan.entries if e.style is not Style.REPLICATE} == styles
+    expected = alone(inputs)
+    expected.square().sum().backward()
+    for split, state in pairs:
+        own = inputs.detach().clone().requires_grad_()
+        output = split(own)
+        output.square().sum().backward()
+        close(output, expected, "the output")
+        close(own.grad, inputs.grad, "the gradient of the input")
+        same_gradients(alone, split, state)
+        full = state.full_state_dict()
+        for name, tensor in alone.state_dict().items():
+            close(full[name], tensor, name)
+
+
+def optimizer_forms(mesh: DeviceMesh) -> None:
+    """The foreach and fused forms, whose lists must be of one kind; the optimizer's groups are as before."""
+    torch.manual_seed(0)
+    alone = NanoGpt().double()
+    for form in ("foreach", "fused"):
+        one = copy.deepcopy(alone)
+        split, state = pair(mesh, one)
+        optimizers = [torch.optim.AdamW(model.parameters(), 0.01, eps=1e-3, **{form: True}) for model in (one, split)]
+        for model, optimizer in zip((one, split), optimizers, strict=True):
+            model(tokens()).square().sum().backward()
+            groups = optimizer.param_groups
+            with one_kind_per_group(optimizer):
+                optimizer.step()
+            assert optimizer.param_groups is groups
+            assert len(groups) == 1
+        for name, tensor in one.state_dict().items():
+            close(state.full_state_dict()[name], tensor, name)
+        moments = {name: optimizers[1].state[p]["exp_avg"] for name, p in split.named_parameters()}
+        for name, parameter in one.named_parameters():
+            close(state.gather(name, moments[name]), optimizers[0].state[parameter]["exp_avg"], f"a moment of {name}")
 
 
 def evaluation(mesh: DeviceMesh, model: str) -> None:

@@ -16,7 +16,7 @@ from shoal_worker.tensor_parallel import (
     reduce_gradients,
 )
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from tests.integration.tensor_parallel.cases import close, pair, same_gradients
@@ -219,3 +219,20 @@ def refused_randomness(mesh: DeviceMesh) -> None:
     model[1].forward = lambda x: F.alpha_dropout(x, 0.5, training=True)
     with pytest.raises(ConfigurationError, match="alpha_dropout draws random numbers for an activation"):
         model(torch.ones(2, 8))
+
+
+def alone_in_its_group() -> None:
+    model = Gpt2()
+    before = dict(model.named_parameters())
+    plan = make_plan(model, 1, minimum_parameter_group_size=0)
+    state = parallelize(model, init_device_mesh("cpu", (1,)), plan)
+    assert type(model) is Gpt2
+    assert all(p is before[name] for name, p in model.named_parameters())
+    assert plan.communication == ()
+    assert plan.bytes_per_rank == plan.total_bytes
+    full = state.full_state_dict()
+    state.load_full_state_dict({name: tensor * 2 for name, tensor in full.items()})
+    model(tokens()).sum().backward()
+    expected = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+    norm = clip_grad_norm_(model.parameters(), 1e-3)
+    assert torch.allclose(norm, expected)

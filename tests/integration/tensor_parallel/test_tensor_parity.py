@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.integration.tensor_parallel.models import MODELS
+from tests.integration.tensor_parallel.more_models import MORE
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -15,6 +16,11 @@ def test_output_gradients_and_a_step_on_two_ranks_are_those_of_one_process(run_t
 @pytest.mark.parametrize("model", MODELS)
 def test_output_gradients_and_a_step_on_four_ranks_are_those_of_one_process(run, model):
     run("parity", 4, model=model)
+
+
+@pytest.mark.parametrize("model", MORE)
+def test_less_usual_models_compute_the_same(run_threads, model):
+    run_threads("more", model=model)
 
 
 @pytest.mark.parametrize("model", ["nano-gpt", "llama", "torch encoder and decoder"])
@@ -52,8 +58,8 @@ def test_multihead_attention_takes_masks_layouts_and_weights_as_torch_does(run_t
     run_threads("multihead_options")
 
 
-def test_activation_checkpointing_copies_torch_compile_and_frozen_parameters(run):
-    run("checkpointed_copied_compiled_frozen", 2)
+def test_activation_checkpointing_copies_torch_compile_and_frozen_parameters(run_threads):
+    run_threads("checkpointed_copied_compiled_frozen")
 
 
 def test_bfloat16_autocast_stays_close_to_one_process(run_threads):
@@ -70,3 +76,7 @@ def test_a_users_plan_gives_the_result_of_one_process_whatever_it_splits(run_thr
 
 def test_random_functions_other_than_dropout_are_refused_on_shards(run_threads):
     run_threads("refused_randomness")
+
+
+def test_foreach_and_fused_optimizers_step_over_both_kinds_of_parameters(run_threads):
+    run_threads("optimizer_forms")

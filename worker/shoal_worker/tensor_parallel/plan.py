@@ -121,7 +121,9 @@ class TensorParallelPlan:
 
         Backward: a block whose input needs no gradient has none; attention over another input than its own (cross-attention) has one more.
         """
-        found = []
+        found: list[BlockCommunication] = []
+        if self.size == 1:
+            return ()
         for block in dict.fromkeys(entry.block for entry in self.entries if entry.style is not Style.REPLICATE):
             styles = [entry.style for entry in self.entries if entry.block == block]
             enters = any(s in _ENTERING for s in styles)

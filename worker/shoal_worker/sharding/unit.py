@@ -145,6 +145,19 @@ class Unit:
         self._full[: self.layout.numel] = flat
         self._gathered = True
 
+    def load(self, values: Sequence[torch.Tensor]) -> None:
+        """Takes other values of all parameters; the cut stays."""
+        self.finish_gathering()
+        whole = torch.zeros(self.layout.padded_numel, dtype=self.dtype, device=self.device)
+        for view, value in zip(self.layout.views(whole), values, strict=True):
+            view.copy_(value)
+        size = self.layout.shard_numel
+        for holding in self.holdings:
+            if holding.position is not None:
+                holding.shard.copy_(whole[holding.position * size : (holding.position + 1) * size])
+        if self._full.untyped_storage().nbytes():
+            self._full.copy_(whole)
+
     def _replace(self, layout: UnitLayout) -> None:
         self.layout = layout
         self._full = torch.zeros(layout.padded_numel, dtype=self.dtype, device=self.device)

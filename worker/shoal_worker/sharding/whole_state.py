@@ -42,7 +42,7 @@ def optimizer_state(
 
 
 def spread(places: Sequence[Sequence[Place]], saved: Mapping[str, Any], units: Sequence[Unit], state: ShardedOptimizerState) -> None:
-    """Gives units that are whole here the optimizer state of `optimizer_state`."""
+    """Gives the pieces that the units hold their part of the optimizer state of `optimizer_state`."""
     by_unit: list[list[dict[str, Any]]] = [[{} for _ in unit.parameters] for unit in units]
     number = 0
     for group in places:
@@ -60,4 +60,7 @@ def spread(places: Sequence[Sequence[Place]], saved: Mapping[str, Any], units: S
                     unit.layout.views(flat)[index].copy_(value)
                 else:
                     scalars[index][key] = value
-        state.replace(unit, scalars, {0: vectors})
+        size = unit.layout.shard_numel
+        held = [holding.position for holding in unit.holdings if holding.position is not None]
+        shards = {where: {key: flat[where * size : (where + 1) * size] for key, flat in vectors.items()} for where in held}
+        state.replace(unit, scalars, shards)

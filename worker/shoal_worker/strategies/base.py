@@ -9,6 +9,7 @@ from __future__ import annotations
 import abc
 import contextlib
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -20,6 +21,7 @@ from shoal_worker.elastic.contract import StepStatus
 from shoal_worker.elastic.group import Channel
 from shoal_worker.elastic.modes import evaluating
 from shoal_worker.elastic.session import Session
+from shoal_worker.state.serial import dump_tensors, load_tensors
 
 
 class ShardedModel(nn.Module, abc.ABC):
@@ -139,19 +141,46 @@ class ShardedModel(nn.Module, abc.ABC):
             ConfigurationError: a name, a shape or the number of elements does not fit; nothing is changed.
         """
         own = dict(self.module.named_parameters())
-        given = _unflatten_vector(parameters, own) if isinstance(parameters, torch.Tensor) else dict(parameters)
-        unknown = sorted(set(given) - set(own))
-        if unknown:
-            raise ConfigurationError(f"with_parameters: the model has no parameters {unknown[:5]}")
-        for name, value in given.items():
-            if value.shape != own[name].shape:
-                raise ConfigurationError(
-                    f"with_parameters: {name!r} has shape {tuple(value.shape)}, the model's has {tuple(own[name].shape)}"
-                )
         with torch.no_grad():
-            for name, value in given.items():
+            for name, value in replaced_parameters(parameters, own).items():
                 own[name].copy_(value)
         return self
+
+    # ---------------------------------------------------------------------------------------------------------------- files
+
+    @abc.abstractmethod
+    def load_full(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Takes over what `full_state_dict` of any strategy gave, the same on every rank.
+
+        Raises:
+            CorruptDataError: names or shapes are not the model's; nothing is changed.
+        """
+
+    def serialize(self) -> bytes:
+        """Parameters and buffers with the strategy's name and layout. Every rank calls it."""
+        return dump_tensors(self.full_state_dict(), self.get_model_metadata())
+
+    def deserialize(self, data: bytes) -> None:
+        """Loads what `serialize` of any strategy gave. Every rank calls it, with the same bytes.
+
+        Raises:
+            CorruptDataError: damaged, foreign or newer, or not of this model; nothing is changed.
+        """
+        tensors, _ = load_tensors(data)
+        self.load_full(tensors)
+
+    def save_model(self, path: str | Path) -> None:
+        """Writes `serialize()` to a file, atomically, on the first rank that holds the state. Every rank calls it."""
+        tensors = self.full_state_dict()
+        if self._session.is_first:
+            target = Path(path)
+            temporary = target.with_name(f".{target.name}.tmp")
+            temporary.write_bytes(dump_tensors(tensors, self.get_model_metadata()))
+            temporary.replace(target)
+
+    def load_model(self, path: str | Path) -> None:
+        """Reads a file of `save_model`. Raises what `deserialize` raises."""
+        self.deserialize(Path(path).read_bytes())
 
     def get_model_metadata(self) -> dict[str, Any]:
         """What the model is and how it is laid out; JSON-able."""
@@ -288,6 +317,24 @@ def loss_of(output: Any, targets: Any, loss_fn: Callable[[Any, Any], torch.Tenso
             f"train_step without loss_fn needs an output with a .loss tensor; the model returned {type(output).__name__}"
         )
     return loss
+
+
+def replaced_parameters(
+    parameters: torch.Tensor | Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]
+) -> Mapping[str, torch.Tensor]:
+    """What `with_parameters` was given, by name; `own`: the model's whole parameters in order.
+
+    Raises:
+        ConfigurationError: a name, a shape or the number of elements does not fit.
+    """
+    given = _unflatten_vector(parameters, own) if isinstance(parameters, torch.Tensor) else dict(parameters)
+    unknown = sorted(set(given) - set(own))
+    if unknown:
+        raise ConfigurationError(f"with_parameters: the model has no parameters {unknown[:5]}")
+    for name, value in given.items():
+        if value.shape != own[name].shape:
+            raise ConfigurationError(f"with_parameters: {name!r} has shape {tuple(value.shape)}, the model's has {tuple(own[name].shape)}")
+    return given
 
 
 def _unflatten_vector(vector: torch.Tensor, own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

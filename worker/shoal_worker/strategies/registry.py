@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 _STRATEGIES = {
     "ddp": ("shoal_worker.strategies.ddp", "DDPModel", "DDPOptimizer"),
+    "fsdp": ("shoal_worker.strategies.fsdp", "FSDPModel", "FSDPOptimizer"),
     "zero1": ("shoal_worker.strategies.zero1", "ZeRO1Model", "ZeRO1Optimizer"),
     "zero2": ("shoal_worker.strategies.zero2", "ZeRO2Model", "ZeRO2Optimizer"),
     "zero3": ("shoal_worker.strategies.zero3", "ZeRO3Model", "ZeRO3Optimizer"),

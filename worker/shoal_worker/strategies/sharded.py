@@ -19,35 +19,31 @@ the state that is the same on all ranks, and apply the step too (`restore`). The
 
 from __future__ import annotations
 
-import contextlib
+import copy
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Final
 
 import torch
 from shoal_common.errors import ConfigurationError, MembershipChanged, PreconditionError
-from torch import nn
 
 from shoal_worker.elastic.contract import Leases, StepStatus
-from shoal_worker.elastic.group import Channel, Group, LocalChannel
+from shoal_worker.elastic.group import Channel, Group
 from shoal_worker.elastic.step import CONTROL_LENGTH
 from shoal_worker.failpoints import failpoint
-from shoal_worker.sharding.assembling import assemble
 from shoal_worker.sharding.collectives import SessionCollectives
+from shoal_worker.sharding.cut_state import CutState, Settings
 from shoal_worker.sharding.exact import DIGITS, from_digits, square_digits
 from shoal_worker.sharding.execution import ShardedExecution
-from shoal_worker.sharding.optimizer_state import ShardedOptimizerState
 from shoal_worker.sharding.partition import Group as ParameterGroup
 from shoal_worker.sharding.partition import alike
-from shoal_worker.sharding.resharding import VALUES, Cut, Held, buddy_stride, hold, reshard
 from shoal_worker.sharding.unit import Stage, Unit
-from shoal_worker.sharding.whole_state import Place, optimizer_state, spread
-from shoal_worker.strategies.base import ShardedModel, ShardedOptimizer, call_module, check_optimizer_covers, loss_of
+from shoal_worker.strategies.base import ShardedModel, ShardedOptimizer, call_module, check_optimizer_covers, loss_of, replaced_parameters
 from shoal_worker.strategies.buffers import CommittedBuffers
 
-_ELEMENTWISE: Final = frozenset({"SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adadelta", "Adagrad", "RMSprop", "Rprop", "ASGD"})
-"""Optimizers of torch.optim that update each element from its own gradient and state alone."""
 _WIDE: Final = torch.empty(0, dtype=torch.float64)
 """What the closing is summed in, and where."""
 
@@ -68,7 +64,7 @@ class Closing:
     """Of the buffers; the mean over the ranks."""
     scale: float = 1.0
     """Of the gradients, by clipping."""
-    settings: list[dict[str, Any]] | None = None
+    settings: Settings | None = None
     """Of the parameter groups, when the step was applied."""
 
 
@@ -90,18 +86,8 @@ class ShardedParametersModel(ShardedModel):
         self._collectives = SessionCollectives(self._session)
         units = [(group.module, [self._unit(part) for part in alike(group)]) for group in self.groups()]
         self._execution = ShardedExecution(units, self._collectives, self.stage)
-        self._units: list[Unit] = self._execution.units
-        self._trained = [unit for unit in self._units if unit.trained]
+        self._held = CutState(self.module, self._execution, self.stage)
         self._step_buffers = CommittedBuffers(self.module)
-        self._optimizer: torch.optim.Optimizer | None = None
-        self._places: list[list[Place]] = []
-        """The parameters of the optimizer's groups, in the user's order."""
-        self._state = ShardedOptimizerState(None)
-        self._cut: Cut | None = None
-        """None: the parameters are whole, on every rank."""
-        self._before: Held | None = None
-        """The shards of the cut before, until the next commit."""
-        self._stride = 1
         self._weights = 0.0
         """Weight of the micro-batches of this rank in this step."""
         self._changes: torch.Tensor | None = None
@@ -120,29 +106,9 @@ class ShardedParametersModel(ShardedModel):
         """See `ShardedModel`. The optimizer gets the pieces that this rank holds in the place of the parameters."""
         if optimizer is not None:
             check_optimizer_covers(self.module, optimizer)
-            self._check_optimizer(optimizer)
-            holdings = [(unit, holding) for unit in self._units for holding in unit.holdings]
-            pieces: dict[int, list[nn.Parameter]] = {}
-            for unit, holding in holdings:
-                for parameter, piece in zip(unit.parameters, holding.pieces, strict=True):
-                    pieces.setdefault(id(parameter), []).append(piece)
-            where = {id(p): (u, i) for u, unit in enumerate(self._units) for i, p in enumerate(unit.parameters)}
-            self._places = [[where[id(p)] for p in group["params"]] for group in optimizer.param_groups]
-            for group in optimizer.param_groups:
-                group["params"] = [piece for p in group["params"] for piece in pieces[id(p)]]
-        self._optimizer = optimizer
-        self._state = ShardedOptimizerState(optimizer)
+            self._held.use_optimizer(optimizer, elementwise=bool(self._options.get("elementwise_optimizer", False)))
         self._session.attach(self)
         self._step_buffers.commit()
-
-    def _check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        if type(optimizer).__name__ not in _ELEMENTWISE and not self._options.get("elementwise_optimizer", False):
-            raise ConfigurationError(
-                f"strategy {self.strategy!r} cuts parameters into flat pieces, and {type(optimizer).__name__} is not known to treat each "
-                f"element by itself; use one of {', '.join(sorted(_ELEMENTWISE))}, or say elementwise_optimizer=True if it does"
-            )
-        if optimizer.state:
-            raise ConfigurationError("the optimizer has stepped before: call as_distributed first, then load its state")
 
     # ------------------------------------------------------------------------------------------------------------- training
 
@@ -180,14 +146,14 @@ class ShardedParametersModel(ShardedModel):
         self.finish_reduction()
         step, closing = self._session.step, self._closing
         if step is None or step.control is None or closing is None:
-            return torch.zeros((), dtype=self._units[0].sum_dtype, device=self._units[0].device)  # the step is lost
+            return torch.zeros((), dtype=self._held.units[0].sum_dtype, device=self._held.units[0].device)  # the step is lost
         norm = math.sqrt(closing.squared_norm) / closing.divisor if math.isfinite(closing.squared_norm) else math.nan
         scale = max_norm / (norm * closing.scale + 1e-6)
         norm *= closing.scale
         if not scale >= 1.0:  # with a norm that is not a number, all become that
             closing.scale *= scale
             self._scale_gradients(scale)
-        return torch.tensor(norm, dtype=self._units[0].sum_dtype, device=self._units[0].device)
+        return torch.tensor(norm, dtype=self._held.units[0].sum_dtype, device=self._held.units[0].device)
 
     def _weigh(self) -> None:
         """What the gradients of the coming pass count."""
@@ -204,7 +170,7 @@ class ShardedParametersModel(ShardedModel):
         self._execution.factor = weight if self.config.loss_reduction == "mean" else float(weight > 0)
 
     def _scale_gradients(self, scale: float) -> None:
-        for unit in self._trained:
+        for unit in self._held.trained:
             for holding in unit.holdings:
                 for piece in holding.pieces:
                     if piece.grad is not None:
@@ -214,16 +180,13 @@ class ShardedParametersModel(ShardedModel):
 
     def capture(self) -> dict[str, Any]:
         """See `Replica`. Before the first step all of the state; from then on what every rank has of it."""
-        if self._cut is None:
+        if self._held.cut is None:
             return {"model": self.module.state_dict(), "optimizer": None}
-        parameters = {name for name, _ in self.module.named_parameters(remove_duplicate=False)}
+        last = self._closing if self._closing is not None and self._closing.number == self._applied else None
         return {
+            **self._held.capture_common(),
             "applied": self._applied,
-            "closing": dict(vars(self._closing)) if self._closing is not None and self._closing.number == self._applied else None,
-            "buffers": {name: value for name, value in self.module.state_dict().items() if name not in parameters},
-            "settings": self._settings(),
-            "scalars": [self._state.scalars(unit) for unit in self._units],
-            "keys": [{k: str(v).removeprefix("torch.") for k, v in self._state.element_keys(unit).items()} for unit in self._units],
+            "closing": dict(vars(last)) if last is not None else None,
             "passed": [list(each) for each in self._execution.passed],
         }
 
@@ -231,110 +194,43 @@ class ShardedParametersModel(ShardedModel):
     def restore(self, state: Mapping[str, Any]) -> None:
         """See `Replica`. A rank that holds shards applies the one step that it has not."""
         if "model" in state:
-            self._restore_whole(state)
-            return
-        if self._cut is not None and state["applied"] != self._applied:
-            self._roll_forward(Closing(**state["closing"]) if state["closing"] is not None else None)
-        self._applied = state["applied"]
-        self.module.load_state_dict(state["buffers"], strict=False)
+            self._held.restore_whole(state)
+            self._closing = None
+        else:
+            if self._held.cut is not None and state["applied"] != self._applied:
+                self._roll_forward(Closing(**state["closing"]) if state["closing"] is not None else None)
+            self._applied = state["applied"]
+            self._held.restore_common(state)
+            self._execution.passed = [(kind, number) for kind, number in state["passed"]]
         self._step_buffers.commit()
-        self._use(state["settings"])
-        self._scalars = state["scalars"]
-        self._keys = [{k: getattr(torch, v) for k, v in own.items()} for own in state["keys"]]
-        self._execution.passed = [(kind, number) for kind, number in state["passed"]]
-
-    def _restore_whole(self, state: Mapping[str, Any]) -> None:
-        for unit in self._units:
-            unit.make_whole()
-        self.module.load_state_dict(state["model"])
-        self._step_buffers.commit()
-        saved = state["optimizer"]
-        if saved is not None and self._optimizer is not None:
-            spread(self._places, saved, self._units, self._state)
-            self._use([{k: v for k, v in group.items() if k != "params"} for group in saved["param_groups"]])
-        self._cut, self._before, self._closing = None, None, None
 
     def _roll_forward(self, closing: Closing | None) -> None:
         if closing is None or closing.number != self._applied + 1 or not self._sealed:
             raise PreconditionError(f"this rank has applied {self._applied} steps and its peers more: it cannot follow")
         self._hand_out(closing)
         self._scale_gradients(closing.scale)
-        if self._optimizer is not None:
+        if self._held.optimizer is not None:
             assert closing.settings is not None
-            self._use(closing.settings)
-            self._optimizer.step()
-        for unit in self._trained:
+            self._held.settings = closing.settings
+            self._held.optimizer.step()
+        for unit in self._held.trained:
             unit.changed()
         self._execution.forget()
         self._sealed = False
 
+    @torch.no_grad()
     def regroup(self, group: Group) -> None:
-        """See `Replica`. Cuts the shards for the ranks of `group`."""
-        number = group.generation.number
-        if self._cut is not None and self._cut.number == number:
-            return
-        stride = buddy_stride([peer.host for peer in group.generation.peers])
-        told = [row[0] for row in group.all_gather_integers([int(self._cut is not None)])]
-        if not any(told):
-            return  # no step has begun anywhere: all ranks hold all of it
-        if self._cut is not None:
-            self._scalars = [self._state.scalars(unit) for unit in self._units]
-            self._keys = [self._state.element_keys(unit) for unit in self._units]
-        held = self._held(self._keys)
-        cut = reshard(self._units, self._state, held, self._scalars, self._keys, group, number=number, stride=stride)
-        self._before = held[0] if held else None
-        self._cut, self._stride = cut, stride
-        if self.stage is not Stage.PARAMETERS:
-            self._execution.gather_all()
-
-    def _held(self, keys: Sequence[Mapping[str, torch.dtype]]) -> list[Held]:
-        """The cuts of which this rank holds shards."""
-        held = [hold(self._units, self._state, self._cut, keys)] if self._cut is not None else []
-        return held + ([self._before] if self._before is not None else [])
+        """See `Replica`."""
+        self._held.regroup(group)
 
     @torch.no_grad()
     def assemble(self, channel: Channel) -> dict[str, Any]:
         """See `Replica`."""
-        keys = [self._state.element_keys(unit) for unit in self._units]
-        if self._cut is not None:
-            wholes = assemble(self._units, self._held(keys), keys, channel)
-        else:
-            wholes = [
-                {VALUES: unit.own.shard, **{key: self._state.shard(unit, unit.own, key, dtype) for key, dtype in own.items()}}
-                for unit, own in zip(self._units, keys, strict=True)
-            ]
-        scalars = [self._state.scalars(unit) for unit in self._units]
-        optimizer = optimizer_state(self._places, self._settings(), self._units, scalars, wholes) if self._optimizer is not None else None
-        return {"model": self._named(wholes), "optimizer": optimizer}
+        return self._held.assemble(channel)
 
-    def _named(self, wholes: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        """The module's state dict with these values of its parameters."""
-        values: dict[str, torch.Tensor] = {}
-        views = {
-            id(parameter): view
-            for unit, whole in zip(self._units, wholes, strict=True)
-            for parameter, view in zip(unit.parameters, unit.layout.views(whole[VALUES]), strict=True)
-        }
-        parameters = dict(self.module.named_parameters(remove_duplicate=False))
-        for name, value in self.module.state_dict().items():
-            values[name] = views[id(parameters[name])] if name in parameters else value
-        return values
-
-    @contextlib.contextmanager
-    def whole_for(self, channel: Channel) -> Iterator[None]:
+    def whole_for(self, channel: Channel) -> AbstractContextManager[None]:
         """See `ShardedModel`."""
-        if self._cut is None or isinstance(channel, LocalChannel):
-            yield
-            return
-        wholes = assemble(self._units, self._held([{}] * len(self._units)), [{}] * len(self._units), channel)
-        with torch.no_grad():
-            for unit, whole in zip(self._units, wholes, strict=True):
-                unit.fill(whole[VALUES])
-        self._execution.pinned = True
-        try:
-            yield
-        finally:
-            self._execution.free_all()
+        return self._held.whole_for(channel)
 
     def has_values(self) -> bool:
         """See `Replica`."""
@@ -347,15 +243,10 @@ class ShardedParametersModel(ShardedModel):
         assert step is not None
         self._execution.forget()
         self._weights, self._changes, self._sealed = 0.0, None, False
-        if self._cut is None:
-            world_size, rank = step.placement.world_size, step.placement.rank
-            if group is not None:
-                self._stride = buddy_stride([peer.host for peer in group.generation.peers])
-            mirrored = (rank - self._stride) % world_size if world_size > 1 else None
-            for unit in self._units:
-                self._state.cut(unit, self._state.element_keys(unit), world_size, rank, mirrored)
-            self._execution.free_all()
-            self._cut = Cut(number=step.placement.generation, world_size=world_size, position=rank, mirrored=mirrored)
+        if self._held.cut is None:
+            hosts = [peer.host for peer in group.generation.peers] if group is not None else []
+            at = step.placement
+            self._held.cut_whole(number=at.generation, rank=at.rank, world_size=at.world_size, hosts=hosts)
         elif self.stage is not Stage.PARAMETERS:
             self._execution.gather_all()  # where a failure kept it from being done after the update
 
@@ -393,7 +284,7 @@ class ShardedParametersModel(ShardedModel):
         word = torch.tensor(session.control_word(), dtype=torch.float64)
         weights = torch.tensor([self._weights], dtype=torch.float64)
         norm = self._norm_part()
-        present = torch.tensor([float(flag) for unit in self._trained for flag in unit.touched], dtype=torch.float64)
+        present = torch.tensor([float(flag) for unit in self._held.trained for flag in unit.touched], dtype=torch.float64)
         if not step.in_micro_batches:
             self._changes = self._step_buffers.changes(_WIDE) * (step.share.weight / (step.share.total_weight or 1.0))
         changes = torch.zeros(self._step_buffers.size, dtype=torch.float64) if self._changes is None else self._changes
@@ -422,7 +313,7 @@ class ShardedParametersModel(ShardedModel):
 
     def _norm_part(self) -> torch.Tensor:
         """What this rank's gradients add to the squared norm; as digits too where its bits must not depend on the number of ranks."""
-        gradients = [unit.own.gradient for unit in self._trained if unit.own.gradient is not None]
+        gradients = [unit.own.gradient for unit in self._held.trained if unit.own.gradient is not None]
         plain = torch.stack([g.double().square().sum().cpu() for g in gradients] or [torch.zeros((), dtype=torch.float64)]).sum().view(1)
         if not self.config.deterministic:
             return plain
@@ -438,18 +329,18 @@ class ShardedParametersModel(ShardedModel):
             self._sealed = True
             return True
         on_their_way = []
-        for unit in self._trained:
+        for unit in self._held.trained:
             gradient = unit.own.gradient
             if gradient is None:
                 continue
             unit.mirror.gradient = torch.empty_like(gradient)
-            on_their_way.append(self._collectives.pass_on(unit.mirror.gradient, gradient, stride=self._stride))
+            on_their_way.append(self._collectives.pass_on(unit.mirror.gradient, gradient, stride=self._held.stride))
         self._sealed = [pending.wait() for pending in on_their_way].count(False) == 0
         return self._sealed
 
     def _hand_out(self, closing: Closing) -> None:
         flags = iter(closing.present)
-        for unit in self._trained:
+        for unit in self._held.trained:
             present = [next(flags) for _ in unit.parameters]
             for holding in unit.holdings:
                 holding.hand_out(closing.divisor, present)
@@ -457,7 +348,7 @@ class ShardedParametersModel(ShardedModel):
     def update(self, step: Callable[[], Any]) -> None:
         """Updates the pieces that this rank holds, and fetches the others where parameters are whole on every rank."""
         assert self._closing is not None
-        self._closing.settings = self._settings()
+        self._closing.settings = self._held.settings
         step()
         self._applied += 1
         with torch.no_grad():
@@ -477,15 +368,8 @@ class ShardedParametersModel(ShardedModel):
         self._step_buffers.apply(self._closing.changes)
         self._execution.forget()
         self._step_buffers.commit()
-        self._before, self._sealed = None, False
-
-    def _settings(self) -> list[dict[str, Any]]:
-        groups = self._optimizer.param_groups if self._optimizer is not None else []
-        return [{key: value for key, value in group.items() if key != "params"} for group in groups]
-
-    def _use(self, settings: Sequence[Mapping[str, Any]]) -> None:
-        for group, own in zip(self._optimizer.param_groups if self._optimizer is not None else [], settings, strict=True):
-            group.update(own)
+        self._held.committed()
+        self._sealed = False
 
     # ---------------------------------------------------------------------------------------------------------------- state
 
@@ -507,10 +391,63 @@ class ShardedParametersModel(ShardedModel):
         self._session.operation("full_state_dict", body)
         return whole
 
+    def optimizer_state_dict(self) -> dict[str, Any]:
+        """The optimizer's whole state. Every rank calls it."""
+        whole: dict[str, Any] = {}
+
+        def body(channel: Channel) -> None:
+            whole.update(copy.deepcopy(self._held.assemble(channel)["optimizer"]))
+            channel.exchange(b"")
+
+        self._session.operation("optimizer state_dict", body)
+        return whole
+
+    @torch.no_grad()
+    def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes over the optimizer's whole state. Every rank calls it."""
+        self._held.load_optimizer(state)
+
+    @torch.no_grad()
+    def load_full(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """See `ShardedModel`."""
+        self._held.load_values(tensors)
+        self._step_buffers.commit()
+
     @property
     def local_shard(self) -> dict[str, torch.Tensor]:
         """See `ShardedModel`: flat pieces."""
-        return {name: piece.detach() for unit in self._units for name, piece in zip(unit.parameter_names, unit.own.pieces, strict=True)}
+        return {name: piece.detach() for name, piece in self._own_pieces()}
+
+    def get_gradients(self) -> dict[str, torch.Tensor]:
+        """See `ShardedModel`: of the flat pieces of `local_shard`, summed over the ranks."""
+        return {name: piece.grad for name, piece in self._own_pieces() if piece.grad is not None}
+
+    def set_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Refused: other ranks mirror this rank's pieces, and would apply other gradients.
+
+        Raises:
+            ConfigurationError: always.
+        """
+        raise ConfigurationError(f"set_gradients: with strategy {self.strategy!r} other ranks hold mirrors; scale the loss, or use ddp")
+
+    def save_model(self, path: str | Path) -> None:
+        """See `ShardedModel`. When it returns on any rank, the file is in place."""
+        super().save_model(path)
+        self._session.operation("save_model", lambda channel: channel.exchange(b"") and None)
+
+    def with_parameters(self, parameters: torch.Tensor | Mapping[str, torch.Tensor]) -> ShardedModel:
+        """See `ShardedModel`. Every rank calls it, with the same values."""
+        whole = self.full_state_dict()
+        own = {name: whole[name] for name, _ in self.module.named_parameters()}
+        replaced = replaced_parameters(parameters, own)
+        shared = {id(p): name for name, p in self.module.named_parameters()}
+        for name, parameter in self.module.named_parameters(remove_duplicate=False):
+            whole[name] = replaced.get(shared[id(parameter)], whole[name])
+        self.load_full(whole)
+        return self
+
+    def _own_pieces(self) -> list[tuple[str, torch.Tensor]]:
+        return [each for unit in self._held.units for each in zip(unit.parameter_names, unit.own.pieces, strict=True)]
 
 
 class ShardedParametersOptimizer(ShardedOptimizer):
@@ -524,6 +461,18 @@ class ShardedParametersOptimizer(ShardedOptimizer):
                 "use an optimizer that needs none (LBFGS does)"
             )
         return self._session.finish_step(lambda: self._model.update(self.optimizer.step))
+
+    def state_dict(self) -> dict[str, Any]:
+        """As one process would have it, whole: it loads under any strategy. Every rank calls it."""
+        return self._model.optimizer_state_dict()  # type: ignore[no-any-return]
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads a whole one, of any strategy. Every rank calls it, with the same.
+
+        Raises:
+            CorruptDataError: it is of another optimizer; nothing is changed.
+        """
+        self._model.load_optimizer_state_dict(state_dict)
 
     def synchronize_parameters(self) -> None:
         """Parameters agree on all ranks after every step: nothing to do."""

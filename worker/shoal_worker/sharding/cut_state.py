@@ -1,0 +1,239 @@
+"""Parameters and optimizer state of one model, as this rank holds them: whole at first, then cut over the ranks of a group.
+
+It changes the cut, and it puts the whole together: for checkpoints, for operations between steps, for the user. It knows nothing of steps
+(`strategies/sharded.py`) and of when units are gathered (`execution.py`). The training thread owns it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from shoal_common.errors import ConfigurationError, CorruptDataError
+from torch import nn
+
+from shoal_worker.elastic.group import Channel, Group, LocalChannel
+from shoal_worker.sharding.assembling import assemble
+from shoal_worker.sharding.execution import ShardedExecution
+from shoal_worker.sharding.optimizer_state import ShardedOptimizerState
+from shoal_worker.sharding.resharding import VALUES, Cut, Held, buddy_stride, hold, reshard
+from shoal_worker.sharding.unit import Stage, Unit
+from shoal_worker.sharding.whole_state import Place, optimizer_state, spread
+
+_ELEMENTWISE: Final = frozenset({"SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adadelta", "Adagrad", "RMSprop", "Rprop", "ASGD"})
+"""Optimizers of torch.optim that update each element from its own gradient and state alone."""
+
+Settings = list[dict[str, Any]]
+"""Of an optimizer's parameter groups, without their parameters."""
+
+
+class CutState:
+    """The state of a model's units and of the optimizer over them."""
+
+    def __init__(self, module: nn.Module, execution: ShardedExecution, stage: Stage) -> None:
+        self.module = module
+        self.units: Sequence[Unit] = execution.units
+        self.trained = [unit for unit in execution.units if unit.trained]
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.cut: Cut | None = None
+        """None: all ranks hold all of it."""
+        self.stride = 1
+        """How many ranks further a shard is mirrored."""
+        self._execution = execution
+        self._stage = stage
+        self._before: Held | None = None
+        """The shards of the cut before, until the next commit."""
+        self._places: list[list[Place]] = []
+        """The parameters of the optimizer's groups, in the user's order."""
+        self._state = ShardedOptimizerState(None)
+        self._scalars: list[list[dict[str, Any]]] = [[{} for _ in unit.parameters] for unit in self.units]
+        self._keys: list[dict[str, torch.dtype]] = [{} for _ in self.units]
+        """Of the optimizer's state, in a joiner that has got no shards yet."""
+
+    def use_optimizer(self, optimizer: torch.optim.Optimizer, *, elementwise: bool) -> None:
+        """From here on it updates pieces, in the place of the parameters that it was made for.
+
+        Raises:
+            ConfigurationError: it is not known to be elementwise, or has stepped before.
+        """
+        if type(optimizer).__name__ not in _ELEMENTWISE and not elementwise:
+            raise ConfigurationError(
+                f"parameters are cut into flat pieces, and {type(optimizer).__name__} is not known to treat each element by itself; use "
+                f"one of {', '.join(sorted(_ELEMENTWISE))}, or say elementwise_optimizer=True if it does"
+            )
+        if optimizer.state:
+            raise ConfigurationError("the optimizer has stepped before: call as_distributed first, then load its state")
+        where = {id(p): (u, i) for u, unit in enumerate(self.units) for i, p in enumerate(unit.parameters)}
+        self._places = [[where[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+        for group, places in zip(optimizer.param_groups, self._places, strict=True):
+            group["params"] = [holding.pieces[i] for u, i in places for holding in self.units[u].holdings]
+        self.optimizer = optimizer
+        self._state = ShardedOptimizerState(optimizer)
+
+    @property
+    def settings(self) -> Settings:
+        """The optimizer's, as they are now."""
+        groups = self.optimizer.param_groups if self.optimizer is not None else []
+        return [{key: value for key, value in group.items() if key != "params"} for group in groups]
+
+    @settings.setter
+    def settings(self, settings: Settings) -> None:
+        for group, own in zip(self.optimizer.param_groups if self.optimizer is not None else [], settings, strict=True):
+            group.update(own)
+
+    # --------------------------------------------------------------------------------------------------------------- cutting
+
+    def cut_whole(self, *, number: int, rank: int, world_size: int, hosts: Sequence[str]) -> None:
+        """The first cut of a state that every rank holds whole: nothing is sent."""
+        self.stride = buddy_stride(hosts) if hosts else 1
+        mirrored = (rank - self.stride) % world_size if world_size > 1 else None
+        for unit in self.units:
+            self._state.cut(unit, self._state.element_keys(unit), world_size, rank, mirrored)
+        self._execution.free_all()
+        self.cut = Cut(number=number, world_size=world_size, position=rank, mirrored=mirrored)
+
+    def regroup(self, group: Group) -> None:
+        """Cuts it for the ranks of another group, out of the shards that they hold. A collective.
+
+        Raises:
+            ShardsLostError: some shard and its mirror are gone.
+            MembershipChanged: the group is over.
+        """
+        number = group.generation.number
+        if self.cut is not None and self.cut.number == number:
+            return
+        told = [row[0] for row in group.all_gather_integers([int(self.cut is not None)])]
+        if not any(told):
+            return  # no step has begun anywhere
+        if self.cut is not None:
+            self._scalars = [self._state.scalars(unit) for unit in self.units]
+            self._keys = [self._state.element_keys(unit) for unit in self.units]
+        held = self._held(self._keys)
+        stride = buddy_stride([peer.host for peer in group.generation.peers])
+        cut = reshard(self.units, self._state, held, self._scalars, self._keys, group, number=number, stride=stride)
+        self._before = held[0] if held else None
+        self.cut, self.stride = cut, stride
+        if self._stage is not Stage.PARAMETERS:
+            self._execution.gather_all()
+
+    def committed(self) -> None:
+        """A step was applied on this cut: the one before is no longer of use."""
+        self._before = None
+
+    def _held(self, keys: Sequence[Mapping[str, torch.dtype]]) -> list[Held]:
+        """The cuts of which this rank holds shards."""
+        held = [hold(self.units, self._state, self.cut, keys)] if self.cut is not None else []
+        return held + ([self._before] if self._before is not None else [])
+
+    # ------------------------------------------------------------------------------------------- what every rank has of it
+
+    def capture_common(self) -> dict[str, Any]:
+        """What is the same on all ranks: buffers, and the optimizer's settings and counts."""
+        parameters = {name for name, _ in self.module.named_parameters(remove_duplicate=False)}
+        return {
+            "buffers": {name: value for name, value in self.module.state_dict().items() if name not in parameters},
+            "settings": self.settings,
+            "scalars": [self._state.scalars(unit) for unit in self.units],
+            "keys": [{k: str(v).removeprefix("torch.") for k, v in self._state.element_keys(unit).items()} for unit in self.units],
+        }
+
+    def restore_common(self, state: Mapping[str, Any]) -> None:
+        """Takes over what `capture_common` gave on a peer."""
+        self.module.load_state_dict(state["buffers"], strict=False)
+        self.settings = state["settings"]
+        self._scalars = state["scalars"]
+        self._keys = [{k: getattr(torch, v) for k, v in own.items()} for own in state["keys"]]
+
+    # ------------------------------------------------------------------------------------------------------------- the whole
+
+    def assemble(self, channel: Channel) -> dict[str, Any]:
+        """{"model", "optimizer"} as one process would have them. Part of an operation. Raises as `regroup`."""
+        keys = [self._state.element_keys(unit) for unit in self.units]
+        if self.cut is not None:
+            wholes = assemble(self.units, self._held(keys), keys, channel)
+        else:
+            wholes = [
+                {VALUES: unit.own.shard, **{key: self._state.shard(unit, unit.own, key, dtype) for key, dtype in own.items()}}
+                for unit, own in zip(self.units, keys, strict=True)
+            ]
+        scalars = [self._state.scalars(unit) for unit in self.units]
+        saved = optimizer_state(self._places, self.settings, self.units, scalars, wholes) if self.optimizer is not None else None
+        return {"model": self._named(wholes), "optimizer": saved}
+
+    def restore_whole(self, state: Mapping[str, Any]) -> None:
+        """Takes over what `assemble` of any strategy gave. It is whole here afterwards, and cut anew when the next step begins."""
+        self.check_fits(state["model"])
+        for unit in self.units:
+            unit.make_whole()
+        self.module.load_state_dict(state["model"])
+        if state["optimizer"] is not None and self.optimizer is not None:
+            self.load_optimizer(state["optimizer"])
+        self.cut = self._before = None
+
+    def load_optimizer(self, saved: Mapping[str, Any]) -> None:
+        """Takes over the optimizer part of what `assemble` of any strategy gave.
+
+        Raises:
+            CorruptDataError: it is of another optimizer; nothing is changed.
+        """
+        told = [len(group["params"]) for group in saved["param_groups"]]
+        if told != [len(group) for group in self._places]:
+            raise CorruptDataError(
+                f"the state is of an optimizer with {told} parameters in its groups; this one has {[len(g) for g in self._places]}",
+                reason="OPTIMIZER_DIFFERS",
+            )
+        spread(self._places, saved, self.units, self._state)
+        self.settings = [{k: v for k, v in group.items() if k != "params"} for group in saved["param_groups"]]
+
+    @contextlib.contextmanager
+    def whole_for(self, channel: Channel) -> Iterator[None]:
+        """While open, the parameters are whole here and stay so, whatever is computed. Part of an operation. Raises as `regroup`."""
+        if self.cut is None or isinstance(channel, LocalChannel):
+            yield
+            return
+        nothing: list[dict[str, torch.dtype]] = [{} for _ in self.units]
+        wholes = assemble(self.units, self._held(nothing), nothing, channel)
+        with torch.no_grad():
+            for unit, whole in zip(self.units, wholes, strict=True):
+                unit.fill(whole[VALUES])
+        self._execution.pinned = True
+        try:
+            yield
+        finally:
+            self._execution.free_all()
+
+    def load_values(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Replaces parameters and buffers by whole ones, the same on every rank; the optimizer's state and the cut stay.
+
+        Raises:
+            CorruptDataError: names or shapes are not the model's; nothing is changed.
+        """
+        self.check_fits(tensors)
+        names = {id(p): name for name, p in self.module.named_parameters()}
+        for unit in self.units:
+            unit.load([tensors[names[id(p)]] for p in unit.parameters])
+        parameters = dict(self.module.named_parameters(remove_duplicate=False))
+        self.module.load_state_dict({name: value for name, value in tensors.items() if name not in parameters}, strict=False)
+
+    def check_fits(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Raises CorruptDataError unless these are the tensors of the module's state dict."""
+        own = self.module.state_dict()
+        differing = sorted(set(tensors) ^ set(own)) or [name for name in own if own[name].shape != tensors[name].shape]
+        if differing:
+            raise CorruptDataError(
+                f"the state is of another model than this {type(self.module).__name__}: names or shapes differ, {differing[:3]} among them",
+                reason="MODEL_DIFFERS",
+            )
+
+    def _named(self, wholes: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        """The module's state dict with these values of its parameters."""
+        views = {
+            id(parameter): view
+            for unit, whole in zip(self.units, wholes, strict=True)
+            for parameter, view in zip(unit.parameters, unit.layout.views(whole[VALUES]), strict=True)
+        }
+        parameters = dict(self.module.named_parameters(remove_duplicate=False))
+        named = self.module.state_dict()
+        return {name: views[id(parameters[name])] if name in parameters else value for name, value in named.items()}

@@ -1,7 +1,15 @@
 """State over TCP: whole, checksummed, from several donors, and never from a stranger."""
 
+import contextlib
+import json
+import queue
+import resource
+import socket
 import threading
+import time
+from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -52,9 +60,9 @@ def test_a_receiver_may_come_before_the_offer() -> None:
     assert len(answers) == 1
 
 
-def test_a_wrong_nonce_gets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer, "_IO_TIMEOUT_S", 0.2)
+def test_a_wrong_nonce_gets_nothing() -> None:
     donor = StateDonor("127.0.0.1")
+    donor.expect(NONCE)
     with donor.offering(state(), NONCE), pytest.raises(UnavailableError, match="went away"):
         take_state([donor.address], "f" * 32, timeout=TIMEOUT)
     donor.close()
@@ -94,9 +102,140 @@ def test_a_donor_that_is_gone_is_named() -> None:
         take_state([address], NONCE, timeout=TIMEOUT)
 
 
-def _offers(servers: list[StateDonor], offered: object):
-    import contextlib
+def connect(donor: StateDonor) -> socket.socket:
+    host, _, port = donor.address.rpartition(":")
+    return socket.create_connection((host, int(port)), timeout=10)
 
+
+def request() -> bytes:
+    return transfer._MAGIC + transfer._REQUEST.pack(NONCE.encode(), 0, 1)
+
+
+@pytest.fixture
+def donor() -> Iterator[StateDonor]:
+    donor = StateDonor("127.0.0.1")
+    yield donor
+    donor.close()
+
+
+def test_a_receiver_that_hangs_holds_no_donor_up(donor: StateDonor) -> None:
+    with connect(donor) as hung:
+        with donor.offering({"x": torch.zeros(16 << 20)}, NONCE):
+            hung.sendall(request())
+            assert hung.recv(1)  # it is served, and takes no more
+            started = time.monotonic()
+        assert time.monotonic() - started < 2.0
+
+
+def test_a_stranger_is_turned_away_at_its_first_bytes(donor: StateDonor) -> None:
+    with donor.offering(state(), NONCE), connect(donor) as stranger:
+        stranger.sendall(b"GET / HTTP/1.1\r\n")
+        assert _is_closed(stranger)
+
+
+def test_who_says_nothing_is_turned_away_soon(donor: StateDonor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer, "_REQUEST_TIMEOUT_S", 0.1)
+    with connect(donor) as silent, connect(donor) as trickling:
+        trickling.sendall(transfer._MAGIC)
+        assert _is_closed(silent)
+        assert _is_closed(trickling)
+
+
+def test_more_connections_than_are_served_at_a_time_wait_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer, "_REQUEST_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(transfer, "_MOST_CONNECTIONS", 8)
+    donor = StateDonor("127.0.0.1")
+    with contextlib.ExitStack() as stack:
+        stack.callback(donor.close)
+        idle = [stack.enter_context(connect(donor)) for _ in range(24)]
+        with donor.offering({"x": torch.ones(3)}, NONCE):
+            taken, _ = take_state([donor.address], NONCE, timeout=TIMEOUT)
+        assert sum(thread.name == "shoal-donate" for thread in threading.enumerate()) <= 8
+        assert all(_is_closed(connection) for connection in idle)
+    assert torch.equal(taken["x"], torch.ones(3))
+
+
+def test_a_donor_outlives_a_lack_of_descriptors(donor: StateDonor) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with socket.socket() as waiting:
+        host, _, port = donor.address.rpartition(":")
+        lowest = min(set(range(4096)) - {int(fd.name) for fd in Path("/proc/self/fd").iterdir()})
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
+        try:
+            waiting.connect((host, int(port)))
+            waiting.settimeout(0.3)
+            with pytest.raises(TimeoutError):
+                waiting.recv(1)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    with donor.offering({"x": torch.ones(3)}, NONCE):
+        taken, _ = take_state([donor.address], NONCE, timeout=TIMEOUT)
+    assert torch.equal(taken["x"], torch.ones(3))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"tensors": [{"name": "x", "dtype": "Tensor", "shape": [3]}]},
+        {"tensors": [{"name": "x", "dtype": "load", "shape": [3]}]},
+        {"tensors": [{"name": "x", "dtype": "float32", "shape": [-3]}]},
+        {"tensors": [{"name": "x", "dtype": "float32", "shape": "3"}]},
+        {"tensors": 3},
+        {"structure": {"!": "no such kind"}, "tensors": []},
+    ],
+)
+def test_what_describes_no_state_is_corrupt_data(donor: StateDonor, monkeypatch: pytest.MonkeyPatch, change: dict[str, object]) -> None:
+    honest = transfer._encode_header
+    monkeypatch.setattr(transfer, "_encode_header", lambda *state: json.dumps(json.loads(honest(*state)) | change).encode())
+    with donor.offering({"x": torch.ones(3)}, NONCE), pytest.raises(CorruptDataError):
+        take_state([donor.address], NONCE, timeout=TIMEOUT)
+
+
+def test_a_donor_that_gets_on_too_slowly_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer, "_BLOCK_TIMEOUT_S", 0.3)
+    header = transfer._encode_header({"x": {"!": "tensor", "name": "x"}}, {"x": torch.ones(1000)})
+    with socket.create_server(("127.0.0.1", 0)) as slow:
+
+        def serve() -> None:
+            connection, _ = slow.accept()
+            with connection, contextlib.suppress(OSError):
+                connection.sendall(transfer._U64.pack(len(header)) + header + transfer._digest(header))
+                while True:  # a byte now and then: no single read times out
+                    connection.sendall(b"x")
+                    time.sleep(0.05)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            with pytest.raises(UnavailableError, match="timed out"):
+                take_state([f"127.0.0.1:{slow.getsockname()[1]}"], NONCE, timeout=TIMEOUT)
+        finally:
+            thread.join(10)
+
+
+def test_whoever_guards_a_transfer_can_end_it(donor: StateDonor) -> None:
+    """The donor never answers: its offer does not come."""
+    guarded: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
+
+    def end() -> None:
+        guarded.get(timeout=10).shutdown(socket.SHUT_RDWR)
+
+    thread = threading.Thread(target=end)
+    thread.start()
+    with pytest.raises(UnavailableError, match="went away"):
+        take_state([donor.address], NONCE, timeout=timedelta(seconds=60), guard=guarded.put)
+    thread.join(10)
+    donor.expect("0" * 32)  # frees the donor's thread as well
+
+
+def _is_closed(connection: socket.socket) -> bool:
+    connection.settimeout(5)
+    with contextlib.suppress(ConnectionResetError):
+        return connection.recv(1) == b""
+    return True
+
+
+def _offers(servers: list[StateDonor], offered: object):
     stack = contextlib.ExitStack()
     for server in servers:
         stack.enter_context(server.offering(offered, NONCE))

@@ -29,6 +29,10 @@ class StateExchange:
         self._settings = settings
         self._metrics = metrics
 
+    def expect(self, group: Group) -> None:
+        """Peers of `group` may ask from here on, others no more."""
+        self._donor.expect(group.generation.nonce)
+
     def give(self, group: Group, captured: object, *, until: Callable[[], object]) -> None:
         """Offers `captured` to the group's ranks while `until`, which waits for the receivers, runs.
 

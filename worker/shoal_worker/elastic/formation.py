@@ -146,6 +146,8 @@ class Formation:
             failed = self._formed and not self.healthy
             try:
                 group = self.membership.form()
+                if self._exchange is not None:
+                    self._exchange.expect(group)  # ahead of the first exchange: a receiver asks after it
                 self._reconcile(group)
                 if self._held.has_replica and not self._spectators:
                     self._held.replica.regroup(group)

@@ -3,9 +3,10 @@
 Plain sockets, because the same bytes over gRPC or Gloo take about twice as long on one host, and survivors stand still meanwhile.
 
 A donor's `StateDonor` listens from the start of the session on a thread of its own. It answers only while an offer is open: the training
-thread opens one, waits in a barrier until the receivers have what they need, and closes it; so nothing is applied to the tensors while
-they are read. A receiver asks each donor for its part of the bytes, all donors at once. A request names the generation's nonce, so a peer
-of another generation, or a stranger, is turned away.
+thread opens one, waits in a barrier until the receivers have what they need, and closes it, which ends the connections that are left; so
+nothing is applied to the tensors while they are read, and a receiver that hangs holds nobody up. A receiver asks each donor for its part of
+the bytes, all donors at once. A request names the generation's nonce, so a peer of another generation, or a stranger, is turned away. There
+is no deadline for the whole, which may be large, but one for each block: a transfer goes on as long as it gets on.
 
 Framing, all integers big-endian: request = magic, nonce (32 bytes), part, parts (u32 each). Answer = header length (u64), header (JSON:
 structure, tensors, digest), its xxh3-64, then the part's bytes in blocks, each followed by its xxh3-64.
@@ -29,7 +30,7 @@ from typing import Any
 
 import torch
 import xxhash
-from shoal_common.errors import CorruptDataError, UnavailableError
+from shoal_common.errors import CorruptDataError, InternalError, UnavailableError
 
 from shoal_worker.failpoints import failpoint
 from shoal_worker.state.digest import bytes_of, digest
@@ -38,13 +39,19 @@ from shoal_worker.state.tree import flatten, unflatten
 _log = logging.getLogger(__name__)
 
 _MAGIC = b"SHOALST1"
-_REQUEST = struct.Struct("!8s32sII")
-PROBE = bytes(_REQUEST.size)
+_REQUEST = struct.Struct("!32sII")
+PROBE = bytes(len(_MAGIC))
 """A request for nothing, by one that only wants to know whether a donor can be reached: answered by closing the connection."""
 _U64 = struct.Struct("!Q")
 _BLOCK = 4 << 20
 _LARGEST_HEADER = 256 << 20
-_IO_TIMEOUT_S = 30.0
+_BLOCK_TIMEOUT_S = 30.0
+"""Longest that one block may take: 4 MiB, so a transfer slower than 0.14 MB/s is given up."""
+_REQUEST_TIMEOUT_S = 5.0
+"""Longest that who connects may take to say what it wants."""
+_MOST_CONNECTIONS = 256
+"""Served at a time; more wait in the listener's queue. Each has a thread."""
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,8 +69,11 @@ class StateDonor:
         self._listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         self._host = host
         self._offer: _Offer | None = None
-        self._serving = 0
+        self._expected: bytes | None = None
+        self._serving: set[socket.socket] = set()
         self._changed = threading.Condition()
+        self._closed = threading.Event()
+        self._free = threading.BoundedSemaphore(_MOST_CONNECTIONS)
         self._thread = threading.Thread(target=self._accept, name="shoal-donor", daemon=True)
         self._thread.start()
 
@@ -72,9 +82,16 @@ class StateDonor:
         """host:port for peers."""
         return f"{self._host}:{self._listener.getsockname()[1]}"
 
+    def expect(self, nonce: str) -> None:
+        """From here on only requests for `nonce` may wait for an offer, until the next call. Before the first, any may."""
+        with self._changed:
+            self._expected = nonce.encode()
+            self._changed.notify_all()
+
     @contextlib.contextmanager
     def offering(self, state: object, nonce: str) -> Iterator[None]:
-        """While open, peers that name `nonce` get `state`. The caller must not change the tensors in it meanwhile."""
+        """While open, peers that name `nonce` get `state`. The caller must not change the tensors in it meanwhile. Whoever has not got all
+        when it closes gets no more."""
         structure, tensors = flatten(state)
         on_cpu = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
         header = _encode_header(structure, on_cpu)
@@ -87,52 +104,94 @@ class StateDonor:
         finally:
             with self._changed:
                 self._offer = None
+                for connection in self._serving:
+                    with contextlib.suppress(OSError):
+                        connection.shutdown(socket.SHUT_RDWR)
                 # The tensors may change from here on: nobody may still read them.
-                self._changed.wait_for(lambda: self._serving == 0, _IO_TIMEOUT_S)
+                if not self._changed.wait_for(lambda: not self._serving, _BLOCK_TIMEOUT_S):
+                    raise InternalError("a thread still sends state from tensors that are about to change")
 
     def close(self) -> None:
         """Stops listening."""
+        self._closed.set()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
 
     def _accept(self) -> None:
-        while True:
+        complained = False
+        while not self._closed.is_set():
+            if not self._free.acquire(timeout=0.5):
+                continue
             try:
                 connection, _ = self._listener.accept()
-            except OSError:
-                return  # closed
-            threading.Thread(target=self._serve, args=(connection,), name="shoal-donate", daemon=True).start()
+                threading.Thread(target=self._serve, args=(connection,), name="shoal-donate", daemon=True).start()
+            except (OSError, RuntimeError) as error:  # closed; or out of descriptors, or of threads, which passes
+                self._free.release()
+                if not self._closed.wait(0.1) and not complained:
+                    complained = True
+                    _log.warning("peers cannot take state from here for now: %s", error)
 
     def _serve(self, connection: socket.socket) -> None:
-        with connection:
-            try:
-                connection.settimeout(_IO_TIMEOUT_S)
-                magic, nonce, part, parts = _REQUEST.unpack(_receive(connection, _REQUEST.size))
-                offer = self._enter(nonce) if magic == _MAGIC and 0 <= part < parts else None
-                if offer is None:
-                    return
-                failpoint("transfer.before_serving")
-                try:
+        try:
+            with connection:
+                nonce, part, parts = _read_request(connection)
+                with self._entered(connection, nonce) as offer:
+                    failpoint("transfer.before_serving")
+                    connection.settimeout(_BLOCK_TIMEOUT_S)
                     _send_part(connection, offer, part, parts)
-                finally:
-                    self._exit()
-            except (OSError, struct.error, CorruptDataError) as error:
-                _log.warning("a peer that took state went away: %s", error)
+        except _Refused:
+            pass  # a stranger, a probe, or a peer of a generation that is over
+        except OSError as error:
+            _log.warning("a peer that took state went away: %s", error)
+        finally:
+            self._free.release()
 
-    def _enter(self, nonce: bytes) -> _Offer | None:
-        """Waits for the offer of `nonce`: a receiver may be quicker than the donor."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._offer is not None and hmac.compare_digest(self._offer.nonce, nonce), _IO_TIMEOUT_S)
-            if self._offer is None or not hmac.compare_digest(self._offer.nonce, nonce):
-                return None
-            self._serving += 1
-            return self._offer
+    @contextlib.contextmanager
+    def _entered(self, connection: socket.socket, nonce: bytes) -> Iterator[_Offer]:
+        """While open, `connection` is served the offer of `nonce`. Waits for it: a receiver may be quicker than the donor.
 
-    def _exit(self) -> None:
+        Raises:
+            _Refused: there is no such offer, or will be none.
+        """
+
+        def decided() -> bool:
+            unexpected = self._expected is not None and not hmac.compare_digest(self._expected, nonce)
+            return self._offers(nonce) is not None or unexpected
+
         with self._changed:
-            self._serving -= 1
-            self._changed.notify_all()
+            self._changed.wait_for(decided, _BLOCK_TIMEOUT_S)
+            offer = self._offers(nonce)
+            if offer is None:
+                raise _Refused
+            self._serving.add(connection)
+        try:
+            yield offer
+        finally:
+            with self._changed:
+                self._serving.discard(connection)
+                self._changed.notify_all()
+
+    def _offers(self, nonce: bytes) -> _Offer | None:
+        return self._offer if self._offer is not None and hmac.compare_digest(self._offer.nonce, nonce) else None
+
+
+class _Refused(Exception):
+    """Who connected gets nothing."""
+
+
+def _read_request(connection: socket.socket) -> tuple[bytes, int, int]:
+    """(nonce, part, parts). Raises _Refused as soon as it is no request, or when it does not come in time."""
+    deadline = time.monotonic() + _REQUEST_TIMEOUT_S
+    try:
+        if _receive(connection, len(_MAGIC), deadline) != _MAGIC:
+            raise _Refused
+        nonce, part, parts = _REQUEST.unpack(_receive(connection, _REQUEST.size, deadline))
+    except OSError as error:
+        raise _Refused from error
+    if not part < parts:
+        raise _Refused
+    return nonce, part, parts
 
 
 def take_state(
@@ -140,11 +199,12 @@ def take_state(
 ) -> tuple[Any, int]:
     """Fetches the state that the `donors` (host:port) offer under `nonce`; returns it and its size in bytes. Changes nothing here.
 
-    `guard` gets each connection when it is made: whoever shuts it down ends the transfer.
+    `guard` gets each connection when it is made: whoever shuts it down ends the transfer. `timeout`: until all donors have begun to answer;
+    after that each block has its own.
 
     Raises:
-        UnavailableError: a donor went away.
-        CorruptDataError: a block's checksum is wrong.
+        UnavailableError: a donor went away, or sends too slowly.
+        CorruptDataError: a checksum is wrong, or what comes is no state.
     """
     failpoint("transfer.before_taking")
     deadline = time.monotonic() + timeout.total_seconds()
@@ -153,15 +213,15 @@ def take_state(
         for part in parts:
             stack.callback(part.close)
         headers = list(pool.map(_Part.open, parts))
-        if any(h["digest"] != headers[0]["digest"] for h in headers):
-            _log.error("donors of one state name hold different states (%s); taking it all from the first", [h["digest"] for h in headers])
+        if any(h.digest != headers[0].digest for h in headers):
+            _log.error("donors of one state name hold different states (%s); taking it all from the first", [h.digest for h in headers])
             for part in parts:
                 part.close()
             return take_state(donors[:1], nonce, timeout=timedelta(seconds=max(0.001, deadline - time.monotonic())), guard=guard)
-        staged = {t["name"]: torch.empty(t["shape"], dtype=getattr(torch, t["dtype"])) for t in headers[0]["tensors"]}
+        staged = {name: torch.empty(shape, dtype=dtype) for name, dtype, shape in headers[0].tensors}
         buffers = [bytes_of(t) for t in staged.values()]
         list(pool.map(lambda part: part.read_into(buffers), parts))
-    return unflatten(headers[0]["structure"], staged), sum(b.nbytes for b in buffers)
+    return unflatten(headers[0].structure, staged), sum(b.nbytes for b in buffers)
 
 
 class _Part:
@@ -172,36 +232,57 @@ class _Part:
         self._address, self._nonce, self._part, self._parts, self._deadline = address, nonce, part, parts, deadline
         self._socket: socket.socket | None = None
 
-    def open(self) -> dict[str, Any]:
+    def open(self) -> _Header:
         host, _, port = self._address.rpartition(":")
         try:
             self._socket = socket.create_connection((host.strip("[]"), int(port)), timeout=max(0.001, self._deadline - time.monotonic()))
             self._guard(self._socket)
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._socket.sendall(_REQUEST.pack(_MAGIC, self._nonce.encode(), self._part, self._parts))
-            (length,) = _U64.unpack(_receive(self._socket, _U64.size))
+            self._socket.sendall(_MAGIC + _REQUEST.pack(self._nonce.encode(), self._part, self._parts))
+            (length,) = _U64.unpack(_receive(self._socket, _U64.size, self._deadline))
             if length > _LARGEST_HEADER:
                 raise CorruptDataError(f"donor {self._address} announced a header of {length} bytes; at most {_LARGEST_HEADER} are allowed")
-            raw = _receive(self._socket, length)
-            _check(raw, _receive(self._socket, _U64.size), self._address, "its header")
-            header: dict[str, Any] = json.loads(raw)
-            return header
-        except (OSError, struct.error) as error:
+            raw = _receive(self._socket, length, self._deadline)
+            _check(raw, _receive(self._socket, _U64.size, self._deadline), self._address, "its header")
+        except OSError as error:
             raise UnavailableError(f"donor {self._address} went away before it sent its state: {error}", reason="DONOR_LOST") from error
+        return _Header.parse(raw, self._address)
 
     def read_into(self, buffers: Sequence[memoryview]) -> None:
         assert self._socket is not None
         try:
             for block in _blocks(buffers, self._part, self._parts):
-                self._socket.settimeout(max(0.001, self._deadline - time.monotonic()))
-                _receive_into(self._socket, block)
-                _check(block, _receive(self._socket, _U64.size), self._address, "a block")
-        except (OSError, struct.error) as error:
+                deadline = time.monotonic() + _BLOCK_TIMEOUT_S
+                _receive_into(self._socket, block, deadline)
+                _check(block, _receive(self._socket, _U64.size, deadline), self._address, "a block")
+        except OSError as error:
             raise UnavailableError(f"donor {self._address} went away while it sent its state: {error}", reason="DONOR_LOST") from error
 
     def close(self) -> None:
         if self._socket is not None:
             self._socket.close()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Header:
+    """What comes ahead of the bytes."""
+
+    structure: Any
+    tensors: tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]
+    """Name, dtype and shape of each, in the order of their bytes."""
+    digest: str
+
+    @classmethod
+    def parse(cls, raw: bytes | bytearray, address: str) -> _Header:
+        """Raises CorruptDataError when it is none."""
+        try:
+            header = json.loads(raw)
+            tensors = tuple((str(t["name"]), _DTYPES[t["dtype"]], tuple(t["shape"])) for t in header["tensors"])
+            if any(type(n) is not int or n < 0 for _, _, shape in tensors for n in shape):
+                raise ValueError("a shape that is none")
+            return cls(structure=header["structure"], tensors=tensors, digest=str(header["digest"]))
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise CorruptDataError(f"what donor {address} sent is no description of a state: {error!r}", reason="STATE_DAMAGED") from error
 
 
 def _encode_header(structure: Any, tensors: dict[str, torch.Tensor]) -> bytes:
@@ -236,14 +317,16 @@ def _check(data: bytes | bytearray | memoryview, checksum: bytes | bytearray, ad
         raise CorruptDataError(f"the state that donor {address} sent is damaged: the checksum of {what} is wrong", reason="STATE_DAMAGED")
 
 
-def _receive(connection: socket.socket, length: int) -> bytearray:
+def _receive(connection: socket.socket, length: int, deadline: float) -> bytearray:
     data = bytearray(length)
-    _receive_into(connection, memoryview(data))
+    _receive_into(connection, memoryview(data), deadline)
     return data
 
 
-def _receive_into(connection: socket.socket, target: memoryview) -> None:
+def _receive_into(connection: socket.socket, target: memoryview, deadline: float) -> None:
+    """Raises OSError when the connection ends, or `deadline` (monotonic) passes, before `target` is full."""
     while target:
+        connection.settimeout(max(0.001, deadline - time.monotonic()))
         received = connection.recv_into(target)
         if received == 0:
             raise ConnectionError("the connection ended")

@@ -88,3 +88,18 @@ def local_offset(tensor: DTensor, dimension: int) -> int:
 def grad_partial(tensor: DTensor) -> torch.Tensor:
     """The local part of a replicated tensor, for code whose gradient for it is a part of a sum."""
     return tensor.to_local(grad_placements=[Partial()])
+
+
+def holds_dtensor(values: Any) -> bool:
+    """Whether one of them, or of the lists and tuples among them, is a DTensor."""
+    return any(isinstance(v, DTensor) or (isinstance(v, list | tuple) and holds_dtensor(v)) for v in values)
+
+
+def plain(value: Any) -> Any:
+    """Whole plain tensors for the DTensors in an argument; lists and tuples of them too."""
+    if isinstance(value, DTensor):
+        return whole(value)
+    if isinstance(value, list | tuple) and holds_dtensor(value):
+        turned = [plain(v) for v in value]
+        return turned if isinstance(value, list) else tuple(turned)
+    return value

@@ -6,19 +6,15 @@ in Megatron-LM (Shoeybi et al. 2019, section 3), with torch's weight, ignore_ind
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from shoal_common.errors import ConfigurationError
 from torch.autograd.function import FunctionCtx
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from shoal_worker.tensor_parallel.context import DropoutRandomness, ParallelContext, local_offset, split_dimension
-from shoal_worker.tensor_parallel.region import region
+from shoal_worker.tensor_parallel.context import local_offset, split_dimension
 
 
 class _SumOverRanks(torch.autograd.Function):
@@ -93,16 +89,6 @@ def vocabulary_parallel_cross_entropy(
     elif reduction == "mean":
         loss = loss.sum() / weights.sum()
     return loss.to(local.dtype)
-
-
-@contextlib.contextmanager
-def loss_parallel(mesh: DeviceMesh) -> Iterator[None]:
-    """Within, F.cross_entropy and nn.CrossEntropyLoss take logits that are split over the vocabulary; others are as ever.
-
-    Needed only around a loss that is computed outside the model, whose plan has `loss_parallel=True`. The backward pass may be outside.
-    """
-    with region(ParallelContext(mesh, sequence_dimension=None, dropout=DropoutRandomness.PER_SHARD)):
-        yield
 
 
 def _check(target: torch.Tensor, logits: DTensor, ignore_index: int, reduction: str) -> None:

@@ -16,10 +16,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.overrides import TorchFunctionMode
 
-from shoal_worker.tensor_parallel.context import ParallelContext, whole
+from shoal_worker.tensor_parallel.context import DropoutRandomness, ParallelContext, holds_dtensor
+from shoal_worker.tensor_parallel.rules import RULES
 
 
 class _Active(threading.local):
@@ -43,8 +45,6 @@ class RegionMode(TorchFunctionMode):
         kwargs = kwargs or {}
         if not holds_dtensor(args) and not holds_dtensor(tuple(kwargs.values())):
             return func(*args, **kwargs)
-        from shoal_worker.tensor_parallel.rules import RULES
-
         rule = RULES.get(func)
         if rule is not None:
             return rule(self, func, args, kwargs)
@@ -75,11 +75,6 @@ class RegionMode(TorchFunctionMode):
         if isinstance(tensor, DTensor):
             return tensor.redistribute(placements=[Replicate()])
         return self.context.replicated(tensor)
-
-
-def holds_dtensor(values: Any) -> bool:
-    """Whether one of them, or of the lists and tuples among them, is a DTensor."""
-    return any(isinstance(v, DTensor) or (isinstance(v, list | tuple) and holds_dtensor(v)) for v in values)
 
 
 @contextlib.contextmanager
@@ -113,11 +108,11 @@ def region(context: ParallelContext, *, leaf: bool = False) -> Iterator[RegionMo
         _active.mode = outer
 
 
-def plain(value: Any) -> Any:
-    """Whole plain tensors for the DTensors in an argument; lists and tuples of them too."""
-    if isinstance(value, DTensor):
-        return whole(value)
-    if isinstance(value, list | tuple) and holds_dtensor(value):
-        turned = [plain(v) for v in value]
-        return turned if isinstance(value, list) else tuple(turned)
-    return value
+@contextlib.contextmanager
+def loss_parallel(mesh: DeviceMesh) -> Iterator[None]:
+    """Within, F.cross_entropy and nn.CrossEntropyLoss take logits that are split over the vocabulary; others are as ever.
+
+    Needed only around a loss that is computed outside the model, whose plan has `loss_parallel=True`. The backward pass may be outside.
+    """
+    with region(ParallelContext(mesh, sequence_dimension=None, dropout=DropoutRandomness.PER_SHARD)):
+        yield

@@ -6,7 +6,7 @@ A rule gets the region's mode, the function and its arguments; torch functions c
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
@@ -15,12 +15,14 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from shoal_worker.tensor_parallel.attention import scaled_dot_product_attention
-from shoal_worker.tensor_parallel.context import placement_of, split_dimension
+from shoal_worker.tensor_parallel.context import placement_of, plain, split_dimension
 from shoal_worker.tensor_parallel.dropout import dropout
 from shoal_worker.tensor_parallel.loss import vocabulary_parallel_cross_entropy
-from shoal_worker.tensor_parallel.region import RegionMode, plain
 
-Rule = Callable[[RegionMode, Callable[..., Any], Any, Any], Any]
+if TYPE_CHECKING:
+    from shoal_worker.tensor_parallel.region import RegionMode
+
+Rule = Callable[["RegionMode", Callable[..., Any], Any, Any], Any]
 
 
 def _dropout(mode: RegionMode, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -109,3 +109,28 @@ def test_a_step_that_the_ranks_took_at_different_places_is_refused_before_it_is_
         optimizer.step()
     assert refusal.value.reason == "RANKS_DIVERGED"
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_a_batch_that_weighs_nothing_may_hold_anything() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+    model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1))
+    x = torch.ones(16, 4)
+    x[:8] = torch.nan
+    loader = shoal.ElasticDataLoader(
+        torch.utils.data.TensorDataset(x),
+        global_batch_size=8,
+        micro_batch_size=4,
+        shuffle=False,
+        weight_fn=lambda b: float(b[0].isfinite().sum()),
+    )
+    before = [t.clone() for t in model.full_state_dict().values()]
+    for step in loader.steps():
+        for (batch,) in step:
+            model(batch).square().mean().backward()
+        assert optimizer.step()
+        optimizer.zero_grad()
+        if step.number == 0:  # all of it weighs nothing: nothing happens
+            assert same(before, list(model.full_state_dict().values()))
+    assert not same(before, list(model.full_state_dict().values()))
+    assert all(t.isfinite().all() for t in model.full_state_dict().values())

@@ -1,0 +1,100 @@
+"""What a rank does at a border: obeys what all ranks agreed on in the control word, and leaves when it was put out."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from shoal_common.errors import CorruptDataError, PreconditionError, UnavailableError
+from shoal_worker.elastic import exchange
+from shoal_worker.elastic.contract import Share, StepStatus, StopTraining
+from shoal_worker.elastic.departure import Departure
+from shoal_worker.elastic.exchange import StateExchange
+from shoal_worker.elastic.progress import ProgressMeter
+from shoal_worker.elastic.reconcile import StateName
+from shoal_worker.elastic.steps import Steps
+from shoal_worker.metrics import WorkerMetrics
+from shoal_worker.settings import WorkerSettings
+
+from tests.unit.worker_elastic.ranks import Member, Model, form
+
+
+class Strategy(Model):
+    """Whose reduction brings back the control word that a test gives it."""
+
+    steps: Steps
+    others: tuple[float, float] = (0.0, 0.0)
+    """What the other ranks add: a border is wanted; a stop was told."""
+
+    def step_begins(self) -> None: ...
+    def commit_step(self) -> None: ...
+    def discard_step(self) -> None: ...
+    def finish_reduction(self) -> None:
+        word = self.steps.control_word()
+        word[0] += self.others[0]
+        word[3] += self.others[1]
+        self.steps.require().take_control_word(word)
+
+
+@pytest.fixture
+def rank() -> SimpleNamespace:
+    """One rank in a group of its own, between two steps."""
+    strategy = Strategy(1.0)
+    member = Member(strategy, state=StateName(1, 0))
+    member.membership.changes = False
+    member.membership.left = []
+    member.membership.leave_group = member.membership.left.append
+    form([member], lambda m: m.formation.reform())
+    metrics = WorkerMetrics()
+    departure = Departure(None, member.held)
+    strategy.steps = Steps(
+        member.held, member.formation, departure, operation=lambda kind: None, progress=ProgressMeter(metrics), metrics=metrics
+    )
+    return SimpleNamespace(steps=strategy.steps, strategy=strategy, link=member.membership.link, membership=member.membership)
+
+
+def take_step(rank: SimpleNamespace) -> StepStatus:
+    rank.steps.begin_step(None)
+    rank.steps.assign(Share(weight=1.0, total_weight=1.0, micro_batches=None))
+    status: StepStatus = rank.steps.finish(lambda: None)
+    return status
+
+
+def test_a_rank_that_was_told_of_a_stop_takes_one_more_step_with_those_that_were_not(rank: SimpleNamespace) -> None:
+    assert take_step(rank)
+    rank.link.stopped, rank.membership.changes = "enough", True
+    assert take_step(rank)  # its control word tells the others
+    with pytest.raises(StopTraining, match="enough"):
+        rank.steps.begin_step(None)
+
+
+def test_a_rank_that_was_not_told_stops_with_the_others(rank: SimpleNamespace) -> None:
+    rank.strategy.others = (1.0, 1.0)
+    assert take_step(rank)
+    with pytest.raises(StopTraining, match="stopped"):
+        rank.steps.begin_step(None)
+
+
+def test_a_member_that_was_put_out_lets_go_of_its_group_and_says_why(rank: SimpleNamespace) -> None:
+    assert take_step(rank)
+    rank.link.refused, rank.membership.changes = PreconditionError("its lease expired", reason="LEASE_EXPIRED"), True
+    assert take_step(rank)
+    with pytest.raises(PreconditionError, match="lease expired"):
+        rank.steps.begin_step(None)
+    assert rank.membership.left == ["the coordinator put this member out"]
+
+
+def test_state_that_was_damaged_on_the_way_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the peer holds is whole, so it is no reason to end the run; a damaged file is."""
+
+    def damaged(*_: Any, **__: Any) -> None:
+        raise CorruptDataError("a checksum is wrong", reason="STATE_DAMAGED")
+
+    monkeypatch.setattr(exchange, "take_state", damaged)
+    members = [Member(Model(5.0), state=StateName(1, 5)), Member(Model(4.0), state=StateName(1, 4))]
+
+    def take(member: Member) -> None:
+        state = StateExchange(member.donor, WorkerSettings(), WorkerMetrics())
+        state.take(member._form(), [0])
+
+    outcomes = form(members, take)
+    assert [(type(o), o.reason) for o in outcomes] == [(UnavailableError, "STATE_DAMAGED")] * 2

@@ -22,7 +22,8 @@ class Now:
     """The two clocks that a decision may use."""
 
     ms: int
-    """Milliseconds of a clock that never steps back; decides about waits and leases. Its origin means nothing."""
+    """Milliseconds of a clock that never steps back, and that stands while the coordinator is stopped; decides about waits and leases. Its
+    origin means nothing."""
     unix_ms: int
     """Redis server time; written down for people and clients, never compared."""
 

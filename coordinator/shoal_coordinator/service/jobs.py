@@ -46,6 +46,7 @@ class Jobs:
 
     async def load(self) -> None:
         """Claims and starts all jobs that are in Redis, and watches for another coordinator from then on."""
+        self._keep(asyncio.create_task(self._clock.tick(), name="clock"))
         for stored in await self._store.load_all():
             self._start(stored)
         self._keep(asyncio.create_task(self._watch_epoch(), name="epoch"))

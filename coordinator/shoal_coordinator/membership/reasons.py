@@ -53,6 +53,8 @@ class Refusal(StrEnum):
     """INVALID_ARGUMENT: another member said that this epoch has another number of batches."""
     LOADERS_LIMIT = "LOADERS_LIMIT"
     """RESOURCE_EXHAUSTED: more loaders than a job can hold."""
+    QUEUE_LIMIT = "QUEUE_LIMIT"
+    """RESOURCE_EXHAUSTED: more requests than may wait while Redis does not take changes."""
     STORAGE_UNAVAILABLE = "STORAGE_UNAVAILABLE"
     """UNAVAILABLE: Redis does not answer; ask again."""
     COORDINATOR_STOPPING = "COORDINATOR_STOPPING"

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from shoal_common.errors import InternalError, ShoalError, UnavailableError
+from shoal_common.errors import InternalError, LimitError, ShoalError, UnavailableError
 
 from shoal_coordinator.membership.effects import AnnounceGeneration
 from shoal_coordinator.membership.events import (
@@ -44,13 +44,16 @@ logger = logging.getLogger(__name__)
 _FIRST_BACKOFF_S = 0.02
 _LONGEST_BACKOFF_S = 1.0
 _LONGEST_SCAN_INTERVAL_MS = 500
+_MOST_REQUESTS = 50_000
+"""Requests that may wait at once: five of each member of the largest world."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Submitted:
+@dataclass(frozen=True, slots=True, eq=False)
+class Submitted:
+    """An event on its way to its outcome."""
+
     event: Event
     done: Callable[[Outcome], None] | None
-    wanted: Callable[[], bool]
     noticed_s: float
 
 
@@ -66,7 +69,8 @@ class JobLoop:
         self._policy = policy
         self._metrics = metrics
         self._revision = stored.revision
-        self._queue: list[_Submitted] = []
+        self._queue: dict[Submitted, None] = {}
+        """In order of arrival."""
         self._woken = asyncio.Event()
         self._committed = asyncio.Event()
         self._failure: ShoalError | None = None
@@ -87,20 +91,40 @@ class JobLoop:
         """What heartbeats said. A live view."""
         return Pulses(members=self._members, servers=self._servers)
 
-    def submit(self, event: Event, done: Callable[[Outcome], None] | None = None, *, wanted: Callable[[], bool] = lambda: True) -> None:
-        """Queues an event. `done` is called with its outcome once that is on disk, before anything is announced.
+    def submit(self, event: Event, done: Callable[[Outcome], None] | None = None) -> Submitted:
+        """Queues an event. `done` is called with its outcome once that is on disk, before anything is announced."""
+        submitted = Submitted(event, done, time.monotonic())
+        if self._failure is None:
+            self._queue[submitted] = None
+            self._woken.set()
+        elif done is not None:
+            done(self._failure)
+        return submitted
 
-        An event that is no longer `wanted` when its turn comes does not happen; `done` is told so with an UnavailableError.
+    def request(self, event: Event, done: Callable[[Outcome], None]) -> Submitted:
+        """The same for what anybody may send, and send again: refused with a LimitError when too much waits already."""
+        if len(self._queue) < _MOST_REQUESTS:
+            return self.submit(event, done)
+        refused = Submitted(event, done, time.monotonic())
+        error = LimitError(
+            f"job {self.state.spec.job_id} has {len(self._queue)} requests that Redis has not taken yet, which is all that may wait; "
+            "ask again later",
+            reason=Refusal.QUEUE_LIMIT,
+        )
+        _answer_all([refused], error)
+        return refused
+
+    def withdraw(self, submitted: Submitted) -> None:
+        """An event does not happen if its turn has not come yet; `done` is told so with an UnavailableError."""
+        if submitted in self._queue:
+            del self._queue[submitted]
+            _answer_all([submitted], UnavailableError("nobody waits for this any more", reason=Refusal.STORAGE_UNAVAILABLE))
+
+    async def ask(self, event: Event, *, timeout_s: float, keep: bool = False) -> Granted:
+        """Queues a request and waits for its outcome. Raises the refusal; UnavailableError if Redis does not take it in time.
+
+        `keep`: it is to happen also when its caller has given up.
         """
-        if self._failure is not None:
-            if done is not None:
-                done(self._failure)
-            return
-        self._queue.append(_Submitted(event, done, wanted, time.monotonic()))
-        self._woken.set()
-
-    async def ask(self, event: Event, *, timeout_s: float) -> Granted:
-        """Queues an event and waits for its outcome. Raises the refusal; UnavailableError if Redis does not take it in time."""
         answer: asyncio.Future[Granted] = asyncio.get_running_loop().create_future()
 
         def done(outcome: Outcome) -> None:
@@ -111,8 +135,12 @@ class JobLoop:
             else:
                 answer.set_result(outcome)
 
-        self.submit(event, done)
-        return await within(answer, timeout_s)
+        submitted = self.request(event, done)
+        try:
+            return await within(answer, timeout_s)
+        finally:
+            if not keep:
+                self.withdraw(submitted)
 
     def poke(self) -> None:
         """A heartbeat has said something that decisions may wait for."""
@@ -133,10 +161,7 @@ class JobLoop:
     def fail(self, error: ShoalError) -> None:
         """Nothing more can be written: everyone who waits is told, and every stream ends."""
         self._failure = error
-        queue, self._queue = self._queue, []
-        for submitted in queue:
-            if submitted.done is not None:
-                submitted.done(error)
+        _answer_all(self._take_queue(), error)
         self.sessions.end_all(error)
         self._committed.set()
         self._woken.set()
@@ -184,7 +209,7 @@ class JobLoop:
     async def _step(self) -> None:
         now = self._clock.now()
         batch = self._take_queue()
-        batch += [_Submitted(event, None, lambda: True, time.monotonic()) for event in self._ended_leases(now)]
+        batch += [Submitted(event, None, time.monotonic()) for event in self._ended_leases(now)]
         try:
             decided = transition(
                 self.state,
@@ -201,11 +226,9 @@ class JobLoop:
         self._folded_ms = now.ms
         self._deliver(batch, decided)
 
-    def _take_queue(self) -> list[_Submitted]:
-        queue, self._queue = self._queue, []
-        given_up = [submitted for submitted in queue if not submitted.wanted()]
-        _answer_all(given_up, UnavailableError("nobody waits for this any more", reason=Refusal.STORAGE_UNAVAILABLE))
-        return [submitted for submitted in queue if submitted not in given_up] if given_up else queue
+    def _take_queue(self) -> list[Submitted]:
+        queue, self._queue = self._queue, {}
+        return list(queue)
 
     def _ended_leases(self, now: Now) -> list[Event]:
         if now.ms < self._next_scan_ms:
@@ -255,7 +278,7 @@ class JobLoop:
         self._metrics.commits.observe(time.monotonic() - began_s)
         self._metrics.events_per_commit.observe(events)
 
-    def _deliver(self, batch: list[_Submitted], decided: Transition) -> None:
+    def _deliver(self, batch: list[Submitted], decided: Transition) -> None:
         self.state = decided.state
         for submitted, outcome in zip(batch, decided.outcomes, strict=True):
             if submitted.done is not None:
@@ -275,7 +298,7 @@ class JobLoop:
             self._committed = asyncio.Event()
         self._observe(batch, decided)
 
-    def _observe(self, batch: list[_Submitted], decided: Transition) -> None:
+    def _observe(self, batch: list[Submitted], decided: Transition) -> None:
         for reason in decided.reasons:
             logger.info("%s", reason, extra={"job_id": self.state.spec.job_id})
         losses = [s.noticed_s for s in batch if isinstance(s.event, MemberLost | StreamBroken | ExitReported | MemberLeft)]
@@ -306,7 +329,7 @@ async def within(answer: asyncio.Future[Granted], timeout_s: float) -> Granted:
         ) from None
 
 
-def _answer_all(batch: list[_Submitted], error: ShoalError) -> None:
+def _answer_all(batch: list[Submitted], error: ShoalError) -> None:
     for submitted in batch:
         if submitted.done is not None:
             submitted.done(error)

@@ -25,6 +25,8 @@ class Mailbox:
     """Serialized messages to one stream, in order. Iterated by the stream's handler; posted to by the job's loop."""
 
     def __init__(self) -> None:
+        self.undecided = 0
+        """Messages of the stream that wait for their outcome."""
         self._slots: dict[Slot, bytes] = {}
         self._ended = False
         self._error: ShoalError | None = None

@@ -14,12 +14,13 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator
 from datetime import timedelta
+from typing import Final
 
 from google.protobuf.message import DecodeError
-from shoal_common.errors import InvalidRequestError, ShoalError, UnavailableError
+from shoal_common.errors import InvalidRequestError, LimitError, ShoalError, UnavailableError
 from shoal_protos.v1 import coordinator_pb2 as pb
 
-from shoal_coordinator.membership.events import Ending, MemberJoined, MemberLost, MemberReady, StreamBroken
+from shoal_coordinator.membership.events import Ending, Event, MemberJoined, MemberLost, MemberReady, StreamBroken
 from shoal_coordinator.membership.joining import Joined
 from shoal_coordinator.membership.pulse import attached, beaten, detached
 from shoal_coordinator.membership.reasons import Refusal
@@ -32,6 +33,9 @@ from shoal_coordinator.service.mailbox import Mailbox, Slot
 from shoal_coordinator.service.requests import parse_collective_failure, parse_heartbeat, parse_join, parse_leave
 from shoal_coordinator.service.responses import spec_message
 from shoal_coordinator.service.streams import first_message
+
+_MOST_UNDECIDED: Final = 64
+"""A member has few things to say, and each once per session; a newer failure may follow an older one that Redis has not taken yet."""
 
 
 class MemberSessions:
@@ -106,12 +110,14 @@ class MemberSessions:
                 self._detached(job, member_id, decide=not told_to_ask_again)
 
         self._joining[key] += 1
-        job.submit(event, done, wanted=lambda: not answer.done())
+        submitted = job.request(event, done)
         try:
             await within(answer, self._request_timeout_s)
         except UnavailableError:
             told_to_ask_again = True
             raise
+        finally:
+            job.withdraw(submitted)
 
     def _joined(self, job: JobLoop, member_id: str, outcome: Joined, mailbox: Mailbox) -> None:
         spec = job.state.spec
@@ -162,22 +168,32 @@ class MemberSessions:
     def _take(self, job: JobLoop, member_id: str, mailbox: Mailbox, message: pb.MemberMessage) -> bool:
         """True: that was the goodbye; the session ends when it is written."""
 
-        def refused(outcome: Outcome) -> None:
-            if isinstance(outcome, ShoalError):
-                mailbox.end(outcome)
-
         kind = message.WhichOneof("message")
         if kind == "heartbeat":
             self._beat(job, member_id, message.heartbeat)
         elif kind == "ready":
-            job.submit(MemberReady(member_id=member_id), refused)
+            self._submit(job, mailbox, MemberReady(member_id=member_id))
         elif kind == "collective_failure":
-            job.submit(parse_collective_failure(member_id, message.collective_failure), refused)
+            self._submit(job, mailbox, parse_collective_failure(member_id, message.collective_failure))
         elif kind == "leave":
-            job.submit(parse_leave(member_id, message.leave), refused)
+            self._submit(job, mailbox, parse_leave(member_id, message.leave))
         else:
             raise InvalidRequestError(f"a session's message is {kind or 'empty'}: expected heartbeat, ready, collective_failure or leave")
         return bool(kind == "leave")
+
+    def _submit(self, job: JobLoop, mailbox: Mailbox, event: Event) -> None:
+        def done(outcome: Outcome) -> None:
+            mailbox.undecided -= 1
+            if isinstance(outcome, ShoalError):
+                mailbox.end(outcome)
+
+        if mailbox.undecided >= _MOST_UNDECIDED:
+            raise LimitError(
+                f"this session has {mailbox.undecided} messages that Redis has not taken yet; a member says what it has to say once",
+                reason=Refusal.QUEUE_LIMIT,
+            )
+        mailbox.undecided += 1
+        job.submit(event, done)
 
     def _beat(self, job: JobLoop, member_id: str, message: pb.Heartbeat) -> None:
         generation, progress = parse_heartbeat(message)

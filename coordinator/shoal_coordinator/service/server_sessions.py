@@ -82,8 +82,11 @@ class ServerSessions:
                     answer.set_result(outcome)
 
         self._registering[key] += 1
-        job.submit(event, done, wanted=lambda: not answer.done())
-        await within(answer, self._request_timeout_s)
+        submitted = job.request(event, done)
+        try:
+            await within(answer, self._request_timeout_s)
+        finally:
+            job.withdraw(submitted)
 
     def _detach(self, job: JobLoop, server_id: str, mailbox: Mailbox) -> None:
         pulse = job.pulses.servers.get(server_id)

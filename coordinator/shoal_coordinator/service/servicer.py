@@ -67,19 +67,19 @@ class CoordinatorServicer:
 
     async def ReportExit(self, request: pb.ReportExitRequest, context: Any) -> pb.ReportExitResponse:  # noqa: N802
         """A launcher saw a process end."""
-        noted = await self._job(request).ask(requests.parse_exit(request), timeout_s=self._timeout_s)
+        noted = await self._job(request).ask(requests.parse_exit(request), timeout_s=self._timeout_s, keep=True)
         assert isinstance(noted, ExitNoted)
         return pb.ReportExitResponse(was_member=noted.was_member)
 
     async def DrainMember(self, request: pb.DrainMemberRequest, context: Any) -> pb.DrainMemberResponse:  # noqa: N802
         """Asks a member to leave."""
-        noted = await self._job(request).ask(requests.parse_drain(request), timeout_s=self._timeout_s)
+        noted = await self._job(request).ask(requests.parse_drain(request), timeout_s=self._timeout_s, keep=True)
         assert isinstance(noted, DrainNoted)
         return pb.DrainMemberResponse(member_id=noted.member_id)
 
     async def StopJob(self, request: pb.StopJobRequest, context: Any) -> pb.StopJobResponse:  # noqa: N802
         """Asks all members to leave."""
-        await self._job(request).ask(requests.parse_stop(request), timeout_s=self._timeout_s)
+        await self._job(request).ask(requests.parse_stop(request), timeout_s=self._timeout_s, keep=True)
         return pb.StopJobResponse()
 
     # ----------------------------------------------------------------------------------------------------------- sessions

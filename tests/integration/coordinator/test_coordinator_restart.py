@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 
-from shoal_common.errors import UnavailableError, UnknownResourceError
+from shoal_common.errors import LimitError, UnavailableError, UnknownResourceError
 from shoal_common.redis import EmbeddedRedis
 from shoal_protos.v1 import coordinator_pb2 as pb
 
@@ -83,6 +85,22 @@ def test_members_have_a_whole_lease_to_come_back(make_coordinator: MakeCoordinat
         job.close()
 
 
+def test_a_pause_longer_than_a_lease_costs_nobody_their_place(make_coordinator: MakeCoordinator, own_redis: EmbeddedRedis) -> None:
+    coordinator = make_coordinator("--redis", own_redis.url)
+    with coordinator.client() as client:
+        job = create_job(coordinator, client, join_grace_ms=300, lease_ms=500)
+        a, b = job.form("a", "b")
+        coordinator.process.send_signal(signal.SIGSTOP)
+        time.sleep(1.2)
+        coordinator.process.send_signal(signal.SIGCONT)
+        for member in (a, b):
+            member.beat(1, step=5)
+        eventually(lambda: [m.progress.step for m in job.get().members] == [5, 5], "both heartbeats")
+        assert "this process stood still for" in coordinator.log
+        assert "member_lost" not in [event.kind for event in job.events()]
+        job.close()
+
+
 def test_a_stopped_coordinator_sends_its_members_to_the_next_one(make_coordinator: MakeCoordinator, own_redis: EmbeddedRedis) -> None:
     coordinator = make_coordinator("--redis", own_redis.url)
     with coordinator.client() as client:
@@ -137,7 +155,7 @@ def test_changes_wait_while_redis_is_away_and_nothing_is_lost(make_coordinator: 
         coordinator = make_coordinator("--redis", redis.url, "--request-timeout", "300ms")
         with coordinator.client(attempts=1) as client:
             job = create_job(coordinator, client, join_grace_ms=300)
-            a, b, _ = job.form("a", "b", "c")
+            a, b, c = job.form("a", "b", "c")
             redis.close()
 
             b.kill()
@@ -150,6 +168,11 @@ def test_changes_wait_while_redis_is_away_and_nothing_is_lost(make_coordinator: 
             error = job.join("d").end()
             assert isinstance(error, UnavailableError)
             assert a.kinds() == ["welcome", "generation"]
+            for _ in range(100):
+                c.ready()
+            error = c.end()
+            assert isinstance(error, LimitError)
+            assert error.reason == "QUEUE_LIMIT"
 
             redis = EmbeddedRedis(tmp_path / "away", port=redis.port)
             a.generation(lambda g: "b" not in ids(g))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from datetime import timedelta
 
 from prometheus_client import CollectorRegistry
 from shoal_common.errors import UnavailableError
@@ -36,7 +37,7 @@ def test_a_thousand_joins_at_once_become_one_generation_in_a_few_commits(redis_u
     async def test() -> None:
         store = await JobStore.open(redis_url)
         clock = Clock(await store.now_unix_ms())
-        jobs = Jobs(store, clock=clock, policy=Policy(), metrics=CoordinatorMetrics(registry))
+        jobs = Jobs(store, clock=clock, policy=Policy(), metrics=CoordinatorMetrics(registry), retention=timedelta(days=1))
         await jobs.load()
         assert await jobs.create(JobSpec(job_id="j", min_workers=MEMBERS, max_workers=MEMBERS), timeout_s=10)
         loop = jobs.get("j")

@@ -167,6 +167,5 @@ def _member_or_rank(draft: Draft, event: DrainRequested) -> Member:
         if member is not None and member.phase in (MemberPhase.RANKED, MemberPhase.DRAINING):
             return member
     size = 0 if generation is None else len(generation.ranks)
-    raise UnknownResourceError(
-        f"job {draft.spec.job_id} has no live member of rank {rank}; its newest generation has {size} ranks", reason=Refusal.MEMBER_UNKNOWN
-    )
+    there = f"its newest generation has {size} ranks" if size else "none has one yet, its workers are still starting"
+    raise UnknownResourceError(f"job {draft.spec.job_id} has no live member of rank {rank}: {there}", reason=Refusal.MEMBER_UNKNOWN)

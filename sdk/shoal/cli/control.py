@@ -43,10 +43,15 @@ def drain(rank: Rank, coordinator: Coordinator = None, job: Job = None) -> None:
 
 def _member(job: GetJobResponse, rank: int) -> MemberStatus:
     ranked: dict[int, MemberStatus] = {member.rank: member for member in job.members if member.rank >= 0}
-    if rank not in ranked:
-        there = f"there are {', '.join(map(str, sorted(ranked)))}" if ranked else "no member has a rank; see `shoal status`"
-        raise UnknownResourceError(f"job {job.spec.job_id} has no rank {rank}: {there}", reason="MEMBER_UNKNOWN")
-    return ranked[rank]
+    if rank in ranked:
+        return ranked[rank]
+    if ranked:
+        there = f"there are {', '.join(map(str, sorted(ranked)))}"
+    elif not job.generation.number:
+        there = "none has one yet: its workers are still starting, or never call shoal.init(); see `shoal status`"
+    else:
+        there = f"none has one while fewer than {job.spec.min_workers} workers are there; see `shoal status`"
+    raise UnknownResourceError(f"job {job.spec.job_id} has no rank {rank}: {there}", reason="MEMBER_UNKNOWN")
 
 
 def _kill_process(member: MemberStatus) -> None:

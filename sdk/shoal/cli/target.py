@@ -1,4 +1,7 @@
-"""Which coordinator and job a command is about: named by flags or the environment, else the newest cluster of this machine."""
+"""Which coordinator and job a command is about: named by flags or the environment, else the newest cluster of this machine.
+
+Where there are several, or none that answers, it says so on standard error, and how to choose.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +9,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import typer
 from shoal_common.clients.coordinator import CoordinatorClient
-from shoal_common.errors import ConfigurationError, UnknownResourceError
+from shoal_common.errors import ConfigurationError, DeadlineError, ShoalError, UnavailableError, UnknownResourceError
 from shoal_common.rpc.channel import ChannelSettings
 
 from shoal.launcher.credentials import channel_settings
-from shoal.launcher.registry import newest_cluster
+from shoal.launcher.registry import ClusterRecord, newest_cluster, running_clusters
+
+_MOST_NAMED = 5
+_NOT_A_COORDINATORS = (UnavailableError.default_reason, DeadlineError.default_reason, "UNIMPLEMENTED")
+"""Reasons that gRPC gives: nobody is there, or another program."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """A job at a coordinator that answers."""
+    """A job at a coordinator."""
 
     client: CoordinatorClient
     job_id: str
@@ -24,15 +32,36 @@ class Target:
 
 @contextmanager
 def target(coordinator: str | None, job: str | None) -> Iterator[Target]:
-    """Connects. Raises UnknownResourceError with the remedy where there is no cluster or no one job to mean; ShoalErrors of the channel."""
+    """Connects. Raises UnknownResourceError with the remedy where there is no cluster or no one job to mean, UnavailableError where nobody
+    answers; ShoalErrors of the channel. So does what the caller asks within."""
     if coordinator:
         settings = channel_settings(coordinator)
+        remedy = "check --coordinator (or SHOAL_COORDINATOR); without it, the clusters of this machine are found by themselves"
     else:
         record = newest_cluster(job=job)
+        if job is None:
+            _tell_others(record)
         job = record.job_id
         settings = ChannelSettings(address=record.coordinator)
+        remedy = f"its launcher is pid {record.pid}; it may be ending, try again"
     with CoordinatorClient(settings) as client:
-        yield Target(client=client, job_id=job or _only_job(client, settings.address))
+        try:
+            yield Target(client=client, job_id=job or _only_job(client, settings.address))
+        except ShoalError as error:
+            if error.reason not in _NOT_A_COORDINATORS:
+                raise
+            cause = str(error).rpartition(": ")[2].rstrip("]")
+            raise UnavailableError(f"no coordinator answers at {settings.address} ({cause}); {remedy}") from error
+
+
+def _tell_others(shown: ClusterRecord) -> None:
+    others = [record for record in running_clusters() if record.coordinator != shown.coordinator]
+    if others:
+        named = ", ".join(f"--job {other.job_id}" for other in others[:_MOST_NAMED]) + (", ..." if len(others) > _MOST_NAMED else "")
+        typer.echo(
+            f"shoal: job {shown.job_id} is that of the newest of {len(others) + 1} clusters on this machine; choose another with {named}",
+            err=True,
+        )
 
 
 def _only_job(client: CoordinatorClient, address: str) -> str:

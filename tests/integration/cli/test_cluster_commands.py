@@ -12,6 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from shoal.launcher.registry import Registration
+from shoal_common.clients.coordinator import CoordinatorClient
+from shoal_common.rpc.channel import ChannelSettings
+from shoal_protos.v1.coordinator_pb2 import JobSpec
 
 Shell = Any  # of tests/integration/conftest.py
 Command = Any
@@ -96,11 +100,43 @@ def test_without_a_cluster_the_remedy_is_named(shell: Shell, arguments: list[str
     assert "no cluster of yours runs on this machine; start one (shoal run --standalone" in err
 
 
-def test_a_coordinator_that_does_not_answer_is_named(shell: Shell) -> None:
-    status, _, err = shell.run("status", "--coordinator", "127.0.0.1:9", "--job", "x")
-    assert status == 1
-    assert "127.0.0.1:9" in err
-    assert "Traceback" not in err
+def test_ranks_that_nobody_has_yet_are_said_to_come(shared_shell: Shell, cluster: Command) -> None:
+    with CoordinatorClient(ChannelSettings(address=shared_shell.cluster().coordinator)) as client:
+        client.create_job(JobSpec(job_id="starting", min_workers=2, max_workers=2))
+    for command in ("kill", "drain"):
+        status, out, err = shared_shell.run(command, "1", "--job", "starting", "--coordinator", shared_shell.cluster().coordinator)
+        assert (status, out) == (1, "")
+        assert "rank 1: none has one yet" in err
+        assert "its workers are still starting" in err
+
+
+def test_of_several_clusters_the_newest_is_shown_and_the_others_are_named(shared_shell: Shell, cluster: Command) -> None:
+    newest = Registration(
+        job_id="newest",
+        coordinator="127.0.0.1:9",
+        http="127.0.0.1:9",
+        redis="redis://127.0.0.1:9",
+        command="train.py",
+        directory=shared_shell.directory / "runtime" / "shoal",
+    )
+    try:
+        status, _, err = shared_shell.run("status")
+        assert status == 1
+        told, error = err.splitlines()
+        assert told == "shoal: job newest is that of the newest of 2 clusters on this machine; choose another with --job digits"
+        assert error.startswith("shoal: no coordinator answers at 127.0.0.1:9 (")
+        assert error.endswith(f"); its launcher is pid {os.getpid()}; it may be ending, try again")
+        status, out, err = shared_shell.run("status", "--job", "digits")
+        assert (status, err) == (0, "")
+        assert "job digits" in out
+    finally:
+        newest.close()
+
+
+def test_an_address_without_a_coordinator_is_named_with_a_remedy(shell: Shell) -> None:
+    status, out, err = shell.run("status", "--coordinator", "127.0.0.1:9", "--job", "x")
+    assert (status, out) == (1, "")
+    assert re.fullmatch(r"shoal: no coordinator answers at 127\.0\.0\.1:9 \(.+\); check --coordinator \(or SHOAL_COORDINATOR\);.*\n", err)
 
 
 @pytest.mark.parametrize("arguments", [["kill"], ["kill", "one"], ["kill", "-1"], ["statu"], ["status", "--jsn"]])

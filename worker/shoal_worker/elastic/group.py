@@ -25,6 +25,9 @@ from shoal_worker.backends.base import CommunicationBackend
 from shoal_worker.elastic.generation import Generation
 from shoal_worker.store.redis_store import RedisStore
 
+_FAILURES = (RuntimeError, ValueError)
+"""What c10d raises, DistError and DistBackendError among them."""
+
 
 class Channel(Protocol):
     """What an operation between steps may use: a group, or a world of one."""
@@ -90,8 +93,13 @@ class Group:
         if self.world_size == 1:
             self._check()
             return None
-        with self._failures("all_reduce"):
+        self._check()
+        try:
             return self._process_group.allreduce([tensor], dist.AllreduceOptions())
+        except ShoalError:
+            raise
+        except _FAILURES as error:
+            raise self._over("all_reduce", error) from error
 
     def all_gather_async(self, full: torch.Tensor, shard: torch.Tensor) -> dist.Work:
         """Starts to fill the flat `full` with everybody's `shard`, by rank.
@@ -150,8 +158,13 @@ class Group:
         Raises:
             MembershipChanged: it failed.
         """
-        with self._failures("all_reduce"):
+        self._check()
+        try:
             work.wait()
+        except ShoalError:
+            raise
+        except _FAILURES as error:
+            raise self._over("all_reduce", error) from error
 
     def all_gather_integers(self, values: Sequence[int]) -> list[list[int]]:
         """Everybody's `values` (equally many on all ranks), in rank order."""
@@ -236,10 +249,14 @@ class Group:
             yield
         except ShoalError:
             raise
-        except (RuntimeError, ValueError) as error:  # what c10d raises, DistError and DistBackendError among them
-            reason = self._reason or f"{what} failed: {brief(error)}"
-            self.abort(reason)  # closes the sockets, so that peers stuck in the same collective are freed as well
-            raise MembershipChanged(f"generation {self.generation.number} is over: {reason}") from error
+        except _FAILURES as error:
+            raise self._over(what, error) from error
+
+    def _over(self, what: str, error: Exception) -> MembershipChanged:
+        """What to raise for `error` of a collective: it ends the group."""
+        reason = self._reason or f"{what} failed: {brief(error)}"
+        self.abort(reason)  # closes the sockets, so that peers stuck in the same collective are freed as well
+        return MembershipChanged(f"generation {self.generation.number} is over: {reason}")
 
 
 class Forming:

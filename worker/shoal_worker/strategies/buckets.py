@@ -56,22 +56,30 @@ class Bucket:
         self.slots = [Slot(p, _laid_out_as(p, view)) for p, view in zip(parameters, views, strict=True)]
         self.awaited = len(self.slots)
         """Slots that are not ready."""
-        self.sent = False
 
     def fill(self, factor: float, *, sums: bool) -> None:
         """Makes of the gradients what this rank adds to the sum. A rank that weighs nothing adds nothing, whatever its gradients hold."""
-        late = [slot for slot in self.slots if not slot.taken]
-        for slot in late:
-            slot.taken, slot.present = True, slot.parameter.grad is not None
-        moved = [slot for slot in late if slot.present and slot.parameter.grad is not slot.view]
+        moved: list[Slot] = []
+        scaled: list[torch.Tensor] = []
+        absent: list[torch.Tensor] = []
+        for slot in self.slots:
+            if slot.taken:
+                continue
+            grad, slot.taken = slot.parameter.grad, True
+            slot.present = grad is not None
+            if grad is None:
+                absent.append(slot.view)
+                continue
+            if grad is not slot.view:
+                moved.append(slot)
+            if slot.summed or not sums:
+                scaled.append(slot.view)
         if moved:
             torch._foreach_copy_([slot.view for slot in moved], [_dense(slot.parameter) for slot in moved])
-        for slot in moved:
-            slot.parameter.grad = slot.view
-        scaled = [slot.view for slot in late if slot.present and (slot.summed or not sums)]
+            for slot in moved:
+                slot.parameter.grad = slot.view
         if scaled and factor != 1.0:
             torch._foreach_mul_(scaled, factor)
-        absent = [slot.view for slot in late if not slot.present]
         if absent:
             torch._foreach_zero_(absent)
         if factor == 0.0:
@@ -84,15 +92,17 @@ class Bucket:
 
     def settle(self, factor: float) -> None:
         """The sums are in place."""
-        if factor == 0.0 or not all(slot.present for slot in self.slots):
+        certain = factor != 0.0
+        for slot in self.slots:
+            certain = certain and slot.present
+            slot.summed = True
+        if not certain:
             for slot, count in zip(self.slots, self.presence.real.tolist(), strict=True):
                 slot.parameter.grad = slot.view if count > 0 else None
-        for slot in self.slots:
-            slot.summed = True
 
     def open(self) -> None:
         """For the next backward pass."""
-        self.sent, self.awaited = False, len(self.slots)
+        self.awaited = len(self.slots)
         for slot in self.slots:
             slot.ready = slot.taken = False
 
@@ -132,7 +142,9 @@ def _dense(parameter: torch.Tensor) -> torch.Tensor:
     """Its gradient, which is there."""
     grad = parameter.grad
     assert grad is not None
-    return grad.detach() if grad.layout is torch.strided else grad.detach().to_dense()
+    if grad.requires_grad:
+        grad = grad.detach()
+    return grad if grad.layout is torch.strided else grad.to_dense()
 
 
 def _elements(parameters: Iterable[torch.Tensor]) -> int:

@@ -51,6 +51,8 @@ class CommittedBuffers:
 
     def commit(self) -> None:
         """What they are now is the committed state."""
+        if not self._places:
+            return
         now = self._now()
         if list(map(_kind, now)) == list(map(_kind, self._committed)):
             _copy(self._committed, now)
@@ -84,6 +86,8 @@ class CommittedBuffers:
 
     def apply(self, changes: torch.Tensor) -> None:
         """They become what was committed plus `changes`, flat."""
+        if not self._sizes:
+            return
         statistics, counters = self._committed[self._floats], self._committed[self._counters]
         floats = sum(self._sizes[self._floats])
         moved = _flat(statistics, changes.dtype, changes.device) + changes[:floats]

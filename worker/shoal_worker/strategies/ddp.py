@@ -284,7 +284,7 @@ class DDPOptimizer(ShardedOptimizer):
                 f"{type(self.optimizer).__name__}.step(closure): closures run the backward pass again, outside of the step; "
                 "use an optimizer that needs none (LBFGS does)"
             )
-        if getattr(self, "found_inf", None) is not None and self._model.holds_unreduced_gradients:
+        if self._set_by_scaler("found_inf") is not None and self._model.holds_unreduced_gradients:
             raise PreconditionError(
                 "the GradScaler has looked at gradients that are not reduced yet, so ranks would not agree whether to skip the step: make "
                 "the last backward pass outside of no_sync(), or call model.synchronize_gradients() before scaler.unscale_() or step()"
@@ -292,16 +292,19 @@ class DDPOptimizer(ShardedOptimizer):
         return self._session.finish_step(self._apply)
 
     def _apply(self) -> None:
-        # A GradScaler leaves its finding on the optimizer that it steps.
-        found_inf = getattr(self, "found_inf", None)
+        found_inf = self._set_by_scaler("found_inf")
         if found_inf is not None and float(found_inf) > 0:
             return  # the step counts, but its gradients are unusable on every rank alike
-        grad_scale = getattr(self, "grad_scale", None)
+        grad_scale = self._set_by_scaler("grad_scale")
         if grad_scale is not None:
             inverse = 1.0 / float(grad_scale)
             for parameter in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
                 parameter.grad.mul_(inverse)
         self.optimizer.step()
+
+    def _set_by_scaler(self, name: str) -> torch.Tensor | None:
+        """What a GradScaler left on this optimizer for its step. (A `getattr` of what is not there costs as much as a small kernel.)"""
+        return self.__dict__.get(name)
 
     def serialize(self) -> bytes:
         """Settings and state, for `deserialize` under any number of ranks."""

@@ -198,17 +198,14 @@ class OverlappedReduction:
     def _send(self, bucket: Bucket) -> None:
         factor = _factor(self._share)
         bucket.fill(factor, sums=self._sums)
-        if bucket.riding.numel():
-            word = torch.tensor(self._session.control_word(), dtype=bucket.flat.dtype)
-            bucket.riding[:CONTROL_LENGTH].copy_(word)
-            changes = bucket.riding[CONTROL_LENGTH:]
-            if factor == 0.0:
-                changes.zero_()
-            else:
-                torch.mul(self._buffers.changes(changes), factor, out=changes)
-        self._flight.send(bucket.flat)
-        bucket.sent = True
         self._next += 1
+        if self._next == len(self._buckets):
+            self._word.copy_(torch.tensor(self._session.control_word(), dtype=bucket.flat.dtype))
+            if factor == 0.0:
+                self._changes.zero_()
+            elif self._buffers.size:
+                torch.mul(self._buffers.changes(self._changes), factor, out=self._changes)
+        self._flight.send(bucket.flat)
 
     def _send_sparse(self, slot: Slot) -> None:
         """In its own all-reduce, of the rows that some rank has."""
@@ -230,9 +227,8 @@ class OverlappedReduction:
             slot.summed = True
             if slot.parameter.grad is not None and slot.parameter.grad._nnz() == 0:
                 slot.parameter.grad = None
-        riding = self._buckets[-1].riding
-        self._session.take_control_word(riding[:CONTROL_LENGTH].tolist())
-        self._buffer_changes = riding[CONTROL_LENGTH:]
+        self._session.take_control_word(self._word.tolist())
+        self._buffer_changes = self._changes
 
     @property
     def _share(self) -> Share:
@@ -260,6 +256,8 @@ class OverlappedReduction:
             riding=CONTROL_LENGTH + self._buffers.size,
             riding_dtype=self._buffers.dtype,
         )
+        riding = self._buckets[-1].riding
+        self._word, self._changes = riding[:CONTROL_LENGTH], riding[CONTROL_LENGTH:]
         self._forget_pass()
         slots = [(bucket, slot) for bucket in self._buckets for slot in bucket.slots]
         self._hooks = [hook for bucket, slot in [*slots, *((None, slot) for slot in self._sparse)] for hook in self._hook(bucket, slot)]

@@ -30,7 +30,7 @@ class ScratchDirectory:
         lock, unnamed = tempfile.mkstemp(dir=self.path)
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         Path(unnamed).rename(self.path / _LOCK)
-        self._finalizer = weakref.finalize(self, _remove, self.path, lock)
+        self._finalizer = weakref.finalize(self, _remove, self.path, lock, os.getpid())
 
     def close(self) -> None:
         """Removes it with all that it holds. Idempotent; happens by itself when nobody has this object any more, and at exit."""
@@ -48,8 +48,9 @@ def remove_orphans() -> None:
                 _remove_if_orphaned(Path(path))
 
 
-def _remove(path: Path, lock: int) -> None:
-    shutil.rmtree(path, ignore_errors=True)
+def _remove(path: Path, lock: int, owner: int) -> None:
+    if os.getpid() == owner:  # not a forked child, which inherits this call and the lock
+        shutil.rmtree(path, ignore_errors=True)
     os.close(lock)
 
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 from shoal_common.errors import ShoalError
+from shoal_common.scratch import ScratchDirectory
 
 from shoal.demo import report
 from shoal.demo.screen import Screen
@@ -52,8 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     console = Console()
     started = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="shoal-demo-") as temporary:
-        base = options.keep or Path(temporary)
+    with contextlib.closing(ScratchDirectory("demo")) as scratch:
+        base = options.keep or scratch.path
         outcomes = []
         try:
             with Screen(console) as screen:

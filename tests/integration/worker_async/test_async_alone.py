@@ -16,6 +16,7 @@ import pytest
 import shoal_worker.api as shoal
 import torch
 from shoal_common.errors import ConfigurationError
+from shoal_common.scratch import remove_orphans
 from shoal_worker.elastic.current import find_session, set_session
 from torch import nn
 
@@ -92,10 +93,14 @@ def test_the_services_go_with_a_process_that_is_killed(zygote: Zygote, tmp_path:
     worker.wait_step(1)
     services = psutil.Process(worker.process.pid).children(recursive=True)
     assert len(services) == 3
+    (files,) = {Path(argument).parent for service in services for argument in service.cmdline() if argument.endswith(".json")}
     worker.process.kill()
     assert worker.process.wait() == -signal.SIGKILL
     _, alive = psutil.wait_procs(services, timeout=PATIENCE_S)
     assert not alive
+    # It could not remove its files; whoever makes the next ones does.
+    remove_orphans()
+    assert not files.exists()
 
 
 def test_without_the_services_distributions_there_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,6 +55,17 @@ def test_the_next_owner_removes_what_a_killed_one_left_and_nothing_of_the_living
     assert list(temporary.iterdir()) == []
 
 
+def test_a_forked_child_that_ends_takes_nothing_away(temporary: Path) -> None:
+    script = (
+        "import os, sys; from shoal_common.scratch import ScratchDirectory; own = ScratchDirectory('test'); child = os.fork()\n"
+        "if not child: sys.exit(0)\n"
+        "os.waitpid(child, 0); print(own.path.exists())"
+    )
+    answer = subprocess.check_output([sys.executable, "-c", script], env={"TMPDIR": str(temporary)}, text=True, timeout=20)
+    assert answer == "True\n"
+    assert list(temporary.iterdir()) == []
+
+
 def test_whatever_has_no_owners_lock_is_left_alone(temporary: Path) -> None:
     (temporary / "shoal-logs-1").mkdir()
     (temporary / "shoal-file").touch()

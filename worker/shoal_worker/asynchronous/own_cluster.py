@@ -12,11 +12,9 @@ import importlib.util
 import json
 import os
 import queue
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import uuid
@@ -29,6 +27,7 @@ from shoal_common.clients.coordinator import CoordinatorClient
 from shoal_common.errors import ConfigurationError, DeadlineError, UnavailableError
 from shoal_common.processes import tied_to_parent
 from shoal_common.rpc.channel import ChannelSettings
+from shoal_common.scratch import ScratchDirectory
 from shoal_protos.v1 import coordinator_pb2 as pb
 
 from shoal_worker.elastic.link import CoordinatorLink, MemberIdentity
@@ -59,7 +58,7 @@ class OwnCluster:
                 f'strategy="async_sgd" without a cluster starts a parameter server of its own, but {" and ".join(missing)} cannot be '
                 f"found; `pip install {' '.join(missing)}`, or run the script with `shoal run --parameter-servers 1 ...`"
             )
-        self._directory = Path(tempfile.mkdtemp(prefix="shoal-alone-"))
+        self._scratch = ScratchDirectory("alone")
         self._services: list[_Service] = []
         self._link: CoordinatorLink | None = None
         try:
@@ -86,7 +85,7 @@ class OwnCluster:
         for service in reversed(self._services):
             service.stop()
         self._services.clear()
-        shutil.rmtree(self._directory, ignore_errors=True)
+        self._scratch.close()
 
     def _open(self) -> None:
         coordinator = self._start(_COORDINATOR, "--redis", "embedded://")
@@ -111,7 +110,7 @@ class OwnCluster:
 
     def _start(self, module: str, *arguments: str) -> str:
         """Starts a service; returns its address."""
-        service = _Service(module, arguments, self._directory)
+        service = _Service(module, arguments, self._scratch.path)
         self._services.append(service)
         return service.wait_address()
 

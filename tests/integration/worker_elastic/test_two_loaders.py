@@ -52,6 +52,30 @@ def test_a_resumed_run_goes_on_with_the_second_loader_where_it_was(zygote: Zygot
         assert running.finish(0) == [fault_free]
 
 
+def test_a_checkpoint_damaged_on_the_disk_ends_the_run_with_one_clear_error(zygote: Zygote, tmp_path: Path) -> None:
+    """Other than a state damaged on its way between ranks: asking again would give the same."""
+    damaged = tmp_path / "checkpoints" / "step-7"
+    damaged.mkdir(parents=True)
+    (damaged / "checkpoint.json").write_text("{")
+    with cluster(zygote, tmp_path, min_workers=2, max_workers=2, script=SCRIPT, EPOCHS="1", CHECKPOINTS=str(damaged.parent)) as running:
+        running.start(0)
+        running.start(1)
+        for worker in (running.workers[0], running.workers[1]):
+            assert worker.wait() == 1
+            assert "CorruptDataError" in worker.said()
+            assert "step-7 is damaged" in worker.said()
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_deterministic_results_are_bitwise_those_of_any_other_world(
+    zygote: Zygote, tmp_path: Path, fault_free: dict[str, Any], world: int
+) -> None:
+    with cluster(zygote, tmp_path, max_workers=world, script=SCRIPT, EPOCHS=str(EPOCHS)) as running:
+        for index in range(world):
+            running.start(index)
+        assert running.finish(*range(world)) == [fault_free | {"world": world}] * world
+
+
 def test_a_look_at_a_batch_and_a_pass_ahead_of_the_loop_do_not_make_a_joiner_live(zygote: Zygote, tmp_path: Path) -> None:
     with cluster(zygote, tmp_path, min_workers=2, max_workers=2, script=SCRIPT, EPOCHS=str(EPOCHS), LOOK="1") as running:
         running.start(0, SHOAL_FAILPOINTS="session.after_commit@1=kill")

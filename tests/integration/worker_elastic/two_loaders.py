@@ -66,4 +66,5 @@ result = {
     "seen": seen[-1:],
     "digest": hashlib.sha256(b"".join(t.numpy().tobytes() for t in model.full_state_dict().values())).hexdigest(),
 }
+shoal.shutdown()
 (output / f"{os.environ['SHOAL_MEMBER_ID']}.json").write_text(json.dumps(result))

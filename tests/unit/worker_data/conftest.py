@@ -54,8 +54,9 @@ class FakeClock:
 
     def enter_epochs(self, source):
         self.begin_step(source)
+        return source.epoch
 
-    def epoch_opens(self, source):
+    def epoch_opens(self, source, epoch):
         pass
 
     def is_elsewhere(self, source, epoch):

@@ -1,13 +1,16 @@
 """The session in a world of one: what scripts do around the loop must not disturb the steps in it."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import shoal
 import torch
 from shoal_common.errors import PreconditionError
 from shoal_worker.elastic.current import current_session, set_session
+from shoal_worker.elastic.group import LocalChannel
 from shoal_worker.elastic.place import Place
+from shoal_worker.state.snapshot import Snapshot
 from torch import nn
 
 
@@ -18,7 +21,7 @@ def fresh_session() -> Iterator[None]:
     set_session(None)
 
 
-def start(**options: int) -> tuple[nn.Module, torch.optim.Optimizer, shoal.ElasticDataLoader]:
+def start(**options: Any) -> tuple[nn.Module, torch.optim.Optimizer, shoal.ElasticDataLoader]:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 2))
     model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1))
@@ -134,3 +137,29 @@ def test_a_batch_that_weighs_nothing_may_hold_anything() -> None:
             assert same(before, list(model.full_state_dict().values()))
     assert not same(before, list(model.full_state_dict().values()))
     assert all(t.isfinite().all() for t in model.full_state_dict().values())
+
+
+def run_two_loaders(resumed_from: Any = None) -> Iterator[tuple[tuple[str, int, int], Any]]:
+    """A script with two loops inside a loop over epochs. After each step: where that was, and the state of the run."""
+    set_session(None)
+    model, optimizer, second = start(name="second")
+    first = shoal.ElasticDataLoader(second.dataset, global_batch_size=12, name="first")
+    session = current_session()
+    if resumed_from is not None:
+        session.restore_alone(resumed_from)
+    for _ in first.epochs(3):
+        for loader in (second, first, second):
+            for x, y in loader:
+                place = (loader.name, loader.epoch, loader.step)
+                nn.functional.cross_entropy(model(x), y).backward()
+                assert optimizer.step()
+                optimizer.zero_grad()
+                yield place, Snapshot.take(session.assemble(LocalChannel())).state()
+
+
+def test_a_run_with_two_loaders_resumes_from_any_step_where_it_was() -> None:
+    whole = list(run_two_loaders())
+    places = [place for place, _ in whole]
+    assert len(places) == 3 * (3 + 2 + 3)
+    for number, (_, state) in enumerate(whole, start=1):
+        assert [place for place, _ in run_two_loaders(state)] == places[number:], f"after step {number}"

@@ -120,6 +120,7 @@ class ElasticDataLoader:
         self._next_epoch = 0
         self._loaded_next_epoch = 0
         """As the state loaded last had it. The script may still have to pass over iterations to get there."""
+        self._under_way = False
         self._within: int | None = None
         self._stopped = False
         self._fetch_failed = False
@@ -160,6 +161,19 @@ class ElasticDataLoader:
     def next_epoch(self) -> int:
         """See `StepSource.next_epoch`."""
         return max(self._next_epoch, self._loaded_next_epoch)
+
+    @property
+    def ends_epoch(self) -> bool:
+        """See `StepSource.ends_epoch`."""
+        dealt = self._dealt
+        if dealt is None or self._is_leased:
+            return False
+        return self._cursor.after_step(dealt.positions, self._dealer.plan(dealt.epoch)).epoch > dealt.epoch
+
+    @property
+    def under_way(self) -> bool:
+        """See `StepSource.under_way`."""
+        return self._under_way
 
     def count_from(self, epoch: int | None) -> None:
         """See `StepSource.count_from`."""
@@ -288,15 +302,14 @@ class ElasticDataLoader:
 
     def _epochs(self, n: int) -> Iterator[int]:
         try:
-            self._clock().enter_epochs(self)
+            epoch = self._clock().enter_epochs(self)
         except StopTraining:
             return
         self._stopped = False
-        epoch = self._cursor.epoch
         try:
             while epoch < n and not self._stopped:
                 self._within = epoch
-                self._clock().epoch_opens(self)
+                self._clock().epoch_opens(self, epoch)
                 yield epoch
                 epoch = max(epoch + 1, self._cursor.epoch)
         finally:
@@ -318,6 +331,7 @@ class ElasticDataLoader:
                 clock.loop_left(self)
             raise
         finally:
+            self._under_way = False
             if over:
                 self._next_epoch = max(self._next_epoch, epoch + 1)
             self._fetcher.close()
@@ -334,6 +348,7 @@ class ElasticDataLoader:
     def _epoch_steps(self, epoch: int) -> Iterator[Step]:
         if self._is_over(epoch):
             return
+        self._under_way = True
         self._move_to(epoch)  # ahead of the border, where a joiner may be given this cursor
         took_part = False
         while not self._is_over(epoch):

@@ -68,14 +68,14 @@ class StepClock(Protocol):
         """
         ...
 
-    def enter_epochs(self, source: StepSource) -> None:
-        """Called at the head of `epochs()`. Returns when the source's cursor says where the run stands: for a joiner this is a border, as
-        in `begin_step`. After a resume, or in a joiner, other loaders count their iterations anew from where this loop stood. Raises
-        `StopTraining`."""
+    def enter_epochs(self, source: StepSource) -> int:
+        """Called at the head of `epochs()`. Returns the first epoch to give out, once it is known where the run stands: a border for a
+        joiner, as in `begin_step`. After a resume, or in a joiner, other loaders count their iterations anew from where this loop stood.
+        Raises `StopTraining`."""
         ...
 
-    def epoch_opens(self, source: StepSource) -> None:
-        """Called when `epochs()` is about to give out the epoch that the source's cursor is in."""
+    def epoch_opens(self, source: StepSource, epoch: int) -> None:
+        """Called when `epochs()` is about to give out `epoch`."""
         ...
 
     def is_elsewhere(self, source: StepSource, epoch: int) -> bool:
@@ -152,6 +152,16 @@ class StepSource(Protocol):
     @property
     def step(self) -> int:
         """Steps of that epoch that are committed."""
+        ...
+
+    @property
+    def ends_epoch(self) -> bool:
+        """The step handed out last is the last of its epoch."""
+        ...
+
+    @property
+    def under_way(self) -> bool:
+        """The script is inside an iteration of it."""
         ...
 
     def count_from(self, epoch: int | None) -> None:

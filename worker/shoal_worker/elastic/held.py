@@ -7,8 +7,10 @@ peers. All of it is touched by the training thread alone.
 from __future__ import annotations
 
 import contextlib
+import copy
 import weakref
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from shoal_common.errors import ConfigurationError, PreconditionError
@@ -21,6 +23,15 @@ from shoal_worker.elastic.registered import RegisteredState
 from shoal_worker.elastic.replica import Replica
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Kept:
+    """What this process goes back to."""
+
+    name: StateName | None
+    captured: dict[str, Any]
+    operations: bytes
+
+
 class HeldState:
     """What this process would go on from."""
 
@@ -31,6 +42,9 @@ class HeldState:
         """None: it has no name yet, so it counts for nothing."""
         self.torn = False
         """An update raised half way through: it must not be given to anyone."""
+        self.went_back = False
+        """Committed steps were undone, and the next step has not begun: the script stands somewhere after the steps that it will redo, and
+        its peers' scripts somewhere else."""
         self.registered = RegisteredState()
         self.operations = Operations()
         self._replica: Replica | None = None
@@ -41,6 +55,7 @@ class HeldState:
         self._loops: dict[str, Any] = {}
         """For each loader whose `epochs()` was entered: its epoch, and from where the others counted when that opened."""
         self._loops_to_enter: dict[str, Any] = {}
+        self._kept: _Kept | None = None
 
     # --------------------------------------------------------------------------------------------------------------- parts
 
@@ -88,20 +103,25 @@ class HeldState:
             return Place("", 0, 0, 0)
         return Place(source.name, self._numbers[source.name], source.epoch, source.step)
 
-    def enter_epochs(self, source: StepSource) -> None:
-        """The script is at the head of a loop over epochs, and `source` stands where the run does. If that is from a state that was loaded,
-        other loaders count their iterations from where that loop's epoch had them: the ones before were in epochs that are passed over."""
+    def enter_epochs(self, source: StepSource) -> int:
+        """The script is at the head of a loop over epochs of `source`. Returns the epoch that the loop begins with.
+
+        If the loop stands elsewhere in a state that was loaded, other loaders count their iterations from where they had them there: the
+        ones before were in epochs that are passed over.
+        """
         loop = self._loops_to_enter.pop(source.name, None)
         if loop is None:
-            return
+            return source.epoch
+        first: int = loop["epoch"] if loop["inside"] else max(source.epoch, source.next_epoch)
         for other in self.sources:
             if other is not source:
-                other.count_from(loop["others"].get(other.name) if loop["epoch"] == source.epoch else None)
+                other.count_from(loop["others"].get(other.name) if loop["epoch"] == first else None)
+        return first
 
-    def epoch_opens(self, source: StepSource) -> None:
+    def epoch_opens(self, source: StepSource, epoch: int) -> None:
         """A loop over epochs of `source` gives out its next one."""
         others = {other.name: other.next_epoch for other in self.sources if other is not source}
-        self._loops[source.name] = {"epoch": source.epoch, "others": others}
+        self._loops[source.name] = {"epoch": epoch, "others": others}
 
     def arrived(self) -> None:
         """A joiner's script has come to its peers' place: what it passed over on the way is counted as theirs."""
@@ -117,16 +137,19 @@ class HeldState:
 
     def capture(self, replica: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """The committed state. Shares memory with its parts. `replica`: what stands for model and optimizer; None: what this rank has."""
+        # Else the script is between two epochs, as far as one can tell: in none of its loops.
+        inside = any(source.under_way for source in self.sources)
         return {
             "replica": replica if replica is not None else self.replica.capture(),
             "registered": self.registered.capture(),
             "sources": {source.name: source.state_dict() for source in self.sources} | self._waiting,
-            "loops": self._loops,
+            "loops": {name: loop | {"inside": inside} for name, loop in self._loops.items()},
             "steps": self.steps,
         }
 
     def restore(self, captured: Mapping[str, Any], *, skip_advances: bool) -> None:
         """Takes over a captured state, but for its name. `skip_advances`: see `RegisteredState.restore`."""
+        self._kept, self.went_back = None, False
         self.replica.restore(captured["replica"])
         self.registered.restore(captured["registered"], skip_advances=skip_advances)
         waiting = dict(captured["sources"])
@@ -135,6 +158,26 @@ class HeldState:
                 source.load_state_dict(waiting.pop(source.name))
         self._waiting = waiting
         self._loops, self._loops_to_enter = dict(captured["loops"]), dict(captured["loops"])
+
+    def keep(self, replica: Mapping[str, Any]) -> None:
+        """Copies the committed state, to go back to when the group fails, until `release`. `replica`: as this rank alone has it."""
+        self._kept = _Kept(name=self.name, captured=copy.deepcopy(self.capture(replica)), operations=self.operations.encode())
+
+    def release(self) -> None:
+        """The steps since `keep` are every rank's: they will not be undone."""
+        self._kept = None
+
+    def go_back(self) -> None:
+        """To the state that was kept, if one is. Steps committed since then are undone; the script stands where it stands."""
+        kept, loops = self._kept, self._loops_to_enter
+        if kept is None:
+            return
+        undone = self.name != kept.name
+        self.restore(kept.captured, skip_advances=False)
+        self._loops_to_enter = loops
+        self.registered.went_back(kept.captured["registered"], undone=undone)
+        self.operations.restart(kept.operations, passed=True)
+        self.name, self.torn, self.went_back = kept.name, False, undone
 
     @contextlib.contextmanager
     def changing(self) -> Iterator[None]:

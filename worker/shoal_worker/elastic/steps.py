@@ -88,27 +88,28 @@ class Steps:
         if self._departure.stopped is not None:
             raise StopTraining(self._departure.stopped)
         try:
-            self._settle_border(self._held.place(source))
+            self._settle_border(source)
         except StopTraining as stop:
             self._departure.obey(stop)
             raise
         step = self.current = Step(placement=self._placement(), source=source)
+        self._held.went_back = False
         self._held.registered.step_begins()
         self._held.replica.step_begins()
         self._progress.entered()
         return step.placement
 
-    def enter_epochs(self, source: StepSource) -> None:
+    def enter_epochs(self, source: StepSource) -> int:
         """See `StepClock`."""
         if self._departure.stopped is not None:
             raise StopTraining(self._departure.stopped)
         if not self._held.live or self._held.replica.asynchronous:
             self.begin_step(source)
-        self._held.enter_epochs(source)
+        return self._held.enter_epochs(source)
 
-    def epoch_opens(self, source: StepSource) -> None:
+    def epoch_opens(self, source: StepSource, epoch: int) -> None:
         """See `StepClock`."""
-        self._held.epoch_opens(source)
+        self._held.epoch_opens(source, epoch)
 
     def is_elsewhere(self, source: StepSource, epoch: int) -> bool:
         """See `StepClock`."""
@@ -309,7 +310,7 @@ class Steps:
             healthy = formation.healthy
         return self._held.live and not formation.border_due and healthy and placement == self._placement()
 
-    def _settle_border(self, place: Place) -> None:
+    def _settle_border(self, source: StepSource | None) -> None:
         formation = self._formation
         if formation is None:
             return
@@ -326,7 +327,7 @@ class Steps:
             formation.reform()
         else:
             formation.recover_if_broken()
-        fed = formation.let_joiners_in(place)
+        fed = formation.let_joiners_in(self._held.place(source))
         if fed is not None:
             self._peers_at = fed
 

@@ -38,14 +38,12 @@ from shoal_worker.elastic.progress import ProgressMeter
 from shoal_worker.elastic.reconcile import StateName
 from shoal_worker.elastic.registered import RegisteredState
 from shoal_worker.elastic.replica import Replica
-from shoal_worker.elastic.step import CONTROL_LENGTH, Step
+from shoal_worker.elastic.step import Step
 from shoal_worker.elastic.steps import Steps
 from shoal_worker.elastic.transfer import StateDonor
 from shoal_worker.failpoints import failpoint
 from shoal_worker.metrics import WorkerMetrics
 from shoal_worker.settings import WorkerSettings
-
-__all__ = ["CONTROL_LENGTH", "Session"]
 
 _log = logging.getLogger(__name__)
 
@@ -91,6 +89,11 @@ class Session:
     def is_joining(self) -> bool:
         """This process replays its script and has not come to its first live batch."""
         return self.clock.replaying
+
+    @property
+    def is_redoing(self) -> bool:
+        """Committed steps were undone, and this process's script has not come to the loader's next one: it is ahead of its state."""
+        return self._held.went_back
 
     @property
     def group(self) -> Group | None:
@@ -225,17 +228,26 @@ class Session:
         """The run ended for this member while a step of asynchronous training was in progress."""
         return self.clock.give_up(stop)
 
+    def keep(self, replica: Mapping[str, Any]) -> None:
+        """The steps committed from here on are undone when the group fails, until `release`. See `HeldState.keep`."""
+        self._held.keep(replica)
+
+    def release(self) -> None:
+        """The steps since `keep` are every rank's."""
+        self._held.release()
+
     # ---------------------------------------------------------------------------------------------------------- operations
 
     def operation(self, kind: str, body: Body) -> Any:
         """Runs `body` on all ranks and returns its result, which must be the same JSON value on every rank.
 
-        Runs it again when the membership changes on the way. In a joiner it runs over this process alone.
+        Runs it again when the membership changes on the way. In a joiner it runs over this process alone, and so it does where steps were
+        undone: all ranks hold one state then, but their scripts will come here again, each at its time.
         """
         formation = self._formation
         if formation is None or self.is_joining or self._held.replica.asynchronous:
             return body(LocalChannel())
-        while True:
+        while not self.is_redoing:
             known, result = self._held.operations.take_known()
             if known:
                 return result
@@ -257,6 +269,7 @@ class Session:
                 failpoint("session.after_operation")
                 self.progress.entered()
                 return result
+        return body(LocalChannel())
 
     def _confirm(self, kind: str) -> None:
         self.operation(kind, lambda channel: channel.exchange(b"") and None)

@@ -14,7 +14,7 @@ import torch
 from shoal_common.errors import ConfigurationError
 from torch import nn
 
-from shoal_worker.elastic.session import CONTROL_LENGTH
+from shoal_worker.elastic.step import CONTROL_LENGTH
 from shoal_worker.strategies.flight import Flight
 
 if TYPE_CHECKING:

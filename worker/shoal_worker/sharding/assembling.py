@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from shoal_worker.elastic.group import Channel
-from shoal_worker.sharding.layout import layout_of
 from shoal_worker.sharding.moving import senders
 from shoal_worker.sharding.resharding import NO_CUT, VALUES, Held, newest_complete
 from shoal_worker.sharding.unit import Unit
@@ -35,7 +34,7 @@ def assemble(
     wholes = []
     for index, unit in enumerate(units):
         whole: dict[str, torch.Tensor] = {}
-        size = layout_of(unit.parameters, world_size).shard_numel
+        size = unit.layout.over(world_size).shard_numel
         for name, dtype in {VALUES: unit.dtype, **keys[index]}.items():
             sent = [p for p in range(world_size) if sends[p] == channel.rank]
             payload = b"".join(_bytes(mine.vectors[index][p][name]) for p in sent) if mine is not None else b""

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
-from shoal_common.errors import ConfigurationError, CorruptDataError
+from shoal_common.errors import ConfigurationError, CorruptDataError, PreconditionError
 from torch import nn
 
 from shoal_worker.elastic.group import Channel, Group, LocalChannel
@@ -190,9 +190,11 @@ class CutState:
     @contextlib.contextmanager
     def whole_for(self, channel: Channel) -> Iterator[None]:
         """While open, the parameters are whole here and stay so, whatever is computed. Part of an operation. Raises as `regroup`."""
-        if self.cut is None or isinstance(channel, LocalChannel):
+        if self.cut is None:
             yield
             return
+        if isinstance(channel, LocalChannel) and self.cut.world_size > 1:
+            raise PreconditionError("the job was stopped and its ranks are gone: the parameters are not whole on any of them")
         nothing: list[dict[str, torch.dtype]] = [{} for _ in self.units]
         wholes = assemble(self.units, self._held(nothing), nothing, channel)
         with torch.no_grad():
@@ -219,8 +221,12 @@ class CutState:
 
     def check_fits(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Raises CorruptDataError unless these are the tensors of the module's state dict."""
-        own = self.module.state_dict()
-        differing = sorted(set(tensors) ^ set(own)) or [name for name in own if own[name].shape != tensors[name].shape]
+        shapes = {id(p): shape for unit in self.units for p, shape in zip(unit.parameters, unit.layout.shapes, strict=True)}
+        parameters = dict(self.module.named_parameters(remove_duplicate=False))
+        own = {
+            name: shapes[id(parameters[name])] if name in parameters else value.shape for name, value in self.module.state_dict().items()
+        }
+        differing = sorted(set(tensors) ^ set(own)) or [name for name in own if own[name] != tensors[name].shape]
         if differing:
             raise CorruptDataError(
                 f"the state is of another model than this {type(self.module).__name__}: names or shapes differ, {differing[:3]} among them",

@@ -242,6 +242,7 @@ class _BeforeForward:
     def __init__(self, execution: ShardedExecution, own: list[Unit]) -> None:
         self._execution, self._own = execution, own
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, module: nn.Module, args: Any) -> None:
         self._execution.before_forward(self._own)
 
@@ -250,5 +251,6 @@ class _AfterForward:
     def __init__(self, execution: ShardedExecution, own: list[Unit]) -> None:
         self._execution, self._own = execution, own
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         self._execution.after_forward(self._own, output)

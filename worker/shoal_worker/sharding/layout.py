@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -37,6 +37,10 @@ class UnitLayout:
 
     shapes: tuple[torch.Size, ...]
     world_size: int
+
+    def over(self, world_size: int) -> UnitLayout:
+        """The same parameters over another number of ranks."""
+        return replace(self, world_size=world_size)
 
     @property
     def numels(self) -> list[int]:

@@ -13,7 +13,6 @@ from typing import Any, Protocol
 
 import torch
 
-from shoal_worker.sharding.layout import layout_of
 from shoal_worker.sharding.moving import message, place, runs, senders, sizes
 from shoal_worker.sharding.optimizer_state import ShardedOptimizerState
 from shoal_worker.sharding.unit import Unit
@@ -135,7 +134,7 @@ def reshard(
     gets = [sorted({r, (r - stride) % world_size}) for r in range(world_size)]
     fresh: list[dict[int, dict[str, torch.Tensor]]] = []
     for index, unit in enumerate(units):
-        old, new = layout_of(unit.parameters, old_world).shard_numel, layout_of(unit.parameters, world_size).shard_numel
+        old, new = unit.layout.over(old_world).shard_numel, unit.layout.over(world_size).shard_numel
         table = runs(numel=unit.layout.numel, old_shard=old, new_shard=new, sends=sends, gets=gets)
         received, sent = sizes(table, rank)
         arrived: dict[int, dict[str, torch.Tensor]] = {position: {} for position in gets[rank]}

@@ -10,7 +10,8 @@ What is held, in bytes of this unit's parameters P, at rest and over N ranks (an
 
 The module's own parameters stay the same objects throughout; their memory is a view of `full`, which is given back to the allocator while
 nobody computes with it (the storage is resized to nothing, as torch's FSDP does: what autograd saved sees the same storage, and finds the
-values again because the unit is gathered before its backward pass). Optimizers update pieces of shards (`Holding`).
+values again because the unit is gathered before its backward pass). Meanwhile the parameters are empty. Optimizers update pieces of shards
+(`Holding`).
 
 It does not know when to gather or reduce (`execution.py`).
 """
@@ -97,7 +98,7 @@ class Unit:
         """This rank's own gradient of all elements, weighted; None: nothing added yet."""
         values = [p.detach() for p in self.parameters]
         self._replace(self.layout)
-        for view, value in zip(self.layout.views(self._full), values, strict=True):
+        for view, value in zip(self._views, values, strict=True):
             view.copy_(value)
         self.own.hold(0, self._full, self.layout)
 
@@ -113,14 +114,14 @@ class Unit:
         assert self._gathered
         self.finish_gathering()
         whole = self._full[: self.layout.numel]
-        self._replace(layout_of(self.parameters, world_size))
+        self._replace(self.layout.over(world_size))
         self._full[: self.layout.numel] = whole
         self._hold(position, mirrored)
 
     def adopt(self, world_size: int, shards: Mapping[int, torch.Tensor], position: int, mirrored: int | None) -> None:
         """Holds shards that were cut for so many ranks; the other elements are fetched when they are needed."""
         self.finish_gathering()
-        self._replace(layout_of(self.parameters, world_size))
+        self._replace(self.layout.over(world_size))
         for where, shard in shards.items():
             self._slot(where).copy_(shard)
         self._hold(position, mirrored)
@@ -131,7 +132,7 @@ class Unit:
     def make_whole(self, flat: torch.Tensor | None = None) -> None:
         """Holds all of it here, as a world of one would, with these values, or any."""
         self.finish_gathering()
-        self._replace(layout_of(self.parameters, 1))
+        self._replace(self.layout.over(1))
         if flat is not None:
             self._full.copy_(flat)
         self._gathered = True
@@ -161,7 +162,11 @@ class Unit:
     def _replace(self, layout: UnitLayout) -> None:
         self.layout = layout
         self._full = torch.zeros(layout.padded_numel, dtype=self.dtype, device=self.device)
-        for view, parameter in zip(layout.views(self._full), self.parameters, strict=True):
+        self._views = layout.views(self._full)
+        self._show()
+
+    def _show(self) -> None:
+        for view, parameter in zip(self._views, self.parameters, strict=True):
             parameter.data = view
 
     def _slot(self, position: int) -> torch.Tensor:
@@ -187,6 +192,7 @@ class Unit:
         storage, size = self._full.untyped_storage(), self._full.numel() * self._full.element_size()
         if storage.nbytes() != size:
             storage.resize_(size)
+            self._show()
 
     def finish_gathering(self) -> None:
         """Returns when what was begun is here, or the step is lost."""
@@ -199,7 +205,10 @@ class Unit:
         if self.stage is not Stage.PARAMETERS or self._gathering is not None:
             return
         self._gathered = False
-        self._full.untyped_storage().resize_(0)
+        if self._full.untyped_storage().nbytes():
+            for parameter in self.parameters:
+                parameter.data = self._full[:0]  # whoever looks now finds nothing, instead of memory that is gone
+            self._full.untyped_storage().resize_(0)
 
     def changed(self) -> None:
         """The optimizer has updated the pieces: what was gathered before is stale."""

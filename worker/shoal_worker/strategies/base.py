@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import math
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -188,10 +189,14 @@ class ShardedModel(nn.Module, abc.ABC):
             "strategy": self.strategy,
             "world_size": self._session.world_size,
             "module": type(self.module).__name__,
-            "parameters": sum(p.numel() for p in self.module.parameters()),
-            "parameter_bytes": sum(p.numel() * p.element_size() for p in self.module.parameters()),
-            "trainable_parameters": sum(p.numel() for p in self.module.parameters() if p.requires_grad),
+            "parameters": sum(math.prod(shape) for _, shape in self._whole_parameters()),
+            "parameter_bytes": sum(math.prod(shape) * p.element_size() for p, shape in self._whole_parameters()),
+            "trainable_parameters": sum(math.prod(shape) for p, shape in self._whole_parameters() if p.requires_grad),
         }
+
+    def _whole_parameters(self) -> list[tuple[torch.Tensor, torch.Size]]:
+        """The module's parameters, with the shapes that they have when they are whole."""
+        return [(p, p.shape) for p in self.module.parameters()]
 
     # ---------------------------------------------------------------------------------------------------------------- ranks
 

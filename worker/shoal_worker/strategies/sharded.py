@@ -64,6 +64,8 @@ class Closing:
     """Of the buffers; the mean over the ranks."""
     scale: float = 1.0
     """Of the gradients, by clipping."""
+    skipped: bool = False
+    """A GradScaler found infinities: the step counts, but nothing is updated."""
     settings: Settings | None = None
     """Of the parameter groups, when the step was applied."""
 
@@ -81,6 +83,9 @@ class ShardedParametersModel(ShardedModel):
 
     def initialize_sharding(self) -> None:
         """Takes over the memory of the parameters. They are cut when the first step begins: until then all ranks hold them whole."""
+        # What torch.compile gave is called, but state is named as in the user's own module.
+        self._call: Callable[..., Any] = self.module.__call__
+        self.module = getattr(self.module, "_orig_mod", self.module)
         if not any(p.requires_grad for p in self.module.parameters()):
             raise ConfigurationError("the model has no parameter with requires_grad=True: there is nothing to train")
         self._collectives = SessionCollectives(self._session)
@@ -98,6 +103,10 @@ class ShardedParametersModel(ShardedModel):
         """Of the step in progress once it is closed, and of the last one until then."""
         self._sealed = False
         """This rank's part of the step in progress is with its buddy."""
+        self._shown = False
+        """A GradScaler may have looked at the gradients of this step, and scaled them."""
+        self._handed_out = 0.0
+        """Norm of this rank's gradients before it could, if so."""
 
     def _unit(self, part: ParameterGroup) -> Unit:
         return Unit(part.name, part.parameters, part.names, stage=self.stage, wide=self.config.deterministic)
@@ -117,7 +126,7 @@ class ShardedParametersModel(ShardedModel):
         if self.module.training and torch.is_grad_enabled():
             self._session.ensure_step()
             self._weigh()
-        return self.module(*args, **kwargs)
+        return self._call(*args, **kwargs)
 
     def train_step(self, inputs: Any, targets: Any = None, loss_fn: Callable[[Any, Any], torch.Tensor] | None = None) -> torch.Tensor:
         """See `ShardedModel`. The loss travels in the closing."""
@@ -147,18 +156,24 @@ class ShardedParametersModel(ShardedModel):
         step, closing = self._session.step, self._closing
         if step is None or step.control is None or closing is None:
             return torch.zeros((), dtype=self._held.units[0].sum_dtype, device=self._held.units[0].device)  # the step is lost
+        self.note_scale()
         norm = math.sqrt(closing.squared_norm) / closing.divisor if math.isfinite(closing.squared_norm) else math.nan
         scale = max_norm / (norm * closing.scale + 1e-6)
         norm *= closing.scale
         if not scale >= 1.0:  # with a norm that is not a number, all become that
             closing.scale *= scale
-            self._scale_gradients(scale)
+            self.scale_gradients(scale)
         return torch.tensor(norm, dtype=self._held.units[0].sum_dtype, device=self._held.units[0].device)
 
     def _weigh(self) -> None:
         """What the gradients of the coming pass count."""
         step = self._session.step
         assert step is not None
+        if step.control is not None:
+            raise PreconditionError(
+                "the gradients of this step are reduced already, by clip_grad_norm_, synchronize_gradients or a GradScaler: do all "
+                "backward passes of a step before"
+            )
         share = step.share
         self._execution.reduces_in_backward = self.stage > Stage.OPTIMIZER or not step.in_micro_batches
         if step.in_micro_batches:
@@ -169,7 +184,8 @@ class ShardedParametersModel(ShardedModel):
             weight = share.weight / share.total_weight
         self._execution.factor = weight if self.config.loss_reduction == "mean" else float(weight > 0)
 
-    def _scale_gradients(self, scale: float) -> None:
+    def scale_gradients(self, scale: float) -> None:
+        """Of the pieces that this rank holds."""
         for unit in self._held.trained:
             for holding in unit.holdings:
                 for piece in holding.pieces:
@@ -208,8 +224,8 @@ class ShardedParametersModel(ShardedModel):
         if closing is None or closing.number != self._applied + 1 or not self._sealed:
             raise PreconditionError(f"this rank has applied {self._applied} steps and its peers more: it cannot follow")
         self._hand_out(closing)
-        self._scale_gradients(closing.scale)
-        if self._held.optimizer is not None:
+        self.scale_gradients(closing.scale)
+        if self._held.optimizer is not None and not closing.skipped:
             assert closing.settings is not None
             self._held.settings = closing.settings
             self._held.optimizer.step()
@@ -242,7 +258,7 @@ class ShardedParametersModel(ShardedModel):
         step, group = self._session.step, self._session.group
         assert step is not None
         self._execution.forget()
-        self._weights, self._changes, self._sealed = 0.0, None, False
+        self._weights, self._changes, self._sealed, self._shown = 0.0, None, False, False
         if self._held.cut is None:
             hosts = [peer.host for peer in group.generation.peers] if group is not None else []
             at = step.placement
@@ -288,10 +304,10 @@ class ShardedParametersModel(ShardedModel):
         if not step.in_micro_batches:
             self._changes = self._step_buffers.changes(_WIDE) * (step.share.weight / (step.share.total_weight or 1.0))
         changes = torch.zeros(self._step_buffers.size, dtype=torch.float64) if self._changes is None else self._changes
-        summed = torch.cat([word, weights, norm, present, changes])
+        summed = torch.cat([word, weights, norm, present, changes]).to(session.group.device if session.group is not None else "cpu")
         if not self._collectives.all_reduce(summed).wait() or not self._passes("reduction.completed"):
             return
-        word, weights, norm, present, changes = summed.split([CONTROL_LENGTH, 1, len(norm), len(present), len(changes)])
+        word, weights, norm, present, changes = summed.cpu().split([CONTROL_LENGTH, 1, len(norm), len(present), len(changes)])
         total = (float(weights) or 1.0) if step.in_micro_batches else 1.0
         self._closing = Closing(
             number=self._applied + 1,
@@ -301,6 +317,7 @@ class ShardedParametersModel(ShardedModel):
             changes=changes / total,
         )
         self._hand_out(self._closing)
+        self._handed_out = self._own_norm() if self._shown else 0.0
         session.take_control_word(word.tolist())
 
     def _passes(self, name: str) -> bool:
@@ -310,6 +327,34 @@ class ShardedParametersModel(ShardedModel):
             self._session.mark_lost(error)
             return False
         return True
+
+    def show_to_scaler(self) -> None:
+        """Before a GradScaler looks for infinities in this rank's pieces: what one rank found, all are to find."""
+        step = self._session.step
+        if step is None or step.in_micro_batches or not any(any(unit.touched) for unit in self._held.trained):
+            return
+        self._shown = True
+        self.finish_reduction()
+        if self._closing is not None and step.control is not None and not math.isfinite(self._closing.squared_norm):
+            self.scale_gradients(math.nan)
+
+    def skip(self) -> None:
+        """The step is closed, but nothing is to be updated."""
+        assert self._closing is not None
+        self._closing.skipped = True
+
+    def note_scale(self) -> None:
+        """A GradScaler's `unscale_` has scaled the pieces' gradients, all alike: who rolls the step forward must do the same."""
+        closing = self._closing
+        if not self._shown or closing is None:
+            return
+        before, now = self._handed_out, self._own_norm()
+        if before > 0 and math.isfinite(before) and math.isfinite(now):
+            closing.scale = now / before
+
+    def _own_norm(self) -> float:
+        gradients = [piece.grad for unit in self._held.trained for piece in unit.own.pieces if piece.grad is not None]
+        return math.sqrt(sum(float(g.double().square().sum()) for g in gradients))
 
     def _norm_part(self) -> torch.Tensor:
         """What this rank's gradients add to the squared norm; as digits too where its bits must not depend on the number of ranks."""
@@ -446,6 +491,9 @@ class ShardedParametersModel(ShardedModel):
         self.load_full(whole)
         return self
 
+    def _whole_parameters(self) -> list[tuple[torch.Tensor, torch.Size]]:
+        return [each for unit in self._held.units for each in zip(unit.parameters, unit.layout.shapes, strict=True)]
+
     def _own_pieces(self) -> list[tuple[str, torch.Tensor]]:
         return [each for unit in self._held.units for each in zip(unit.parameter_names, unit.own.pieces, strict=True)]
 
@@ -460,7 +508,29 @@ class ShardedParametersOptimizer(ShardedOptimizer):
                 f"{type(self.optimizer).__name__}.step(closure): closures run the backward pass again, outside of the step; "
                 "use an optimizer that needs none (LBFGS does)"
             )
-        return self._session.finish_step(lambda: self._model.update(self.optimizer.step))
+        return self._session.finish_step(lambda: self._model.update(self._apply))
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The user's optimizer's own, over the pieces that this rank holds. Looking at them ends the reduction of a plain step."""
+        self._model.show_to_scaler()
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.optimizer.param_groups = groups
+
+    def _apply(self) -> None:
+        # A GradScaler leaves its finding on the optimizer that it steps.
+        found_inf = getattr(self, "found_inf", None)
+        if found_inf is not None and float(found_inf) > 0:
+            self._model.skip()
+            return  # the step counts, but its gradients are unusable on every rank alike
+        grad_scale = getattr(self, "grad_scale", None)
+        if grad_scale is not None:
+            self._model.scale_gradients(1.0 / float(grad_scale))
+        self._model.note_scale()
+        self.optimizer.step()
 
     def state_dict(self) -> dict[str, Any]:
         """As one process would have it, whole: it loads under any strategy. Every rank calls it."""

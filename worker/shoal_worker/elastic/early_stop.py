@@ -59,6 +59,6 @@ def should_early_stop(session: Session, metric: float, *, mode: str, patience: i
         return float(sum(values) / len(values))
 
     mean = session.operation("should_early_stop", average)
-    if session.is_joining:
+    if session.is_joining or session.is_redoing:
         return False
     return counter.observe(mean, mode=mode, patience=patience, min_delta=min_delta)

@@ -141,6 +141,7 @@ class Formation:
             PreconditionError: the state is lost, or this member was put out.
         """
         give_up_at = time.monotonic() + self._settings.rendezvous_timeout.total_seconds()
+        self._held.go_back()
         while True:
             started = time.monotonic()
             failed = self._formed and not self.healthy

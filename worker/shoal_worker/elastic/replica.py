@@ -152,6 +152,15 @@ class StrategySession(Protocol):
         """Ends the step: calls `apply`, which updates the parameters, if every rank's part is in; else re-forms."""
         ...
 
+    def keep(self, replica: Mapping[str, Any]) -> None:
+        """Copies the committed state. The steps committed from here on are undone when the group fails, until `release`: the loader hands
+        out their samples again. `replica`: model and optimizer as this rank has them, for `restore`. In `step_begins`."""
+        ...
+
+    def release(self) -> None:
+        """The steps since `keep` are every rank's. In `commit_step`, of a step that all ranks took part in."""
+        ...
+
     def operation(self, kind: str, body: Body) -> Any:
         """Does something on all ranks between steps, again if the membership changes on the way."""
         ...

@@ -1,0 +1,459 @@
+"""Local SGD: every rank trains its own replica on its own samples, and the ranks average their parameters every `sync_every` steps.
+
+Cost per rank: as ddp, and a copy of parameters and optimizer state while a round lasts; 2P(N-1)/(N k) bytes sent per step when the ranks
+meet every k steps. It is no exact substitute for ddp: with k = 1 and plain SGD it gives the same parameters, else others. (Stich, "Local
+SGD Converges Fast and Communicates Little", ICLR 2019; McMahan et al., "Communication-Efficient Learning", AISTATS 2017, algorithm 1. Outer
+momentum: Wang et al., "SlowMo", ICLR 2020; Douillard et al., "DiLoCo", 2023.)
+
+A *round* is the steps between two averages. Steps commit on each rank as they come, without a word to the others; a round is what commits
+on all. A failure inside of one puts every rank back to its start (`StrategySession.keep`): parameters, optimizer state, buffers, registered
+state and cursor, so the loader deals its samples again, to whatever ranks there are then. A round ends after `sync_every` steps or with the
+epoch, whichever is first, since a script cannot go back into a loop that it has left. Joins, drains and stops wait for its end.
+
+Optimizer state stays each rank's own. One that has none (a joiner, one that was behind) gets the mean of the others'.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Final, cast
+
+import torch
+from shoal_common.errors import ConfigurationError, MembershipChanged, PreconditionError
+
+from shoal_worker.elastic.contract import StepSource
+from shoal_worker.elastic.group import Channel, Group, LocalChannel
+from shoal_worker.elastic.session import Session
+from shoal_worker.elastic.step import CONTROL_LENGTH, Step
+from shoal_worker.failpoints import failpoint
+from shoal_worker.strategies.accumulation import AccumulatedReduction
+from shoal_worker.strategies.averaging import Add, adding, mean_optimizer_state, weighted_mean
+from shoal_worker.strategies.base import call_module, loss_of
+from shoal_worker.strategies.ddp import DDPModel, DDPOptimizer
+from shoal_worker.strategies.materialize import unsaved_buffers
+
+_SYNC_EVERY: Final = 8
+
+
+class _ThisRank:
+    """The session, to a sum of micro-batches that is this rank's alone."""
+
+    elastic = False
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    @property
+    def step(self) -> Step | None:
+        return self._session.step
+
+    def control_word(self) -> list[float]:
+        return [0.0] * CONTROL_LENGTH
+
+    def take_control_word(self, summed: object) -> None:
+        """It says nothing of the other ranks."""
+
+
+class LocalSGDModel(DDPModel):
+    """A replica of the whole model on every rank, trained on its own between averages."""
+
+    strategy: ClassVar[str] = "local_sgd"
+    options: ClassVar[frozenset[str]] = frozenset(
+        {"sync_every", "average_optimizer_state", "outer_learning_rate", "outer_momentum", "outer_nesterov"}
+    )
+
+    def initialize_sharding(self) -> None:
+        """Reads the options; the whole module stays on this rank.
+
+        Raises:
+            ConfigurationError: options that cannot work, or settings that mean nothing here.
+        """
+        super().initialize_sharding()
+        self._read_options()
+        self._steps_in_round = 0
+        self._ends_early = self._averages_state_once = False
+        self._source: StepSource | None = None
+        """Whose steps the round consists of."""
+        self._trained: dict[str, torch.Tensor] = {}
+        """The parameters that some step of the round trains."""
+        self._before: dict[str, torch.Tensor] = {}
+        """What they were at its start, for outer momentum."""
+        self._momentum: dict[str, torch.Tensor] = {}
+        self._weight = 0.0
+        """Of this rank's samples in the round, up to the last commit."""
+        self._step_weight = 0.0
+        self._reduced = False
+        """The micro-batches of the step are summed up."""
+        self._averaging = False
+        """This step ends the round, and this rank's update is done."""
+        self._average: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Each tensor of the module that is averaged, with its mean."""
+        self._mean_state: dict[int, dict[str, Any]] | None = None
+
+    def _read_options(self) -> None:
+        options = self._options
+        self._sync_every = options.get("sync_every", _SYNC_EVERY)
+        if type(self._sync_every) is not int or self._sync_every < 1:
+            raise ConfigurationError(f"sync_every={self._sync_every!r}: expected a whole number of steps, at least 1")
+        self._outer_rate = float(options.get("outer_learning_rate", 1.0))
+        self._outer_momentum = float(options.get("outer_momentum", 0.0))
+        self._outer_nesterov = bool(options.get("outer_nesterov", False))
+        self._averages_state = bool(options.get("average_optimizer_state", False))
+        if not self._outer_rate > 0:
+            raise ConfigurationError(f"outer_learning_rate={self._outer_rate}: expected more than 0; 1.0 takes the average as it is")
+        if not 0 <= self._outer_momentum < 1:
+            raise ConfigurationError(f"outer_momentum={self._outer_momentum}: expected at least 0 and less than 1")
+        if self.config.loss_reduction != "mean":
+            raise ConfigurationError('loss_reduction="sum": local_sgd averages parameters, not gradients; let the loss be a mean')
+        if self.config.deterministic:
+            raise ConfigurationError(
+                "deterministic=True: with local_sgd the result depends on how many ranks train apart; use ddp, zero1, zero2 or zero3"
+            )
+        if not self.config.auto_sync_gradients:
+            raise ConfigurationError("auto_sync_gradients=False: local_sgd never synchronizes gradients; leave it out")
+
+    @property
+    def steps_in_round(self) -> int:
+        """Steps since the last average; 0: all ranks hold the same parameters."""
+        return self._steps_in_round
+
+    @property
+    def _has_outer(self) -> bool:
+        return self._outer_momentum > 0 or self._outer_rate != 1.0
+
+    # ------------------------------------------------------------------------------------------------------------- training
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _begin_pass(self) -> bool:
+        """Before a forward pass of training. Its gradients stay here."""
+        if not self._attached:
+            raise PreconditionError("this model is a clone, for evaluation: a process trains the one model that as_distributed gave it")
+        self._session.ensure_step()
+        return False
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Changes nothing: gradients are never reduced."""
+        yield
+
+    def train_step(self, inputs: Any, targets: Any = None, loss_fn: Callable[[Any, Any], torch.Tensor] | None = None) -> torch.Tensor:
+        """Forward, loss and backward on this rank's samples. Returns their loss: the ranks do not meet in each step."""
+        step = self._session.ensure_step()
+        loss = loss_of(call_module(self, inputs), targets, loss_fn)
+        told = float(loss.detach())
+        summed = self._in_micro_batches and step.micro_batch is not None
+        step.loss = self._accumulation().add_loss(told, step.micro_batch or 0.0) if summed else told
+        loss.backward()
+        return loss.detach()
+
+    def synchronize_gradients(self) -> None:
+        """Gradients stay each rank's own: nothing is sent."""
+        self.finish_reduction()
+
+    def end_round(self, *, average_optimizer_state: bool = False) -> None:
+        """The next `optimizer.step()` averages. Call it on every rank, in the same step."""
+        self._ends_early = True
+        self._averages_state_once = self._averages_state_once or average_optimizer_state
+
+    def prepare_end(self, update: Callable[[], None]) -> None:
+        """Ahead of the end of a step: if it ends a round, this rank's own update comes first, and then the average."""
+        step = self._session.step
+        if step is None or step.share is None or step.lost is not None or self._averaging:
+            return
+        source = step.source
+        if not (self._ends_early or self._steps_in_round + 1 >= self._sync_every or (source is not None and source.ends_epoch)):
+            return
+        self.finish_reduction()
+        self._update(update)
+        if self._accumulated is not None and self._accumulated.open:
+            self._accumulated.write_buffers()
+        self._averaging = True
+
+    def commit_update(self, update: Callable[[], None]) -> None:
+        """The step is to be committed: this rank's update, or the average in which it is."""
+        if self._averaging:
+            self._take_average()
+        else:
+            self._update(update)
+
+    def _update(self, update: Callable[[], None]) -> None:
+        step = self._session.step
+        assert step is not None
+        assert step.share is not None
+        if not self._in_micro_batches:
+            self._step_weight = step.share.weight
+        if self._step_weight > 0:  # else the batch was a stand-in
+            update()
+
+    # ------------------------------------------------------------------------------------------------------------ averaging
+
+    def finish_reduction(self) -> None:
+        """See `Replica`. Micro-batches are summed up on this rank; at the end of a round parameters and buffers over all."""
+        step = self._session.step
+        if step is None or step.share is None or step.lost is not None:
+            return
+        if self._in_micro_batches and not self._reduced:
+            self._reduce_what_is_left()
+            self._reduced = True
+        if self._averaging and step.control is None:
+            try:
+                control = self._sum_round()
+                failpoint("reduction.completed")
+            except MembershipChanged as error:
+                self._session.mark_lost(error)
+            else:
+                self._session.take_control_word(control)
+
+    def _add(self, tensor: torch.Tensor) -> None:
+        if not self._session.elastic:
+            return
+        group = self._session.group
+        if group is None:
+            raise MembershipChanged("there is no group")
+        group.all_reduce(tensor)
+
+    @torch.no_grad()
+    def _sum_round(self) -> list[float]:
+        """The round's average, and the control word. Raises MembershipChanged."""
+        session = self._session
+        tensors = self._averaged()
+        weight = self._weight + self._step_weight
+        known = torch.tensor([*session.control_word(), weight], dtype=torch.float64, device=tensors[0].device)
+        self._add(known)
+        *control, total = known.tolist()
+        share = weight / total if total > 0 else 1.0 / session.world_size
+        self._average = list(zip(tensors, weighted_mean(tensors, share, self._add), strict=True))
+        group = session.group
+        if (self._averages_state or self._averages_state_once) and group is not None and self._optimizer is not None:
+            self._mean_state = mean_optimizer_state(self._optimizer.state_dict()["state"], group.exchange, self._add, tensors[0].device)
+        return control
+
+    def _averaged(self) -> list[torch.Tensor]:
+        """What the round has changed: parameters, then statistics and counters in buffers."""
+        parameters = {id(p) for p in self.module.parameters()}
+        saved = (value for value in self.module.state_dict(keep_vars=True).values() if isinstance(value, torch.Tensor))
+        buffers = {id(value): value for value in saved if id(value) not in parameters}
+        statistics = [b for b in buffers.values() if b.is_floating_point() or b.dtype == torch.int64]
+        return [*self._trained.values(), *statistics]
+
+    @torch.no_grad()
+    def _take_average(self) -> None:
+        for tensor, mean in self._average:
+            tensor.copy_(mean)
+        if self._has_outer:
+            for name, parameter in self._trained.items():
+                self._move_outwards(name, parameter)
+        if self._mean_state is not None and self._optimizer is not None:
+            self._load_optimizer_state(self._mean_state)
+
+    def _move_outwards(self, name: str, parameter: torch.Tensor) -> None:
+        """From the round's start along the mean of what the ranks moved by, as an optimizer takes a gradient."""
+        before = self._before[name]
+        delta = moved = before - parameter
+        if self._outer_momentum > 0:
+            momentum = self._momentum.setdefault(name, torch.zeros_like(delta))
+            momentum.mul_(self._outer_momentum).add_(delta)
+            moved = delta + self._outer_momentum * momentum if self._outer_nesterov else momentum
+        parameter.copy_(before - self._outer_rate * moved)
+
+    def _load_optimizer_state(self, state: Mapping[int, Mapping[str, Any]]) -> None:
+        assert self._optimizer is not None
+        self._optimizer.load_state_dict({"state": state, "param_groups": self._optimizer.state_dict()["param_groups"]})
+
+    # --------------------------------------------------------------------------------------------- Replica: for the session
+
+    @torch.no_grad()
+    def step_begins(self) -> None:
+        """See `Replica`. At the head of a round its start is kept."""
+        super().step_begins()
+        self._forget_step()
+        step = self._session.step
+        assert step is not None
+        if self._steps_in_round == 0:
+            self._trained, self._source = {}, step.source
+            if self._session.elastic:
+                self._session.keep(self._captured())
+        elif step.source is not self._source:
+            raise PreconditionError(
+                f"local_sgd: this step is of loader {step.source.name if step.source else ''!r}, but the round that it falls into began "
+                f"with {self._source.name if self._source else ''!r}; a failure would put both back, and the script cannot follow: use "
+                "sync_every=1, or one loader"
+            )
+        self._trained |= {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+        if self._has_outer and self._steps_in_round == 0:
+            self._before = {name: p.detach().clone() for name, p in self.module.named_parameters()}
+
+    def micro_batch_ends(self, weight: float) -> None:
+        """See `Replica`."""
+        super().micro_batch_ends(weight)
+        self._step_weight += weight
+
+    @property
+    def holds_unreduced_gradients(self) -> bool:
+        """False: they stay this rank's own."""
+        return False
+
+    def discard_step(self) -> None:
+        """See `Replica`."""
+        super().discard_step()
+        self._forget_step()
+
+    def commit_step(self) -> None:
+        """See `Replica`."""
+        super().commit_step()
+        if self._averaging:
+            self._round_over()
+            self._session.release()
+        else:
+            self._steps_in_round += 1
+            self._weight += self._step_weight
+
+    def _forget_step(self) -> None:
+        self._step_weight, self._reduced, self._averaging = 0.0, False, False
+        self._average, self._mean_state = [], None
+
+    def _round_over(self) -> None:
+        self._steps_in_round, self._weight = 0, 0.0
+        self._ends_early = self._averages_state_once = False
+        self._forget_step()
+
+    def _accumulation(self) -> AccumulatedReduction:
+        if self._accumulated is None:
+            alone = cast(Session, _ThisRank(self._session))
+            self._accumulated = AccumulatedReduction(self.module, self._step_buffers, alone, self.config)
+        return self._accumulated
+
+    def _captured(self) -> dict[str, Any]:
+        """All that this rank has."""
+        return super().capture() | ({"outer_momentum": self._momentum} if self._momentum else {})
+
+    def capture(self) -> dict[str, Any]:
+        """See `Replica`. What all ranks have alike at a round's end: of the optimizer its settings; its state comes with `regroup`."""
+        captured = self._captured()
+        if captured["optimizer"] is not None:
+            captured["optimizer"] = {**captured["optimizer"], "state": {}}
+        return captured
+
+    @torch.no_grad()
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """See `Replica`."""
+        fresh = not self.has_values()
+        super().restore(state)
+        for name, buffer in unsaved_buffers(self.module).items() if not fresh else ():
+            value = state.get("buffers", {}).get(name)
+            if value is not None and value.shape == buffer.shape:
+                buffer.copy_(value)
+        self._momentum = {name: value.clone() for name, value in state.get("outer_momentum", {}).items()}
+        self._round_over()
+
+    def regroup(self, group: Group) -> None:
+        """See `Replica`. A rank without optimizer state gets the mean of the others'."""
+        if self._optimizer is None:
+            return
+        state = self._optimizer.state_dict()["state"]
+        held = [row[0] for row in group.all_gather_integers([int(bool(state))])]
+        if not any(held) or all(held):
+            return
+        device = next(self.module.parameters()).device
+        mean = mean_optimizer_state(state, group.exchange, group.all_reduce, device)
+        if not state:
+            self._load_optimizer_state(mean)
+
+    @torch.no_grad()
+    def assemble(self, channel: Channel) -> dict[str, Any]:
+        """See `Replica`: the ranks' means, also inside of a round; that goes on from what it was."""
+        captured = self._captured()
+        if isinstance(channel, LocalChannel):
+            return captured
+        add = adding(channel)
+        if self._steps_in_round > 0:
+            with self.whole_for(channel):
+                captured["model"] = copy.deepcopy(self.module.state_dict())
+        if self._optimizer is not None:
+            mean = mean_optimizer_state(captured["optimizer"]["state"], channel.exchange, add, torch.device("cpu"))
+            captured["optimizer"] = {**captured["optimizer"], "state": mean}
+        return captured
+
+    @contextlib.contextmanager
+    def whole_for(self, channel: Channel) -> Iterator[None]:
+        """See `Replica`. Inside of a round the ranks' parameters differ: while open, the module has their mean."""
+        if self._steps_in_round == 0 or isinstance(channel, LocalChannel):
+            yield
+            return
+        tensors = self._averaged()
+        add: Add = adding(channel)
+        weight = torch.tensor([self._weight], dtype=torch.float64)
+        add(weight)
+        share = self._weight / float(weight) if float(weight) > 0 else 1.0 / channel.world_size
+        means = weighted_mean(tensors, share, add)
+        with torch.no_grad():
+            own = [tensor.clone() for tensor in tensors]
+            _copy(tensors, means)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                _copy(tensors, own)
+
+    # ---------------------------------------------------------------------------------------------------------------- state
+
+    def gather_full_parameters(self) -> dict[str, torch.Tensor]:
+        """See `ShardedModel`. Every rank calls it."""
+        whole = self.full_state_dict()
+        return {name: whole[name] for name, _ in self.module.named_parameters()}
+
+    def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
+        """See `ShardedModel`. Every rank calls it; inside of a round it gives the ranks' means."""
+        whole: dict[str, torch.Tensor] = {}
+
+        def body(channel: Channel) -> None:
+            whole.clear()
+            with self.whole_for(channel):
+                whole.update(copy.deepcopy(self.module.state_dict()))
+
+        self._session.operation("full_state_dict", body)
+        return {} if rank0_only and self._session.rank != 0 else whole
+
+    def save_model(self, path: str | Path) -> None:
+        """See `ShardedModel`. Every rank calls it, and the first one that holds the state writes."""
+        data = self.serialize()
+        if self._session.is_first:
+            target = Path(path)
+            temporary = target.with_name(f".{target.name}.tmp")
+            temporary.write_bytes(data)
+            temporary.replace(target)
+
+    @property
+    def local_shard(self) -> dict[str, torch.Tensor]:
+        """This rank's own replica, as it is now."""
+        return {name: p.detach() for name, p in self.module.named_parameters()}
+
+
+class LocalSGDOptimizer(DDPOptimizer):
+    """The user's optimizer, stepped on every rank with that rank's own gradients."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """See `ShardedOptimizer`. The last step of a round averages parameters, and says LOST if that failed: then the round is done again
+        from its start."""
+        if closure is None:
+            self._model.prepare_end(super()._apply)
+        return super().step(closure)
+
+    def _apply(self) -> None:
+        self._model.commit_update(super()._apply)
+
+    def synchronize_parameters(self) -> None:
+        """Ends the round with the next step. Call it on every rank before that step's `step()`."""
+        self._model.end_round()
+
+    def synchronize_optimizer_state(self) -> None:
+        """As `synchronize_parameters`, and averages the optimizer state, too."""
+        self._model.end_round(average_optimizer_state=True)
+
+
+def _copy(into: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+    for tensor, value in zip(into, values, strict=True):
+        tensor.copy_(value)

@@ -5,7 +5,6 @@ Threads: `wait` and `get_future` are for the thread that issued the work; Gloo's
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -51,7 +50,9 @@ class InterruptibleWork(Work):
         self._native: Work | None = native
         self._group: Owner | None = group
         self._finish = finish
-        self._over = threading.Event()
+        self._over = False
+        self._over_soon: threading.Event | None = None
+        """For whoever watches Gloo meanwhile. Made when needed: it costs more than all else in here."""
         self._value: Callable[[], Any] = lambda: None
         self._failure: tuple[type[Exception], str] | None = None
         self._settled: torch.futures.Future[None] | None = None
@@ -68,20 +69,20 @@ class InterruptibleWork(Work):
         Raises GroupEndedError when the group is over, RuntimeError for other failures and when it takes longer than `timeout`.
         """
         deadline = time.monotonic() + timeout.total_seconds() if timeout else float("inf")
-        while not self._over.is_set():
+        while not self._over:
             self._wait_for_native()
-            if time.monotonic() >= deadline and not self._over.is_set():
+            if not self._over and time.monotonic() >= deadline:
                 raise RuntimeError(f"{self._name} takes longer than {timeout}")
         self._raise_failure()
         return True
 
     def is_completed(self) -> bool:
         """Whether `wait` would return, or raise, at once."""
-        return self._over.is_set() or self.native_completed
+        return self._over or self.native_completed
 
     def is_success(self) -> bool:
         """Whether `wait` has returned."""
-        return self._over.is_set() and self._failure is None
+        return self._over and self._failure is None
 
     def result(self) -> Any:
         """The output tensors, once `wait` has returned."""
@@ -94,7 +95,7 @@ class InterruptibleWork(Work):
                 return self._future
             settled: torch.futures.Future[None] = torch.futures.Future()
             future = self._future = settled.then(self._outcome)
-            over = self._over.is_set()
+            over = self._over
             if not over:
                 self._settled = settled
         if over:
@@ -118,7 +119,11 @@ class InterruptibleWork(Work):
 
     def await_native(self, seconds: float) -> None:
         """Waits for Gloo to be done or to be found asleep, at most so long."""
-        wait_until_asleep(self._over, seconds)
+        with self._lock:
+            if self._over:
+                return
+            done = self._over_soon = self._over_soon or threading.Event()
+        wait_until_asleep(done, seconds)
 
     def end(self, reason: str) -> None:
         """Ends it although Gloo is not done."""
@@ -130,12 +135,13 @@ class InterruptibleWork(Work):
         """Waits a while in C++, which is the quickest to notice that Gloo is done; but it does not notice an end."""
         native = self._native
         if native is None:
-            self._over.wait(_WHILE.total_seconds())
-            return
-        with contextlib.suppress(RuntimeError):  # "Operation timed out!", or its failure
+            return  # it has just been settled
+        try:
             native.wait(_WHILE)
-        if native.is_completed():
-            self._native_is_done(native)
+        except RuntimeError:  # "Operation timed out!", or its failure
+            if not native.is_completed():
+                return
+        self._native_is_done(native)
 
     def _native_done(self, _: torch.futures.Future[Any]) -> None:
         """Called by Gloo, in its thread."""
@@ -150,7 +156,7 @@ class InterruptibleWork(Work):
             group, finish = self._group, self._finish
             if group is None:
                 return
-            if not self._over.is_set():
+            if not self._over:
                 settled = self._settle(*self._native_outcome(native, group, finish))
             self._native = self._group = self._finish = None
         group.finished(self)
@@ -173,10 +179,12 @@ class InterruptibleWork(Work):
     def _settle(self, value: Callable[[], Any], failure: tuple[type[Exception], str] | None) -> torch.futures.Future[None] | None:
         """The first call counts. Returns what is to be completed, without any lock: it runs the callbacks of others."""
         with self._lock:
-            if self._over.is_set():
+            if self._over:
                 return None
             self._value, self._failure = value, failure
-            self._over.set()
+            self._over = True
+            if self._over_soon is not None:
+                self._over_soon.set()
             settled, self._settled = self._settled, None
             return settled
 

@@ -15,7 +15,7 @@ from shoal_worker.data.fetch import Fetcher, Request
 from shoal_worker.data.loader import ElasticDataLoader
 from shoal_worker.elastic.contract import Placement
 from shoal_worker.elastic.randomness import seed_generators
-from torch.utils.data import Dataset, get_worker_info
+from torch.utils.data import Dataset, TensorDataset, default_collate, get_worker_info
 
 
 class Noisy(Dataset):
@@ -259,3 +259,20 @@ def _workers(pid):
 
 def _children():
     return {child.pid for child in _workers(os.getpid())}
+
+
+def test_a_tensor_dataset_gives_the_batches_that_stacking_its_rows_gives():
+    """Plain ones are indexed by the whole batch at once; what was derived from them is not."""
+
+    class Scaled(TensorDataset):
+        def __getitem__(self, index):
+            return tuple(2 * column for column in super().__getitem__(index))
+
+    columns = torch.randn(6, 2, 3), torch.arange(6), torch.rand(6) > 0.5, torch.randn(3, 6).t()
+    for dataset in (TensorDataset(*columns), Scaled(*columns)):
+        fetcher = Fetcher(dataset, collate_fn=default_collate, num_workers=0, pin_memory=False)
+        batch = fetcher.fetch(Request(epoch=0, indices=(4, 0, 5), key=(0, 0, 0, 0)), lambda: iter(()))
+        expected = default_collate([dataset[index] for index in (4, 0, 5)])
+        assert type(batch) is type(expected)
+        assert all_equal(batch, expected)
+        assert [column.dtype for column in batch] == [column.dtype for column in expected]

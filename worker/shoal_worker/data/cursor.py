@@ -29,7 +29,7 @@ class Cursor:
 
     def after_step(self, step: range, plan: EpochPlan) -> Cursor:
         """`step`, the one at this cursor, is committed."""
-        moved = replace(self, samples=step.stop, step=self.step + 1, global_step=self.global_step + 1)
+        moved = Cursor(epoch=self.epoch, samples=step.stop, step=self.step + 1, global_step=self.global_step + 1)
         return moved if plan.step(moved.samples) else moved.at_epoch(self.epoch + 1)
 
     def after_leased_batch(self) -> Cursor:

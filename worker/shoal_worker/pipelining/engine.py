@@ -1,0 +1,389 @@
+"""Carries out a schedule: one rank's stages, micro-batch by micro-batch.
+
+torch gives the order (schedule.py) and the split of a backward pass in two (`_backward`); the stages themselves are run here and not by torch's
+PipelineStage, for the reasons in docs/decisions/0105. Gradients are added to the parameters, weighted as told; nothing is averaged or reduced.
+
+Shapes of what goes between stages are learned from the first micro-batch of each kind of input, which sends them ahead of its activation; for later
+ones buffers are posted at once. Every step begins with one small all-reduce that checks that all ranks were given the same batch.
+
+Threads: one, the caller's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from shoal_common.errors import ConfigurationError
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+
+from shoal_worker.elastic.randomness import seed_generators
+from shoal_worker.pipelining.links import Incoming, Links
+from shoal_worker.pipelining.micro_batches import MicroBatch
+from shoal_worker.pipelining.partial import PartialModel
+from shoal_worker.pipelining.schedule import Action, Kind, Schedule
+from shoal_worker.pipelining.values import Border
+
+_HEADER_BYTES: Final = 1024
+
+Loss = Callable[[Any, Any], torch.Tensor]
+"""(output of the last stage, targets) -> a scalar."""
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """Of one tensor between stages."""
+
+    size: tuple[int, ...]
+    dtype: str
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _Shape:
+        return cls(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), tensor.requires_grad)
+
+    def empty(self, device: torch.device) -> torch.Tensor:
+        return torch.empty(self.size, dtype=getattr(torch, self.dtype), device=device)
+
+
+@dataclass(frozen=True)
+class _BorderShape:
+    """What the receiver of a Border must know."""
+
+    shapes: tuple[_Shape, ...]
+    wrapped: int
+    given: int
+
+    @classmethod
+    def of(cls, border: Border) -> _BorderShape:
+        return cls(tuple(map(_Shape.of, border.tensors)), border.wrapped, border.given)
+
+    def encoded(self) -> bytes:
+        text = json.dumps([[[s.size, s.dtype, s.requires_grad] for s in self.shapes], self.wrapped, self.given]).encode()
+        if len(text) > _HEADER_BYTES:
+            raise ConfigurationError(f"{len(self.shapes)} tensors between two stages: expected at most about 20; give other cut_points")
+        return text.ljust(_HEADER_BYTES)
+
+    @classmethod
+    def decoded(cls, data: bytes) -> _BorderShape:
+        shapes, wrapped, given = json.loads(data)
+        return cls(tuple(_Shape(tuple(size), dtype, grad) for size, dtype, grad in shapes), wrapped, given)
+
+
+@dataclass
+class _Arriving:
+    """A Border whose tensors are on their way."""
+
+    shape: _BorderShape
+    tensors: tuple[torch.Tensor, ...]
+    incoming: list[Incoming] = field(default_factory=list)
+
+    def wait(self) -> Border:
+        for one in self.incoming:
+            one.wait()
+        for tensor, shape in zip(self.tensors, self.shape.shapes, strict=True):
+            tensor.requires_grad_(shape.requires_grad and torch.is_grad_enabled())
+        return Border(tensors=self.tensors, wrapped=self.shape.wrapped, given=self.shape.given)
+
+
+@dataclass
+class _Held:
+    """What a forward pass leaves for the backward pass."""
+
+    inputs: tuple[torch.Tensor, ...]
+    outputs: tuple[torch.Tensor, ...]
+    gradients: tuple[torch.Tensor | None, ...] | None = None
+    """Of the outputs; None: ones, of the loss."""
+    weights_later: list[dict[str, Any]] | None = None
+    """torch's notes for the second half of a split backward pass; None: that half is the whole of it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ran:
+    """What came out of one pass through the schedule."""
+
+    losses: list[torch.Tensor]
+    """By micro-batch, detached; empty unless the last stage is here and there was a loss."""
+    outputs: list[Any]
+    """By micro-batch; empty unless the last stage is here and there was no loss."""
+    in_flight: int
+    """The most (stage, micro-batch) pairs that waited for their backward pass at once."""
+
+
+class _IntoStage(torch.autograd.Function):
+    """The value received is a leaf; a stage may begin with an operation in place, which a leaf does not take. Costs nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, received: torch.Tensor) -> torch.Tensor:
+        return received.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+class Engine:
+    """One rank's part of a pipeline."""
+
+    def __init__(self, stages: Mapping[int, PartialModel], stage_count: int, links: Links) -> None:
+        """`stages`: those on this rank."""
+        self._stages = dict(stages)
+        self._last = stage_count - 1
+        self._links = links
+        self._shapes: dict[tuple[int, int, bool, bool], _BorderShape] = {}
+        """Of what a stage (the first key) hands on, for a micro-batch's signature, with or without gradients, in training mode or not."""
+        self._trainable: tuple[bool, ...] = ()
+
+    def run(
+        self,
+        schedule: Schedule,
+        micro_batches: Sequence[MicroBatch],
+        *,
+        loss: Loss | None = None,
+        scales: Sequence[float] = (),
+        observe: Callable[[str, int, int], None] | None = None,
+    ) -> Ran:
+        """Takes the micro-batches through the pipeline. All ranks call it, with the same schedule and micro-batches.
+
+        Args:
+            schedule: For as many micro-batches.
+            micro_batches: In order.
+            loss: None: forward passes alone, without gradients.
+            scales: What each micro-batch's loss is multiplied by before its backward pass.
+            observe: Called with ("before" or "after", stage, micro-batch) around each forward pass.
+
+        Raises:
+            MembershipChanged: another rank failed or is gone.
+            ConfigurationError: ranks were given different batches; the model or the loss does something that a pipeline cannot.
+        """
+        with self._links.ending_on_failure("a pipeline step"), torch.set_grad_enabled(loss is not None):
+            self._agree(micro_batches)
+            ran = _Pass(self, schedule, micro_batches, loss, scales, observe).run()
+            self._links.finish_sends()
+        return ran
+
+    def _agree(self, micro_batches: Sequence[MicroBatch]) -> None:
+        """All ranks were given the same kind of batch; and none has learned shapes that no longer hold."""
+        trainable = tuple(p.requires_grad for stage in self._stages.values() for p in stage.parameters())
+        kinds = hash((len(micro_batches), *(one.signature for one in micro_batches))) >> 2
+        said = torch.tensor([kinds, -kinds, int(trainable != self._trainable)], dtype=torch.int64, device=self._links.device)
+        self._links.all_reduce(said, "comparing the ranks' batches", dist.ReduceOp.MAX)
+        highest, lowest, changed = said.tolist()
+        if highest != -lowest:
+            raise ConfigurationError(
+                "the ranks of one pipeline were given batches of different shapes: ranks of one replica must pass the same batch "
+                "(model.data_parallel_rank says which replica this rank belongs to)"
+            )
+        if changed:
+            self._shapes.clear()
+            self._trainable = trainable
+
+
+class _Pass:
+    """One pass through the schedule."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        schedule: Schedule,
+        micro_batches: Sequence[MicroBatch],
+        loss: Loss | None,
+        scales: Sequence[float],
+        observe: Callable[[str, int, int], None] | None,
+    ) -> None:
+        self._stages, self._last, self._links, self._shapes = engine._stages, engine._last, engine._links, engine._shapes
+        self._schedule, self._micro_batches, self._loss, self._scales = schedule, micro_batches, loss, scales
+        self._observe = observe or (lambda *_: None)
+        self._splits = any(action.kind is Kind.BACKWARD_WEIGHT for action in schedule.actions[self._links.rank])
+        self._arriving: dict[tuple[int, int], _Arriving] = {}
+        self._returning: dict[tuple[int, int], tuple[tuple[torch.Tensor | None, ...], list[Incoming]]] = {}
+        self._leaving: dict[tuple[int, int], Border] = {}
+        self._gradients_leaving: dict[tuple[int, int], tuple[torch.Tensor, ...]] = {}
+        self._held: dict[tuple[int, int], _Held] = {}
+        self._in_flight = 0
+        self._results: list[Any] = []
+
+    def run(self) -> Ran:
+        does = {
+            Kind.FORWARD: self._forward,
+            Kind.BACKWARD: self._backward,
+            Kind.BACKWARD_INPUT: self._backward_input,
+            Kind.BACKWARD_WEIGHT: self._backward_weight,
+            Kind.SEND_FORWARD: self._send_forward,
+            Kind.RECEIVE_FORWARD: self._receive_forward,
+            Kind.SEND_BACKWARD: self._send_backward,
+            Kind.RECEIVE_BACKWARD: self._receive_backward,
+        }
+        for action in self._schedule.actions[self._links.rank]:
+            try:
+                does[action.kind](action.stage, action.micro_batch)
+            except Exception as error:
+                error.add_note(f"in pipeline stage {action.stage}, micro-batch {action.micro_batch}, {action.kind.name.lower()}")
+                raise
+        results = self._results
+        return Ran(losses=results if self._loss else [], outputs=[] if self._loss else results, in_flight=self._in_flight)
+
+    # ------------------------------------------------------------------------------------------------------------------ forward
+
+    def _forward(self, stage: int, index: int) -> None:
+        batch = self._micro_batches[index]
+        arriving = self._arriving.pop((stage, index), None)
+        received = None if arriving is None else arriving.wait()
+        self._observe("before", stage, index)
+        with _seeded(batch.seed, stage, self._links.device):
+            output = self._stages[stage](None if received is None else _into_stage(received), batch.call)
+            outputs = self._finish(output, index) if stage == self._last else self._hand_on(output, stage, index)
+        self._observe("after", stage, index)
+        if self._loss is not None:
+            self._held[stage, index] = _Held(() if received is None else received.tensors, outputs)
+            self._in_flight = max(self._in_flight, len(self._held))
+
+    def _finish(self, output: Any, index: int) -> tuple[torch.Tensor, ...]:
+        """The last stage's end: the loss, or the output as it is."""
+        if self._loss is None:
+            self._results.append(output)
+            return ()
+        loss = self._loss(output, self._micro_batches[index].targets)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            got = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise ConfigurationError(f"the loss of a micro-batch is {got}: expected a tensor of one element")
+        self._results.append(loss.detach().clone())
+        return (loss * self._scales[index],)
+
+    def _hand_on(self, border: Border, stage: int, index: int) -> tuple[torch.Tensor, ...]:
+        """What the next stage gets; kept until it is sent, unless that stage is here."""
+        if self._splits and any(one._is_view() for one in border.tensors):
+            # torch's split backward pass detaches outputs in place, which views do not allow.
+            border = Border(tensors=tuple(t.clone() for t in border.tensors), wrapped=border.wrapped, given=border.given)
+        if stage + 1 in self._stages:
+            handed = tuple(t.detach().requires_grad_(t.requires_grad) for t in border.tensors)
+            self._arriving[stage + 1, index] = _Arriving(_BorderShape.of(border), handed)
+        else:
+            self._leaving[stage, index] = border
+        return border.tensors
+
+    def _send_forward(self, stage: int, index: int) -> None:
+        border, peer = self._leaving.pop((stage, index)), self._schedule.rank_of[stage + 1]
+        shape, known = _BorderShape.of(border), self._shapes.get(self._key(stage, index))
+        if known is None:
+            header = torch.frombuffer(bytearray(shape.encoded()), dtype=torch.uint8).to(self._links.device)
+            self._links.send(header, peer, f"telling stage {stage + 1} the shape of its input")
+            self._links.traffic.headers += header.numel()
+            self._shapes[self._key(stage, index)] = shape
+        elif known != shape:
+            raise ConfigurationError(
+                f"stage {stage} gave {shape.shapes} and before, for inputs of the same shapes, {known.shapes}: the shapes of what goes between "
+                "pipeline stages must follow from those of the inputs"
+            )
+        for tensor in border.tensors:
+            self._links.send(tensor, peer, f"sending the activation of micro-batch {index} to stage {stage + 1}")
+            self._links.traffic.activations += tensor.numel() * tensor.element_size()
+
+    def _receive_forward(self, stage: int, index: int) -> None:
+        peer = self._schedule.rank_of[stage - 1]
+        what = f"waiting for the activation of micro-batch {index} from stage {stage - 1}"
+        key = self._key(stage - 1, index)
+        if key not in self._shapes:
+            header = torch.empty(_HEADER_BYTES, dtype=torch.uint8, device=self._links.device)
+            self._links.receive(header, peer, what).wait()
+            self._shapes[key] = _BorderShape.decoded(header.cpu().numpy().tobytes())
+        tensors = tuple(shape.empty(self._links.device) for shape in self._shapes[key].shapes)
+        incoming = [self._links.receive(tensor, peer, what) for tensor in tensors]
+        self._arriving[stage, index] = _Arriving(self._shapes[key], tensors, incoming)
+
+    def _key(self, stage: int, index: int) -> tuple[int, int, bool, bool]:
+        training = next(iter(self._stages.values())).training
+        return stage, self._micro_batches[index].signature, self._loss is not None, training
+
+    # ----------------------------------------------------------------------------------------------------------------- backward
+
+    def _backward(self, stage: int, index: int) -> None:
+        held = self._with_gradients(stage, index)
+        self._whole_backward(held)
+        del self._held[stage, index]
+        self._hand_back(held, stage, index)
+
+    def _backward_input(self, stage: int, index: int) -> None:
+        held = self._with_gradients(stage, index)
+        # Without an input that wants a gradient torch's split finds no parameters at all: the second half is the whole then.
+        if any(one.requires_grad for one in held.inputs) and any(one.requires_grad for one in held.outputs):
+            _, held.weights_later = stage_backward_input(
+                list(held.outputs),
+                held.gradients,
+                list(held.inputs),
+                self._stages[stage].parameters(),  # type: ignore[arg-type]
+            )
+        self._hand_back(held, stage, index)
+
+    def _backward_weight(self, stage: int, index: int) -> None:
+        held = self._held.pop((stage, index))
+        if held.weights_later is None:
+            self._whole_backward(held)
+        else:
+            stage_backward_weight(self._stages[stage].parameters(), held.weights_later)
+
+    def _with_gradients(self, stage: int, index: int) -> _Held:
+        held = self._held[stage, index]
+        if stage < self._last:
+            held.gradients, incoming = self._returning.pop((stage, index))
+            for one in incoming:
+                one.wait()
+        return held
+
+    def _whole_backward(self, held: _Held) -> None:
+        pairs = [
+            (output, None if held.gradients is None else held.gradients[i]) for i, output in enumerate(held.outputs) if output.requires_grad
+        ]
+        if pairs:
+            torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
+
+    def _hand_back(self, held: _Held, stage: int, index: int) -> None:
+        """The gradients that the stage before gets, one for each tensor that it gave and that wants one."""
+        if stage == 0:
+            return
+        gradients = tuple((torch.zeros_like(one) if one.grad is None else one.grad) if one.requires_grad else None for one in held.inputs)
+        for one in held.inputs:
+            one.grad = None
+        if stage - 1 in self._stages:
+            self._returning[stage - 1, index] = (gradients, [])
+        else:
+            self._gradients_leaving[stage, index] = tuple(one for one in gradients if one is not None)
+
+    def _send_backward(self, stage: int, index: int) -> None:
+        peer = self._schedule.rank_of[stage - 1]
+        for gradient in self._gradients_leaving.pop((stage, index)):
+            self._links.send(gradient, peer, f"sending the gradient of micro-batch {index} to stage {stage - 1}")
+            self._links.traffic.gradients += gradient.numel() * gradient.element_size()
+
+    def _receive_backward(self, stage: int, index: int) -> None:
+        peer = self._schedule.rank_of[stage + 1]
+        what = f"waiting for the gradient of micro-batch {index} from stage {stage + 1}"
+        shapes = self._shapes[self._key(stage, index)].shapes
+        gradients = tuple(shape.empty(self._links.device) if shape.requires_grad else None for shape in shapes)
+        self._returning[stage, index] = (gradients, [self._links.receive(one, peer, what) for one in gradients if one is not None])
+
+
+def _into_stage(received: Border) -> Border:
+    if not torch.is_grad_enabled():
+        return received
+    tensors = tuple(_IntoStage.apply(one) if one.requires_grad else one for one in received.tensors)
+    return Border(tensors=tensors, wrapped=received.wrapped, given=received.given)
+
+
+@contextlib.contextmanager
+def _seeded(seed: int | None, stage: int, device: torch.device) -> Iterator[None]:
+    """Random numbers of one stage and micro-batch: they do not depend on the schedule, nor on which rank has the stage."""
+    if seed is None:
+        yield
+        return
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else [], enabled=True):
+        seed_generators((seed, stage))
+        yield
+
+
+__all__ = ["Action", "Engine", "Loss", "Ran"]

@@ -1,0 +1,178 @@
+"""What the ranks of one pipeline say to each other: transfers between stages, and small collectives, over one process group.
+
+Any `torch.distributed.ProcessGroup` will do, known to torch's world or not. Transfers between two ranks arrive in the order in which they
+were sent (schedule.py sees to it that both sides agree), so they carry no tags, which NCCL lacks. Every wait ends with the group's timeout, or
+when the group ends. A failure ends the group, so that no other rank waits for this one.
+
+Threads: one thread issues everything.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from shoal_common.errors import MembershipChanged
+from torch._C._distributed_c10d import AllreduceOptions, BroadcastOptions
+
+from shoal_worker.backends.errors import GroupEndedError
+
+_SENDS_AHEAD: Final = 2
+"""Sends to one peer that may be under way; a further one waits for the first. They keep their tensors alive."""
+
+
+@dataclass
+class Traffic:
+    """Bytes that this rank has sent."""
+
+    activations: int = 0
+    gradients: int = 0
+    headers: int = 0
+    """Shapes of activations, sent when they are new."""
+    shared: int = 0
+    """Gradients of parameters that several stages hold."""
+    state: int = 0
+    """Parameters and buffers gathered."""
+    outputs: int = 0
+    """Outputs of the last stage."""
+
+
+class Links:
+    """One rank's connections to the others of its pipeline."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, *, end: Callable[[str], None] | None = None) -> None:
+        """`end(reason)` ends the group for all ranks; None: the group's own `abort`."""
+        self._group = group
+        self.rank: int = group.rank()
+        self.size: int = group.size()
+        self.device = device
+        self.traffic = Traffic()
+        self._end = end
+        self._sends: dict[int, collections.deque[tuple[dist.Work, torch.Tensor, str]]] = collections.defaultdict(collections.deque)
+
+    def end(self, reason: str) -> None:
+        """Ends the group, here and soon at all other ranks. Idempotent; any thread."""
+        if self._end is not None:
+            self._end(reason)
+        else:
+            end_group(self._group, reason)
+
+    @contextmanager
+    def ending_on_failure(self, what: str) -> Iterator[None]:
+        """Whatever is raised inside ends the group, so that the other ranks hear of it at once."""
+        try:
+            yield
+        except BaseException as error:
+            self._sends.clear()
+            cause = str(error).strip().partition("\n")[0] or type(error).__name__
+            self.end(
+                cause
+                if isinstance(error, MembershipChanged)
+                else f"{what} on rank {self.rank} of the pipeline failed: {type(error).__name__}: {cause}"
+            )
+            raise
+
+    # --------------------------------------------------------------------------------------------------------------- transfers
+
+    def send(self, tensor: torch.Tensor, peer: int, what: str) -> None:
+        """Starts to send `tensor`, which must stay as it is until `finish_sends`; `what` is for errors."""
+        pending = self._sends[peer]
+        while len(pending) >= _SENDS_AHEAD:
+            self._finish_send(peer)
+        contiguous = tensor.detach().contiguous()
+        with self._translated(what, peer):
+            pending.append((self._group.send([contiguous], peer, 0), contiguous, what))
+
+    def receive(self, into: torch.Tensor, peer: int, what: str) -> Incoming:
+        """Starts to receive into `into`, a contiguous tensor."""
+        with self._translated(what, peer):
+            return Incoming(self, self._group.recv([into], peer, 0), peer, what)
+
+    def finish_sends(self) -> None:
+        """Waits until all that was sent has been taken."""
+        for peer in self._sends:
+            while self._sends[peer]:
+                self._finish_send(peer)
+
+    def _finish_send(self, peer: int) -> None:
+        work, _, what = self._sends[peer].popleft()
+        with self._translated(what, peer):
+            work.wait()
+
+    # -------------------------------------------------------------------------------------------------------------- collectives
+
+    def all_reduce(self, tensor: torch.Tensor, what: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
+        """Reduces `tensor` over the pipeline's ranks, in place."""
+        if self.size > 1:
+            all_reduce(self._group, tensor, what, op)
+
+    def broadcast(self, tensor: torch.Tensor, source: int, what: str) -> None:
+        """Copies `tensor` of rank `source` to all ranks."""
+        if self.size == 1:
+            return
+        options = BroadcastOptions()
+        options.rootRank = source
+        with self._translated(what, None):
+            self._group.broadcast([tensor], options).wait()
+
+    @contextmanager
+    def _translated(self, what: str, peer: int | None) -> Iterator[None]:
+        with _group_errors(f"{what} (rank {self.rank} of the pipeline{'' if peer is None else f', with rank {peer}'})"):
+            yield
+
+
+class Incoming:
+    """Something that is on its way."""
+
+    def __init__(self, links: Links, work: dist.Work, peer: int, what: str) -> None:
+        self._links, self._work, self._peer, self._what = links, work, peer, what
+
+    def wait(self) -> None:
+        """Returns when it is there. Raises MembershipChanged when it will not come."""
+        with self._links._translated(self._what, self._peer):
+            self._work.wait()
+
+
+def all_reduce(group: dist.ProcessGroup, tensor: torch.Tensor, what: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
+    """Reduces `tensor` over the group's ranks, in place. Raises MembershipChanged when the group is over."""
+    start_all_reduce(group, tensor, what, op)()
+
+
+def start_all_reduce(
+    group: dist.ProcessGroup, tensor: torch.Tensor, what: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+) -> Callable[[], None]:
+    """As `all_reduce`; the result is in place once the returned function has been called."""
+    options = AllreduceOptions()
+    options.reduceOp = dist.ReduceOp(op)
+    with _group_errors(what):
+        work = group.allreduce([tensor], options)
+
+    def finish() -> None:
+        with _group_errors(what):
+            work.wait()
+
+    return finish
+
+
+def end_group(group: Any, reason: str) -> None:
+    """Ends a process group. Shoal's groups tell all ranks the reason; torch's own take none."""
+    try:
+        group.abort(reason)
+    except TypeError:
+        group.abort()
+
+
+@contextmanager
+def _group_errors(what: str) -> Iterator[None]:
+    """A transfer or collective that fails means that the group is over: no later one can be trusted to pair up."""
+    try:
+        yield
+    except MembershipChanged as error:
+        raise GroupEndedError(f"{error} [{what}]") from error
+    except RuntimeError as error:
+        raise GroupEndedError(f"{what} failed: {str(error).strip().partition(chr(10))[0]}") from error

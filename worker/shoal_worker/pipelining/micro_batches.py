@@ -1,0 +1,109 @@
+"""A batch, cut into the micro-batches that go through the pipeline one after the other.
+
+Every rank of a pipeline cuts the same batch in the same way. Micro-batches may be of unequal size: sizes differ by one sample at most, and a
+batch of fewer samples than micro-batches gives one per sample.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import xxhash
+from shoal_common.errors import ConfigurationError
+from torch.utils import _pytree as pytree
+
+from shoal_worker.pipelining.values import Call
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch:
+    """What goes through the pipeline at once."""
+
+    inputs: Any
+    """A mapping is keyword arguments of the model, a tuple positional ones, all else one argument."""
+    targets: Any = None
+    weight: float
+    """Its share of the batch: samples, or tokens. The batch's loss is the mean of the micro-batches' losses by weight."""
+    samples: int
+    """Rows."""
+    seed: int | None = None
+    """Random numbers of each stage are drawn from it and the stage's index; None: from the generator as it stands."""
+
+    @property
+    def call(self) -> Call:
+        """Arguments of the model."""
+        return Call.of(self.inputs)
+
+    @functools.cached_property
+    def signature(self) -> int:
+        """Equal for inputs of the same structure, shapes and dtypes; 62 bits."""
+        leaves, structure = pytree.tree_flatten(self.inputs)
+        shapes = [f"{tuple(one.shape)}{one.dtype}" if isinstance(one, torch.Tensor) else type(one).__name__ for one in leaves]
+        return xxhash.xxh3_64_intdigest(f"{structure}{shapes}".encode()) >> 2
+
+
+def cut_batch(
+    inputs: Any,
+    targets: Any = None,
+    *,
+    count: int,
+    weight_fn: Callable[[Any, Any], float] | None = None,
+    seeds: Sequence[int] | None = None,
+) -> list[MicroBatch]:
+    """Cuts a batch into `count` micro-batches along the first dimension, or one for each sample if those are fewer.
+
+    Tensors of one dimension or more are cut and must have the same number of rows; all else is the same for all micro-batches.
+
+    Args:
+        inputs: See `MicroBatch`.
+        targets: Likewise cut.
+        count: At least 1.
+        weight_fn: Weight of a micro-batch, from its inputs and targets; None: its samples.
+        seeds: One for each micro-batch.
+
+    Raises:
+        ConfigurationError: no samples, different numbers of rows, or a weight that is negative or not a number.
+    """
+    if count < 1:
+        raise ConfigurationError(f"micro_batches={count}: expected at least 1")
+    leaves, structure = pytree.tree_flatten((inputs, targets))
+    sizes = {one.shape[0] for one in leaves if isinstance(one, torch.Tensor) and one.dim() > 0}
+    if len(sizes) != 1:
+        raise ConfigurationError(
+            f"a batch of {sorted(sizes) or 'no'} rows: expected tensors that all have the same number of samples in their first dimension; cut it "
+            "yourself and pass the MicroBatches otherwise"
+        )
+    rows = sizes.pop()
+    if rows == 0:
+        raise ConfigurationError("a batch of 0 rows: expected at least one sample; a replica that has none makes no train_step")
+    count = min(count, rows)
+    sections = [rows // count + (index < rows % count) for index in range(count)]
+    parts = [one.split(sections) if isinstance(one, torch.Tensor) and one.dim() > 0 else [one] * count for one in leaves]
+    batches = []
+    for index, samples in enumerate(sections):
+        own_inputs, own_targets = pytree.tree_unflatten([part[index] for part in parts], structure)
+        weight = float(samples if weight_fn is None else weight_fn(own_inputs, own_targets))
+        if not 0 <= weight < float("inf"):
+            raise ConfigurationError(f"weight_fn gave {weight} for micro-batch {index}: expected a finite number of at least 0")
+        seed = None if seeds is None else seeds[index]
+        batches.append(MicroBatch(inputs=own_inputs, targets=own_targets, weight=weight, samples=samples, seed=seed))
+    return batches
+
+
+def merge_outputs(outputs: Sequence[Any], samples: Sequence[int]) -> Any:
+    """The outputs of the micro-batches as one: tensors joined along the first dimension, numbers and scalar tensors as the mean by samples."""
+    flattened = [pytree.tree_flatten(one) for one in outputs]
+    merged: list[Any] = []
+    for leaves in zip(*(leaves for leaves, _ in flattened), strict=True):
+        first = leaves[0]
+        if isinstance(first, torch.Tensor) and first.dim() > 0:
+            merged.append(torch.cat(list(leaves)))
+        elif isinstance(first, torch.Tensor | float) and (not isinstance(first, torch.Tensor) or first.is_floating_point()):
+            merged.append(sum(one * count for one, count in zip(leaves, samples, strict=True)) / sum(samples))
+        else:
+            merged.append(first)
+    return pytree.tree_unflatten(merged, flattened[0][1])

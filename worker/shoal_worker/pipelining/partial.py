@@ -1,0 +1,321 @@
+"""The part of a model that one stage runs.
+
+Of a chain it is some of the blocks. A layered model (blocks.py) keeps its own forward code, which each stage runs whole, on a copy of the model
+in which what other stages hold has no values:
+
+- modules before the layers give placeholders (placeholder.py) of the right shape, found by running them on `meta`;
+- the layers of earlier stages hand their placeholder on; the stage's first layer takes the value received instead of it;
+- where the next stage's part begins, the forward ends.
+
+So masks, position tables and whatever else a model makes from its inputs alone are made again on each stage instead of sent. What needs
+another stage's values by any other way than the one tensor from layer to layer is refused when it happens, and never computed wrongly.
+
+Threads: a stage runs one forward at a time.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from shoal_common.errors import ConfigurationError
+from torch import nn
+
+from shoal_worker.pipelining.blocks import Form
+from shoal_worker.pipelining.placeholder import Placeholder, placeholder_like
+from shoal_worker.pipelining.split import Split, named_tensors
+from shoal_worker.pipelining.values import Border, Call, tensors_in
+
+
+class PartialModel(nn.Module):
+    """One stage's part. Its parameters and buffers are the original model's own."""
+
+    def forward(self, received: Border | None, call: Call) -> Any:
+        """What the next stage gets, as a Border; the model's output on the last stage. `received`: None on the first stage."""
+        raise NotImplementedError
+
+    def follow_modes(self, module: nn.Module) -> None:
+        """Takes over which parts of the whole model are in training mode."""
+        raise NotImplementedError
+
+
+def partial_model(module: nn.Module, split: Split, stage: int) -> PartialModel:
+    """The part of `module` that a stage runs, sharing its tensors. What the stage does not hold may be on `meta`.
+
+    Raises:
+        ConfigurationError: a layered model that cannot be copied.
+    """
+    plan = split.stages[stage]
+    if split.blocks.form is Form.CHAIN:
+        return _ChainPart([(name, module.get_submodule(name)) for name in plan.modules], last=stage == len(split.stages) - 1)
+    try:
+        return _LayeredPart(module, split, stage)
+    except (TypeError, RuntimeError) as error:
+        raise ConfigurationError(
+            f"{type(module).__name__} cannot be copied, which a stage needs ({error}): give it __deepcopy__, or pipeline_blocks()"
+        ) from error
+
+
+class _ChainPart(PartialModel):
+    def __init__(self, blocks: Sequence[tuple[str, nn.Module]], *, last: bool) -> None:
+        super().__init__()
+        self._names = [name for name, _ in blocks]
+        self.blocks = nn.ModuleList(module for _, module in blocks)
+        self._is_last = last
+
+    def forward(self, received: Border | None, call: Call) -> Any:
+        blocks = list(self.blocks)
+        value: Any
+        if received is None:
+            value, blocks = blocks[0](*call.args, **call.kwargs), blocks[1:]
+        else:
+            value = received.value()
+        for block in blocks:
+            value = block(value)
+        return value if self._is_last else Border.of(value, self._names[-1])
+
+    def follow_modes(self, module: nn.Module) -> None:
+        self.training = module.training  # the blocks are the model's own
+
+
+class _StageEnds(BaseException):
+    """Raised where the next stage's part begins, through the model's forward. Not an Exception, so that no handler of the model takes it."""
+
+    def __init__(self, border: Border) -> None:
+        self.border = border
+
+
+@dataclass
+class _Run:
+    """One forward."""
+
+    received: Border | None
+    """What is still to be put in place."""
+
+
+class _LayeredPart(PartialModel):
+    def __init__(self, module: nn.Module, split: Split, stage: int) -> None:
+        super().__init__()
+        blocks, plan = split.blocks, split.stages[stage]
+        layers = blocks.blocks[blocks.has_embedding : len(blocks.blocks) - blocks.has_head]
+        self._is_last = plan.last == len(blocks.blocks)
+        self._run: _Run | None = None
+        self._wrapped = self._given = 0
+        """How this model's layers wrap what they hand on."""
+        own = set(plan.modules)
+        others = [name for block in blocks.blocks for name in block.names if name not in own]
+        self.shell = _copy(module, split, stage, others)
+        self._device = next((t.device for t in self.shell.parameters() if not t.is_meta), torch.device("cpu"))
+        first, end = plan.first - blocks.has_embedding, plan.last - blocks.has_embedding
+        for index, layer in enumerate(layers):
+            self._arrange_layer(layer.name, index, first if stage > 0 else -1, end if not self._is_last else len(layers) + 1, len(layers))
+        outside = {name for block in blocks.blocks for name in block.names} - {layer.name for layer in layers}
+        for name in outside - own:
+            self._stand_in(name)
+
+    def forward(self, received: Border | None, call: Call) -> Any:
+        self._run = _Run(received)
+        try:
+            output = self.shell(*call.args, **call.kwargs)
+        except _StageEnds as ends:
+            return ends.border
+        except (RuntimeError, NotImplementedError) as error:
+            if "meta" not in str(error):
+                raise
+            raise ConfigurationError(
+                "the model's forward uses parameters of a module that is on another pipeline stage, other than by calling that module "
+                f"({error}): use a module for it (a tied nn.Linear head, say), or give the model a method pipeline_blocks()"
+            ) from error
+        finally:
+            run, self._run = self._run, None
+        if not self._is_last:
+            raise ConfigurationError("the model's forward returned without running all of its layers: they cannot be put on several stages")
+        if run.received is not None:
+            raise ConfigurationError("the model's forward did not run the layers of this pipeline stage")
+        if any(isinstance(one, Placeholder) for one in tensors_in(output)):
+            raise ConfigurationError(
+                "the model's output needs values of earlier pipeline stages besides what the layers hand on (all hidden states, or a connection "
+                "around the layers): switch such outputs off, or give the model a method pipeline_blocks()"
+            )
+        return output
+
+    def follow_modes(self, module: nn.Module) -> None:
+        self.training = module.training
+        for mine, original in zip(self.shell.modules(), module.modules(), strict=True):
+            mine.training = original.training
+
+    # ------------------------------------------------------------------------------------------------------------------ layers
+
+    def _arrange_layer(self, name: str, index: int, first: int, end: int, layers: int) -> None:
+        """`first`: the layer at which the received value comes in (-1: nothing is received); `end`: the one that is the next stage's."""
+        layer = self.shell.get_submodule(name)
+        original = layer.forward
+        if max(first, 0) <= index < end:
+            layer.register_forward_hook(self._record)
+        if index < first:
+            layer.forward = self._entering_after() if index == first - 1 == layers - 1 else self._skipped
+        elif index == first:
+            layer.forward = self._entering(name, original)
+        elif index == end:
+            layer.forward = self._ending
+        if index == end - 1 == layers - 1:
+            layer.forward = self._ending_after(layer.forward)
+
+    def _skipped(self, *args: Any, **kwargs: Any) -> Any:
+        """A layer of an earlier stage."""
+        received = self._running.received
+        slot = _hidden_slot(args, kwargs)
+        hidden = args[0] if slot is None else kwargs[slot]
+        assert received is not None
+        if not received.wrapped:
+            return hidden
+        others = (placeholder_like(hidden, self._device) if received.given >> i & 1 else None for i in range(1, received.wrapped))
+        return (hidden, *others)
+
+    def _entering(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        """The stage's first layer."""
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            slot = _hidden_slot(args, kwargs)
+            stand_in = args[0] if slot is None else kwargs[slot]
+            others = [*args[1:], *kwargs.values()] if slot is None else [*args, *(v for k, v in kwargs.items() if k != slot)]
+            if any(isinstance(one, Placeholder) for one in tensors_in(others)):
+                raise ConfigurationError(
+                    f"layer {name!r} takes more than its first argument from what runs before it, so no pipeline stage can begin there: have the "
+                    "layers take one tensor from each other, or give the model a method pipeline_blocks()"
+                )
+            value = self._take(name, stand_in)
+            return original(value, *args[1:], **kwargs) if slot is None else original(*args, **{**kwargs, slot: value})
+
+        return forward
+
+    def _entering_after(self) -> Callable[..., Any]:
+        """The last layer, for a stage that has only what comes after the layers."""
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            output = self._skipped(*args, **kwargs)
+            received = self._running.received
+            assert received is not None
+            self._running.received = None
+            return (received.tensors[0], *output[1:]) if received.wrapped else received.tensors[0]
+
+        return forward
+
+    def _take(self, name: str, stand_in: Any) -> torch.Tensor:
+        """The received value. Where the layer runs again in the backward pass, the one it had then."""
+        known = getattr(stand_in, "received", None)
+        if known is not None:
+            return known  # type: ignore[no-any-return]
+        run = self._run
+        if run is None or run.received is None or not isinstance(stand_in, Placeholder):
+            raise ConfigurationError(
+                f"layer {name!r} is called in a way that a pipeline stage cannot begin with (twice, with something that no module before the "
+                "layers has made, or again in the backward pass by reentrant checkpointing): use non-reentrant checkpointing, or pipeline_blocks()"
+            )
+        stand_in.received = run.received.tensors[0]
+        run.received = None
+        return stand_in.received
+
+    def _ending(self, *args: Any, **kwargs: Any) -> Any:
+        """The next stage's first layer."""
+        slot = _hidden_slot(args, kwargs)
+        value = args[0] if slot is None else kwargs[slot]
+        raise _StageEnds(Border(tensors=(value,), wrapped=self._wrapped, given=self._given))
+
+    def _ending_after(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """The last layer, for a stage in front of one that has only what comes after the layers."""
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            output = original(*args, **kwargs)
+            raise _StageEnds(_output_border(output))
+
+        return forward
+
+    # ----------------------------------------------------------------------------------------------- modules before the layers
+
+    def _stand_in(self, name: str) -> None:
+        """Makes a module that is on another stage give placeholders."""
+        module = self.shell.get_submodule(name)
+        original = module.forward
+        module.eval()
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if self._running.received is None:
+                raise ConfigurationError(
+                    f"{name!r} is on another pipeline stage, by its place among the model's submodules, but runs on this one: register what runs "
+                    "before the layers before them, and what runs after them after them"
+                )
+            with torch.no_grad():
+                shapes = original(*_mapped(args, _shape_of), **_mapped(kwargs, _shape_of))
+            return _mapped(shapes, lambda one: placeholder_like(one, self._device))
+
+        module.forward = forward
+
+    @property
+    def _running(self) -> _Run:
+        run = self._run
+        if run is None:
+            raise ConfigurationError("a layer of another pipeline stage ran outside of the stage's forward")
+        return run
+
+    def _record(self, layer: nn.Module, args: Any, output: Any) -> None:
+        """Learns how this model's layers wrap their output."""
+        border = _output_border(output)
+        self._wrapped, self._given = border.wrapped, border.given
+
+
+def _copy(module: nn.Module, split: Split, stage: int, others: Sequence[str]) -> nn.Module:
+    """The model's structure again, with the same tensors where the stage holds them, and on `meta` all of what is in `others`."""
+    named = named_tensors(module)
+    valueless = {id(tensor): on_meta(tensor) for tensor in named.values()}
+    elsewhere: dict[int, Any] = {}
+    for name in others:
+        part = module.get_submodule(name)
+        elsewhere[id(part)] = copy.deepcopy(part, dict(valueless))
+    held = {id(tensor): tensor for name, tensor in named.items() if stage in split.placement[name]}
+    return copy.deepcopy(module, {**valueless, **held, **elsewhere})
+
+
+def on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    """The same parameter or buffer without values."""
+    empty = torch.empty_like(tensor, device="meta")
+    return nn.Parameter(empty, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+
+
+def _hidden_slot(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """Where a layer takes what the one before it handed on: None: its first argument; else the name of the first that is a tensor."""
+    if args:
+        return None
+    for name, value in kwargs.items():
+        if isinstance(value, torch.Tensor):
+            return name
+    raise ConfigurationError("a layer of the model is called without any tensor: it cannot be put on several pipeline stages")
+
+
+def _output_border(output: Any) -> Border:
+    if isinstance(output, torch.Tensor):
+        return Border(tensors=(output,))
+    if isinstance(output, tuple) and output and isinstance(output[0], torch.Tensor):
+        given = sum(1 << i for i, one in enumerate(output) if i > 0 and one is not None)
+        return Border(tensors=(output[0],), wrapped=len(output), given=given)
+    raise ConfigurationError(
+        f"a layer of the model returned {type(output).__name__}: pipeline stages take a tensor from each other, or a tuple that begins with one"
+    )
+
+
+def _shape_of(tensor: torch.Tensor) -> torch.Tensor:
+    with torch._C.DisableTorchFunctionSubclass():
+        return torch.empty_like(tensor, device="meta")
+
+
+def _mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        return {key: _mapped(one, change) for key, one in value.items()}
+    if isinstance(value, tuple | list):
+        return type(value)(_mapped(one, change) for one in value)
+    return value

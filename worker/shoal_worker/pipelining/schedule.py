@@ -1,0 +1,303 @@
+"""In which order each rank computes and communicates: torch's pipeline schedules as plain values.
+
+torch.distributed.pipelining computes the orders, and places the sends and receives so that they cannot deadlock; engine.py carries them out.
+Schedules that want more micro-batches than there are get them, and what concerns the missing ones is left out: an order stays valid
+without them. The names are torch's, or the short ones below.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from shoal_common.errors import ConfigurationError, InternalError
+from torch import nn
+from torch.distributed.pipelining import schedules as torch_schedules
+
+
+class Kind(enum.StrEnum):
+    """What a rank does. The values are torch's."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    """The whole backward pass of a stage."""
+    BACKWARD_INPUT = "I"
+    """Only what the stage before needs."""
+    BACKWARD_WEIGHT = "W"
+    """The rest of it, later."""
+    SEND_FORWARD = "SEND_F"
+    RECEIVE_FORWARD = "RECV_F"
+    SEND_BACKWARD = "SEND_B"
+    RECEIVE_BACKWARD = "RECV_B"
+
+
+_COMPUTES: Final = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+
+
+@dataclass(frozen=True)
+class Action:
+    """One thing that a rank does for one stage and micro-batch."""
+
+    kind: Kind
+    stage: int
+    micro_batch: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleKind:
+    """One of the schedules."""
+
+    name: str
+    torch_class: str
+    stages_per_rank: int | None
+    """None: any number, from 1."""
+    v_shaped: bool = False
+    """Whether ranks take the stages forth and back (0 1 1 0) rather than in rounds (0 1 0 1)."""
+
+    @property
+    def default_stages_per_rank(self) -> int:
+        """What is taken when it is left open."""
+        return self.stages_per_rank or 2
+
+
+_KINDS: Final = {
+    kind.name: kind
+    for kind in (
+        ScheduleKind(name="gpipe", torch_class="GPipe", stages_per_rank=1),
+        ScheduleKind(name="1f1b", torch_class="1F1B", stages_per_rank=1),
+        ScheduleKind(name="interleaved_1f1b", torch_class="Interleaved1F1B", stages_per_rank=None),
+        ScheduleKind(name="looped_bfs", torch_class="LoopedBFS", stages_per_rank=None),
+        ScheduleKind(name="zero_bubble", torch_class="InterleavedZeroBubble", stages_per_rank=None),
+        ScheduleKind(name="zbv", torch_class="ZBVZeroBubble", stages_per_rank=2, v_shaped=True),
+        ScheduleKind(name="dualpipe_v", torch_class="DualPipeV", stages_per_rank=2, v_shaped=True),
+    )
+}
+
+
+def schedule_names() -> list[str]:
+    """What `schedule=` takes."""
+    return list(_KINDS)
+
+
+def schedule_kind(name: str) -> ScheduleKind:
+    """A schedule by its short name, or by torch's.
+
+    Raises:
+        ConfigurationError: an unknown name; lists the known ones.
+    """
+    wanted = name.lower().removeprefix("schedule")
+    for kind in _KINDS.values():
+        if wanted in {kind.name, kind.torch_class.lower()}:
+            return kind
+    raise ConfigurationError(f"schedule={name!r}: expected one of {', '.join(_KINDS)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """The order of all ranks of one pipeline."""
+
+    name: str
+    micro_batches: int
+    rank_of: tuple[int, ...]
+    """The rank of each stage."""
+    actions: tuple[tuple[Action, ...], ...]
+    """By rank."""
+
+    @property
+    def stages(self) -> int:
+        """Number of stages."""
+        return len(self.rank_of)
+
+    def stages_on(self, rank: int) -> tuple[int, ...]:
+        """The stages of one rank, ascending."""
+        return tuple(stage for stage, owner in enumerate(self.rank_of) if owner == rank)
+
+    def in_flight(self, rank: int) -> int:
+        """The most (stage, micro-batch) pairs whose activations that rank holds at once: from the forward pass to the last part of the backward."""
+        held = most = 0
+        for action in self.actions[rank]:
+            if action.kind is Kind.FORWARD:
+                held += 1
+                most = max(most, held)
+            elif action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
+                held -= 1
+        return most
+
+    def bubble(self, forward: float = 1.0, backward_input: float = 1.0, backward_weight: float = 1.0) -> float:
+        """The share of the step in which ranks idle, on average, if a stage takes so long for each part and communication nothing."""
+        costs = {
+            Kind.FORWARD: forward,
+            Kind.BACKWARD: backward_input + backward_weight,
+            Kind.BACKWARD_INPUT: backward_input,
+            Kind.BACKWARD_WEIGHT: backward_weight,
+        }
+        end = _finishing_times(self, costs)
+        busy = sum(costs[action.kind] for actions in self.actions for action in actions if action.kind in costs)
+        return 1 - busy / (max(end) * len(self.actions))
+
+
+def stage_ranks(kind: ScheduleKind, ranks: int, stages_per_rank: int) -> tuple[int, ...]:
+    """The rank of each stage."""
+    there = tuple(range(ranks))
+    if kind.v_shaped:
+        return there + there[::-1]
+    return there * stages_per_rank
+
+
+def checked_stages_per_rank(kind: ScheduleKind, stages_per_rank: int | None) -> int:
+    """The number of stages on each rank.
+
+    Raises:
+        ConfigurationError: the schedule does not work with that number.
+    """
+    count = kind.default_stages_per_rank if stages_per_rank is None else stages_per_rank
+    if count < 1 or (kind.stages_per_rank is not None and count != kind.stages_per_rank):
+        expected = "at least 1" if kind.stages_per_rank is None else str(kind.stages_per_rank)
+        raise ConfigurationError(f"stages_per_rank={count} with schedule={kind.name!r}: expected {expected}")
+    return count
+
+
+@functools.lru_cache(maxsize=64)
+def training_schedule(name: str, *, ranks: int, stages_per_rank: int, micro_batches: int) -> Schedule:
+    """The order of a training step: forward and backward passes of `micro_batches` micro-batches.
+
+    Raises:
+        ConfigurationError: the schedule does not work with these numbers.
+    """
+    kind = schedule_kind(name)
+    rank_of = stage_ranks(kind, ranks, checked_stages_per_rank(kind, stages_per_rank))
+    if kind.name == "1f1b":
+        order = _one_forward_one_backward(ranks, micro_batches)
+    else:
+        order = _torch_order(kind, ranks, stages_per_rank, micro_batches)
+    _check_complete(kind.name, rank_of, micro_batches, order)
+    return _with_communication(kind.name, micro_batches, rank_of, order)
+
+
+@functools.lru_cache(maxsize=64)
+def forward_schedule(rank_of: tuple[int, ...], micro_batches: int) -> Schedule:
+    """The order of forward passes alone, breadth first: each rank takes all micro-batches through one of its stages and then the next."""
+    order = {
+        rank: [
+            torch_schedules._Action(stage, torch_schedules.FORWARD, index)
+            for stage, owner in enumerate(rank_of)
+            if owner == rank
+            for index in range(micro_batches)
+        ]
+        for rank in sorted(set(rank_of))
+    }
+    return _with_communication("forward", micro_batches, rank_of, order)
+
+
+class _StandIn:
+    """As much of a stage as torch's schedules look at when they compute their order."""
+
+    def __init__(self, index: int, stages: int, rank: int, ranks: int) -> None:
+        self.stage_index, self.num_stages, self.group_rank, self.group_size = index, stages, rank, ranks
+        self.stage_index_to_group_rank: dict[int, int] = {}
+        self.submod = nn.Module()
+        self.is_first, self.is_last = index == 0, index == stages - 1
+
+
+def _one_forward_one_backward(ranks: int, micro_batches: int) -> dict[int, list[Any]]:
+    """As torch's Schedule1F1B runs; the order that it gives as a value lacks the last stage's first forward pass (torch 2.13)."""
+    order: dict[int, list[Any]] = {}
+    for rank in range(ranks):
+        ahead = min(ranks - 1 - rank, micro_batches)
+        forward = [torch_schedules._Action(rank, torch_schedules.FORWARD, index) for index in range(micro_batches)]
+        backward = [torch_schedules._Action(rank, torch_schedules.FULL_BACKWARD, index) for index in range(micro_batches)]
+        alternating = [one for pair in zip(forward[ahead:], backward, strict=False) for one in pair]
+        order[rank] = [*forward[:ahead], *alternating, *backward[micro_batches - ahead :]]
+    return order
+
+
+def _check_complete(name: str, rank_of: Sequence[int], micro_batches: int, order: Mapping[int, Sequence[Any]]) -> None:
+    """Each micro-batch passes each stage once forward and once backward, on the stage's rank."""
+    expected = {(stage, index) for stage in range(len(rank_of)) for index in range(micro_batches)}
+    done: dict[Kind, list[tuple[int, int]]] = {kind: [] for kind in _COMPUTES}
+    for rank, actions in order.items():
+        for action in actions:
+            if rank_of[action.stage_index] != rank:
+                raise InternalError(f"schedule {name!r}: stage {action.stage_index} runs on rank {rank}, not {rank_of[action.stage_index]}")
+            done[Kind(action.computation_type.value)].append((action.stage_index, action.microbatch_index))
+    backward = done[Kind.BACKWARD] + done[Kind.BACKWARD_INPUT]
+    split_right = sorted(done[Kind.BACKWARD_INPUT]) == sorted(done[Kind.BACKWARD_WEIGHT])
+    if sorted(done[Kind.FORWARD]) != sorted(expected) or sorted(backward) != sorted(expected) or not split_right:
+        raise InternalError(f"schedule {name!r} for {len(rank_of)} stages and {micro_batches} micro-batches is not complete")
+
+
+def _torch_order(kind: ScheduleKind, ranks: int, stages_per_rank: int, micro_batches: int) -> dict[int, list[Any]]:
+    """torch's order of computations, by rank, for as many micro-batches as it needs; those that are not there left out."""
+    make: Callable[..., Any] = torch_schedules.get_schedule_class(kind.torch_class)
+    stages = [_StandIn(rank * stages_per_rank, ranks * stages_per_rank, 0, ranks) for rank in range(stages_per_rank)]
+    given: Any = stages[0] if issubclass(make, torch_schedules.PipelineScheduleSingle) else stages  # type: ignore[arg-type]
+    refusal: ValueError | None = None
+    for wanted in range(micro_batches, micro_batches + 2 * ranks * stages_per_rank + 1):
+        try:
+            order = make(given, wanted, scale_grads=False).pipeline_order
+        except ValueError as error:  # too few, or no multiple of something
+            refusal = error
+            continue
+        return {rank: list(_computations(order[rank], micro_batches)) for rank in range(ranks)}
+    raise ConfigurationError(
+        f"schedule={kind.name!r} with {ranks} ranks, stages_per_rank={stages_per_rank} and {micro_batches} micro-batches: {refusal}"
+    )
+
+
+def _computations(order: Iterable[Any], micro_batches: int) -> Iterable[Any]:
+    for action in order:
+        for part in (action,) if action is None or action.sub_actions is None else action.sub_actions:
+            if part is not None and part.computation_type.value in _COMPUTES and part.microbatch_index < micro_batches:
+                yield part
+
+
+def _with_communication(name: str, micro_batches: int, rank_of: tuple[int, ...], order: Mapping[int, Sequence[Any]]) -> Schedule:
+    complete = torch_schedules._add_send_recv(
+        {rank: list(actions) for rank, actions in order.items() if actions},
+        stage_to_rank=lambda stage: rank_of[stage],
+        num_stages=len(rank_of),
+    )
+    return Schedule(
+        name=name,
+        micro_batches=micro_batches,
+        rank_of=rank_of,
+        actions=tuple(
+            tuple(
+                Action(Kind(one.computation_type.value), one.stage_index, int(one.microbatch_index or 0)) for one in complete.get(rank, [])
+            )
+            for rank in range(max(rank_of) + 1)
+        ),
+    )
+
+
+def _finishing_times(schedule: Schedule, costs: Mapping[Kind, float]) -> list[float]:
+    """When each rank is done, every rank doing its computations in order, each as soon as what it needs is there."""
+    done: dict[Action, float] = {}
+    waiting = [[action for action in actions if action.kind in costs] for actions in schedule.actions]
+    clocks = [0.0] * len(waiting)
+    while any(waiting):
+        before = sum(map(len, waiting))
+        for rank, actions in enumerate(waiting):
+            while actions and (ready := _ready_at(actions[0], schedule.stages, done)) is not None:
+                action = actions.pop(0)
+                clocks[rank] = max(clocks[rank], ready) + costs[action.kind]
+                done[action] = clocks[rank]
+        if sum(map(len, waiting)) == before:
+            raise InternalError(f"schedule {schedule.name!r} cannot be carried out: {[actions[:1] for actions in waiting]}")
+    return clocks
+
+
+def _ready_at(action: Action, stages: int, done: Mapping[Action, float]) -> float | None:
+    """When what this needs of other ranks is there; None: not yet known."""
+    if action.kind is Kind.FORWARD:
+        return 0.0 if action.stage == 0 else done.get(Action(Kind.FORWARD, action.stage - 1, action.micro_batch))
+    if action.kind is Kind.BACKWARD_WEIGHT or action.stage == stages - 1:
+        return 0.0
+    for kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
+        found = done.get(Action(kind, action.stage + 1, action.micro_batch))
+        if found is not None:
+            return found
+    return None

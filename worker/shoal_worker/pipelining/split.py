@@ -1,0 +1,231 @@
+"""Which stage holds which part of a model: a plain value, the same on every rank, that can be printed.
+
+Stages are contiguous runs of blocks (blocks.py). By default their parameter bytes are balanced: the largest stage is as small as it can be
+(dynamic programming, not greedy), and among those splits the one with the least sum of squares. Nothing here looks at values or devices: a model on
+`meta` is split as well as any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from shoal_common.errors import ConfigurationError
+from shoal_worker.pipelining.blocks import Blocks, find_blocks
+from torch import nn
+import itertools
+
+_UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagePlan:
+    """What one stage holds."""
+
+    index: int
+    first: int
+    """Its first block."""
+    last: int
+    """The block after its last one."""
+    modules: tuple[str, ...]
+    """Names of its submodules, in the order in which they run."""
+    parameters: int
+    """Number of elements, those shared with other stages included."""
+    parameter_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedParameter:
+    """One parameter that several stages hold a copy of: tied weights, or a parameter of a module around the layers. Its gradients are summed
+    over these stages."""
+
+    names: tuple[str, ...]
+    """All its names, in the model's order; the first is the one that the optimizer knows."""
+    stages: tuple[int, ...]
+    """Ascending; the first is the owner, which counts it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split:
+    """Where each part of a model is."""
+
+    blocks: Blocks
+    stages: tuple[StagePlan, ...]
+    placement: Mapping[str, tuple[int, ...]]
+    """The stages of each parameter and buffer, by name, tied ones under each of their names; in the model's order. The first stage is the owner."""
+    shared: tuple[SharedParameter, ...]
+
+    def __str__(self) -> str:
+        names = [_abbreviated(stage.modules) for stage in self.stages]
+        width = max(len("modules"), *(len(name) for name in names))
+        lines = [f"stage  {'modules':<{width}}  parameters       bytes"]
+        lines += [
+            f"{stage.index:>5}  {name:<{width}}  {stage.parameters:>10,}  {_readable(stage.parameter_bytes):>10}"
+            for stage, name in zip(self.stages, names, strict=True)
+        ]
+        lines += [f"shared by stages {', '.join(map(str, one.stages))}: {' = '.join(one.names)}" for one in self.shared]
+        return "\n".join(lines)
+
+
+def split_model(module: nn.Module, stages: int, *, cut_points: Sequence[str] | None = None) -> Split:
+    """Splits a model into `stages` stages.
+
+    Args:
+        module: The whole model; parameters may be on `meta`.
+        stages: How many, at least 1 and at most the number of blocks.
+        cut_points: Names of the submodules that begin a new stage, in order, one fewer than stages; None: balanced by parameter bytes.
+
+    Raises:
+        ConfigurationError: the model cannot be cut, has too few blocks, or a cut point is not one of them.
+    """
+    blocks = find_blocks(module)
+    if not 1 <= stages <= len(blocks.blocks):
+        raise ConfigurationError(
+            f"stages={stages}: {type(module).__name__} has {len(blocks.blocks)} blocks ({_abbreviated([b.name for b in blocks.blocks])}); expected "
+            "from 1 stage to one for each block"
+        )
+    named = named_tensors(module)
+    if cut_points is None:
+        borders = balanced_borders([sum(_bytes(t) for t in _unique(_of(block.names, named))) for block in blocks.blocks], stages)
+    else:
+        borders = _named_borders(blocks, stages, cut_points)
+    placement = _placement(blocks, borders, named)
+    return Split(
+        blocks=blocks,
+        stages=tuple(_stage_plan(blocks, index, first, last, placement, named) for index, (first, last) in enumerate(borders)),
+        placement=placement,
+        shared=_shared(placement, named, module),
+    )
+
+
+def balanced_borders(sizes: Sequence[int], parts: int) -> list[tuple[int, int]]:
+    """Cuts `sizes` into `parts` non-empty runs, (first, one after the last) each: the largest sum is as small as possible, and the sum of the
+    squares the least among those. O(len(sizes)^2 * parts)."""
+    totals = [0]
+    for size in sizes:
+        totals.append(totals[-1] + size)
+    best: list[tuple[int, int] | None] = [(0, 0), *[None] * len(sizes)]
+    chosen: list[list[int]] = []
+    for _ in range(parts):
+        following: list[tuple[int, int] | None] = [None] * (len(sizes) + 1)
+        cuts = [0] * (len(sizes) + 1)
+        for end in range(1, len(sizes) + 1):
+            for start in range(end):
+                known, run = best[start], totals[end] - totals[start]
+                if known is None:
+                    continue
+                candidate = (max(known[0], run), known[1] + run * run)
+                current = following[end]
+                if current is None or candidate < current:
+                    following[end], cuts[end] = candidate, start
+        best = following
+        chosen.append(cuts)
+    borders: list[tuple[int, int]] = []
+    end = len(sizes)
+    for cuts in reversed(chosen):
+        borders.append((cuts[end], end))
+        end = cuts[end]
+    return borders[::-1]
+
+
+def _named_borders(blocks: Blocks, stages: int, cut_points: Sequence[str]) -> list[tuple[int, int]]:
+    names = [block.name for block in blocks.blocks]
+    if len(cut_points) != stages - 1:
+        raise ConfigurationError(f"cut_points={list(cut_points)}: {stages} stages need {stages - 1} of them")
+    unknown = [name for name in cut_points if name not in names[1:]]
+    if unknown:
+        raise ConfigurationError(f"cut_points: {unknown} begin no block; expected among {_abbreviated(names[1:])}")
+    starts = [0, *(names.index(name) for name in cut_points), len(names)]
+    if any(b <= a for a, b in itertools.pairwise(starts)):
+        raise ConfigurationError(f"cut_points={list(cut_points)}: expected in the order in which the blocks run, each once")
+    return list(itertools.pairwise(starts))
+
+
+def _placement(blocks: Blocks, borders: Sequence[tuple[int, int]], named: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
+    """Tied parameters are wherever one of their names is."""
+    prefixes = [tuple(f"{name}." for block in blocks.blocks[first:last] for name in block.names) for first, last in borders]
+    stages = tuple(range(len(borders)))
+    own: dict[str, tuple[int, ...]] = {}
+    for name in named:
+        inside = tuple(stage for stage in stages if name.startswith(prefixes[stage]))
+        # Tensors of the modules around the layers, and constants (of modules without parameters), are on every stage.
+        own[name] = inside or stages
+    everywhere_of: dict[int, set[int]] = {}
+    for name, tensor in named.items():
+        everywhere_of.setdefault(id(tensor), set()).update(own[name])
+    return {name: tuple(sorted(everywhere_of[id(tensor)])) for name, tensor in named.items()}
+
+
+def _shared(placement: Mapping[str, tuple[int, ...]], named: Mapping[str, torch.Tensor], module: nn.Module) -> tuple[SharedParameter, ...]:
+    names: dict[int, list[str]] = {}
+    for name, tensor in named.items():
+        names.setdefault(id(tensor), []).append(name)
+    shared: list[SharedParameter] = []
+    statistics = {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, part in module.named_modules()
+        if isinstance(part, nn.modules.batchnorm._NormBase)
+        for name in part._buffers
+    }
+    for aliases in names.values():
+        stages = placement[aliases[0]]
+        if len(stages) == 1:
+            continue
+        if isinstance(named[aliases[0]], nn.Parameter):
+            shared.append(SharedParameter(names=tuple(aliases), stages=stages))
+        elif statistics & set(aliases):
+            raise ConfigurationError(
+                f"the running statistics {aliases} would be on stages {list(stages)}: a batch norm that is used in several places must be within one "
+                "stage; give cut_points"
+            )
+    return tuple(shared)
+
+
+def _stage_plan(
+    blocks: Blocks, index: int, first: int, last: int, placement: Mapping[str, tuple[int, ...]], named: Mapping[str, torch.Tensor]
+) -> StagePlan:
+    held = _unique(t for name, t in named.items() if isinstance(t, nn.Parameter) and index in placement[name])
+    return StagePlan(
+        index=index,
+        first=first,
+        last=last,
+        modules=tuple(name for block in blocks.blocks[first:last] for name in block.names),
+        parameters=sum(t.numel() for t in held),
+        parameter_bytes=sum(_bytes(t) for t in held),
+    )
+
+
+def named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers by name, in the order of a state dict as far as it has them; tied ones under each name."""
+    found: dict[str, torch.Tensor] = {}
+    for prefix, part in module.named_modules(remove_duplicate=False):
+        for name, tensor in [*part._parameters.items(), *part._buffers.items()]:
+            if tensor is not None:
+                found[f"{prefix}.{name}" if prefix else name] = tensor
+    return found
+
+
+def _of(names: Sequence[str], named: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+    prefixes = tuple(f"{name}." for name in names)
+    return [tensor for name, tensor in named.items() if isinstance(tensor, nn.Parameter) and name.startswith(prefixes)]
+
+
+def _unique(tensors: object) -> list[torch.Tensor]:
+    return list({id(t): t for t in tensors}.values())  # type: ignore[attr-defined]
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _readable(size: int) -> str:
+    value, unit = float(size), 0
+    while value >= 1024 and unit < len(_UNITS) - 1:
+        value, unit = value / 1024, unit + 1
+    return f"{value:.{0 if unit == 0 else 1}f} {_UNITS[unit]}"
+
+
+def _abbreviated(names: Sequence[str]) -> str:
+    return ", ".join(names) if len(names) <= 4 else f"{names[0]}, {names[1]}, ... {names[-1]}"

@@ -81,7 +81,7 @@ class RoomGroup:
 class Model:
     """The least that the session takes for a strategy's model."""
 
-    strategy, asynchronous, backend_name = "test", False, "gloo"
+    strategy, asynchronous, backend_name, in_parts = "test", False, "gloo", False
 
     def __init__(self, value: float, *, meta: bool = False) -> None:
         with torch.device("meta" if meta else "cpu"):

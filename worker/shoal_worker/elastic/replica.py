@@ -38,6 +38,11 @@ class Replica(Protocol):
     """No process group: every iteration is a step of its own (async_sgd)."""
     backend_name: str
 
+    @property
+    def in_parts(self) -> bool:
+        """No rank has all of the state."""
+        ...
+
     def capture(self) -> dict[str, Any]:
         """The committed state of model and optimizer, buffers included. Shares memory with them."""
         ...

@@ -21,7 +21,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from shoal_common.errors import PreconditionError
+from shoal_common.errors import PreconditionError, ShoalError
 from shoal_protos.v1 import coordinator_pb2 as pb
 
 from shoal_worker.backends.registry import backend_class
@@ -318,6 +318,8 @@ class Session:
             if self.clock.replaying and self._held.live and self._departure.stopped is None:
                 # It has a rank, and its peers wait for it. Were it told as the script's good end, the run would be over for all.
                 failed = failed or "the script came to its end without a step of the loop in which its peers are"
+            if failed is None:
+                self._await_the_others()
             reason = pb.Leave.REASON_FAILED if failed is not None else pb.Leave.REASON_FINISHED
             self._departure.say_goodbye(reason, failed or "")
         if self._exchange is not None:
@@ -325,3 +327,13 @@ class Session:
         self._membership = self._formation = self._exchange = None
         self._held.live = True
         self.clock.leave_peers()
+
+    def _await_the_others(self) -> None:
+        """Where the state is in parts, nobody goes while another may still need his."""
+        held = self._held
+        if not held.has_replica or not held.replica.in_parts or self.is_joining or self._departure.stopped is not None:
+            return
+        try:
+            self._confirm("end of the run")
+        except (ShoalError, StopTraining) as error:  # what was to be kept together is not needed any more
+            _log.info("the ranks did not end together: %s", error)

@@ -230,7 +230,7 @@ class Unit:
         if self._gradient is None:
             self._gradient = torch.zeros(self.layout.padded_numel, dtype=self.sum_dtype, device=self.device)
         begins = sum(self.layout.numels[:index])
-        own = self._gradient[begins : begins + parameter.numel()].view(parameter.shape)
+        own = self._gradient[begins : begins + gradient.numel()].view(gradient.shape)
         own.add_(gradient.to(self.sum_dtype), alpha=factor)
 
     def start_reducing(self, collectives: Collectives) -> Reducing:

@@ -52,10 +52,10 @@ def spread(places: Sequence[Sequence[Place]], saved: Mapping[str, Any], units: S
     for unit, states in zip(units, by_unit, strict=True):
         vectors: dict[str, torch.Tensor] = {}
         scalars: list[dict[str, Any]] = []
-        for index, (parameter, own) in enumerate(zip(unit.parameters, states, strict=True)):
+        for index, (shape, own) in enumerate(zip(unit.layout.shapes, states, strict=True)):
             scalars.append({})
             for key, value in own.items():
-                if isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == parameter.shape:
+                if isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == shape:
                     flat = vectors.setdefault(key, torch.zeros(unit.layout.padded_numel, dtype=value.dtype, device=unit.device))
                     unit.layout.views(flat)[index].copy_(value)
                 else:

@@ -248,6 +248,11 @@ class ShardedParametersModel(ShardedModel):
         """See `ShardedModel`."""
         return self._held.whole_for(channel)
 
+    @property
+    def in_parts(self) -> bool:
+        """See `Replica`."""
+        return self._held.cut is not None and self._held.cut.world_size > 1
+
     def has_values(self) -> bool:
         """See `Replica`."""
         return not any(t.is_meta for t in self.module.state_dict().values())

@@ -16,6 +16,8 @@ from shoal_worker.strategies.base import ShardedModel
 class WholeModel(ShardedModel):
     """A model that every rank has all of."""
 
+    in_parts = False
+
     @abc.abstractmethod
     def capture(self) -> dict[str, Any]:
         """See `Replica`."""

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 _FIRST_BYTES = 1 << 20
-"""A small first bucket makes sending start early."""
+"""The first bucket is closed once it holds so much: sending starts early."""
 _LARGE_ELEMENTS = 1 << 14
 """From here on a gradient is copied and weighted by itself, as soon as it is whole; smaller ones all at once, which costs less each."""
 
@@ -46,14 +46,17 @@ class Slot:
 
 
 class Bucket:
-    """[gradients | by how many ranks each is present | what rides along]"""
+    """[large gradients | small gradients | by how many ranks each is present | what rides along]"""
 
     def __init__(self, parameters: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device, riding: int) -> None:
+        parameters = sorted(parameters, key=lambda p: p.numel() < _LARGE_ELEMENTS)
         sizes = [p.numel() for p in parameters]
         self.flat = torch.zeros(sum(sizes) + len(sizes) + riding, dtype=dtype, device=device)
         *views, self.presence, self.riding = self.flat.split([*sizes, len(sizes), riding])
         self.gradients = self.flat[: sum(sizes)]
         self.slots = [Slot(p, _laid_out_as(p, view)) for p, view in zip(parameters, views, strict=True)]
+        self._larges = sum(slot.large for slot in self.slots)
+        self._smalls = self.gradients[sum(sizes[: self._larges]) :]
         self.awaited = len(self.slots)
         """Slots that are not ready."""
 
@@ -79,7 +82,10 @@ class Bucket:
             for slot in moved:
                 slot.parameter.grad = slot.view
         if scaled and factor != 1.0:
-            torch._foreach_mul_(scaled, factor)
+            if len(scaled) == len(self.slots) - self._larges and scaled[0] is self.slots[self._larges].view:
+                self._smalls.mul_(factor)  # all of them, and no other: the usual case
+            else:
+                torch._foreach_mul_(scaled, factor)
         if absent:
             torch._foreach_zero_(absent)
         if factor == 0.0:
@@ -123,8 +129,8 @@ def lay_out(
     kinds: dict[tuple[torch.dtype, torch.device], list[list[torch.Tensor]]] = {}
     for parameter in reversed(parameters):
         groups = kinds.setdefault((parameter.dtype, parameter.device), [[]])
-        cap = cap_bytes if len(groups) > 1 else min(cap_bytes, _FIRST_BYTES)
-        full = groups[-1] and _elements([*groups[-1], parameter]) * parameter.element_size() > cap
+        size, more = _elements(groups[-1]) * parameter.element_size(), parameter.nbytes
+        full = size and (size + more > cap_bytes or (len(groups) == 1 and size >= _FIRST_BYTES))
         if full and _elements(groups[-1]) >= minimum_elements:
             groups.append([])
         groups[-1].append(parameter)

@@ -145,7 +145,8 @@ class OverlappedReduction:
         if not self._automatic or step.lost is not None:
             return
         self._began = True
-        self._await_end()
+        if not self._end_awaited:
+            self._await_end()
         if bucket is None:
             return
         if slot.ready:
@@ -200,7 +201,10 @@ class OverlappedReduction:
         bucket.fill(factor, sums=self._sums)
         self._next += 1
         if self._next == len(self._buckets):
-            self._word.copy_(torch.tensor(self._session.control_word(), dtype=bucket.flat.dtype))
+            if self._word_in_memory is not None:
+                self._word_in_memory[:] = self._session.control_word()
+            else:
+                self._word.copy_(torch.tensor(self._session.control_word(), dtype=bucket.flat.dtype))
             if factor == 0.0:
                 self._changes.zero_()
             elif self._buffers.size:
@@ -258,6 +262,7 @@ class OverlappedReduction:
         )
         riding = self._buckets[-1].riding
         self._word, self._changes = riding[:CONTROL_LENGTH], riding[CONTROL_LENGTH:]
+        self._word_in_memory = self._word.numpy() if self._word.device.type == "cpu" else None
         self._forget_pass()
         slots = [(bucket, slot) for bucket in self._buckets for slot in bucket.slots]
         self._hooks = [hook for bucket, slot in [*slots, *((None, slot) for slot in self._sparse)] for hook in self._hook(bucket, slot)]

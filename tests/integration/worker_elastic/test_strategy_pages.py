@@ -1,0 +1,36 @@
+"""Every strategy has a page, and the examples on it run."""
+
+import re
+from pathlib import Path
+
+import pytest
+from shoal_worker.strategies import registry
+
+from tests.integration.worker_async.async_cluster import Zygote
+from tests.integration.worker_elastic.cluster import cluster
+
+PAGES = Path(__file__).parents[3] / "docs" / "strategies"
+CLUSTERED = sorted(set(registry.names()) - {"async_sgd"})
+
+
+def examples(strategy: str) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```$", (PAGES / f"{strategy}.md").read_text(), re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("strategy", registry.names())
+def test_every_strategy_has_a_page_in_the_table_with_an_example_of_it(strategy: str) -> None:
+    assert f"({strategy}.md)" in (PAGES / "README.md").read_text()
+    assert any(f'strategy="{strategy}"' in example for example in examples(strategy))
+
+
+@pytest.mark.parametrize("strategy", CLUSTERED)
+def test_the_examples_of_a_page_run_on_two_ranks(zygote: Zygote, tmp_path: Path, strategy: str) -> None:
+    for number, example in enumerate(examples(strategy)):
+        directory = tmp_path / str(number)
+        directory.mkdir()
+        script = directory / "train.py"
+        script.write_text(example)
+        with cluster(zygote, directory, max_workers=2, script=script) as running:
+            for index in range(2):
+                running.start(index)
+            assert [running.workers[index].wait() for index in range(2)] == [0, 0], example

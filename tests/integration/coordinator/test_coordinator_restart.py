@@ -64,6 +64,34 @@ def test_a_member_learns_after_a_restart_what_it_missed(make_coordinator: MakeCo
         job.close()
 
 
+def test_a_generation_that_was_forming_ends_as_one_that_all_agree_on(make_coordinator: MakeCoordinator, own_redis: EmbeddedRedis) -> None:
+    coordinator = make_coordinator("--redis", own_redis.url)
+    with coordinator.client() as client:
+        job = create_job(coordinator, client, smallest=2, largest=4, join_grace_ms=300)
+        a, _ = job.form("a", "b")
+        c, d = job.start("c", "d")
+        forming = d.generation(lambda g: "d" in ids(g))
+        assert a.generation(lambda g: g.number == forming.number) == forming
+        # a has taken it, b is slow and c dies; nobody has heard of either.
+        a.beat(forming.number)
+        coordinator.kill()
+        c.kill()
+        restarted(coordinator)
+
+        a_again, b_again, d_again = job.join("a", last=forming.number), job.join("b", last=1), job.join("d", last=forming.number)
+        assert b_again.generation() == forming
+        assert job.get().generation == forming
+        assert client.report_exit(job.job_id, "c", exit_code=0, signal=9).was_member
+        agreed = b_again.generation(lambda g: "c" not in ids(g))
+        assert agreed.number == agreed.interrupts_below == forming.number + 1
+        for member in (a_again, d_again):
+            assert member.generation() == agreed
+            member.beat(agreed.number)
+        b_again.beat(agreed.number)
+        assert sorted(ids(job.get().generation)) == ["a", "b", "d"]
+        job.close()
+
+
 def test_members_have_a_whole_lease_to_come_back(make_coordinator: MakeCoordinator, own_redis: EmbeddedRedis) -> None:
     coordinator = make_coordinator("--redis", own_redis.url)
     with coordinator.client() as client:

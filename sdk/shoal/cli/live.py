@@ -27,7 +27,8 @@ class LiveView:
         self._job_id = job_id
         self._fallback = fallback
         self._console = Console()
-        self._live = Live(Text("starting", style="dim"), console=self._console, auto_refresh=False)
+        self._live = Live(Text("starting", style="dim"), console=self._console, auto_refresh=False, transient=True)
+        """Not transient once there is something that is worth to stay."""
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="shoal-live", daemon=True)
 
@@ -58,7 +59,9 @@ class LiveView:
         with CoordinatorClient(ChannelSettings(address=self._coordinator, attempts=1)) as client:
             while not self._closed.wait(_INTERVAL_S):
                 try:
-                    self._live.update(job_view(client.get_job(self._job_id)), refresh=True)
+                    job = client.get_job(self._job_id)
                 except ShoalError:
                     # Not there yet, or away for a moment: what was known stays on the screen.
                     continue
+                self._live.update(job_view(job), refresh=True)
+                self._live.transient = False

@@ -29,7 +29,7 @@ def job_view(job: pb.GetJobResponse) -> RenderableType:
         parts.append(_member_table(job))
     elif job.phase == pb.JOB_PHASE_WAITING:
         hint = "no members yet: workers join when their script calls shoal.init(); a plain torchrun script never does"
-        parts.append(Text(hint, style="dim"))
+        parts.append(Text("no members any more" if job.generation.number else hint, style="dim"))
     if job.servers:
         parts.append(_server_table(job))
     return Group(*parts)

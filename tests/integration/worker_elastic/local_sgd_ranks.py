@@ -21,6 +21,8 @@ from torch import nn
 
 from tests.integration.worker_elastic.local_sgd_simulation import RECIPES, Recipe
 
+CHECKPOINT_AT = 11
+"""Steps before the checkpoint: inside of a round."""
 _sent: list[int] = []
 
 
@@ -83,6 +85,9 @@ def train(recipe: Recipe) -> dict[str, Any]:
             if os.environ.get("EVALUATE"):
                 told = shoal.evaluate(model, validation, error)
                 whole = model.full_state_dict()
+                if loader.global_step == CHECKPOINT_AT:
+                    shoal.save_checkpoint(Path(os.environ["OUTPUT"], "checkpoints"))
+                    model.save_model(Path(os.environ["OUTPUT"], "model"))
                 evaluations.append([told["error"], told["samples"], model.steps_in_round, float(whole["0.weight"].sum())])
     return {
         "state": {name: value.tolist() for name, value in model.full_state_dict().items()},

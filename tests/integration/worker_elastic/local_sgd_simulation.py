@@ -1,4 +1,4 @@
-"""What local SGD means, written down without any of Shoal: some replicas in one process, their updates, and the weighted mean of each round."""
+"""What local SGD means, without any of Shoal: some replicas in one process, their updates, and the weighted mean of each round."""
 
 from __future__ import annotations
 
@@ -63,7 +63,9 @@ def adamw(net: nn.Module) -> torch.optim.Optimizer:
 
 RECIPES = {
     "each_step": Recipe(net=linear, optimizer=sgd, sync_every=1),
+    "plain": Recipe(net=linear, optimizer=sgd, sync_every=3),
     "momentum": Recipe(net=linear, optimizer=momentum, sync_every=3),
+    "long": Recipe(net=linear, optimizer=momentum, sync_every=3, epochs=6),
     "statistics": Recipe(net=normalized, optimizer=adamw, sync_every=2, samples=48, batch=12),
     "micro_batches": Recipe(net=linear, optimizer=adamw, sync_every=2, micro=3, batch=8),
     "averaged_state": Recipe(net=linear, optimizer=adamw, sync_every=2, average_optimizer_state=True),
@@ -85,8 +87,8 @@ def whole_batches(recipe: Recipe) -> State:
     return net.state_dict()
 
 
-def simulate(recipe: Recipe, world: int, *, then: tuple[int, int] | None = None) -> State:
-    """`then` = (step, ranks): from the round that begins with this step on there are so many."""
+def simulate(recipe: Recipe, world: int, *, then: tuple[int, int] | None = None, steps: int | None = None) -> State:
+    """`then` = (step, ranks): from the round that begins with this step on there are so many. `steps`: the mean after so many."""
     replicas = [recipe.net() for _ in range(world)]
     optimizers = [recipe.optimizer(net) for net in replicas]
     x, y = recipe.data()
@@ -104,6 +106,8 @@ def simulate(recipe: Recipe, world: int, *, then: tuple[int, int] | None = None)
                 for rank, parts in enumerate(_deal(batch, len(replicas), recipe.micro)):
                     weights[rank] += sum(map(len, parts))
                     _step(replicas[rank], optimizers[rank], [(x[part], y[part]) for part in parts])
+                if number == steps:
+                    return _mean([net.state_dict() for net in replicas], weights)
             mean = _mean([net.state_dict() for net in replicas], weights)
             _move(before, mean, outer, recipe)
             for net in replicas:

@@ -1,20 +1,33 @@
 """local_sgd on real ranks ends as replicas in one process do that average by hand (1e-10 in float64), whatever happens on the way, and
 every sample counts exactly once."""
 
-from collections.abc import Sequence
+import re
+import signal
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import shoal
 import torch
 from shoal_worker.data.record import audit
+from shoal_worker.elastic.current import set_session
 from shoal_worker.elastic.step import CONTROL_LENGTH
 
 from tests.integration.worker_async.async_cluster import Zygote
 from tests.integration.worker_elastic.cluster import Cluster, cluster
+from tests.integration.worker_elastic.local_sgd_ranks import CHECKPOINT_AT
 from tests.integration.worker_elastic.local_sgd_simulation import RECIPES, State, simulate, whole_batches
 
 SCRIPT = Path(__file__).with_name("local_sgd_ranks.py")
+PAGE = Path(__file__).parents[3] / "docs" / "strategies" / "local_sgd.md"
+
+
+@pytest.fixture(autouse=True)
+def fresh_session() -> Iterator[None]:
+    set_session(None)
+    yield
+    set_session(None)
 
 
 def differences(result: dict[str, Any], expected: State) -> dict[str, float]:
@@ -72,3 +85,77 @@ def test_bytes_are_sent_at_a_rounds_end_alone(ranks: tuple[int, list[dict[str, A
         sent = result["momentum"]["bytes"]
         assert [n > 0 for n in sent] == [False, False, True, False, False, True] * 2  # six steps an epoch
         assert all(parameters <= n <= parameters + control for n in sent if n)
+
+
+@pytest.mark.parametrize("recipe", ["statistics", "micro_batches"])
+def test_a_round_whose_average_nobody_got_is_done_again_from_its_start(zygote: Zygote, tmp_path: Path, recipe: str) -> None:
+    lose = "reduction.completed@2=lose"
+    results = run(zygote, tmp_path, recipe, [lose, lose], (0, 1))
+    assert [r["lost"] for r in results] == [1, 1]
+    assert [differences(r, simulate(RECIPES[recipe], 2)) for r in results] == [{}, {}]
+
+
+def test_a_rank_that_missed_an_average_takes_it_from_those_that_have_it(zygote: Zygote, tmp_path: Path) -> None:
+    recipe = "outer_momentum"
+    results = run(zygote, tmp_path, recipe, ["", "reduction.completed@2=lose", ""], (0, 1, 2))
+    assert results[1]["lost"] == 1
+    assert [differences(r, simulate(RECIPES[recipe], 3)) for r in results] == [{}] * 3
+
+
+@pytest.mark.parametrize(("failpoint", "evaluates"), [("session.after_commit@4=kill", ""), ("session.in_operation@9=kill", "1")])
+def test_a_rank_killed_inside_of_a_round_leaves_the_others_to_do_all_of_it_again(
+    zygote: Zygote, tmp_path: Path, failpoint: str, evaluates: str
+) -> None:
+    results = run(zygote, tmp_path, "plain", ["", failpoint, ""], (0, 2), EVALUATE=evaluates)
+    assert {r["world"] for r in results} == {2}
+    assert [differences(r, simulate(RECIPES["plain"], 3, then=(3, 2))) for r in results] == [{}, {}]
+
+
+def test_what_is_evaluated_or_saved_inside_of_a_round_is_the_ranks_mean_and_changes_nothing(zygote: Zygote, tmp_path: Path) -> None:
+    recipe = RECIPES["momentum"]
+    first, second = run(zygote, tmp_path, "momentum", ["", ""], (0, 1), EVALUATE="1")
+    assert first["evaluations"] == second["evaluations"]
+    assert [(samples, steps) for _, samples, steps, _ in first["evaluations"]] == [(36, n) for n in (1, 2, 0)] * 4
+    assert differences(first, simulate(recipe, 2)) == {}
+    expected = simulate(recipe, 2, steps=CHECKPOINT_AT)
+    net = recipe.net()
+    model, _ = shoal.as_distributed(net, recipe.optimizer(net), strategy="ddp")
+    model.load_model(tmp_path / "output" / "model")
+    assert all(torch.allclose(value, expected[name], rtol=0, atol=1e-10) for name, value in net.state_dict().items())
+    model.with_parameters({name: torch.zeros_like(p) for name, p in net.named_parameters()})
+    loader = shoal.ElasticDataLoader(torch.utils.data.TensorDataset(*recipe.data()), global_batch_size=recipe.batch, shuffle=False)
+    assert shoal.resume(tmp_path / "output" / "checkpoints")
+    assert loader.global_step == CHECKPOINT_AT
+    assert all(torch.allclose(value, expected[name], rtol=0, atol=1e-10) for name, value in net.state_dict().items())
+
+
+def test_workers_come_and_go_at_the_ends_of_rounds(zygote: Zygote, tmp_path: Path) -> None:
+    with cluster(zygote, tmp_path, max_workers=3, min_workers=2, join_grace_ms=0, script=SCRIPT, RECIPES="long") as running:
+        with running.held():
+            for index in range(2):
+                running.start(index)
+            running.wait_steps(1)
+            running.start(2)
+            running.wait_ranked(2)
+            running.signal(0, signal.SIGTERM)
+            assert running.workers.pop(0).wait() == 0
+        results = [result["long"] for result in running.finish(1, 2)]
+        check_counted(running, "long", results)
+    assert [(r["lost"], r["world"]) for r in results] == [(0, 2)] * 2
+    assert results[0]["state"] == results[1]["state"]
+    assert {r["state_entries"] for r in results} == {4}
+
+
+def test_the_pages_example_learns_digits(zygote: Zygote, tmp_path: Path) -> None:
+    (example,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    script = tmp_path / "train.py"
+    script.write_text(example)
+    with cluster(zygote, tmp_path, max_workers=2, script=script) as running:
+        for index in range(2):
+            running.start(index)
+        for index in range(2):
+            worker = running.workers[index]
+            assert worker.wait() == 0, worker.said()
+            (share,) = re.findall(r"right: ([0-9.]+)", worker.said())
+            assert float(share) > 0.9
+        assert audit(running.records).exactly_once

@@ -122,6 +122,30 @@ def test_train_step_returns_the_loss() -> None:
     assert optimizer.step()
 
 
+def test_the_ranks_add_up_the_losses_of_weighed_micro_batches_with_the_weight_of_those_that_they_had() -> None:
+    torch.manual_seed(0)
+    net = nn.Linear(4, 1)
+    model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.0))
+    x = torch.arange(32.0).view(8, 4)
+    x[2:4] = torch.nan
+    loader = shoal.ElasticDataLoader(
+        torch.utils.data.TensorDataset(x),
+        global_batch_size=8,
+        micro_batch_size=2,
+        shuffle=False,
+        weight_fn=lambda b: 0.0 if b[0].isnan().any() else float(b[0][0, 0] + 1),  # 1, 0, 17, 25
+    )
+    for step in loader.steps():
+        for (batch,) in step:
+            model.train_step(batch, torch.zeros(2, 1), nn.functional.mse_loss)
+        _, loss, weight, *_ = current_session().control_word()
+        assert weight == 1 + 17 + 25
+        with torch.no_grad():
+            expected = sum(net(x[first : first + 2]).square().mean() * (x[first, 0] + 1) for first in (0, 4, 6))
+        assert loss == pytest.approx(float(expected))
+        assert optimizer.step()
+
+
 def test_train_step_in_micro_batches_returns_each_ones_loss_and_the_step_has_their_mean() -> None:
     model, optimizer = _pair()
     loader = shoal.ElasticDataLoader(data(12), global_batch_size=12, micro_batch_size=5)

@@ -31,6 +31,8 @@ class Step:
     """Its first batch ended the replay of a joiner's script."""
     micro_batch: float | None = None
     """Weight of the micro-batch that is being computed."""
+    micro_batches_weight: float = 0.0
+    """Weight of the micro-batches of this rank that are done."""
     lost: str | None = None
     """Why the step is void; None: it is not."""
     control: list[float] | None = None
@@ -46,7 +48,9 @@ class Step:
     def control_word(self, *, border_wanted: bool, stop_told: bool, place: Place) -> list[float]:
         """What this rank adds: a border is wanted; its loss times its weight; that weight, if it told a loss; it was told that the job
         stops; where its script stands."""
-        weight = self.share.weight if self.share is not None and self.loss is not None else 0.0
+        weight = 0.0
+        if self.share is not None and self.loss is not None:
+            weight = self.micro_batches_weight if self.in_micro_batches else self.share.weight
         loss = self.loss * weight if self.loss is not None and weight > 0 else 0.0
         return [float(border_wanted), loss, weight, float(stop_told), *place.word()]
 

@@ -142,6 +142,7 @@ class Steps:
         if step is None or step.micro_batch is None:
             return
         weight, step.micro_batch = step.micro_batch, None
+        step.micro_batches_weight += weight
         if step.in_micro_batches and step.lost is None:
             self._held.replica.micro_batch_ends(weight)
 

@@ -61,7 +61,8 @@ class AccumulatedReduction:
 
     def add_loss(self, loss: float, weight: float) -> float:
         """The mean of this rank's losses in the step, with that of a micro-batch."""
-        self._loss_sum, self._loss_weight = self._loss_sum + loss * weight, self._loss_weight + weight
+        if weight != 0:
+            self._loss_sum, self._loss_weight = self._loss_sum + loss * weight, self._loss_weight + weight
         return self._loss_sum / self._loss_weight if self._loss_weight else 0.0
 
     def micro_batch_ends(self, weight: float) -> None:

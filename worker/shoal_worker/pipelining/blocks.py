@@ -18,7 +18,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 _REMEDY: Final = (
-    "make it an nn.Sequential, keep its repeated layers in one nn.ModuleList, or give it a method pipeline_blocks() that returns the list of "
+    "make it an nn.Sequential, keep its repeated layers in one nn.ModuleList, or give it a method pipeline_blocks() that returns the "
+    "list of "
     "its submodules in the order in which they run, each taking what the one before it returned"
 )
 
@@ -66,7 +67,8 @@ class Blocks:
     has_head: bool = False
     """Layered: whether the last block comes after the layers."""
     everywhere: tuple[str, ...] = ()
-    """Layered: modules around the layers that own parameters or buffers directly, "" being the model itself. Their forward code runs on every
+    """Layered: modules around the layers that own parameters or buffers directly, "" being the model itself. Their forward code runs on
+    every
     stage and may use these there."""
 
 
@@ -87,7 +89,8 @@ def find_blocks(module: nn.Module) -> Blocks:
 
 
 def stateful(module: nn.Module) -> bool:
-    """Whether a module belongs to one stage: it has parameters, or statistics that training changes. Others (dropout, activations, tables of
+    """Whether a module belongs to one stage: it has parameters, or statistics that training changes. Others (dropout, activations, tables
+    of
     constants) may be on several."""
     if next(module.parameters(), None) is not None:
         return True

@@ -1,9 +1,12 @@
 """Carries out a schedule: one rank's stages, micro-batch by micro-batch.
 
-torch gives the order (schedule.py) and the split of a backward pass in two (`_backward`); the stages themselves are run here and not by torch's
-PipelineStage, for the reasons in docs/decisions/0105. Gradients are added to the parameters, weighted as told; nothing is averaged or reduced.
+torch gives the order (schedule.py) and the split of a backward pass in two (`_backward`); the stages themselves are run here and not by
+torch's
+PipelineStage, for the reasons in docs/decisions/0105. Gradients are added to the parameters, weighted as told; nothing is averaged or
+reduced.
 
-Shapes of what goes between stages are learned from the first micro-batch of each kind of input, which sends them ahead of its activation; for later
+Shapes of what goes between stages are learned from the first micro-batch of each kind of input, which sends them ahead of its activation;
+for later
 ones buffers are posted at once. Every step begins with one small all-reduce that checks that all ranks were given the same batch.
 
 Threads: one, the caller's.
@@ -277,7 +280,8 @@ class _Pass:
             self._shapes[self._key(stage, index)] = shape
         elif known != shape:
             raise ConfigurationError(
-                f"stage {stage} gave {shape.shapes} and before, for inputs of the same shapes, {known.shapes}: the shapes of what goes between "
+                f"stage {stage} gave {shape.shapes} and before, for inputs of the same shapes, {known.shapes}: the shapes of what goes "
+                f"between "
                 "pipeline stages must follow from those of the inputs"
             )
         for tensor in border.tensors:
@@ -310,14 +314,20 @@ class _Pass:
 
     def _backward_input(self, stage: int, index: int) -> None:
         held = self._with_gradients(stage, index)
-        # Without an input that wants a gradient torch's split finds no parameters at all: the second half is the whole then.
-        if any(one.requires_grad for one in held.inputs) and any(one.requires_grad for one in held.outputs):
-            _, held.weights_later = stage_backward_input(
-                list(held.outputs),
-                held.gradients,
-                list(held.inputs),
-                self._stages[stage].parameters(),  # type: ignore[arg-type]
+        if len(held.outputs) > 1:
+            # torch's split finds the parameters that an input leads to; of several outputs one might have parameters of its own.
+            self._whole_backward(held)
+            held.weights_later = []
+        elif any(one.requires_grad for one in held.inputs) and held.outputs[0].requires_grad:
+            of_outputs: Any = held.gradients
+            found, held.weights_later = stage_backward_input(
+                list(held.outputs), of_outputs, list(held.inputs), self._stages[stage].parameters()
             )
+            if all(one is None for one in found):
+                raise ConfigurationError(
+                    f"the output of stage {stage} does not depend on its input, so its backward pass cannot be split: use another schedule"
+                )
+        # Without an input that wants a gradient torch's split finds no parameters at all: the second half is the whole then.
         self._hand_back(held, stage, index)
 
     def _backward_weight(self, stage: int, index: int) -> None:
@@ -371,7 +381,7 @@ class _Pass:
 def _into_stage(received: Border) -> Border:
     if not torch.is_grad_enabled():
         return received
-    tensors = tuple(_IntoStage.apply(one) if one.requires_grad else one for one in received.tensors)
+    tensors = tuple(_IntoStage.apply(one) if one.requires_grad else one for one in received.tensors)  # type: ignore[no-untyped-call]
     return Border(tensors=tensors, wrapped=received.wrapped, given=received.given)
 
 

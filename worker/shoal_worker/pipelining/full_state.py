@@ -67,7 +67,8 @@ def load(state: Mapping[str, torch.Tensor], names: Sequence[str], module: nn.Mod
     wrong = [name for name in names if state[name].shape != named[name].shape]
     if wrong:
         raise ConfigurationError(
-            f"the state does not fit the model: {wrong[0]!r} has shape {tuple(state[wrong[0]].shape)}, the model's {tuple(named[wrong[0]].shape)}"
+            f"the state does not fit the model: {wrong[0]!r} has shape {tuple(state[wrong[0]].shape)}, the model's "
+            f"{tuple(named[wrong[0]].shape)}"
         )
     with torch.no_grad():
         for name in names:

@@ -92,7 +92,8 @@ def sum_over(group: dist.ProcessGroup, parameters: Iterable[nn.Parameter], dtype
 def clip(
     parameters: Sequence[nn.Parameter], counted: Sequence[nn.Parameter], links: Links, max_norm: float, norm_type: float
 ) -> torch.Tensor:
-    """Scales the gradients of `parameters` so that the norm over all stages is at most `max_norm`; returns the norm before, one number on all ranks.
+    """Scales the gradients of `parameters` so that the norm over all stages is at most `max_norm`; returns the norm before, one number on
+    all ranks.
 
     `counted`: those of this rank that no other rank counts.
     """

@@ -1,7 +1,8 @@
 """What the ranks of one pipeline say to each other: transfers between stages, and small collectives, over one process group.
 
 Any `torch.distributed.ProcessGroup` will do, known to torch's world or not. Transfers between two ranks arrive in the order in which they
-were sent (schedule.py sees to it that both sides agree), so they carry no tags, which NCCL lacks. Every wait ends with the group's timeout, or
+were sent (schedule.py sees to it that both sides agree), so they carry no tags, which NCCL lacks. Every wait ends with the group's
+timeout, or
 when the group ends. A failure ends the group, so that no other rank waits for this one.
 
 Threads: one thread issues everything.

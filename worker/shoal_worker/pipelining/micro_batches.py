@@ -1,6 +1,7 @@
 """A batch, cut into the micro-batches that go through the pipeline one after the other.
 
-Every rank of a pipeline cuts the same batch in the same way. Micro-batches may be of unequal size: sizes differ by one sample at most, and a
+Every rank of a pipeline cuts the same batch in the same way. Micro-batches may be of unequal size: sizes differ by one sample at most, and
+a
 batch of fewer samples than micro-batches gives one per sample.
 """
 
@@ -74,7 +75,8 @@ def cut_batch(
     sizes = {one.shape[0] for one in leaves if isinstance(one, torch.Tensor) and one.dim() > 0}
     if len(sizes) != 1:
         raise ConfigurationError(
-            f"a batch of {sorted(sizes) or 'no'} rows: expected tensors that all have the same number of samples in their first dimension; cut it "
+            f"a batch of {sorted(sizes) or 'no'} rows: expected tensors that all have the same number of samples in their first "
+            f"dimension; cut it "
             "yourself and pass the MicroBatches otherwise"
         )
     rows = sizes.pop()
@@ -95,7 +97,8 @@ def cut_batch(
 
 
 def merge_outputs(outputs: Sequence[Any], samples: Sequence[int]) -> Any:
-    """The outputs of the micro-batches as one: tensors joined along the first dimension, numbers and scalar tensors as the mean by samples."""
+    """The outputs of the micro-batches as one: tensors joined along the first dimension, numbers and scalar tensors as the mean by
+    samples."""
     flattened = [pytree.tree_flatten(one) for one in outputs]
     merged: list[Any] = []
     for leaves in zip(*(leaves for leaves, _ in flattened), strict=True):

@@ -1,6 +1,7 @@
 """The part of a model that one stage runs.
 
-Of a chain it is some of the blocks. A layered model (blocks.py) keeps its own forward code, which each stage runs whole, on a copy of the model
+Of a chain it is some of the blocks. A layered model (blocks.py) keeps its own forward code, which each stage runs whole, on a copy of the
+model
 in which what other stages hold has no values:
 
 - modules before the layers give placeholders (placeholder.py) of the right shape, found by running them on `meta`;
@@ -82,7 +83,8 @@ class _ChainPart(PartialModel):
 
 
 class _StageEnds(BaseException):
-    """Raised where the next stage's part begins, through the model's forward. Not an Exception, so that no handler of the model takes it."""
+    """Raised where the next stage's part begins, through the model's forward. Not an Exception, so that no handler of the model takes
+    it."""
 
     def __init__(self, border: Border) -> None:
         self.border = border
@@ -137,7 +139,8 @@ class _LayeredPart(PartialModel):
             raise ConfigurationError("the model's forward did not run the layers of this pipeline stage")
         if any(isinstance(one, Placeholder) for one in tensors_in(output)):
             raise ConfigurationError(
-                "the model's output needs values of earlier pipeline stages besides what the layers hand on (all hidden states, or a connection "
+                "the model's output needs values of earlier pipeline stages besides what the layers hand on (all hidden states, or a "
+                "connection "
                 "around the layers): switch such outputs off, or give the model a method pipeline_blocks()"
             )
         return output
@@ -184,7 +187,8 @@ class _LayeredPart(PartialModel):
             others = [*args[1:], *kwargs.values()] if slot is None else [*args, *(v for k, v in kwargs.items() if k != slot)]
             if any(isinstance(one, Placeholder) for one in tensors_in(others)):
                 raise ConfigurationError(
-                    f"layer {name!r} takes more than its first argument from what runs before it, so no pipeline stage can begin there: have the "
+                    f"layer {name!r} takes more than its first argument from what runs before it, so no pipeline stage can begin there: "
+                    f"have the "
                     "layers take one tensor from each other, or give the model a method pipeline_blocks()"
                 )
             value = self._take(name, stand_in)
@@ -212,8 +216,10 @@ class _LayeredPart(PartialModel):
         run = self._run
         if run is None or run.received is None or not isinstance(stand_in, Placeholder):
             raise ConfigurationError(
-                f"layer {name!r} is called in a way that a pipeline stage cannot begin with (twice, with something that no module before the "
-                "layers has made, or again in the backward pass by reentrant checkpointing): use non-reentrant checkpointing, or pipeline_blocks()"
+                f"layer {name!r} is called in a way that a pipeline stage cannot begin with (twice, with something that no module "
+                f"before the "
+                "layers has made, or again in the backward pass by reentrant checkpointing): use non-reentrant checkpointing, or "
+                "pipeline_blocks()"
             )
         stand_in.received = run.received.tensors[0]
         run.received = None
@@ -245,7 +251,8 @@ class _LayeredPart(PartialModel):
         def forward(*args: Any, **kwargs: Any) -> Any:
             if self._running.received is None:
                 raise ConfigurationError(
-                    f"{name!r} is on another pipeline stage, by its place among the model's submodules, but runs on this one: register what runs "
+                    f"{name!r} is on another pipeline stage, by its place among the model's submodules, but runs on this one: register "
+                    f"what runs "
                     "before the layers before them, and what runs after them after them"
                 )
             with torch.no_grad():
@@ -302,7 +309,8 @@ def _output_border(output: Any) -> Border:
         given = sum(1 << i for i, one in enumerate(output) if i > 0 and one is not None)
         return Border(tensors=(output[0],), wrapped=len(output), given=given)
     raise ConfigurationError(
-        f"a layer of the model returned {type(output).__name__}: pipeline stages take a tensor from each other, or a tuple that begins with one"
+        f"a layer of the model returned {type(output).__name__}: pipeline stages take a tensor from each other, or a tuple that begins "
+        f"with one"
     )
 
 

@@ -7,7 +7,8 @@
     pipeline.clip_grad_norm_(1.0)
     optimizer.step(); optimizer.zero_grad()
 
-It knows nothing of sessions, generations or optimizers. When ranks come or go, a new one is made on a new group, from the same module with the
+It knows nothing of sessions, generations or optimizers. When ranks come or go, a new one is made on a new group, from the same module with
+the
 state loaded. Threads: one.
 """
 
@@ -162,7 +163,8 @@ class Pipeline:
         elsewhere = {id(t): t for name, t in named_tensors(self.module).items() if not t.is_meta and not self._is_here(name)}
         empty = {key: on_meta(tensor) for key, tensor in elsewhere.items()}  # one for each, so that tied ones stay tied
         for part in self.module.modules():
-            for tensors in (part._parameters, part._buffers):
+            held: tuple[dict[str, Any], ...] = (part._parameters, part._buffers)
+            for tensors in held:
                 for name, tensor in tensors.items():
                     if id(tensor) in elsewhere:
                         tensors[name] = empty[id(tensor)]
@@ -211,7 +213,8 @@ class Pipeline:
         return total / sum(weights) if mean and sum(weights) > 0 else total
 
     def reduce_gradients(self) -> float:
-        """The gradients become those of the whole batch, over all `train_on` since the last time and over all replicas. All ranks call it, once
+        """The gradients become those of the whole batch, over all `train_on` since the last time and over all replicas. All ranks call it,
+        once
         a step. Returns the weight of the whole batch.
 
         Gradients from before these calls stay, and are added to.
@@ -342,7 +345,8 @@ class Pipeline:
     # ------------------------------------------------------------------------------------------------------------------ state
 
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
-        """Copies of parameters and buffers under the original names, on all ranks of the pipeline, or on its first alone. All ranks call it."""
+        """Copies of parameters and buffers under the original names, on all ranks of the pipeline, or on its first alone. All ranks call
+        it."""
         return self._gather(self._state_names, rank0_only=rank0_only)
 
     def gather_full_parameters(self) -> dict[str, torch.Tensor]:

@@ -56,13 +56,14 @@ class Placeholder(torch.Tensor):
     ) -> Any:
         if func in _READS:
             raise ConfigurationError(
-                f"the model's forward decides by values that only another pipeline stage has ({getattr(func, '__name__', func)}): let it decide by "
+                f"the model's forward decides by values that only another pipeline stage has ({getattr(func, '__name__', func)}): let "
+                f"it decide by "
                 "its inputs alone, or give the model a method pipeline_blocks()"
             )
         if func in _FRESH:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        return super().__torch_function__(func, types, args, kwargs or {})
+        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
 
 def placeholder_like(value: torch.Tensor, device: torch.device) -> Placeholder:

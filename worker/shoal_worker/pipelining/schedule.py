@@ -1,6 +1,7 @@
 """In which order each rank computes and communicates: torch's pipeline schedules as plain values.
 
-torch.distributed.pipelining computes the orders, and places the sends and receives so that they cannot deadlock; engine.py carries them out.
+torch.distributed.pipelining computes the orders, and places the sends and receives so that they cannot deadlock; engine.py carries them
+out.
 Schedules that want more micro-batches than there are get them, and what concerns the missing ones is left out: an order stays valid
 without them. The names are torch's, or the short ones below.
 """
@@ -116,7 +117,8 @@ class Schedule:
         return tuple(stage for stage, owner in enumerate(self.rank_of) if owner == rank)
 
     def in_flight(self, rank: int) -> int:
-        """The most (stage, micro-batch) pairs whose activations that rank holds at once: from the forward pass to the last part of the backward."""
+        """The most (stage, micro-batch) pairs whose activations that rank holds at once: from the forward pass to the last part of the
+        backward."""
         held = most = 0
         for action in self.actions[rank]:
             if action.kind is Kind.FORWARD:

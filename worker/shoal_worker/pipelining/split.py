@@ -1,21 +1,23 @@
 """Which stage holds which part of a model: a plain value, the same on every rank, that can be printed.
 
 Stages are contiguous runs of blocks (blocks.py). By default their parameter bytes are balanced: the largest stage is as small as it can be
-(dynamic programming, not greedy), and among those splits the one with the least sum of squares. Nothing here looks at values or devices: a model on
+(dynamic programming, not greedy), and among those splits the one with the least sum of squares. Nothing here looks at values or devices: a
+model on
 `meta` is split as well as any other.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import torch
 from shoal_common.errors import ConfigurationError
-from shoal_worker.pipelining.blocks import Blocks, find_blocks
 from torch import nn
-import itertools
+
+from shoal_worker.pipelining.blocks import Blocks, find_blocks
 
 _UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -38,7 +40,8 @@ class StagePlan:
 
 @dataclass(frozen=True, kw_only=True)
 class SharedParameter:
-    """One parameter that several stages hold a copy of: tied weights, or a parameter of a module around the layers. Its gradients are summed
+    """One parameter that several stages hold a copy of: tied weights, or a parameter of a module around the layers. Its gradients are
+    summed
     over these stages."""
 
     names: tuple[str, ...]
@@ -54,7 +57,8 @@ class Split:
     blocks: Blocks
     stages: tuple[StagePlan, ...]
     placement: Mapping[str, tuple[int, ...]]
-    """The stages of each parameter and buffer, by name, tied ones under each of their names; in the model's order. The first stage is the owner."""
+    """The stages of each parameter and buffer, by name, tied ones under each of their names; in the model's order. The first stage is the
+    owner."""
     shared: tuple[SharedParameter, ...]
 
     def __str__(self) -> str:
@@ -83,8 +87,8 @@ def split_model(module: nn.Module, stages: int, *, cut_points: Sequence[str] | N
     blocks = find_blocks(module)
     if not 1 <= stages <= len(blocks.blocks):
         raise ConfigurationError(
-            f"stages={stages}: {type(module).__name__} has {len(blocks.blocks)} blocks ({_abbreviated([b.name for b in blocks.blocks])}); expected "
-            "from 1 stage to one for each block"
+            f"stages={stages}: {type(module).__name__} has {len(blocks.blocks)} blocks "
+            f"({_abbreviated([b.name for b in blocks.blocks])}); expected from 1 stage to one for each block"
         )
     named = named_tensors(module)
     if cut_points is None:
@@ -101,7 +105,8 @@ def split_model(module: nn.Module, stages: int, *, cut_points: Sequence[str] | N
 
 
 def balanced_borders(sizes: Sequence[int], parts: int) -> list[tuple[int, int]]:
-    """Cuts `sizes` into `parts` non-empty runs, (first, one after the last) each: the largest sum is as small as possible, and the sum of the
+    """Cuts `sizes` into `parts` non-empty runs, (first, one after the last) each: the largest sum is as small as possible, and the sum of
+    the
     squares the least among those. O(len(sizes)^2 * parts)."""
     totals = [0]
     for size in sizes:
@@ -177,7 +182,8 @@ def _shared(placement: Mapping[str, tuple[int, ...]], named: Mapping[str, torch.
             shared.append(SharedParameter(names=tuple(aliases), stages=stages))
         elif statistics & set(aliases):
             raise ConfigurationError(
-                f"the running statistics {aliases} would be on stages {list(stages)}: a batch norm that is used in several places must be within one "
+                f"the running statistics {aliases} would be on stages {list(stages)}: a batch norm that is used in several places must "
+                f"be within one "
                 "stage; give cut_points"
             )
     return tuple(shared)

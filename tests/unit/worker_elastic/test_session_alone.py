@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import shoal
 import torch
-from shoal_common.errors import PreconditionError
+from shoal_common.errors import ConfigurationError, PreconditionError
 from shoal_worker.elastic.current import current_session, set_session
 from shoal_worker.elastic.group import LocalChannel
 from shoal_worker.elastic.place import Place
@@ -21,10 +21,12 @@ def fresh_session() -> Iterator[None]:
     set_session(None)
 
 
-def start(**options: Any) -> tuple[nn.Module, torch.optim.Optimizer, shoal.ElasticDataLoader]:
+def start(
+    *, strategy: str = "ddp", deterministic: bool = False, **options: Any
+) -> tuple[nn.Module, torch.optim.Optimizer, shoal.ElasticDataLoader]:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 2))
-    model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1))
+    model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1), strategy=strategy, deterministic=deterministic)
     x = torch.randn(24, 4, generator=torch.Generator().manual_seed(1))
     dataset = torch.utils.data.TensorDataset(x, (x.sum(1) > 0).long())
     return model, optimizer, shoal.ElasticDataLoader(dataset, **{"global_batch_size": 8, **options})
@@ -163,3 +165,69 @@ def test_a_run_with_two_loaders_resumes_from_any_step_where_it_was() -> None:
     assert len(places) == 3 * (3 + 2 + 3)
     for number, (_, state) in enumerate(whole, start=1):
         assert [place for place, _ in run_two_loaders(state)] == places[number:], f"after step {number}"
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2"])
+@pytest.mark.parametrize("taken", [0, 1])
+def test_a_step_whose_inner_loop_was_left_early_is_refused_before_it_is_applied(strategy: str, taken: int) -> None:
+    """Its other samples would count as trained on."""
+    model, optimizer, loader = start(micro_batch_size=4, strategy=strategy)
+    before = [t.clone() for t in model.gather_full_parameters().values()]
+    step = next(loader.steps())
+    for x, y in step if taken else ():
+        nn.functional.cross_entropy(model(x), y).backward()
+        break
+    with pytest.raises(PreconditionError, match=f"{taken} of this rank's 2 micro-batches") as refusal:
+        optimizer.step()
+    assert refusal.value.reason == "STEP_NOT_WHOLE"
+    assert loader.global_step == 0
+    assert same(before, list(model.gather_full_parameters().values()))
+
+
+def test_an_inner_loop_that_took_all_its_micro_batches_need_not_ask_for_another() -> None:
+    model, optimizer, loader = start(micro_batch_size=4)
+    for step in loader.steps():
+        for _, (x, y) in zip(range(len(step)), step, strict=False):
+            nn.functional.cross_entropy(model(x), y).backward()
+        assert optimizer.step()
+        optimizer.zero_grad()
+    assert loader.global_step == 3
+
+
+def test_an_inner_loop_whose_step_ended_inside_it_says_where_the_step_belongs() -> None:
+    """Other ranks have other numbers of micro-batches, perhaps none."""
+    model, optimizer, loader = start(micro_batch_size=8)
+    batches = iter(next(loader.steps()))
+    x, y = next(batches)
+    nn.functional.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    with pytest.raises(PreconditionError, match="after the inner loop"):
+        next(batches, None)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2"])
+def test_a_deterministic_model_may_be_called_before_the_loop(strategy: str) -> None:
+    """A dry run or a summary of the model is no step, so it needs no micro-batches."""
+    trained = []
+    for warms_up in (False, True):
+        set_session(None)
+        model, optimizer, loader = start(strategy=strategy, deterministic=True, micro_batch_size=4)
+        if warms_up:
+            model(torch.ones(2, 4)).sum().backward()
+        for step in loader.steps():
+            for x, y in step:
+                nn.functional.cross_entropy(model(x), y).backward()
+            assert optimizer.step()
+            optimizer.zero_grad()
+        trained.append([t.clone() for t in model.full_state_dict().values()])
+    assert same(*trained)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2"])
+def test_deterministic_steps_without_micro_batches_are_refused_in_a_loop_of_the_users_own_too(strategy: str) -> None:
+    model, optimizer, _ = start(strategy=strategy, deterministic=True)
+    before = [t.clone() for t in model.gather_full_parameters().values()]
+    model(torch.ones(2, 4)).sum().backward()
+    with pytest.raises(ConfigurationError, match="deterministic=True needs micro-batches"):
+        optimizer.step()
+    assert same(before, list(model.gather_full_parameters().values()))

@@ -424,11 +424,13 @@ def test_the_next_batch_without_a_step_is_refused_by_name() -> None:
             pass
 
 
-def test_deterministic_without_micro_batches_is_refused() -> None:
+@pytest.mark.parametrize("strategy", ["ddp", "zero2"])
+def test_deterministic_without_micro_batches_is_refused(strategy: str) -> None:
     net = network()
-    model, _ = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1), deterministic=True)
+    model, _ = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1), strategy=strategy, deterministic=True)
+    x, _ = next(iter(shoal.ElasticDataLoader(data(), global_batch_size=8)))
     with pytest.raises(shoal.ConfigurationError, match="micro_batch_size"):
-        model(data().tensors[0])
+        model(x)
 
 
 @pytest.mark.parametrize("call", [lambda m: m.clip_grad_norm_(1.0), lambda m: m.synchronize_gradients()])

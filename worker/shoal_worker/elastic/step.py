@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from shoal_common.errors import PreconditionError
+
 from shoal_worker.elastic.contract import Placement, Share, StepSource
 from shoal_worker.elastic.place import PLACE_WORD_LENGTH, Place, agree
 
@@ -31,6 +33,8 @@ class Step:
     """Its first batch ended the replay of a joiner's script."""
     micro_batch: float | None = None
     """Weight of the micro-batch that is being computed."""
+    taken: int = 0
+    """Batches of this rank that the user's loop has got."""
     micro_batches_weight: float = 0.0
     """Weight of the micro-batches of this rank that are done."""
     lost: str | None = None
@@ -44,6 +48,16 @@ class Step:
     def in_micro_batches(self) -> bool:
         """It is cut into micro-batches, instead of one plain batch per rank."""
         return self.share is not None and self.share.micro_batches is not None
+
+    def check_whole(self) -> None:
+        """Raises PreconditionError unless the inner loop took all micro-batches of this rank: a commit counts them all as trained on."""
+        due = self.share.micro_batches if self.share is not None else None
+        if due is not None and self.taken < due:
+            raise PreconditionError(
+                f"the inner loop has taken {self.taken} of this rank's {due} micro-batches, and the step would count all as trained on: "
+                "call optimizer.step() after `for batch in step:` has come to its end; to leave a batch out use `continue`, not `break`",
+                reason="STEP_NOT_WHOLE",
+            )
 
     def control_word(self, *, border_wanted: bool, stop_told: bool, place: Place) -> list[float]:
         """What this rank adds: a border is wanted; its loss times its weight; that weight, if it told a loss; it was told that the job

@@ -131,6 +131,7 @@ class Steps:
         """See `StepClock`."""
         step = self.require()
         step.handed_out = True
+        step.taken += 1
         step.micro_batch = weight
         seed_generators(key)
         if step.in_micro_batches:
@@ -148,7 +149,9 @@ class Steps:
 
     def finish_batches(self) -> None:
         """See `StepClock`."""
-        self.require().handed_out = True
+        if self.current is None:
+            raise PreconditionError("the step ended while its inner loop still ran: call optimizer.step() after the inner loop, not in it")
+        self.current.handed_out = True
         self._held.replica.finish_reduction()
 
     def loop_left(self, source: StepSource) -> None:
@@ -191,8 +194,9 @@ class Steps:
         return self.require()
 
     def control_word(self) -> list[float]:
-        """What this rank adds to the step's control word."""
+        """What this rank adds to the step's control word. Raises PreconditionError when its part of the step is not whole."""
         step = self.require()
+        step.check_whole()
         membership = self._formation.membership if self._formation is not None else None
         return step.control_word(
             border_wanted=membership is not None and membership.changes,
@@ -221,8 +225,9 @@ class Steps:
         if self._rehearsing:
             self._void()
             return StepStatus.LOST
-        self.end_micro_batch()
         step = self.require()
+        step.check_whole()
+        self.end_micro_batch()
         self._held.replica.finish_reduction()
         if step.lost is not None:
             return self._lose(step)

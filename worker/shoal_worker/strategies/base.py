@@ -22,6 +22,7 @@ from shoal_worker.elastic.contract import StepStatus
 from shoal_worker.elastic.group import Channel
 from shoal_worker.elastic.modes import evaluating
 from shoal_worker.elastic.session import Session
+from shoal_worker.elastic.step import Step
 from shoal_worker.state.serial import dump_tensors, load_tensors
 
 
@@ -41,7 +42,7 @@ class ShardedModel(nn.Module, abc.ABC):
         super().__init__()
         self.module = module
         self.config = config
-        self.backend_name = backend or ("nccl" if session.device.type == "cuda" else "gloo")
+        self.backend_name = backend or session.default_backend
         self._session = session
         self._options = options
         if session.device.type == "cuda":
@@ -349,6 +350,15 @@ def _unflatten_vector(vector: torch.Tensor, own: Mapping[str, torch.Tensor]) -> 
     return dict(
         zip(own, (v.view_as(p) for v, p in zip(vector.split([p.numel() for p in own.values()]), own.values(), strict=True)), strict=True)
     )
+
+
+def check_reproducible(config: ShardingConfiguration, step: Step) -> None:
+    """Raises ConfigurationError for a step whose result would depend on the number of ranks although `deterministic=True` was asked for."""
+    if config.deterministic and not step.in_micro_batches:
+        raise ConfigurationError(
+            "deterministic=True needs micro-batches, whose results do not depend on the number of ranks: give micro_batch_size= to "
+            "the ElasticDataLoader and iterate over loader.steps()"
+        )
 
 
 def check_optimizer_covers(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:

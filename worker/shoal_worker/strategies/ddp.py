@@ -21,7 +21,7 @@ from shoal_worker.elastic.contract import Leases, StepStatus
 from shoal_worker.state.serial import dump_tensors, load_tensors
 from shoal_worker.state.tree import flatten, unflatten
 from shoal_worker.strategies.accumulation import AccumulatedReduction
-from shoal_worker.strategies.base import ShardedOptimizer, call_module, check_optimizer_covers, loss_of
+from shoal_worker.strategies.base import ShardedOptimizer, call_module, check_optimizer_covers, check_reproducible, loss_of
 from shoal_worker.strategies.buffers import CommittedBuffers
 from shoal_worker.strategies.materialize import has_values, materialize, unsaved_buffers
 from shoal_worker.strategies.reduction import OverlappedReduction
@@ -74,14 +74,11 @@ class DDPModel(WholeModel):
         """Before a forward pass of training. True if gradients are reduced during its backward pass."""
         if not self._attached:
             raise PreconditionError("this model is a clone, for evaluation: a process trains the one model that as_distributed gave it")
-        self._session.ensure_step()
+        step = self._session.ensure_step()
+        if step.source is not None:  # else this may be a dry run before the loop, and no step
+            check_reproducible(self.config, step)
         if self._in_micro_batches:
             return False
-        if self.config.deterministic:
-            raise ConfigurationError(
-                "deterministic=True needs micro-batches, whose results do not depend on the number of ranks: give micro_batch_size= to "
-                "the ElasticDataLoader and iterate over loader.steps()"
-            )
         if self._session.elastic:
             self._reduction().prepare()
         return self._session.elastic
@@ -209,6 +206,7 @@ class DDPModel(WholeModel):
         step = self._session.step
         if step is None or step.share is None or step.lost is not None:
             return
+        check_reproducible(self.config, step)
         if self._in_micro_batches:
             if step.micro_batch is not None:
                 raise PreconditionError(

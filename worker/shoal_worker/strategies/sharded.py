@@ -41,7 +41,15 @@ from shoal_worker.sharding.execution import ShardedExecution
 from shoal_worker.sharding.partition import Group as ParameterGroup
 from shoal_worker.sharding.partition import alike
 from shoal_worker.sharding.unit import Stage, Unit
-from shoal_worker.strategies.base import ShardedModel, ShardedOptimizer, call_module, check_optimizer_covers, loss_of, replaced_parameters
+from shoal_worker.strategies.base import (
+    ShardedModel,
+    ShardedOptimizer,
+    call_module,
+    check_optimizer_covers,
+    check_reproducible,
+    loss_of,
+    replaced_parameters,
+)
 from shoal_worker.strategies.buffers import CommittedBuffers
 
 _WIDE: Final = torch.empty(0, dtype=torch.float64)
@@ -124,7 +132,9 @@ class ShardedParametersModel(ShardedModel):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward pass; in training its backward pass reduces the gradients over all ranks."""
         if self.module.training and torch.is_grad_enabled():
-            self._session.ensure_step()
+            step = self._session.ensure_step()
+            if step.source is not None:  # else this may be a dry run before the loop, and no step
+                check_reproducible(self.config, step)
             self._weigh()
         return self._call(*args, **kwargs)
 
@@ -295,6 +305,7 @@ class ShardedParametersModel(ShardedModel):
         step = session.step
         if step is None or step.share is None or step.lost is not None or step.control is not None:
             return
+        check_reproducible(self.config, step)
         if step.in_micro_batches and self.stage > Stage.OPTIMIZER:
             for _ in range(step.share.most_micro_batches - (step.share.micro_batches or 0)):
                 self._execution.take_part()

@@ -50,7 +50,7 @@ def _member(job: GetJobResponse, rank: int) -> MemberStatus:
     elif not job.generation.number:
         there = "none has one yet: its workers are still starting, or never call shoal.init(); see `shoal status`"
     else:
-        there = f"none has one while fewer than {job.spec.min_workers} workers are there; see `shoal status`"
+        there = f"none has one now, {len(job.members)} of at least {job.spec.min_workers} workers are there; see `shoal status`"
     raise UnknownResourceError(f"job {job.spec.job_id} has no rank {rank}: {there}", reason="MEMBER_UNKNOWN")
 
 

@@ -16,20 +16,20 @@
     └── InternalError                       a bug in Shoal                                  INTERNAL
 
 Every error carries a `reason`: an UPPER_SNAKE name, stable over releases, that travels as google.rpc.ErrorInfo. The message is for
-people: it names the value, what was expected and what to do. The gRPC side (to_status, from_rpc_error) is in shoal_common.rpc.status.
+people: it names the value, what was expected and what to do. The gRPC side (to_status, from_rpc_error) is in shoal_common.rpc.status; gRPC
+is not imported here, since these errors are the first thing that every program imports.
 """
 
 from __future__ import annotations
 
 from typing import ClassVar
 
-import grpc
-
 
 class ShoalError(Exception):
     """The root. `reason` is the machine-readable cause; classes give a default."""
 
-    code: ClassVar[grpc.StatusCode] = grpc.StatusCode.UNKNOWN
+    code: ClassVar[str] = "UNKNOWN"
+    """Name of its gRPC status."""
     default_reason: ClassVar[str] = "UNKNOWN"
 
     def __init__(self, message: str, *, reason: str | None = None) -> None:
@@ -40,28 +40,28 @@ class ShoalError(Exception):
 class ConfigurationError(ShoalError, ValueError):
     """A setting or argument that cannot work: names the field, its value and the remedy."""
 
-    code = grpc.StatusCode.INVALID_ARGUMENT
+    code = "INVALID_ARGUMENT"
     default_reason = "CONFIGURATION_INVALID"
 
 
 class InvalidRequestError(ShoalError, ValueError):
     """A malformed request: a field missing, out of range or in contradiction to another."""
 
-    code = grpc.StatusCode.INVALID_ARGUMENT
+    code = "INVALID_ARGUMENT"
     default_reason = "REQUEST_INVALID"
 
 
 class UnknownResourceError(ShoalError, LookupError):
     """The named job, member, server or partition does not exist here."""
 
-    code = grpc.StatusCode.NOT_FOUND
+    code = "NOT_FOUND"
     default_reason = "RESOURCE_UNKNOWN"
 
 
 class PreconditionError(ShoalError):
     """The request is well formed but the state does not allow it; repeating it unchanged will not help."""
 
-    code = grpc.StatusCode.FAILED_PRECONDITION
+    code = "FAILED_PRECONDITION"
     default_reason = "PRECONDITION_FAILED"
 
 
@@ -74,54 +74,54 @@ class StaleGenerationError(PreconditionError):
 class LimitError(ShoalError):
     """Larger or more than the receiver allows."""
 
-    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+    code = "RESOURCE_EXHAUSTED"
     default_reason = "LIMIT_EXCEEDED"
 
 
 class AuthenticationError(ShoalError):
     """No bearer token, or one that is not known."""
 
-    code = grpc.StatusCode.UNAUTHENTICATED
+    code = "UNAUTHENTICATED"
     default_reason = "TOKEN_INVALID"
 
 
 class PermissionDeniedError(ShoalError):
     """The token is valid, but its role may not do this."""
 
-    code = grpc.StatusCode.PERMISSION_DENIED
+    code = "PERMISSION_DENIED"
     default_reason = "ROLE_NOT_ALLOWED"
 
 
 class UnavailableError(ShoalError):
     """The service cannot answer now. The same call may be repeated."""
 
-    code = grpc.StatusCode.UNAVAILABLE
+    code = "UNAVAILABLE"
     default_reason = "UNAVAILABLE"
 
 
 class DeadlineError(ShoalError, TimeoutError):
     """A wait ran into its deadline; the message says what was waited for."""
 
-    code = grpc.StatusCode.DEADLINE_EXCEEDED
+    code = "DEADLINE_EXCEEDED"
     default_reason = "DEADLINE_EXCEEDED"
 
 
 class MembershipChanged(ShoalError):
     """A collective ran on a process group whose membership is over; the group must be made anew."""
 
-    code = grpc.StatusCode.ABORTED
+    code = "ABORTED"
     default_reason = "MEMBERSHIP_CHANGED"
 
 
 class CorruptDataError(ShoalError):
     """A file or a transfer failed its checksum, is truncated, or comes from another program or a newer release."""
 
-    code = grpc.StatusCode.DATA_LOSS
+    code = "DATA_LOSS"
     default_reason = "DATA_CORRUPT"
 
 
 class InternalError(ShoalError):
     """An invariant of Shoal's own does not hold. Please report it."""
 
-    code = grpc.StatusCode.INTERNAL
+    code = "INTERNAL"
     default_reason = "INTERNAL"

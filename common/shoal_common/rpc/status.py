@@ -33,7 +33,7 @@ _CLASSES: Final[Mapping[str, type[ShoalError]]] = {
 }
 _BY_CODE: Final[Mapping[grpc.StatusCode, type[ShoalError]]] = {
     # Two classes have this code; a status that does not say which came from a server that found the request malformed.
-    **{kind.code: kind for kind in _CLASSES.values() if ShoalError in kind.__bases__},
+    **{grpc.StatusCode[kind.code]: kind for kind in _CLASSES.values() if ShoalError in kind.__bases__},
     grpc.StatusCode.INVALID_ARGUMENT: errors.InvalidRequestError,
 }
 
@@ -44,7 +44,7 @@ def to_status(error: ShoalError) -> Any:
     info = error_details_pb2.ErrorInfo(reason=error.reason[:_LONGEST_REASON], domain=DOMAIN, metadata={_CLASS_KEY: kind.__name__})
     detail = any_pb2.Any()
     detail.Pack(info)
-    return rpc_status.to_status(status_pb2.Status(code=error.code.value[0], message=_cut(str(error)), details=[detail]))
+    return rpc_status.to_status(status_pb2.Status(code=grpc.StatusCode[error.code].value[0], message=_cut(str(error)), details=[detail]))
 
 
 async def abort(context: grpc.aio.ServicerContext, error: ShoalError) -> NoReturn:
@@ -67,14 +67,14 @@ def from_rpc_error(rpc_error: grpc.RpcError, *, call: str = "") -> ShoalError:
         reason = kind.default_reason if kind is not ShoalError else code.name
         return kind(f"{call}: {message}" if call else message, reason=reason)
     named = _CLASSES.get(info.metadata.get(_CLASS_KEY, ""))
-    kind = named if named is not None and named.code is code else _by_reason(code, info.reason)
+    kind = named if named is not None and named.code == code.name else _by_reason(code, info.reason)
     return kind(message, reason=info.reason)
 
 
 def _by_reason(code: grpc.StatusCode, reason: str) -> type[ShoalError]:
     """For servers that send a reason without a class."""
     for kind in _CLASSES.values():
-        if kind.code is code and kind.default_reason == reason:
+        if kind.code == code.name and kind.default_reason == reason:
             return kind
     return _BY_CODE.get(code, ShoalError)
 

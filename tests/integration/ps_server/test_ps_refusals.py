@@ -121,7 +121,7 @@ def test_a_wrong_request_gets_its_status_and_changes_nothing(trained, call, code
     before = client.get_server(member_id="a")
     with pytest.raises(ShoalError) as caught:
         call(client, member)
-    assert (caught.value.code.name, caught.value.reason) == (code, why)
+    assert (caught.value.code, caught.value.reason) == (code, why)
     assert client.get_server(member_id="a") == before
     assert {each.version for each in member.push(1.0)} == {2}
 

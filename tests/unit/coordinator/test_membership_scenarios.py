@@ -236,7 +236,7 @@ def told_outcome(event: Event, outcome: Outcome) -> str | None:
     prefix = f"{who}: " if who else ""
     match outcome:
         case ShoalError():
-            return f"{prefix}refused, {outcome.code.name} / {outcome.reason}"
+            return f"{prefix}refused, {outcome.code} / {outcome.reason}"
         case Joined(resumed=True):
             return f"{prefix}welcome back"
         case Joined(replays=True):

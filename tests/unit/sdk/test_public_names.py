@@ -57,3 +57,10 @@ def test_names_and_version_are_listed() -> None:
 def test_what_needs_no_torch_does_not_import_it(statement: str) -> None:
     code = f"{statement}; import sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+
+
+def test_the_launcher_starts_workers_before_it_imports_what_is_slow() -> None:
+    modules = "shoal.cli.run, shoal.cli.console, shoal.launcher.agent, shoal.launcher.standalone"
+    slow = "{'grpc', 'google.protobuf', 'numpy', 'pydantic', 'redis', 'rich', 'torch'}"
+    loaded = subprocess.check_output([sys.executable, "-c", f"import sys, {modules}; print({slow} & sys.modules.keys())"], text=True)
+    assert loaded == "set()\n"

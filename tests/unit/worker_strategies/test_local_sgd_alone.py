@@ -68,6 +68,7 @@ def test_a_round_ends_with_the_epoch_or_where_the_script_says() -> None:
     [
         {"sync_every": 0},
         {"sync_every": 2.5},
+        {"outer_nesterov": True},
         {"outer_momentum": 1.0},
         {"outer_learning_rate": 0.0},
         {"deterministic": True},

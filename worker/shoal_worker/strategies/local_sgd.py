@@ -2,8 +2,7 @@
 
 Cost per rank: as ddp, and a copy of parameters and optimizer state while a round lasts; 2P(N-1)/(N k) bytes sent per step when the ranks
 meet every k steps. It is no exact substitute for ddp: with k = 1 and plain SGD it gives the same parameters, else others. (Stich, "Local
-SGD Converges Fast and Communicates Little", ICLR 2019; McMahan et al., "Communication-Efficient Learning", AISTATS 2017, algorithm 1. Outer
-momentum: Wang et al., "SlowMo", ICLR 2020; Douillard et al., "DiLoCo", 2023.)
+SGD Converges Fast and Communicates Little", ICLR 2019; McMahan et al., "Communication-Efficient Learning", AISTATS 2017, algorithm 1.)
 
 A *round* is the steps between two averages. Steps commit on each rank as they come, without a word to the others; a round is what commits
 on all. A failure inside of one puts every rank back to its start (`StrategySession.keep`): parameters, optimizer state, buffers, registered
@@ -17,9 +16,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Final, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from shoal_common.errors import ConfigurationError, MembershipChanged, PreconditionError
@@ -34,8 +34,7 @@ from shoal_worker.strategies.averaging import Add, adding, mean_optimizer_state,
 from shoal_worker.strategies.base import call_module, loss_of
 from shoal_worker.strategies.ddp import DDPModel, DDPOptimizer
 from shoal_worker.strategies.materialize import unsaved_buffers
-
-_SYNC_EVERY: Final = 8
+from shoal_worker.strategies.rounds import OuterMomentum, RoundOptions
 
 
 class _ThisRank:
@@ -61,9 +60,7 @@ class LocalSGDModel(DDPModel):
     """A replica of the whole model on every rank, trained on its own between averages."""
 
     strategy: ClassVar[str] = "local_sgd"
-    options: ClassVar[frozenset[str]] = frozenset(
-        {"sync_every", "average_optimizer_state", "outer_learning_rate", "outer_momentum", "outer_nesterov"}
-    )
+    options: ClassVar[frozenset[str]] = frozenset(field.name for field in dataclasses.fields(RoundOptions))
 
     def initialize_sharding(self) -> None:
         """Reads the options; the whole module stays on this rank.
@@ -72,16 +69,15 @@ class LocalSGDModel(DDPModel):
             ConfigurationError: options that cannot work, or settings that mean nothing here.
         """
         super().initialize_sharding()
-        self._read_options()
+        self._check_config()
+        self._rounds = RoundOptions(**self._options)
+        self._outer = OuterMomentum(self._rounds)
         self._steps_in_round = 0
         self._ends_early = self._averages_state_once = False
         self._source: StepSource | None = None
         """Whose steps the round consists of."""
         self._trained: dict[str, torch.Tensor] = {}
         """The parameters that some step of the round trains."""
-        self._before: dict[str, torch.Tensor] = {}
-        """What they were at its start, for outer momentum."""
-        self._momentum: dict[str, torch.Tensor] = {}
         self._weight = 0.0
         """Of this rank's samples in the round, up to the last commit."""
         self._step_weight = 0.0
@@ -93,36 +89,21 @@ class LocalSGDModel(DDPModel):
         """Each tensor of the module that is averaged, with its mean."""
         self._mean_state: dict[int, dict[str, Any]] | None = None
 
-    def _read_options(self) -> None:
-        options = self._options
-        self._sync_every = options.get("sync_every", _SYNC_EVERY)
-        if type(self._sync_every) is not int or self._sync_every < 1:
-            raise ConfigurationError(f"sync_every={self._sync_every!r}: expected a whole number of steps, at least 1")
-        self._outer_rate = float(options.get("outer_learning_rate", 1.0))
-        self._outer_momentum = float(options.get("outer_momentum", 0.0))
-        self._outer_nesterov = bool(options.get("outer_nesterov", False))
-        self._averages_state = bool(options.get("average_optimizer_state", False))
-        if not self._outer_rate > 0:
-            raise ConfigurationError(f"outer_learning_rate={self._outer_rate}: expected more than 0; 1.0 takes the average as it is")
-        if not 0 <= self._outer_momentum < 1:
-            raise ConfigurationError(f"outer_momentum={self._outer_momentum}: expected at least 0 and less than 1")
-        if self.config.loss_reduction != "mean":
+    def _check_config(self) -> None:
+        config = self.config
+        if config.loss_reduction != "mean":
             raise ConfigurationError('loss_reduction="sum": local_sgd averages parameters, not gradients; let the loss be a mean')
-        if self.config.deterministic:
+        if config.deterministic:
             raise ConfigurationError(
                 "deterministic=True: with local_sgd the result depends on how many ranks train apart; use ddp, zero1, zero2 or zero3"
             )
-        if not self.config.auto_sync_gradients:
+        if not config.auto_sync_gradients:
             raise ConfigurationError("auto_sync_gradients=False: local_sgd never synchronizes gradients; leave it out")
 
     @property
     def steps_in_round(self) -> int:
         """Steps since the last average; 0: all ranks hold the same parameters."""
         return self._steps_in_round
-
-    @property
-    def _has_outer(self) -> bool:
-        return self._outer_momentum > 0 or self._outer_rate != 1.0
 
     # ------------------------------------------------------------------------------------------------------------- training
 
@@ -164,7 +145,7 @@ class LocalSGDModel(DDPModel):
         if step is None or step.share is None or step.lost is not None or self._averaging:
             return
         source = step.source
-        if not (self._ends_early or self._steps_in_round + 1 >= self._sync_every or (source is not None and source.ends_epoch)):
+        if not (self._ends_early or self._steps_in_round + 1 >= self._rounds.sync_every or (source is not None and source.ends_epoch)):
             return
         self.finish_reduction()
         self._update(update)
@@ -227,7 +208,7 @@ class LocalSGDModel(DDPModel):
         share = weight / total if total > 0 else 1.0 / session.world_size
         self._average = list(zip(tensors, weighted_mean(tensors, share, self._add), strict=True))
         group = session.group
-        if (self._averages_state or self._averages_state_once) and group is not None and self._optimizer is not None:
+        if (self._rounds.average_optimizer_state or self._averages_state_once) and group is not None and self._optimizer is not None:
             self._mean_state = mean_optimizer_state(self._optimizer.state_dict()["state"], group.exchange, self._add, tensors[0].device)
         return control
 
@@ -243,21 +224,9 @@ class LocalSGDModel(DDPModel):
     def _take_average(self) -> None:
         for tensor, mean in self._average:
             tensor.copy_(mean)
-        if self._has_outer:
-            for name, parameter in self._trained.items():
-                self._move_outwards(name, parameter)
+        self._outer.move(self._trained)
         if self._mean_state is not None and self._optimizer is not None:
             self._load_optimizer_state(self._mean_state)
-
-    def _move_outwards(self, name: str, parameter: torch.Tensor) -> None:
-        """From the round's start along the mean of what the ranks moved by, as an optimizer takes a gradient."""
-        before = self._before[name]
-        delta = moved = before - parameter
-        if self._outer_momentum > 0:
-            momentum = self._momentum.setdefault(name, torch.zeros_like(delta))
-            momentum.mul_(self._outer_momentum).add_(delta)
-            moved = delta + self._outer_momentum * momentum if self._outer_nesterov else momentum
-        parameter.copy_(before - self._outer_rate * moved)
 
     def _load_optimizer_state(self, state: Mapping[int, Mapping[str, Any]]) -> None:
         assert self._optimizer is not None
@@ -274,6 +243,7 @@ class LocalSGDModel(DDPModel):
         assert step is not None
         if self._steps_in_round == 0:
             self._trained, self._source = {}, step.source
+            self._outer.round_begins(dict(self.module.named_parameters()))
             if self._session.elastic:
                 self._session.keep(self._captured())
         elif step.source is not self._source:
@@ -283,8 +253,6 @@ class LocalSGDModel(DDPModel):
                 "sync_every=1, or one loader"
             )
         self._trained |= {name: p for name, p in self.module.named_parameters() if p.requires_grad}
-        if self._has_outer and self._steps_in_round == 0:
-            self._before = {name: p.detach().clone() for name, p in self.module.named_parameters()}
 
     def micro_batch_ends(self, weight: float) -> None:
         """See `Replica`."""
@@ -328,7 +296,7 @@ class LocalSGDModel(DDPModel):
 
     def _captured(self) -> dict[str, Any]:
         """All that this rank has."""
-        return super().capture() | ({"outer_momentum": self._momentum} if self._momentum else {})
+        return super().capture() | ({"outer_momentum": self._outer.momentum} if self._outer.momentum else {})
 
     def capture(self) -> dict[str, Any]:
         """See `Replica`. What all ranks have alike at a round's end: of the optimizer its settings; its state comes with `regroup`."""
@@ -346,7 +314,7 @@ class LocalSGDModel(DDPModel):
             value = state.get("buffers", {}).get(name)
             if value is not None and value.shape == buffer.shape:
                 buffer.copy_(value)
-        self._momentum = {name: value.clone() for name, value in state.get("outer_momentum", {}).items()}
+        self._outer.momentum = {name: value.clone() for name, value in state.get("outer_momentum", {}).items()}
         self._round_over()
 
     def regroup(self, group: Group) -> None:

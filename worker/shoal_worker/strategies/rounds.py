@@ -1,0 +1,75 @@
+"""How rounds of local training are to go: the options of local_sgd, and what becomes of their average.
+
+Outer momentum takes what the ranks moved by in a round, on average, as an optimizer takes a gradient. (Wang et al., "SlowMo", ICLR 2020;
+Douillard et al., "DiLoCo", 2023.) All of it runs on the training thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from shoal_common.errors import ConfigurationError
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundOptions:
+    """The options of local_sgd.
+
+    Raises:
+        ConfigurationError: values that cannot work.
+    """
+
+    sync_every: int = 8
+    """Steps in a round; >= 1."""
+    average_optimizer_state: bool = False
+    """Average the optimizer state, too."""
+    outer_learning_rate: float = 1.0
+    """How far to go from a round's start to its average; > 0. 1: all of the way."""
+    outer_momentum: float = 0.0
+    """0 (none) to less than 1."""
+    outer_nesterov: bool = False
+    """Look ahead by one movement."""
+
+    def __post_init__(self) -> None:
+        if type(self.sync_every) is not int or self.sync_every < 1:
+            raise ConfigurationError(f"sync_every={self.sync_every!r}: expected a whole number of steps, at least 1")
+        if not self.outer_learning_rate > 0:
+            raise ConfigurationError(
+                f"outer_learning_rate={self.outer_learning_rate}: expected more than 0; 1.0 takes the average as it is"
+            )
+        if not 0 <= self.outer_momentum < 1:
+            raise ConfigurationError(f"outer_momentum={self.outer_momentum}: expected at least 0 and less than 1")
+        if self.outer_nesterov and self.outer_momentum == 0:
+            raise ConfigurationError("outer_nesterov=True looks ahead along a momentum: give outer_momentum=0.9, say, or leave it out")
+
+
+class OuterMomentum:
+    """Where parameters go from the start of a round, by name. Does nothing unless the options ask for it."""
+
+    def __init__(self, options: RoundOptions) -> None:
+        self._options = options
+        self._wanted = options.outer_momentum > 0 or options.outer_learning_rate != 1.0
+        self._before: dict[str, torch.Tensor] = {}
+        self.momentum: dict[str, torch.Tensor] = {}
+        """The same on all ranks, and a part of the committed state."""
+
+    @torch.no_grad()
+    def round_begins(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Copies what they are."""
+        if self._wanted:
+            self._before = {name: parameter.clone() for name, parameter in parameters.items()}
+
+    @torch.no_grad()
+    def move(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        """They hold the round's average: moves them to where the next round begins."""
+        options = self._options
+        for name, parameter in parameters.items() if self._wanted else ():
+            before = self._before[name]
+            delta = moved = before - parameter
+            if options.outer_momentum > 0:
+                momentum = self.momentum.setdefault(name, torch.zeros_like(delta))
+                momentum.mul_(options.outer_momentum).add_(delta)
+                moved = delta + options.outer_momentum * momentum if options.outer_nesterov else momentum
+            parameter.copy_(before - options.outer_learning_rate * moved)

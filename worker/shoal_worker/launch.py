@@ -12,8 +12,10 @@ import torch.distributed as dist
 from shoal_common.errors import ConfigurationError
 from torch._C._distributed_c10d import HashStore
 
+from shoal_worker.api import shutdown
 from shoal_worker.backends import inmemory, inmemory_worlds
 from shoal_worker.backends.inmemory_turns import Turns
+from shoal_worker.elastic.current import find_session
 
 T = TypeVar("T")
 
@@ -23,10 +25,11 @@ _TIMEOUT: Final = timedelta(seconds=300)
 def launch(fn: Callable[..., T], *arguments: Any, world_size: int, backend: str = "inmemory", timeout: timedelta = _TIMEOUT) -> list[T]:
     """Runs `fn(*arguments)` on `world_size` ranks and returns their results, by rank.
 
-    Each rank finds torch.distributed initialized (`dist.get_rank()` is its rank) and has random generators of its own, which start where
-    the caller's stand; the caller's are left as they were. Ranks take turns, so two runs do the same. Ranks share everything else in the
-    process: `arguments` are the same objects on all of them, and a change to a global is seen by all. Launches that run side by side, in
-    threads of the caller's, share the generators too.
+    Each rank is one of Shoal's: the public API works there as in a job, but that no rank comes or goes. It also finds torch.distributed
+    initialized (`dist.get_rank()` is its rank). It has random generators of its own, which start where the caller's stand; the caller's are
+    left as they were. Ranks take turns, so two runs do the same. Ranks share everything else in the process: `arguments` are the same
+    objects on all of them, so that each has to make, or copy, the model that it trains, and a change to a global is seen by all. Launches
+    that run side by side, in threads of the caller's, share the generators too.
 
     A rank should wait for the others by collectives and transfers alone. While ranks run, the caller's own process groups are out of reach
     of functional collectives.
@@ -97,13 +100,19 @@ class _Ranks:
 
     def _be(self, rank: int) -> None:
         self._turns.begin(rank)
-        with inmemory_worlds.entered():
+        seat = inmemory_worlds.Seat(rank=rank, world_size=self._size, store=self._store, timeout=self._timeout)
+        with inmemory_worlds.entered(seat):
             try:
                 dist.init_process_group(inmemory.NAME, store=self._store, rank=rank, world_size=self._size, timeout=self._timeout)
                 self._results[rank] = self._fn()
+                if find_session() is not None:
+                    shutdown(timeout=self._timeout)
             except BaseException as error:
                 if self._failed is None:
                     self._failed = rank, error
                 self._turns.end_all(f"rank {rank} failed: {type(error).__name__}: {error}")
                 self._failing.set()
+                session = find_session()
+                if session is not None:
+                    session.close(failed=str(error))
         self._turns.finish(rank)

@@ -74,12 +74,12 @@ class FakeClock:
 
     @contextlib.contextmanager
     def current(self):
-        """This session is the process's, as far as this thread sees."""
-        set_session(self, thread_only=True)
+        """This session is the process's."""
+        set_session(self)
         try:
             yield self
         finally:
-            set_session(None, thread_only=True)
+            set_session(None)
 
 
 class FakeCoordinator:

@@ -4,8 +4,8 @@ Why: torch and Python keep much in globals that processes have to themselves, ab
 own, nothing that is cached per process is touched by two ranks at once, and a run is the same every time. And when every rank waits, that
 is known at once. What is given up is speed: ranks do not compute side by side.
 
-A turn passes in waits of in-memory groups only. A rank that waits for another one in any other way (a threading.Event, a sleep until a
-file is there) keeps its turn: then those who wait for it say so at their deadline.
+A turn passes in waits of in-memory groups, and while an errand is run (`run_aside`). A rank that waits for another one in any other way (a
+threading.Event, a sleep until a file is there) keeps its turn: then those who wait for it say so at their deadline.
 
 Threads: everything is guarded by `LOCK`, the one lock of all in-memory ranks of the process.
 """
@@ -18,11 +18,16 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeVar
 
 import numpy as np
 import torch
+
+from shoal_worker.backends.errors import GroupEndedError
+
+T = TypeVar("T")
 
 LOCK: Final = threading.RLock()
 """Reentrant, because a group may be let go of by the garbage collector anywhere."""
@@ -175,6 +180,56 @@ def wait(on: Waitable, ready: Callable[[], bool], timeout: float, what: str) -> 
         return turns.wait(_current.rank, on, ready, timeout, what)
     with LOCK:
         return _CHANGED.wait_for(ready, timeout)
+
+
+class _Errand:
+    """Something that a rank has done for it in another thread, which takes no turns."""
+
+    has_outsiders = True
+
+    def __init__(self, turns: Turns) -> None:
+        self.future: Future[Any] = Future()
+        self.ended: str | None = None
+        self._turns = turns
+
+    def run(self, work: Callable[[], Any]) -> None:
+        try:
+            self.future.set_result(work())
+        except BaseException as error:
+            self.future.set_exception(error)
+        with LOCK:
+            changed(self._turns)
+
+    def end_for(self, reason: str) -> None:
+        """See `Waitable`."""
+        self.ended = self.ended or reason
+        changed(self._turns)
+
+    end_deadlocked = end_for
+
+
+def run_aside(work: Callable[[], T], what: str) -> T:
+    """Returns `work()`, which waits for other ranks by other means than a group; they have their turns meanwhile.
+
+    `work` has a deadline of its own, and touches nothing that two ranks might touch at once. `what` completes "rank 0 waits ...".
+
+    Raises:
+        GroupEndedError: another rank has failed; `work` is left to itself.
+    """
+    turns = own_turns()
+    if turns is None:
+        return work()
+    errand = _Errand(turns)
+    with LOCK:
+        turns.rooms.add(errand)
+        if turns.over is not None:
+            raise GroupEndedError(turns.over)
+    threading.Thread(target=errand.run, args=(work,), name=f"shoal-rank-{_current.rank}-aside", daemon=True).start()
+    wait(errand, lambda: errand.future.done() or errand.ended is not None, threading.TIMEOUT_MAX, what)
+    if errand.ended is not None and not errand.future.done():
+        raise GroupEndedError(errand.ended)
+    result: T = errand.future.result()
+    return result
 
 
 def changed(turns: Turns | None) -> None:

@@ -19,18 +19,33 @@ import itertools
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, Final
 
 import torch
 import torch.distributed.distributed_c10d as c10d
 from torch._C._distributed_c10d import _set_thread_isolation_mode  # type: ignore[attr-defined]  # missing in the stub
 from torch.distributed import device_mesh
+from torch.distributed.distributed_c10d import Store
 
 _lock = threading.Lock()
 _installed: list[contextlib.ExitStack] = []
 _users = 0
 _thread = threading.local()
 _identities: Final = itertools.count(1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seat:
+    """A rank's place in a launch."""
+
+    rank: int
+    world_size: int
+    store: Store
+    """Shared by all ranks. Waiting on it would keep the rank's turn: for what returns at once only."""
+    timeout: timedelta
+    """Of each wait for other ranks."""
 
 
 class World:
@@ -49,6 +64,10 @@ class World:
         self.pg_to_tag: dict[Any, str] = {}
         self.pg_coalesce_state: dict[Any, list[Any]] = {}
         self.comms: list[Any] = []
+        # and what a rank has beside torch's
+        self.seat: Seat | None = None
+        self.session: Any = None
+        """Shoal's; kept here so that the rank's own threads find it."""
 
 
 class WorldOfThread:
@@ -91,11 +110,12 @@ def installed() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def entered() -> Iterator[None]:
-    """The calling thread is a rank, and leaves all its groups in the end."""
+def entered(seat: Seat | None = None) -> Iterator[None]:
+    """The calling thread is a rank, of a launch if it has a seat, and leaves all its groups in the end."""
     # Backward passes stay in this thread, also for CUDA tensors, so that collectives in autograd hooks find this world.
     with installed(), torch.autograd.set_multithreading_enabled(False):
-        _thread.world = World()
+        world = _thread.world = World()
+        world.seat = seat
         try:
             yield
         finally:

@@ -1,25 +1,24 @@
 """The session of this process: found here by loaders, models and the functions of the public API.
 
-A session belongs to the thread that made it when ranks are threads (`launch(backend="inmemory")`), and to the whole process otherwise:
-a thread without one of its own sees the process's.
+Where ranks are threads of one process (`shoal.launch`), each has a session of its own. It is kept with the rank's world, as what torch
+keeps per process is: so the threads that a rank starts find it too, and a rank never finds another's, or the process's.
 """
 
 from __future__ import annotations
 
-import threading
 from typing import TYPE_CHECKING
 
+from shoal_worker.backends.inmemory_worlds import own_world
 from shoal_worker.elastic.contract import StepClock
 
 if TYPE_CHECKING:
     from shoal_worker.elastic.session import Session
 
 _process: list[Session] = []
-_thread = threading.local()
 
 
 def current_session() -> Session:
-    """The session, made by `shoal.init()`; a world of one is made if the script did not call it."""
+    """The session, made by `shoal.init()`; if the script did not call it, it is called now."""
     session = find_session()
     if session is None:
         from shoal_worker.elastic.start import open_session
@@ -30,14 +29,18 @@ def current_session() -> Session:
 
 def find_session() -> Session | None:
     """The session, if there is one."""
-    own: Session | None = getattr(_thread, "session", None)
-    return own or (_process[-1] if _process else None)
+    world = own_world()
+    if world is not None:
+        found: Session | None = world.session
+        return found
+    return _process[-1] if _process else None
 
 
-def set_session(session: Session | None, *, thread_only: bool = False) -> None:
+def set_session(session: Session | None) -> None:
     """Makes `session` the current one, or forgets it with None."""
-    if thread_only:
-        _thread.session = session
+    world = own_world()
+    if world is not None:
+        world.session = session
         return
     _process.clear()
     if session is not None:

@@ -14,7 +14,7 @@ from shoal_protos.v1 import coordinator_pb2 as pb
 
 from shoal_worker.elastic.contract import Drained, StopTraining
 from shoal_worker.elastic.held import HeldState
-from shoal_worker.elastic.membership import Membership
+from shoal_worker.elastic.member import Member
 
 _log = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 class Departure:
     """Notes that the run is to end, and says goodbye once."""
 
-    def __init__(self, membership: Membership | None, held: HeldState) -> None:
+    def __init__(self, membership: Member | None, held: HeldState) -> None:
         self._membership = membership
         self._held = held
         self._callbacks: list[Callable[[], None]] = []

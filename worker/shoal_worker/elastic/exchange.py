@@ -13,6 +13,7 @@ from typing import Any
 
 from shoal_common.errors import CorruptDataError, UnavailableError
 
+from shoal_worker.backends.inmemory_turns import run_aside
 from shoal_worker.elastic.group import Group
 from shoal_worker.elastic.transfer import StateDonor, take_state
 from shoal_worker.metrics import WorkerMetrics
@@ -53,7 +54,11 @@ class StateExchange:
         addresses = [group.generation.peers[r].donor_address for r in donors]
         try:
             with group.guarding() as guard:
-                state, size = take_state(addresses, group.generation.nonce, timeout=self._settings.collective_timeout, guard=guard)
+                # Aside: where ranks take turns, a donor may need its turn to offer what this one waits for.
+                state, size = run_aside(
+                    lambda: take_state(addresses, group.generation.nonce, timeout=self._settings.collective_timeout, guard=guard),
+                    f"for the state of ranks {list(donors)}",
+                )
         except CorruptDataError as damage:
             raise UnavailableError(str(damage), reason=damage.reason) from damage
         elapsed = time.monotonic() - started

@@ -24,7 +24,7 @@ from shoal_worker.elastic.exchange import StateExchange
 from shoal_worker.elastic.generation import Generation
 from shoal_worker.elastic.group import Group
 from shoal_worker.elastic.held import HeldState
-from shoal_worker.elastic.membership import Membership
+from shoal_worker.elastic.member import Member
 from shoal_worker.elastic.operations import GroupChannel, spectate
 from shoal_worker.elastic.place import Place
 from shoal_worker.elastic.progress import ProgressMeter
@@ -48,7 +48,7 @@ class Formation:
 
     def __init__(
         self,
-        membership: Membership,
+        membership: Member,
         held: HeldState,
         exchange: StateExchange | None,
         *,

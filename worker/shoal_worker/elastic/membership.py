@@ -1,4 +1,4 @@
-"""Which generation this process works in: asks the coordinator for ranks, connects groups, and gives up groups that are over.
+"""Which generation a member of a job works in: asks the coordinator for ranks, connects groups, and gives up groups that are over.
 
 The training thread forms and leaves groups. The link's thread calls `_interrupt` for each new generation, which frees the training thread
 from collectives of a generation that is over and from forming one that is superseded. `_lock` guards `_group` and `_forming`.
@@ -17,10 +17,12 @@ from shoal_common.errors import DeadlineError, StaleGenerationError, Unavailable
 from shoal_protos.v1 import coordinator_pb2 as pb
 
 from shoal_worker.backends.base import CommunicationBackend
+from shoal_worker.backends.registry import backend_class
 from shoal_worker.elastic.generation import Generation
 from shoal_worker.elastic.group import Forming, Group, connect
 from shoal_worker.elastic.link import CoordinatorLink, MemberIdentity
 from shoal_worker.elastic.reach import unreachable
+from shoal_worker.elastic.replica import Replica
 from shoal_worker.settings import WorkerSettings
 
 _log = logging.getLogger(__name__)
@@ -46,6 +48,16 @@ class Membership:
     def join(self) -> pb.Welcome:
         """Opens the session with the coordinator. Raises what `CoordinatorLink.connect` raises."""
         return self.link.connect(self._settings.rendezvous_timeout)
+
+    @property
+    def only_backend(self) -> str | None:
+        """Any."""
+        return None
+
+    def serve(self, replica: Replica) -> None:
+        """`replica` is what will be trained: its backend makes the groups. Before the first `form`."""
+        if not replica.asynchronous:
+            self.make_backend = backend_class(replica.backend_name)
 
     @property
     def group(self) -> Group | None:

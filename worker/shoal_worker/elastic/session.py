@@ -6,7 +6,7 @@ It puts the parts together and gives each side its view of them; what happens is
 - `formation.py`  forms generations, and brings the ranks of one to the same state
 - `held.py`       the state that this process holds
 - `departure.py`  how its part in the run ends
-- `membership.py` and `link.py`: which generation the coordinator says it is in
+- `member.py`       its place among the ranks: `membership.py` and `link.py` have it from a coordinator, `fixed.py` from `shoal.launch`
 
 Here: opening and closing, identity, and operations between steps. Those are run again on a new group until they succeed, unless a peer that
 finished them still has the result. Everything runs on the training thread, except what `Membership`, `CoordinatorLink` and `StateDonor` do
@@ -24,7 +24,6 @@ import torch
 from shoal_common.errors import PreconditionError, ShoalError
 from shoal_protos.v1 import coordinator_pb2 as pb
 
-from shoal_worker.backends.registry import backend_class
 from shoal_worker.elastic.contract import StepStatus, StopTraining
 from shoal_worker.elastic.departure import Departure
 from shoal_worker.elastic.exchange import StateExchange
@@ -32,7 +31,7 @@ from shoal_worker.elastic.formation import GROUP_LOST, Formation
 from shoal_worker.elastic.generation import Generation
 from shoal_worker.elastic.group import Channel, Group, LocalChannel
 from shoal_worker.elastic.held import HeldState
-from shoal_worker.elastic.membership import Membership
+from shoal_worker.elastic.member import Member
 from shoal_worker.elastic.operations import Body, GroupChannel
 from shoal_worker.elastic.progress import ProgressMeter
 from shoal_worker.elastic.reconcile import StateName
@@ -51,7 +50,7 @@ _log = logging.getLogger(__name__)
 class Session:
     """One process's training run. The `StrategySession` of its strategy; `clock` is the `StepClock` of its loaders."""
 
-    def __init__(self, settings: WorkerSettings, membership: Membership | None, donor: StateDonor | None, metrics: WorkerMetrics) -> None:
+    def __init__(self, settings: WorkerSettings, membership: Member | None, donor: StateDonor | None, metrics: WorkerMetrics) -> None:
         """`membership` and `donor`: both None in a world of one. `donor` alone: no state travels (async_sgd)."""
         self.settings = settings
         self.metrics = metrics
@@ -72,12 +71,12 @@ class Session:
 
     @property
     def elastic(self) -> bool:
-        """A member of a job; False: a world of one without a coordinator."""
+        """A member of a job, or a rank of a launch; False: a world of one by itself."""
         return self._membership is not None
 
     @property
-    def membership(self) -> Membership | None:
-        """The session with the coordinator; None in a world of one."""
+    def membership(self) -> Member | None:
+        """Its place among the ranks; None in a world of one."""
         return self._membership
 
     @property
@@ -141,6 +140,12 @@ class Session:
         return torch.device("cuda", self.settings.local_index % torch.cuda.device_count())
 
     @property
+    def default_backend(self) -> str:
+        """The backend of groups, where the user names none."""
+        only = self._membership.only_backend if self._membership is not None else None
+        return only or ("nccl" if self.device.type == "cuda" else "gloo")
+
+    @property
     def _generation(self) -> Generation | None:
         return self._formation.generation if self._formation is not None else None
 
@@ -173,20 +178,20 @@ class Session:
         held.set_replica(replica)
         if membership is None or formation is None:
             held.name = StateName(0, 0)
-        elif replica.asynchronous:
+            return
+        membership.serve(replica)
+        if replica.asynchronous:
             if not held.live:
                 self._await_rank(membership)
                 held.live, self.clock.replaying = True, False
             held.name = StateName(0, 0)
-        else:
-            membership.make_backend = backend_class(replica.backend_name)
-            if held.live:
-                try:
-                    formation.synchronize_first()
-                except StopTraining as stop:
-                    self._departure.exit_drained(str(stop))  # as in _await_rank
+        elif held.live:
+            try:
+                formation.synchronize_first()
+            except StopTraining as stop:
+                self._departure.exit_drained(str(stop))  # as in _await_rank
 
-    def _await_rank(self, membership: Membership) -> None:
+    def _await_rank(self, membership: Member) -> None:
         membership.link.ready()
         try:
             membership.await_generation()

@@ -17,7 +17,9 @@ from shoal_common.rpc.channel import ChannelSettings
 from shoal_common.telemetry import HttpServer, serve_metrics
 
 from shoal_worker.backends import reaper
+from shoal_worker.backends.inmemory_worlds import Seat, own_world
 from shoal_worker.elastic.current import find_session, set_session
+from shoal_worker.elastic.fixed import FixedMembership
 from shoal_worker.elastic.link import MemberIdentity
 from shoal_worker.elastic.membership import Membership
 from shoal_worker.elastic.script_end import ScriptEnd
@@ -32,12 +34,16 @@ _log = logging.getLogger(__name__)
 def open_session(settings: WorkerSettings | None = None) -> Session:
     """Makes the session of this process, from its environment unless `settings` are given, and makes it the current one.
 
-    With a coordinator: blocks until this member is accepted, and for a fresh job until it has a rank. Without: a world of one.
+    With a coordinator: blocks until this member is accepted, and for a fresh job until it has a rank. Without: a world of one, or in a
+    rank of `shoal.launch` that rank, whatever the environment says.
 
     Raises:
         ConfigurationError: the environment contradicts itself.
         DeadlineError: no coordinator, or too few members, within the rendezvous timeout.
     """
+    world = own_world()
+    if world is not None and world.seat is not None:
+        return _open_in_launch(world.seat)
     settings = settings or WorkerSettings()
     metrics = WorkerMetrics()
     if settings.coordinator is None:
@@ -63,15 +69,29 @@ def open_session(settings: WorkerSettings | None = None) -> Session:
     session = Session(settings, membership, donor, metrics)
     session.join()
     set_session(session)
-    _Exit(session, http).install()
+    _Exit(session, membership, http).install()
+    return session
+
+
+def _open_in_launch(seat: Seat) -> Session:
+    """The end of the rank is not the process's: `launch` closes the session."""
+    timeout_s = seat.timeout.total_seconds()
+    settings = WorkerSettings(
+        coordinator=None, local_index=seat.rank, metrics_listen=None, collective_timeout_s=timeout_s, rendezvous_timeout_s=timeout_s
+    )
+    donor = StateDonor("127.0.0.1")
+    session = Session(settings, FixedMembership(seat, donor.address), donor, WorkerMetrics())
+    session.join()
+    set_session(session)
     return session
 
 
 class _Exit:
     """What has to happen when the process ends, however it does."""
 
-    def __init__(self, session: Session, http: HttpServer | None) -> None:
+    def __init__(self, session: Session, membership: Membership, http: HttpServer | None) -> None:
         self._session = session
+        self._membership = membership
         self._http = http
         self._script = ScriptEnd()
 
@@ -85,8 +105,7 @@ class _Exit:
     def _leave(self) -> None:
         if find_session() is self._session:
             set_session(None)
-        membership = self._session.membership
-        stopped = membership is not None and membership.link.stopped is not None
+        stopped = self._session.membership is not None and self._membership.link.stopped is not None
         self._session.close(failed=None if stopped else self._script.failure())
         if self._http is not None:
             self._http.close()
@@ -96,9 +115,7 @@ class _Exit:
     def _drain(self, _signal: int, _frame: FrameType | None) -> None:
         # The second SIGTERM ends the process at once.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        membership = self._session.membership
-        if membership is not None:
-            membership.link.drain("SIGTERM")
+        self._membership.link.drain("SIGTERM")
 
 
 def _address_towards(endpoint: str) -> str:

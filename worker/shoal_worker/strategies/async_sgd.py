@@ -36,6 +36,7 @@ from shoal_worker.asynchronous.server_link import Iteration
 from shoal_worker.asynchronous.servers import ParameterServers
 from shoal_worker.asynchronous.tensors import HostTensor, check_gradients, gradients
 from shoal_worker.elastic.contract import Leases, StepSource, StepStatus, StopTraining
+from shoal_worker.elastic.membership import Membership
 from shoal_worker.strategies.base import ShardedModel, ShardedOptimizer, call_module, check_optimizer_covers, loss_of
 from shoal_worker.strategies.materialize import materialize
 from shoal_worker.strategies.whole import WholeModel
@@ -114,6 +115,7 @@ class AsyncSGDModel(WholeModel):
             link, channel = self._own_cluster.link, self._own_cluster.channel
         else:
             assert settings.coordinator is not None
+            assert isinstance(membership, Membership), "a rank of a launch was refused"
             link, channel = membership.link, ChannelSettings(address=settings.coordinator, token=settings.token, tls=settings.tls)
         job = Job(link, channel, patience=settings.rendezvous_timeout, straggler_patience=settings.collective_timeout)
         if membership is not None:

@@ -42,7 +42,7 @@ class ShardedModel(nn.Module, abc.ABC):
         super().__init__()
         self.module = module
         self.config = config
-        self.backend_name = backend or ("nccl" if session.device.type == "cuda" else "gloo")
+        self.backend_name = backend or session.default_backend
         self._session = session
         self._options = options
         if session.device.type == "cuda":

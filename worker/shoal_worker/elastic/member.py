@@ -1,0 +1,111 @@
+"""A rank's place among the others, as the session asks after it.
+
+A protocol, because there are two kinds of place: a member of a job has a coordinator that deals ranks anew when members come and go
+(`membership.py`); a rank of a launch has the same place from beginning to end (`fixed.py`). The session runs the same code over both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from shoal_common.errors import ShoalError
+from shoal_protos.v1 import coordinator_pb2 as pb
+
+from shoal_worker.elastic.generation import Generation
+from shoal_worker.elastic.group import Group
+from shoal_worker.elastic.replica import Replica
+
+
+class Notices(Protocol):
+    """What this rank is told, and what it tells."""
+
+    progress: Callable[[], pb.Progress]
+    """Called for each report of this rank's."""
+
+    @property
+    def newest(self) -> int:
+        """Number of the newest generation known; 0 before the first."""
+        ...
+
+    @property
+    def newest_generation(self) -> Generation | None:
+        """The newest generation known."""
+        ...
+
+    @property
+    def refused(self) -> ShoalError | None:
+        """Why this rank must not train on; None: it may."""
+        ...
+
+    @property
+    def draining(self) -> str | None:
+        """Why this member is to leave at the next border; None: it is not."""
+        ...
+
+    @property
+    def stopped(self) -> str | None:
+        """Why the job is to stop; None: it goes on."""
+        ...
+
+    def ready(self) -> None:
+        """Asks for a rank."""
+        ...
+
+
+class Member(Protocol):
+    """A rank's place."""
+
+    @property
+    def link(self) -> Notices: ...
+
+    @property
+    def group(self) -> Group | None:
+        """The group formed last; it may be broken. None before the first and after `leave_group`."""
+        ...
+
+    @property
+    def changes(self) -> bool:
+        """There is a newer generation, or this member is to leave: settle it at the next border."""
+        ...
+
+    @property
+    def only_backend(self) -> str | None:
+        """The one backend whose groups this place allows; None: any."""
+        ...
+
+    def join(self) -> pb.Welcome:
+        """Takes the place; whether others have trained already is in the answer."""
+        ...
+
+    def serve(self, replica: Replica) -> None:
+        """`replica` is what will be trained: its backend makes the groups. Before the first `form`.
+
+        Raises:
+            ConfigurationError: it cannot be trained in this place.
+        """
+        ...
+
+    def await_generation(self) -> Generation:
+        """Waits for a generation that this rank has not been in, without connecting it."""
+        ...
+
+    def form(self) -> Group:
+        """Connects the next generation."""
+        ...
+
+    def failed(self, error: BaseException) -> None:
+        """A collective failed here. Raises if there will be no other generation."""
+        ...
+
+    def check_current(self, generation: int) -> None:
+        """Raises StaleGenerationError if this rank, which acts for `generation`, was put out since. On any thread."""
+        ...
+
+    def leave_group(self, reason: str) -> None:
+        """Lets go of the group."""
+        ...
+
+    def leave(self, reason: pb.Leave.Reason, detail: str = "") -> None:
+        """Gives up the place."""
+        ...

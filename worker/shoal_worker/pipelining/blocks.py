@@ -123,10 +123,10 @@ def _is_plain_sequential(module: nn.Module) -> bool:
 
 def _flattened(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
     """The parts of a Sequential, and of those in it."""
-    for name, part in module.named_children():
-        if _is_plain_sequential(part) and len(list(part.children())) > 0:
+    for name, part in module._modules.items():  # not named_children(), which gives a module that is used twice once
+        if part is not None and _is_plain_sequential(part) and part._modules:
             yield from _flattened(part, f"{prefix}{name}.")
-        else:
+        elif part is not None:
             yield f"{prefix}{name}", part
 
 
@@ -142,6 +142,9 @@ def _longest_list(module: nn.Module) -> str | None:
 
 def _layered(module: nn.Module, layers: str) -> Blocks:
     """What is registered before the list, in any of the modules around it, comes before it; what is registered after it, after it."""
+    entries = list(module.get_submodule(layers)._modules.items())
+    if len({id(layer) for _, layer in entries}) < len(entries):
+        raise ConfigurationError(f"{layers!r} holds the same module more than once, which cannot be on several stages: {_REMEDY}")
     path = layers.split(".")
     around = [".".join(path[:depth]) for depth in range(len(path))]
     before: list[str] = []
@@ -156,7 +159,7 @@ def _layered(module: nn.Module, layers: str) -> Blocks:
         form=Form.LAYERED,
         blocks=(
             *([Block(names=tuple(before))] if before else []),
-            *(Block(names=(f"{layers}.{name}",)) for name, _ in module.get_submodule(layers).named_children()),
+            *(Block(names=(f"{layers}.{name}",)) for name, _ in entries),
             *([Block(names=tuple(after))] if after else []),
         ),
         layers=layers,

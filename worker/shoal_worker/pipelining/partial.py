@@ -17,7 +17,7 @@ Threads: a stage runs one forward at a time.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ from shoal_common.errors import ConfigurationError
 from torch import nn
 
 from shoal_worker.pipelining.blocks import Form
-from shoal_worker.pipelining.placeholder import Placeholder, placeholder_like
+from shoal_worker.pipelining.placeholder import Placeholder, absent_like, placeholder_like
 from shoal_worker.pipelining.split import Split, named_tensors
 from shoal_worker.pipelining.values import Border, Call, tensors_in
 
@@ -37,6 +37,10 @@ class PartialModel(nn.Module):
     def forward(self, received: Border | None, call: Call) -> Any:
         """What the next stage gets, as a Border; the model's output on the last stage. `received`: None on the first stage."""
         raise NotImplementedError
+
+    def held_parameters(self) -> list[nn.Parameter]:
+        """Those that have values here."""
+        return [p for p in self.parameters() if not p.is_meta]
 
     def follow_modes(self, module: nn.Module) -> None:
         """Takes over which parts of the whole model are in training mode."""
@@ -123,27 +127,25 @@ class _LayeredPart(PartialModel):
         try:
             output = self.shell(*call.args, **call.kwargs)
         except _StageEnds as ends:
+            self._check_values(ends.border.tensors)
             return ends.border
-        except (RuntimeError, NotImplementedError) as error:
-            if "meta" not in str(error):
-                raise
-            raise ConfigurationError(
-                "the model's forward uses parameters of a module that is on another pipeline stage, other than by calling that module "
-                f"({error}): use a module for it (a tied nn.Linear head, say), or give the model a method pipeline_blocks()"
-            ) from error
         finally:
             run, self._run = self._run, None
         if not self._is_last:
             raise ConfigurationError("the model's forward returned without running all of its layers: they cannot be put on several stages")
+        self._check_values(tensors_in(output))
         if run.received is not None:
             raise ConfigurationError("the model's forward did not run the layers of this pipeline stage")
-        if any(isinstance(one, Placeholder) for one in tensors_in(output)):
-            raise ConfigurationError(
-                "the model's output needs values of earlier pipeline stages besides what the layers hand on (all hidden states, or a "
-                "connection "
-                "around the layers): switch such outputs off, or give the model a method pipeline_blocks()"
-            )
         return output
+
+    def _check_values(self, tensors: Iterable[torch.Tensor]) -> None:
+        """What is handed on was computed from no placeholder."""
+        for one in tensors:
+            if isinstance(one, Placeholder):
+                raise ConfigurationError(
+                    "the model's output needs values of earlier pipeline stages besides what the layers hand on (all hidden states, or a "
+                    "connection around the layers): switch such outputs off, or give the model a method pipeline_blocks()"
+                )
 
     def follow_modes(self, module: nn.Module) -> None:
         self.training = module.training
@@ -255,8 +257,14 @@ class _LayeredPart(PartialModel):
                     f"what runs "
                     "before the layers before them, and what runs after them after them"
                 )
-            with torch.no_grad():
-                shapes = original(*_mapped(args, _shape_of), **_mapped(kwargs, _shape_of))
+            try:
+                with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+                    shapes = original(*_mapped(args, _shape_of), **_mapped(kwargs, _shape_of))
+            except (RuntimeError, NotImplementedError) as error:
+                raise ConfigurationError(
+                    f"{name!r} is on another pipeline stage and cannot be run for the shape of its output alone ({error}): "
+                    "give the model a method pipeline_blocks()"
+                ) from error
             return _mapped(shapes, lambda one: placeholder_like(one, self._device))
 
         module.forward = forward
@@ -275,9 +283,9 @@ class _LayeredPart(PartialModel):
 
 
 def _copy(module: nn.Module, split: Split, stage: int, others: Sequence[str]) -> nn.Module:
-    """The model's structure again, with the same tensors where the stage holds them, and on `meta` all of what is in `others`."""
+    """The model's structure again, with the same tensors where the stage holds them, and without values what is in `others`."""
     named = named_tensors(module)
-    valueless = {id(tensor): on_meta(tensor) for tensor in named.values()}
+    valueless = {id(tensor): absent_like(tensor) for tensor in named.values()}
     elsewhere: dict[int, Any] = {}
     for name in others:
         part = module.get_submodule(name)
@@ -286,9 +294,9 @@ def _copy(module: nn.Module, split: Split, stage: int, others: Sequence[str]) ->
     return copy.deepcopy(module, {**valueless, **held, **elsewhere})
 
 
-def on_meta(tensor: torch.Tensor) -> torch.Tensor:
-    """The same parameter or buffer without values."""
-    empty = torch.empty_like(tensor, device="meta")
+def empty_on(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A parameter or buffer of the same shape and kind, without its values."""
+    empty = torch.empty_like(tensor, device=device)
     return nn.Parameter(empty, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
 
@@ -315,8 +323,7 @@ def _output_border(output: Any) -> Border:
 
 
 def _shape_of(tensor: torch.Tensor) -> torch.Tensor:
-    with torch._C.DisableTorchFunctionSubclass():
-        return torch.empty_like(tensor, device="meta")
+    return torch.empty_like(tensor, device="meta")
 
 
 def _mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:

@@ -28,7 +28,7 @@ from shoal_worker.pipelining import full_state, gradients
 from shoal_worker.pipelining.engine import Engine, Loss
 from shoal_worker.pipelining.links import Links, Traffic, all_reduce, end_group
 from shoal_worker.pipelining.micro_batches import MicroBatch, cut_batch, merge_outputs
-from shoal_worker.pipelining.partial import PartialModel, on_meta, partial_model
+from shoal_worker.pipelining.partial import PartialModel, empty_on, partial_model
 from shoal_worker.pipelining.schedule import (
     Schedule,
     checked_stages_per_rank,
@@ -110,9 +110,11 @@ class Pipeline:
         self.split: Split = split_model(module, len(self.rank_of), cut_points=settings.cut_points)
         self._links = Links(group, device or torch.device("cpu"), end=end or self._ends(group, data_group))
         self.stages = tuple(stage for stage, rank in enumerate(self.rank_of) if rank == self._links.rank)
+        self._state_names = full_state.state_names(module)
+        self.lacks_values = self._allocate()
+        """Whether tensors of this rank's stages were on `meta`: they are arbitrary until `load_full_state_dict`."""
         self._parts: dict[int, PartialModel] = {stage: partial_model(module, self.split, stage) for stage in self.stages}
         self._engine = Engine(self._parts, len(self.rank_of), self._links)
-        self._state_names = full_state.state_names(module)
         self._step: _Step | None = None
         self.in_flight = 0
         """Of the last train_step: the most (stage, micro-batch) pairs that waited here for their backward pass at once."""
@@ -161,13 +163,27 @@ class Pipeline:
     def release(self) -> None:
         """Moves what this rank does not hold to `meta` in the original module, so that its memory is freed."""
         elsewhere = {id(t): t for name, t in named_tensors(self.module).items() if not t.is_meta and not self._is_here(name)}
-        empty = {key: on_meta(tensor) for key, tensor in elsewhere.items()}  # one for each, so that tied ones stay tied
+        self._replace({key: empty_on(tensor, torch.device("meta")) for key, tensor in elsewhere.items()})
+
+    def _allocate(self) -> bool:
+        """Gives memory to what this rank holds and is on `meta`; whether there was any such."""
+        named = {name: t for name, t in named_tensors(self.module).items() if t.is_meta and self._is_here(name)}
+        lost = sorted(set(named) - set(self._state_names))
+        if lost:
+            raise ConfigurationError(
+                f"the buffers {lost[:5]} are on meta and in no state dict, so they can get no values: build the model where they have some"
+            )
+        self._replace({id(t): empty_on(t, self._links.device) for t in named.values()})
+        return bool(named)
+
+    def _replace(self, by_id: Mapping[int, torch.Tensor]) -> None:
+        """Puts other tensors in the places of the model's; tied ones stay tied."""
         for part in self.module.modules():
             held: tuple[dict[str, Any], ...] = (part._parameters, part._buffers)
             for tensors in held:
                 for name, tensor in tensors.items():
-                    if id(tensor) in elsewhere:
-                        tensors[name] = empty[id(tensor)]
+                    if id(tensor) in by_id:
+                        tensors[name] = by_id[id(tensor)]
 
     def _is_here(self, name: str) -> bool:
         return not set(self.split.placement[name]).isdisjoint(self.stages)
@@ -195,6 +211,8 @@ class Pipeline:
         Raises:
             MembershipChanged: a rank failed or is gone. The gradients are worthless then: `discard_step`.
         """
+        if self.lacks_values:
+            raise PreconditionError("the model was built on meta: load_full_state_dict() first")
         weights = [one.weight for one in micro_batches]
         mean = self.settings.loss_reduction == "mean"
         if self._step is None:
@@ -360,6 +378,7 @@ class Pipeline:
             ConfigurationError: it does not fit the model; nothing is changed.
         """
         full_state.load(state, self._state_names, self.module, self.split, self.stages)
+        self.lacks_values = False
 
     def _gather(self, names: Sequence[str], *, rank0_only: bool) -> dict[str, torch.Tensor]:
         with self._links.ending_on_failure("gathering state"), torch.no_grad():

@@ -1,7 +1,11 @@
-"""A tensor that stands for a value which another stage has: right shape, dtype and device, no meaning.
+"""Tensors that stand for what only another stage has.
 
-What is computed from a placeholder is one again, so that a result which secretly needs what only another stage has can be told from one
-that does not, and refused (partial.py). A fresh tensor that merely looks like a placeholder (zeros_like, new_full) is none.
+A `Placeholder` stands for a value: right shape, dtype and device, no meaning. What is computed from one is one again, so that a result
+which secretly needs what only another stage has can be told from one that does not, and refused (partial.py). A fresh tensor that merely
+looks like a placeholder (zeros_like, new_full) is none.
+
+An `Absent` stands for a parameter, takes no memory, and cannot be computed with. Being on `meta` would not do for that: a matrix product of
+a CPU tensor and one on `meta` is a CPU tensor of arbitrary values (torch 2.13), without any error.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ from typing import Any, Final
 
 import torch
 from shoal_common.errors import ConfigurationError
+from torch import nn
 
 _FRESH: Final = frozenset(
     {
@@ -43,6 +48,12 @@ _READS: Final = frozenset(
     }
 )
 
+_LOOKS: Final = frozenset(
+    {"__get__", "__set__", "size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "is_floating_point", "is_complex"}
+    | {"detach", "requires_grad_", "t", "__repr__", "__len__", "__hash__", "data_ptr", "get_device"}
+)
+"""What can be done with an Absent."""
+
 
 class Placeholder(torch.Tensor):
     """See the module's docstring."""
@@ -64,6 +75,29 @@ class Placeholder(torch.Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+
+
+class Absent(torch.Tensor):
+    """See the module's docstring. Attributes can be looked at; a transposed or detached one is Absent again."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", str(func))
+        if name not in _LOOKS:
+            raise ConfigurationError(
+                f"the model's forward uses ({name}) parameters of a module that is on another pipeline stage, other than by calling that "
+                "module: use a module for it (a tied nn.Linear head, say), or give the model a method pipeline_blocks()"
+            )
+        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+
+
+def absent_like(tensor: torch.Tensor) -> torch.Tensor:
+    """An Absent in the place of a parameter or buffer."""
+    with torch._C.DisableTorchFunctionSubclass():
+        empty = torch.empty_like(tensor, device="meta", requires_grad=False).as_subclass(Absent)
+    return nn.Parameter(empty, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
 
 def placeholder_like(value: torch.Tensor, device: torch.device) -> Placeholder:

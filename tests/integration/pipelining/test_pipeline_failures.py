@@ -1,0 +1,91 @@
+"""A stage that fails, and ranks that do not agree: nobody waits for ever, and everybody is told."""
+
+from __future__ import annotations
+
+import copy
+import time
+from typing import Any
+
+import pytest
+import torch
+from shoal_common.errors import ConfigurationError, MembershipChanged
+from shoal_worker.pipelining.pipeline import Pipeline, PipelineSettings
+from torch import nn
+
+from tests.integration.pipelining.models import batch, cross_entropy, made
+from tests.integration.pipelining.threads import Failed, run_grid, run_line
+
+
+class _Fails(nn.Module):
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.where = where
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        y = self.linear(x)
+        if self.calls == 3 and self.where == "forward":
+            raise ArithmeticError("the stage is out of order")
+        if self.calls == 3 and self.where == "backward":
+
+            def fail(_: torch.Tensor) -> None:
+                raise ArithmeticError("the stage is out of order")
+
+            y.register_hook(fail)
+        return y
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zbv"])
+def test_a_stage_that_fails_ends_all_ranks_of_all_replicas_with_its_reason(schedule: str, where: str) -> None:
+    module = nn.Sequential(nn.Linear(6, 6), _Fails(""), nn.Linear(6, 6), nn.Linear(6, 3)).double()
+    inputs, targets = batch("mlp", 4)
+    begun = time.monotonic()
+
+    def body(rank: int, replica: int, group: Any, data: Any) -> None:
+        own = copy.deepcopy(module)
+        own[1].where = where if replica == 0 else ""
+        pipeline = Pipeline(own, PipelineSettings(schedule=schedule), group=group, data_group=data)
+        pipeline.train_step(inputs, targets, cross_entropy)
+        pipeline.reduce_gradients()
+
+    with pytest.raises(Failed) as failed:
+        run_grid(2, 2, body)
+    errors = failed.value.errors
+    assert len(errors) == 4
+    first = [rank for rank, error in errors.items() if isinstance(error, ArithmeticError)]
+    assert len(first) == 1
+    note = errors[first[0]].__notes__[0]
+    assert note.startswith(f"in pipeline stage {1 if schedule == 'zbv' else 0}, micro-batch 2, {where}")
+    others = [error for rank, error in errors.items() if rank not in first]
+    assert all(isinstance(error, MembershipChanged) for error in others), errors
+    assert any("out of order" in str(error) for error in others)
+    assert time.monotonic() - begun < 5  # not the groups' timeout
+
+
+def test_ranks_that_were_given_different_batches_are_told_so() -> None:
+    def body(rank: int, group: Any) -> None:
+        pipeline = Pipeline(made("mlp"), PipelineSettings(), group=group)
+        pipeline.train_step(*batch("mlp", 4 + rank), cross_entropy)
+
+    with pytest.raises(Failed, match="ranks of one replica must pass the same batch") as failed:
+        run_line(2, body)
+    assert all(isinstance(error, ConfigurationError | MembershipChanged) for error in failed.value.errors.values())
+
+
+def test_a_loss_that_is_no_number_and_an_output_without_one_are_refused() -> None:
+    inputs, targets = batch("mlp", 4)
+
+    def unreduced(rank: int, group: Any) -> None:
+        pipeline = Pipeline(made("mlp"), PipelineSettings(), group=group)
+        pipeline.train_step(inputs, targets, lambda o, t: nn.functional.cross_entropy(o, t, reduction="none").repeat(2))
+
+    def no_loss(rank: int, group: Any) -> None:
+        Pipeline(made("mlp"), PipelineSettings(), group=group).train_step(inputs)
+
+    with pytest.raises(Failed, match=r"the loss of a micro-batch is \(2,\): expected a tensor of one element"):
+        run_line(2, unreduced)
+    with pytest.raises(Failed, match=r"needs an output with a \.loss tensor; got Tensor"):
+        run_line(2, no_loss)

@@ -1,0 +1,96 @@
+"""The orders of computation, their micro-batches in flight and their bubbles, against the papers' figures."""
+
+from __future__ import annotations
+
+import pytest
+from shoal_common.errors import ConfigurationError
+from shoal_worker.pipelining.schedule import (
+    Action,
+    Kind,
+    Schedule,
+    forward_schedule,
+    schedule_kind,
+    schedule_names,
+    stage_ranks,
+    training_schedule,
+)
+
+RANKS, MICRO_BATCHES = 4, 8
+
+
+def _made(name: str, ranks: int = RANKS, micro_batches: int = MICRO_BATCHES) -> Schedule:
+    return training_schedule(name, ranks=ranks, stages_per_rank=schedule_kind(name).default_stages_per_rank, micro_batches=micro_batches)
+
+
+def test_one_forward_one_backward_holds_as_many_micro_batches_as_stages_follow() -> None:
+    """Narayanan et al., PipeDream-2BW 2021, section 3.2; GPipe holds all."""
+    assert [_made("1f1b").in_flight(rank) for rank in range(RANKS)] == [4, 3, 2, 1]
+    assert [_made("gpipe").in_flight(rank) for rank in range(RANKS)] == [MICRO_BATCHES] * RANKS
+
+
+def test_in_flight_of_schedules_with_two_stages_on_a_rank() -> None:
+    """In stages' activations, each half as large as with one stage on a rank.
+
+    Interleaved: 2(p - 1 - r) + (v - 1)p warm-up passes and one (Narayanan et al. 2021, section 2.2). ZBV: 2p, as 1F1B's p whole ones (Qi et
+    al. 2024, section 6). Looped BFS: all (Lamy-Poirier 2022).
+    """
+    expected = [2 * (RANKS - 1 - rank) + RANKS + 1 for rank in range(RANKS)]
+    assert [_made("interleaved_1f1b").in_flight(rank) for rank in range(RANKS)] == expected
+    assert [_made("zbv").in_flight(rank) for rank in range(RANKS)] == [2 * RANKS] * RANKS
+    assert [_made("looped_bfs").in_flight(rank) for rank in range(RANKS)] == [2 * MICRO_BATCHES] * RANKS
+    assert max(_made("dualpipe_v").in_flight(rank) for rank in range(RANKS)) == 2 * RANKS + 1
+    assert max(_made("zero_bubble").in_flight(rank) for rank in range(RANKS)) < 2 * MICRO_BATCHES
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+def test_the_bubble_is_p_less_one_over_m_and_p_less_one(name: str) -> None:
+    """Huang et al., GPipe 2019, section 2.3."""
+    assert _made(name).bubble(1, 1, 1) == pytest.approx((RANKS - 1) / (MICRO_BATCHES + RANKS - 1))
+
+
+def test_interleaving_divides_the_bubble_and_zero_bubble_schedules_nearly_end_it() -> None:
+    plain = _made("1f1b").bubble(2, 2, 2)  # stages twice as large
+    stages = 2
+    assert _made("interleaved_1f1b").bubble() == pytest.approx((RANKS - 1) / (stages * MICRO_BATCHES + RANKS - 1))
+    assert _made("looped_bfs").bubble() == pytest.approx((RANKS - 1) / (stages * MICRO_BATCHES + RANKS - 1))
+    for name in ("zero_bubble", "zbv", "dualpipe_v"):
+        assert _made(name).bubble() < 0.06 < _made("interleaved_1f1b").bubble() < plain
+
+
+@pytest.mark.parametrize("name", schedule_names())
+@pytest.mark.parametrize(("ranks", "micro_batches"), [(1, 1), (2, 3), (4, 5), (4, 1), (3, 7)])
+def test_any_number_of_micro_batches_goes_through_in_an_order_that_cannot_deadlock(name: str, ranks: int, micro_batches: int) -> None:
+    """Both sides of each pair of ranks transfer the same things in the same order, and waiting at each one ends."""
+    schedule = _made(name, ranks, micro_batches)
+    assert schedule.micro_batches == micro_batches
+    sent: dict[tuple[int, int], list[Action]] = {}
+    received: dict[tuple[int, int], list[Action]] = {}
+    for rank, actions in enumerate(schedule.actions):
+        for action in actions:
+            if action.kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD):
+                step = 1 if action.kind is Kind.SEND_FORWARD else -1
+                arrives = Kind.RECEIVE_FORWARD if step == 1 else Kind.RECEIVE_BACKWARD
+                peer = schedule.rank_of[action.stage + step]
+                sent.setdefault((rank, peer), []).append(Action(arrives, action.stage + step, action.micro_batch))
+            elif action.kind in (Kind.RECEIVE_FORWARD, Kind.RECEIVE_BACKWARD):
+                step = -1 if action.kind is Kind.RECEIVE_FORWARD else 1
+                received.setdefault((schedule.rank_of[action.stage + step], rank), []).append(action)
+    assert sent == received
+    assert schedule.bubble() < 1
+
+
+def test_schedules_are_known_by_torchs_names_too_and_others_are_refused() -> None:
+    assert schedule_kind("ScheduleZBVZeroBubble").name == "zbv"
+    assert schedule_kind("Interleaved1F1B").name == "interleaved_1f1b"
+    with pytest.raises(ConfigurationError, match="schedule='pipedream': expected one of gpipe, 1f1b"):
+        schedule_kind("pipedream")
+    with pytest.raises(ConfigurationError, match="stages_per_rank=3 with schedule='zbv': expected 2"):
+        training_schedule("zbv", ranks=2, stages_per_rank=3, micro_batches=4)
+
+
+def test_stages_lie_in_rounds_or_forth_and_back_and_forward_passes_go_breadth_first() -> None:
+    assert stage_ranks(schedule_kind("interleaved_1f1b"), 2, 2) == (0, 1, 0, 1)
+    assert stage_ranks(schedule_kind("zbv"), 2, 2) == (0, 1, 1, 0)
+    forward = forward_schedule((0, 1, 1, 0), 2)
+    computed = [(a.stage, a.micro_batch) for a in forward.actions[1] if a.kind is Kind.FORWARD]
+    assert computed == [(1, 0), (1, 1), (2, 0), (2, 1)]

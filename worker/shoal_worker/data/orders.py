@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,11 +32,16 @@ class EpochOrders:
             )
         if isinstance(sampler, BatchSampler):
             raise ConfigurationError("sampler=BatchSampler(...): the loader cuts batches itself; give a sampler that draws single indices")
-        self._dataset_length = dataset_length
+        self.dataset_length = dataset_length
         self._seed = seed
         self._shuffle = shuffle
         self._sampler = sampler
         self._held: tuple[int, Order] | None = None
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What an order that is not drawn follows from, with the epoch. JSON-able."""
+        return {"seed": self._seed, "shuffle": self._shuffle, "length": self.dataset_length}
 
     @property
     def drawn(self) -> bool:
@@ -45,7 +51,7 @@ class EpochOrders:
     def length(self, epoch: int) -> int:
         """Samples in an epoch; draws it if the sampler does not tell."""
         if self._sampler is None:
-            return self._dataset_length
+            return self.dataset_length
         length = getattr(self._sampler, "__len__", None)
         return length() if length is not None else len(self.order(epoch))
 
@@ -57,7 +63,7 @@ class EpochOrders:
         """
         if self._held is None or self._held[0] != epoch:
             if self._sampler is None:
-                order = permutation(self._seed, epoch, self._dataset_length, self._shuffle)
+                order = permutation(self._seed, epoch, self.dataset_length, self._shuffle)
             else:
                 order = self._draw(self._sampler, epoch)
             self._held = epoch, order
@@ -90,9 +96,9 @@ class EpochOrders:
             raise ConfigurationError(
                 f"sampler={sampler!r} drew something that is no index of the dataset ({error}); expected whole numbers"
             ) from error
-        if len(order) and not (order.min() >= 0 and order.max() < self._dataset_length):
+        if len(order) and not (order.min() >= 0 and order.max() < self.dataset_length):
             raise ConfigurationError(
                 f"sampler={sampler!r} drew indices from {order.min()} to {order.max()}; "
-                f"expected 0 to {self._dataset_length - 1} for a dataset of {self._dataset_length}"
+                f"expected 0 to {self.dataset_length - 1} for a dataset of {self.dataset_length}"
             )
         return order

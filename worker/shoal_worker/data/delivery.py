@@ -1,0 +1,110 @@
+"""Hands the batches of a dealt step to the user's loop: fetches and weighs each, tells the session of it, and records it.
+
+Owns nothing of the run: what was handed out is noted in the `DealtStep`. Used by the training thread alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from shoal_common.errors import ConfigurationError, PreconditionError
+
+from shoal_worker.data.dealer import Dealer
+from shoal_worker.data.fetch import Fetcher, Request
+from shoal_worker.data.orders import EpochOrders
+from shoal_worker.data.plan import Block
+from shoal_worker.data.record import SampleRecord
+from shoal_worker.data.step import DealtStep, Step
+from shoal_worker.data.supply import Supply
+from shoal_worker.elastic.contract import Share, StepClock
+
+
+class Delivery:
+    """Of one loader."""
+
+    def __init__(
+        self,
+        supply: Supply,
+        dealer: Dealer,
+        orders: EpochOrders,
+        fetcher: Fetcher,
+        *,
+        in_micro_batches: bool,
+        weight_fn: Callable[[Any], float] | None,
+        record: SampleRecord | None,
+    ) -> None:
+        self.failed = False
+        """Making a batch raised an error. Whoever begins an iteration sets it back."""
+        self._supply = supply
+        self._dealer = dealer
+        self._orders = orders
+        self._fetcher = fetcher
+        self._in_micro_batches = in_micro_batches
+        self._weight_fn = weight_fn
+        self._record = record
+
+    def step(self, dealt: DealtStep, clock: StepClock, loader: str) -> Step:
+        """The step for the user's loop. With micro-batches the session hears the share here, else with the batch, which may weigh it."""
+        if self._in_micro_batches:
+            weighed = self._weight_fn is not None
+            weight = math.nan if weighed else float(sum(map(len, dealt.blocks)))
+            total = None if weighed else float(len(dealt.positions))
+            most = len(self._dealer.plan(dealt.epoch).deal(dealt.positions, 0, dealt.placement.world_size))
+            clock.assign(Share(weight=weight, total_weight=total, micro_batches=len(dealt.blocks), most_micro_batches=most))
+        return Step(dealt, self._hand_out(dealt, clock, loader))
+
+    def _hand_out(self, dealt: DealtStep, clock: StepClock, loader: str) -> Iterator[Any]:
+        for block in dealt.blocks:
+            if self._supply.current is not dealt:
+                raise PreconditionError(f"step {dealt.number} of epoch {dealt.epoch} is over; its batches can no longer be taken")
+            request = self._dealer.request(dealt, block)
+            try:
+                batch = self._fetcher.fetch(request, functools.partial(self._supply.following, dealt, request))
+            except Exception:
+                self.failed = True
+                raise
+            weight = self._weight(batch, block)
+            if not self._in_micro_batches:
+                clock.assign(Share(weight=weight, total_weight=self._total_weight(dealt, weight), micro_batches=None))
+            clock.begin_micro_batch(index=block.index, weight=weight, key=request.key)
+            self._note(dealt, block, request, loader)
+            dealt.handed_out += len(block)
+            yield batch
+            clock.end_micro_batch()
+        if self._in_micro_batches:
+            clock.finish_batches()
+
+    def _weight(self, batch: Any, block: Block) -> float:
+        if self._weight_fn is None or not len(block):
+            return float(len(block))
+        weight = float(self._weight_fn(batch))
+        if not math.isfinite(weight) or weight < 0:
+            raise ConfigurationError(f"weight_fn gave {weight}; expected a finite number of at least 0")
+        return weight
+
+    def _total_weight(self, dealt: DealtStep, weight: float) -> float | None:
+        if self._supply.leased:
+            return weight
+        return None if self._weight_fn is not None else float(len(dealt.positions))
+
+    def _note(self, dealt: DealtStep, block: Block, request: Request, loader: str) -> None:
+        if self._record is None:
+            return
+        self._record.write(
+            "dealt",
+            loader=loader,
+            generation=dealt.placement.generation,
+            epoch=dealt.epoch,
+            step=dealt.number,
+            rank=dealt.placement.rank,
+            index=block.index,
+            begin=dealt.positions.start,
+            first=block.positions.start,
+            samples=list(request.indices) if len(block) else [],
+            expected=self._dealer.plan(dealt.epoch).counted,
+            dataset=self._orders.dataset_length,
+            drawn=self._orders.drawn,
+        )

@@ -1,0 +1,147 @@
+"""The user's loops over a training loader: over epochs, over steps, over batches.
+
+An iteration asks the session for a border before each step, takes the step from the `Supply` by the placement that it gets, and ends when
+the run is past its epoch, or is to stop. Which epoch an iteration is, `course.py` says.
+
+Owns whether an iteration is under way and whether the last one was stopped. The loader is handed in as `source` and never kept: only loops
+that run hold it. All of it runs on the thread of the user's training loop.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Generator, Iterator
+from typing import Any
+
+from shoal_common.errors import ShoalError
+
+from shoal_worker.data.course import Course
+from shoal_worker.data.delivery import Delivery
+from shoal_worker.data.fetch import Fetcher
+from shoal_worker.data.introduction import Introduction
+from shoal_worker.data.step import Step
+from shoal_worker.data.supply import Supply
+from shoal_worker.elastic.contract import Placement, StepClock, StepSource, StopTraining
+
+_log = logging.getLogger(__name__)
+
+_NOTHING_LEFT = (
+    "this iteration of loader {!r} has no batches: the run is past its epoch (after a resume, or in a joiner), or stopped; to only look at "
+    "a batch, take it from the dataset, or from a loader with train=False"
+)
+
+
+class Iterations:
+    """Of one loader."""
+
+    def __init__(self, introduction: Introduction, course: Course, supply: Supply, delivery: Delivery, fetcher: Fetcher) -> None:
+        self.under_way = False
+        """See `StepSource.under_way`."""
+        self._introduction = introduction
+        self._course = course
+        self._supply = supply
+        self._delivery = delivery
+        self._fetcher = fetcher
+        self._stopped = False
+
+    def epochs(self, source: StepSource, n: int) -> Iterator[int]:
+        """See `ElasticDataLoader.epochs`."""
+        course, clock = self._course, self._introduction.clock
+        try:
+            epoch = clock(source).enter_epochs(source)
+        except StopTraining:
+            return
+        self._stopped = False
+        try:
+            while epoch < n and not self._stopped:
+                course.within = epoch
+                clock(source).epoch_opens(source, epoch)
+                yield epoch
+                epoch = max(epoch + 1, course.cursor.epoch)
+        finally:
+            course.within = None
+
+    def steps(self, source: StepSource) -> Iterator[Step]:
+        """One iteration, step by step."""
+        course = self._course
+        epoch, before = course.next_iteration, course.cursor.global_step
+        self._introduction.clock(source).loop_left(source)  # an older iterator that waits at a batch, if there is one
+        self._delivery.failed = False
+        over = False
+        try:
+            yield from self._epoch_steps(source, epoch)
+            over = True
+        except GeneratorExit:
+            # Left early. After an error in the dataset the loop may be entered again, and goes on with the epoch.
+            over = course.cursor.global_step > before and not self._delivery.failed
+            if (clock := self._introduction.met) is not None:
+                clock.loop_left(source)
+            raise
+        finally:
+            self.under_way = False
+            if over:
+                course.end_iteration(epoch)
+            self._fetcher.close()
+            self.acknowledge()
+
+    def batches(self, source: StepSource) -> Generator[Any, None, str | None]:
+        """One iteration, batch by batch."""
+        nothing = True
+        for step in self.steps(source):
+            nothing = False
+            yield from step
+        # What `next(iter(loader))` says when it raises StopIteration; a for loop never sees it.
+        return _NOTHING_LEFT.format(source.name) if nothing else None
+
+    def acknowledge(self) -> None:
+        """The loop is left: see `Supply.acknowledge`."""
+        clock = self._introduction.met
+        if clock is None:
+            return
+        try:
+            self._supply.acknowledge(clock)
+        except ShoalError as error:
+            name = self._introduction.name
+            _log.warning("loader %s: the last batches could not be acknowledged and will be dealt again: %s", name, error)
+
+    def _epoch_steps(self, source: StepSource, epoch: int) -> Iterator[Step]:
+        course = self._course
+        if self._is_over(source, epoch):
+            return
+        self.under_way = True
+        course.move_to(epoch)  # ahead of the border, where a joiner may be given this cursor
+        took_part = False
+        while not self._is_over(source, epoch):
+            clock = self._introduction.clock(source)
+            placement = self._begin(source, clock)
+            if placement is None:
+                return
+            if self._is_over(source, epoch):
+                break
+            took_part = True
+            course.take_part(epoch)
+            dealt = self._supply.take(placement, clock, source.name)
+            if dealt is not None:
+                yield self._delivery.step(dealt, clock, source.name)
+        if took_part:
+            self._end_epoch(source)
+
+    def _is_over(self, source: StepSource, epoch: int) -> bool:
+        """The run is past this epoch, or has left it; or, in a joiner, the peers are somewhere else."""
+        return self._course.is_past(epoch) or self._introduction.clock(source).is_elsewhere(source, epoch)
+
+    def _begin(self, source: StepSource, clock: StepClock) -> Placement | None:
+        """The next border; None when this rank is to stop."""
+        self._supply.drop()
+        self._stopped = False
+        try:
+            return clock.begin_step(source)
+        except StopTraining:
+            self._stopped = True
+            return None
+
+    def _end_epoch(self, source: StepSource) -> None:
+        try:
+            self._introduction.clock(source).end_epoch(source)
+        except StopTraining:
+            self._stopped = True

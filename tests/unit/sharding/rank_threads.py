@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -54,6 +54,17 @@ class RankThread:
         tensor.copy_(sum(self._exchange("all_reduce", tensor)))
         self.sent_bytes += 2 * tensor.numel() * tensor.element_size() * (self.world_size - 1) // self.world_size
         return _Done()
+
+    def all_gather_integers(self, values: Sequence[int]) -> list[list[int]]:
+        return [gathered.tolist() for gathered in self._exchange("all_gather_integers", torch.tensor(list(values)))]
+
+    def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor, output_sizes: Sequence[int], input_sizes: Sequence[int]) -> None:
+        self._slots[self.rank] = tensor.split(list(input_sizes))
+        self._barrier.wait(_DEADLINE_S)
+        received = [parts[self.rank] for parts in self._slots]
+        assert [part.numel() for part in received] == list(output_sizes)
+        output.copy_(torch.cat(received))
+        self._barrier.wait(_DEADLINE_S)
 
 
 def run_ranks(world_size: int, body: Callable[[RankThread], Any]) -> list[Any]:

@@ -63,12 +63,19 @@ class CutState:
                 f"parameters are cut into flat pieces, and {type(optimizer).__name__} is not known to treat each element by itself; use "
                 f"one of {', '.join(sorted(_ELEMENTWISE))}, or say elementwise_optimizer=True if it does"
             )
-        if optimizer.state:
+        if any(float(own.get("step", 1)) > 0 for own in optimizer.state.values()):
             raise ConfigurationError("the optimizer has stepped before: call as_distributed first, then load its state")
         where = {id(p): (u, i) for u, unit in enumerate(self.units) for i, p in enumerate(unit.parameters)}
+        made = {where[id(p)]: optimizer.state.pop(p) for p in list(optimizer.state)}  # Adagrad makes its state in its constructor
         self._places = [[where[id(p)] for p in group["params"]] for group in optimizer.param_groups]
         for group, places in zip(optimizer.param_groups, self._places, strict=True):
             group["params"] = [holding.pieces[i] for u, i in places for holding in self.units[u].holdings]
+        for (u, i), own in made.items():
+            piece = self.units[u].own.pieces[i]
+            optimizer.state[piece] = {
+                key: value.detach().to(piece.device).flatten() if isinstance(value, torch.Tensor) and value.dim() else value
+                for key, value in own.items()
+            }
         self.optimizer = optimizer
         self._state = ShardedOptimizerState(optimizer)
 

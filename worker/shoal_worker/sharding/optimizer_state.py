@@ -1,17 +1,21 @@
 """An optimizer's state, seen through the pieces of parameters that it updates.
 
 What has the shape of its piece is an element state (moments): it is cut and moved like the parameter. All else (step counts) is the same on
-every rank, whatever piece that has, also an empty one.
+every rank, whatever piece that has, also an empty one; so is, for each parameter, which element states there are (`ELEMENTS`): groups with
+other options have others, and momentum has nothing beside them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from shoal_worker.sharding.unit import Holding, Unit
+
+ELEMENTS: Final = "elements of"
+"""Key of the names of a parameter's element states, among its scalars."""
 
 
 def is_of_elements(value: object, piece: torch.Tensor) -> bool:
@@ -44,8 +48,8 @@ class ShardedOptimizerState:
         return flat
 
     def scalars(self, unit: Unit) -> list[dict[str, Any]]:
-        """What each parameter's state has beside its element states; {} for one that the optimizer has not updated."""
-        return [{k: v for k, v in self._of(piece).items() if not is_of_elements(v, piece)} for piece in unit.own.pieces]
+        """What each parameter's state has beside its element states, and `ELEMENTS`; {} for one that has no state."""
+        return [_scalars(state, piece) if (state := self._of(piece)) else {} for piece in unit.own.pieces]
 
     def replace(self, unit: Unit, scalars: list[dict[str, Any]], shards: Mapping[int, Mapping[str, torch.Tensor]]) -> None:
         """Gives the pieces that the unit holds now their state: `shards` by position and key."""
@@ -56,9 +60,10 @@ class ShardedOptimizerState:
                 self._optimizer.state.pop(piece, None)
                 if holding.position is None or not own:
                     continue
-                state = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in own.items()}
-                for key, flat in shards[holding.position].items():
-                    state[key] = flat[cut.offset : cut.offset + cut.length].clone()
+                scalars_of_it = {key: value for key, value in own.items() if key != ELEMENTS}
+                state = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in scalars_of_it.items()}
+                for key in own[ELEMENTS]:
+                    state[key] = shards[holding.position][key][cut.offset : cut.offset + cut.length].clone()
                 self._optimizer.state[piece] = state
 
     def cut(self, unit: Unit, keys: Mapping[str, torch.dtype], world_size: int, position: int, mirrored: int | None) -> None:
@@ -81,3 +86,8 @@ class ShardedOptimizerState:
     def _of(self, piece: torch.Tensor) -> dict[str, Any]:
         state: dict[str, Any] = self._optimizer.state.get(piece, {}) if self._optimizer is not None else {}
         return state
+
+
+def _scalars(state: Mapping[str, Any], piece: torch.Tensor) -> dict[str, Any]:
+    elements = sorted(key for key, value in state.items() if is_of_elements(value, piece))
+    return {**{key: value for key, value in state.items() if key not in elements}, ELEMENTS: elements}

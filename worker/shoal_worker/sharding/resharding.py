@@ -7,6 +7,7 @@ newest that is.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -55,8 +56,9 @@ NO_CUT = [-1, 0, -1, -1]
 
 
 def buddy_stride(hosts: Sequence[str]) -> int:
-    """How many ranks further the mirror of a shard lies: on another host where there are several. Ranks of one host are adjacent."""
-    return next((i for i, host in enumerate(hosts) if host != hosts[0]), 1)
+    """How many ranks further the mirror of a shard lies: as many as the largest host has. Ranks of one host are adjacent, so no mirror lies
+    on its shard's own host, unless that host has more than half of the ranks."""
+    return max(Counter(hosts).values()) % len(hosts) or 1
 
 
 def newest_complete(rows: Sequence[Sequence[int]]) -> tuple[int, int, dict[int, list[int]]]:

@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from shoal_worker.sharding.optimizer_state import ShardedOptimizerState
-from shoal_worker.sharding.resharding import VALUES
+from shoal_worker.sharding.optimizer_state import ELEMENTS, ShardedOptimizerState
 from shoal_worker.sharding.unit import Unit
 
 Place = tuple[int, int]
@@ -33,9 +32,8 @@ def optimizer_state(
             unit = units[unit_index]
             kept = dict(scalars[unit_index][index])
             if kept:
-                for name, flat in wholes[unit_index].items():
-                    if name != VALUES:
-                        kept[name] = unit.layout.views(flat)[index]
+                for name in kept.pop(ELEMENTS):
+                    kept[name] = unit.layout.views(wholes[unit_index][name])[index]
                 state[number] = kept
             number += 1
     return {"state": state, "param_groups": groups}
@@ -53,11 +51,12 @@ def spread(places: Sequence[Sequence[Place]], saved: Mapping[str, Any], units: S
         vectors: dict[str, torch.Tensor] = {}
         scalars: list[dict[str, Any]] = []
         for index, (shape, own) in enumerate(zip(unit.layout.shapes, states, strict=True)):
-            scalars.append({})
+            scalars.append({ELEMENTS: []} if own else {})
             for key, value in own.items():
                 if isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == shape:
                     flat = vectors.setdefault(key, torch.zeros(unit.layout.padded_numel, dtype=value.dtype, device=unit.device))
                     unit.layout.views(flat)[index].copy_(value)
+                    scalars[index][ELEMENTS].append(key)
                 else:
                     scalars[index][key] = value
         size = unit.layout.shard_numel

@@ -1,0 +1,137 @@
+"""Model and optimizer state stay what one process would have while it is cut for one number of ranks after another."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from shoal_common.errors import ConfigurationError
+from shoal_worker.elastic.group import LocalChannel
+from shoal_worker.sharding.cut_state import CutState
+from shoal_worker.sharding.execution import ShardedExecution
+from shoal_worker.sharding.partition import by_bytes
+from shoal_worker.sharding.resharding import buddy_stride
+from shoal_worker.sharding.unit import Stage, Unit
+from torch import nn
+
+from tests.unit.sharding.rank_threads import RankThread, run_ranks
+
+torch.manual_seed(2)
+_START = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3), nn.Linear(3, 1)).double()
+_INPUTS = torch.randn(9, 5, dtype=torch.float64)
+
+OPTIMIZERS: dict[str, Any] = {
+    "momentum": lambda p: torch.optim.SGD(p, 0.05, momentum=0.9),
+    "momentum of some": lambda p: torch.optim.SGD([{"params": p[:2], "momentum": 0.9}, {"params": p[2:], "lr": 0.1}], 0.05),
+    "fused momentum": lambda p: torch.optim.SGD(p, 0.05, momentum=0.9, fused=True),
+    "foreach": lambda p: torch.optim.AdamW(p, 0.05, foreach=True),
+    "fused": lambda p: torch.optim.AdamW(p, 0.05, fused=True),
+    "amsgrad of some": lambda p: torch.optim.Adam([{"params": p[:3], "amsgrad": True}, {"params": p[3:]}], 0.05),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, 0.05, initial_accumulator_value=0.1),
+    "fused Adagrad": lambda p: torch.optim.Adagrad(p, 0.05, fused=True),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, 0.05, momentum=0.9, centered=True),
+    "Rprop": lambda p: torch.optim.Rprop(p, 0.05),
+    "ASGD": lambda p: torch.optim.ASGD(p, 0.05),
+    **{name: lambda p, name=name: getattr(torch.optim, name)(p, 0.05) for name in ("NAdam", "RAdam", "Adamax", "Adadelta")},
+}
+
+
+class Rank:
+    """One rank's state, that steps on the whole batch."""
+
+    def __init__(self, make_optimizer: Any) -> None:
+        self.module = copy.deepcopy(_START)
+        (group,) = by_bytes(self.module, cap=1 << 20)
+        self.unit = Unit(group.name, group.parameters, group.names, stage=Stage.OPTIMIZER, wide=False)
+        self.optimizer = make_optimizer(list(self.module.parameters()))
+        self.execution = ShardedExecution([(self.module, [self.unit])], RankThread(0, 1, [], None), Stage.OPTIMIZER)  # type: ignore[arg-type]
+        self.execution.reduces_in_backward = False
+        self.state = CutState(self.module, self.execution, Stage.OPTIMIZER)
+        self.state.use_optimizer(self.optimizer, elementwise=False)
+
+    def step(self, ranks: RankThread) -> None:
+        self.execution._collectives = ranks
+        self.execution.factor = 1.0 / ranks.world_size
+        self.module(_INPUTS).square().mean().backward()
+        self.execution.reduce_rest()
+        for holding, divisor in ((self.unit.own, 1.0), (self.unit.mirror, 1.0)):
+            if holding is self.unit.mirror and holding.position is not None:
+                sums = ranks._exchange("mirror", self.unit.own.gradient)
+                holding.gradient = sums[holding.position]
+        for holding in self.unit.holdings:
+            holding.hand_out(1.0, self.unit.touched)
+        self.optimizer.step()
+        self.execution.forget()
+        self.execution.applied()
+        self.state.committed()
+
+
+def generation(number: int, world_size: int, ranks: RankThread) -> Any:
+    group = SimpleNamespace(generation=SimpleNamespace(number=number, peers=[SimpleNamespace(host="h")] * world_size))
+    for name in ("rank", "world_size", "all_gather_integers", "all_to_all"):
+        setattr(group, name, getattr(ranks, name))
+    return group
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizers_state_outlives_ranks_that_die(name: str) -> None:
+    alone = copy.deepcopy(_START)
+    reference = OPTIMIZERS[name](list(alone.parameters()))
+    for _ in range(3):
+        reference.zero_grad()
+        alone(_INPUTS).square().mean().backward()
+        reference.step()
+    survivors = [Rank(OPTIMIZERS[name]) for _ in range(3)]
+
+    def first(ranks: RankThread) -> None:
+        own = survivors[ranks.rank]
+        own.state.cut_whole(number=1, rank=ranks.rank, world_size=3, hosts=[])
+        own.step(ranks)
+
+    run_ranks(3, first)
+    for number, gone in ((2, 1), (3, 0)):
+        del survivors[gone]
+
+        def after(ranks: RankThread, number: int = number) -> None:
+            own = survivors[ranks.rank]
+            own.execution._collectives = ranks
+            own.state.regroup(generation(number, ranks.world_size, ranks))
+            own.step(ranks)
+
+        run_ranks(len(survivors), after)
+    whole = survivors[0].state.assemble(LocalChannel())
+    for key, value in alone.state_dict().items():
+        torch.testing.assert_close(whole["model"][key], value, rtol=0, atol=1e-12, msg=key)
+    expected = reference.state_dict()["state"]
+    assert whole["optimizer"]["state"].keys() == expected.keys()
+    for index, values in expected.items():
+        assert whole["optimizer"]["state"][index].keys() == values.keys()
+        for key, value in values.items():
+            torch.testing.assert_close(whole["optimizer"]["state"][index][key], value, rtol=0, atol=1e-12, check_device=False)
+
+
+def test_an_optimizer_that_has_stepped_is_refused() -> None:
+    def stepped(parameters: Any) -> torch.optim.Optimizer:
+        optimizer = torch.optim.Adagrad(parameters)
+        parameters[0].grad = torch.zeros_like(parameters[0])
+        optimizer.step()
+        return optimizer
+
+    with pytest.raises(ConfigurationError, match="has stepped before"):
+        Rank(stepped)
+
+
+@pytest.mark.parametrize("hosts", ["ab", "aabb", "abb" + "ccc", "aabbcc", "abbcc", "abcd"])
+def test_a_mirror_lies_on_another_host_unless_one_host_has_most_ranks(hosts: str) -> None:
+    stride = buddy_stride(list(hosts))
+    assert all(host != hosts[(rank + stride) % len(hosts)] for rank, host in enumerate(hosts))
+
+
+@pytest.mark.parametrize(("hosts", "together"), [("a", 1), ("aaa", 3), ("aaab", 2), ("baaa", 2), ("aab", 1)])
+def test_as_few_mirrors_as_can_be_lie_on_their_shards_own_host(hosts: str, together: int) -> None:
+    stride = buddy_stride(list(hosts))
+    assert sum(host == hosts[(rank + stride) % len(hosts)] for rank, host in enumerate(hosts)) == together
+    assert len(hosts) == 1 or stride % len(hosts)

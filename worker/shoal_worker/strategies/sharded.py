@@ -242,7 +242,8 @@ class ShardedParametersModel(ShardedModel):
         for unit in self._held.trained:
             unit.changed()
         self._execution.forget()
-        self._sealed = False
+        self._held.committed()
+        self._closing, self._sealed = closing, False  # a peer may yet need it from this rank
 
     @torch.no_grad()
     def regroup(self, group: Group) -> None:

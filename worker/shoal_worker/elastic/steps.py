@@ -1,13 +1,13 @@
 """The steps of the run: begins them at borders, commits those whose every part is in, and voids the others.
 
-- A step begins at a border. There, and only there, joiners come in and drained members go: when the last step's control word said so, on
-  all ranks.
+- A step begins at a border (`borders.py`), where the membership may change: when the last step's control word said so, on all ranks.
 - A step is applied on a rank only when all its collectives completed, so every member's part is in it. There is no vote (`formation.py`).
 - A failure inside a step never raises out of the user's forward or backward pass. It marks the step lost; `finish` then re-forms and says
   LOST, and the loader deals the same samples again.
 
-This is the `StepClock` of the loaders; strategies reach it through the session (`replica.py`). Owns the step in progress. All of it runs on
-the training thread, except `mark_lost` and what a collective's callback writes into the step.
+This is the `StepClock` of the loaders; strategies reach it through the session (`replica.py`). Owns the step in progress, and whether
+a joiner's script has come to its peers' loop yet. All of it runs on the training thread, except `mark_lost` and what a collective's
+callback writes into the step.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from collections.abc import Callable, Sequence
 import torch
 from shoal_common.errors import MembershipChanged, PreconditionError
 
-from shoal_worker.elastic.contract import Drained, Leases, Placement, Share, StepSource, StepStatus, StopTraining
+from shoal_worker.elastic.borders import ALONE, Borders
+from shoal_worker.elastic.contract import Leases, Placement, Share, StepSource, StepStatus, StopTraining
 from shoal_worker.elastic.departure import Departure
 from shoal_worker.elastic.formation import Formation
 from shoal_worker.elastic.held import HeldState
-from shoal_worker.elastic.place import Place
 from shoal_worker.elastic.progress import ProgressMeter
 from shoal_worker.elastic.randomness import seed_generators
 from shoal_worker.elastic.reconcile import StateName
@@ -32,8 +32,6 @@ from shoal_worker.failpoints import failpoint
 from shoal_worker.metrics import WorkerMetrics
 
 _log = logging.getLogger(__name__)
-
-_ALONE = Placement(generation=0, rank=0, world_size=1)
 
 
 class Steps:
@@ -55,13 +53,11 @@ class Steps:
         self.replaying = False
         """A joiner's script has not come to its first live batch: what it asks for is answered locally."""
         self._held = held
-        self._formation = formation
+        self._borders = Borders(held, formation)
         self._departure = departure
         self._operation = operation
         self._progress = progress
         self._metrics = metrics
-        self._peers_at: Place | None = None
-        """Where the peers stood when this joiner was fed; None: it is there, or has no peers."""
 
     # ------------------------------------------------------------------------------------------------ StepClock: the loaders
 
@@ -82,17 +78,17 @@ class Steps:
                 "the loader with train=False if it is only read",
                 reason="STEP_NOT_FINISHED",
             )
-        if step is not None and step.source is source and self._settled(step.placement):
+        if step is not None and step.source is source and self._borders.settled(step.placement):
             return step.placement
         self.current = None
         if self._departure.stopped is not None:
             raise StopTraining(self._departure.stopped)
         try:
-            self._settle_border(source)
+            self._borders.settle(source)
         except StopTraining as stop:
             self._departure.obey(stop)
             raise
-        step = self.current = Step(placement=self._placement(), source=source)
+        step = self.current = Step(placement=self._borders.placement, source=source)
         self._held.went_back = False
         self._held.registered.step_begins()
         self._held.replica.step_begins()
@@ -113,8 +109,7 @@ class Steps:
 
     def is_elsewhere(self, source: StepSource, epoch: int) -> bool:
         """See `StepClock`."""
-        at = self._peers_at
-        return self.replaying and at is not None and (at.loader, at.epoch) != (source.name, epoch)
+        return self.replaying and self._borders.peers_elsewhere(source, epoch)
 
     def assign(self, share: Share) -> None:
         """See `StepClock`."""
@@ -184,7 +179,7 @@ class Steps:
         A joiner whose script has loaders gets a step that counts for nothing: it has not come to its loop, this is a pass ahead of it.
         """
         if self._rehearsing:
-            return Step(placement=_ALONE, source=None, share=Share(weight=1.0, total_weight=1.0, micro_batches=None))
+            return Step(placement=ALONE, source=None, share=Share(weight=1.0, total_weight=1.0, micro_batches=None))
         if self.current is None:
             try:
                 placement = self.begin_step(None)
@@ -197,20 +192,14 @@ class Steps:
         """What this rank adds to the step's control word. Raises PreconditionError when its part of the step is not whole."""
         step = self.require()
         step.check_whole()
-        membership = self._formation.membership if self._formation is not None else None
-        return step.control_word(
-            border_wanted=membership is not None and membership.changes,
-            stop_told=membership is not None and membership.link.stopped is not None,
-            place=self._held.place(step.source),
-        )
+        return self._borders.control_word(step)
 
     def mark_lost(self, error: BaseException) -> None:
         """A collective of the step failed. May be called from a collective's callback."""
         step = self.current
         if step is not None and step.lost is None:
             step.lost = str(error)
-            if self._formation is not None:
-                self._formation.failed_now()
+            self._borders.failed()
 
     def finish_reduction_if_whole(self) -> None:
         """Inside one plain batch: its backward pass was the whole of this rank's part, so the sum over the ranks is due."""
@@ -259,14 +248,14 @@ class Steps:
 
     def leave_peers(self) -> None:
         """This process left its job: what comes is a world of one."""
-        self._formation = None
+        self._borders.leave_peers()
         self.replaying = False
 
     def _commit(self, step: Step) -> None:
         held = self._held
         held.name = StateName(step.placement.generation, held.steps + 1)
         self.current = None
-        self.replaying, self._peers_at = False, None
+        self.replaying = False
         held.replica.commit_step()
         samples = 0
         if step.source is not None:
@@ -275,17 +264,15 @@ class Steps:
         held.registered.step_committed()
         held.operations.committed()
         self._progress.committed(steps=held.steps, samples=samples, loss=step.mean_loss)
-        if self._formation is not None:
-            self._formation.committed(border_due=step.border_wanted, stop_due=step.stop_told)
+        self._borders.committed(step)
 
     def _lose(self, step: Step) -> StepStatus:
         """The step is void on this rank: nothing was applied. Re-forms, which may bring this rank the state that its peers reached."""
         self._void()
         self._metrics.steps_lost.inc()
         _log.warning("step %d is lost: %s", self._held.steps, step.lost)
-        assert self._formation is not None
         try:
-            self._formation.recover(MembershipChanged(step.lost or "lost"))
+            self._borders.recover(step.lost or "lost")
         except StopTraining as stop:
             self._departure.obey(stop)
         return StepStatus.LOST
@@ -295,60 +282,8 @@ class Steps:
         self._held.replica.discard_step()
         self._held.registered.step_void()
 
-    # ---------------------------------------------------------------------------------------------------------------- borders
-
-    def _placement(self) -> Placement:
-        generation = self._formation.generation if self._formation is not None else None
-        if generation is None:
-            return _ALONE
-        return Placement(generation=generation.number, rank=generation.rank, world_size=generation.world_size)
-
-    def _settled(self, placement: Placement) -> bool:
-        """Nothing has happened since `placement` was given at this border. An operation in between may have re-formed."""
-        formation = self._formation
-        if formation is None:
-            return True
-        if self._held.replica.asynchronous:
-            # It comes here again and again while it waits for a batch.
-            link = formation.membership.link
-            healthy = link.stopped is None and link.draining is None
-        else:
-            healthy = formation.healthy
-        return self._held.live and not formation.border_due and healthy and placement == self._placement()
-
-    def _settle_border(self, source: StepSource | None) -> None:
-        formation = self._formation
-        if formation is None:
-            return
-        link = formation.membership.link
-        if self._held.replica.asynchronous:
-            self._leave_if_asked(formation, stop=link.stopped)
-            return
-        if not self._held.live:
-            link.ready()
-            formation.reform()
-        elif formation.border_due:
-            # Not whether this rank was told of a stop by now: others may not have been, and would go on without it.
-            self._leave_if_asked(formation, stop=(link.stopped or "the job is stopped") if formation.stop_due else None)
-            formation.reform()
-        else:
-            formation.recover_if_broken()
-        fed = formation.let_joiners_in(self._held.place(source))
-        if fed is not None:
-            self._peers_at = fed
-
-    def _leave_if_asked(self, formation: Formation, *, stop: str | None) -> None:
-        membership = formation.membership
-        if membership.link.refused is not None:
-            membership.leave_group("the coordinator put this member out")
-            raise membership.link.refused
-        if stop is not None:
-            raise StopTraining(stop)
-        if membership.link.draining is not None:
-            raise Drained(membership.link.draining)
-
     def _sum_weights(self, weight: float) -> float:
-        group = self._formation.group if self._formation is not None else None
+        group = self._borders.group
         if group is None or group.world_size == 1:
             return weight
         total = torch.tensor([weight], dtype=torch.float64, device=group.device)

@@ -1,0 +1,126 @@
+"""The borders between steps: there, and only there, joiners come in, drained members go, and a broken group is formed anew.
+
+Holds the `Formation` until the process leaves its job, and owns where the peers stood when this joiner was fed. It takes no steps. All of
+it runs on the training thread, except `failed`, which a collective's callback may call.
+"""
+
+from __future__ import annotations
+
+from shoal_common.errors import MembershipChanged
+
+from shoal_worker.elastic.contract import Drained, Placement, StepSource, StopTraining
+from shoal_worker.elastic.formation import Formation
+from shoal_worker.elastic.group import Group
+from shoal_worker.elastic.held import HeldState
+from shoal_worker.elastic.place import Place
+from shoal_worker.elastic.step import Step
+
+ALONE = Placement(generation=0, rank=0, world_size=1)
+"""In a world of one, and before the first generation."""
+
+
+class Borders:
+    """Settles membership between two steps, and carries what a step's end means for the next border."""
+
+    def __init__(self, held: HeldState, formation: Formation | None) -> None:
+        """`formation`: None in a world of one."""
+        self._held = held
+        self._formation = formation
+        self._peers_at: Place | None = None
+
+    @property
+    def placement(self) -> Placement:
+        """Where this process stands now."""
+        generation = self._formation.generation if self._formation is not None else None
+        if generation is None:
+            return ALONE
+        return Placement(generation=generation.number, rank=generation.rank, world_size=generation.world_size)
+
+    @property
+    def group(self) -> Group | None:
+        """The ranks of this generation, connected; None in a world of one."""
+        return self._formation.group if self._formation is not None else None
+
+    def peers_elsewhere(self, source: StepSource, epoch: int) -> bool:
+        """The peers were in another loop than `epoch` of `source` when they fed this joiner; False without peers, or if it is there."""
+        at = self._peers_at
+        return at is not None and (at.loader, at.epoch) != (source.name, epoch)
+
+    def settle(self, source: StepSource | None) -> None:
+        """Settles what has come up since the last border: the next step is one of `source`.
+
+        Raises:
+            StopTraining: the job is stopped, or (`Drained`) this member leaves it.
+            ShoalError: the coordinator put this member out.
+        """
+        formation = self._formation
+        if formation is None:
+            return
+        link = formation.membership.link
+        if self._held.replica.asynchronous:
+            self._leave_if_asked(formation, stop=link.stopped)
+            return
+        if not self._held.live:
+            link.ready()
+            formation.reform()
+        elif formation.border_due:
+            # Not whether this rank was told of a stop by now: others may not have been, and would go on without it.
+            self._leave_if_asked(formation, stop=(link.stopped or "the job is stopped") if formation.stop_due else None)
+            formation.reform()
+        else:
+            formation.recover_if_broken()
+        fed = formation.let_joiners_in(self._held.place(source))
+        if fed is not None:
+            self._peers_at = fed
+
+    def settled(self, placement: Placement) -> bool:
+        """Nothing has happened since `placement` was given at this border. An operation in between may have re-formed."""
+        formation = self._formation
+        if formation is None:
+            return True
+        if self._held.replica.asynchronous:
+            # It comes here again and again while it waits for a batch.
+            link = formation.membership.link
+            healthy = link.stopped is None and link.draining is None
+        else:
+            healthy = formation.healthy
+        return self._held.live and not formation.border_due and healthy and placement == self.placement
+
+    def control_word(self, step: Step) -> list[float]:
+        """What this rank adds to the step's control word: what it was told that the next border is to settle, and where it stands."""
+        membership = self._formation.membership if self._formation is not None else None
+        return step.control_word(
+            border_wanted=membership is not None and membership.changes,
+            stop_told=membership is not None and membership.link.stopped is not None,
+            place=self._held.place(step.source),
+        )
+
+    def committed(self, step: Step) -> None:
+        """`step` is committed: its control word says what is due at the next border. A joiner is where its peers are."""
+        self._peers_at = None
+        if self._formation is not None:
+            self._formation.committed(border_due=step.border_wanted, stop_due=step.stop_told)
+
+    def failed(self) -> None:
+        """A collective of the step failed. May be called from a collective's callback."""
+        if self._formation is not None:
+            self._formation.failed_now()
+
+    def recover(self, reason: str) -> None:
+        """A step was lost: forms the next generation, and brings this rank to its state. Raises StopTraining."""
+        assert self._formation is not None
+        self._formation.recover(MembershipChanged(reason))
+
+    def leave_peers(self) -> None:
+        """This process left its job: what comes is a world of one."""
+        self._formation = None
+
+    def _leave_if_asked(self, formation: Formation, *, stop: str | None) -> None:
+        membership = formation.membership
+        if membership.link.refused is not None:
+            membership.leave_group("the coordinator put this member out")
+            raise membership.link.refused
+        if stop is not None:
+            raise StopTraining(stop)
+        if membership.link.draining is not None:
+            raise Drained(membership.link.draining)

@@ -29,7 +29,7 @@ from shoal_worker.elastic.randomness import seed_generators
 from shoal_worker.pipelining.links import Incoming, Links
 from shoal_worker.pipelining.micro_batches import MicroBatch
 from shoal_worker.pipelining.partial import PartialModel
-from shoal_worker.pipelining.schedule import Action, Kind, Schedule
+from shoal_worker.pipelining.schedule import Kind, Schedule
 from shoal_worker.pipelining.values import Border
 
 _HEADER_BYTES: Final = 1024
@@ -397,6 +397,3 @@ def _seeded(seed: int | None, stage: int, device: torch.device) -> Iterator[None
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else [], enabled=True):
         seed_generators((seed, stage))
         yield
-
-
-__all__ = ["Action", "Engine", "Loss", "Ran"]

@@ -28,6 +28,10 @@ demo: .venv/installed ## Train on handwritten digits on a cluster of processes, 
 test: .venv/installed ## Run the tests (at most 8 minutes on 2 cores); PYTEST_ARGS='-x -k name' narrows them
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
+.PHONY: parity
+parity: .venv/installed ## Run the whole parity matrix (under a minute); make test runs a part that covers every row and column
+	$(BIN)/python -m pytest tests/parity -m '' $(PYTEST_ARGS)
+
 .PHONY: chaos
 chaos: .venv/installed ## Run the long soaks under faults
 	$(BIN)/python -m pytest tests/chaos $(PYTEST_ARGS)

@@ -55,9 +55,18 @@ if TYPE_CHECKING:
     )
     from shoal_worker.backends.base import CommunicationBackend
     from shoal_worker.backends.gloo import GlooBackend
+    from shoal_worker.backends.inmemory import InMemoryBackend
+    from shoal_worker.backends.mpi import MPIBackend
     from shoal_worker.backends.nccl import NCCLBackend
+    from shoal_worker.compression.base import GradientCompressor
+    from shoal_worker.launch import launch
     from shoal_worker.strategies.async_sgd import AsyncSGDModel, AsyncSGDOptimizer
     from shoal_worker.strategies.ddp import DDPModel, DDPOptimizer
+    from shoal_worker.strategies.fsdp import FSDPModel, FSDPOptimizer
+    from shoal_worker.strategies.local_sgd import LocalSGDModel, LocalSGDOptimizer
+    from shoal_worker.strategies.zero1 import ZeRO1Model, ZeRO1Optimizer
+    from shoal_worker.strategies.zero2 import ZeRO2Model, ZeRO2Optimizer
+    from shoal_worker.strategies.zero3 import ZeRO3Model, ZeRO3Optimizer
 
 __all__ = [
     "AsyncSGDModel",
@@ -72,10 +81,17 @@ __all__ = [
     "DDPOptimizer",
     "DeadlineError",
     "ElasticDataLoader",
+    "FSDPModel",
+    "FSDPOptimizer",
     "GlooBackend",
+    "GradientCompressor",
+    "InMemoryBackend",
     "InternalError",
     "InvalidRequestError",
     "LimitError",
+    "LocalSGDModel",
+    "LocalSGDOptimizer",
+    "MPIBackend",
     "MembershipChanged",
     "NCCLBackend",
     "ParameterServerClient",
@@ -90,6 +106,12 @@ __all__ = [
     "TlsSettings",
     "UnavailableError",
     "UnknownResourceError",
+    "ZeRO1Model",
+    "ZeRO1Optimizer",
+    "ZeRO2Model",
+    "ZeRO2Optimizer",
+    "ZeRO3Model",
+    "ZeRO3Optimizer",
     "as_distributed",
     "as_distributed_for_high_bandwidth",
     "as_distributed_for_low_bandwidth",
@@ -98,6 +120,7 @@ __all__ = [
     "generation",
     "init",
     "is_joining",
+    "launch",
     "rank",
     "register_state",
     "report",
@@ -116,10 +139,24 @@ _HOMES = {
     "CoordinatorClient": "shoal_common.clients.coordinator",
     "DDPModel": "shoal_worker.strategies.ddp",
     "DDPOptimizer": "shoal_worker.strategies.ddp",
+    "FSDPModel": "shoal_worker.strategies.fsdp",
+    "FSDPOptimizer": "shoal_worker.strategies.fsdp",
     "GlooBackend": "shoal_worker.backends.gloo",
+    "GradientCompressor": "shoal_worker.compression.base",
+    "InMemoryBackend": "shoal_worker.backends.inmemory",
+    "LocalSGDModel": "shoal_worker.strategies.local_sgd",
+    "LocalSGDOptimizer": "shoal_worker.strategies.local_sgd",
+    "MPIBackend": "shoal_worker.backends.mpi",
     "NCCLBackend": "shoal_worker.backends.nccl",
     "ParameterServerClient": "shoal_common.clients.parameter_server",
     "TlsSettings": "shoal_common.security",
+    "ZeRO1Model": "shoal_worker.strategies.zero1",
+    "ZeRO1Optimizer": "shoal_worker.strategies.zero1",
+    "ZeRO2Model": "shoal_worker.strategies.zero2",
+    "ZeRO2Optimizer": "shoal_worker.strategies.zero2",
+    "ZeRO3Model": "shoal_worker.strategies.zero3",
+    "ZeRO3Optimizer": "shoal_worker.strategies.zero3",
+    "launch": "shoal_worker.launch",
 }
 """Where a public name lives; all others are the API's."""
 

@@ -19,6 +19,7 @@ from shoal_worker.elastic.contract import StepStatus
 from shoal_worker.elastic.current import current_session, find_session
 from shoal_worker.elastic.evaluation import IteratedBatches
 from shoal_worker.elastic.evaluation import evaluate as _evaluate
+from shoal_worker.elastic.fixed import check_own
 from shoal_worker.elastic.start import open_session
 from shoal_worker.strategies import registry
 from shoal_worker.strategies.base import ShardedModel, ShardedOptimizer
@@ -50,7 +51,8 @@ _CONFIG_FIELDS = frozenset(f.name for f in dataclasses.fields(ShardingConfigurat
 
 
 def init() -> None:
-    """Joins the cluster that `shoal run` started; alone, this process is a world of one. Calling it again does nothing.
+    """Joins the cluster that `shoal run` started; alone, this process is a world of one. Calling it again does nothing. In `shoal.launch` a
+    rank takes its place.
 
     In a fresh job it blocks until this member has a rank.
 
@@ -79,7 +81,7 @@ def as_distributed(
         model: the user's module, whole.
         optimizer: made from `model.parameters()`.
         strategy: how to share the work; see the strategies' pages.
-        backend: "gloo" or "nccl"; None: nccl where there is CUDA, else gloo.
+        backend: "gloo" or "nccl"; None: nccl where there is CUDA, else gloo. In `shoal.launch`: "inmemory", and so with None.
         config: settings common to all strategies.
         **options: fields of `ShardingConfiguration`, or options of the strategy.
 
@@ -88,6 +90,7 @@ def as_distributed(
         PreconditionError: called a second time in this process.
     """
     session = current_session()
+    check_own(model)
     model_class, optimizer_class = registry.find(strategy)
     common = {name: value for name, value in options.items() if name in _CONFIG_FIELDS}
     config = dataclasses.replace(config or ShardingConfiguration(), **common)

@@ -5,25 +5,47 @@ session, its steps, operations and checkpoints are the very code that runs in a 
 adds is missing, and is missing on purpose: the ranks are threads of one process, so none dies alone, and none can come later. When one
 fails, all end, with its reason.
 
-Used by the rank's thread alone.
+Used by the rank's thread alone; who trains which module is written in turns.
 """
 
 from __future__ import annotations
 
 import json
 import uuid
+import weakref
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Final, NoReturn
 
 from shoal_common.errors import ConfigurationError, MembershipChanged
 from shoal_protos.v1 import coordinator_pb2 as pb
+from torch import nn
 from torch.distributed.distributed_c10d import PrefixStore
 
 from shoal_worker.backends.inmemory import InMemoryBackend
-from shoal_worker.backends.inmemory_worlds import Seat
+from shoal_worker.backends.inmemory_worlds import Seat, own_world
 from shoal_worker.elastic.generation import Generation, Peer
 from shoal_worker.elastic.group import Group
 from shoal_worker.elastic.replica import Replica
+
+_TRAINED_BY: Final[weakref.WeakKeyDictionary[nn.Module, Seat]] = weakref.WeakKeyDictionary()
+
+
+def check_own(model: nn.Module) -> None:
+    """Nothing where ranks are processes.
+
+    Raises:
+        ConfigurationError: another rank of this launch trains the very same module.
+    """
+    world = own_world()
+    if world is None or world.seat is None:
+        return
+    seat, other = world.seat, _TRAINED_BY.get(model)
+    if other is not None and other.store is seat.store and other.rank != seat.rank:
+        raise ConfigurationError(
+            f"ranks {other.rank} and {seat.rank} were given the same {type(model).__name__}: ranks of shoal.launch share what is made "
+            "outside of them, so make the model inside, or give each rank copy.deepcopy(model)"
+        )
+    _TRAINED_BY[model] = seat
 
 
 class FixedLink:

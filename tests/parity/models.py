@@ -1,0 +1,96 @@
+"""The models of the parity matrix, each with its data: small, and each with something that sharding gets wrong easily.
+
+No parameter has a gradient that is nought in exact arithmetic (a bias before a BatchNorm, a key's bias in attention): AdamW would make
+steps of full length from its rounding errors.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import TensorDataset
+
+SAMPLES = 24
+CLASSES = 5
+TOKENS = 11
+LENGTH = 6
+
+
+class Mlp(nn.Module):
+    """Parameters of odd sizes, and one that is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(7, 13), nn.Tanh(), nn.Linear(13, 9), nn.Tanh(), nn.Linear(9, CLASSES))
+        self.layers[2].bias.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+class Cnn(nn.Module):
+    """Buffers, and losses that depend on how samples are grouped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(1, 4, 3, bias=False)
+        self.norm = nn.BatchNorm2d(4)
+        self.head = nn.Linear(4 * 16, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(F.relu(self.norm(self.convolution(x))).flatten(1))
+
+
+class Gpt(nn.Module):
+    """The output layer's weight is the embedding's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        width = 8
+        self.tokens, self.places = nn.Embedding(TOKENS, width), nn.Embedding(LENGTH, width)
+        self.attention_norm, self.mlp_norm, self.last_norm = (nn.LayerNorm(width) for _ in range(3))
+        self.packed, self.projection = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.head = nn.Linear(width, TOKENS, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.tokens(x) + self.places.weight
+        q, k, v = (part.unflatten(-1, (2, 4)).transpose(1, 2) for part in self.packed(self.attention_norm(h)).chunk(3, dim=-1))
+        h = h + self.projection(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return self.head(self.last_norm(h + self.mlp(self.mlp_norm(h)))).transpose(1, 2)
+
+
+class Bag(nn.Module):
+    """Most rows of the table have no gradient in a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bag = nn.EmbeddingBag(41, 6, mode="mean")
+        self.head = nn.Linear(6, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.bag(x))
+
+
+MODELS = {"mlp": Mlp, "cnn": Cnn, "gpt": Gpt, "bag": Bag}
+
+
+def make_model(name: str, dtype: torch.dtype) -> nn.Module:
+    """The same each time."""
+    torch.manual_seed(3)
+    return MODELS[name]().to(dtype)
+
+
+def make_data(name: str, dtype: torch.dtype) -> TensorDataset:
+    """Inputs and classes; the same each time."""
+    generator = torch.Generator().manual_seed(5)
+    if name == "gpt":
+        text = torch.randint(TOKENS, (SAMPLES, LENGTH + 1), generator=generator)
+        return TensorDataset(text[:, :-1], text[:, 1:])
+    classes = torch.randint(CLASSES, (SAMPLES,), generator=generator)
+    if name == "bag":
+        return TensorDataset(torch.randint(41, (SAMPLES, 4), generator=generator), classes)
+    shape = (7,) if name == "mlp" else (1, 6, 6)
+    return TensorDataset(torch.randn(SAMPLES, *shape, generator=generator, dtype=torch.float64).to(dtype), classes)

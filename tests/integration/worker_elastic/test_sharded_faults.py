@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.integration.worker_async.async_cluster import Zygote, eventually
-from tests.integration.worker_elastic import sharded_state
+from tests.integration.worker_elastic import few_micro_batches, sharded_state
 from tests.integration.worker_elastic.cluster import cluster
 from tests.integration.worker_elastic.test_faults import EPOCHS, check_same_run
 
@@ -109,6 +109,14 @@ def test_two_neighbours_that_die_at_once_are_a_loss_that_is_named(zygote: Zygote
 @pytest.mark.parametrize("strategy", ["fsdp", "zero1"])
 def test_the_whole_state_is_that_of_one_process_and_can_be_put_back(zygote: Zygote, tmp_path: Path, strategy: str) -> None:
     with cluster(zygote, tmp_path, script=Path(sharded_state.__file__), STRATEGY=strategy) as running:
+        for index in range(3):
+            running.start(index)
+        assert [running.workers[index].wait() for index in range(3)] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+def test_a_rank_may_have_no_micro_batch_in_any_step(zygote: Zygote, tmp_path: Path, strategy: str) -> None:
+    with cluster(zygote, tmp_path, script=Path(few_micro_batches.__file__), STRATEGY=strategy) as running:
         for index in range(3):
             running.start(index)
         assert [running.workers[index].wait() for index in range(3)] == [0, 0, 0]

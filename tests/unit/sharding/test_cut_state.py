@@ -57,10 +57,9 @@ class Rank:
         self.execution.factor = 1.0 / ranks.world_size
         self.module(_INPUTS).square().mean().backward()
         self.execution.reduce_rest()
-        for holding, divisor in ((self.unit.own, 1.0), (self.unit.mirror, 1.0)):
-            if holding is self.unit.mirror and holding.position is not None:
-                sums = ranks._exchange("mirror", self.unit.own.gradient)
-                holding.gradient = sums[holding.position]
+        mirror = self.unit.mirror
+        if mirror.position is not None:
+            mirror.gradient = ranks._exchange("mirror", self.unit.own.gradient)[mirror.position]
         for holding in self.unit.holdings:
             holding.hand_out(1.0, self.unit.touched)
         self.optimizer.step()

@@ -102,10 +102,19 @@ class ShardedExecution:
     def passed(self, collectives: Sequence[tuple[str, int]]) -> None:
         self._whole_pass = [(kind, self.units[number]) for kind, number in collectives]
 
+    def keep_whole(self) -> None:
+        """Until the update: units are gathered now, and no more in passes, which are recorded as if they were. So a rank without samples
+        can take part although no pass is known."""
+        self.gather_all()
+        for unit in self.units:
+            unit.resident = True
+            unit.free()
+
     def take_part(self) -> None:
-        """Takes part in a pass of other ranks for which this one has no samples: the same collectives, without a gradient."""
+        """Takes part in a pass of other ranks for which this one has no samples: the same collectives, without a gradient. Where no pass is
+        known, that is the reductions alone: parameters are whole on all ranks."""
         self.free_all()
-        for kind, unit in list(self._whole_pass):
+        for kind, unit in list(self._whole_pass) or [("reduce", unit) for unit in self._reduced]:
             if kind == "gather":
                 unit.start_gathering(self._collectives)
                 unit.finish_gathering()

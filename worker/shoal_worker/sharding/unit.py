@@ -92,6 +92,8 @@ class Unit:
         self.own, self.mirror = Holding(self), Holding(self)
         self.touched = [False] * len(self.parameters)
         """Which parameters got a gradient in this step."""
+        self.resident = False
+        """Its memory and values stay until the next change, although it counts as freed: see `ShardedExecution.keep_whole`."""
         self._gathered = True
         self._gathering: Pending | None = None
         self._gradient: torch.Tensor | None = None
@@ -160,7 +162,7 @@ class Unit:
             self._full.copy_(whole)
 
     def _replace(self, layout: UnitLayout) -> None:
-        self.layout = layout
+        self.layout, self.resident = layout, False
         self._full = torch.zeros(layout.padded_numel, dtype=self.dtype, device=self.device)
         self._views = layout.views(self._full)
         self._show()
@@ -184,6 +186,9 @@ class Unit:
         """Begins to fetch the whole parameters. False: they are here, or on their way."""
         if self._gathered or self._gathering is not None:
             return False
+        if self.resident:
+            self._gathered = True
+            return True
         self._allocate()
         self._gathering = collectives.all_gather(self._full, self.own.shard)
         return True
@@ -205,7 +210,7 @@ class Unit:
         if self.stage is not Stage.PARAMETERS or self._gathering is not None:
             return
         self._gathered = False
-        if self._full.untyped_storage().nbytes():
+        if self._full.untyped_storage().nbytes() and not self.resident:
             for parameter in self.parameters:
                 parameter.data = self._full[:0]  # whoever looks now finds nothing, instead of memory that is gone
             self._full.untyped_storage().resize_(0)
@@ -213,6 +218,7 @@ class Unit:
     def changed(self) -> None:
         """The optimizer has updated the pieces: what was gathered before is stale."""
         self.finish_gathering()
+        self.resident = False
         if self.stage is Stage.PARAMETERS:
             self.free()
         elif self.layout.world_size > 1:

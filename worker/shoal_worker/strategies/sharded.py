@@ -20,6 +20,7 @@ the state that is the same on all ranks, and apply the step too (`restore`). The
 from __future__ import annotations
 
 import copy
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -32,7 +33,7 @@ from shoal_common.errors import ConfigurationError, MembershipChanged, Precondit
 
 from shoal_worker.elastic.contract import Leases, StepStatus
 from shoal_worker.elastic.group import Channel, Group
-from shoal_worker.elastic.step import CONTROL_LENGTH
+from shoal_worker.elastic.step import CONTROL_LENGTH, Step
 from shoal_worker.failpoints import failpoint
 from shoal_worker.sharding.collectives import SessionCollectives
 from shoal_worker.sharding.cut_state import CutState, Settings
@@ -111,10 +112,14 @@ class ShardedParametersModel(ShardedModel):
         """Of the step in progress once it is closed, and of the last one until then."""
         self._sealed = False
         """This rank's part of the step in progress is with its buddy."""
+        self._passes_known_in: int | None = None
+        """The generation whose ranks all know the collectives of a pass."""
         self._shown = False
         """A GradScaler may have looked at the gradients of this step, and scaled them."""
         self._handed_out = 0.0
         """Norm of this rank's gradients before it could, if so."""
+        self._prepared = False
+        """This rank has gone into the first collective of the step in progress."""
 
     def _unit(self, part: ParameterGroup) -> Unit:
         return Unit(part.name, part.parameters, part.names, stage=self.stage, wide=self.config.deterministic)
@@ -185,7 +190,7 @@ class ShardedParametersModel(ShardedModel):
                 "backward passes of a step before"
             )
         share = step.share
-        self._execution.reduces_in_backward = self.stage > Stage.OPTIMIZER or not step.in_micro_batches
+        self._prepare_pass(step)
         if step.in_micro_batches:
             weight = step.micro_batch or 0.0
         elif share is None or not share.total_weight:
@@ -193,6 +198,28 @@ class ShardedParametersModel(ShardedModel):
         else:
             weight = share.weight / share.total_weight
         self._execution.factor = weight if self.config.loss_reduction == "mean" else float(weight > 0)
+
+    def _prepare_pass(self, step: Step) -> None:
+        """Before a step's first collective. A rank that has no micro-batch in it must know what the others do in their passes: it is told
+        once in a generation. In the run's first step nobody knows: the parameters stay whole for that step."""
+        self._execution.reduces_in_backward = self.stage > Stage.OPTIMIZER or not step.in_micro_batches
+        if self._prepared or self.stage is not Stage.PARAMETERS or not step.in_micro_batches:
+            return
+        self._prepared = True
+        group, generation = self._session.group, step.placement.generation
+        if group is None or group.world_size == 1 or self._passes_known_in == generation or step.lost is not None:
+            return
+        try:
+            told = [json.loads(each) for each in group.exchange(json.dumps(self._execution.passed).encode())]
+        except MembershipChanged as error:
+            self._session.mark_lost(error)
+            return
+        known = next((each for each in told if each), None)
+        if known is None:
+            self._execution.keep_whole()
+        else:
+            self._execution.passed = self._execution.passed or [(kind, number) for kind, number in known]
+            self._passes_known_in = generation
 
     def scale_gradients(self, scale: float) -> None:
         """Of the pieces that this rank holds."""
@@ -213,7 +240,6 @@ class ShardedParametersModel(ShardedModel):
             **self._held.capture_common(),
             "applied": self._applied,
             "closing": dict(vars(last)) if last is not None else None,
-            "passed": [list(each) for each in self._execution.passed],
         }
 
     @torch.no_grad()
@@ -227,7 +253,6 @@ class ShardedParametersModel(ShardedModel):
                 self._roll_forward(Closing(**state["closing"]) if state["closing"] is not None else None)
             self._applied = state["applied"]
             self._held.restore_common(state)
-            self._execution.passed = [(kind, number) for kind, number in state["passed"]]
         self._step_buffers.commit()
 
     def _roll_forward(self, closing: Closing | None) -> None:
@@ -274,7 +299,7 @@ class ShardedParametersModel(ShardedModel):
         step, group = self._session.step, self._session.group
         assert step is not None
         self._execution.forget()
-        self._weights, self._changes, self._sealed, self._shown = 0.0, None, False, False
+        self._weights, self._changes, self._sealed, self._shown, self._prepared = 0.0, None, False, False, False
         if self._held.cut is None:
             hosts = [peer.host for peer in group.generation.peers] if group is not None else []
             at = step.placement
@@ -307,6 +332,7 @@ class ShardedParametersModel(ShardedModel):
         if step is None or step.share is None or step.lost is not None or step.control is not None:
             return
         check_reproducible(self.config, step)
+        self._prepare_pass(step)
         if step.in_micro_batches and self.stage > Stage.OPTIMIZER:
             for _ in range(step.share.most_micro_batches - (step.share.micro_batches or 0)):
                 self._execution.take_part()

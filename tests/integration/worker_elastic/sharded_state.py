@@ -13,7 +13,8 @@ def main() -> None:
     torch.set_num_threads(1)
     shoal.init()
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(10, 32), nn.BatchNorm1d(32), nn.Linear(32, 32), nn.Linear(32, 2))
+    with torch.device("cpu" if shoal.rank() == 0 else "meta"):
+        net = nn.Sequential(nn.Linear(10, 32), nn.BatchNorm1d(32), nn.Linear(32, 32), nn.Linear(32, 2))
     first, others = list(net[0].parameters()), [p for layer in list(net)[1:] for p in layer.parameters()]
     groups = [{"params": first, "lr": 1e-3}, {"params": others}]
     model, optimizer = shoal.as_distributed(net, torch.optim.AdamW(groups, 1e-2), strategy=os.environ["STRATEGY"])
@@ -31,6 +32,7 @@ def main() -> None:
     assert not model.gather_full_parameters()["0.bias"].any()
     assert not model.module[0].weight.requires_grad or model.predict(x[:4]).shape == (4, 2)
     model.deserialize(data)
+    optimizer.deserialize(optimizer.serialize())
     optimizer.load_state_dict(state)
     assert all(value.equal(whole[name]) for name, value in model.full_state_dict().items())
     again = optimizer.state_dict()

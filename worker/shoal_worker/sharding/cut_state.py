@@ -21,12 +21,24 @@ from shoal_worker.sharding.optimizer_state import ShardedOptimizerState
 from shoal_worker.sharding.resharding import VALUES, Cut, Held, buddy_stride, hold, reshard
 from shoal_worker.sharding.unit import Stage, Unit
 from shoal_worker.sharding.whole_state import Place, optimizer_state, spread
+from shoal_worker.strategies.materialize import unsaved_buffers
 
 _ELEMENTWISE: Final = frozenset({"SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adadelta", "Adagrad", "RMSprop", "Rprop", "ASGD"})
 """Optimizers of torch.optim that update each element from its own gradient and state alone."""
 
 Settings = list[dict[str, Any]]
 """Of an optimizer's parameter groups, without their parameters."""
+
+
+def check_elementwise(optimizer: torch.optim.Optimizer, *, elementwise: bool) -> None:
+    """Raises ConfigurationError unless an optimizer is known, or said, to be elementwise, and has not stepped before."""
+    if type(optimizer).__name__ not in _ELEMENTWISE and not elementwise:
+        raise ConfigurationError(
+            f"parameters are cut into flat pieces, and {type(optimizer).__name__} is not known to treat each element by itself; use "
+            f"one of {', '.join(sorted(_ELEMENTWISE))}, or say elementwise_optimizer=True if it does"
+        )
+    if any(float(own.get("step", 1)) > 0 for own in optimizer.state.values()):
+        raise ConfigurationError("the optimizer has stepped before: call as_distributed first, then load its state")
 
 
 class CutState:
@@ -58,13 +70,7 @@ class CutState:
         Raises:
             ConfigurationError: it is not known to be elementwise, or has stepped before.
         """
-        if type(optimizer).__name__ not in _ELEMENTWISE and not elementwise:
-            raise ConfigurationError(
-                f"parameters are cut into flat pieces, and {type(optimizer).__name__} is not known to treat each element by itself; use "
-                f"one of {', '.join(sorted(_ELEMENTWISE))}, or say elementwise_optimizer=True if it does"
-            )
-        if any(float(own.get("step", 1)) > 0 for own in optimizer.state.values()):
-            raise ConfigurationError("the optimizer has stepped before: call as_distributed first, then load its state")
+        check_elementwise(optimizer, elementwise=elementwise)
         where = {id(p): (u, i) for u, unit in enumerate(self.units) for i, p in enumerate(unit.parameters)}
         made = {where[id(p)]: optimizer.state.pop(p) for p in list(optimizer.state)}  # Adagrad makes its state in its constructor
         self._places = [[where[id(p)] for p in group["params"]] for group in optimizer.param_groups]
@@ -140,6 +146,7 @@ class CutState:
         """What is the same on all ranks: buffers, and the optimizer's settings and counts."""
         parameters = {name for name, _ in self.module.named_parameters(remove_duplicate=False)}
         return {
+            "unsaved": unsaved_buffers(self.module),
             "buffers": {name: value for name, value in self.module.state_dict().items() if name not in parameters},
             "settings": self.settings,
             "scalars": [self._state.scalars(unit) for unit in self.units],
@@ -167,7 +174,8 @@ class CutState:
             ]
         scalars = [self._state.scalars(unit) for unit in self.units]
         saved = optimizer_state(self._places, self.settings, self.units, scalars, wholes) if self.optimizer is not None else None
-        return {"model": self._named(wholes), "optimizer": saved}
+        unsaved = unsaved_buffers(self.module)
+        return {"model": self._named(wholes), "optimizer": saved} | ({"buffers": unsaved} if unsaved else {})
 
     def restore_whole(self, state: Mapping[str, Any]) -> None:
         """Takes over what `assemble` of any strategy gave. It is whole here afterwards, and cut anew when the next step begins."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from shoal_common.errors import ConfigurationError, PreconditionError
+from shoal_common.errors import ConfigurationError, CorruptDataError, PreconditionError
 from torch import nn
 
 from shoal_worker.config import ShardingConfiguration
@@ -24,6 +24,7 @@ from shoal_worker.elastic.modes import evaluating
 from shoal_worker.elastic.session import Session
 from shoal_worker.elastic.step import Step
 from shoal_worker.state.serial import dump_tensors, load_tensors
+from shoal_worker.state.tree import flatten, unflatten
 
 
 class ShardedModel(nn.Module, abc.ABC):
@@ -269,6 +270,25 @@ class ShardedOptimizer(torch.optim.Optimizer, abc.ABC):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """The user's optimizer's."""
         self.optimizer.load_state_dict(state_dict)
+
+    def serialize(self) -> bytes:
+        """Settings and state, for `deserialize` under any strategy and number of ranks. Every rank calls it."""
+        structure, tensors = flatten(self.state_dict())
+        return dump_tensors(tensors, {"kind": "optimizer", "strategy": self._model.strategy, "structure": structure})
+
+    def deserialize(self, data: bytes) -> None:
+        """Loads what `serialize` of any strategy gave. Every rank calls it, with the same bytes.
+
+        Raises:
+            CorruptDataError: damaged, foreign or newer, or not of this optimizer; nothing is changed.
+        """
+        tensors, metadata = load_tensors(data)
+        if metadata.get("kind") != "optimizer":
+            raise CorruptDataError("this is a model's state, not an optimizer's: load it with model.deserialize()", reason="FILE_FOREIGN")
+        try:
+            self.load_state_dict(unflatten(metadata["structure"], tensors))
+        except (ValueError, KeyError) as error:
+            raise CorruptDataError(f"the state is of another optimizer: {error}", reason="OPTIMIZER_DIFFERS") from error
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused: the model's layout over the ranks is fixed when it is made.

@@ -13,13 +13,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
-from shoal_common.errors import ConfigurationError, CorruptDataError, PreconditionError
+from shoal_common.errors import ConfigurationError, PreconditionError
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from shoal_worker.elastic.contract import Leases, StepStatus
-from shoal_worker.state.serial import dump_tensors, load_tensors
-from shoal_worker.state.tree import flatten, unflatten
 from shoal_worker.strategies.accumulation import AccumulatedReduction
 from shoal_worker.strategies.base import ShardedOptimizer, call_module, check_optimizer_covers, check_reproducible, loss_of
 from shoal_worker.strategies.buffers import CommittedBuffers
@@ -303,25 +301,6 @@ class DDPOptimizer(ShardedOptimizer):
     def _set_by_scaler(self, name: str) -> torch.Tensor | None:
         """What a GradScaler left on this optimizer for its step. (A `getattr` of what is not there costs as much as a small kernel.)"""
         return self.__dict__.get(name)
-
-    def serialize(self) -> bytes:
-        """Settings and state, for `deserialize` under any number of ranks."""
-        structure, tensors = flatten(self.state_dict())
-        return dump_tensors(tensors, {"kind": "optimizer", "strategy": self._model.strategy, "structure": structure})
-
-    def deserialize(self, data: bytes) -> None:
-        """Loads what `serialize` gave.
-
-        Raises:
-            CorruptDataError: damaged, foreign or newer, or not of this optimizer; nothing is changed.
-        """
-        tensors, metadata = load_tensors(data)
-        if metadata.get("kind") != "optimizer":
-            raise CorruptDataError("this is a model's state, not an optimizer's: load it with model.deserialize()", reason="FILE_FOREIGN")
-        try:
-            self.load_state_dict(unflatten(metadata["structure"], tensors))
-        except (ValueError, KeyError) as error:
-            raise CorruptDataError(f"the state is of another optimizer: {error}", reason="OPTIMIZER_DIFFERS") from error
 
     def synchronize_parameters(self) -> None:
         """With ddp the parameters are equal on all ranks after every step: nothing to do."""

@@ -23,7 +23,7 @@ import copy
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Final
@@ -36,7 +36,7 @@ from shoal_worker.elastic.group import Channel, Group
 from shoal_worker.elastic.step import CONTROL_LENGTH, Step
 from shoal_worker.failpoints import failpoint
 from shoal_worker.sharding.collectives import SessionCollectives
-from shoal_worker.sharding.cut_state import CutState, Settings
+from shoal_worker.sharding.cut_state import CutState, Settings, check_elementwise
 from shoal_worker.sharding.exact import DIGITS, from_digits, square_digits
 from shoal_worker.sharding.execution import ShardedExecution
 from shoal_worker.sharding.partition import Group as ParameterGroup
@@ -52,6 +52,7 @@ from shoal_worker.strategies.base import (
     replaced_parameters,
 )
 from shoal_worker.strategies.buffers import CommittedBuffers
+from shoal_worker.strategies.materialize import has_values, materialize, unsaved_buffers
 
 _WIDE: Final = torch.empty(0, dtype=torch.float64)
 """What the closing is summed in, and where."""
@@ -98,10 +99,12 @@ class ShardedParametersModel(ShardedModel):
         if not any(p.requires_grad for p in self.module.parameters()):
             raise ConfigurationError("the model has no parameter with requires_grad=True: there is nothing to train")
         self._collectives = SessionCollectives(self._session)
-        units = [(group.module, [self._unit(part) for part in alike(group)]) for group in self.groups()]
-        self._execution = ShardedExecution(units, self._collectives, self.stage)
-        self._held = CutState(self.module, self._execution, self.stage)
-        self._step_buffers = CommittedBuffers(self.module)
+        self._optimizer: torch.optim.Optimizer | None = None
+        """The user's, until it is used."""
+        self._parts: CutState | None = None
+        """None while the module is on the meta device: it is built when values come."""
+        if has_values(self.module):
+            self._build()
         self._weights = 0.0
         """Weight of the micro-batches of this rank in this step."""
         self._changes: torch.Tensor | None = None
@@ -124,13 +127,33 @@ class ShardedParametersModel(ShardedModel):
     def _unit(self, part: ParameterGroup) -> Unit:
         return Unit(part.name, part.parameters, part.names, stage=self.stage, wide=self.config.deterministic)
 
+    def _build(self) -> None:
+        units = [(group.module, [self._unit(part) for part in alike(group)]) for group in self.groups()]
+        self._execution = ShardedExecution(units, self._collectives, self.stage)
+        self._parts = CutState(self.module, self._execution, self.stage)
+        self._step_buffers = CommittedBuffers(self.module)
+
+    def _use_optimizer(self) -> None:
+        if self._optimizer is not None:
+            self._held.use_optimizer(self._optimizer, elementwise=bool(self._options.get("elementwise_optimizer", False)))
+
+    @property
+    def _held(self) -> CutState:
+        if self._parts is None:
+            raise PreconditionError("the model is on the meta device: it gets its values from its peers at the first live batch")
+        return self._parts
+
     def attach(self, optimizer: torch.optim.Optimizer | None) -> None:
         """See `ShardedModel`. The optimizer gets the pieces that this rank holds in the place of the parameters."""
+        self._optimizer = optimizer
         if optimizer is not None:
             check_optimizer_covers(self.module, optimizer)
-            self._held.use_optimizer(optimizer, elementwise=bool(self._options.get("elementwise_optimizer", False)))
+            check_elementwise(optimizer, elementwise=bool(self._options.get("elementwise_optimizer", False)))
+        if self._parts is not None:
+            self._use_optimizer()
         self._session.attach(self)
-        self._step_buffers.commit()
+        if self._parts is not None:
+            self._step_buffers.commit()
 
     # ------------------------------------------------------------------------------------------------------------- training
 
@@ -140,7 +163,8 @@ class ShardedParametersModel(ShardedModel):
             step = self._session.ensure_step()
             if step.source is not None:  # else this may be a dry run before the loop, and no step
                 check_reproducible(self.config, step)
-            self._weigh()
+            if step is self._session.step:  # else it is a joiner's pass ahead of its loop
+                self._weigh(step)
         return self._call(*args, **kwargs)
 
     def train_step(self, inputs: Any, targets: Any = None, loss_fn: Callable[[Any, Any], torch.Tensor] | None = None) -> torch.Tensor:
@@ -180,10 +204,8 @@ class ShardedParametersModel(ShardedModel):
             self.scale_gradients(scale)
         return torch.tensor(norm, dtype=self._held.units[0].sum_dtype, device=self._held.units[0].device)
 
-    def _weigh(self) -> None:
+    def _weigh(self, step: Step) -> None:
         """What the gradients of the coming pass count."""
-        step = self._session.step
-        assert step is not None
         if step.control is not None:
             raise PreconditionError(
                 "the gradients of this step are reduced already, by clip_grad_norm_, synchronize_gradients or a GradScaler: do all "
@@ -234,7 +256,7 @@ class ShardedParametersModel(ShardedModel):
     def capture(self) -> dict[str, Any]:
         """See `Replica`. Before the first step all of the state; from then on what every rank has of it."""
         if self._held.cut is None:
-            return {"model": self.module.state_dict(), "optimizer": None}
+            return {"model": self.module.state_dict(), "optimizer": None, "buffers": unsaved_buffers(self.module)}
         last = self._closing if self._closing is not None and self._closing.number == self._applied else None
         return {
             **self._held.capture_common(),
@@ -245,6 +267,11 @@ class ShardedParametersModel(ShardedModel):
     @torch.no_grad()
     def restore(self, state: Mapping[str, Any]) -> None:
         """See `Replica`. A rank that holds shards applies the one step that it has not."""
+        if self._parts is None:
+            unsaved = state.get("buffers", {}) if "model" in state else state["unsaved"]
+            materialize(self.module, self._optimizer, self._session.device, buffers=unsaved)
+            self._build()
+            self._use_optimizer()
         if "model" in state:
             self._held.restore_whole(state)
             self._closing = None
@@ -273,7 +300,10 @@ class ShardedParametersModel(ShardedModel):
     @torch.no_grad()
     def regroup(self, group: Group) -> None:
         """See `Replica`."""
-        self._held.regroup(group)
+        if self._parts is not None:
+            self._parts.regroup(group)
+        elif any(row[0] for row in group.all_gather_integers([0])):
+            raise PreconditionError("this rank's model is on the meta device, and its peers' states are cut already: it should be a joiner")
 
     @torch.no_grad()
     def assemble(self, channel: Channel) -> dict[str, Any]:
@@ -282,22 +312,23 @@ class ShardedParametersModel(ShardedModel):
 
     def whole_for(self, channel: Channel) -> AbstractContextManager[None]:
         """See `ShardedModel`."""
-        return self._held.whole_for(channel)
+        return self._held.whole_for(channel) if self._parts is not None else nullcontext()
 
     @property
     def in_parts(self) -> bool:
         """See `Replica`."""
-        return self._held.cut is not None and self._held.cut.world_size > 1
+        return self._parts is not None and self._parts.cut is not None and self._parts.cut.world_size > 1
 
     def has_values(self) -> bool:
         """See `Replica`."""
-        return not any(t.is_meta for t in self.module.state_dict().values())
+        return self._parts is not None
 
     @torch.no_grad()
     def step_begins(self) -> None:
         """See `Replica`."""
         step, group = self._session.step, self._session.group
         assert step is not None
+        self._check_training()
         self._execution.forget()
         self._weights, self._changes, self._sealed, self._shown, self._prepared = 0.0, None, False, False, False
         if self._held.cut is None:
@@ -306,6 +337,15 @@ class ShardedParametersModel(ShardedModel):
             self._held.cut_whole(number=at.generation, rank=at.rank, world_size=at.world_size, hosts=hosts)
         elif self.stage is not Stage.PARAMETERS:
             self._execution.gather_all()  # where a failure kept it from being done after the update
+
+    def _check_training(self) -> None:
+        for unit in self._held.units:
+            for name, parameter in zip(unit.parameter_names, unit.parameters, strict=True):
+                if parameter.requires_grad != unit.trained:
+                    raise ConfigurationError(
+                        f"parameter {name!r} has requires_grad={parameter.requires_grad}, and had {unit.trained} at as_distributed: with "
+                        f"strategy {self.strategy!r} what is trained is fixed then; start the next phase in a new run, from a checkpoint"
+                    )
 
     def lease_batches(self, *, loader: str, epoch: int, batches_in_epoch: int, finished: Sequence[int], want: int) -> Leases:
         """Refused: a step is all ranks'."""

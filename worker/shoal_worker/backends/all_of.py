@@ -21,20 +21,24 @@ class AllOf(Work):
         super().__init__()
         self._parts = parts
         self._value = value
+        self._failed = False
+        """`wait` has raised; the parts after the one that failed may end later."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Returns when the result is in place, or raises what the first part to fail raises. `timeout` None or 0: however long it takes."""
         deadline = time.monotonic() + timeout.total_seconds() if timeout else None
+        self._failed = True
         for part in self._parts:
             if deadline is None:
                 part.wait()
             else:
                 part.wait(max(timedelta(milliseconds=1), timedelta(seconds=deadline - time.monotonic())))
+        self._failed = False
         return True
 
     def is_completed(self) -> bool:
         """Whether `wait` would return, or raise, at once."""
-        return all(part.is_completed() for part in self._parts)
+        return self._failed or all(part.is_completed() for part in self._parts)
 
     def is_success(self) -> bool:
         """Whether `wait` has returned."""

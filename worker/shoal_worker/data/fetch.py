@@ -179,6 +179,8 @@ def _tie_to_parent(_worker: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     set_parent_death_signal = 1
     ctypes.CDLL(None).prctl(set_parent_death_signal, int(signal.SIGKILL), 0, 0, 0)
+    # It may have died before that call. That its pipe is closed does not tell: workers that were started later hold the other end, too.
     parent = multiprocessing.parent_process()
-    if parent is None or not parent.is_alive():
-        os._exit(1)  # it died before the call above
+    by_server = multiprocessing.get_start_method(allow_none=True) == "forkserver"
+    if parent is None or not parent.is_alive() or (os.getppid() != parent.pid and not by_server):
+        os._exit(1)

@@ -39,7 +39,7 @@ def _assert_gradients(found: list[Gradients], expected: Gradients) -> None:
                 torch.testing.assert_close(gradient, wanted, **_TOLERANCE, msg=lambda text, name=name: f"{name}: {text}")
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.matrix)])
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("schedule", schedule_names())
 def test_every_schedule_gives_the_gradients_of_one_process(schedule: str, name: str, ranks: int) -> None:

@@ -41,7 +41,7 @@ def run() -> Iterator[Run]:
         lines_in.close()
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.matrix), 4])
 @pytest.mark.parametrize("schedule", schedule_names())
 def test_every_schedule_gives_the_gradients_of_one_process_over_gloo(run: Run, schedule: str, ranks: int) -> None:
     results = run("train", ranks, model="gpt", schedule=schedule)

@@ -18,7 +18,9 @@ def test_output_gradients_and_a_step_on_four_ranks_are_those_of_one_process(run,
     run("parity", 4, model=model)
 
 
-@pytest.mark.parametrize("model", MORE)
+@pytest.mark.parametrize(
+    "model", [model if number < 2 else pytest.param(model, marks=pytest.mark.matrix) for number, model in enumerate(MORE)]
+)
 def test_less_usual_models_compute_the_same(run_threads, model):
     run_threads("more", model=model)
 

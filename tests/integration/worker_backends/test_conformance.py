@@ -21,18 +21,18 @@ def _check_inmemory(store: dist.Store) -> None:
     backend.shutdown()
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.matrix), 3, pytest.param(4, marks=pytest.mark.matrix)])
 def test_inmemory_collectives_are_right_for_every_dtype_and_op(world_size: int) -> None:
     launch(_check_inmemory, dist.HashStore(), world_size=world_size)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.matrix)])
 @pytest.mark.parametrize("check", CHECKS)
 def test_torch_runs_unmodified_on_inmemory(check: str, world_size: int) -> None:
     launch(CHECKS[check], world_size=world_size)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.matrix), 3])
 def test_gloo_collectives_are_right_for_every_dtype_and_op(
     ranks: Callable[[int], list[Any]], redis_url: str, prefix: str, world_size: int
 ) -> None:
@@ -43,7 +43,7 @@ def test_gloo_collectives_are_right_for_every_dtype_and_op(
         member.result()
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.matrix)])
 def test_torch_runs_unmodified_on_gloo(ranks: Callable[[int], list[Any]], redis_url: str, world_size: int) -> None:
     members = ranks(world_size)
     init_method = f"{redis_url}/{uuid.uuid4().hex}"

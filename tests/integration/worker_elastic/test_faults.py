@@ -61,9 +61,9 @@ def test_three_workers_end_with_the_parameters_of_one(three: Cluster, fault_free
         "session.before_apply@15=kill",
         "session.after_apply@15=kill",
         "session.after_commit@15=kill",
-        "session.after_commit@40=kill",
+        pytest.param("session.after_commit@40=kill", marks=pytest.mark.matrix),
         "session.in_operation@3=kill",
-        "session.after_operation@4=kill",
+        pytest.param("session.after_operation@4=kill", marks=pytest.mark.matrix),
         "session.before_reconcile@1=kill",
     ],
 )
@@ -121,7 +121,12 @@ def test_a_replacement_takes_the_state_from_its_peers_and_goes_on(zygote: Zygote
 
 
 @pytest.mark.parametrize(
-    ("joiner", "donor"), [("transfer.before_taking@1=kill", ""), ("", "transfer.before_serving@1=kill"), ("session.at_border@1=kill", "")]
+    ("joiner", "donor"),
+    [
+        pytest.param("transfer.before_taking@1=kill", "", marks=pytest.mark.matrix),
+        ("", "transfer.before_serving@1=kill"),
+        ("session.at_border@1=kill", ""),
+    ],
 )
 def test_a_join_that_fails_half_way_leaves_the_others_whole(
     zygote: Zygote, tmp_path: Path, fault_free: dict[str, Any], joiner: str, donor: str

@@ -33,12 +33,12 @@ def test_three_workers_end_with_the_parameters_of_one(zygote: Zygote, tmp_path: 
     ("strategy", "failpoint"),
     [
         ("zero1", "sharded.sealed@15=kill"),
-        ("zero2", "reduction.completed@15=kill"),
+        pytest.param("zero2", "reduction.completed@15=kill", marks=pytest.mark.matrix),
         ("zero3", "session.before_apply@15=kill"),
         ("zero1", "session.after_apply@15=kill"),
-        ("zero3", "session.after_commit@40=kill"),
+        pytest.param("zero3", "session.after_commit@40=kill", marks=pytest.mark.matrix),
         ("zero3", "session.in_operation@3=kill"),
-        ("zero2", "session.after_operation@4=kill"),
+        pytest.param("zero2", "session.after_operation@4=kill", marks=pytest.mark.matrix),
     ],
 )
 def test_a_worker_killed_at_any_moment_costs_the_others_nothing(

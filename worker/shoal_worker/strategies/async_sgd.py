@@ -392,30 +392,17 @@ class AsyncSGDOptimizer(ShardedOptimizer):
         partition."""
         return self._session.progress.staleness
 
-    def step(self, closure: Callable[[], Any] | None = None) -> StepStatus:  # type: ignore[override]
-        """See `ShardedOptimizer`: an iteration of this worker alone. Raises as `AsyncSGDModel.exchange`.
+    def _finish(self) -> StepStatus:
+        """An iteration of this worker alone. Raises as `AsyncSGDModel.exchange`.
 
         COMMITTED, except when the run ended while the job stood still for want of workers: LOST.
         """
-        if closure is not None:
-            raise ConfigurationError(
-                f"{type(self.optimizer).__name__}.step(closure): closures run the backward pass again, outside of the step; "
-                "use an optimizer that needs none (LBFGS does)"
-            )
         try:
-            return self._session.finish_step(self._apply)
+            return super()._finish()
         except StopTraining as stop:
             return self._session.give_up_step(stop)
 
-    def _apply(self) -> None:
-        # A GradScaler leaves its finding on the optimizer that it steps.
-        found_inf = getattr(self, "found_inf", None)
-        usable = found_inf is None or float(found_inf) == 0
-        grad_scale = getattr(self, "grad_scale", None)
-        if usable and grad_scale is not None:
-            inverse = 1.0 / float(grad_scale)
-            for parameter in (p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None):
-                parameter.grad.mul_(inverse)
+    def _update(self, *, usable: bool) -> None:
         model: AsyncSGDModel = self._model
         model.exchange(push=usable)
 

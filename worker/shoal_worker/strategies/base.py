@@ -251,13 +251,45 @@ class ShardedOptimizer(torch.optim.Optimizer, abc.ABC):
     def state(self, state: Any) -> None:
         self.optimizer.state = state
 
-    @abc.abstractmethod
-    def step(self, closure: Callable[[], Any] | None = None) -> StepStatus:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> StepStatus:  # type: ignore[override]  # torch's returns the closure's loss
         """Applies the step that the backward pass prepared, on all ranks or on none; see `StepStatus`.
 
         Raises:
             ConfigurationError: `closure` was given: it would run the backward pass again, outside of the step.
         """
+        if closure is not None:
+            raise ConfigurationError(
+                f"{type(self.optimizer).__name__}.step(closure): closures run the backward pass again, outside of the step; "
+                "use an optimizer that needs none (LBFGS does)"
+            )
+        return self._finish()
+
+    def _finish(self) -> StepStatus:
+        """Ends the step."""
+        return self._session.finish_step(self._apply)
+
+    def _apply(self) -> None:
+        """Every rank's part is in: updates the parameters. What a GradScaler found it has left on this optimizer, on every rank alike."""
+        found_inf = self._set_by_scaler("found_inf")
+        usable = found_inf is None or not float(found_inf) > 0
+        grad_scale = self._set_by_scaler("grad_scale")
+        if usable and grad_scale is not None:
+            self._scale_gradients(1.0 / float(grad_scale))
+        self._update(usable=usable)
+
+    def _update(self, *, usable: bool) -> None:
+        """The user's optimizer's own step. Gradients that are not `usable` change nothing, though the step counts."""
+        if usable:
+            self.optimizer.step()
+
+    def _scale_gradients(self, scale: float) -> None:
+        """Of what is to be updated."""
+        for parameter in (p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None):
+            parameter.grad.mul_(scale)
+
+    def _set_by_scaler(self, name: str) -> torch.Tensor | None:
+        """What a GradScaler left here for its step. (A `getattr` of what is not there costs as much as a small kernel.)"""
+        return self.__dict__.get(name)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's."""

@@ -273,34 +273,13 @@ class DDPModel(WholeModel):
 class DDPOptimizer(ShardedOptimizer):
     """The user's optimizer, stepped on every rank with the averaged gradients."""
 
-    def step(self, closure: Callable[[], Any] | None = None) -> StepStatus:  # type: ignore[override]
-        """See `ShardedOptimizer`."""
-        if closure is not None:
-            raise ConfigurationError(
-                f"{type(self.optimizer).__name__}.step(closure): closures run the backward pass again, outside of the step; "
-                "use an optimizer that needs none (LBFGS does)"
-            )
+    def _finish(self) -> StepStatus:
         if self._set_by_scaler("found_inf") is not None and self._model.holds_unreduced_gradients:
             raise PreconditionError(
                 "the GradScaler has looked at gradients that are not reduced yet, so ranks would not agree whether to skip the step: make "
                 "the last backward pass outside of no_sync(), or call model.synchronize_gradients() before scaler.unscale_() or step()"
             )
-        return self._session.finish_step(self._apply)
-
-    def _apply(self) -> None:
-        found_inf = self._set_by_scaler("found_inf")
-        if found_inf is not None and float(found_inf) > 0:
-            return  # the step counts, but its gradients are unusable on every rank alike
-        grad_scale = self._set_by_scaler("grad_scale")
-        if grad_scale is not None:
-            inverse = 1.0 / float(grad_scale)
-            for parameter in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
-                parameter.grad.mul_(inverse)
-        self.optimizer.step()
-
-    def _set_by_scaler(self, name: str) -> torch.Tensor | None:
-        """What a GradScaler left on this optimizer for its step. (A `getattr` of what is not there costs as much as a small kernel.)"""
-        return self.__dict__.get(name)
+        return super()._finish()
 
     def synchronize_parameters(self) -> None:
         """With ddp the parameters are equal on all ranks after every step: nothing to do."""

@@ -24,7 +24,7 @@ from typing import Any, ClassVar, cast
 import torch
 from shoal_common.errors import ConfigurationError, MembershipChanged, PreconditionError
 
-from shoal_worker.elastic.contract import StepSource
+from shoal_worker.elastic.contract import StepSource, StepStatus
 from shoal_worker.elastic.group import Channel, Group, LocalChannel
 from shoal_worker.elastic.session import Session
 from shoal_worker.elastic.step import CONTROL_LENGTH, Step
@@ -403,12 +403,10 @@ class LocalSGDModel(DDPModel):
 class LocalSGDOptimizer(DDPOptimizer):
     """The user's optimizer, stepped on every rank with that rank's own gradients."""
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """See `ShardedOptimizer`. The last step of a round averages parameters, and says LOST if that failed: then the round is done again
-        from its start."""
-        if closure is None:
-            self._model.prepare_end(super()._apply)
-        return super().step(closure)
+    def _finish(self) -> StepStatus:
+        """The last step of a round averages parameters, and says LOST if that failed: then the round is done again from its start."""
+        self._model.prepare_end(super()._apply)
+        return super()._finish()
 
     def _apply(self) -> None:
         self._model.commit_update(super()._apply)

@@ -31,7 +31,7 @@ from typing import Any, ClassVar, Final
 import torch
 from shoal_common.errors import ConfigurationError, MembershipChanged, PreconditionError
 
-from shoal_worker.elastic.contract import Leases, StepStatus
+from shoal_worker.elastic.contract import Leases
 from shoal_worker.elastic.group import Channel, Group
 from shoal_worker.elastic.step import CONTROL_LENGTH, Step
 from shoal_worker.failpoints import failpoint
@@ -584,15 +584,6 @@ class ShardedParametersModel(ShardedModel):
 class ShardedParametersOptimizer(ShardedOptimizer):
     """The user's optimizer, stepped on the pieces that this rank holds."""
 
-    def step(self, closure: Callable[[], Any] | None = None) -> StepStatus:  # type: ignore[override]
-        """See `ShardedOptimizer`."""
-        if closure is not None:
-            raise ConfigurationError(
-                f"{type(self.optimizer).__name__}.step(closure): closures run the backward pass again, outside of the step; "
-                "use an optimizer that needs none (LBFGS does)"
-            )
-        return self._session.finish_step(lambda: self._model.update(self._apply))
-
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The user's optimizer's own, over the pieces that this rank holds. Looking at them ends the reduction of a plain step."""
@@ -604,16 +595,17 @@ class ShardedParametersOptimizer(ShardedOptimizer):
         self.optimizer.param_groups = groups
 
     def _apply(self) -> None:
-        # A GradScaler leaves its finding on the optimizer that it steps.
-        found_inf = getattr(self, "found_inf", None)
-        if found_inf is not None and float(found_inf) > 0:
+        self._model.update(super()._apply)
+
+    def _update(self, *, usable: bool) -> None:
+        if usable:
+            self._model.note_scale()
+            self.optimizer.step()
+        else:
             self._model.skip()
-            return  # the step counts, but its gradients are unusable on every rank alike
-        grad_scale = getattr(self, "grad_scale", None)
-        if grad_scale is not None:
-            self._model.scale_gradients(1.0 / float(grad_scale))
-        self._model.note_scale()
-        self.optimizer.step()
+
+    def _scale_gradients(self, scale: float) -> None:
+        self._model.scale_gradients(scale)
 
     def state_dict(self) -> dict[str, Any]:
         """As one process would have it, whole: it loads under any strategy. Every rank calls it."""

@@ -77,6 +77,7 @@ class CommunicationBackend(abc.ABC):
         self._process_group: dist.ProcessGroup | None = None
         self._rank = -1
         self._world_size = 0
+        self._members: Sequence[int] | None = None
         self._reason: str | None = None
         """Why the group is over. Written once, under the lock."""
         self._lock = threading.Lock()
@@ -119,11 +120,13 @@ class CommunicationBackend(abc.ABC):
         timeout: timedelta = DEFAULT_TIMEOUT,
         connect_timeout: timedelta = DEFAULT_CONNECT_TIMEOUT,
         hostname: str | None = None,
+        members: Sequence[int] | None = None,
     ) -> None:
         """Connects to the other ranks over `store`, which no group may have used before. All ranks call it; returns when all are connected.
 
         `timeout` holds for each later collective, `connect_timeout` for the connecting. `hostname` is the address or name under which peers
-        reach this process; None: the interface that reaches the store. A backend is initialized once.
+        reach this process; None: the interface that reaches the store. `members`: for a part of the run's ranks, which of them it has, in
+        the order of their ranks here; only MPI, which makes its groups of its own world, wants to know. A backend is initialized once.
 
         Raises MembershipChanged when it was given up (`abort` here or on the store) or a peer went away, DeadlineError when a peer did not
         come within `connect_timeout`, ConfigurationError for values that cannot work.
@@ -137,7 +140,7 @@ class CommunicationBackend(abc.ABC):
         for field, value in (("timeout", timeout), ("connect_timeout", connect_timeout)):
             if value <= timedelta(0):
                 raise ConfigurationError(f"{field}={value}: expected more than 0 s")
-        self._rank, self._world_size = rank, world_size
+        self._rank, self._world_size, self._members = rank, world_size, members
         group = self._connect(store, timeout, connect_timeout, hostname)
         with self._lock:
             self._process_group = group

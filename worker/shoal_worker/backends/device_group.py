@@ -14,15 +14,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Work
-from torch.distributed.distributed_c10d import GroupName
 
 from shoal_worker.backends.errors import GroupEndedError
 from shoal_worker.backends.interruptible import cause_of
+from shoal_worker.backends.named_group import ForwardingGroup
 
 _PAUSE_S: Final = 20e-6
 
@@ -80,26 +80,18 @@ class DeviceWork(Work):
     _source_rank = source_rank
 
 
-def _issued(name: str) -> Any:
-    def issue(self: DeviceGroup, *arguments: Any, **options: Any) -> Work:
-        return self._issue(name, arguments, options)
-
-    issue.__name__ = name
-    issue.__doc__ = f"`ProcessGroup.{name}`, whose work is waited for on the device."
-    return issue
-
-
-class DeviceGroup(dist.ProcessGroup):
+class DeviceGroup(ForwardingGroup):
     """Issues collectives on a `native` group. `ended(reason)` is called once, from any thread, when it is over; it ends the native one."""
+
+    backend_name: ClassVar[str] = "shoal_nccl"
 
     def __init__(self, native: dist.ProcessGroup, *, name: str, timeout: timedelta, ended: Callable[[str], None]) -> None:
         """`timeout`: the longest that a collective may take."""
-        super().__init__(native.rank(), native.size())  # type: ignore[call-arg]  # torch's stub knows only the other constructor
+        super().__init__(native.rank(), native.size(), name)
         self.timeout = timeout
         self.reason: str | None = None
         """Why the group is over; None: it is not."""
         self._native: dist.ProcessGroup | None = native
-        self._name = GroupName(name)
         self._ended = ended
 
     def abort(self, reason: str = "the process group was aborted") -> None:
@@ -112,38 +104,6 @@ class DeviceGroup(dist.ProcessGroup):
         """Ends the group and lets go of the native one. Idempotent."""
         self.abort("the process group was shut down")
         self._native = None
-
-    allgather = _issued("allgather")
-    allgather_coalesced = _issued("allgather_coalesced")
-    allgather_into_tensor_coalesced = all_gather_single_coalesced = _issued("all_gather_single_coalesced")
-    _allgather_base = all_gather_single = _issued("all_gather_single")
-    allreduce = _issued("allreduce")
-    allreduce_coalesced = _issued("allreduce_coalesced")
-    alltoall = _issued("alltoall")
-    alltoall_base = all_to_all_single = _issued("all_to_all_single")
-    barrier = _issued("barrier")
-    broadcast = _issued("broadcast")
-    gather = _issued("gather")
-    recv = _issued("recv")
-    recv_anysource = _issued("recv_anysource")
-    reduce = _issued("reduce")
-    reduce_scatter = _issued("reduce_scatter")
-    _reduce_scatter_base = reduce_scatter_single = _issued("reduce_scatter_single")
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced = _issued("reduce_scatter_single_coalesced")
-    scatter = _issued("scatter")
-    send = _issued("send")
-
-    def getBackendName(self) -> str:  # noqa: N802 - looked up by this name
-        """Not "nccl": torch would look for a C++ backend of that name in here."""
-        return "shoal_nccl"
-
-    @property
-    def group_name(self) -> GroupName:
-        """The name under which torch's functional collectives know the group."""
-        return self._name
-
-    def _set_group_name(self, name: GroupName) -> None:
-        self._name = name
 
     def raise_if_ended(self) -> None:
         """Raises GroupEndedError when the group is over."""

@@ -18,16 +18,16 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, BroadcastOptions, ReduceScatterOptions, Work
-from torch.distributed.distributed_c10d import GroupName
 
 from shoal_worker.backends import reaper
 from shoal_worker.backends.all_of import AllOf
 from shoal_worker.backends.errors import GroupEndedError
+from shoal_worker.backends.named_group import ForwardingGroup
 from shoal_worker.backends.reductions import check_op, reduce_parts
 from shoal_worker.backends.scratch import Scratch
 from shoal_worker.backends.sockets import GroupSockets
@@ -47,23 +47,16 @@ def cause_of(error: Exception) -> str:
     return first_line.partition(". This is typically")[0] or type(error).__name__
 
 
-def _collective(name: str) -> Any:
-    def issue(self: InterruptibleGroup, *arguments: Any, **options: Any) -> Work:
-        return self._issue(name, arguments, options)
-
-    issue.__name__ = name
-    issue.__doc__ = f"`ProcessGroup.{name}`, interruptible."
-    return issue
-
-
-class InterruptibleGroup(dist.ProcessGroup):
+class InterruptibleGroup(ForwardingGroup):
     """Issues collectives on a `native` group whose connections are `sockets`, and takes over both.
 
     `ended(reason)` is called once, from any thread, when the group is over: by `abort`, or by the failure of a collective.
     """
 
+    backend_name: ClassVar[str] = "shoal_gloo"
+
     def __init__(self, native: dist.ProcessGroup, sockets: GroupSockets, ended: Callable[[str], None] | None = None) -> None:
-        super().__init__(native.rank(), native.size())  # type: ignore[call-arg]  # torch's stub knows only the other constructor
+        super().__init__(native.rank(), native.size(), native.group_name)
         self.reason: str | None = None
         """Why the group is over; None: it is not."""
         self._native: dist.ProcessGroup | None = native
@@ -76,7 +69,6 @@ class InterruptibleGroup(dist.ProcessGroup):
         """Set once it is shut down and Gloo has nothing left to do."""
         self._lock = threading.Lock()
         """Guards the reason and the two above."""
-        self._name = native.group_name
         self._scratch = Scratch()
         self._closer = weakref.finalize(self, sockets.close)
 
@@ -121,22 +113,10 @@ class InterruptibleGroup(dist.ProcessGroup):
             work.follow()
         reaper.drop(references, when=self._idle)
 
-    allgather_coalesced = _collective("allgather_coalesced")
-    allgather_into_tensor_coalesced = all_gather_single_coalesced = _collective("all_gather_single_coalesced")
-    allreduce = _collective("allreduce")
-    allreduce_coalesced = _collective("allreduce_coalesced")
-    alltoall = _collective("alltoall")
-    alltoall_base = all_to_all_single = _collective("all_to_all_single")
-    barrier = _collective("barrier")
-    broadcast = _collective("broadcast")
-    gather = _collective("gather")
-    reduce = _collective("reduce")
-    scatter = _collective("scatter")
-
     # Gloo's all-gather passes parts around a ring, one step after the other. Broadcasts from all ranks at once send as many bytes, and none
     # waits for another.
 
-    def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: AllgatherOptions | None = None) -> Work:  # type: ignore[override]
+    def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: AllgatherOptions | None = None) -> Work:
         """`ProcessGroup.allgather`, interruptible."""
         if len(inputs) != 1 or not self._gathers_by_broadcasts(outputs[0], inputs[0]):
             return self._issue("allgather", (outputs, inputs, opts or AllgatherOptions()), {})
@@ -164,7 +144,7 @@ class InterruptibleGroup(dist.ProcessGroup):
         """`ProcessGroup.reduce_scatter_single_coalesced`, interruptible."""
         return self._reduce_scatter(outputs, torch.cat([one.reshape(self.size(), -1) for one in inputs], dim=1), opts)
 
-    def reduce_scatter(  # type: ignore[override]  # torch's other overload is for Python callers alone
+    def reduce_scatter(
         self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: ReduceScatterOptions | None = None
     ) -> Work:
         """`ProcessGroup.reduce_scatter`, interruptible. Its parts must be of one size."""
@@ -186,18 +166,6 @@ class InterruptibleGroup(dist.ProcessGroup):
         return self._transfer("recv_anysource", (tensors, tag))
 
     # What torch asks of a process group written in Python.
-
-    def getBackendName(self) -> str:  # noqa: N802 - looked up by this name
-        """Not "gloo": torch would look for a C++ backend of that name in here."""
-        return "shoal_gloo"
-
-    @property
-    def group_name(self) -> GroupName:
-        """The name under which torch's functional collectives know the group."""
-        return self._name
-
-    def _set_group_name(self, name: GroupName) -> None:
-        self._name = name
 
     @property
     def _device_types(self) -> list[torch.device]:  # DCP saves in the background only with a group that takes CPU tensors

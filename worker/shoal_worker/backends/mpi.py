@@ -10,7 +10,7 @@ when a process dies, so a group on MPI does not shrink: elastic training wants "
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
@@ -52,6 +52,7 @@ class MPIBackend(CommunicationBackend):
         timeout: timedelta = DEFAULT_TIMEOUT,
         connect_timeout: timedelta = DEFAULT_CONNECT_TIMEOUT,
         hostname: str | None = None,
+        members: Sequence[int] | None = None,
     ) -> None:
         """As the other backends' `initialize`; rank and world size are MPI's (others are refused), `store` and `hostname` are not used."""
         world = _mpi().COMM_WORLD
@@ -62,12 +63,19 @@ class MPIBackend(CommunicationBackend):
             timeout=timeout,
             connect_timeout=connect_timeout,
             hostname=hostname,
+            members=members,
         )
 
     def _connect(self, store: Store, timeout: timedelta, connect_timeout: timedelta, hostname: str | None) -> dist.ProcessGroup:
         from shoal_worker.backends.mpi_group import MPIGroup
 
         world = _mpi().COMM_WORLD
+        if self._members is not None:
+            # Of a part of MPI's world. MPI lets it wait for the others without a deadline.
+            part = world.Create_group(world.group.Incl(list(self._members)))
+            _check_place(self.rank, self.world_size, part)
+            self._group = MPIGroup(part, "mpi", timeout)
+            return self._group
         _check_place(self.rank, self.world_size, world)
         communicator, request = world.Idup()
         deadline = time.monotonic() + connect_timeout.total_seconds()

@@ -7,28 +7,21 @@ torch calls a process group by many names: C++ code (DDP's reducer, functional c
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from shoal_common.errors import InvalidRequestError
 from torch._C._distributed_c10d import Work
-from torch.distributed.distributed_c10d import GroupName
 
 from shoal_worker.backends.collective import Collective, Kind
+from shoal_worker.backends.named_group import NamedGroup
 
 Tensors = list[torch.Tensor]
 
 
-class PythonGroup(dist.ProcessGroup):
+class PythonGroup(NamedGroup):
     """A process group of `size` ranks, of which this is `rank`."""
-
-    backend_name: ClassVar[str]
-    """The name that torch knows it by."""
-
-    def __init__(self, rank: int, size: int, name: str) -> None:
-        super().__init__(rank, size)  # type: ignore[call-arg]  # torch's stub knows only the other constructor
-        self._name = GroupName(name)
 
     def _issue(self, call: Collective) -> Work:
         """Starts a collective."""
@@ -42,41 +35,27 @@ class PythonGroup(dist.ProcessGroup):
         """Starts to receive from a rank; None: from whichever sends first."""
         raise NotImplementedError
 
-    # --- identity
-
-    def getBackendName(self) -> str:  # noqa: N802 - looked up by this name
-        """Looked up by torch's C++ code."""
-        return self.backend_name
-
-    @property
-    def group_name(self) -> GroupName:
-        """The name under which torch's functional collectives know the group."""
-        return self._name
-
-    def _set_group_name(self, name: GroupName) -> None:
-        self._name = name
-
     @property
     def _device_types(self) -> list[torch.device]:  # where object collectives put their bytes
         return [torch.device("cpu")]
 
     # --- collectives, by torch's names
 
-    def allreduce(self, tensors: Any, opts: Any = None) -> Work:  # type: ignore[override]
+    def allreduce(self, tensors: Any, opts: Any = None) -> Work:
         """`ProcessGroup.allreduce`."""
         return self._in_place(Kind.ALL_REDUCE, tensors, op=_op(opts))
 
     allreduce_coalesced = allreduce
 
-    def reduce(self, tensors: Any, opts: Any) -> Work:  # type: ignore[override]
+    def reduce(self, tensors: Any, opts: Any) -> Work:
         """`ProcessGroup.reduce`."""
         return self._in_place(Kind.REDUCE, tensors, op=_op(opts), root=opts.rootRank)
 
-    def broadcast(self, tensors: Any, opts: Any) -> Work:  # type: ignore[override]
+    def broadcast(self, tensors: Any, opts: Any) -> Work:
         """`ProcessGroup.broadcast`."""
         return self._in_place(Kind.BROADCAST, tensors, root=opts.rootRank)
 
-    def allgather(self, output_tensors: list[Tensors], input_tensors: Tensors, opts: Any = None) -> Work:  # type: ignore[override]
+    def allgather(self, output_tensors: list[Tensors], input_tensors: Tensors, opts: Any = None) -> Work:
         """`ProcessGroup.allgather`, of one tensor or several."""
         outputs = [part for parts in output_tensors for part in self._by_rank(parts, "output_tensors")]
         return self._issue(Collective(kind=Kind.ALL_GATHER, inputs=input_tensors, outputs=outputs, result=output_tensors))
@@ -95,7 +74,7 @@ class PythonGroup(dist.ProcessGroup):
         """`ProcessGroup.all_gather_single`."""
         return self.all_gather_single_coalesced([output], [input])
 
-    def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> Work:  # type: ignore[override]
+    def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> Work:
         """`ProcessGroup.reduce_scatter`."""
         parts = [part for given in inputs for part in self._by_rank(given, "input_tensors")]
         return self._issue(Collective(kind=Kind.REDUCE_SCATTER, inputs=parts, outputs=outputs, op=_op(opts), result=outputs))
@@ -108,12 +87,12 @@ class PythonGroup(dist.ProcessGroup):
         """`ProcessGroup.reduce_scatter_single`."""
         return self.reduce_scatter_single_coalesced([output], [input], opts)
 
-    def gather(self, output_tensors: list[Tensors], input_tensors: Tensors, opts: Any) -> Work:  # type: ignore[override]
+    def gather(self, output_tensors: list[Tensors], input_tensors: Tensors, opts: Any) -> Work:
         """`ProcessGroup.gather`; only the root has outputs."""
         outputs = self._by_rank(output_tensors[0], "output_tensors") if self.rank() == opts.rootRank else []
         return self._issue(Collective(kind=Kind.GATHER, inputs=input_tensors, outputs=outputs, root=opts.rootRank, result=output_tensors))
 
-    def scatter(self, output_tensors: Tensors, input_tensors: list[Tensors], opts: Any) -> Work:  # type: ignore[override]
+    def scatter(self, output_tensors: Tensors, input_tensors: list[Tensors], opts: Any) -> Work:
         """`ProcessGroup.scatter`; only the root has inputs."""
         inputs = self._by_rank(input_tensors[0], "input_tensors") if self.rank() == opts.rootRank else []
         return self._issue(Collective(kind=Kind.SCATTER, inputs=inputs, outputs=output_tensors, root=opts.rootRank, result=output_tensors))

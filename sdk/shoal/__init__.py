@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from shoal_worker.backends.mpi import MPIBackend
     from shoal_worker.backends.nccl import NCCLBackend
     from shoal_worker.compression.base import GradientCompressor
+    from shoal_worker.compression.optimizer import GradientCompressionOptimizer
     from shoal_worker.launch import launch
     from shoal_worker.strategies.async_sgd import AsyncSGDModel, AsyncSGDOptimizer
     from shoal_worker.strategies.ddp import DDPModel, DDPOptimizer
@@ -84,6 +85,7 @@ __all__ = [
     "FSDPModel",
     "FSDPOptimizer",
     "GlooBackend",
+    "GradientCompressionOptimizer",
     "GradientCompressor",
     "InMemoryBackend",
     "InternalError",
@@ -142,6 +144,7 @@ _HOMES = {
     "FSDPModel": "shoal_worker.strategies.fsdp",
     "FSDPOptimizer": "shoal_worker.strategies.fsdp",
     "GlooBackend": "shoal_worker.backends.gloo",
+    "GradientCompressionOptimizer": "shoal_worker.compression.optimizer",
     "GradientCompressor": "shoal_worker.compression.base",
     "InMemoryBackend": "shoal_worker.backends.inmemory",
     "LocalSGDModel": "shoal_worker.strategies.local_sgd",

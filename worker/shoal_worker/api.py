@@ -13,6 +13,7 @@ from shoal_common.errors import ConfigurationError, PreconditionError
 from torch import nn
 
 from shoal_worker.checkpoint.saving import CheckpointSaver, load_newest
+from shoal_worker.compression.optimizer import take_apart
 from shoal_worker.config import ShardingConfiguration
 from shoal_worker.data.loader import ElasticDataLoader
 from shoal_worker.elastic.contract import StepStatus
@@ -79,7 +80,7 @@ def as_distributed(
 
     Args:
         model: the user's module, whole.
-        optimizer: made from `model.parameters()`.
+        optimizer: made from `model.parameters()`; with `GradientCompressionOptimizer(optimizer, compressor)` gradients travel compressed.
         strategy: how to share the work; see the strategies' pages.
         backend: "gloo" or "nccl"; None: nccl where there is CUDA, else gloo. In `shoal.launch`: "inmemory", and so with None.
         config: settings common to all strategies.
@@ -94,6 +95,8 @@ def as_distributed(
     model_class, optimizer_class = registry.find(strategy)
     common = {name: value for name, value in options.items() if name in _CONFIG_FIELDS}
     config = dataclasses.replace(config or ShardingConfiguration(), **common)
+    optimizer, compressor = take_apart(optimizer, config.compressor)
+    config = dataclasses.replace(config, gradient_compression=compressor)
     specific = {name: value for name, value in options.items() if name not in _CONFIG_FIELDS}
     if not any(p.is_meta for p in model.parameters()):
         model.to(session.device)

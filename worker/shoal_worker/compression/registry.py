@@ -33,7 +33,7 @@ def compressor_class(name: str) -> type[GradientCompressor]:
     Raises:
         ConfigurationError: there is none.
     """
-    if name not in _COMPRESSORS:
+    if not isinstance(name, str) or name not in _COMPRESSORS:
         raise ConfigurationError(f"gradient_compression={name!r}: expected one of {', '.join(_COMPRESSORS)}")
     module, _, attribute = _COMPRESSORS[name].partition(":")
     found: type[GradientCompressor] = getattr(importlib.import_module(module), attribute)
@@ -48,6 +48,11 @@ def parse_compression(value: str | Mapping[str, Any] | GradientCompressor | None
     """
     if value is None or isinstance(value, GradientCompressor):
         return value
+    if not isinstance(value, (str, Mapping)):
+        raise ConfigurationError(
+            f"gradient_compression={value!r}: expected a name, a name with settings such as "
+            '{"name": "topk", "ratio": 0.001}, or a GradientCompressor'
+        )
     settings: dict[str, Any] = {"name": value} if isinstance(value, str) else dict(value)
     name = settings.pop("name", None)
     found = compressor_class(name)

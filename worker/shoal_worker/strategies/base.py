@@ -37,10 +37,17 @@ class ShardedModel(nn.Module, abc.ABC):
     """Name in the registry."""
     options: ClassVar[frozenset[str]] = frozenset()
     """Keyword arguments of `as_distributed` that only this strategy knows."""
+    compresses: ClassVar[bool] = False
+    """It takes `gradient_compression=`."""
 
     def __init__(self, module: nn.Module, session: Session, config: ShardingConfiguration, *, backend: str | None, **options: Any) -> None:
         """`backend`: None chooses by the session's device. `options`: those named in `options`."""
         super().__init__()
+        if config.compressor is not None and not self.compresses:
+            raise ConfigurationError(
+                f"gradient_compression={config.compressor.name!r} with strategy={self.strategy!r}, which does not compress: take ddp, zero1, "
+                "zero2, zero3, fsdp or async_sgd, or leave it out"
+            )
         self.module = module
         self.config = config
         self.backend_name = backend or session.default_backend

@@ -1,0 +1,105 @@
+"""The pair of an optimizer and a compressor, as the specification spells it: the same as `gradient_compression=`.
+
+It compresses nothing by itself: gradients are compressed on their way between ranks, which is the strategy's work. `as_distributed` takes
+the pair apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from shoal_common.errors import ConfigurationError
+
+from shoal_worker.compression.base import GradientCompressor
+from shoal_worker.compression.registry import parse_compression
+
+
+class GradientCompressionOptimizer(torch.optim.Optimizer):
+    """An optimizer whose gradients are to travel compressed.
+
+    `as_distributed(model, GradientCompressionOptimizer(optimizer, "topk"))` is `as_distributed(model, optimizer,
+    gradient_compression="topk")`. Until then, and without it, it is the optimizer given: a world of one sends nothing.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, compressor: str | Mapping[str, Any] | GradientCompressor) -> None:
+        """`compressor`: what `gradient_compression=` takes.
+
+        Raises:
+            ConfigurationError: no optimizer, an unknown compressor, or settings that cannot work.
+        """
+        # Not torch's constructor: parameter groups and state are the optimizer's own.
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise ConfigurationError(f"GradientCompressionOptimizer({type(optimizer).__name__}, ...): expected a torch.optim.Optimizer")
+        found = parse_compression(compressor)
+        if found is None:
+            raise ConfigurationError("GradientCompressionOptimizer(optimizer, None): expected a compressor; without one pass the optimizer")
+        self.optimizer = optimizer
+        self.compressor = found
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The optimizer's own."""
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.optimizer.param_groups = groups
+
+    @property
+    def state(self) -> Any:
+        """The optimizer's own."""
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.optimizer.state = state
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """The optimizer's own."""
+        return self.optimizer.step(closure)  # type: ignore[arg-type]  # torch's two overloads for one argument
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's."""
+        self.optimizer.zero_grad(set_to_none=set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The optimizer's own: what compression leaves behind is a part of the run's state."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """The optimizer's own."""
+        self.optimizer.load_state_dict(state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """The optimizer's own."""
+        self.optimizer.add_param_group(param_group)
+
+    def __getattr__(self, name: str) -> Any:
+        """What this class lacks is the optimizer's."""
+        if name == "optimizer":  # before the constructor has run: a copy, say
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    def __repr__(self) -> str:
+        return f"GradientCompressionOptimizer({self.optimizer!r}, {self.compressor!r})"
+
+
+def take_apart(
+    optimizer: torch.optim.Optimizer | None, configured: GradientCompressor | None
+) -> tuple[torch.optim.Optimizer | None, GradientCompressor | None]:
+    """The optimizer and the compressor that a pair, or an optimizer and a configuration, stand for.
+
+    Raises:
+        ConfigurationError: both name a compressor, and not the same.
+    """
+    if not isinstance(optimizer, GradientCompressionOptimizer):
+        return optimizer, configured
+    if configured not in (None, optimizer.compressor):
+        raise ConfigurationError(
+            f"gradient_compression={configured!r} and {optimizer!r}: two compressors for one model; leave one of them out"
+        )
+    if isinstance(optimizer.optimizer, GradientCompressionOptimizer):
+        raise ConfigurationError("a GradientCompressionOptimizer in another one: gradients are compressed once; wrap the optimizer itself")
+    return optimizer.optimizer, optimizer.compressor

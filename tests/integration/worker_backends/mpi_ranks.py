@@ -59,6 +59,18 @@ def parts_that_do_not_lie_side_by_side() -> None:
     assert rank == 0 or strided.eq(1).all()
 
 
+def a_part_of_the_ranks_has_a_communicator_of_its_own() -> None:
+    """In the order that is asked for."""
+    world = dist.get_rank()
+    members = [3, 1] if world % 2 else [0, 2]
+    backend = MPIBackend()
+    backend.initialize(rank=members.index(world), world_size=2, members=members)
+    gathered = torch.empty(2, dtype=torch.int64)
+    backend.all_gather(gathered, torch.tensor([world]))
+    assert gathered.tolist() == members
+    backend.shutdown()
+
+
 def another_rank_or_size_than_mpis_is_refused() -> None:
     """They are MPI's to give."""
     with _raises(ConfigurationError, "rank=0, world_size=7: MPI started this process as rank . of 4; start it with `mpiexec -n 7`"):
@@ -137,6 +149,7 @@ MPI_CHECKS: dict[str, Callable[[], None]] = {
         *CHECKS.values(),
         booleans_and_complex_numbers,
         parts_that_do_not_lie_side_by_side,
+        a_part_of_the_ranks_has_a_communicator_of_its_own,
         another_rank_or_size_than_mpis_is_refused,
         a_message_that_is_too_long_is_refused,
         a_wait_ends_at_its_deadline,

@@ -21,6 +21,7 @@ from torch.distributed.rendezvous import register_rendezvous_handler
 
 from shoal_worker.backends.base import DEFAULT_CONNECT_TIMEOUT, DEFAULT_TIMEOUT, CommunicationBackend
 from shoal_worker.backends.errors import GroupEndedError
+from shoal_worker.backends.inmemory_worlds import Seat
 
 if TYPE_CHECKING:
     from shoal_worker.backends.mpi_group import MPIGroup
@@ -116,6 +117,16 @@ class MPIBackend(CommunicationBackend):
 
     def _is_broken(self, error: RuntimeError) -> bool:
         return False  # the group raises MembershipChanged itself
+
+
+def own_seat(timeout: timedelta) -> Seat:
+    """This process's place in MPI's world, for a session of Shoal's. Starts MPI.
+
+    Raises:
+        ConfigurationError: there is no mpi4py, or no MPI library.
+    """
+    world = _mpi().COMM_WORLD
+    return Seat(rank=world.rank, world_size=world.size, store=HashStore(), timeout=timeout, backend=MPIBackend.name)
 
 
 def register() -> None:

@@ -1,9 +1,9 @@
-"""The membership of a rank of `shoal.launch`: who the ranks are is known from the start, and stays so to the end.
+"""The membership of a rank of `shoal.launch` or of `mpiexec`: who the ranks are is known from the start, and stays so to the end.
 
 Why it exists: without it a launch would need a coordinator and a Redis beside it, only to be told what it has decided itself. With it the
 session, its steps, operations and checkpoints are the very code that runs in a job, on the one generation that there is. What a coordinator
-adds is missing, and is missing on purpose: the ranks are threads of one process, so none dies alone, and none can come later. When one
-fails, all end, with its reason.
+adds is missing, and is missing on purpose: the ranks are threads of one process, or MPI ends them all with the first, so none dies alone,
+and none can come later.
 
 Used by the rank's thread alone; who trains which module is written in turns.
 """
@@ -21,8 +21,9 @@ from shoal_protos.v1 import coordinator_pb2 as pb
 from torch import nn
 from torch.distributed.distributed_c10d import PrefixStore
 
-from shoal_worker.backends.inmemory import InMemoryBackend
 from shoal_worker.backends.inmemory_worlds import Seat, own_world
+from shoal_worker.backends.registry import backend_class
+from shoal_worker.elastic.connecting import Opening
 from shoal_worker.elastic.generation import Generation, Peer
 from shoal_worker.elastic.group import Group
 from shoal_worker.elastic.replica import Replica
@@ -65,17 +66,24 @@ class FixedLink:
 
 
 class FixedMembership:
-    """One rank's place in a launch. A `Member`."""
+    """One rank's place. A `Member`."""
 
-    only_backend = InMemoryBackend.name
     changes = False
 
-    def __init__(self, seat: Seat, donor_address: str) -> None:
+    def __init__(self, seat: Seat, donor_address: str, host: str = "") -> None:
+        """`host`: where this rank runs; empty, as on all ranks: on one."""
         self._seat = seat
+        self._backend_class = backend_class(seat.backend)
+        self._where = "shoal.launch" if own_world() is not None else "a fixed group of processes"
         self._donor_address = donor_address
-        self._backend: InMemoryBackend | None = None
+        self._host = host
         self._group: Group | None = None
-        self.link = FixedLink(self._generation(nonce="", donors=[""] * seat.world_size))
+        self.link = FixedLink(self._generation("", [("", "")] * seat.world_size))
+
+    @property
+    def only_backend(self) -> str:
+        """The one that the ranks were started for."""
+        return self._seat.backend
 
     @property
     def group(self) -> Group | None:
@@ -90,11 +98,13 @@ class FixedMembership:
         """See `Member`."""
         if replica.asynchronous:
             raise ConfigurationError(
-                f"strategy={replica.strategy!r} in shoal.launch: its workers and servers are processes; start them with `shoal run`"
+                f"strategy={replica.strategy!r} in {self._where}: its workers and servers are processes that come and go; start them with "
+                "`shoal run`"
             )
         if replica.backend_name != self.only_backend:
             raise ConfigurationError(
-                f"backend={replica.backend_name!r} in shoal.launch: its ranks are threads; leave it out, or give {self.only_backend!r}"
+                f"backend={replica.backend_name!r} in {self._where}, whose ranks are connected by {self.only_backend!r}: leave it out; "
+                "ranks on other backends are processes that `shoal run` starts"
             )
 
     def await_generation(self) -> Generation:
@@ -104,19 +114,21 @@ class FixedMembership:
     def form(self) -> Group:
         """See `Member`. Waits for the other ranks."""
         seat, generation = self._seat, self.link.newest_generation
+        opening = Opening(
+            make_backend=self._backend_class,
+            store=lambda name: PrefixStore(f"shoal-session/{name}", seat.store),
+            hostname=None,
+            connect_timeout=seat.timeout,
+            collective_timeout=seat.timeout,
+        )
+        backend = None
         if seat.world_size > 1:
-            self._backend = InMemoryBackend()
-            self._backend.initialize(
-                rank=seat.rank,
-                world_size=seat.world_size,
-                store=PrefixStore("shoal-session", seat.store),
-                timeout=seat.timeout,
-                connect_timeout=seat.timeout,
-            )
-        told = Group(generation, self._backend, None).exchange(json.dumps([uuid.uuid4().hex, self._donor_address]).encode())
-        nonces, donors = zip(*(json.loads(one) for one in told), strict=True)
-        self.link.newest_generation = self._generation(nonce=nonces[0], donors=donors)
-        self._group = Group(self.link.newest_generation, self._backend, None)
+            backend = self._backend_class()
+            opening.initialize(backend, generation, PrefixStore("shoal-session", seat.store))
+        told = Group(generation, backend, None).exchange(json.dumps([uuid.uuid4().hex, self._host, self._donor_address]).encode())
+        nonces, *places = zip(*(json.loads(one) for one in told), strict=True)
+        self.link.newest_generation = self._generation(nonces[0], list(zip(*places, strict=True)))
+        self._group = Group(self.link.newest_generation, backend, None, opening)
         return self._group
 
     def failed(self, error: BaseException) -> NoReturn:
@@ -128,19 +140,27 @@ class FixedMembership:
 
     def leave_group(self, reason: str) -> None:
         """See `Member`. The others fail when they need this rank, and not before."""
-        self._group = None
-        if self._backend is not None:
-            self._backend.shutdown()
-            self._backend = None
+        group, self._group = self._group, None
+        if group is not None:
+            group.leave()
 
     def leave(self, reason: pb.Leave.Reason, detail: str = "") -> None:
         """See `Member`."""
         self.leave_group("this rank has ended")
 
-    def _generation(self, *, nonce: str, donors: list[str] | tuple[str, ...]) -> Generation:
-        size = self._seat.world_size
+    def _generation(self, nonce: str, places: list[tuple[str, str]]) -> Generation:
+        """`places`: of each rank, its host and the address of its donor."""
+        hosts = [host for host, _ in places]
         peers = tuple(
-            Peer(rank=rank, member_id=str(rank), host="", local_rank=rank, local_world_size=size, donor_address=donor, joining=False)
-            for rank, donor in enumerate(donors)
+            Peer(
+                rank=rank,
+                member_id=str(rank),
+                host=host,
+                local_rank=hosts[:rank].count(host),
+                local_world_size=hosts.count(host),
+                donor_address=donor,
+                joining=False,
+            )
+            for rank, (host, donor) in enumerate(places)
         )
         return Generation(number=1, nonce=nonce, peers=peers, rank=self._seat.rank, interrupts_below=0)

@@ -3,27 +3,33 @@
 Every failure of a collective comes out as `MembershipChanged`: for a group that is thrown away at the first failure, that is what it
 means. A world of one has no process group at all; its collectives are identities.
 
+Strategies that cut a model along several axes work in parts of it (`subgroup`): groups like this one, which end with it, and it with them,
+so that nobody waits in one for a rank that has left another.
+
 The training thread issues the collectives. `abort` may be called from any thread, and is what frees a training thread that is stuck in one.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import re
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
-from shoal_common.errors import MembershipChanged, ShoalError
-from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions, ReduceScatterOptions
+from shoal_common.errors import ConfigurationError, MembershipChanged, ShoalError
+from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions, BroadcastOptions, ReduceScatterOptions, Store
 
 from shoal_worker.backends.base import CommunicationBackend
 from shoal_worker.elastic.generation import Generation
 from shoal_worker.store.redis_store import RedisStore
+
+if TYPE_CHECKING:
+    from shoal_worker.elastic.connecting import Opening
 
 _FAILURES = (RuntimeError, ValueError)
 """What c10d raises, DistError and DistBackendError among them."""
@@ -53,13 +59,23 @@ class LocalChannel:
 
 
 class Group:
-    """The ranks of one generation, connected."""
+    """The ranks of one generation, connected; or some of them (`subgroup`)."""
 
-    def __init__(self, generation: Generation, backend: CommunicationBackend | None, store: RedisStore | None) -> None:
-        """`backend` is initialized already; None in a world of one. Takes over `backend` and `store`."""
+    def __init__(
+        self,
+        generation: Generation,
+        backend: CommunicationBackend | None,
+        store: Store | None,
+        opening: Opening | None = None,
+        parent: Group | None = None,
+    ) -> None:
+        """`backend` is initialized already; None in a world of one. Takes over `backend` and `store`. `opening` connects parts of it."""
         self.generation = generation
         self._backend = backend
         self._store = store
+        self._opening = opening
+        self._parent = parent
+        self._parts: list[Group] = []
         self._reason: str | None = None
         self._lock = threading.Lock()
         self._guarded: list[socket.socket] = []
@@ -83,6 +99,63 @@ class Group:
     def broken(self) -> str | None:
         """Why the group is over; None: it is not."""
         return self._reason
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """What torch's own parallel code takes; a group of one rank has none. Not to be kept longer than this.
+
+        Raises:
+            MembershipChanged: the group is over.
+        """
+        self._check()
+        return self._process_group
+
+    def subgroup(self, ranks: Sequence[int], name: str) -> Group | None:
+        """Connects some of the ranks to a group of their own, in the order given; None on a rank that is not among them.
+
+        A collective of those ranks: one that is in several parts connects them in the same order as the others. Who waits here for a rank
+        that failed elsewhere is freed by `abort`, as everywhere. The part's ranks count from 0, and
+        `generation.peers` are its own. It ends with this group: an `abort` or `close` of this one ends it, and a failure in it ends this
+        one, with all its parts, on all ranks.
+
+        Args:
+            ranks: of this group, each once. All of them in order: the answer is this group itself.
+            name: of the part; used for no other ranks of this group.
+
+        Raises:
+            ConfigurationError: ranks that are not this group's, or twice the same.
+            MembershipChanged: a rank did not come, or the group is over.
+        """
+        members = list(ranks)
+        if not members or len(set(members)) != len(members) or not set(members) <= set(range(self.world_size)):
+            raise ConfigurationError(f"subgroup({members}): expected different ranks from 0 to {self.world_size - 1}")
+        self._check()
+        if members == list(range(self.world_size)):
+            return self
+        if self.rank not in members:
+            return None
+        peers = tuple(self.generation.peers[rank] for rank in members)
+        generation = dataclasses.replace(self.generation, peers=peers, rank=members.index(self.rank))
+        if len(members) == 1:
+            return self._adopt(Group(generation, None, None, parent=self))
+        if self._opening is None:
+            raise ConfigurationError(f"subgroup({members}): this group cannot be divided further; divide the generation's own")
+        store, backend = self._opening.store(name), self._opening.make_backend()
+        part = self._adopt(Group(generation, backend, store, parent=self))
+        try:
+            self._opening.initialize(backend, generation, store, [peer.rank for peer in peers])
+        except (RuntimeError, ShoalError) as error:
+            raise part._over(f"connecting part {name!r}", error) from error
+        return part
+
+    def _adopt(self, part: Group) -> Group:
+        """Known before it connects, so that an `abort` of this group ends that as well."""
+        with self._lock:
+            self._parts.append(part)
+            reason = self._reason
+        if reason is not None:
+            part.abort(reason)
+        return part
 
     def all_reduce_async(self, tensor: torch.Tensor) -> dist.Work | None:
         """Starts to sum `tensor` over all ranks in place; None: nothing to wait for.
@@ -142,6 +215,20 @@ class Group:
         else:
             self.wait(self.all_to_all_async(output, tensor, output_sizes, input_sizes))
 
+    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+        """Copies the contiguous `tensor` of rank `source` into everybody's.
+
+        Raises:
+            MembershipChanged: the group is over.
+        """
+        if self.world_size == 1:
+            self._check()
+            return
+        options = BroadcastOptions()
+        options.rootRank = source
+        with self._failures("broadcast"):
+            self._process_group.broadcast([tensor], options).wait()
+
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Sums `tensor` over all ranks in place.
 
@@ -188,13 +275,17 @@ class Group:
             if self._reason is not None:
                 return
             self._reason = reason
-            guarded = list(self._guarded)
+            guarded, parts = list(self._guarded), list(self._parts)
         for connection in guarded:
             _shut_down(connection)
         if self._backend is not None:
             self._backend.abort(reason)
-        if self._store is not None:
+        if isinstance(self._store, RedisStore):
             self._store.abort(reason)
+        for part in parts:
+            part.abort(reason)
+        if self._parent is not None:
+            self._parent.abort(reason)
 
     @contextlib.contextmanager
     def guarding(self) -> Iterator[Callable[[socket.socket], None]]:
@@ -218,7 +309,16 @@ class Group:
     def close(self) -> None:
         """Lets go of sockets and threads."""
         self.abort("the group was closed")
-        backend, self._backend, self._store = self._backend, None, None
+        self.leave()
+
+    def leave(self) -> None:
+        """As `close`, without telling the others where a backend need not: they fail when they need this rank, and not before."""
+        with self._lock:
+            self._reason = self._reason or "this rank has left it"
+            parts, self._parts = self._parts, []
+            backend, self._backend, self._store = self._backend, None, None
+        for part in parts:
+            part.leave()
         if backend is not None:
             backend.shutdown()
 
@@ -257,64 +357,6 @@ class Group:
         reason = self._reason or f"{what} failed: {brief(error)}"
         self.abort(reason)  # closes the sockets, so that peers stuck in the same collective are freed as well
         return MembershipChanged(f"generation {self.generation.number} is over: {reason}")
-
-
-class Forming:
-    """A generation being connected: can be given up from another thread."""
-
-    def __init__(self, generation: Generation, store: RedisStore | None) -> None:
-        self.generation = generation
-        self._store = store
-
-    def abort(self, reason: str) -> None:
-        """Makes the connecting thread fail at once."""
-        if self._store is not None:
-            self._store.abort(reason)
-
-
-def connect(
-    generation: Generation,
-    *,
-    make_backend: Callable[[], CommunicationBackend],
-    store_url: str,
-    prefix: str,
-    host: str,
-    arrival_timeout: timedelta,
-    connect_timeout: timedelta,
-    collective_timeout: timedelta,
-    announce: Callable[[Forming], None],
-) -> Group:
-    """Connects this member to the others of `generation` over a store prefix that nobody used before.
-
-    Waits first until all have arrived: peers may still be building their models, or finishing a forward pass. Only then does it connect,
-    with a short deadline. `announce` gets the handle by which another thread can give up the attempt, before anything blocks.
-
-    Raises:
-        MembershipChanged: given up, a peer went away, not all arrived within `arrival_timeout` or connected within `connect_timeout`.
-    """
-    if generation.world_size == 1:
-        announce(Forming(generation, None))
-        return Group(generation, None, None)
-    store = RedisStore(store_url, prefix, timeout=connect_timeout)
-    announce(Forming(generation, store))
-    try:
-        if store.add("arrived", 1) == generation.world_size:
-            store.set("complete", b"1")
-        store.wait(["complete"], arrival_timeout)
-        backend = make_backend()
-        backend.initialize(
-            rank=generation.rank,
-            world_size=generation.world_size,
-            store=store,
-            timeout=collective_timeout,
-            connect_timeout=connect_timeout,
-            hostname=host,
-        )
-    except MembershipChanged:
-        raise
-    except (RuntimeError, ShoalError) as error:
-        raise MembershipChanged(f"generation {generation.number} did not form: {brief(error)}") from error
-    return Group(generation, backend, store)
 
 
 def _shut_down(connection: socket.socket) -> None:

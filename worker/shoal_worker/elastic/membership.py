@@ -18,8 +18,9 @@ from shoal_protos.v1 import coordinator_pb2 as pb
 
 from shoal_worker.backends.base import CommunicationBackend
 from shoal_worker.backends.registry import backend_class
+from shoal_worker.elastic.connecting import Forming, connect
 from shoal_worker.elastic.generation import Generation
-from shoal_worker.elastic.group import Forming, Group, connect
+from shoal_worker.elastic.group import Group
 from shoal_worker.elastic.link import CoordinatorLink, MemberIdentity
 from shoal_worker.elastic.reach import unreachable
 from shoal_worker.elastic.replica import Replica
@@ -88,7 +89,7 @@ class Membership:
             self.leave_group("re-forming")
         else:
             self.leave_group("re-forming")
-            generation = self.await_generation()
+            generation = self.link.wait_generation(after=self._left, timeout=self._settings.rendezvous_timeout, mid_step=True)
         self._left = generation.number
         assert self.make_backend is not None
         try:

@@ -1,0 +1,163 @@
+"""Parts of a generation's group: who is in them, and how they end together."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import shoal
+import torch
+from shoal_common.errors import ConfigurationError, MembershipChanged
+from shoal_worker.backends.base import CommunicationBackend
+from shoal_worker.backends.gloo import GlooBackend
+from shoal_worker.backends.inmemory import InMemoryBackend
+from shoal_worker.elastic.connecting import Opening
+from shoal_worker.elastic.current import current_session
+from shoal_worker.elastic.generation import Generation, Peer
+from shoal_worker.elastic.group import Group
+from torch import nn
+from torch.distributed import HashStore, PrefixStore
+
+WORLD = 4
+TIMEOUT = timedelta(seconds=20)
+BACKENDS = [InMemoryBackend, GlooBackend]
+
+
+def ranks(make_backend: Callable[[], CommunicationBackend], do: Callable[[Group], Any]) -> list[Any]:
+    """What `do(group)` gives on each of four ranks, or how it fails."""
+    store, results, done = HashStore(), [None] * WORLD, threading.Barrier(WORLD)
+    opening = Opening(
+        make_backend=make_backend,
+        store=lambda name: PrefixStore(name, store),
+        hostname="127.0.0.1",
+        connect_timeout=TIMEOUT,
+        collective_timeout=TIMEOUT,
+    )
+    peers = tuple(
+        Peer(rank=rank, member_id=str(rank), host="", local_rank=rank, local_world_size=WORLD, donor_address="", joining=False)
+        for rank in range(WORLD)
+    )
+
+    def be(rank: int) -> None:
+        generation = Generation(number=1, nonce="0" * 32, peers=peers, rank=rank, interrupts_below=0)
+        backend, own = make_backend(), PrefixStore("all", store)
+        opening.initialize(backend, generation, own)
+        group = Group(generation, backend, own, opening)
+        try:
+            results[rank] = do(group)
+        except Exception as error:  # told to the test
+            results[rank] = error
+        done.wait(20)
+        group.close()
+
+    threads = [threading.Thread(target=be, args=(rank,)) for rank in range(WORLD)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return results
+
+
+def two_axes(group: Group) -> tuple[Group, Group]:
+    """Ranks 0 1 / 2 3: this rank's row and column."""
+    rows = [group.subgroup([2 * row, 2 * row + 1], f"row {row}") for row in range(2)]
+    columns = [group.subgroup([column, column + 2], f"column {column}") for column in range(2)]
+    (row,), (column,) = ([part for part in parts if part is not None] for parts in (rows, columns))
+    return row, column
+
+
+@pytest.mark.parametrize("make_backend", BACKENDS)
+def test_each_axis_sums_over_its_own_ranks(make_backend: Callable[[], CommunicationBackend]) -> None:
+    def do(group: Group) -> Any:
+        sums = []
+        for part in (*two_axes(group), group):
+            tensor = torch.tensor([float(10**group.rank)])
+            part.all_reduce(tensor)
+            sums.append(int(tensor))
+        row, column = group._parts
+        return sums, [peer.rank for peer in row.generation.peers], column.rank, group.subgroup(range(WORLD), "all") is group
+
+    assert ranks(make_backend, do) == [
+        ([11, 101, 1111], [0, 1], 0, True),
+        ([11, 1010, 1111], [0, 1], 0, True),
+        ([1100, 101, 1111], [2, 3], 1, True),
+        ([1100, 1010, 1111], [2, 3], 1, True),
+    ]
+
+
+@pytest.mark.parametrize("make_backend", BACKENDS)
+def test_a_failure_in_one_part_ends_the_whole_group_for_all(make_backend: Callable[[], CommunicationBackend]) -> None:
+    def do(group: Group) -> None:
+        row, column = two_axes(group)
+        group.exchange(b"")
+        if group.rank == 0:
+            row.abort("rank 0 has had enough")
+        elif group.rank == 1:
+            row.all_reduce(torch.ones(1))
+        elif group.rank == 2:
+            column.all_reduce(torch.ones(1))
+        else:
+            group.all_reduce(torch.ones(1))
+        group.all_reduce(torch.ones(1))
+
+    assert all(isinstance(each, MembershipChanged) for each in ranks(make_backend, do))
+
+
+@pytest.mark.parametrize("make_backend", BACKENDS)
+def test_a_rank_that_waits_for_another_to_come_to_a_part_is_freed_when_its_group_ends(
+    make_backend: Callable[[], CommunicationBackend],
+) -> None:
+    waiting, group_of_0 = threading.Event(), []
+
+    def make() -> CommunicationBackend:
+        if group_of_0:  # of the part
+            waiting.set()
+        return make_backend()
+
+    def do(group: Group) -> None:
+        group.exchange(b"")
+        if group.rank == 0:
+            group_of_0.append(group)
+            group.subgroup([0, 1], "some")
+        elif group.rank == 1:
+            assert waiting.wait(20)
+            group_of_0[0].abort("a newer generation began")
+
+    freed = ranks(make, do)[0]
+    assert isinstance(freed, MembershipChanged)
+    assert "a newer generation began" in str(freed)
+
+
+def test_a_part_of_one_rank_has_no_peers_and_a_part_has_no_parts() -> None:
+    def do(group: Group) -> Any:
+        alone = group.subgroup([group.rank], f"only {group.rank}")
+        assert alone is not None
+        assert group.subgroup([(group.rank + 1) % WORLD], "another's") is None
+        tensor = torch.ones(1)
+        alone.all_reduce(tensor)
+        alone.broadcast(tensor, 0)
+        row, _ = two_axes(group)
+        with pytest.raises(ConfigurationError, match="cannot be divided further"):
+            row.subgroup([1, 0], "back to front")
+        with pytest.raises(ConfigurationError, match=r"expected different ranks from 0 to 3"):
+            group.subgroup([0, 4], "too many")
+        return float(tensor), alone.rank, alone.world_size, alone.exchange(b"x")
+
+    assert ranks(InMemoryBackend, do) == [(1.0, 0, 1, [b"x"])] * WORLD
+
+
+def test_ranks_of_a_launch_have_parts_too_and_leave_them_without_ending_the_others() -> None:
+    def do() -> float:
+        net = nn.Linear(1, 1)
+        shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1))
+        group = current_session().group
+        assert group is not None
+        row, _ = two_axes(group)
+        tensor = torch.tensor([1.0 + group.rank])
+        row.all_reduce(tensor)
+        return float(tensor)
+
+    assert shoal.launch(do, world_size=WORLD) == [3.0, 3.0, 7.0, 7.0]

@@ -1,0 +1,100 @@
+"""Connecting the process group of a generation, and what its parts are connected with later.
+
+Threads: the training thread connects. What `announce` is given may be aborted from any thread, and frees it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+from shoal_common.errors import MembershipChanged, ShoalError
+from torch._C._distributed_c10d import Store
+
+from shoal_worker.backends.base import CommunicationBackend
+from shoal_worker.elastic.generation import Generation
+from shoal_worker.elastic.group import Group, brief
+from shoal_worker.store.redis_store import RedisStore
+
+
+@dataclass(frozen=True, kw_only=True)
+class Opening:
+    """What groups of one generation are connected with."""
+
+    make_backend: Callable[[], CommunicationBackend]
+    store: Callable[[str], Store]
+    """A store that no group has used, by a name; the same for all ranks that say the name."""
+    hostname: str | None
+    connect_timeout: timedelta
+    collective_timeout: timedelta
+
+    def initialize(self, backend: CommunicationBackend, generation: Generation, store: Store, members: Sequence[int] | None = None) -> None:
+        """Connects `backend`; `members`: see `CommunicationBackend.initialize`. Raises what that raises."""
+        backend.initialize(
+            rank=generation.rank,
+            world_size=generation.world_size,
+            store=store,
+            timeout=self.collective_timeout,
+            connect_timeout=self.connect_timeout,
+            hostname=self.hostname,
+            members=members,
+        )
+
+
+class Forming:
+    """A generation being connected: can be given up from another thread."""
+
+    def __init__(self, generation: Generation, store: RedisStore | None) -> None:
+        self.generation = generation
+        self._store = store
+
+    def abort(self, reason: str) -> None:
+        """Makes the connecting thread fail at once."""
+        if self._store is not None:
+            self._store.abort(reason)
+
+
+def connect(
+    generation: Generation,
+    *,
+    make_backend: Callable[[], CommunicationBackend],
+    store_url: str,
+    prefix: str,
+    host: str,
+    arrival_timeout: timedelta,
+    connect_timeout: timedelta,
+    collective_timeout: timedelta,
+    announce: Callable[[Forming], None],
+) -> Group:
+    """Connects this member to the others of `generation` over a store prefix that nobody used before.
+
+    Waits first until all have arrived: peers may still be building their models, or finishing a forward pass. Only then does it connect,
+    with a short deadline. `announce` gets the handle by which another thread can give up the attempt, before anything blocks.
+
+    Raises:
+        MembershipChanged: given up, a peer went away, not all arrived within `arrival_timeout` or connected within `connect_timeout`.
+    """
+    if generation.world_size == 1:
+        announce(Forming(generation, None))
+        return Group(generation, None, None)
+    opening = Opening(
+        make_backend=make_backend,
+        store=lambda name: RedisStore(store_url, f"{prefix}:{name}", timeout=connect_timeout),
+        hostname=host,
+        connect_timeout=connect_timeout,
+        collective_timeout=collective_timeout,
+    )
+    store = RedisStore(store_url, prefix, timeout=connect_timeout)
+    announce(Forming(generation, store))
+    try:
+        if store.add("arrived", 1) == generation.world_size:
+            store.set("complete", b"1")
+        store.wait(["complete"], arrival_timeout)
+        backend = make_backend()
+        opening.initialize(backend, generation, store)
+    except MembershipChanged:
+        raise
+    except (RuntimeError, ShoalError) as error:
+        raise MembershipChanged(f"generation {generation.number} did not form: {brief(error)}") from error
+    return Group(generation, backend, store, opening)

@@ -43,10 +43,12 @@ class SendDrain:
 
 @dataclass(frozen=True, kw_only=True)
 class SendStop:
-    """Tell a member that everyone leaves at the next border."""
+    """Tell a member that it is to leave: everyone does, or it drains."""
 
     member_id: str
     reason: str
+    now: bool
+    """Neither a border nor another generation will come for it. False: at its next border, which a failure before it does not change."""
 
 
 @dataclass(frozen=True, kw_only=True)

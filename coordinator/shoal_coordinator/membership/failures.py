@@ -31,7 +31,7 @@ def collective_failed(draft: Draft, event: CollectiveFailed) -> None:
         )
     if draft.phase is JobPhase.FINISHED or draft.departing:
         # A peer has left at the common end: all had confirmed the last step by then.
-        draft.effects.append(SendStop(member_id=event.member_id, reason=draft.stop_reason))
+        draft.effects.append(SendStop(member_id=event.member_id, reason=draft.stop_reason, now=True))
         return
     generation = draft.generation
     if generation is None or not has_place(draft, member) or event.generation < generation.interrupts_below:
@@ -53,6 +53,14 @@ def collective_failed(draft: Draft, event: CollectiveFailed) -> None:
     # It may be the last report that was waited for.
     due_ms = min(draft.incident.due_ms, draft.now.ms + _settle_ms(draft))
     draft.incident = replace(draft.incident, due_ms=due_ms, reports={**draft.incident.reports, event.member_id: report})
+
+
+def incident_moot(draft: Draft) -> None:
+    """The job is over, so no generation will follow for those that wait for one."""
+    if draft.incident is not None:
+        for member_id in sorted(draft.incident.reports.keys() & draft.members.keys()):
+            draft.effects.append(SendStop(member_id=member_id, reason=draft.stop_reason, now=True))
+    draft.incident = None
 
 
 def incident_due(draft: Draft) -> None:

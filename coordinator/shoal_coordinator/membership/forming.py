@@ -98,6 +98,6 @@ def _leave_out_draining(draft: Draft, generation: Generation, previous: Generati
         if member.phase is not MemberPhase.DRAINING or member.member_id in generation.rank_of:
             continue
         if generation.cause is not Cause.BORDER:
-            draft.effects.append(SendStop(member_id=member.member_id, reason=member.reason))
+            draft.effects.append(SendStop(member_id=member.member_id, reason=member.reason, now=True))
         if member.works_in == 0 and member.member_id in previous.rank_of:
             draft.put_member(replace(member, works_in=previous.number))

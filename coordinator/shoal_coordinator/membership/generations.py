@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from shoal_coordinator.membership.draft import Draft
 from shoal_coordinator.membership.effects import Record, SendMembers, SendStandby, SendStop
+from shoal_coordinator.membership.failures import incident_moot
 from shoal_coordinator.membership.forming import draining_in_group, form, holds_state
 from shoal_coordinator.membership.state import Cause, JobPhase, Member, MemberPhase
 
@@ -13,7 +14,7 @@ from shoal_coordinator.membership.state import Cause, JobPhase, Member, MemberPh
 def generation_due(draft: Draft) -> None:
     """Forms a generation if one is due, or puts the job on hold if the newest one is over and too few are left."""
     if draft.phase is JobPhase.FINISHED or draft.departing:
-        draft.incident = None
+        incident_moot(draft)
         return
     if draft.in_phase(MemberPhase.READY) == 0:
         draft.grace_until_ms = None
@@ -78,13 +79,13 @@ def _may_supersede(draft: Draft) -> bool:
 
 
 def _put_on_hold(draft: Draft, reason: str) -> None:
-    """The newest generation is over and too few are left: everyone stands by until there are enough."""
+    """The newest generation is over and too few are left: everyone stands by until there are enough, or leaves if the job stops."""
     if draft.phase is JobPhase.RUNNING:
         draft.phase = JobPhase.WAITING
     draft.incident = None
     for member in draining_in_group(draft):
         # Its group is gone, so no border will come.
-        draft.effects.append(SendStop(member_id=member.member_id, reason=member.reason))
+        draft.effects.append(SendStop(member_id=member.member_id, reason=member.reason, now=True))
     for member in list(draft.members.values()):
         if member.phase is MemberPhase.RANKED:
             draft.last_order += 1
@@ -98,6 +99,9 @@ def _put_on_hold(draft: Draft, reason: str) -> None:
 
 def _tell_unplaced(draft: Draft) -> None:
     for member_id in draft.unplaced:
+        if draft.phase is JobPhase.STOPPING:
+            draft.effects.append(SendStop(member_id=member_id, reason=draft.stop_reason, now=True))
+            continue
         reason = _standby_reason(draft, draft.members[member_id])
         if reason is not None:
             draft.effects.append(SendStandby(member_id=member_id, reason=reason))
@@ -107,8 +111,6 @@ def _standby_reason(draft: Draft, member: Member) -> str | None:
     """Why a member that wants a rank will not get one by waiting a little; None: it only waits for the grace, or for a border."""
     if member.phase is MemberPhase.QUARANTINED:
         return f"quarantined: {member.reason}"
-    if draft.phase is JobPhase.STOPPING:
-        return None
     if draft.phase is not JobPhase.RUNNING:
         waiting = draft.in_phase(MemberPhase.READY) < draft.spec.min_workers
         return f"waiting for {draft.spec.min_workers} members" if waiting else None

@@ -76,13 +76,13 @@ def _member_resumed(draft: Draft, event: MemberJoined, member: Member) -> Joined
     member_id = member.member_id
     if member.phase is MemberPhase.DRAINING:
         draft.effects.append(SendDrain(member_id=member_id, reason=member.reason))
-    if member.phase in (MemberPhase.READY, MemberPhase.QUARANTINED):
-        draft.unplaced[member_id] = None
     generation = draft.generation
     if has_place(draft, member) and generation is not None and event.last_generation < generation.number:
         draft.effects.append(SendGeneration(member_id=member_id, generation=generation))
     if draft.phase is JobPhase.STOPPING or (draft.phase is JobPhase.FINISHED and member.phase is not MemberPhase.RANKED):
-        draft.effects.append(SendStop(member_id=member_id, reason=draft.stop_reason))
+        draft.effects.append(SendStop(member_id=member_id, reason=draft.stop_reason, now=not has_place(draft, member)))
+    elif member.phase in (MemberPhase.READY, MemberPhase.QUARANTINED):
+        draft.unplaced[member_id] = None
     return Joined(replays=member.replays, resumed=True)
 
 

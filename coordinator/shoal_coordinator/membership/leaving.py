@@ -94,7 +94,7 @@ def drain_requested(draft: Draft, event: DrainRequested) -> DrainNoted:
         draft.records.append(Record(kind="drain_requested", member_id=member.member_id, attributes={"reason": event.reason}))
         draft.effects.append(SendDrain(member_id=member.member_id, reason=event.reason))
         if may_go_at_once:
-            draft.effects.append(SendStop(member_id=member.member_id, reason=event.reason))
+            draft.effects.append(SendStop(member_id=member.member_id, reason=event.reason, now=True))
     return DrainNoted(member_id=member.member_id)
 
 
@@ -105,8 +105,8 @@ def stop_requested(draft: Draft, event: StopRequested) -> None:
     draft.phase = JobPhase.STOPPING
     draft.stop_reason = event.reason
     draft.records.append(Record(kind="stop_requested", attributes={"reason": event.reason}))
-    for member_id in draft.members:
-        draft.effects.append(SendStop(member_id=member_id, reason=event.reason))
+    for member in draft.members.values():
+        draft.effects.append(SendStop(member_id=member.member_id, reason=event.reason, now=not has_place(draft, member)))
     draft.unplaced.clear()
 
 
@@ -128,7 +128,7 @@ def _finish(draft: Draft, reason: str) -> None:
     draft.records.append(Record(kind="job_finished", generation=draft.number, attributes={"reason": reason}))
     for member in draft.members.values():
         if member.phase in (MemberPhase.JOINED, MemberPhase.READY, MemberPhase.QUARANTINED):
-            draft.effects.append(SendStop(member_id=member.member_id, reason=reason))
+            draft.effects.append(SendStop(member_id=member.member_id, reason=reason, now=True))
     draft.unplaced.clear()
 
 

@@ -322,10 +322,12 @@ class Drain(_message.Message):
     def __init__(self, reason: _Optional[str] = ...) -> None: ...
 
 class Stop(_message.Message):
-    __slots__ = ("reason",)
+    __slots__ = ("reason", "now")
     REASON_FIELD_NUMBER: _ClassVar[int]
+    NOW_FIELD_NUMBER: _ClassVar[int]
     reason: str
-    def __init__(self, reason: _Optional[str] = ...) -> None: ...
+    now: bool
+    def __init__(self, reason: _Optional[str] = ..., now: _Optional[bool] = ...) -> None: ...
 
 class Standby(_message.Message):
     __slots__ = ("reason",)

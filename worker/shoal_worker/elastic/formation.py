@@ -19,7 +19,6 @@ from typing import Any
 
 from shoal_common.errors import ConfigurationError, DeadlineError, MembershipChanged, PreconditionError, UnavailableError
 
-from shoal_worker.elastic.contract import Drained, StopTraining
 from shoal_worker.elastic.exchange import StateExchange
 from shoal_worker.elastic.generation import Generation
 from shoal_worker.elastic.group import Group
@@ -40,7 +39,6 @@ GROUP_LOST = (MembershipChanged, UnavailableError)
 """What a collective or a transfer raises when the group it ran on is over: the cure is a new generation."""
 
 _BORDER = "border"
-_STOP_PATIENCE_S = 3.0
 
 
 class Formation:
@@ -71,7 +69,6 @@ class Formation:
         self._progress = progress
         self._spectators: tuple[int, ...] = ()
         self._failed_at: float | None = None
-        self._formed = False
 
     # ------------------------------------------------------------------------------------------------------------ who is here
 
@@ -144,7 +141,6 @@ class Formation:
         self._held.go_back()
         while True:
             started = time.monotonic()
-            failed = self._formed and not self.healthy
             try:
                 group = self.membership.form()
                 if self._exchange is not None:
@@ -152,11 +148,6 @@ class Formation:
                 self._reconcile(group)
                 if self._held.has_replica and not self._spectators:
                     self._held.replica.regroup(group)
-            except Drained:
-                raise
-            except StopTraining:
-                if not failed or not self._is_called_after(self.membership.link.newest):
-                    raise
             except GROUP_LOST as error:
                 _log.info("a generation did not form: %s", error)
                 self.membership.failed(error)
@@ -166,20 +157,10 @@ class Formation:
                         f"the last try: {error}"
                     ) from error
             else:
-                self.border_due, self._formed = False, True
+                self.border_due = False
                 self._progress.entered()
                 self._metrics.generation_formed(group.generation, time.monotonic() - started)
                 return
-
-    def _is_called_after(self, number: int) -> bool:
-        """A stop and a failure of generation `number` met. While ranks are in the middle of a step the coordinator answers the failure with
-        a generation all the same, so that they end at one border. Waits a moment for it."""
-        deadline = time.monotonic() + _STOP_PATIENCE_S
-        while self.membership.link.newest <= number:
-            if time.monotonic() > deadline or self.membership.link.refused is not None:
-                return False
-            time.sleep(0.01)
-        return True
 
     def _reconcile(self, group: Group) -> None:
         failpoint("session.before_reconcile")

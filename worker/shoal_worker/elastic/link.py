@@ -84,6 +84,7 @@ class CoordinatorLink:
         self._newest: Generation | None = None
         self._drain: str | None = None
         self._stop: str | None = None
+        self._stop_now = False
         self._standby: str | None = None
         self._fatal: ShoalError | None = None
         self._ready = False
@@ -120,8 +121,11 @@ class CoordinatorLink:
             self._ready = True
             self._changed.notify_all()
 
-    def wait_generation(self, *, after: int, timeout: timedelta) -> Generation:
+    def wait_generation(self, *, after: int, timeout: timedelta, mid_step: bool = False) -> Generation:
         """Blocks until a generation above `after` is known, and returns the newest.
+
+        `mid_step`: this member's group failed where its peers may not have ended yet. They end at one border all the same: the coordinator
+        answers the failure with a generation in a job that stops, too, or says that there will be none.
 
         Raises:
             StopTraining: the job was stopped (`Drained`: this member is to leave).
@@ -132,7 +136,7 @@ class CoordinatorLink:
         with self._changed:
             while self._newest is None or self._newest.number <= after:
                 self._raise_if_over()
-                if self._stop is not None:
+                if self._stop is not None and (self._stop_now or not mid_step):
                     raise StopTraining(self._stop)
                 if self._drain is not None:
                     raise Drained(self._drain)
@@ -313,6 +317,7 @@ class CoordinatorLink:
                 self._drain = directive.drain.reason or "drained"
             elif kind == "stop":
                 self._stop = directive.stop.reason or "stopped"
+                self._stop_now = self._stop_now or directive.stop.now
             elif kind == "standby":
                 self._standby = directive.standby.reason
         if generation is not None:

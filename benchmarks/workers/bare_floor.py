@@ -2,13 +2,16 @@
 
 No launcher, no coordinator, no model state to agree on, no replacement: everybody knows that one of three died, and the new ranks are the
 order of arrival at a store that the parent hosts. What is left is noticing the death, connecting two processes, and one step.
-Each trial forks three fresh members, which have torch imported already. Writes the pauses in seconds as a JSON list.
+Each trial forks three fresh members, which have torch imported already, and makes the store after that: its server's thread asks the
+resolver for the name of every client, and a member forked in that moment would inherit libc's resolver lock as held, for ever. Writes the
+pauses in seconds as a JSON list.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import random
 import signal
@@ -49,9 +52,12 @@ def main() -> None:
 
 
 def _trial(workload: Workload, *, victim: int, delay_s: float) -> float:
+    ports: multiprocessing.SimpleQueue[int] = multiprocessing.SimpleQueue()
+    children = [_fork(rank, ports, workload) for rank in range(MEMBERS)]
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    children = [_fork(rank, store.port, workload) for rank in range(MEMBERS)]
     try:
+        for _ in children:
+            ports.put(store.port)
         recovery = Recovery(StepLogs(workload.log), workers=MEMBERS, recovered=MEMBERS - 1, restarted=False)
         _wait("the members did not step together", recovery.settled)
         time.sleep(delay_s)
@@ -74,11 +80,11 @@ def _wait(otherwise: str, condition: Callable[[], bool]) -> None:
         time.sleep(_POLL_S)
 
 
-def _fork(rank: int, port: int, workload: Workload) -> int:
+def _fork(rank: int, ports: multiprocessing.SimpleQueue[int], workload: Workload) -> int:
     child = os.fork()
     if child == 0:
         try:
-            _Member(dist.TCPStore("127.0.0.1", port, is_master=False), rank).train(workload)
+            _Member(dist.TCPStore("127.0.0.1", ports.get(), is_master=False), rank).train(workload)
         finally:
             os._exit(1)  # trains until it is killed
     return child

@@ -18,6 +18,8 @@ import pytest
 import redis
 from shoal_common.redis import EmbeddedRedis
 
+from tests.ranks.processes import mpi_ranks, nursery, rank_pool, take_ranks  # noqa: F401 - fixtures
+
 _GRACE_S = 5.0
 _MARK = "SHOAL_PYTEST_RUN"
 

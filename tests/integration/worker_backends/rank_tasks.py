@@ -1,20 +1,11 @@
-"""The process of one rank, and what it can be told to do. Started by the fixture `ranks`; speaks JSON lines over a Unix socket.
-
-The process that is started imports everything and forks one rank for each connection. It has no threads and no channels to fork.
-"""
+"""What the processes of the fixture `ranks` can be told to do."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import json
 import os
-import signal
-import socket
-import sys
 import threading
 import time
-import traceback
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -29,13 +20,7 @@ from shoal_worker.backends.gloo import GlooBackend
 from shoal_worker.store import RedisStore
 
 from tests.integration.worker_backends.conformance import check_backend, failures
-from tests.integration.worker_backends.mpi_ranks import be_mpi_rank  # noqa: F401 - a task
-
-_connection: socket.socket
-
-
-def say(**message: Any) -> None:
-    _connection.sendall((json.dumps(message) + "\n").encode())
+from tests.ranks.tasks import say
 
 
 @contextlib.contextmanager
@@ -232,43 +217,3 @@ def abort_torch_group(url: str, init_method: str, rank: int, world_size: int) ->
         return "nothing was raised"
     finally:
         dist.destroy_process_group()
-
-
-# --- the process
-
-
-def serve(path: str) -> None:
-    """Forks a rank for each connection, until it is killed."""
-    torch.set_num_threads(1)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how they ended
-    with socket.socket(socket.AF_UNIX) as nursery:
-        nursery.bind(path)
-        nursery.listen()
-        os.write(1, b"ready\n")
-        while True:
-            connection, _ = nursery.accept()
-            with connection:
-                if os.fork() == 0:
-                    nursery.close()
-                    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: ends with the nursery
-                    run_tasks(connection)
-                    os._exit(0)
-
-
-def run_tasks(connection: socket.socket) -> None:
-    """Runs tasks until the other side hangs up."""
-    global _connection
-    _connection = connection
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    say(event="born", pid=os.getpid())
-    with connection.makefile() as commands:
-        for line in commands:
-            command = json.loads(line)
-            try:
-                say(result=globals()[command["task"]](**command["arguments"]))
-            except Exception:
-                say(error=traceback.format_exc())
-
-
-if __name__ == "__main__":
-    serve(sys.argv[1])

@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from shoal_common.errors import ConfigurationError
-from shoal_common.processes import tied_to_parent
 from shoal_worker.backends import backend_class
 
 from tests.integration.worker_backends.mpi_ranks import MPI_CHECKS
-
-_STUB = Path(__file__).with_name("mpi_stub.py")
-_DEADLINE_S = 60.0
+from tests.ranks.processes import mpi_world
 
 
 @pytest.fixture(scope="module")
-def outcomes(_nursery: str, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str | None]]:
-    """What came of each check, by rank."""
-    directory = tmp_path_factory.mktemp("mpi")
-    mpiexec = Path(sys.executable).with_name("mpiexec")
-    command = [str(mpiexec), "-n", "4", sys.executable, "-S", str(_STUB), _nursery, str(directory)]
-    ended = subprocess.run(tied_to_parent(command), capture_output=True, text=True, timeout=_DEADLINE_S, env={**os.environ}, check=False)
-    assert ended.returncode == 0, ended.stderr + ended.stdout
-    return [json.loads((directory / str(rank)).read_text()) for rank in range(4)]
+def outcomes(nursery: str, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str | None]]:
+    """What came of each check, by rank. In a world of their own: some checks leave it damaged."""
+    with mpi_world(nursery, 4, tmp_path_factory.mktemp("mpi")) as ranks:
+        for rank in ranks:
+            rank.start("tests.integration.worker_backends.mpi_ranks:run_checks")
+        return [rank.result() for rank in ranks]
 
 
 @pytest.mark.parametrize("check", MPI_CHECKS)

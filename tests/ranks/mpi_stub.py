@@ -1,4 +1,4 @@
-"""What mpiexec starts in test_mpi.py: hands its place in MPI's world to a process that has imported torch already (rank_tasks.py).
+"""What mpiexec starts: hands its place in MPI's world to a process of the nursery, which has imported torch already.
 
 A process is a rank by a socket that mpiexec left open for it, and by some variables that name it. Needs nothing but the standard library.
 """
@@ -25,7 +25,7 @@ def main(nursery: str) -> int:
         handover.bind(path)
         handover.listen()
         rank.connect(nursery)
-        command = {"task": "be_mpi_rank", "arguments": {"handover": path, "environment": environment, "directory": sys.argv[2]}}
+        command = {"task": "tests.ranks.mpi:take_place", "arguments": {"handover": path, "environment": environment, "tasks": sys.argv[2]}}
         rank.sendall((json.dumps(command) + "\n").encode())
         taker, _ = handover.accept()
         with taker:

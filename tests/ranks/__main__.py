@@ -1,0 +1,44 @@
+"""The nursery: a process that has imported torch and Shoal, which takes seconds, and forks a rank for each connection to its socket.
+
+It has no threads, and no channels to fork. Ends when it is killed, and its ranks with it.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
+
+import ctypes
+import signal
+import socket
+import sys
+
+import shoal  # noqa: F401 - loaded once, before the forks
+import torch
+
+from tests.ranks.tasks import run_tasks
+
+
+def serve(path: str) -> None:
+    """Until it is killed."""
+    torch.set_num_threads(1)
+    torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])  # the first optimizer imports a second's worth of torch
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how they ended
+    with socket.socket(socket.AF_UNIX) as nursery:
+        nursery.bind(path)
+        nursery.listen()
+        os.write(1, b"ready\n")
+        while True:
+            connection, _ = nursery.accept()
+            with connection:
+                if os.fork() == 0:
+                    nursery.close()
+                    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: ends with the nursery
+                    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                    run_tasks(connection)
+                    os._exit(0)
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1])

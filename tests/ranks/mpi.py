@@ -1,0 +1,36 @@
+"""What a process of the nursery does as a rank of MPI's world."""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import Any
+
+from tests.ranks.tasks import run_tasks
+
+
+def own_rank() -> int:
+    from mpi4py import MPI
+
+    rank: int = MPI.COMM_WORLD.rank
+    return rank
+
+
+def take_place(handover: str, environment: dict[str, str], tasks: str) -> None:
+    """Takes a place in MPI's world from mpi_stub.py, and then tasks from the socket `tasks`, until that hangs up."""
+    with socket.socket(socket.AF_UNIX) as giver:
+        giver.connect(handover)
+        _, (descriptor, *_), _, _ = socket.recv_fds(giver, 1, 1)
+    os.environ.update(environment, PMI_FD=str(descriptor))
+    with socket.socket(socket.AF_UNIX) as teller:
+        teller.connect(tasks)
+        run_tasks(teller)
+    _finalize()
+
+
+def _finalize() -> None:
+    """As at the end of the interpreter; but this process ends without that."""
+    from mpi4py import MPI
+
+    finalize: Any = MPI.Finalize
+    finalize()

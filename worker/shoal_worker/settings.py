@@ -84,6 +84,12 @@ class WorkerSettings(BaseSettings):
         return timedelta(seconds=self.connect_timeout_s)
 
 
+def mpi_world_size() -> int:
+    """How many ranks MPI's launcher started, by what MPICH (and its kin) or Open MPI tell each of them; 1 without one."""
+    told = os.environ.get("PMI_SIZE") or os.environ.get("OMPI_COMM_WORLD_SIZE") or ""
+    return int(told) if told.isdecimal() else 1
+
+
 def check_not_torchrun(settings: WorkerSettings) -> None:
     """Refuses to be a world of one under a launcher that expects several ranks.
 

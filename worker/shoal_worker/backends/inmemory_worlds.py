@@ -38,14 +38,17 @@ _identities: Final = itertools.count(1)
 
 @dataclass(frozen=True, kw_only=True)
 class Seat:
-    """A rank's place in a launch."""
+    """A rank's place among ranks that stay the same to the end: those of a launch, or of MPI's world."""
 
     rank: int
     world_size: int
     store: Store
-    """Shared by all ranks. Waiting on it would keep the rank's turn: for what returns at once only."""
+    """Shared by all ranks, where the backend needs one. In a launch, waiting on it would keep the rank's turn: for what returns at once
+    only."""
     timeout: timedelta
     """Of each wait for other ranks."""
+    backend: str = "inmemory"
+    """What connects them."""
 
 
 class World:

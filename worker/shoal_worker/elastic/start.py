@@ -10,6 +10,7 @@ import socket
 import threading
 from datetime import timedelta
 from types import FrameType
+from typing import Final
 
 from shoal_common.clients.coordinator import CoordinatorClient
 from shoal_common.errors import ConfigurationError
@@ -18,6 +19,7 @@ from shoal_common.telemetry import HttpServer, serve_metrics
 
 from shoal_worker.backends import reaper
 from shoal_worker.backends.inmemory_worlds import Seat, own_world
+from shoal_worker.backends.mpi import own_seat
 from shoal_worker.elastic.current import find_session, set_session
 from shoal_worker.elastic.fixed import FixedMembership
 from shoal_worker.elastic.link import MemberIdentity
@@ -26,16 +28,19 @@ from shoal_worker.elastic.script_end import ScriptEnd
 from shoal_worker.elastic.session import Session
 from shoal_worker.elastic.transfer import StateDonor
 from shoal_worker.metrics import WorkerMetrics
-from shoal_worker.settings import WorkerSettings, check_not_torchrun
+from shoal_worker.settings import WorkerSettings, check_not_torchrun, mpi_world_size
 
 _log = logging.getLogger(__name__)
+
+_ELSEWHERE: Final = "192.0.2.1:9"
+"""Of no host at all (RFC 5737): the way there is the way to other machines."""
 
 
 def open_session(settings: WorkerSettings | None = None) -> Session:
     """Makes the session of this process, from its environment unless `settings` are given, and makes it the current one.
 
-    With a coordinator: blocks until this member is accepted, and for a fresh job until it has a rank. Without: a world of one, or in a
-    rank of `shoal.launch` that rank, whatever the environment says.
+    With a coordinator: blocks until this member is accepted, and for a fresh job until it has a rank. Without: a rank of MPI's world under
+    `mpiexec`, else a world of one. In a rank of `shoal.launch` that rank, whatever the environment says.
 
     Raises:
         ConfigurationError: the environment contradicts itself.
@@ -43,8 +48,15 @@ def open_session(settings: WorkerSettings | None = None) -> Session:
     """
     world = own_world()
     if world is not None and world.seat is not None:
-        return _open_in_launch(world.seat)
+        return open_fixed(world.seat)
     settings = settings or WorkerSettings()
+    if settings.coordinator is None and mpi_world_size() > 1:
+        address = settings.interface or _address_outwards()
+        session = open_fixed(own_seat(settings.collective_timeout), address=address, host=settings.host)
+        script = ScriptEnd()
+        script.install()
+        atexit.register(_end, session, script)
+        return session
     metrics = WorkerMetrics()
     if settings.coordinator is None:
         check_not_torchrun(settings)
@@ -73,17 +85,27 @@ def open_session(settings: WorkerSettings | None = None) -> Session:
     return session
 
 
-def _open_in_launch(seat: Seat) -> Session:
-    """The end of the rank is not the process's: `launch` closes the session."""
+def open_fixed(seat: Seat, *, address: str = "127.0.0.1", host: str = "") -> Session:
+    """Makes the session of one of the ranks that stay the same to the end, and makes it the current one. Who calls it closes it.
+
+    `address`: where this rank's peers reach it; `host`: the machine's name, where ranks run on several.
+    """
     timeout_s = seat.timeout.total_seconds()
     settings = WorkerSettings(
         coordinator=None, local_index=seat.rank, metrics_listen=None, collective_timeout_s=timeout_s, rendezvous_timeout_s=timeout_s
     )
-    donor = StateDonor("127.0.0.1")
-    session = Session(settings, FixedMembership(seat, donor.address), donor, WorkerMetrics())
+    donor = StateDonor(address)
+    session = Session(settings, FixedMembership(seat, donor.address, host), donor, WorkerMetrics())
     session.join()
     set_session(session)
     return session
+
+
+def _end(session: Session, script: ScriptEnd) -> None:
+    """At the end of a process; does nothing where `shoal.shutdown()` was called."""
+    if find_session() is session:
+        set_session(None)
+    session.close(failed=script.failure())
 
 
 class _Exit:
@@ -116,6 +138,14 @@ class _Exit:
         # The second SIGTERM ends the process at once.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self._membership.link.drain("SIGTERM")
+
+
+def _address_outwards() -> str:
+    """The address of the local interface that reaches other machines; the loopback's where none does."""
+    try:
+        return _address_towards(_ELSEWHERE)
+    except ConfigurationError:
+        return "127.0.0.1"
 
 
 def _address_towards(endpoint: str) -> str:

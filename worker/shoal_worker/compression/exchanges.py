@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 Steps = Generator[Handle, None, None]
 
+_STAGES = 2
+"""At most so many stages of an exchange draw random numbers."""
 _EVERYBODY = -1
 """In place of a rank: random numbers that all ranks draw alike."""
 
@@ -49,10 +51,12 @@ class Errand:
     step: int
     shapes: Sequence[Sequence[int]] | None
     """Of the tensors in it, in order; None: one vector."""
+    round: int = 0
+    """How often it was sent before in the step."""
 
     def random(self, seed: int, *, stage: int = 0, shared: bool = False) -> KeyedRandom:
         """Random numbers for one stage of the exchange, of this rank or of all."""
-        return KeyedRandom(seed, self.step, _EVERYBODY if shared else self.backend.rank, self.bucket, stage)
+        return KeyedRandom(seed, self.step, _EVERYBODY if shared else self.backend.rank, self.bucket, _STAGES * self.round + stage)
 
 
 class Exchange(abc.ABC):

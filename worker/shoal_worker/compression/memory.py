@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 from shoal_common.errors import CorruptDataError
+from torch.nn import functional
 
 RESIDUAL = "residual"
 """What this rank left out of its own gradients."""
@@ -36,6 +37,19 @@ class BucketMemory:
         """Memory of the state before the committed one, to be written over."""
         self._sound = False
         """The step's result was seen to be finite on all ranks."""
+        self._rounds = 0
+
+    def next_round(self) -> int:
+        """How often this bucket was sent before in the step: so that each time draws random numbers of its own."""
+        self._rounds += 1
+        return self._rounds - 1
+
+    def resize(self, numel: int) -> None:
+        """The bucket has so many elements now: it got more or less padding at its end."""
+        for slot in [slot for slot in self._committed if slot == RESIDUAL]:
+            owed = self._committed[slot]
+            if owed.numel() != numel:
+                self._committed[slot] = functional.pad(owed[:numel], (0, max(0, numel - owed.numel())))
 
     def compensated_gradient(self, values: torch.Tensor, owned: slice | None = None) -> torch.Tensor:
         """`values` plus what is owed from before, in memory that becomes the new residual: the caller takes off what it sends.
@@ -87,12 +101,12 @@ class BucketMemory:
             self._proposed = {}
         if self._proposed:
             self._spare, self._committed = self._committed, self._proposed
-        self._proposed, self._sound = {}, False
+        self._proposed, self._sound, self._rounds = {}, False, 0
 
     def rollback(self) -> None:
         """What was proposed never was."""
         self._spare.update(self._proposed)
-        self._proposed, self._sound = {}, False
+        self._proposed, self._sound, self._rounds = {}, False, 0
 
     def _newest(self, slot: str) -> torch.Tensor | None:
         """A bucket that is reduced twice in a step goes on from its first time."""
@@ -135,6 +149,16 @@ class Memory:
         """The step never was."""
         for memory in self._buckets.values():
             memory.rollback()
+
+    def forget(self, first: int, end: int) -> None:
+        """The buckets from `first` to before `end` are others now: nothing is left behind of them."""
+        for index in [index for index in self._buckets if first <= index < end]:
+            del self._buckets[index]
+
+    def resize(self, index: int, numel: int) -> None:
+        """See `BucketMemory`."""
+        if index in self._buckets:
+            self._buckets[index].resize(numel)
 
     def rescale(self, factor: float) -> None:
         """All residuals are `factor` times what they were."""

@@ -58,7 +58,7 @@ class GradientCompressionOptimizer(torch.optim.Optimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """The optimizer's own."""
-        return self.optimizer.step(closure)  # type: ignore[arg-type]  # torch's two overloads for one argument
+        return self.optimizer.step(closure)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's."""

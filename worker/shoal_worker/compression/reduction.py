@@ -6,10 +6,11 @@ and then `commit` or `rollback` once for all. Belongs to the training thread; co
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 
 import torch
-from shoal_common.errors import ConfigurationError, PreconditionError
+from shoal_common.errors import ConfigurationError, MembershipChanged, PreconditionError
 
 from shoal_worker.backends.base import CommunicationBackend
 from shoal_worker.backends.handle import Handle
@@ -49,6 +50,13 @@ class Reduction:
         while self._steps is not None:
             self.advance()
         return self._result
+
+    def abandon(self) -> None:
+        """Returns when nothing of it is in flight any more. The step is lost, or was not meant."""
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            with contextlib.suppress(MembershipChanged):
+                handle.wait()
 
     @property
     def done(self) -> bool:
@@ -103,7 +111,7 @@ class CompressedReduction:
         memory = self._memory.bucket(index)
         if backend is None or backend.world_size == 1:
             return Reduction(self._pay(bucket, values, memory), bucket)
-        errand = Errand(backend=backend, memory=memory, scratch=self._scratch, bucket=index, step=step, shapes=shapes)
+        errand = self._errand(backend, index, step, shapes)
         return Reduction(self._reduce(bucket, values, errand), bucket)
 
     def start_scatter(self, bucket: torch.Tensor, out: torch.Tensor, backend: CommunicationBackend, *, index: int, step: int) -> Reduction:
@@ -123,9 +131,13 @@ class CompressedReduction:
                 f"reduce-scatter of {bucket.numel()} elements into {out.numel()} on {backend.world_size} ranks: expected that many times "
                 "as many, contiguous"
             )
+        return Reduction(self._scatter(_checked(bucket), out, self._errand(backend, index, step, None)), out)
+
+    def _errand(self, backend: CommunicationBackend, index: int, step: int, shapes: Sequence[Sequence[int]] | None) -> Errand:
         memory = self._memory.bucket(index)
-        errand = Errand(backend=backend, memory=memory, scratch=self._scratch, bucket=index, step=step, shapes=None)
-        return Reduction(self._scatter(_checked(bucket), out, errand), out)
+        return Errand(
+            backend=backend, memory=memory, scratch=self._scratch, bucket=index, step=step, shapes=shapes, round=memory.next_round()
+        )
 
     def wire_bytes(self, numel: int, world_size: int, shapes: Sequence[Sequence[int]] | None = None) -> int:
         """Bytes that each rank sends for one bucket in `start`; see `GradientCompressor.wire_bytes`."""
@@ -149,6 +161,14 @@ class CompressedReduction:
         """Residuals are in the units of the gradients given. When those change between steps (a GradScaler's new scale over its old one),
         so must they."""
         self._memory.rescale(factor)
+
+    def forget(self, first: int, end: int) -> None:
+        """The buckets with indices from `first` to before `end` are others from now on: what was owed to them is owed no longer."""
+        self._memory.forget(first, end)
+
+    def resize(self, index: int, numel: int) -> None:
+        """A bucket has `numel` elements from now on: it gets more padding at its end, or less."""
+        self._memory.resize(index, numel)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The committed residuals, which differ from rank to rank. References, valid until the next commit."""

@@ -253,6 +253,21 @@ class Group:
         except _FAILURES as error:
             raise self._over("all_reduce", error) from error
 
+    @contextlib.contextmanager
+    def own_collectives(self, what: str) -> Iterator[CommunicationBackend]:
+        """For who issues or awaits collectives of the group's backend himself. Not in a world of one.
+
+        Raises:
+            MembershipChanged: the group is over, or a collective in there has failed.
+        """
+        with self._failures(what):
+            if self._backend is None:
+                raise MembershipChanged(f"generation {self.generation.number} is over: {self._reason}")
+            try:
+                yield self._backend
+            except MembershipChanged as error:
+                raise self._over(what, error) from error
+
     def all_gather_integers(self, values: Sequence[int]) -> list[list[int]]:
         """Everybody's `values` (equally many on all ranks), in rank order."""
         mine = torch.tensor(values, dtype=torch.int64, device=self.device)

@@ -8,6 +8,7 @@ All of it runs on the training thread.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
@@ -63,6 +64,10 @@ class RegisteredState:
     def find(self, name: str) -> Stateful | None:
         """The object registered under `name`."""
         return self._objects.get(name)
+
+    def loss_scale(self) -> float:
+        """What the registered GradScalers, if there are any, multiply the loss with now."""
+        return math.prod(float(value.get_scale()) for value in self._objects.values() if hasattr(value, "get_scale"))
 
     def capture(self) -> dict[str, Any]:
         """State and advances of all objects."""

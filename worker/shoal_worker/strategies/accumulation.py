@@ -15,6 +15,7 @@ from shoal_common.errors import ConfigurationError
 from torch import nn
 
 from shoal_worker.elastic.step import CONTROL_LENGTH
+from shoal_worker.strategies.compressed import GradientCompression, check_floating
 from shoal_worker.strategies.flight import Flight
 
 if TYPE_CHECKING:
@@ -28,7 +29,14 @@ _CHUNK_ELEMENTS = 8 << 20
 class AccumulatedReduction:
     """Micro-batches: gradients and buffers added up per micro-batch, reduced once per step."""
 
-    def __init__(self, module: nn.Module, buffers: CommittedBuffers, session: Session, config: ShardingConfiguration) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        buffers: CommittedBuffers,
+        session: Session,
+        config: ShardingConfiguration,
+        compression: GradientCompression | None = None,
+    ) -> None:
         self._buffers = buffers
         self._session = session
         self._config = config
@@ -36,7 +44,9 @@ class AccumulatedReduction:
         self._everything = list(module.parameters())
         self._sparse_ids = {id(m.weight) for m in module.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse}
         self._parameters: list[nn.Parameter] = []
-        self._flight = Flight(session)
+        self._groups: list[list[nn.Parameter]] = []
+        self._compression = compression
+        self._flight = Flight(session, compression)
         self._loss_sum = self._loss_weight = 0.0
         self._open = False
 
@@ -87,15 +97,27 @@ class AccumulatedReduction:
             self._start()  # a rank without micro-batches takes part with weight nought
         self._control.copy_(torch.tensor(session.control_word()))
         if session.elastic:
-            for chunk in self._flat.split(_CHUNK_ELEMENTS):
-                self._flight.send(chunk)
+            self._send(step.share.total_weight if step.share is not None else None)
             if not self._flight.land():
                 return
         divisor = 1.0 if self._sums else float(self._weight_sum) or 1.0
         for parameter, summed, count in zip(self._parameters, self._grad_sums, self._presence.tolist(), strict=True):
-            mean = summed.div_(divisor).to(parameter.dtype) if count > 0 else None  # where the dtype is the same, no copy
+            here = count > 0 or (self._compression is not None and bool(summed.any()))  # earlier steps have left something out
+            mean = summed.div_(divisor).to(parameter.dtype) if here else None  # where the dtype is the same, no copy
             parameter.grad = mean.to_sparse(1) if mean is not None and id(parameter) in self._sparse_ids else mean
         session.take_control_word(self._control.tolist())
+
+    def _send(self, total_weight: float | None) -> None:
+        if self._compression is None:
+            for chunk in self._flat.split(_CHUNK_ELEMENTS):
+                self._flight.send(chunk)
+            return
+        self._compression.weigh(1.0 if self._sums else total_weight or 1.0)
+        end = 0
+        for number, group in enumerate(self._groups):
+            begin, end = end, end + sum(p.numel() for p in group)
+            self._flight.send_compressed(self._flat[begin:end], "micro-batches", number, [p.shape for p in group])
+        self._flight.send(self._flat[end:])
 
     def write_buffers(self) -> None:
         """Replaces the buffers by their weighted mean over all micro-batches; keeps them if all weighed nothing."""
@@ -119,3 +141,22 @@ class AccumulatedReduction:
         self._flat = torch.zeros(sum(sizes), dtype=torch.float64 if wide else torch.float32, device=trained[0].device)
         *sums, self._buffer_changes, self._presence, self._weight_sum, self._control = self._flat.split(sizes)
         self._grad_sums = [total.view_as(p) for total, p in zip(sums, trained, strict=True)]
+        if self._compression is not None:
+            check_floating(self._compression.compressor.name, trained)
+            self._groups = _in_groups(trained, self._config.bucket_cap_mb << 20)
+            places = {id(p): place for place, p in enumerate(self._everything)}
+            layout = [[places[id(p)] for p in group] for group in self._groups]
+            self._compression.laid_out("micro-batches", layout, [sum(p.numel() for p in group) for group in self._groups])
+
+
+def _in_groups(parameters: list[nn.Parameter], cap_bytes: int) -> list[list[nn.Parameter]]:
+    """What is compressed at once: whole parameters, of at most `cap_bytes` as float32 unless it is one."""
+    groups: list[list[nn.Parameter]] = []
+    size = 0
+    for parameter in parameters:
+        if not groups or size + 4 * parameter.numel() > cap_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(parameter)
+        size += 4 * parameter.numel()
+    return groups

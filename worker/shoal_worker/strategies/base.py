@@ -23,6 +23,7 @@ from shoal_worker.elastic.group import Channel
 from shoal_worker.elastic.modes import evaluating
 from shoal_worker.elastic.session import Session
 from shoal_worker.elastic.step import Step
+from shoal_worker.state.part import StatePart
 from shoal_worker.state.serial import dump_tensors, load_tensors
 from shoal_worker.state.tree import flatten, unflatten
 
@@ -45,8 +46,8 @@ class ShardedModel(nn.Module, abc.ABC):
         super().__init__()
         if config.compressor is not None and not self.compresses:
             raise ConfigurationError(
-                f"gradient_compression={config.compressor.name!r} with strategy={self.strategy!r}, which does not compress: take ddp, zero1, "
-                "zero2, zero3, fsdp or async_sgd, or leave it out"
+                f"gradient_compression={config.compressor.name!r} with strategy={self.strategy!r}, which does not compress: take ddp, "
+                "zero1, zero2, zero3, fsdp or async_sgd, or leave it out"
             )
         self.module = module
         self.config = config
@@ -126,6 +127,10 @@ class ShardedModel(nn.Module, abc.ABC):
         """Scales the gradients so that their norm over all parameters of all ranks is at most `max_norm`; returns the norm before."""
 
     # ---------------------------------------------------------------------------------------------------------------- state
+
+    def part(self, channel: Channel) -> StatePart | None:
+        """This rank's part of the state, where no rank has all of it: see `Replica`."""
+        return None
 
     def whole_for(self, channel: Channel) -> contextlib.AbstractContextManager[None]:
         """While open, this rank can compute without its peers: it has the whole parameters. Opened by all ranks of an operation."""

@@ -53,7 +53,7 @@ class Bucket:
         sizes = [p.numel() for p in parameters]
         self.flat = torch.zeros(sum(sizes) + len(sizes) + riding, dtype=dtype, device=device)
         *views, self.presence, self.riding = self.flat.split([*sizes, len(sizes), riding])
-        self.gradients = self.flat[: sum(sizes)]
+        self.gradients, self.tail = self.flat[: sum(sizes)], self.flat[sum(sizes) :]
         self.slots = [Slot(p, _laid_out_as(p, view)) for p, view in zip(parameters, views, strict=True)]
         self._larges = sum(slot.large for slot in self.slots)
         self._smalls = self.gradients[sum(sizes[: self._larges]) :]
@@ -96,15 +96,16 @@ class Bucket:
         else:
             self.presence.fill_(1.0)
 
-    def settle(self, factor: float) -> None:
-        """The sums are in place."""
+    def settle(self, factor: float, *, owed: bool = False) -> None:
+        """The sums are in place. `owed`: a sum may hold what earlier steps have left out, also where no rank has a gradient."""
         certain = factor != 0.0
         for slot in self.slots:
             certain = certain and slot.present
             slot.summed = True
         if not certain:
             for slot, count in zip(self.slots, self.presence.real.tolist(), strict=True):
-                slot.parameter.grad = slot.view if count > 0 else None
+                here = count > 0 or (owed and bool(slot.view.any()))
+                slot.parameter.grad = slot.view if here else None
 
     def open(self) -> None:
         """For the next backward pass."""

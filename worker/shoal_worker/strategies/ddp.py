@@ -18,9 +18,11 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from shoal_worker.elastic.contract import Leases, StepStatus
+from shoal_worker.elastic.group import Channel
 from shoal_worker.strategies.accumulation import AccumulatedReduction
 from shoal_worker.strategies.base import ShardedOptimizer, call_module, check_optimizer_covers, check_reproducible, loss_of
 from shoal_worker.strategies.buffers import CommittedBuffers
+from shoal_worker.strategies.compressed import compression_of
 from shoal_worker.strategies.materialize import has_values, materialize, unsaved_buffers
 from shoal_worker.strategies.reduction import OverlappedReduction
 from shoal_worker.strategies.whole import WholeModel
@@ -31,9 +33,11 @@ class DDPModel(WholeModel):
 
     strategy: ClassVar[str] = "ddp"
     asynchronous: ClassVar[bool] = False
+    compresses: ClassVar[bool] = True
 
     def initialize_sharding(self) -> None:
         """Nothing is sharded: the whole module stays on this rank."""
+        self._compression = compression_of(self.config.compressor, self._session)
         self._overlapped: OverlappedReduction | None = None
         self._accumulated: AccumulatedReduction | None = None
         self._optimizer: torch.optim.Optimizer | None = None
@@ -142,8 +146,16 @@ class DDPModel(WholeModel):
             "model": self.module.state_dict(),
             "optimizer": self._optimizer.state_dict() if self._optimizer is not None else None,
         }
+        if self._compression is not None:
+            captured["compression"] = self._compression.capture()
         buffers = unsaved_buffers(self.module)
         return captured | {"buffers": buffers} if buffers else captured
+
+    def assemble(self, channel: Channel) -> dict[str, Any]:
+        """See `Replica`: with what compression left behind on each rank."""
+        if self._compression is None:
+            return self.capture()
+        return self.capture() | {"compression": self._compression.assemble(channel)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """See `Replica`."""
@@ -154,6 +166,8 @@ class DDPModel(WholeModel):
             self.module.load_state_dict(state["model"])
         if self._optimizer is not None and state["optimizer"] is not None:
             self._optimizer.load_state_dict(state["optimizer"])
+        if self._compression is not None:
+            self._compression.restore(state.get("compression"))
         self._step_buffers.commit()
 
     def has_values(self) -> bool:
@@ -164,6 +178,8 @@ class DDPModel(WholeModel):
     def step_begins(self) -> None:
         """See `Replica`. What the user did to buffers between two steps is a part of what a redo starts from."""
         self._step_buffers.commit()
+        if self._compression is not None:
+            self._compression.step_begins()
 
     def lease_batches(self, *, loader: str, epoch: int, batches_in_epoch: int, finished: Sequence[int], want: int) -> Leases:
         """Refused: a step is all ranks'."""
@@ -225,6 +241,8 @@ class DDPModel(WholeModel):
             if reduction is not None:
                 reduction.discard()
         self._step_buffers.put_back()
+        if self._compression is not None:
+            self._compression.lost()
         for parameter in self.module.parameters():
             parameter.grad = None
 
@@ -235,15 +253,22 @@ class DDPModel(WholeModel):
             self._accumulated.write_buffers()
         elif self._overlapped is not None:
             self._overlapped.write_buffers()
+        if self._compression is not None:
+            self._compression.commit()
+
+    def skip(self) -> None:
+        """The step counts, but a GradScaler found its gradients unusable, on all ranks alike."""
+        if self._compression is not None:
+            self._compression.found_unusable()
 
     def _accumulation(self) -> AccumulatedReduction:
         if self._accumulated is None:
-            self._accumulated = AccumulatedReduction(self.module, self._step_buffers, self._session, self.config)
+            self._accumulated = AccumulatedReduction(self.module, self._step_buffers, self._session, self.config, self._compression)
         return self._accumulated
 
     def _reduction(self) -> OverlappedReduction:
         if self._overlapped is None:
-            self._overlapped = OverlappedReduction(self.module, self._step_buffers, self._session, self.config)
+            self._overlapped = OverlappedReduction(self.module, self._step_buffers, self._session, self.config, self._compression)
         return self._overlapped
 
     # ---------------------------------------------------------------------------------------------------------------- state
@@ -280,6 +305,11 @@ class DDPOptimizer(ShardedOptimizer):
                 "the last backward pass outside of no_sync(), or call model.synchronize_gradients() before scaler.unscale_() or step()"
             )
         return super()._finish()
+
+    def _update(self, *, usable: bool) -> None:
+        super()._update(usable=usable)
+        if not usable:
+            self._model.skip()
 
     def synchronize_parameters(self) -> None:
         """With ddp the parameters are equal on all ranks after every step: nothing to do."""

@@ -1,4 +1,5 @@
-"""All-reduces in flight: started one after the other, waited for together.
+"""All-reduces in flight: started one after the other, waited for together. Compressed ones take two turns on the wire: when all have had
+their first, each gets its second.
 
 Also when one of them fails all are waited for: the redo of a lost step uses the same memory, and no collective of the old group may write
 into it then. A failure does not raise; it marks the step lost, which `optimizer.step()` will say.
@@ -6,6 +7,7 @@ into it then. A failure does not raise; it marks the step lost, which `optimizer
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,16 +17,20 @@ from shoal_common.errors import MembershipChanged
 from shoal_worker.failpoints import failpoint
 
 if TYPE_CHECKING:
+    from shoal_worker.compression.reduction import Reduction
     from shoal_worker.elastic.group import Group
     from shoal_worker.elastic.session import Session
+    from shoal_worker.strategies.compressed import GradientCompression
 
 
 class Flight:
     """Owned by the training thread, or by the thread that runs the backward pass while the training thread waits for that."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, compression: GradientCompression | None = None) -> None:
         self._session = session
+        self._compression = compression
         self._works: list[tuple[Group, dist.Work]] = []
+        self._reductions: list[tuple[Group, Reduction]] = []
 
     def send(self, tensor: torch.Tensor) -> None:
         """Starts to sum `tensor` over all ranks, in place. Nothing is sent in a step that is lost."""
@@ -41,8 +47,22 @@ class Flight:
         if work is not None:
             self._works.append((group, work))
 
+    def send_compressed(self, bucket: torch.Tensor, kind: str, number: int, shapes: Sequence[Sequence[int]]) -> None:
+        """Starts to sum `bucket` over all ranks, in place and compressed; see `GradientCompression.start`."""
+        step, group, compression = self._session.step, self._session.group, self._compression
+        assert compression is not None
+        if step is None or step.lost is not None:
+            return
+        try:
+            if group is None:
+                raise MembershipChanged("there is no group")
+            self._reductions.append((group, compression.start(group, bucket, kind, number, shapes)))
+        except MembershipChanged as error:
+            self._session.mark_lost(error)
+
     def land(self) -> bool:
         """Waits for all that were started. True if the step is not lost: all sums are in place."""
+        self._finish_compressed()
         works, self._works = self._works, []
         for group, work in works:
             try:
@@ -58,3 +78,20 @@ class Flight:
             self._session.mark_lost(error)
             return False
         return True
+
+    def _finish_compressed(self) -> None:
+        """On all ranks in the order in which they were started."""
+        reductions, self._reductions = self._reductions, []
+        try:
+            for group, reduction in reductions:
+                if not reduction.done:
+                    with group.own_collectives("compressed all_reduce"):
+                        reduction.advance()
+            for group, reduction in reductions:
+                if not reduction.done:
+                    with group.own_collectives("compressed all_reduce"):
+                        reduction.wait()
+        except MembershipChanged as error:
+            self._session.mark_lost(error)
+            for _, reduction in reductions:
+                reduction.abandon()

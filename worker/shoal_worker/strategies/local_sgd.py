@@ -60,6 +60,7 @@ class LocalSGDModel(DDPModel):
     """A replica of the whole model on every rank, trained on its own between averages."""
 
     strategy: ClassVar[str] = "local_sgd"
+    compresses: ClassVar[bool] = False  # it averages parameters
     options: ClassVar[frozenset[str]] = frozenset(field.name for field in dataclasses.fields(RoundOptions))
 
     def initialize_sharding(self) -> None:

@@ -10,7 +10,8 @@ torch's own reducer is not used: it completes no pass in which a parameter took 
 output; where ranks differed in that, their collectives did not match, and Gloo ended the processes. And its buckets follow the order of one
 rank's first pass, which a joiner does not share.
 
-The control word, and by how much the buffers changed, ride in the last bucket.
+The control word, and by how much the buffers changed, ride in the last bucket. With compression only gradients are compressed: all that
+rides along in any bucket is sent by itself, in one all-reduce.
 
 Threads: hooks run where the backward pass does, while the training thread waits for it; all else on the training thread.
 """
@@ -30,6 +31,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shoal_worker.elastic.step import CONTROL_LENGTH
 from shoal_worker.strategies.buckets import Bucket, Slot, lay_out
+from shoal_worker.strategies.compressed import GradientCompression, check_floating, memory_order
 from shoal_worker.strategies.flight import Flight
 
 if TYPE_CHECKING:
@@ -42,7 +44,14 @@ if TYPE_CHECKING:
 class OverlappedReduction:
     """One batch per rank: gradients reduced bucket by bucket during the backward pass."""
 
-    def __init__(self, module: nn.Module, buffers: CommittedBuffers, session: Session, config: ShardingConfiguration) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        buffers: CommittedBuffers,
+        session: Session,
+        config: ShardingConfiguration,
+        compression: GradientCompression | None = None,
+    ) -> None:
         self._module = module
         self._buffers = buffers
         self._session = session
@@ -51,7 +60,8 @@ class OverlappedReduction:
         self._automatic = config.auto_sync_gradients
         self._parameters = list(module.parameters())
         self._sparse_ids = {id(m.weight) for m in module.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse}
-        self._flight = Flight(session)
+        self._compression = compression
+        self._flight = Flight(session, compression)
         self._hooks: list[RemovableHandle] = []
         self._trained: list[bool] = []
         self._buffer_changes: torch.Tensor | None = None
@@ -209,7 +219,16 @@ class OverlappedReduction:
                 self._changes.zero_()
             elif self._buffers.size:
                 torch.mul(self._buffers.changes(self._changes), factor, out=self._changes)
-        self._flight.send(bucket.flat)
+        if self._compression is None:
+            self._flight.send(bucket.flat)
+            return
+        if self._next == 1:
+            self._compression.weigh(1.0)
+        if bucket.slots:
+            self._flight.send_compressed(bucket.gradients, "buckets", self._next - 1, [memory_order(slot.view) for slot in bucket.slots])
+        if self._next == len(self._buckets):
+            self._riding = torch.cat([each.tail.to(self._word) for each in self._buckets])
+            self._flight.send(self._riding)
 
     def _send_sparse(self, slot: Slot) -> None:
         """In its own all-reduce, of the rows that some rank has."""
@@ -225,8 +244,11 @@ class OverlappedReduction:
 
     def _settle(self) -> None:
         factor = _factor(self._share)
+        if self._compression is not None:
+            tails = [each.tail for each in self._buckets]
+            torch._foreach_copy_(tails, list(self._riding.split([tail.numel() for tail in tails])))
         for bucket in self._buckets:
-            bucket.settle(factor)
+            bucket.settle(factor, owed=self._compression is not None)
         for slot in self._sparse:
             slot.summed = True
             if slot.parameter.grad is not None and slot.parameter.grad._nnz() == 0:
@@ -260,6 +282,11 @@ class OverlappedReduction:
             riding=CONTROL_LENGTH + self._buffers.size,
             riding_dtype=self._buffers.dtype,
         )
+        if self._compression is not None:
+            check_floating(self._compression.compressor.name, dense)
+            places = {id(p): place for place, p in enumerate(self._parameters)}
+            layout = [[places[id(slot.parameter)] for slot in bucket.slots] for bucket in self._buckets]
+            self._compression.laid_out("buckets", layout, [bucket.gradients.numel() for bucket in self._buckets])
         riding = self._buckets[-1].riding
         self._word, self._changes = riding[:CONTROL_LENGTH], riding[CONTROL_LENGTH:]
         self._word_in_memory = self._word.numpy() if self._word.device.type == "cpu" else None

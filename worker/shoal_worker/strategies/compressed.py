@@ -1,0 +1,194 @@
+"""Compressed gradients in step with the session: what compression leaves behind counts when a step does, and is saved and restored.
+
+One for each model that has `gradient_compression=`. Strategies send their buckets through it (`Flight`, sharding's collectives) and tell it
+how each step ended. Which ranks' parts a lost step had is known only afterwards: proposals of a lost step are kept until this rank learns,
+by the state that its peers give it, that they applied the step; else the next step begins without them (docs/decisions/0098, 0125).
+
+Belongs to the training thread, or to the thread that runs the backward pass while the training thread waits for that.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from shoal_common.errors import ConfigurationError
+
+from shoal_worker.compression.base import GradientCompressor
+from shoal_worker.compression.reduction import CompressedReduction, Reduction
+from shoal_worker.state.serial import dump_tensors, load_tensors
+
+if TYPE_CHECKING:
+    from shoal_worker.elastic.group import Channel, Group
+    from shoal_worker.elastic.session import Session
+
+_KINDS: Final = ("buckets", "micro-batches", "units")
+"""Ways to cut a model's gradients into what is compressed at once; a script may use several."""
+_PER_KIND: Final = 1 << 20
+
+
+class GradientCompression:
+    """One model's compressor on one rank, with its memory."""
+
+    def __init__(self, compressor: GradientCompressor, session: Session) -> None:
+        self.compressor = compressor
+        self._session = session
+        self._reduction = CompressedReduction(compressor)
+        self._layouts: dict[str, str] = {}
+        """What each kind's residuals are of."""
+        self._units = 1.0
+        """What a gradient of 1 counts in the residuals: a GradScaler's scale, times the weight that sums are divided by afterwards."""
+        self._undecided = False
+        """A step was lost here that the peers may have applied."""
+        self._unusable = False
+        """A GradScaler found infinities in the step."""
+
+    # ------------------------------------------------------------------------------------------------------------- sending
+
+    def laid_out(self, kind: str, layout: object, numels: Sequence[int]) -> None:
+        """How gradients are cut from now on: `layout` is JSON-able and says of which parameters each bucket is, `numels` how many elements
+        it has, padding at its end included. What is owed to another layout is owed no longer."""
+        said = json.dumps(layout)
+        if self._layouts.setdefault(kind, said) != said:
+            self._layouts[kind] = said
+            self._reduction.forget(self._index(kind, 0), self._index(kind, _PER_KIND))
+        for number, numel in enumerate(numels):
+            self._reduction.resize(self._index(kind, number), numel)
+
+    def weigh(self, divisor: float) -> None:
+        """Before a step's first bucket: gradients are given in sums that are divided by `divisor` afterwards."""
+        units = self._session.registered.loss_scale() * divisor
+        if units != self._units and math.isfinite(units) and units > 0:
+            self._reduction.rescale(units / self._units)
+            self._units = units
+
+    def start(self, group: Group, bucket: torch.Tensor, kind: str, number: int, shapes: Sequence[Sequence[int]]) -> Reduction:
+        """Begins to sum a bucket over the group's ranks, in place. `shapes`: of the tensors in it, in memory order.
+
+        Raises:
+            MembershipChanged: the group is over.
+        """
+        index, step = self._index(kind, number), self._session.steps
+        if group.world_size == 1:
+            return self._reduction.start(bucket, None, index=index, step=step)
+        with group.own_collectives("compressed all_reduce") as backend:
+            return self._reduction.start(bucket, backend, index=index, step=step, shapes=shapes)
+
+    def start_scatter(self, group: Group, shard: torch.Tensor, full: torch.Tensor, number: int) -> Reduction:
+        """Begins to sum the flat `full` over the group's ranks; this rank's part of the sum goes to `shard`.
+
+        Raises:
+            MembershipChanged: the group is over.
+        """
+        index, step = self._index("units", number), self._session.steps
+        with group.own_collectives("compressed reduce_scatter") as backend:
+            return self._reduction.start_scatter(full, shard, backend, index=index, step=step)
+
+    def _index(self, kind: str, number: int) -> int:
+        return _KINDS.index(kind) * _PER_KIND + number
+
+    # --------------------------------------------------------------------------------------------------------------- steps
+
+    def step_begins(self) -> None:
+        """The next step begins: one that was lost before has been found to be void."""
+        self._reduction.rollback()
+        self._undecided = self._unusable = False
+
+    def found_unusable(self) -> None:
+        """The step counts, but its gradients are applied nowhere."""
+        self._unusable = True
+
+    def commit(self) -> None:
+        """The step was applied."""
+        if self._unusable:
+            self._reduction.rollback()
+        else:
+            self._reduction.commit()
+        self._undecided = self._unusable = False
+
+    def lost(self) -> None:
+        """The step was not applied here."""
+        self._undecided = True
+
+    # --------------------------------------------------------------------------------------------------------------- state
+
+    def capture(self) -> dict[str, Any]:
+        """What is the same on all ranks, for peers."""
+        return {"steps": self._session.steps, "shared": _nested(self._reduction.shared_state_dict())}
+
+    def assemble(self, channel: Channel) -> dict[str, Any]:
+        """For checkpoints: with every rank's residuals, on the channel's first rank. Bucket by bucket, so that no rank has all at once but
+        the one that writes them."""
+        own = _nested(self._reduction.state_dict())
+        told = [json.loads(each) for each in channel.exchange(json.dumps(sorted(own)).encode())]
+        ranks: dict[str, dict[str, dict[str, torch.Tensor]]] = {str(rank): {} for rank in range(channel.world_size)}
+        for bucket in sorted({name for each in told for name in each}):
+            for rank, data in enumerate(channel.exchange(dump_tensors(own.get(bucket, {}), {}))):
+                if channel.rank == 0:
+                    ranks[str(rank)][bucket] = load_tensors(data)[0]
+        return {**self.capture(), "ranks": ranks, "units": self._units, "layouts": dict(self._layouts)}
+
+    def restore(self, state: Mapping[str, Any] | None) -> None:
+        """Takes over what a peer captured or a checkpoint assembled; None: the checkpoint is of a run that did not compress.
+
+        A peer's: if it is the state after the step that was lost here, this rank's part is in that step, and what it left out counts. A
+        checkpoint's: rank r takes over what was owed by the saved ranks r, r + n, r + 2n, ... of n ranks now. So all that is owed is kept,
+        and a rank beyond the saved ones owes nothing.
+        """
+        applied = self._undecided and state is not None and state["steps"] == self._session.steps + 1
+        if applied:
+            self._reduction.commit()
+        else:
+            self._reduction.rollback()
+        self._undecided = False
+        if state is not None:
+            self._reduction.load_shared_state_dict(_flat(state["shared"]))
+        if state is None or "ranks" in state:
+            self._take_saved(state or {"ranks": {}, "units": 1.0, "layouts": {}})
+
+    def _take_saved(self, state: Mapping[str, Any]) -> None:
+        owed: dict[str, torch.Tensor] = {}
+        if self.compressor.error_feedback:
+            rank, world_size = self._session.rank, self._session.world_size
+            for saved in range(rank, len(state["ranks"]), world_size):
+                for name, tensor in _flat(state["ranks"][str(saved)]).items():
+                    known = owed.get(name)
+                    owed[name] = tensor if known is None or known.shape != tensor.shape else known + tensor
+        self._reduction.load_state_dict({name: tensor.to(self._session.device) for name, tensor in owed.items()})
+        self._units, self._layouts = state["units"], dict(state["layouts"])
+
+
+def compression_of(compressor: GradientCompressor | None, session: Session) -> GradientCompression | None:
+    """None where nothing is compressed."""
+    return None if compressor is None else GradientCompression(compressor, session)
+
+
+def check_floating(name: str, tensors: Sequence[torch.Tensor]) -> None:
+    """Raises ConfigurationError for parameters that cannot be compressed."""
+    for tensor in tensors:
+        if not tensor.is_floating_point():
+            raise ConfigurationError(
+                f"gradient_compression={name!r}: a trained parameter is {tensor.dtype}, and compressors know real numbers only; leave "
+                "gradient_compression out"
+            )
+
+
+def memory_order(parameter: torch.Tensor) -> tuple[int, ...]:
+    """The shape of a dense tensor as its elements lie in memory: largest stride first."""
+    strides = parameter.stride()
+    return tuple(parameter.shape[d] for d in sorted(range(parameter.dim()), key=lambda d: -strides[d]))
+
+
+def _nested(state: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
+    nested: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in state.items():
+        bucket, _, slot = name.partition("/")
+        nested.setdefault(bucket, {})[slot] = tensor
+    return nested
+
+
+def _flat(state: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return {f"{bucket}/{slot}": tensor for bucket, slots in state.items() for slot, tensor in slots.items()}

@@ -1,4 +1,4 @@
-"""Puts vectors together that are cut over ranks, in an operation between steps.
+"""Puts vectors together that are cut over ranks, in an operation between steps; or agrees on who writes which part of them.
 
 By messages to all members instead of an all-gather: in an operation the newest group may have spectators, and the shards may still be cut
 for the group before, with mirrors in the place of ranks that are gone.
@@ -15,6 +15,7 @@ from shoal_worker.elastic.group import Channel
 from shoal_worker.sharding.moving import senders
 from shoal_worker.sharding.resharding import NO_CUT, VALUES, Held, newest_complete
 from shoal_worker.sharding.unit import Unit
+from shoal_worker.state.part import Run
 
 
 def assemble(
@@ -26,11 +27,8 @@ def assemble(
         ShardsLostError: no cut is complete any more.
         MembershipChanged: the group is over.
     """
-    row = ([value for each in held for value in each.cut.row()] + NO_CUT * 2)[: 2 * len(NO_CUT)]
-    rows = [json.loads(told) for told in channel.exchange(json.dumps(row).encode())]
-    chosen, world_size, holders = newest_complete(rows)
-    sends = senders(holders, world_size)
-    mine = next((each for each in held if each.cut.number == chosen), None)
+    sends, mine = _agree(held, channel)
+    world_size = len(sends)
     wholes = []
     for index, unit in enumerate(units):
         whole: dict[str, torch.Tensor] = {}
@@ -48,6 +46,39 @@ def assemble(
             whole[name] = flat[: unit.layout.numel].to(unit.device)
         wholes.append(whole)
     return wholes
+
+
+def own_runs(
+    units: Sequence[Unit], held: Sequence[Held], outlines: Sequence[Mapping[str, torch.Tensor]], channel: Channel
+) -> tuple[int, dict[int, list[Run]]]:
+    """Into how many shards the vectors are cut, and the runs of those that this rank is to write: over all ranks each is written once.
+
+    Args:
+        held: see `reshard`.
+        outlines: the vectors of each unit, on the meta device.
+
+    Raises:
+        ShardsLostError: no cut is complete any more.
+        MembershipChanged: the group is over.
+    """
+    sends, mine = _agree(held, channel)
+    shards: dict[int, list[Run]] = {}
+    for position in (p for p, rank in enumerate(sends) if rank == channel.rank):
+        assert mine is not None
+        shards[position] = [
+            Run(vector=outline, begin=position * unit.layout.over(len(sends)).shard_numel, values=vectors[position][name])
+            for unit, vectors, own in zip(units, mine.vectors, outlines, strict=True)
+            for name, outline in own.items()
+        ]
+    return len(sends), shards
+
+
+def _agree(held: Sequence[Held], channel: Channel) -> tuple[list[int], Held | None]:
+    """Of the newest cut that is complete: the rank that sends each position, and what this rank holds of it."""
+    row = ([value for each in held for value in each.cut.row()] + NO_CUT * 2)[: 2 * len(NO_CUT)]
+    rows = [json.loads(told) for told in channel.exchange(json.dumps(row).encode())]
+    chosen, world_size, holders = newest_complete(rows)
+    return senders(holders, world_size), next((each for each in held if each.cut.number == chosen), None)
 
 
 def _bytes(shard: torch.Tensor) -> bytes:

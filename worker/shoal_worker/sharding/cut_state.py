@@ -15,12 +15,13 @@ from shoal_common.errors import ConfigurationError, CorruptDataError, Preconditi
 from torch import nn
 
 from shoal_worker.elastic.group import Channel, Group, LocalChannel
-from shoal_worker.sharding.assembling import assemble
+from shoal_worker.sharding.assembling import assemble, own_runs
 from shoal_worker.sharding.execution import ShardedExecution
 from shoal_worker.sharding.optimizer_state import ShardedOptimizerState
 from shoal_worker.sharding.resharding import VALUES, Cut, Held, buddy_stride, hold, reshard
 from shoal_worker.sharding.unit import Stage, Unit
 from shoal_worker.sharding.whole_state import Place, optimizer_state, spread
+from shoal_worker.state.part import StatePart
 from shoal_worker.strategies.materialize import unsaved_buffers
 
 _ELEMENTWISE: Final = frozenset({"SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adadelta", "Adagrad", "RMSprop", "Rprop", "ASGD"})
@@ -172,6 +173,22 @@ class CutState:
                 {VALUES: unit.own.shard, **{key: self._state.shard(unit, unit.own, key, dtype) for key, dtype in own.items()}}
                 for unit, own in zip(self.units, keys, strict=True)
             ]
+        return self._as_one_process(wholes)
+
+    def part(self, channel: Channel) -> StatePart | None:
+        """This rank's part of what `assemble` gives; None: it holds the whole. Part of an operation. Raises as `regroup`."""
+        if self.cut is None or self.cut.world_size == 1 or isinstance(channel, LocalChannel):
+            return None
+        keys = [self._state.element_keys(unit) for unit in self.units]
+        outlines = [
+            {name: torch.empty(unit.layout.numel, dtype=dtype, device="meta") for name, dtype in {VALUES: unit.dtype, **own}.items()}
+            for unit, own in zip(self.units, keys, strict=True)
+        ]
+        count, shards = own_runs(self.units, self._held(keys), outlines, channel)
+        return StatePart(state=self._as_one_process(outlines), count=count, shards=shards)
+
+    def _as_one_process(self, wholes: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, Any]:
+        """The state with these vectors of the units."""
         scalars = [self._state.scalars(unit) for unit in self.units]
         saved = optimizer_state(self._places, self.settings, self.units, scalars, wholes) if self.optimizer is not None else None
         unsaved = unsaved_buffers(self.module)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from shoal_worker.strategies.sharded import ShardedParametersOptimizer
+from shoal_worker.strategies.sharded_optimizer import ShardedParametersOptimizer
 from shoal_worker.strategies.zero3 import ZeRO3Model
 
 

@@ -1,4 +1,4 @@
-"""What zero1, zero2 and zero3 have in common: a model and an optimizer whose parts are cut over the ranks.
+"""What zero1, zero2 and zero3 have in common: how a model is trained whose parts are cut over the ranks.
 
 They differ in what is cut (`Stage`) and in what is gathered at once (`groups`). (Rajbhandari et al., "ZeRO", SC 2020, sections 5 and 7;
 Zhao et al., "PyTorch FSDP", VLDB 2023, section 3.) The optimizer updates flat pieces of parameters. That is right for optimizers that treat
@@ -19,92 +19,37 @@ the state that is the same on all ranks, and apply the step too (`restore`). The
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar, Final
 
 import torch
 from shoal_common.errors import ConfigurationError, MembershipChanged, PreconditionError
 
 from shoal_worker.elastic.contract import Leases
-from shoal_worker.elastic.group import Channel, Group
-from shoal_worker.elastic.step import CONTROL_LENGTH, Step
+from shoal_worker.elastic.group import Group
+from shoal_worker.elastic.step import Step
 from shoal_worker.failpoints import failpoint
-from shoal_worker.sharding.collectives import SessionCollectives
-from shoal_worker.sharding.cut_state import CutState, Settings, check_elementwise
-from shoal_worker.sharding.exact import DIGITS, from_digits, square_digits
-from shoal_worker.sharding.execution import ShardedExecution
-from shoal_worker.sharding.partition import Group as ParameterGroup
-from shoal_worker.sharding.partition import alike
-from shoal_worker.sharding.unit import Stage, Unit
-from shoal_worker.strategies.base import (
-    ShardedModel,
-    ShardedOptimizer,
-    call_module,
-    check_optimizer_covers,
-    check_reproducible,
-    loss_of,
-    replaced_parameters,
-)
-from shoal_worker.strategies.buffers import CommittedBuffers
-from shoal_worker.strategies.materialize import has_values, materialize, unsaved_buffers
+from shoal_worker.sharding.cut_state import check_elementwise
+from shoal_worker.sharding.unit import Stage
+from shoal_worker.strategies.base import call_module, check_optimizer_covers, check_reproducible, loss_of
+from shoal_worker.strategies.closing import Closing, ClosingSum
+from shoal_worker.strategies.cut_model import CutModel
+from shoal_worker.strategies.materialize import materialize, unsaved_buffers
 
 _WIDE: Final = torch.empty(0, dtype=torch.float64)
 """What the closing is summed in, and where."""
 
 
-@dataclass(kw_only=True)
-class Closing:
-    """What all ranks know of a step once it is closed."""
+class ShardedParametersModel(CutModel):
+    """A model whose optimizer state, and perhaps gradients and parameters, are cut over the ranks, in training."""
 
-    number: int
-    """Which step of this model it is, from 1."""
-    divisor: float
-    """Of the summed gradients."""
-    squared_norm: float
-    """Of the gradients, before the divisor."""
-    present: list[bool]
-    """For each trained parameter: some rank used it."""
-    changes: torch.Tensor
-    """Of the buffers; the mean over the ranks."""
-    scale: float = 1.0
-    """Of the gradients, by clipping."""
-    skipped: bool = False
-    """A GradScaler found infinities: the step counts, but nothing is updated."""
-    settings: Settings | None = None
-    """Of the parameter groups, when the step was applied."""
-
-
-class ShardedParametersModel(ShardedModel):
-    """A model whose optimizer state, and perhaps gradients and parameters, are cut over the ranks."""
-
-    stage: ClassVar[Stage]
     asynchronous: ClassVar[bool] = False
-    options: ClassVar[frozenset[str]] = frozenset({"elementwise_optimizer"})
-
-    def groups(self) -> list[ParameterGroup]:
-        """What is gathered and reduced at once, the group of the outermost module first."""
-        raise NotImplementedError
 
     def initialize_sharding(self) -> None:
-        """Takes over the memory of the parameters. They are cut when the first step begins: until then all ranks hold them whole."""
-        # What torch.compile gave is called, but state is named as in the user's own module.
-        self._call: Callable[..., Any] = self.module.__call__
-        self.module = getattr(self.module, "_orig_mod", self.module)
-        if not any(p.requires_grad for p in self.module.parameters()):
-            raise ConfigurationError("the model has no parameter with requires_grad=True: there is nothing to train")
-        self._collectives = SessionCollectives(self._session)
-        self._optimizer: torch.optim.Optimizer | None = None
-        """The user's, until it is used."""
-        self._parts: CutState | None = None
-        """None while the module is on the meta device: it is built when values come."""
-        if has_values(self.module):
-            self._build()
+        """See `CutModel`."""
+        super().initialize_sharding()
         self._weights = 0.0
         """Weight of the micro-batches of this rank in this step."""
         self._changes: torch.Tensor | None = None
@@ -123,25 +68,6 @@ class ShardedParametersModel(ShardedModel):
         """Norm of this rank's gradients before it could, if so."""
         self._prepared = False
         """This rank has gone into the first collective of the step in progress."""
-
-    def _unit(self, part: ParameterGroup) -> Unit:
-        return Unit(part.name, part.parameters, part.names, stage=self.stage, wide=self.config.deterministic)
-
-    def _build(self) -> None:
-        units = [(group.module, [self._unit(part) for part in alike(group)]) for group in self.groups()]
-        self._execution = ShardedExecution(units, self._collectives, self.stage)
-        self._parts = CutState(self.module, self._execution, self.stage)
-        self._step_buffers = CommittedBuffers(self.module)
-
-    def _use_optimizer(self) -> None:
-        if self._optimizer is not None:
-            self._held.use_optimizer(self._optimizer, elementwise=bool(self._options.get("elementwise_optimizer", False)))
-
-    @property
-    def _held(self) -> CutState:
-        if self._parts is None:
-            raise PreconditionError("the model is on the meta device: it gets its values from its peers at the first live batch")
-        return self._parts
 
     def attach(self, optimizer: torch.optim.Optimizer | None) -> None:
         """See `ShardedModel`. The optimizer gets the pieces that this rank holds in the place of the parameters."""
@@ -245,11 +171,7 @@ class ShardedParametersModel(ShardedModel):
 
     def scale_gradients(self, scale: float) -> None:
         """Of the pieces that this rank holds."""
-        for unit in self._held.trained:
-            for holding in unit.holdings:
-                for piece in holding.pieces:
-                    if piece.grad is not None:
-                        piece.grad.mul_(scale)
+        self._gradients.scale(scale)
 
     # --------------------------------------------------------------------------------------------- Replica: for the session
 
@@ -285,8 +207,8 @@ class ShardedParametersModel(ShardedModel):
     def _roll_forward(self, closing: Closing | None) -> None:
         if closing is None or closing.number != self._applied + 1 or not self._sealed:
             raise PreconditionError(f"this rank has applied {self._applied} steps and its peers more: it cannot follow")
-        self._hand_out(closing)
-        self.scale_gradients(closing.scale)
+        self._gradients.hand_out(closing.divisor, closing.present)
+        self._gradients.scale(closing.scale)
         if self._held.optimizer is not None and not closing.skipped:
             assert closing.settings is not None
             self._held.settings = closing.settings
@@ -304,24 +226,6 @@ class ShardedParametersModel(ShardedModel):
             self._parts.regroup(group)
         elif any(row[0] for row in group.all_gather_integers([0])):
             raise PreconditionError("this rank's model is on the meta device, and its peers' states are cut already: it should be a joiner")
-
-    @torch.no_grad()
-    def assemble(self, channel: Channel) -> dict[str, Any]:
-        """See `Replica`."""
-        return self._held.assemble(channel)
-
-    def whole_for(self, channel: Channel) -> AbstractContextManager[None]:
-        """See `ShardedModel`."""
-        return self._held.whole_for(channel) if self._parts is not None else nullcontext()
-
-    @property
-    def in_parts(self) -> bool:
-        """See `Replica`."""
-        return self._parts is not None and self._parts.cut is not None and self._parts.cut.world_size > 1
-
-    def has_values(self) -> bool:
-        """See `Replica`."""
-        return self._parts is not None
 
     @torch.no_grad()
     def step_begins(self) -> None:
@@ -380,28 +284,33 @@ class ShardedParametersModel(ShardedModel):
         if step.lost is not None or not self._seal():
             return
         failpoint("sharded.sealed")
-        word = torch.tensor(session.control_word(), dtype=torch.float64)
-        weights = torch.tensor([self._weights], dtype=torch.float64)
-        norm = self._norm_part()
-        present = torch.tensor([float(flag) for unit in self._held.trained for flag in unit.touched], dtype=torch.float64)
-        if not step.in_micro_batches:
-            self._changes = self._step_buffers.changes(_WIDE) * (step.share.weight / (step.share.total_weight or 1.0))
-        changes = torch.zeros(self._step_buffers.size, dtype=torch.float64) if self._changes is None else self._changes
-        summed = torch.cat([word, weights, norm, present, changes]).to(session.group.device if session.group is not None else "cpu")
+        gradients = self._gradients
+        summing = ClosingSum(
+            session.control_word(), [self._weights], gradients.squared_norm_part(), gradients.touched, self._buffer_changes(step)
+        )
+        summed = summing.to_send(session.group.device if session.group is not None else "cpu")
         if not self._collectives.all_reduce(summed).wait() or not self._passes("reduction.completed"):
             return
-        word, weights, norm, present, changes = summed.cpu().split([CONTROL_LENGTH, 1, len(norm), len(present), len(changes)])
+        word, weights, norm, present, changes = summing.split(summed)
         total = (float(weights) or 1.0) if step.in_micro_batches else 1.0
-        self._closing = Closing(
+        closing = self._closing = Closing(
             number=self._applied + 1,
             divisor=total if self.config.loss_reduction == "mean" else 1.0,
-            squared_norm=self._norm_from(norm),
+            squared_norm=self._gradients.squared_norm(norm),
             present=[count > 0 for count in present.tolist()],
             changes=changes / total,
         )
-        self._hand_out(self._closing)
-        self._handed_out = self._own_norm() if self._shown else 0.0
+        self._gradients.hand_out(closing.divisor, closing.present)
+        self._handed_out = self._gradients.own_norm() if self._shown else 0.0
         session.take_control_word(word.tolist())
+
+    def _buffer_changes(self, step: Step) -> torch.Tensor:
+        """This rank's part in the changes of the buffers."""
+        if step.in_micro_batches:
+            return torch.zeros(self._step_buffers.size, dtype=torch.float64) if self._changes is None else self._changes
+        share = step.share
+        assert share is not None
+        return self._step_buffers.changes(_WIDE) * (share.weight / (share.total_weight or 1.0))
 
     def _passes(self, name: str) -> bool:
         try:
@@ -414,7 +323,7 @@ class ShardedParametersModel(ShardedModel):
     def show_to_scaler(self) -> None:
         """Before a GradScaler looks for infinities in this rank's pieces: what one rank found, all are to find."""
         step = self._session.step
-        if step is None or step.in_micro_batches or not any(any(unit.touched) for unit in self._held.trained):
+        if step is None or step.in_micro_batches or not any(self._gradients.touched):
             return
         self._shown = True
         self.finish_reduction()
@@ -431,47 +340,14 @@ class ShardedParametersModel(ShardedModel):
         closing = self._closing
         if not self._shown or closing is None:
             return
-        before, now = self._handed_out, self._own_norm()
+        before, now = self._handed_out, self._gradients.own_norm()
         if before > 0 and math.isfinite(before) and math.isfinite(now):
             closing.scale = now / before
 
-    def _own_norm(self) -> float:
-        gradients = [piece.grad for unit in self._held.trained for piece in unit.own.pieces if piece.grad is not None]
-        return math.sqrt(sum(float(g.double().square().sum()) for g in gradients))
-
-    def _norm_part(self) -> torch.Tensor:
-        """What this rank's gradients add to the squared norm; as digits too where its bits must not depend on the number of ranks."""
-        gradients = [unit.own.gradient for unit in self._held.trained if unit.own.gradient is not None]
-        plain = torch.stack([g.double().square().sum().cpu() for g in gradients] or [torch.zeros((), dtype=torch.float64)]).sum().view(1)
-        if not self.config.deterministic:
-            return plain
-        digits = [square_digits(g.float()) for g in gradients] if plain.isfinite() else []
-        return torch.cat([plain, torch.stack(digits).sum(0) if digits else torch.zeros(DIGITS, dtype=torch.float64)])
-
-    def _norm_from(self, summed: torch.Tensor) -> float:
-        return from_digits(summed[1:].tolist()) if self.config.deterministic and summed[0].isfinite() else float(summed[0])
-
     def _seal(self) -> bool:
         """Passes the summed gradients on to the buddy. False: the step is lost."""
-        if self._collectives.world_size == 1:
-            self._sealed = True
-            return True
-        on_their_way = []
-        for unit in self._held.trained:
-            gradient = unit.own.gradient
-            if gradient is None:
-                continue
-            unit.mirror.gradient = torch.empty_like(gradient)
-            on_their_way.append(self._collectives.pass_on(unit.mirror.gradient, gradient, stride=self._held.stride))
-        self._sealed = [pending.wait() for pending in on_their_way].count(False) == 0
+        self._sealed = self._gradients.pass_on(self._collectives, self._held.stride)
         return self._sealed
-
-    def _hand_out(self, closing: Closing) -> None:
-        flags = iter(closing.present)
-        for unit in self._held.trained:
-            present = [next(flags) for _ in unit.parameters]
-            for holding in unit.holdings:
-                holding.hand_out(closing.divisor, present)
 
     def update(self, step: Callable[[], Any]) -> None:
         """Updates the pieces that this rank holds, and fetches the others where parameters are whole on every rank."""
@@ -498,129 +374,3 @@ class ShardedParametersModel(ShardedModel):
         self._step_buffers.commit()
         self._held.committed()
         self._sealed = False
-
-    # ---------------------------------------------------------------------------------------------------------------- state
-
-    def gather_full_parameters(self) -> dict[str, torch.Tensor]:
-        """See `ShardedModel`. Every rank calls it."""
-        parameters = {name for name, _ in self.module.named_parameters()}
-        return {name: value for name, value in self.full_state_dict().items() if name in parameters}
-
-    def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
-        """See `ShardedModel`. Every rank calls it."""
-        whole: dict[str, torch.Tensor] = {}
-
-        def body(channel: Channel) -> None:
-            with self.whole_for(channel):
-                copies = {name: value.detach().clone() for name, value in self.module.state_dict().items()}
-            whole.update({} if rank0_only and channel.rank != 0 else copies)
-            channel.exchange(b"")  # who comes out of this knows that all have theirs
-
-        self._session.operation("full_state_dict", body)
-        return whole
-
-    def optimizer_state_dict(self) -> dict[str, Any]:
-        """The optimizer's whole state. Every rank calls it."""
-        whole: dict[str, Any] = {}
-
-        def body(channel: Channel) -> None:
-            whole.update(copy.deepcopy(self._held.assemble(channel)["optimizer"]))
-            channel.exchange(b"")
-
-        self._session.operation("optimizer state_dict", body)
-        return whole
-
-    @torch.no_grad()
-    def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes over the optimizer's whole state. Every rank calls it."""
-        self._held.load_optimizer(state)
-
-    @torch.no_grad()
-    def load_full(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """See `ShardedModel`."""
-        self._held.load_values(tensors)
-        self._step_buffers.commit()
-
-    @property
-    def local_shard(self) -> dict[str, torch.Tensor]:
-        """See `ShardedModel`: flat pieces."""
-        return {name: piece.detach() for name, piece in self._own_pieces()}
-
-    def get_gradients(self) -> dict[str, torch.Tensor]:
-        """See `ShardedModel`: of the flat pieces of `local_shard`, summed over the ranks."""
-        return {name: piece.grad for name, piece in self._own_pieces() if piece.grad is not None}
-
-    def set_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Refused: other ranks mirror this rank's pieces, and would apply other gradients.
-
-        Raises:
-            ConfigurationError: always.
-        """
-        raise ConfigurationError(f"set_gradients: with strategy {self.strategy!r} other ranks hold mirrors; scale the loss, or use ddp")
-
-    def save_model(self, path: str | Path) -> None:
-        """See `ShardedModel`. When it returns on any rank, the file is in place."""
-        super().save_model(path)
-        self._session.operation("save_model", lambda channel: channel.exchange(b"") and None)
-
-    def with_parameters(self, parameters: torch.Tensor | Mapping[str, torch.Tensor]) -> ShardedModel:
-        """See `ShardedModel`. Every rank calls it, with the same values."""
-        whole = self.full_state_dict()
-        own = {name: whole[name] for name, _ in self.module.named_parameters()}
-        replaced = replaced_parameters(parameters, own)
-        shared = {id(p): name for name, p in self.module.named_parameters()}
-        for name, parameter in self.module.named_parameters(remove_duplicate=False):
-            whole[name] = replaced.get(shared[id(parameter)], whole[name])
-        self.load_full(whole)
-        return self
-
-    def _whole_parameters(self) -> list[tuple[torch.Tensor, torch.Size]]:
-        return [each for unit in self._held.units for each in zip(unit.parameters, unit.layout.shapes, strict=True)]
-
-    def _own_pieces(self) -> list[tuple[str, torch.Tensor]]:
-        return [each for unit in self._held.units for each in zip(unit.parameter_names, unit.own.pieces, strict=True)]
-
-
-class ShardedParametersOptimizer(ShardedOptimizer):
-    """The user's optimizer, stepped on the pieces that this rank holds."""
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The user's optimizer's own, over the pieces that this rank holds. Looking at them ends the reduction of a plain step."""
-        self._model.show_to_scaler()
-        return self.optimizer.param_groups
-
-    @param_groups.setter
-    def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        self.optimizer.param_groups = groups
-
-    def _apply(self) -> None:
-        self._model.update(super()._apply)
-
-    def _update(self, *, usable: bool) -> None:
-        if usable:
-            self._model.note_scale()
-            self.optimizer.step()
-        else:
-            self._model.skip()
-
-    def _scale_gradients(self, scale: float) -> None:
-        self._model.scale_gradients(scale)
-
-    def state_dict(self) -> dict[str, Any]:
-        """As one process would have it, whole: it loads under any strategy. Every rank calls it."""
-        return self._model.optimizer_state_dict()  # type: ignore[no-any-return]
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a whole one, of any strategy. Every rank calls it, with the same.
-
-        Raises:
-            CorruptDataError: it is of another optimizer; nothing is changed.
-        """
-        self._model.load_optimizer_state_dict(state_dict)
-
-    def synchronize_parameters(self) -> None:
-        """Parameters agree on all ranks after every step: nothing to do."""
-
-    def synchronize_optimizer_state(self) -> None:
-        """Each rank's state is its own, and its buddy's: nothing to do."""

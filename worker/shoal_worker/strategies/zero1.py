@@ -10,7 +10,8 @@ from typing import ClassVar
 
 from shoal_worker.sharding.partition import Group, by_bytes
 from shoal_worker.sharding.unit import Stage
-from shoal_worker.strategies.sharded import ShardedParametersModel, ShardedParametersOptimizer
+from shoal_worker.strategies.sharded import ShardedParametersModel
+from shoal_worker.strategies.sharded_optimizer import ShardedParametersOptimizer
 
 
 class ZeRO1Model(ShardedParametersModel):

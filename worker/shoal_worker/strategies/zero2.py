@@ -8,20 +8,16 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from shoal_worker.sharding.partition import Group, by_bytes
 from shoal_worker.sharding.unit import Stage
-from shoal_worker.strategies.sharded import ShardedParametersModel, ShardedParametersOptimizer
+from shoal_worker.strategies.sharded_optimizer import ShardedParametersOptimizer
+from shoal_worker.strategies.zero1 import ZeRO1Model
 
 
-class ZeRO2Model(ShardedParametersModel):
-    """Gradients and optimizer state are cut over the ranks."""
+class ZeRO2Model(ZeRO1Model):
+    """Gradients and optimizer state are cut over the ranks, in zero1's buckets."""
 
     strategy: ClassVar[str] = "zero2"
     stage: ClassVar[Stage] = Stage.GRADIENTS
-
-    def groups(self) -> list[Group]:
-        """Buckets: reduced as soon as the backward pass has filled them."""
-        return by_bytes(self.module, self.config.bucket_cap_mb << 20)
 
 
 class ZeRO2Optimizer(ShardedParametersOptimizer):

@@ -1,0 +1,76 @@
+"""The gradients of a step, summed over the ranks, as far as this rank holds them: of its own shard and of the one that it mirrors.
+
+It knows nothing of how a step ends (`strategies/sharded.py`). The training thread owns it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from shoal_worker.sharding.collectives import Collectives
+from shoal_worker.sharding.exact import DIGITS, from_digits, square_digits
+from shoal_worker.sharding.unit import Unit
+
+
+class CutGradients:
+    """Of all trained units."""
+
+    def __init__(self, trained: Sequence[Unit], *, exact: bool) -> None:
+        """`exact`: the norm's bits do not depend on the number of ranks."""
+        self._trained = trained
+        self._exact = exact
+
+    @property
+    def touched(self) -> list[bool]:
+        """For each trained parameter: this rank used it in this step."""
+        return [flag for unit in self._trained for flag in unit.touched]
+
+    def pass_on(self, collectives: Collectives, stride: int) -> bool:
+        """Gives the sums to the rank that mirrors them. False: the step is lost."""
+        if collectives.world_size == 1:
+            return True
+        on_their_way = []
+        for unit in self._trained:
+            gradient = unit.own.gradient
+            if gradient is None:
+                continue
+            unit.mirror.gradient = torch.empty_like(gradient)
+            on_their_way.append(collectives.pass_on(unit.mirror.gradient, gradient, stride=stride))
+        return [pending.wait() for pending in on_their_way].count(False) == 0
+
+    def squared_norm_part(self) -> torch.Tensor:
+        """What this rank's shard adds to the squared norm, as float64 numbers to be summed over the ranks."""
+        gradients = [unit.own.gradient for unit in self._trained if unit.own.gradient is not None]
+        plain = torch.stack([g.double().square().sum().cpu() for g in gradients] or [torch.zeros((), dtype=torch.float64)]).sum().view(1)
+        if not self._exact:
+            return plain
+        digits = [square_digits(g.float()) for g in gradients] if plain.isfinite() else []
+        return torch.cat([plain, torch.stack(digits).sum(0) if digits else torch.zeros(DIGITS, dtype=torch.float64)])
+
+    def squared_norm(self, summed: torch.Tensor) -> float:
+        """Of all gradients, from the sum of the ranks' parts."""
+        return from_digits(summed[1:].tolist()) if self._exact and summed[0].isfinite() else float(summed[0])
+
+    def hand_out(self, divisor: float, present: Sequence[bool]) -> None:
+        """Gives the optimizer its gradients: the sums over `divisor`, but none for parameters that no rank used (`present`)."""
+        flags = iter(present)
+        for unit in self._trained:
+            here = [next(flags) for _ in unit.parameters]
+            for holding in unit.holdings:
+                holding.hand_out(divisor, here)
+
+    def scale(self, factor: float) -> None:
+        """What was handed out."""
+        for unit in self._trained:
+            for holding in unit.holdings:
+                for piece in holding.pieces:
+                    if piece.grad is not None:
+                        piece.grad.mul_(factor)
+
+    def own_norm(self) -> float:
+        """Of what was handed out of this rank's own shard."""
+        gradients = [piece.grad for unit in self._trained for piece in unit.own.pieces if piece.grad is not None]
+        return math.sqrt(sum(float(g.double().square().sum()) for g in gradients))

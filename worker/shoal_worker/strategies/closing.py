@@ -1,0 +1,48 @@
+"""The closing of a step: one small all-reduce after which every rank knows the same of it. See `sharded.py` for what follows from it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from shoal_worker.sharding.cut_state import Settings
+
+
+@dataclass(kw_only=True)
+class Closing:
+    """What all ranks know of a step once it is closed."""
+
+    number: int
+    """Which step of this model it is, from 1."""
+    divisor: float
+    """Of the summed gradients."""
+    squared_norm: float
+    """Of the gradients, before the divisor."""
+    present: list[bool]
+    """For each trained parameter: some rank used it."""
+    changes: torch.Tensor
+    """Of the buffers; the mean over the ranks."""
+    scale: float = 1.0
+    """Of the gradients, by clipping."""
+    skipped: bool = False
+    """A GradScaler found infinities: the step counts, but nothing is updated."""
+    settings: Settings | None = None
+    """Of the parameter groups, when the step was applied."""
+
+
+class ClosingSum:
+    """What the ranks add up: vectors of float64, one after the other, equally long on all ranks."""
+
+    def __init__(self, *parts: torch.Tensor | Sequence[float]) -> None:
+        self._parts = [torch.as_tensor(part, dtype=torch.float64) for part in parts]
+
+    def to_send(self, device: torch.device | str) -> torch.Tensor:
+        """For the all-reduce."""
+        return torch.cat(self._parts).to(device)
+
+    def split(self, summed: torch.Tensor) -> Sequence[torch.Tensor]:
+        """The sums of the parts, on the CPU."""
+        parts: Sequence[torch.Tensor] = summed.cpu().split([len(part) for part in self._parts])
+        return parts

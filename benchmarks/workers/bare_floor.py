@@ -47,6 +47,8 @@ def main() -> None:
     for trial in range(options.kills):
         with tempfile.TemporaryDirectory(prefix="shoal-bench-floor-") as directory:
             workload = Workload(log=Path(directory), ranks=MEMBERS, width=options.width, batch=options.batch)
+            if not trial:
+                training.optimizer_of(training.network(workload))  # the first optimizer imports half of torch: once, not in every member
             pauses.append(_trial(workload, victim=trial % MEMBERS, delay_s=generator.uniform(0.0, 0.1)))
     options.output.write_text(json.dumps(pauses))
 

@@ -12,6 +12,7 @@ import torch
 from shoal_common.errors import ConfigurationError, PreconditionError
 from torch import nn
 
+from shoal_worker.checkpoint.files import read_model
 from shoal_worker.checkpoint.saving import CheckpointSaver, load_newest
 from shoal_worker.compression.optimizer import take_apart
 from shoal_worker.config import ShardingConfiguration
@@ -39,6 +40,7 @@ __all__ = [
     "generation",
     "init",
     "is_joining",
+    "load_full_state",
     "rank",
     "register_state",
     "report",
@@ -144,34 +146,53 @@ def evaluate(model: nn.Module, loader: Any, fn: Callable[[nn.Module, Any], Mappi
     return _evaluate(current_session(), model, batches, fn)
 
 
-def save_checkpoint(directory: str | Path, *, keep: int = 3) -> None:
+def save_checkpoint(directory: str | Path, *, keep: int = 3, sharded: bool | None = None) -> None:
     """Saves model, optimizer, registered state and cursors, asynchronously and atomically. Call it on every rank, between steps.
 
-    The state is copied before this returns; the first rank then writes `directory/step-<n>` in the background, and renames it into place
-    when it is whole. An error of an earlier save is raised here. Joiners save nothing.
+    The state is copied before this returns; `directory/step-<n>` is written in the background, and renamed into place when it is whole. An
+    error of an earlier save is raised here. Joiners save nothing. A rank that dies before its shard is written takes this checkpoint with
+    it: the one before stays the newest.
 
     Args:
         directory: shared by all ranks, or local to the first rank's machine.
         keep: how many checkpoints to keep; >= 1.
+        sharded: each rank writes what it holds, and nothing is gathered. None: where the state is in parts (zero1, zero2, zero3, fsdp) and
+            all ranks see the directory. False: the first rank gathers all and writes it. True: as None, but a directory that not all ranks
+            see is an error.
 
     Raises:
-        ConfigurationError: `keep` below 1, or the directory cannot be written.
+        ConfigurationError: `keep` below 1, or a directory that cannot be written, or is not shared.
+        UnavailableError (CHECKPOINT_NOT_WRITTEN): an earlier save failed.
     """
     if keep < 1:
         raise ConfigurationError(f"save_checkpoint(keep={keep}): expected at least 1")
     session = current_session()
-    CheckpointSaver.of(session).save(session, Path(directory), keep=keep)
+    CheckpointSaver.of(session).save(session, Path(directory), keep=keep, sharded=sharded)
 
 
 def resume(directory: str | Path) -> bool:
     """Goes on from the newest checkpoint in `directory`, if there is one; True if there was. Call it on every rank, before the loop.
 
-    Rank 0 reads it and sends it to the others. In a joiner it does nothing: the peers' state is newer.
+    The first rank reads it, whole or in shards, saved under any strategy on any number of ranks, and sends it to the others. In a joiner it
+    does nothing: the peers' state is newer.
 
     Raises:
         CorruptDataError: the newest checkpoint is damaged, of another model or of a newer release; nothing is changed.
     """
     return load_newest(current_session(), Path(directory))
+
+
+def load_full_state(path: str | Path) -> dict[str, torch.Tensor]:
+    """The model's state of a checkpoint, under the original module's names, for `module.load_state_dict`. Needs no session and no ranks.
+
+    Args:
+        path: a directory given to `save_checkpoint`, of which the newest checkpoint is read, or one `step-<n>` in it.
+
+    Raises:
+        ConfigurationError: there is no checkpoint.
+        CorruptDataError: it is damaged, foreign or of a newer release.
+    """
+    return read_model(Path(path))
 
 
 def report(*, loss: float) -> None:

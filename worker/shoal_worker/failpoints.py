@@ -14,6 +14,7 @@ look-up in a cache.
     session.in_operation        an operation between steps begins on its channel
     session.after_operation     its result is kept
     session.at_border           the members have met at a border that joiners wait at
+    checkpoint.shard_written    this rank's shard of a checkpoint is on the disk, and nobody was told
     transfer.before_serving     a receiver has asked this donor
     transfer.before_taking      this receiver has not asked yet
 """

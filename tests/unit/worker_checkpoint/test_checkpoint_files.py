@@ -19,7 +19,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from shoal_common.errors import ConfigurationError, CorruptDataError, DeadlineError, StaleGenerationError, UnavailableError
 from shoal_worker.checkpoint import directories
-from shoal_worker.checkpoint.files import CheckpointInfo, latest, read_checkpoint, write_checkpoint
+from shoal_worker.checkpoint.files import latest, read_checkpoint, write_checkpoint
+from shoal_worker.checkpoint.manifest import CheckpointInfo
 from shoal_worker.state.digest import state_digest
 from shoal_worker.state.snapshot import Snapshot
 

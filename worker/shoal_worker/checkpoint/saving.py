@@ -1,28 +1,36 @@
 """Checkpoints of a session: what `shoal.save_checkpoint` and `shoal.resume` do on each rank.
 
-The first rank that holds the state alone reads and writes files. Saving copies the state on the training thread and writes it on another;
-resuming reads on that rank and sends the state to the others as a joiner would get it. A rank that was put out of the job meanwhile
-publishes nothing (`fence`).
+Saving copies the state on the training thread, at a border between steps, and writes it on another. Where the state is in parts each rank
+copies and writes its own, and the first rank completes the checkpoint; else the first rank that holds the state does it all. Resuming reads
+on that rank and sends the state to the others as a joiner would get it. A rank that was put out of the job meanwhile publishes nothing
+(`fence`).
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import weakref
+from dataclasses import dataclass, field
 from datetime import timedelta
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal_common.errors import CorruptDataError
+from shoal_common.errors import ConfigurationError, CorruptDataError
 
-from shoal_worker.checkpoint.files import CheckpointInfo, latest, read_checkpoint, write_checkpoint
+from shoal_worker.checkpoint.directories import remove
+from shoal_worker.checkpoint.files import begin, latest, read_checkpoint, write_checkpoint, write_sharded
+from shoal_worker.checkpoint.manifest import CheckpointInfo
+from shoal_worker.checkpoint.shards import Shards
 from shoal_worker.checkpoint.writer import CheckpointWriter
+from shoal_worker.state.part import StatePart
 from shoal_worker.state.snapshot import Snapshot
 
 if TYPE_CHECKING:
     from shoal_worker.elastic.group import Channel
     from shoal_worker.elastic.session import Session
+
+_log = logging.getLogger(__name__)
 
 _WRITE_TIMEOUT = timedelta(minutes=30)
 _FILES = frozenset({"registered", "sources", "loops", "steps"})
@@ -40,40 +48,118 @@ class CheckpointSaver:
         """The saver of `session`."""
         return _savers.setdefault(session, cls())
 
-    def save(self, session: Session, directory: Path, *, keep: int) -> None:
+    def save(self, session: Session, directory: Path, *, keep: int, sharded: bool | None) -> None:
         """One rank's part of a save. Returns when the state is copied. Raises what an earlier save on this rank raised."""
         if session.is_joining:
             return
-        captured: dict[str, Any] = {}
-
-        def body(channel: Channel) -> None:
-            whole = session.assemble(channel)
-            captured.clear()
-            if channel.rank == 0:
-                captured.update(whole)
-            channel.exchange(b"")  # who comes out of this knows that the first rank has it
-
-        session.operation("save_checkpoint", body)
-        if not captured or not session.is_first:
-            return
-        self._writer.wait(_WRITE_TIMEOUT)
-        snapshot = Snapshot.take(captured.pop("replica") | captured)
-        info = CheckpointInfo(
-            step=session.steps,
-            strategy=session.strategy,
-            world_size=session.world_size,
-            generation=session.generation,
-            shoal_version=version("shoal-worker"),
-        )
-        self._writer.submit(
-            lambda: write_checkpoint(directory, snapshot, info, fence=session.fence(), keep=keep),
-            what=f"writing step-{info.step} to {directory}",
-            timeout=_WRITE_TIMEOUT,
-        )
+        failed = self._wait()  # there is never more than one copy
+        copy = _Copy(session, directory, sharded)
+        try:
+            session.operation("save_checkpoint", copy.take)
+            if failed is not None:
+                raise failed  # not before: the other ranks are in the operation
+        except BaseException:
+            copy.drop()
+            raise
+        info = CheckpointInfo(step=session.steps, strategy=session.strategy, world_size=session.world_size, generation=session.generation)
+        what = f"writing step-{info.step} to {directory}"
+        fence, shards, temporary = session.fence(), copy.shards, copy.temporary
+        if shards is not None and temporary is not None:
+            job = (
+                (lambda: write_sharded(temporary, shards, info, gone=copy.is_gone, fence=fence, keep=keep))
+                if copy.first
+                else (lambda: shards.write_aside(temporary))
+            )
+            self._writer.submit(job, what=what, timeout=_WRITE_TIMEOUT)
+        elif copy.whole is not None and session.is_first:
+            snapshot = Snapshot.take(copy.whole)
+            job = lambda: write_checkpoint(directory, snapshot, info, fence=fence, keep=keep)  # noqa: E731 (its siblings are lambdas)
+            self._writer.submit(job, what=what, timeout=_WRITE_TIMEOUT)
 
     def close(self, timeout: timedelta) -> None:
         """Waits for the save under way. Raises what it raised, or DeadlineError."""
         self._writer.close(timeout)
+
+    def _wait(self) -> Exception | None:
+        """Waits for the save under way; what there is to say against it."""
+        try:
+            self._writer.wait(_WRITE_TIMEOUT)
+        except Exception as error:  # of any kind: raised by `save`, later
+            return error
+        return None
+
+
+@dataclass
+class _Copy:
+    """The state, as one save copies it; anew, if the membership changes on the way."""
+
+    session: Session
+    directory: Path
+    sharded: bool | None
+    whole: dict[str, Any] | None = None
+    """All of it, on the first rank. Shares memory with the state."""
+    shards: Shards | None = None
+    """This rank's part, if it is written in parts."""
+    temporary: Path | None = None
+    """Where the parts are written."""
+    first: bool = False
+    """This rank completes the checkpoint."""
+    _writers: dict[int, str] = field(default_factory=dict)
+    """The member that writes each shard."""
+
+    def take(self, channel: Channel) -> None:
+        """One rank's part of the operation."""
+        self.drop()
+        part = self.session.part(channel) if self.sharded is not False else None
+        if part is not None and self._make_room(channel):
+            self._take_part(part, channel)
+        else:
+            whole = self.session.assemble(channel)
+            if channel.rank == 0:
+                self.whole = whole.pop("replica") | whole
+        channel.exchange(b"")  # who comes out of this knows that all is copied, or that the first rank has it
+
+    def drop(self) -> None:
+        """Nothing is written."""
+        if self.first and self.temporary is not None:
+            remove(self.temporary)
+        self.whole, self.shards, self.temporary, self.first = None, None, None, False
+
+    def is_gone(self, shard: int) -> bool:
+        """The rank that writes it left the job."""
+        return self.session.is_gone(self._writers[shard])
+
+    def _take_part(self, part: StatePart, channel: Channel) -> None:
+        shards = Shards.take(StatePart(state=part.state.pop("replica") | part.state, count=part.count, shards=part.shards))
+        told = {"member": self.session.member_id, "shards": sorted(shards.mine)}
+        everyones = [json.loads(each) for each in channel.exchange(json.dumps(told).encode())]
+        self._writers = {number: each["member"] for each in everyones for number in each["shards"]}
+        self.shards = shards
+
+    def _make_room(self, channel: Channel) -> bool:
+        """The first rank makes the directory in which all write. False: not all ranks see it."""
+        told: dict[str, str] = {}
+        if channel.rank == 0:
+            try:
+                self.temporary, self.first = begin(self.directory, self.session.steps), True
+                told = {"name": self.temporary.name}
+            except ConfigurationError as error:
+                told = {"error": str(error)}
+        told = json.loads(channel.exchange(json.dumps(told).encode())[0])
+        if "error" in told:
+            raise ConfigurationError(told["error"])
+        self.temporary = self.directory / told["name"]
+        blind = [rank for rank, sees in enumerate(channel.exchange(str(self.temporary.is_dir()).encode())) if sees != b"True"]
+        if not blind:
+            return True
+        self.drop()
+        if self.sharded:
+            raise ConfigurationError(
+                f"save_checkpoint({str(self.directory)!r}, sharded=True): ranks {blind} do not see the directory that the first rank made "
+                "there; give one that all ranks share, or sharded=False, with which the first rank gathers all and writes it"
+            )
+        _log.warning("%s is not shared by all ranks: the first rank gathers the state and writes all of it", self.directory)
+        return False
 
 
 _savers: weakref.WeakKeyDictionary[Session, CheckpointSaver] = weakref.WeakKeyDictionary()

@@ -28,6 +28,7 @@ from shoal_worker.elastic.contract import Leases, StepStatus
 from shoal_worker.elastic.group import Channel, Group
 from shoal_worker.elastic.operations import Body
 from shoal_worker.elastic.step import Step
+from shoal_worker.state.part import StatePart
 
 
 class Replica(Protocol):
@@ -50,6 +51,11 @@ class Replica(Protocol):
     def assemble(self, channel: Channel) -> dict[str, Any]:
         """The whole committed state of model and optimizer, as one process would have it: for checkpoints. Part of an operation. May share
         memory with the state."""
+        ...
+
+    def part(self, channel: Channel) -> StatePart | None:
+        """This rank's part of what `assemble` gives, for a checkpoint that the ranks write together; None, on all ranks alike: `assemble` it.
+        Part of an operation. Shares memory with the state."""
         ...
 
     def whole_for(self, channel: Channel) -> AbstractContextManager[None]:

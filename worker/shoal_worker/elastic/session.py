@@ -18,6 +18,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -43,6 +44,7 @@ from shoal_worker.elastic.transfer import StateDonor
 from shoal_worker.failpoints import failpoint
 from shoal_worker.metrics import WorkerMetrics
 from shoal_worker.settings import WorkerSettings
+from shoal_worker.state.part import StatePart
 
 _log = logging.getLogger(__name__)
 
@@ -284,6 +286,22 @@ class Session:
     def assemble(self, channel: Channel) -> dict[str, Any]:
         """The whole committed state: model, optimizer, registered objects, cursors. May share memory with them. Part of an operation."""
         return self._held.capture(self._held.replica.assemble(channel))
+
+    def part(self, channel: Channel) -> StatePart | None:
+        """This rank's part of what `assemble` gives; None: it is not in parts. Part of an operation."""
+        part = self._held.replica.part(channel)
+        return replace(part, state=self._held.capture(part.state)) if part is not None else None
+
+    @property
+    def member_id(self) -> str:
+        """Of this process, in its generation; empty in a world of one."""
+        generation = self._generation
+        return generation.me.member_id if generation is not None else ""
+
+    def is_gone(self, member_id: str) -> bool:
+        """Whether a member of a former generation is in the newest one no more. On any thread."""
+        newest = self._membership.link.newest_generation if self._membership is not None else None
+        return newest is not None and all(peer.member_id != member_id for peer in newest.peers)
 
     def whole_for(self, channel: Channel) -> AbstractContextManager[None]:
         """While open, this rank computes with the model without its peers. Opened by all ranks of an operation."""

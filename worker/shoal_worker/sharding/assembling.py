@@ -21,7 +21,7 @@ from shoal_worker.state.part import Run
 def assemble(
     units: Sequence[Unit], held: Sequence[Held], keys: Sequence[Mapping[str, torch.dtype]], channel: Channel
 ) -> list[dict[str, torch.Tensor]]:
-    """The whole vectors of each unit, flat, without padding. `held`, `keys`: see `reshard`; no keys give the values alone.
+    """The whole vectors of each unit, flat, without padding; perhaps the very ones that are held. `held`, `keys`: see `reshard`; no keys give the values alone.
 
     Raises:
         ShardsLostError: no cut is complete any more.

@@ -25,7 +25,7 @@ class Snapshot:
             ConfigurationError (STATE_UNSUPPORTED): the state holds something that cannot be carried.
         """
         structure, tensors = flatten(state)
-        return cls(structure=structure, tensors={name: _copied(tensor) for name, tensor in tensors.items()})
+        return cls(structure=structure, tensors={name: copied(tensor) for name, tensor in tensors.items()})
 
     @property
     def nbytes(self) -> int:
@@ -37,6 +37,7 @@ class Snapshot:
         return unflatten(self.structure, self.tensors)
 
 
-def _copied(tensor: torch.Tensor) -> torch.Tensor:
+def copied(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous copy in host memory."""
     resolved = tensor.resolve_conj().resolve_neg()
     return torch.empty(resolved.shape, dtype=resolved.dtype, device="cpu").copy_(resolved)

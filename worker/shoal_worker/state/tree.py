@@ -56,15 +56,15 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 _INTEGER = re.compile(r"-?[0-9]+")
 
 
-def flatten(state: object) -> tuple[Json, dict[str, torch.Tensor]]:
-    """Returns (structure, tensors by name).
+def flatten(state: object, *, outlines: bool = False) -> tuple[Json, dict[str, torch.Tensor]]:
+    """Returns (structure, tensors by name). `outlines`: tensors on the meta device may stand for others.
 
     The tensors share memory with the state, except for arrays that torch cannot look into (read-only or not contiguous), which are copied.
 
     Raises:
         ConfigurationError (STATE_UNSUPPORTED): a value that cannot be carried; the message names its path and type.
     """
-    flattener = _Flattener()
+    flattener = _Flattener(outlines=outlines)
     return flattener.encode(state, (), 0), flattener.tensors
 
 
@@ -121,7 +121,8 @@ _PLAIN_EXPECTED = (
 
 
 class _Flattener:
-    def __init__(self) -> None:
+    def __init__(self, *, outlines: bool) -> None:
+        self._outlines = outlines
         self.tensors: dict[str, torch.Tensor] = {}
         self._names: dict[object, str] = {}
         # Arrays made here must outlive the walk: `_names` is keyed by their identity.
@@ -149,10 +150,11 @@ class _Flattener:
 
     def _tensor(self, tensor: torch.Tensor, path: tuple[object, ...]) -> str:
         name = join_path(path)
-        check_carried(tensor, name)
+        if not (self._outlines and tensor.is_meta):
+            check_carried(tensor, name)
         # state_dict() detaches: tied parameters arrive as different objects over one piece of memory.
         key: object = id(tensor)
-        if tensor.numel():
+        if tensor.numel() and not tensor.is_meta:
             key = (tensor.data_ptr(), tensor.dtype, tensor.device, tuple(tensor.shape), tensor.stride(), tensor.is_conj(), tensor.is_neg())
         if key in self._names:
             return self._names[key]

@@ -1,0 +1,227 @@
+"""Checkpoints that the ranks write together: each its own shard, read whole by any strategy, any number of ranks, and by plain torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import shoal
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from shoal_worker.checkpoint.files import read_checkpoint
+from shoal_worker.state.digest import state_digest
+from torch import nn
+from torch.distributed import checkpoint as dcp
+
+STEPS = 4
+IN_PARTS = ["zero1", "zero2", "zero3", "fsdp"]
+STRATEGIES = ["ddp", *IN_PARTS, "local_sgd"]
+
+
+class Net(nn.Module):
+    """Two dtypes, a frozen parameter, tied weights, buffers, and sizes that no number of ranks divides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(7, 5)
+        self.body = nn.Sequential(nn.Linear(5, 13), nn.BatchNorm1d(13), nn.Linear(13, 5).to(torch.float64))
+        self.body[0].bias.requires_grad_(False)
+        self.head = nn.Linear(5, 7, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body[2](self.body[1](self.body[0](self.table(x))).double()).float())
+
+
+def make(strategy: str) -> tuple[Any, Any, Any]:
+    torch.manual_seed(1)
+    net = Net()
+    groups = [{"params": [p for p in net.parameters() if p.dtype is torch.float32], "lr": 0.05}, {"params": net.body[2].parameters()}]
+    model, optimizer = shoal.as_distributed(net, torch.optim.AdamW(groups, 1e-2), strategy=strategy, minimum_parameter_group_size=8)
+    data = torch.utils.data.TensorDataset(torch.arange(24) % 7, (torch.arange(24) * 3) % 7)
+    return model, optimizer, shoal.ElasticDataLoader(data, global_batch_size=6)
+
+
+def train(strategy: str, directory: Path, steps: int = STEPS, **options: Any) -> dict[str, Any]:
+    """Trains from the newest checkpoint, if there is one, and saves; returns what one process would hold."""
+    model, optimizer, loader = make(strategy)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    shoal.register_state(scheduler=scheduler)
+    shoal.resume(directory)
+    for _ in loader.epochs(steps // len(loader)):
+        for x, y in loader:
+            model.train_step(x, y, nn.functional.cross_entropy)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+    shoal.save_checkpoint(directory, **options)
+    return {"model": model.full_state_dict(), "optimizer": optimizer.state_dict()}
+
+
+def loaded(strategy: str, directory: Path) -> dict[str, Any]:
+    """What one process would hold after a resume."""
+    model, optimizer, _ = make(strategy)
+    assert shoal.resume(directory)
+    return {"model": model.full_state_dict(), "optimizer": optimizer.state_dict()}
+
+
+def listing(path: Path) -> list[str]:
+    return sorted(file.name for file in path.iterdir())
+
+
+def assert_alike(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Model and optimizer state, bit for bit."""
+    assert {n: t.tolist() for n, t in found["model"].items()} == {n: t.tolist() for n, t in expected["model"].items()}
+    assert found["optimizer"]["param_groups"] == expected["optimizer"]["param_groups"]
+    assert state_digest(found["optimizer"]["state"]) == state_digest(expected["optimizer"]["state"])
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A checkpoint of zero3 on three ranks, and what was saved."""
+    directory = tmp_path_factory.mktemp("saved")
+    states = shoal.launch(train, "zero3", directory, world_size=3)
+    return directory / f"step-{STEPS}", states[0]
+
+
+def test_each_rank_writes_its_own_shard(saved: tuple[Path, dict[str, Any]]) -> None:
+    path, _ = saved
+    assert listing(path) == ["checkpoint.json", *(f"shard-0000{n}-of-00003.safetensors" for n in (1, 2, 3))]
+    sizes = [(path / f"shard-0000{n}-of-00003.safetensors").stat().st_size for n in (2, 3)]
+    whole = sum(t.nbytes for t in saved[1]["model"].values()) * 3
+    assert max(sizes) < whole
+    assert listing(path.parent) == [path.name]
+
+
+def test_a_plain_module_loads_it(saved: tuple[Path, dict[str, Any]]) -> None:
+    path, state = saved
+    net = Net()
+    net.load_state_dict(shoal.load_full_state(path.parent))
+    assert all(value.equal(state["model"][name]) for name, value in net.state_dict().items())
+    assert shoal.load_full_state(path).keys() == net.state_dict().keys()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # it says so in one process
+def test_torchs_own_checkpoint_reader_reads_the_shards(saved: tuple[Path, dict[str, Any]]) -> None:
+    path, state = saved
+    flat = {
+        f"model/{name}": torch.empty(value.numel(), dtype=value.dtype) for name, value in state["model"].items() if name != "head.weight"
+    }
+    dcp.load(flat, storage_reader=dcp.HuggingFaceStorageReader(str(path)), no_dist=True)
+    assert all(flat[f"model/{name}"].view(value.shape).equal(value) for name, value in state["model"].items() if f"model/{name}" in flat)
+
+
+def test_the_state_is_as_if_it_had_been_gathered(tmp_path: Path) -> None:
+    for name, options in (("gathered", {"sharded": False}), ("parts", {})):
+        shoal.launch(lambda name=name, options=options: train("zero2", tmp_path / name, **options), world_size=2)
+    gathered, parts = (read_checkpoint(tmp_path / name / f"step-{STEPS}") for name in ("gathered", "parts"))
+    assert "model.safetensors" in listing(tmp_path / "gathered" / f"step-{STEPS}")
+    assert state_digest(parts.state) == state_digest(gathered.state)
+    assert parts.info == gathered.info
+
+
+def _loads() -> list[Any]:
+    """Every strategy saves once and loads once in `make test`; `make parity` has all pairs."""
+    cells = [
+        (saver, savers, reader, readers)
+        for s, saver in enumerate(STRATEGIES)
+        for r, reader in enumerate(STRATEGIES)
+        for savers, readers in [(1 + (s + r) % 3, 1 + (s + 2 * r + 1) % 3)]
+    ]
+    diagonal = {(s, STRATEGIES[(n + 2) % len(STRATEGIES)]) for n, s in enumerate(STRATEGIES)}
+    return [pytest.param(*cell, marks=() if (cell[0], cell[2]) in diagonal else pytest.mark.matrix) for cell in cells]
+
+
+@pytest.mark.parametrize(("saver", "savers", "reader", "readers"), _loads())
+def test_any_strategy_and_world_size_loads_what_any_other_saved(tmp_path: Path, saver: str, savers: int, reader: str, readers: int) -> None:
+    (expected, *_) = shoal.launch(train, saver, tmp_path, world_size=savers)
+    if saver == "local_sgd":  # each rank's optimizer state is its own; what is saved is their mean
+        expected["optimizer"] = read_checkpoint(tmp_path / f"step-{STEPS}").state["optimizer"]
+    for found in shoal.launch(loaded, reader, tmp_path, world_size=readers):
+        assert_alike(found, expected)
+
+
+def test_training_goes_on_from_it_as_if_it_had_not_stopped(tmp_path: Path) -> None:
+    expected, *_ = shoal.launch(train, "zero1", tmp_path / "through", 2 * STEPS, world_size=2)
+    shoal.launch(train, "zero3", tmp_path / "halves", world_size=2)
+    found, *_ = shoal.launch(train, "zero1", tmp_path / "halves", 2 * STEPS, world_size=2)
+    assert_alike(found, expected)
+
+
+def test_a_directory_that_not_all_ranks_see_is_refused_or_the_first_rank_writes_all(tmp_path: Path) -> None:
+    def own_directory(sharded: bool | None) -> None:
+        train("zero1", tmp_path / str(sharded) / str(shoal.rank()), sharded=sharded)
+
+    with pytest.raises(shoal.ConfigurationError, match=r"ranks \[1\] do not see .*sharded=False"):
+        shoal.launch(own_directory, True, world_size=2)
+    assert listing(tmp_path / "True" / "0") == []
+    shoal.launch(own_directory, None, world_size=2)
+    assert "model.safetensors" in listing(tmp_path / "None" / "0" / f"step-{STEPS}")
+
+
+# ------------------------------------------------------------------------------------------------------------------ damage
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_one_flipped_bit_or_a_cut_anywhere_is_found(
+    saved: tuple[Path, dict[str, Any]], tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    pristine, _ = saved
+    damaged = tmp_path_factory.mktemp("damaged") / pristine.name
+    shutil.copytree(pristine, damaged)
+    file = damaged / data.draw(st.sampled_from([name for name in listing(pristine) if name != "checkpoint.json"]))
+    raw = bytearray(file.read_bytes())
+    place = data.draw(st.integers(0, len(raw) - 1))
+    if data.draw(st.booleans()):
+        os.truncate(file, place)
+    else:
+        raw[place] ^= 1 << data.draw(st.integers(0, 7))
+        file.write_bytes(raw)
+    with pytest.raises(shoal.CorruptDataError, match=file.name) as raised:
+        read_checkpoint(damaged)
+    assert raised.value.reason == "FILE_CORRUPT"
+    shutil.rmtree(damaged.parent)
+
+
+@pytest.mark.parametrize("damage", ["a shard is missing", "a shard is another's", "the mark is missing", "the mark is cut"])
+def test_what_is_not_complete_is_told(saved: tuple[Path, dict[str, Any]], tmp_path: Path, damage: str) -> None:
+    damaged = tmp_path / saved[0].name
+    shutil.copytree(saved[0], damaged)
+    second, third, mark = (damaged / n for n in ("shard-00002-of-00003.safetensors", "shard-00003-of-00003.safetensors", "checkpoint.json"))
+    match damage:
+        case "a shard is missing":
+            second.unlink()
+        case "a shard is another's":
+            shutil.copy(third, second)
+        case "the mark is missing":
+            mark.unlink()
+        case "the mark is cut":
+            os.truncate(mark, mark.stat().st_size // 2)
+    with pytest.raises(shoal.CorruptDataError) as raised:
+        shoal.load_full_state(tmp_path)
+    assert str(damaged) in str(raised.value)
+
+
+def test_a_manifest_whose_shards_do_not_make_up_a_tensor_is_told(saved: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    from shoal_worker.checkpoint import manifest
+
+    damaged = tmp_path / saved[0].name
+    shutil.copytree(saved[0], damaged)
+    document = json.loads((damaged / "checkpoint.json").read_text())
+    del document["files"]["shard-00002-of-00003"]
+    info = manifest.CheckpointInfo(**document["info"])
+    rest = {key: document[key] for key in ("files", "structure", "tensors")}
+    manifest.write_manifest(damaged, info, "sharded", **rest)
+    with pytest.raises(shoal.CorruptDataError, match="do not make up tensor"):
+        read_checkpoint(damaged)
+
+
+def test_where_there_is_none_that_is_told(tmp_path: Path) -> None:
+    with pytest.raises(shoal.ConfigurationError, match="there is no checkpoint"):
+        shoal.load_full_state(tmp_path)

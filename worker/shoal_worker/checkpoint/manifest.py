@@ -1,0 +1,89 @@
+"""`checkpoint.json`: what a checkpoint says about itself, and the mark that it is complete.
+
+It is written last, carries a digest of itself, and names size and digest of every other file. What its fields mean for the state is up to
+its layout: `files.py` knows "whole", `shards.py` "sharded".
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Final
+
+import xxhash
+from shoal_common.errors import CorruptDataError
+
+from shoal_worker.checkpoint.directories import sync_directory, sync_file
+
+NAME: Final = "checkpoint.json"
+_FORMAT = "shoal-checkpoint"
+_VERSION = 1
+_ENVELOPE = frozenset({"format", "version", "xxh3_64"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointInfo:
+    """What a checkpoint says about itself."""
+
+    step: int
+    """Optimizer steps that the run had committed; it names the directory."""
+    strategy: str
+    world_size: int
+    """Ranks at the time. A checkpoint loads into any number."""
+    generation: int
+    """The generation that saved it."""
+    shoal_version: str = field(default_factory=lambda: version("shoal-worker"))
+    """The release that wrote it."""
+
+
+def write_manifest(directory: Path, info: CheckpointInfo, layout: str, **content: Any) -> None:
+    """Writes it and waits until it, and all else in the directory, is on the disk. Raises OSError."""
+    content = {"info": asdict(info), "layout": layout, **content}
+    document = {"format": _FORMAT, "version": _VERSION, "xxh3_64": _digest(content), **content}
+    manifest = directory / NAME
+    manifest.write_text(json.dumps(document, indent=1, allow_nan=False), encoding="utf-8")
+    sync_file(manifest)
+    sync_directory(directory)
+
+
+def read_manifest(path: Path, layouts: Collection[str]) -> dict[str, Any]:
+    """Its content, of one of these layouts, undamaged.
+
+    Raises:
+        CorruptDataError: damaged (FILE_CORRUPT), not Shoal's (FILE_FOREIGN), or of a newer release (FILE_NEWER).
+    """
+    try:
+        document = json.loads((path / NAME).read_bytes())
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise CorruptDataError(f"{path} is no checkpoint of Shoal's: it has no {NAME}", reason="FILE_FOREIGN") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise damaged(path, f"its {NAME} cannot be read: {error}") from error
+    if not isinstance(document, dict) or document.get("format") != _FORMAT:
+        raise CorruptDataError(f"{path} is no checkpoint of Shoal's: its {NAME} does not say {_FORMAT!r}", reason="FILE_FOREIGN")
+    if document.get("version") != _VERSION or document.get("layout") not in layouts:
+        raise CorruptDataError(
+            f"checkpoint {path} has format version {document.get('version')!r} and layout {document.get('layout')!r}, of which this "
+            f"release reads {_VERSION} and {' or '.join(map(repr, layouts))}; load it with the release that wrote it, {_release(document)}",
+            reason="FILE_NEWER",
+        )
+    content = {key: value for key, value in document.items() if key not in _ENVELOPE}
+    if document.get("xxh3_64") != _digest(content):
+        raise damaged(path, f"its {NAME} does not match its digest")
+    return content
+
+
+def damaged(path: Path, what: str) -> CorruptDataError:
+    """The error for a checkpoint that is not as it was written."""
+    return CorruptDataError(f"checkpoint {path} is damaged: {what}; use an older one, or a copy", reason="FILE_CORRUPT")
+
+
+def _release(document: Mapping[str, Any]) -> str:
+    info = document.get("info")
+    return str(info.get("shoal_version", "unknown")) if isinstance(info, dict) else "unknown"
+
+
+def _digest(content: Any) -> str:
+    return xxhash.xxh3_64_hexdigest(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())

@@ -1,0 +1,244 @@
+"""Checkpoints in shards: each rank writes what it holds, nobody gathers the whole.
+
+    step-1200/
+      checkpoint.json                    as in the layout "whole", and dtype and shape of each tensor
+      shard-00001-of-00003.safetensors   runs of flattened tensors; which elements they are is told by the manifest
+      ...
+
+The first shard also has what is the same on all ranks. The files are in the safetensors form of torch.distributed.checkpoint (each tensor's
+offset in the header), so torch's `HuggingFaceStorageReader` reads them too, as flattened tensors.
+
+How they are written: the first rank makes a temporary directory, every rank writes its file there, and then a note with the file's size,
+digest and content. When all notes are there and the runs make up every tensor, the first rank writes `checkpoint.json`, the mark that the
+checkpoint is complete, and publishes the directory (`files.py`). A note may also tell why there will be no shard. All of it runs on the
+checkpoint writers' threads; they meet in the file system alone, so training is not held up.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from safetensors import SafetensorError
+from shoal_common.errors import UnavailableError
+
+from shoal_worker.checkpoint.manifest import damaged
+from shoal_worker.checkpoint.tensor_file import STORED_DTYPES, SUFFIX, read_tensors, stored, write_tensors
+from shoal_worker.failpoints import failpoint
+from shoal_worker.state.part import Run, StatePart
+from shoal_worker.state.snapshot import copied
+from shoal_worker.state.tree import Json, flatten
+
+_log = logging.getLogger(__name__)
+
+SHARDED: Final = "sharded"
+_TIMEOUT = timedelta(minutes=30)
+"""For the other ranks' shards."""
+_GONE_PATIENCE = timedelta(seconds=5)
+"""A rank that left the job may still be writing, as long as its file grows."""
+_POLL = timedelta(milliseconds=20)
+_DCP_KEY, _DCP_OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
+"""Where torch.distributed.checkpoint looks for a tensor's offset (torch/distributed/checkpoint/_hf_utils.py)."""
+
+Span = tuple[int, int]
+"""First element and number of elements, of a tensor as it is stored."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shards:
+    """A copy of one rank's part of a state, in host memory."""
+
+    structure: Json
+    outline: Mapping[str, torch.Tensor]
+    """All tensors of the whole, on the meta device."""
+    count: int
+    mine: Mapping[int, Mapping[str, tuple[int, torch.Tensor]]]
+    """By shard and tensor: the first element, and a flat copy of the run."""
+
+    @classmethod
+    def take(cls, part: StatePart) -> Shards:
+        """Copies what this rank is to write; blocks until the copy is complete.
+
+        Raises:
+            ConfigurationError (STATE_UNSUPPORTED): the state holds something that cannot be carried.
+        """
+        structure, tensors = flatten(part.state, outlines=True)
+        mine = {number: _cut_out(tensors, runs) for number, runs in part.shards.items()}
+        if 0 in mine:
+            mine[0] |= {name: (0, copied(tensor).reshape(-1)) for name, tensor in tensors.items() if not tensor.is_meta}
+        outline = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}
+        return cls(structure=structure, outline=outline, count=part.count, mine=mine)
+
+    def described(self) -> dict[str, dict[str, Any]]:
+        """Dtype and shape of every tensor, for the manifest."""
+        return {name: {"dtype": str(t.dtype).removeprefix("torch."), "shape": list(t.shape)} for name, t in self.outline.items()}
+
+    def write(self, temporary: Path) -> None:
+        """Writes this rank's shards and their notes.
+
+        Raises:
+            OSError, SafetensorError: the disk is full or failing.
+        """
+        for number, runs in self.mine.items():
+            tensors = {name: stored(run) for name, (_, run) in runs.items()}
+            spans = {name: (begin * _width(run.dtype), tensors[name].numel()) for name, (begin, run) in runs.items()}
+            offsets = {name: {_DCP_OFFSETS: [begin]} for name, (begin, _) in spans.items()}
+            about = write_tensors(temporary / f"{self._name(number)}{SUFFIX}", tensors, {_DCP_KEY: json.dumps(offsets)})
+            failpoint("checkpoint.shard_written")
+            self._note(temporary, number, {**about, "spans": spans})
+
+    def write_aside(self, temporary: Path) -> None:
+        """`write`, on a rank that does not complete the checkpoint: what goes wrong is told to the one that does."""
+        try:
+            self.write(temporary)
+        except (OSError, SafetensorError) as error:
+            if not temporary.is_dir():
+                _log.info("%s was given up; this rank's part of it is dropped", temporary)
+                return
+            _log.error("this rank's part of %s could not be written: %s", temporary, error)
+            for number in self.mine:
+                self._note(temporary, number, {"error": str(error)})
+
+    def collect(self, temporary: Path, *, gone: Callable[[int], bool]) -> dict[str, Any] | None:
+        """Waits for all ranks' shards, and returns what the manifest says of them; None if a rank went away without its own.
+
+        Raises:
+            UnavailableError (CHECKPOINT_NOT_WRITTEN): a rank could not write, or is too slow.
+            OSError: the directory cannot be read.
+        """
+        give_up_at = time.monotonic() + _TIMEOUT.total_seconds()
+        notes: dict[int, dict[str, Any]] = {}
+        last_seen: dict[int, tuple[int, float]] = {}
+        while True:
+            missing = [number for number in range(self.count) if number not in notes]
+            notes |= {number: note for number in missing if (note := self._read_note(temporary, number)) is not None}
+            for number, note in notes.items():
+                if "error" in note:
+                    raise _not_written(temporary, f"shard {number + 1} failed: {note['error']}")
+            if len(notes) == self.count:
+                return self._complete(temporary, notes)
+            for number in range(self.count):
+                if number not in notes and gone(number) and self._has_stopped(temporary, number, last_seen):
+                    _log.warning("%s is given up: a rank went away before its part was written", temporary)
+                    return None
+            if time.monotonic() > give_up_at:
+                raise _not_written(temporary, f"{self.count - len(notes)} shards did not come within {_TIMEOUT}; is the disk too slow?")
+            time.sleep(_POLL.total_seconds())
+
+    def _complete(self, temporary: Path, notes: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
+        files = {self._name(number): notes[number] for number in sorted(notes)}
+        differing = _not_covered(_stored_sizes(self.outline), files.values())
+        if differing is not None:
+            raise _not_written(temporary, f"the ranks' parts do not make up tensor {differing!r}; did the ranks register different state?")
+        for number in notes:
+            self._note_path(temporary, number).unlink()
+        return files
+
+    def _has_stopped(self, temporary: Path, number: int, last_seen: dict[int, tuple[int, float]]) -> bool:
+        file = temporary / f"{self._name(number)}{SUFFIX}"
+        size, now = file.stat().st_size if file.exists() else 0, time.monotonic()
+        if last_seen.get(number, (-1, now))[0] != size:
+            last_seen[number] = size, now
+        return now - last_seen[number][1] > _GONE_PATIENCE.total_seconds()
+
+    def _name(self, number: int) -> str:
+        return f"shard-{number + 1:05d}-of-{self.count:05d}"
+
+    def _note_path(self, temporary: Path, number: int) -> Path:
+        return temporary / f"{self._name(number)}.json"
+
+    def _note(self, temporary: Path, number: int, note: Mapping[str, Any]) -> None:
+        path = self._note_path(temporary, number)
+        being_written = path.with_suffix(".part")
+        being_written.write_text(json.dumps(note), encoding="utf-8")
+        being_written.replace(path)
+
+    def _read_note(self, temporary: Path, number: int) -> dict[str, Any] | None:
+        try:
+            note: dict[str, Any] = json.loads(self._note_path(temporary, number).read_bytes())
+        except FileNotFoundError:
+            return None
+        return note
+
+
+def read_shards(path: Path, content: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The whole tensors of a checkpoint in shards, by name; `content`: its manifest's.
+
+    Raises:
+        CorruptDataError: a file is damaged or missing, or the shards do not make up the tensors.
+        KeyError, TypeError, AttributeError: the manifest lacks something.
+    """
+    outline = {
+        name: torch.empty(about["shape"], dtype=getattr(torch, about["dtype"]), device="meta") for name, about in content["tensors"].items()
+    }
+    sizes = _stored_sizes(outline)
+    differing = _not_covered(sizes, content["files"].values())
+    if differing is not None:
+        raise damaged(path, f"its shards do not make up tensor {differing!r}")
+    flat = {
+        name: torch.empty(size, dtype=outline[name].dtype if _width(outline[name].dtype) == 1 else torch.uint8)
+        for name, size in sizes.items()
+    }
+    for file, about in content["files"].items():
+        runs, _ = read_tensors(path, file, about)
+        for name, (begin, length) in about["spans"].items():
+            if name not in runs or runs[name].numel() != length:
+                raise damaged(path, f"{file} does not hold what its manifest says of {name!r}")
+            flat[name][begin : begin + length] = runs[name].reshape(-1)
+    return {name: flat[name].view(tensor.dtype).view(tensor.shape) for name, tensor in outline.items()}
+
+
+def _cut_out(tensors: Mapping[str, torch.Tensor], runs: Iterable[Run]) -> dict[str, tuple[int, torch.Tensor]]:
+    """Copies what the runs hold of the tensors that are views of their vectors."""
+    views: dict[int, list[tuple[str, torch.Tensor]]] = {}
+    for name, tensor in tensors.items():
+        if tensor.is_meta:
+            views.setdefault(tensor.untyped_storage()._cdata, []).append((name, tensor))
+    cut: dict[str, tuple[int, torch.Tensor]] = {}
+    for run in runs:
+        for name, view in views.get(run.vector.untyped_storage()._cdata, ()):
+            lies = view.storage_offset()
+            first, last = max(lies, run.begin), min(lies + view.numel(), run.begin + run.values.numel())
+            if first < last:
+                cut[name] = first - lies, copied(run.values[first - run.begin : last - run.begin])
+    return cut
+
+
+def _width(dtype: torch.dtype) -> int:
+    """How many elements of a file one element takes."""
+    return 1 if dtype in STORED_DTYPES else dtype.itemsize
+
+
+def _stored_sizes(outline: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    return {name: math.prod(tensor.shape) * _width(tensor.dtype) for name, tensor in outline.items()}
+
+
+def _not_covered(sizes: Mapping[str, int], files: Iterable[Mapping[str, Any]]) -> str | None:
+    """A tensor whose elements are not each there once; None: there is none."""
+    spans: dict[str, list[Span]] = {name: [] for name in sizes}
+    for about in files:
+        for name, (begin, length) in about["spans"].items():
+            if name not in spans:
+                return name
+            spans[name].append((begin, length))
+    for name, found in spans.items():
+        end = 0
+        for begin, length in sorted(found):
+            if begin != end or length < 0:
+                return name
+            end += length
+        if end != sizes[name]:
+            return name
+    return None
+
+
+def _not_written(temporary: Path, why: str) -> UnavailableError:
+    return UnavailableError(f"checkpoint {temporary} could not be written: {why}", reason="CHECKPOINT_NOT_WRITTEN")

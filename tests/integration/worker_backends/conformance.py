@@ -38,6 +38,7 @@ def check_backend(backend: CommunicationBackend) -> None:
         _check_movements(backend, dtype)
     _check_halves(backend)
     _check_large(backend)
+    _check_memory(backend)
     _check_point_to_point(backend)
     backend.barrier()
     backend.barrier(async_op=True).wait()
@@ -122,6 +123,17 @@ def _check_large(backend: CommunicationBackend) -> None:
         assert handle.is_completed()
     assert torch.equal(whole, given)
     assert all(torch.equal(part, expected) for part in parts)
+
+
+def _check_memory(backend: CommunicationBackend) -> None:
+    """What tensors hold can be given back afterwards, as fully sharded strategies do with parameters."""
+    whole, part = torch.ones(4 * backend.world_size), torch.ones(4)
+    backend.all_reduce(whole)
+    backend.broadcast(whole, 0)
+    backend.all_gather(whole, part)
+    backend.reduce_scatter(part, whole)
+    for tensor in (whole, part):
+        tensor.untyped_storage().resize_(0)
 
 
 def _check_point_to_point(backend: CommunicationBackend) -> None:

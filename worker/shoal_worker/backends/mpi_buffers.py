@@ -1,7 +1,8 @@
 """Tensors as MPI sees them: bytes with counts for what is moved, typed arrays for what MPI reduces.
 
-Parts that lie side by side in memory, as those of one tensor do, are given to MPI where they are; others by way of a copy. Importing this
-module starts MPI.
+Parts that lie side by side in memory, as those of one tensor do, are given to MPI where they are; others by way of a copy. MPI gets tensors
+by DLPack: once a tensor was a numpy array, its memory can never be given back by resizing it, which is what zero3 does after each block.
+Importing this module starts MPI.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ class Reduced:
         booleans = values.dtype == torch.bool
         self.op = (_OPS_OF_BOOLEANS if booleans else _OPS)[self._name]
         """MPI's."""
-        self.buffer = [_bytes_of(values), MPI.UINT8_T] if booleans else [values.view(-1).numpy(), _type_of(values)]
+        self.buffer = [_bytes_of(values), MPI.UINT8_T] if booleans else [values.view(-1), _type_of(values)]
 
     def finish(self) -> None:
         """Puts the result into the tensor."""
@@ -127,8 +128,8 @@ def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
     return some[0].as_strided((sum(part.numel() for part in some),), (1,))
 
 
-def _bytes_of(flat: torch.Tensor) -> Any:
-    return flat.view(-1).view(torch.uint8).numpy()
+def _bytes_of(flat: torch.Tensor) -> torch.Tensor:
+    return flat.view(-1).view(torch.uint8)
 
 
 def _type_of(tensor: torch.Tensor) -> Any:

@@ -1,0 +1,96 @@
+"""Where a cell's ranks run: threads of a launch, or processes (tests/ranks) that Gloo or MPI connects.
+
+What a rank does and gives back is the same everywhere; processes are told it in JSON, and leave what they end with in files.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import shoal
+import torch
+from shoal_common.errors import ConfigurationError
+from shoal_worker.backends.inmemory_worlds import Seat
+from shoal_worker.backends.mpi import own_seat
+from shoal_worker.elastic.current import find_session, set_session
+from shoal_worker.elastic.start import open_fixed
+from torch.distributed import FileStore, PrefixStore
+
+from tests.parity.cells import Cell
+from tests.parity.training import GROUPED, MAX_NORM, Outcome, Training, train
+from tests.ranks.processes import Rank
+
+_TIMEOUT = timedelta(seconds=60)
+_TASK = "tests.parity.ranks:be_rank"
+
+
+def training(cell: Cell) -> Training:
+    """What a cell trains."""
+    bitwise = cell.check == "bitwise"
+    return Training(
+        model=cell.model,
+        optimizer=cell.optimizer,
+        dtype=torch.float64 if cell.check == "float64" else torch.float32,
+        micro=bitwise or (cell.model in GROUPED and cell.strategy != "local_sgd"),
+        max_norm=None if bitwise else MAX_NORM,
+        strategy=cell.strategy,
+        options=cell.options,
+    )
+
+
+@dataclass
+class Places:
+    """Where ranks are to be had."""
+
+    processes: Callable[[int], list[Rank]]
+    """Without a place of their own."""
+    mpi_world: Callable[[int], list[Rank]]
+    directory: Path
+    """Empty; for what processes leave."""
+
+    def run(self, cell: Cell) -> list[Outcome]:
+        """By rank. Raises what all ranks raise, if that is a ConfigurationError."""
+        if cell.backend == "inmemory":
+            return shoal.launch(lambda: train(training(cell)), world_size=cell.world)
+        ranks = self.processes(cell.world) if cell.backend == "gloo" else self.mpi_world(cell.world)
+        for number, rank in enumerate(ranks):
+            rank.start(_TASK, cell=vars(cell), rank=number, directory=str(self.directory))
+        refusals = {rank.result() for rank in ranks}
+        assert len(refusals) == 1, f"some ranks were refused, and others not: {refusals}"
+        refused = refusals.pop()
+        if refused is not None:
+            raise ConfigurationError(refused)
+        return [torch.load(self.directory / str(number), weights_only=False) for number in range(cell.world)]
+
+
+def be_rank(cell: Mapping[str, Any], rank: int, directory: str) -> str | None:
+    """What a process does. Returns why it was refused; None: it leaves its outcome in `directory`."""
+    what = Cell(**cell)
+    store = FileStore(str(Path(directory) / "store"), what.world)
+    if what.backend == "gloo":
+        seat = Seat(rank=rank, world_size=what.world, store=PrefixStore("group", store), timeout=_TIMEOUT, backend="gloo")
+    else:
+        seat = own_seat(_TIMEOUT)
+    session = open_fixed(seat)
+    try:
+        torch.save(train(training(what)), Path(directory) / str(rank))
+        refusal = None
+    except ConfigurationError as error:
+        refusal = "".join(traceback.format_exception_only(error))
+    finally:
+        _wait_for_all(store, what.world)  # a rank that leaves ends the group for those who are still at its last collective
+        if find_session() is session:
+            session.close()
+            set_session(None)
+    return refusal
+
+
+def _wait_for_all(store: FileStore, world: int) -> None:
+    if store.add("done", 1) == world:
+        store.set("all done", "")
+    store.wait(["all done"], _TIMEOUT)

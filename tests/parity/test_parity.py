@@ -1,0 +1,102 @@
+"""Every cell of the matrix (cells.py): trained on its ranks, it is compared with one process, or refused with its one error.
+
+`make test` runs a part that has every row and every column; `make parity` runs all.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import shoal
+import torch
+from shoal_common.errors import ConfigurationError
+from shoal_worker.backends.registry import backend_names
+from shoal_worker.strategies import registry
+
+from tests.parity import models
+from tests.parity.cells import BACKENDS, MODELS, STRATEGIES, Cell, cells, part
+from tests.parity.ranks import Places, training
+from tests.parity.training import OPTIMIZERS, Outcome, State, alone, apart, train
+
+_TOLERANCES = {"float64": 1e-10, "float32": 1e-5}
+
+
+@pytest.fixture
+def places(request: pytest.FixtureRequest, tmp_path: Path) -> Places:
+    return Places(
+        processes=lambda count: request.getfixturevalue("take_ranks")(count),  # noqa: PLW0108 - only for cells that need it
+        mpi_world=lambda size: request.getfixturevalue("mpi_ranks")(size),  # noqa: PLW0108 - so, too
+        directory=tmp_path,
+    )
+
+
+def _parameters() -> list[object]:
+    chosen = part()
+    return [pytest.param(cell, id=str(cell), marks=() if cell in chosen else pytest.mark.matrix) for cell in cells()]
+
+
+@functools.cache
+def one_rank(model: str, optimizer: str) -> State:
+    """Parameters and buffers of a world of one, in float32."""
+    cell = Cell(strategy="ddp", backend="inmemory", model=model, optimizer=optimizer, world=1, check="bitwise")
+    return shoal.launch(lambda: train(training(cell)), world_size=1)[0].state
+
+
+@pytest.mark.parametrize("cell", _parameters())
+def test_ranks_train_as_one_process_does_or_are_refused(cell: Cell, places: Places) -> None:
+    if cell.refusal is not None:
+        with pytest.raises(ConfigurationError, match=re.escape(cell.refusal)):
+            places.run(cell)
+        return
+    outcomes = places.run(cell)
+    if cell.check == "bitwise":
+        _check_bitwise(one_rank(cell.model, cell.optimizer), outcomes)
+    else:
+        _check_close(_expected(cell, outcomes), outcomes, _TOLERANCES[cell.check])
+
+
+def _expected(cell: Cell, outcomes: list[Outcome]) -> State:
+    dtype = training(cell).dtype
+    if cell.strategy == "local_sgd":
+        return apart(cell.model, cell.optimizer, dtype, [outcome.seen for outcome in outcomes], **STRATEGIES["local_sgd"])
+    return alone(cell.model, cell.optimizer, dtype)
+
+
+def _check_close(expected: State, outcomes: list[Outcome], tolerance: float) -> None:
+    for outcome in outcomes:
+        for name, value in expected.items():
+            torch.testing.assert_close(
+                outcome.state[name], value, rtol=tolerance, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}"
+            )
+
+
+def _check_bitwise(expected: State, outcomes: list[Outcome]) -> None:
+    for outcome in outcomes:
+        assert outcome.state.keys() == expected.keys()
+        assert [name for name in expected if not torch.equal(outcome.state[name], expected[name])] == []
+
+
+@pytest.mark.parametrize(
+    ("have", "should"),
+    [
+        (lambda: set(STRATEGIES), lambda: set(registry.names())),
+        (lambda: {*BACKENDS, "nccl"}, lambda: set(backend_names())),
+        (lambda: set(MODELS), lambda: set(models.MODELS)),
+        (lambda: set(OPTIMIZERS), lambda: {cell.optimizer for cell in part()}),
+    ],
+    ids=["strategies", "backends", "models", "optimizers"],
+)
+def test_the_matrix_has_all_that_there_are(have: Callable[[], set[str]], should: Callable[[], set[str]]) -> None:
+    assert have() == should()
+
+
+def test_make_test_runs_every_row_and_every_column() -> None:
+    chosen = part()
+    for axis in ("strategy", "backend", "model", "optimizer", "world", "check"):
+        assert {getattr(cell, axis) for cell in chosen} == {getattr(cell, axis) for cell in cells()}, axis
+    assert {(cell.strategy, cell.model) for cell in chosen} == {(cell.strategy, cell.model) for cell in cells()}
+    assert {(cell.strategy, cell.backend) for cell in chosen} == {(cell.strategy, cell.backend) for cell in cells()}

@@ -11,9 +11,10 @@ import torch
 from shoal_common.errors import ConfigurationError
 from shoal_worker.elastic.group import LocalChannel
 from shoal_worker.sharding.cut_state import CutState
+from shoal_worker.sharding.division import buddy_stride
 from shoal_worker.sharding.execution import ShardedExecution
 from shoal_worker.sharding.partition import by_bytes
-from shoal_worker.sharding.resharding import buddy_stride
+from shoal_worker.sharding.resharding import Cut, hold
 from shoal_worker.sharding.unit import Stage, Unit
 from torch import nn
 
@@ -87,7 +88,7 @@ def test_an_optimizers_state_outlives_ranks_that_die(name: str) -> None:
 
     def first(ranks: RankThread) -> None:
         own = survivors[ranks.rank]
-        own.state.cut_whole(number=1, rank=ranks.rank, world_size=3, hosts=[])
+        own.state.cut_whole(number=1, rank=ranks.rank, hosts=["h"] * 3)
         own.step(ranks)
 
     run_ranks(3, first)
@@ -110,6 +111,42 @@ def test_an_optimizers_state_outlives_ranks_that_die(name: str) -> None:
         assert whole["optimizer"]["state"][index].keys() == values.keys()
         for key, value in values.items():
             torch.testing.assert_close(whole["optimizer"]["state"][index][key], value, rtol=0, atol=1e-12, check_device=False)
+
+
+def test_a_rank_that_has_cut_nothing_yet_stands_in_for_the_dead() -> None:
+    survivors = [Rank(OPTIMIZERS["momentum"]) for _ in range(2)]
+    survivors[0].state.cut_whole(number=1, rank=0, hosts=["h"] * 4)  # ranks 2 and 3 die before rank 1 has begun the step
+
+    def after(ranks: RankThread) -> None:
+        own = survivors[ranks.rank]
+        own.execution._collectives = ranks
+        own.state.regroup(generation(2, 2, ranks))
+
+    run_ranks(2, after)
+    for own in survivors:
+        assert own.state.cut is not None
+        assert own.state.cut.world_size == 2
+        for key, value in _START.state_dict().items():
+            assert own.state.assemble(LocalChannel())["model"][key].equal(value)
+
+
+def test_after_a_failed_regrouping_a_rank_keeps_the_cut_that_the_next_one_can_be_made_from() -> None:
+    """Two ranks of three got the new shards; the third, that did not, has the others' old ones alone, and one of the two dies."""
+    ranks_of_three = [Rank(OPTIMIZERS["momentum"]) for _ in range(3)]
+    for rank, own in enumerate(ranks_of_three):
+        own.state.cut_whole(number=1, rank=rank, hosts=["h"] * 3)
+        incomplete = hold(own.state.units, own.state._state, own.state.cut, [{}])
+        own.state._before = incomplete
+        own.state.cut = Cut(number=2, world_size=5, position=rank, mirrored=None)  # of which two positions are nowhere
+
+    def again(ranks: RankThread) -> None:
+        own = ranks_of_three[ranks.rank]
+        own.execution._collectives = ranks
+        own.state.regroup(generation(3, 3, ranks))
+        assert own.state._before is not None
+        assert own.state._before.cut.number == 1
+
+    run_ranks(3, again)
 
 
 def test_an_optimizer_that_has_stepped_is_refused() -> None:

@@ -21,14 +21,18 @@ from shoal_worker.state.part import Run
 def assemble(
     units: Sequence[Unit], held: Sequence[Held], keys: Sequence[Mapping[str, torch.dtype]], channel: Channel
 ) -> list[dict[str, torch.Tensor]]:
-    """The whole vectors of each unit, flat, without padding; perhaps the very ones that are held. `held`, `keys`: see `reshard`; no keys give the values alone.
+    """The whole vectors of each unit, flat, without padding; perhaps the very ones that are held.
+
+    `held`, `keys`: see `reshard`; no keys give the values alone.
 
     Raises:
         ShardsLostError: no cut is complete any more.
         MembershipChanged: the group is over.
     """
-    sends, mine = _agree(held, channel)
+    sends, mine, everywhere = _agree(held, channel)
     world_size = len(sends)
+    if world_size == 1 and mine is not None and everywhere:
+        return [vectors[0] for vectors in mine.vectors]
     wholes = []
     for index, unit in enumerate(units):
         whole: dict[str, torch.Tensor] = {}
@@ -61,7 +65,7 @@ def own_runs(
         ShardsLostError: no cut is complete any more.
         MembershipChanged: the group is over.
     """
-    sends, mine = _agree(held, channel)
+    sends, mine, _ = _agree(held, channel)
     shards: dict[int, list[Run]] = {}
     for position in (p for p, rank in enumerate(sends) if rank == channel.rank):
         assert mine is not None
@@ -73,12 +77,14 @@ def own_runs(
     return len(sends), shards
 
 
-def _agree(held: Sequence[Held], channel: Channel) -> tuple[list[int], Held | None]:
-    """Of the newest cut that is complete: the rank that sends each position, and what this rank holds of it."""
+def _agree(held: Sequence[Held], channel: Channel) -> tuple[list[int], Held | None, bool]:
+    """Of the newest cut that is complete: the rank that sends each position, what this rank holds of it, and whether every rank holds
+    every position."""
     row = ([value for each in held for value in each.cut.row()] + NO_CUT * 2)[: 2 * len(NO_CUT)]
     rows = [json.loads(told) for told in channel.exchange(json.dumps(row).encode())]
     chosen, world_size, holders = newest_complete(rows)
-    return senders(holders, world_size), next((each for each in held if each.cut.number == chosen), None)
+    everywhere = all(len(holders.get(position, ())) == channel.world_size for position in range(world_size))
+    return senders(holders, world_size), next((each for each in held if each.cut.number == chosen), None), everywhere
 
 
 def _bytes(shard: torch.Tensor) -> bytes:

@@ -7,7 +7,7 @@ It changes the cut, and it puts the whole together: for checkpoints, for operati
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -16,9 +16,10 @@ from torch import nn
 
 from shoal_worker.elastic.group import Channel, Group, LocalChannel
 from shoal_worker.sharding.assembling import assemble, own_runs
+from shoal_worker.sharding.division import Division, among_all
 from shoal_worker.sharding.execution import ShardedExecution
 from shoal_worker.sharding.optimizer_state import ShardedOptimizerState
-from shoal_worker.sharding.resharding import VALUES, Cut, Held, buddy_stride, hold, reshard
+from shoal_worker.sharding.resharding import VALUES, WHOLE, Cut, Held, division_cut, hold, reshard
 from shoal_worker.sharding.unit import Stage, Unit
 from shoal_worker.sharding.whole_state import Place, optimizer_state, spread
 from shoal_worker.state.part import StatePart
@@ -45,15 +46,19 @@ def check_elementwise(optimizer: torch.optim.Optimizer, *, elementwise: bool) ->
 class CutState:
     """The state of a model's units and of the optimizer over them."""
 
-    def __init__(self, module: nn.Module, execution: ShardedExecution, stage: Stage) -> None:
+    def __init__(
+        self, module: nn.Module, execution: ShardedExecution, stage: Stage, divide: Callable[[Sequence[str]], Division] = among_all
+    ) -> None:
+        """`divide`: gives the division for the hosts of a group's ranks."""
         self.module = module
         self.units: Sequence[Unit] = execution.units
         self.trained = [unit for unit in execution.units if unit.trained]
         self.optimizer: torch.optim.Optimizer | None = None
-        self.cut: Cut | None = None
-        """None: all ranks hold all of it."""
-        self.stride = 1
-        """How many ranks further a shard is mirrored."""
+        self.cut: Cut | None = WHOLE
+        """None: nothing; a joiner that has got no shards yet."""
+        self.division = Division(world_size=1, shards=1)
+        """Of the ranks that it is cut for."""
+        self._divide = divide
         self._execution = execution
         self._stage = stage
         self._before: Held | None = None
@@ -99,14 +104,19 @@ class CutState:
 
     # --------------------------------------------------------------------------------------------------------------- cutting
 
-    def cut_whole(self, *, number: int, rank: int, world_size: int, hosts: Sequence[str]) -> None:
-        """The first cut of a state that every rank holds whole: nothing is sent."""
-        self.stride = buddy_stride(hosts) if hosts else 1
-        mirrored = (rank - self.stride) % world_size if world_size > 1 else None
+    @property
+    def whole(self) -> bool:
+        """It is not cut: this rank holds all of it."""
+        return self.cut is WHOLE
+
+    def cut_whole(self, *, number: int, rank: int, hosts: Sequence[str]) -> None:
+        """The first cut of a state that every rank holds whole: nothing is sent. `hosts`: of the ranks."""
+        self.division = self._divide(hosts)
+        cut = division_cut(self.division, rank, number)
         for unit in self.units:
-            self._state.cut(unit, self._state.element_keys(unit), world_size, rank, mirrored)
+            self._state.cut(unit, self._state.element_keys(unit), cut.world_size, cut.position, cut.mirrored)
         self._execution.free_all()
-        self.cut = Cut(number=number, world_size=world_size, position=rank, mirrored=mirrored)
+        self.cut = cut
 
     def regroup(self, group: Group) -> None:
         """Cuts it for the ranks of another group, out of the shards that they hold. A collective.
@@ -118,17 +128,16 @@ class CutState:
         number = group.generation.number
         if self.cut is not None and self.cut.number == number:
             return
-        told = [row[0] for row in group.all_gather_integers([int(self.cut is not None)])]
+        told = [row[0] for row in group.all_gather_integers([int(self.cut is not None and not self.whole)])]
         if not any(told):
             return  # no step has begun anywhere
         if self.cut is not None:
             self._scalars = [self._state.scalars(unit) for unit in self.units]
             self._keys = [self._state.element_keys(unit) for unit in self.units]
         held = self._held(self._keys)
-        stride = buddy_stride([peer.host for peer in group.generation.peers])
-        cut = reshard(self.units, self._state, held, self._scalars, self._keys, group, number=number, stride=stride)
-        self._before = held[0] if held else None
-        self.cut, self.stride = cut, stride
+        division = self._divide([peer.host for peer in group.generation.peers])
+        cut, self._before = reshard(self.units, self._state, held, self._scalars, self._keys, group, number=number, division=division)
+        self.cut, self.division = cut, division
         if self._stage is not Stage.PARAMETERS:
             self._execution.gather_all()
 
@@ -155,9 +164,12 @@ class CutState:
         }
 
     def restore_common(self, state: Mapping[str, Any]) -> None:
-        """Takes over what `capture_common` gave on a peer."""
+        """Takes over what `capture_common` gave on a peer. A rank that has cut nothing holds nothing afterwards: its shards come by
+        `regroup`."""
         self.module.load_state_dict(state["buffers"], strict=False)
         self.settings = state["settings"]
+        if self.whole:
+            self.cut = None
         self._scalars = state["scalars"]
         self._keys = [{k: getattr(torch, v) for k, v in own.items()} for own in state["keys"]]
 
@@ -166,18 +178,16 @@ class CutState:
     def assemble(self, channel: Channel) -> dict[str, Any]:
         """{"model", "optimizer"} as one process would have them. Part of an operation. Raises as `regroup`."""
         keys = [self._state.element_keys(unit) for unit in self.units]
-        if self.cut is not None:
-            wholes = assemble(self.units, self._held(keys), keys, channel)
-        else:
-            wholes = [
-                {VALUES: unit.own.shard, **{key: self._state.shard(unit, unit.own, key, dtype) for key, dtype in own.items()}}
-                for unit, own in zip(self.units, keys, strict=True)
-            ]
-        return self._as_one_process(wholes)
+        return self._as_one_process(assemble(self.units, self._held(keys), keys, channel))
+
+    def capture_whole(self) -> dict[str, Any]:
+        """As `assemble`, of a state that is not cut."""
+        keys = [self._state.element_keys(unit) for unit in self.units]
+        return self._as_one_process([vectors[0] for vectors in hold(self.units, self._state, WHOLE, keys).vectors])
 
     def part(self, channel: Channel) -> StatePart | None:
         """This rank's part of what `assemble` gives; None: it holds the whole. Part of an operation. Raises as `regroup`."""
-        if self.cut is None or self.cut.world_size == 1 or isinstance(channel, LocalChannel):
+        if self.cut is None or isinstance(channel, LocalChannel):
             return None
         keys = [self._state.element_keys(unit) for unit in self.units]
         outlines = [
@@ -185,6 +195,8 @@ class CutState:
             for unit, own in zip(self.units, keys, strict=True)
         ]
         count, shards = own_runs(self.units, self._held(keys), outlines, channel)
+        if count == 1:
+            return None
         return StatePart(state=self._as_one_process(outlines), count=count, shards=shards)
 
     def _as_one_process(self, wholes: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, Any]:
@@ -202,7 +214,7 @@ class CutState:
         self.module.load_state_dict(state["model"])
         if state["optimizer"] is not None and self.optimizer is not None:
             self.load_optimizer(state["optimizer"])
-        self.cut = self._before = None
+        self.cut, self._before = WHOLE, None
 
     def load_optimizer(self, saved: Mapping[str, Any]) -> None:
         """Takes over the optimizer part of what `assemble` of any strategy gave.
@@ -229,9 +241,12 @@ class CutState:
             raise PreconditionError("the job was stopped and its ranks are gone: the parameters are not whole on any of them")
         nothing: list[dict[str, torch.dtype]] = [{} for _ in self.units]
         wholes = assemble(self.units, self._held(nothing), nothing, channel)
+        if self.whole:
+            yield
+            return
         with torch.no_grad():
-            for unit, whole in zip(self.units, wholes, strict=True):
-                unit.fill(whole[VALUES])
+            for unit, vectors in zip(self.units, wholes, strict=True):
+                unit.fill(vectors[VALUES])
         self._execution.pinned = True
         try:
             yield

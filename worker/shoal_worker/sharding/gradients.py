@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from shoal_worker.sharding.collectives import Collectives
+from shoal_worker.sharding.division import Division
 from shoal_worker.sharding.exact import DIGITS, from_digits, square_digits
 from shoal_worker.sharding.unit import Unit
 
@@ -28,9 +29,9 @@ class CutGradients:
         """For each trained parameter: this rank used it in this step."""
         return [flag for unit in self._trained for flag in unit.touched]
 
-    def pass_on(self, collectives: Collectives, stride: int) -> bool:
-        """Gives the sums to the rank that mirrors them. False: the step is lost."""
-        if collectives.world_size == 1:
+    def pass_on(self, collectives: Collectives, division: Division) -> bool:
+        """Gives the sums to the ranks that mirror them, where any do. False: the step is lost."""
+        if not division.mirrors:
             return True
         on_their_way = []
         for unit in self._trained:
@@ -38,7 +39,7 @@ class CutGradients:
             if gradient is None:
                 continue
             unit.mirror.gradient = torch.empty_like(gradient)
-            on_their_way.append(collectives.pass_on(unit.mirror.gradient, gradient, stride=stride))
+            on_their_way.append(collectives.pass_on(unit.mirror.gradient, gradient, stride=division.stride))
         return [pending.wait() for pending in on_their_way].count(False) == 0
 
     def squared_norm_part(self) -> torch.Tensor:

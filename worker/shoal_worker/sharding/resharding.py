@@ -7,13 +7,13 @@ newest that is.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 
+from shoal_worker.sharding.division import Division
 from shoal_worker.sharding.moving import message, place, runs, senders, sizes
 from shoal_worker.sharding.optimizer_state import ShardedOptimizerState
 from shoal_worker.sharding.unit import Unit
@@ -39,11 +39,12 @@ class Peers(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """How this rank's parameters are cut: for so many ranks, and which shards it holds."""
+    """Into how many shards this rank's parameters are cut, and which of them it holds."""
 
     number: int
     """Newer cuts have higher numbers: that of the generation that they were made in."""
     world_size: int
+    """How many shards there are."""
     position: int
     mirrored: int | None
 
@@ -53,12 +54,8 @@ class Cut:
 
 
 NO_CUT = [-1, 0, -1, -1]
-
-
-def buddy_stride(hosts: Sequence[str]) -> int:
-    """How many ranks further the mirror of a shard lies: as many as the largest host has. Ranks of one host are adjacent, so no mirror lies
-    on its shard's own host, unless that host has more than half of the ranks."""
-    return max(Counter(hosts).values()) % len(hosts) or 1
+WHOLE: Final = Cut(number=0, world_size=1, position=0, mirrored=None)
+"""What a rank holds that has not cut anything since it got the state: all of it, which is older than what any peer has cut from it."""
 
 
 def newest_complete(rows: Sequence[Sequence[int]]) -> tuple[int, int, dict[int, list[int]]]:
@@ -113,15 +110,16 @@ def reshard(
     peers: Peers,
     *,
     number: int,
-    stride: int,
-) -> Cut:
-    """Cuts all units for `peers`; a collective. Returns the new cut; on an error nothing has changed.
+    division: Division,
+) -> tuple[Cut, Held | None]:
+    """Cuts all units for `peers`; a collective. Returns the new cut, and what this rank held of the one it was made from; on an error
+    nothing has changed.
 
     Args:
         held: the cuts of which this rank holds shards; none in a joiner.
         scalars, keys: of the optimizer's state by unit; the same on all ranks.
         number: of the new cut.
-        stride: see `buddy_stride`.
+        division: of `peers`.
 
     Raises:
         ShardsLostError: no cut is complete any more.
@@ -133,10 +131,10 @@ def reshard(
     chosen, old_world, holders = newest_complete(peers.all_gather_integers(row))
     sends = senders(holders, old_world)
     mine = next((each for each in held if each.cut.number == chosen), None)
-    gets = [sorted({r, (r - stride) % world_size}) for r in range(world_size)]
+    gets = [division.held(r) for r in range(world_size)]
     fresh: list[dict[int, dict[str, torch.Tensor]]] = []
     for index, unit in enumerate(units):
-        old, new = unit.layout.over(old_world).shard_numel, unit.layout.over(world_size).shard_numel
+        old, new = unit.layout.over(old_world).shard_numel, unit.layout.over(division.shards).shard_numel
         table = runs(numel=unit.layout.numel, old_shard=old, new_shard=new, sends=sends, gets=gets)
         received, sent = sizes(table, rank)
         arrived: dict[int, dict[str, torch.Tensor]] = {position: {} for position in gets[rank]}
@@ -151,9 +149,14 @@ def reshard(
                 arrived[position][name] = shard
         fresh.append(arrived)
     peers.all_gather_integers([number])  # everybody has everything
-    mirrored = (rank - stride) % world_size if world_size > 1 else None
+    cut = division_cut(division, rank, number)
     for unit, arrived, own in zip(units, fresh, scalars, strict=True):
-        unit.adopt(world_size, {position: vectors[VALUES] for position, vectors in arrived.items()}, rank, mirrored)
+        unit.adopt(cut.world_size, {position: vectors[VALUES] for position, vectors in arrived.items()}, cut.position, cut.mirrored)
         element = {position: {k: v for k, v in vectors.items() if k != VALUES} for position, vectors in arrived.items()}
         state.replace(unit, own, element)
-    return Cut(number=number, world_size=world_size, position=rank, mirrored=mirrored)
+    return cut, mine
+
+
+def division_cut(division: Division, rank: int, number: int) -> Cut:
+    """What `rank` holds of a division."""
+    return Cut(number=number, world_size=division.shards, position=division.position(rank), mirrored=division.mirrored(rank))

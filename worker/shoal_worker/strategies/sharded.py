@@ -36,7 +36,7 @@ from shoal_worker.sharding.unit import Stage
 from shoal_worker.strategies.base import call_module, check_optimizer_covers, check_reproducible, loss_of
 from shoal_worker.strategies.closing import Closing, ClosingSum
 from shoal_worker.strategies.cut_model import CutModel
-from shoal_worker.strategies.materialize import materialize, unsaved_buffers
+from shoal_worker.strategies.materialize import materialize
 
 _WIDE: Final = torch.empty(0, dtype=torch.float64)
 """What the closing is summed in, and where."""
@@ -177,8 +177,8 @@ class ShardedParametersModel(CutModel):
 
     def capture(self) -> dict[str, Any]:
         """See `Replica`. Before the first step all of the state; from then on what every rank has of it."""
-        if self._held.cut is None:
-            return {"model": self.module.state_dict(), "optimizer": None, "buffers": unsaved_buffers(self.module)}
+        if self._held.whole:
+            return self._held.capture_whole()
         last = self._closing if self._closing is not None and self._closing.number == self._applied else None
         return {
             **self._held.capture_common(),
@@ -198,7 +198,7 @@ class ShardedParametersModel(CutModel):
             self._held.restore_whole(state)
             self._closing = None
         else:
-            if self._held.cut is not None and state["applied"] != self._applied:
+            if not self._held.whole and self._held.cut is not None and state["applied"] != self._applied:
                 self._roll_forward(Closing(**state["closing"]) if state["closing"] is not None else None)
             self._applied = state["applied"]
             self._held.restore_common(state)
@@ -235,10 +235,9 @@ class ShardedParametersModel(CutModel):
         self._check_training()
         self._execution.forget()
         self._weights, self._changes, self._sealed, self._shown, self._prepared = 0.0, None, False, False, False
-        if self._held.cut is None:
-            hosts = [peer.host for peer in group.generation.peers] if group is not None else []
-            at = step.placement
-            self._held.cut_whole(number=at.generation, rank=at.rank, world_size=at.world_size, hosts=hosts)
+        if self._held.whole:
+            hosts = [peer.host for peer in group.generation.peers] if group is not None else [""]
+            self._held.cut_whole(number=step.placement.generation, rank=step.placement.rank, hosts=hosts)
         elif self.stage is not Stage.PARAMETERS:
             self._execution.gather_all()  # where a failure kept it from being done after the update
 
@@ -346,7 +345,7 @@ class ShardedParametersModel(CutModel):
 
     def _seal(self) -> bool:
         """Passes the summed gradients on to the buddy. False: the step is lost."""
-        self._sealed = self._gradients.pass_on(self._collectives, self._held.stride)
+        self._sealed = self._gradients.pass_on(self._collectives, self._held.division)
         return self._sealed
 
     def update(self, step: Callable[[], Any]) -> None:

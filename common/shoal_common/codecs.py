@@ -33,7 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 from shoal_protos.v1 import parameter_server_pb2 as pb
 
-from shoal_common.errors import ConfigurationError, CorruptDataError, InvalidRequestError
+from shoal_common.errors import ConfigurationError, InvalidRequestError
 from shoal_common.wire import as_bytes
 
 INT8_BLOCK: Final = 256
@@ -82,21 +82,31 @@ def decode(codec: int, payload: memoryview | bytes, out: Values) -> None:
     Whether the values are finite is for the caller to check. When it raises, what is in `out` is undefined.
 
     Raises:
-        InvalidRequestError: CODEC_UNSUPPORTED, or PAYLOAD_SIZE_MISMATCH when the payload is not of `out`'s length.
-        CorruptDataError (PAYLOAD_CORRUPT): places that lie outside of the tensor, or twice at one place.
+        InvalidRequestError: CODEC_UNSUPPORTED; PAYLOAD_SIZE_MISMATCH when the payload is not of `out`'s length; PAYLOAD_INVALID for places
+            that lie outside of the tensor, or twice at one place. Whoever carries payloads over a wire guards them with a checksum, so what
+            is wrong in here was sent so.
     """
     if out.dtype != np.float32 or out.ndim != 1 or not out.flags.c_contiguous:
         raise ConfigurationError(f"decode into {out.dtype} of shape {out.shape}: expected a contiguous float32 array of one dimension")
     data = as_bytes(memoryview(payload))
-    kept = _kept(codec, data.nbytes, out.size)
-    expected = payload_bytes(codec, out.size, kept)
-    if data.nbytes != expected or kept > out.size:
+    check_size(codec, data.nbytes, out.size)
+    _DECODERS[codec](data, out)
+
+
+def check_size(codec: int, size: int, length: int) -> None:
+    """Whether a payload of `length` values may have `size` bytes; the sparse ones may hold any number of the values.
+
+    Raises:
+        InvalidRequestError: CODEC_UNSUPPORTED or PAYLOAD_SIZE_MISMATCH.
+    """
+    kept = _kept(codec, size, length)
+    expected = payload_bytes(codec, length, kept)
+    if size != expected or kept > length:
         raise InvalidRequestError(
-            f"a payload of {data.nbytes} bytes for {out.size} values in {_name(codec)}; expected {expected} bytes"
-            + (f" for {out.size} kept values at most" if kept > out.size else ""),
+            f"a payload of {size} bytes for {length} values in {_name(codec)}; expected {expected} bytes"
+            + (f" for {length} kept values at most" if kept > length else ""),
             reason="PAYLOAD_SIZE_MISMATCH",
         )
-    _DECODERS[codec](data, out)
 
 
 def _kept(codec: int, size: int, length: int) -> int:
@@ -146,13 +156,13 @@ def _decode_topk(data: memoryview, out: Values) -> None:
     counts = np.frombuffer(data, _U4, count)
     kept = (data.nbytes - 4 * count) // 6
     if int(counts.sum(dtype=np.uint64)) != kept:
-        raise CorruptDataError(
-            f"the blocks of a TOPK payload count {counts.sum(dtype=np.uint64)} values, it holds {kept}", reason="PAYLOAD_CORRUPT"
+        raise InvalidRequestError(
+            f"the blocks of a TOPK payload count {counts.sum(dtype=np.uint64)} values, it holds {kept}", reason="PAYLOAD_INVALID"
         )
     places = np.repeat(np.arange(count, dtype=np.int64) * TOPK_BLOCK, counts)
     places += np.frombuffer(data, _U2, kept, 4 * count + 4 * kept)
     if kept and (places[-1] >= out.size or not (places[1:] > places[:-1]).all()):
-        raise CorruptDataError(f"the places of a TOPK payload do not ascend within {out.size} values", reason="PAYLOAD_CORRUPT")
+        raise InvalidRequestError(f"the places of a TOPK payload do not ascend within {out.size} values", reason="PAYLOAD_INVALID")
     out[:] = 0
     out[places] = np.frombuffer(data, _F4, kept, 4 * count)
 
@@ -161,10 +171,10 @@ def _decode_randomk(data: memoryview, out: Values) -> None:
     start, stride = (int(number) for number in np.frombuffer(data, _U8, 2))
     values = np.frombuffer(data, _F4, offset=RANDOMK_HEADER_BYTES)
     if values.size and (start >= out.size or stride >= max(2, out.size) or math.gcd(stride, out.size) != 1):
-        raise CorruptDataError(
+        raise InvalidRequestError(
             f"a RANDOMK payload starts at {start} with stride {stride} in {out.size} values; expected a start below that, and a stride "
             "below it without a common divisor",
-            reason="PAYLOAD_CORRUPT",
+            reason="PAYLOAD_INVALID",
         )
     out[:] = 0
     out[randomk_places(start, stride, values.size, out.size)] = values

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Final
 
+from shoal_common import codecs
 from shoal_common.errors import InvalidRequestError, LimitError, UnknownResourceError
 from shoal_protos.v1 import parameter_server_pb2 as pb
 
@@ -84,13 +85,16 @@ def parse_upload_header(header: pb.PushHeader, layout: Layout, kind: UploadKind)
         raise InvalidRequestError(
             f"{describe(spec)}: dtype={_enum_name(pb.Dtype, header.dtype)}, this server holds {spec.element.name}", reason="DTYPE_MISMATCH"
         )
-    if header.codec != pb.CODEC_RAW:
+    if header.codec != pb.CODEC_RAW and kind is UploadKind.INITIALIZE:
         raise InvalidRequestError(
-            f"{describe(spec)}: codec={_enum_name(pb.Codec, header.codec)}, this server takes CODEC_RAW", reason="CODEC_UNSUPPORTED"
+            f"{describe(spec)}: codec={_enum_name(pb.Codec, header.codec)}: first values come as they are, in CODEC_RAW",
+            reason="CODEC_UNSUPPORTED",
         )
     if header.length != spec.length:
         raise InvalidRequestError(f"{describe(spec)}: length={header.length}, expected {spec.length} elements", reason="LENGTH_MISMATCH")
-    if header.payload_bytes != spec.nbytes:
+    if header.codec != pb.CODEC_RAW:
+        codecs.check_size(header.codec, header.payload_bytes, spec.length)
+    elif header.payload_bytes != spec.nbytes:
         raise InvalidRequestError(
             f"{describe(spec)}: payload_bytes={header.payload_bytes}, but {spec.length} elements of {spec.element.name} are {spec.nbytes}",
             reason="PAYLOAD_SIZE_MISMATCH",
@@ -105,6 +109,8 @@ def parse_upload_header(header: pb.PushHeader, layout: Layout, kind: UploadKind)
         sequence=header.sequence,
         base_version=at_least("base_version", header.base_version, first),
         clock=at_least("clock", header.clock, 0),
+        codec=header.codec,
+        payload_bytes=header.payload_bytes,
         checksum=header.checksum,
         batch=header.batch,
     )

@@ -48,5 +48,6 @@ async def received_partitions(
 def _truncated(upload: Upload, what: str) -> InvalidRequestError:
     spec = upload.header.spec
     return InvalidRequestError(
-        f"{describe(spec)}: {what} after {upload.received} of {spec.nbytes} bytes; nothing of it was applied", reason="PAYLOAD_TRUNCATED"
+        f"{describe(spec)}: {what} after {upload.received} of {upload.header.payload_bytes} bytes; nothing of it was applied",
+        reason="PAYLOAD_TRUNCATED",
     )

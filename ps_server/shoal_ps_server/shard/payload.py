@@ -1,7 +1,7 @@
 """From the chunks of one upload to a tensor that is known to be sound: size, checksum, only finite numbers. Nothing is applied here.
 
 Each chunk is copied and examined when it comes, while the processor's cache still holds it; and the message that brought it is free again,
-so the next one lands in the same memory.
+so the next one lands in the same memory. A compressed partition is kept as it comes, and decoded when it is whole.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import xxhash
+from shoal_common import codecs
 from shoal_common.errors import CorruptDataError, InvalidRequestError
+from shoal_protos.v1 import parameter_server_pb2 as pb
 
 from shoal_ps_server.shard.layout import PartitionSpec
 
@@ -30,6 +32,10 @@ class UploadHeader:
     """The version that a gradient was computed on, >= 1; 0 in Initialize."""
     clock: int
     """Iterations that the member has finished with this."""
+    codec: int
+    """shoal.v1.Codec."""
+    payload_bytes: int
+    """Right for the codec and the partition's length."""
     checksum: int
     """xxh3-64 of the payload; 0: not computed."""
     batch: int = 0
@@ -41,7 +47,10 @@ class Upload:
 
     def __init__(self, header: UploadHeader) -> None:
         self.header = header
-        self._tensor = torch.empty(header.spec.length, dtype=header.spec.element.torch)
+        self._compressed = header.codec != pb.CODEC_RAW
+        element = torch.uint8 if self._compressed else header.spec.element.torch
+        self._tensor = torch.empty(header.payload_bytes if self._compressed else header.spec.length, dtype=element)
+        """What comes."""
         self._bytes = np.asarray(bytes_of(self._tensor))
         self._received = 0
         self._digest = xxhash.xxh3_64() if header.checksum else None
@@ -71,12 +80,13 @@ class Upload:
         if self._digest is not None:
             self._digest.update(chunk)
         self._received = end
-        self._sum_up_to(end // self.header.spec.element.itemsize)
+        if not self._compressed:
+            self._sum_up_to(end // self.header.spec.element.itemsize)
 
     def values(self) -> torch.Tensor:
         """The whole partition; the upload gives it away. Only when nothing is missing.
 
-        Raises CorruptDataError / CHECKSUM_MISMATCH, and InvalidRequestError / GRADIENT_NOT_FINITE, naming the tensor.
+        Raises CorruptDataError / CHECKSUM_MISMATCH, and InvalidRequestError: PAYLOAD_INVALID, or GRADIENT_NOT_FINITE, naming the tensor.
         """
         assert self.missing == 0, "the caller adds every chunk first"
         spec = self.header.spec
@@ -85,9 +95,27 @@ class Upload:
                 f"{describe(spec)}: the payload's xxh3-64 is {found:#018x}, its header says {self.header.checksum:#018x}; send it again",
                 reason="CHECKSUM_MISMATCH",
             )
+        if self._compressed:
+            return self._decoded()
         if not math.isfinite(self._total):
             _check_finite(spec, self._tensor)
         return self._tensor
+
+    def _decoded(self) -> torch.Tensor:
+        """Codecs are of float32 values; a partition of another type gets them converted."""
+        spec = self.header.spec
+        values = torch.empty(spec.length, dtype=torch.float32)
+        try:
+            codecs.decode(self.header.codec, self._bytes.data, values.numpy())
+        except InvalidRequestError as error:
+            raise InvalidRequestError(
+                f"{describe(spec)}: {error}; nothing of this partition was applied, and its sequence number is still free",
+                reason=error.reason,
+            ) from error
+        values = values.to(spec.element.torch)
+        if not math.isfinite(float(values.sum(dtype=torch.float32))):
+            _check_finite(spec, values)
+        return values
 
     def _sum_up_to(self, end: int) -> None:
         """A sum is not finite when an element is not, and 50 times cheaper than isfinite(). It may overflow by itself: it only acquits."""

@@ -13,6 +13,7 @@ from shoal_common.clients import ParameterServerClient
 from shoal_common.errors import ConfigurationError, InvalidRequestError, PreconditionError
 from shoal_common.rpc.channel import ChannelSettings
 from shoal_protos.v1 import coordinator_pb2, parameter_server_pb2
+from shoal_worker.compression.optimizer import GradientCompressionOptimizer
 from shoal_worker.elastic.session import Session
 from shoal_worker.state.serial import load_tensors
 from torch import nn
@@ -147,6 +148,30 @@ def test_tied_parameters_are_one_tensor_under_both_names(session: Session) -> No
     whole = model.full_state_dict()
     assert torch.equal(whole["0.weight"], whole["1.weight"])
     assert torch.equal(whole["0.weight"], net[1].weight)
+
+
+@pytest.mark.parametrize(
+    ("compression", "tolerance"),
+    [("fp16", 1e-3), ("int8", 0.05), ("sign", 0.1), ({"name": "topk", "ratio": 0.2}, 0.25)],
+)
+def test_compressed_pushes_move_the_values_by_all_gradients_in_the_end(session: Session, compression: Any, tolerance: float) -> None:
+    # The gradient is the same in each step, so what is owed at the end is a small part of the whole.
+    steps, gradient = 40, torch.randn(16, FEATURES, generator=torch.Generator().manual_seed(0)).sign() + 0.25
+    net = nn.Linear(FEATURES, 16, bias=False)
+    before = net.weight.detach().clone()
+    optimizer = GradientCompressionOptimizer(torch.optim.SGD(net.parameters(), 0.01), compression)
+    _, optimizer = shoal.as_distributed(net, optimizer, strategy="async_sgd")
+    for _ in range(steps):
+        session.ensure_step()
+        net.weight.grad = gradient.clone()
+        assert optimizer.step()
+    moved = (before - net.weight.detach()) / 0.01 / steps
+    torch.testing.assert_close(moved, gradient, rtol=0, atol=tolerance)
+
+
+def test_a_compressor_that_needs_all_ranks_is_refused_for_pushes(session: Session) -> None:
+    with pytest.raises(ConfigurationError, match="a parameter server sees one worker's push"):
+        distributed(gradient_compression="powersgd")
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from shoal_common.wire import checksum
+from shoal_protos.v1 import parameter_server_pb2 as pb
 from shoal_ps_server.shard.dtypes import BY_NAME
 from shoal_ps_server.shard.layout import Layout, PartitionSpec
 from shoal_ps_server.shard.optimizer import OptimizerSettings, optimizer_settings
@@ -57,6 +58,8 @@ class Make:
             sequence=sequence,
             base_version=base_version,
             clock=sequence,
+            codec=pb.CODEC_RAW,
+            payload_bytes=len(data),
             checksum=checksum(data) if digest is None else digest,
             batch=batch,
         )

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shoal_common.errors import InvalidRequestError, LimitError, ShoalError
-from shoal_common.wire import encode_push_chunk
+from shoal_common import codecs
+from shoal_common.errors import CorruptDataError, InvalidRequestError, LimitError, ShoalError
+from shoal_common.wire import checksum, encode_push_chunk
 from shoal_protos.v1 import parameter_server_pb2 as pb
 from shoal_ps_server.service.requests import UploadKind, parse_upload_header
 from shoal_ps_server.service.streams import received_partitions
@@ -122,6 +124,58 @@ def test_a_wrong_header_is_refused_before_its_payload(layout, changes, reason) -
     error = refusal(layout, chunk(partition))
     assert error.reason == reason
     assert str(next(iter(changes.values())))[:20] in str(error) or reason in ("DTYPE_MISMATCH", "CODEC_UNSUPPORTED")
+
+
+@pytest.mark.parametrize("codec", [pb.CODEC_FLOAT16, pb.CODEC_BFLOAT16, pb.CODEC_INT8, pb.CODEC_SIGN, pb.CODEC_TOPK, pb.CODEC_RANDOMK])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+def test_a_compressed_partition_is_what_its_codec_decodes_it_to(make, codec, dtype) -> None:
+    values = np.random.default_rng(codec).standard_normal(LENGTHS[3]).astype(np.float32)
+    payload = bytes(codecs.encode(codec, values, kept=50 if codec in (pb.CODEC_TOPK, pb.CODEC_RANDOMK) else 0))
+    spec = make.spec(3, length=LENGTHS[3], dtype=dtype)
+    about = header(3, codec=codec, payload_bytes=len(payload), checksum=checksum(payload), dtype=spec.element.wire)
+    (upload,), error = receive(make.layout(spec), [chunk(about, payload[:70]), chunk(None, payload[70:])])
+    assert error is None
+    expected = np.empty(LENGTHS[3], np.float32)
+    codecs.decode(codec, payload, expected)
+    assert torch.equal(upload.values(), torch.from_numpy(expected).to(spec.element.torch))
+
+
+def compressed(codec: pb.Codec, values: np.ndarray, damage: Callable[[bytes], bytes] = bytes, **changes: int) -> bytes:
+    payload = damage(bytes(codecs.encode(codec, values.astype(np.float32), kept=3)))
+    return chunk(header(1, codec=codec, **({"payload_bytes": len(payload)} | changes)), payload)
+
+
+ONES, NAN = np.ones(40), np.where(np.arange(40) == 7, np.nan, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        (compressed(pb.CODEC_INT8, ONES, lambda p: p[:-4]), "PAYLOAD_SIZE_MISMATCH"),
+        (compressed(pb.CODEC_TOPK, ONES, payload_bytes=8 + 6 * 41), "PAYLOAD_SIZE_MISMATCH"),
+        (compressed(pb.CODEC_SIGN, ONES, lambda p: p + bytes(4)), "PAYLOAD_SIZE_MISMATCH"),
+        (compressed(pb.CODEC_TOPK, ONES, lambda p: bytes(4) + p[4:]), "PAYLOAD_INVALID"),
+        (compressed(pb.CODEC_RANDOMK, ONES, lambda p: (40).to_bytes(8, "little") + p[8:]), "PAYLOAD_INVALID"),
+        (compressed(pb.CODEC_FLOAT16, NAN), "GRADIENT_NOT_FINITE"),
+        (compressed(pb.CODEC_SIGN, NAN), "GRADIENT_NOT_FINITE"),
+        (compressed(pb.CODEC_BFLOAT16, ONES, checksum=1), "CHECKSUM_MISMATCH"),
+    ],
+)
+def test_a_compressed_partition_that_is_not_sound_is_refused(layout, message, reason) -> None:
+    uploads, error = receive(layout, [message])
+    if error is None:
+        with pytest.raises(ShoalError) as refused:
+            uploads[0].values()
+        error = refused.value
+    assert error.reason == reason
+    assert isinstance(error, CorruptDataError if reason == "CHECKSUM_MISMATCH" else InvalidRequestError)
+
+
+def test_first_values_are_not_compressed(layout) -> None:
+    message = chunk(header(0, codec=pb.CODEC_FLOAT16, payload_bytes=12, sequence=0, base_version=0), bytes(12))
+    _, error = receive(layout, [message], UploadKind.INITIALIZE)
+    assert error is not None
+    assert error.reason == "CODEC_UNSUPPORTED"
 
 
 def test_first_values_need_neither_sequence_nor_version(layout) -> None:

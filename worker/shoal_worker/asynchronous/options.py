@@ -73,6 +73,11 @@ def check_configuration(config: ShardingConfiguration, backend: str) -> None:
     if backend not in backend_names():
         # async_sgd has no process group, so that any known one will do; a misspelled one would be an error with other strategies.
         raise ConfigurationError(f"backend={backend!r}: expected one of {', '.join(backend_names())}")
+    if config.compressor is not None and not config.compressor.codec:
+        raise ConfigurationError(
+            f'gradient_compression={config.compressor.name!r} with strategy="async_sgd": it needs sums over all ranks, and a parameter '
+            "server sees one worker's push; take topk, int8 or another"
+        )
     if config.deterministic:
         raise ConfigurationError(
             'deterministic=True with strategy="async_sgd": pushes are applied in the order in which they come; use "ddp" for results that '

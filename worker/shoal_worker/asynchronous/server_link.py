@@ -15,8 +15,7 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Final, TypeVar
 
@@ -35,6 +34,7 @@ from shoal_common.wire import checksum
 from shoal_protos.v1 import parameter_server_pb2 as pb
 
 from shoal_worker.asynchronous.hyperparameters import Revision, ServerOptimizer
+from shoal_worker.asynchronous.iteration import Iteration, Payload, Payloads
 from shoal_worker.asynchronous.job import Job
 from shoal_worker.asynchronous.layout import Part, ServerShare
 from shoal_worker.asynchronous.options import AsyncOptions
@@ -58,21 +58,6 @@ _NOT_MY_TURN: Final = "SSP_WAIT_TIMEOUT"
 AnswerT = TypeVar("AnswerT")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Iteration:
-    """One step of this worker: what every server is told."""
-
-    clock: int
-    """Iterations finished with this one."""
-    revision: Revision
-    """Hyperparameters that the push is to be applied with, or newer ones."""
-    gradients: Mapping[str, memoryview]
-    """By tensor; only those that have one."""
-    pull: bool
-    batch: int = 0
-    """Key of the leased batch that the gradients were computed on; 0: none."""
-
-
 class ServerLink:
     """One server's share of the tensors, and how far this worker is with each part."""
 
@@ -85,9 +70,11 @@ class ServerLink:
         *,
         closing: threading.Event,
         lost: Callable[[int], None],
+        payloads: Payloads,
     ) -> None:
         """`closing`: set when nothing is to be waited for any more. `lost`: told of updates of this worker, counted by partition, that the
-        server had acknowledged and has lost."""
+        server had acknowledged and has lost. `payloads`: makes those for this server, and no other."""
+        self._payloads = payloads
         self._job = job
         self._share = share
         self._optimizer = optimizer
@@ -159,7 +146,8 @@ class ServerLink:
         staleness = 0
         pushed = [part for part in self._trained if part.tensor.name in iteration.gradients]
         if pushed:
-            staleness = self._insist("Push", lambda: self._push(pushed, iteration))
+            with self._payloads.gradients(pushed, iteration) as payloads:
+                staleness = self._insist("Push", lambda: self._push(payloads, iteration))
         self._clock = iteration.clock
         if iteration.pull:
             self._pull_in_turn()
@@ -226,26 +214,23 @@ class ServerLink:
 
     def _initialize(self, parts: Sequence[Part]) -> None:
         if parts:
-            self._client.initialize(self._outgoing(parts, lambda part: part.of(part.tensor.values())), deadline=self._stream_deadline)
+            self._client.initialize(self._outgoing(self._payloads.values(parts)), deadline=self._stream_deadline)
 
-    def _push(self, parts: Sequence[Part], iteration: Iteration) -> int:
-        outgoing = self._outgoing(
-            parts, lambda part: part.of(iteration.gradients[part.tensor.name]), clock=iteration.clock, batch=iteration.batch
-        )
+    def _push(self, payloads: Sequence[Payload], iteration: Iteration) -> int:
+        outgoing = self._outgoing(payloads, clock=iteration.clock, batch=iteration.batch)
         results = self._client.push(outgoing, deadline=self._stream_deadline)
-        if [result.partition_id for result in results] != [part.partition_id for part in parts]:
+        if [result.partition_id for result in results] != [payload.part.partition_id for payload in payloads]:
             raise InternalError(f"server {self._share.index} acknowledged other partitions than were pushed")
-        for part in parts:
-            self._acknowledged[part.partition_id] += 1
+        for result in results:
+            self._acknowledged[result.partition_id] += 1
         return max(result.staleness for result in results)
 
     def _outgoing(
-        self, parts: Sequence[Part], payload_of: Callable[[Part], memoryview], *, clock: int | None = None, batch: int = 0
+        self, payloads: Iterable[Payload], *, clock: int | None = None, batch: int = 0
     ) -> Iterator[tuple[pb.PushHeader, memoryview]]:
         """Headers and payloads, made as they are sent. `clock`: of a push; None: first values."""
         generation = self._job.generation
-        for part in parts:
-            payload = payload_of(part)
+        for part, codec, payload in payloads:
             header = pb.PushHeader(
                 job_id=self._job.job_id,
                 member_id=self._job.member_id,
@@ -253,7 +238,7 @@ class ServerLink:
                 partition_id=part.partition_id,
                 shard_map_epoch=self._share.epoch,
                 dtype=pb.Dtype.ValueType(part.dtype.dtype),
-                codec=pb.CODEC_RAW,
+                codec=pb.Codec.ValueType(codec),
                 length=part.length,
                 payload_bytes=payload.nbytes,
                 checksum=checksum(payload),

@@ -14,15 +14,18 @@ from datetime import timedelta
 from typing import Final, TypeVar
 
 import torch
+import xxhash
 from shoal_common.errors import ShoalError
 from shoal_protos.v1 import coordinator_pb2 as coordinator_pb
 
 from shoal_worker.asynchronous.hyperparameters import ServerOptimizer
+from shoal_worker.asynchronous.iteration import Iteration, Payloads
 from shoal_worker.asynchronous.job import Job
 from shoal_worker.asynchronous.layout import shares
 from shoal_worker.asynchronous.options import AsyncOptions
-from shoal_worker.asynchronous.server_link import Iteration, ServerLink
+from shoal_worker.asynchronous.server_link import ServerLink
 from shoal_worker.asynchronous.tensors import HostTensor, publish, tensor_bytes
+from shoal_worker.compression.base import GradientCompressor
 from shoal_worker.metrics import WorkerMetrics
 
 _log = logging.getLogger(__name__)
@@ -43,14 +46,21 @@ class ParameterServers:
         optimizer: ServerOptimizer,
         options: AsyncOptions,
         metrics: WorkerMetrics,
+        compressor: GradientCompressor | None = None,
     ) -> None:
-        """Does not connect yet."""
+        """Does not connect yet. `compressor`: of the pushes."""
+        stream = xxhash.xxh3_64_intdigest(job.member_id.encode())
         self._tensors = tuple(tensors)
         self._trained = tuple(tensor for tensor in tensors if tensor.trained)
         self._waited_for = options.waits_for_others
         self._closing = threading.Event()
         self._links = [
-            ServerLink(job, share, optimizer, options, closing=self._closing, lost=metrics.pushes_lost.inc)
+            ServerLink(
+                *(job, share, optimizer, options),
+                closing=self._closing,
+                lost=metrics.pushes_lost.inc,
+                payloads=Payloads(compressor, stream=stream),
+            )
             for share in shares(shard_map, tensors)
         ]
         self._pool = ThreadPoolExecutor(max_workers=max(1, len(self._links)), thread_name_prefix="shoal-server")

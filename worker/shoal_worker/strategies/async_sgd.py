@@ -8,6 +8,7 @@ the result is not that of one process. (Dean et al., "Large Scale Distributed De
 Effective Distributed ML via a Stale Synchronous Parallel Parameter Server", NIPS 2013, on the bound.)
 
 Cost per worker: parameters and gradients; the optimizer's state lies on the servers. 2P bytes per step: the gradient out, the values back.
+With `gradient_compression=` gradients go out compressed; values come back as they are.
 
 What is each worker's own: buffers (BatchNorm statistics), random numbers, registered state, `clip_grad_norm_` (of its own gradient),
 `evaluate` (every rank computes all of it, with the values that it pulled last) and `should_early_stop`. A joiner's registered state and
@@ -28,11 +29,11 @@ from torch import nn
 
 from shoal_worker.asynchronous.handover import Handover
 from shoal_worker.asynchronous.hyperparameters import Revision, ServerOptimizer
+from shoal_worker.asynchronous.iteration import Iteration
 from shoal_worker.asynchronous.job import Job
 from shoal_worker.asynchronous.leases import CoordinatorLeases, LeaseSource, LocalLeases
 from shoal_worker.asynchronous.options import AsyncOptions, check_configuration
 from shoal_worker.asynchronous.own_cluster import OwnCluster
-from shoal_worker.asynchronous.server_link import Iteration
 from shoal_worker.asynchronous.servers import ParameterServers
 from shoal_worker.asynchronous.tensors import HostTensor, check_gradients, gradients
 from shoal_worker.elastic.contract import Leases, StepSource, StepStatus, StopTraining
@@ -53,6 +54,7 @@ class AsyncSGDModel(WholeModel):
 
     strategy = "async_sgd"
     asynchronous: ClassVar[bool] = True
+    compresses: ClassVar[bool] = True
     options = frozenset({"consistency", "staleness_bound", "pull_every", "server_timeout"})
 
     # ------------------------------------------------------------------------------------------------------------ beginning
@@ -102,7 +104,9 @@ class AsyncSGDModel(WholeModel):
         try:
             job = self._open_job()
             shard_map = job.declare([tensor.spec for tensor in self._tensors])
-            self._servers = ParameterServers(job, shard_map, self._tensors, self._schedule, self._async_options, self._session.metrics)
+            self._servers = ParameterServers(
+                job, shard_map, self._tensors, self._schedule, self._async_options, self._session.metrics, self.config.compressor
+            )
             self._servers.configure()
         except BaseException:
             self._leave()

@@ -13,8 +13,11 @@ import shoal
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from shoal_worker.checkpoint.files import read_checkpoint
+from shoal_worker.checkpoint.files import begin, read_checkpoint, write_sharded
+from shoal_worker.checkpoint.manifest import CheckpointInfo, write_manifest
+from shoal_worker.checkpoint.shards import Shards
 from shoal_worker.state.digest import state_digest
+from shoal_worker.state.part import Run, StatePart
 from torch import nn
 from torch.distributed import checkpoint as dcp
 
@@ -209,15 +212,12 @@ def test_what_is_not_complete_is_told(saved: tuple[Path, dict[str, Any]], tmp_pa
 
 
 def test_a_manifest_whose_shards_do_not_make_up_a_tensor_is_told(saved: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
-    from shoal_worker.checkpoint import manifest
-
     damaged = tmp_path / saved[0].name
     shutil.copytree(saved[0], damaged)
     document = json.loads((damaged / "checkpoint.json").read_text())
     del document["files"]["shard-00002-of-00003"]
-    info = manifest.CheckpointInfo(**document["info"])
     rest = {key: document[key] for key in ("files", "structure", "tensors")}
-    manifest.write_manifest(damaged, info, "sharded", **rest)
+    write_manifest(damaged, CheckpointInfo(**document["info"]), "sharded", **rest)
     with pytest.raises(shoal.CorruptDataError, match="do not make up tensor"):
         read_checkpoint(damaged)
 
@@ -225,3 +225,84 @@ def test_a_manifest_whose_shards_do_not_make_up_a_tensor_is_told(saved: tuple[Pa
 def test_where_there_is_none_that_is_told(tmp_path: Path) -> None:
     with pytest.raises(shoal.ConfigurationError, match="there is no checkpoint"):
         shoal.load_full_state(tmp_path)
+
+
+# ------------------------------------------------------------------------------------------------------------------ faults
+
+
+def test_a_save_at_the_end_of_a_launch_is_complete_when_that_returns(tmp_path: Path) -> None:
+    def only_save() -> None:
+        model, optimizer, loader = make("zero3")
+        for x, y in loader:
+            model.train_step(x, y, nn.functional.cross_entropy)
+            optimizer.step()
+        shoal.save_checkpoint(tmp_path)
+
+    shoal.launch(only_save, world_size=3)
+    assert listing(tmp_path) == [f"step-{STEPS}"]
+
+
+def shards_of(*numbers: int, state: dict[str, Any] | None = None) -> Shards:
+    """The part of one rank that writes these shards, of two that hold four elements each of a vector with two tensors in it."""
+    vector, values = torch.empty(7, device="meta"), torch.arange(8.0)
+    model = {"a": vector[:3], "b": vector[3:].view(2, 2), "count": torch.tensor(5)}
+    runs = {n: [Run(vector=vector, begin=4 * n, values=values[4 * n : 4 * n + 4])] for n in numbers}
+    return Shards.take(StatePart(state={"model": model} | (state or {}), count=2, shards=runs))
+
+
+INFO = CheckpointInfo(step=7, strategy="zero3", world_size=2, generation=1)
+
+
+def complete(directory: Path, mine: Shards, others: Shards | None, **options: Any) -> Path | None:
+    temporary = begin(directory, INFO.step)
+    if others is not None:
+        others.write_aside(temporary)
+    settings = {"gone": lambda _: others is None, "fence": lambda: None, "keep": 1} | options
+    return write_sharded(temporary, mine, INFO, **settings)
+
+
+def test_shards_make_up_the_whole_and_replace_older_checkpoints(tmp_path: Path) -> None:
+    (tmp_path / "step-6").mkdir()
+    shutil.copy(complete(tmp_path, shards_of(0), shards_of(1)) / "checkpoint.json", tmp_path / "step-6")  # type: ignore[operator]  # it is a path
+    path = complete(tmp_path, shards_of(1), shards_of(0))
+    assert path is not None
+    state = read_checkpoint(path).state["model"]
+    assert (state["a"].tolist(), state["b"].tolist(), state["count"].item()) == ([0, 1, 2], [[3, 4], [5, 6]], 5)
+    assert listing(tmp_path) == ["step-7"]
+
+
+def test_a_rank_that_goes_away_before_its_shard_is_written_takes_the_checkpoint_with_it(tmp_path: Path) -> None:
+    assert complete(tmp_path, shards_of(0), None) is None
+    assert listing(tmp_path) == []
+
+
+def test_a_rank_that_cannot_write_its_shard_is_named(tmp_path: Path) -> None:
+    temporary = begin(tmp_path, INFO.step)
+    (temporary / "shard-00002-of-00002.safetensors").mkdir()
+    shards_of(1).write_aside(temporary)
+    with pytest.raises(shoal.UnavailableError, match="shard 2 failed: ") as raised:
+        write_sharded(temporary, shards_of(0), INFO, gone=lambda _: False, fence=lambda: None, keep=1)
+    assert raised.value.reason == "CHECKPOINT_NOT_WRITTEN"
+    assert listing(tmp_path) == []
+
+
+def test_ranks_whose_states_differ_are_told_when_they_save(tmp_path: Path) -> None:
+    with pytest.raises(shoal.UnavailableError, match="do not make up tensor 'mine'; did the ranks register different state"):
+        complete(tmp_path, shards_of(1, state={"mine": torch.ones(2)}), shards_of(0))
+    assert listing(tmp_path) == []
+
+
+def test_a_first_rank_that_is_fenced_off_publishes_nothing(tmp_path: Path) -> None:
+    def fence() -> None:
+        raise shoal.StaleGenerationError("generation 1 is over")
+
+    with pytest.raises(shoal.StaleGenerationError):
+        complete(tmp_path, shards_of(0), shards_of(1), fence=fence)
+    assert listing(tmp_path) == []
+
+
+def test_a_part_of_what_was_given_up_is_dropped(tmp_path: Path) -> None:
+    temporary = begin(tmp_path, INFO.step)
+    temporary.rmdir()
+    shards_of(1).write_aside(temporary)
+    assert listing(tmp_path) == []

@@ -45,8 +45,11 @@ class CheckpointSaver:
 
     @classmethod
     def of(cls, session: Session) -> CheckpointSaver:
-        """The saver of `session`."""
-        return _savers.setdefault(session, cls())
+        """The saver of `session`. Before this process leaves its job, it has written what it has copied: the first rank waits for that."""
+        if session not in _savers:
+            saver = _savers[session] = cls()
+            session.on_close(saver._leave)
+        return _savers[session]
 
     def save(self, session: Session, directory: Path, *, keep: int, sharded: bool | None) -> None:
         """One rank's part of a save. Returns when the state is copied. Raises what an earlier save on this rank raised."""
@@ -79,6 +82,11 @@ class CheckpointSaver:
     def close(self, timeout: timedelta) -> None:
         """Waits for the save under way. Raises what it raised, or DeadlineError."""
         self._writer.close(timeout)
+
+    def _leave(self) -> None:
+        failed = self._wait()
+        if failed is not None:
+            _log.error("the last checkpoint: %s", failed)
 
     def _wait(self) -> Exception | None:
         """Waits for the save under way; what there is to say against it."""
@@ -126,8 +134,8 @@ class _Copy:
         self.whole, self.shards, self.temporary, self.first = None, None, None, False
 
     def is_gone(self, shard: int) -> bool:
-        """The rank that writes it left the job."""
-        return self.session.is_gone(self._writers[shard])
+        """The rank that writes it left the run. On any thread."""
+        return self.session.has_left(self._writers[shard])
 
     def _take_part(self, part: StatePart, channel: Channel) -> None:
         shards = Shards.take(StatePart(state=part.state.pop("replica") | part.state, count=part.count, shards=part.shards))

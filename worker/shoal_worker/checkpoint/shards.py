@@ -42,8 +42,6 @@ _log = logging.getLogger(__name__)
 SHARDED: Final = "sharded"
 _TIMEOUT = timedelta(minutes=30)
 """For the other ranks' shards."""
-_GONE_PATIENCE = timedelta(seconds=5)
-"""A rank that left the job may still be writing, as long as its file grows."""
 _POLL = timedelta(milliseconds=20)
 _DCP_KEY, _DCP_OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
 """Where torch.distributed.checkpoint looks for a tensor's offset (torch/distributed/checkpoint/_hf_utils.py)."""
@@ -116,7 +114,6 @@ class Shards:
         """
         give_up_at = time.monotonic() + _TIMEOUT.total_seconds()
         notes: dict[int, dict[str, Any]] = {}
-        last_seen: dict[int, tuple[int, float]] = {}
         while True:
             missing = [number for number in range(self.count) if number not in notes]
             notes |= {number: note for number in missing if (note := self._read_note(temporary, number)) is not None}
@@ -125,10 +122,9 @@ class Shards:
                     raise _not_written(temporary, f"shard {number + 1} failed: {note['error']}")
             if len(notes) == self.count:
                 return self._complete(temporary, notes)
-            for number in range(self.count):
-                if number not in notes and gone(number) and self._has_stopped(temporary, number, last_seen):
-                    _log.warning("%s is given up: a rank went away before its part was written", temporary)
-                    return None
+            if any(gone(number) and self._read_note(temporary, number) is None for number in missing if number not in notes):
+                _log.warning("%s is given up: a rank went away before its part was written", temporary)
+                return None
             if time.monotonic() > give_up_at:
                 raise _not_written(temporary, f"{self.count - len(notes)} shards did not come within {_TIMEOUT}; is the disk too slow?")
             time.sleep(_POLL.total_seconds())
@@ -141,13 +137,6 @@ class Shards:
         for number in notes:
             self._note_path(temporary, number).unlink()
         return files
-
-    def _has_stopped(self, temporary: Path, number: int, last_seen: dict[int, tuple[int, float]]) -> bool:
-        file = temporary / f"{self._name(number)}{SUFFIX}"
-        size, now = file.stat().st_size if file.exists() else 0, time.monotonic()
-        if last_seen.get(number, (-1, now))[0] != size:
-            last_seen[number] = size, now
-        return now - last_seen[number][1] > _GONE_PATIENCE.total_seconds()
 
     def _name(self, number: int) -> str:
         return f"shard-{number + 1:05d}-of-{self.count:05d}"

@@ -14,6 +14,8 @@ from datetime import timedelta
 
 from shoal_common.errors import DeadlineError
 
+from shoal_worker.backends.inmemory_turns import run_aside
+
 _log = logging.getLogger(__name__)
 
 
@@ -41,7 +43,9 @@ class CheckpointWriter:
             Exception: what the last job raised.
         """
         if self._thread is not None:
-            self._thread.join(timeout.total_seconds())
+            # Aside: where ranks take turns, it may wait for what another rank writes.
+            thread = self._thread
+            run_aside(lambda: thread.join(timeout.total_seconds()), f"until {thread.name} is done")
             if self._thread.is_alive():
                 raise DeadlineError(
                     f"{self._thread.name} was not done within {timeout.total_seconds():g} s; is the disk too slow, or the time too short?",

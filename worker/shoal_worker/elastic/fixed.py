@@ -5,7 +5,7 @@ session, its steps, operations and checkpoints are the very code that runs in a 
 adds is missing, and is missing on purpose: the ranks are threads of one process, or MPI ends them all with the first, so none dies alone,
 and none can come later.
 
-Used by the rank's thread alone; who trains which module is written in turns.
+Used by the rank's thread alone, but for `has_left`; who trains which module is written in turns.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from shoal_protos.v1 import coordinator_pb2 as pb
 from torch import nn
 from torch.distributed.distributed_c10d import PrefixStore
 
+from shoal_worker.backends.inmemory_turns import own_turns
 from shoal_worker.backends.inmemory_worlds import Seat, own_world
 from shoal_worker.backends.registry import backend_class
 from shoal_worker.elastic.connecting import Opening
@@ -77,6 +78,7 @@ class FixedMembership:
         self._where = "shoal.launch" if own_world() is not None else "a fixed group of processes"
         self._donor_address = donor_address
         self._host = host
+        self._turns = own_turns()
         self._group: Group | None = None
         self.link = FixedLink(self._generation("", [("", "")] * seat.world_size))
 
@@ -137,6 +139,10 @@ class FixedMembership:
 
     def check_current(self, generation: int) -> None:
         """See `Member`: nobody is put out."""
+
+    def has_left(self, member_id: str) -> bool:
+        """See `Member`. All have, once one has failed."""
+        return self._turns is not None and self._turns.over is not None
 
     def leave_group(self, reason: str) -> None:
         """See `Member`. The others fail when they need this rank, and not before."""

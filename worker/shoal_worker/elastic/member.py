@@ -102,6 +102,10 @@ class Member(Protocol):
         """Raises StaleGenerationError if this rank, which acts for `generation`, was put out since. On any thread."""
         ...
 
+    def has_left(self, member_id: str) -> bool:
+        """Whether a member of a generation has left, or was put out. On any thread."""
+        ...
+
     def leave_group(self, reason: str) -> None:
         """Lets go of the group."""
         ...

@@ -150,6 +150,18 @@ class Membership:
                 f"this process was put out of job {identity.job_id!r} after generation {generation}: what it holds is not published"
             )
 
+    def has_left(self, member_id: str) -> bool:
+        """See `Member`. One that was drained belongs to the job until it says goodbye. While the coordinator is away nobody is known to
+        have left."""
+        newest = self.link.newest_generation
+        if newest is None or any(peer.member_id == member_id for peer in newest.peers):
+            return False
+        try:
+            job = self.link.client.get_job(self.link.identity.job_id)
+        except (UnavailableError, DeadlineError):
+            return False
+        return all(m.member_id != member_id for m in job.members)
+
     def leave_group(self, reason: str) -> None:
         """Lets go of the group, so that its sockets close and no peer waits for this process."""
         with self._lock:

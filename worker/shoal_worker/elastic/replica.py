@@ -54,8 +54,8 @@ class Replica(Protocol):
         ...
 
     def part(self, channel: Channel) -> StatePart | None:
-        """This rank's part of what `assemble` gives, for a checkpoint that the ranks write together; None, on all ranks alike: `assemble` it.
-        Part of an operation. Shares memory with the state."""
+        """This rank's part of what `assemble` gives, for a checkpoint that the ranks write together; None, on all ranks alike: `assemble`
+        it. Part of an operation. Shares memory with the state."""
         ...
 
     def whole_for(self, channel: Channel) -> AbstractContextManager[None]:

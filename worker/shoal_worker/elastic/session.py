@@ -298,10 +298,10 @@ class Session:
         generation = self._generation
         return generation.me.member_id if generation is not None else ""
 
-    def is_gone(self, member_id: str) -> bool:
-        """Whether a member of a former generation is in the newest one no more. On any thread."""
-        newest = self._membership.link.newest_generation if self._membership is not None else None
-        return newest is not None and all(peer.member_id != member_id for peer in newest.peers)
+    def has_left(self, member_id: str) -> bool:
+        """Whether a member of a former generation belongs to the run no more. On any thread."""
+        membership = self._membership
+        return membership is not None and membership.has_left(member_id)
 
     def whole_for(self, channel: Channel) -> AbstractContextManager[None]:
         """While open, this rank computes with the model without its peers. Opened by all ranks of an operation."""

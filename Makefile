@@ -29,8 +29,9 @@ test: .venv/installed ## Run the tests (at most 8 minutes on 2 cores); PYTEST_AR
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 .PHONY: parity
-parity: .venv/installed ## Run what make test leaves out of the parity matrix and of other large products of cases (about two minutes)
+parity: .venv/installed ## Run what make test leaves out of the parity matrix and of other large products of cases; write docs/parity.md
 	$(BIN)/python -m pytest -m matrix $(PYTEST_ARGS)
+	$(BIN)/python -m tests.parity docs/parity.md
 
 .PHONY: chaos
 chaos: .venv/installed ## Run the long soaks under faults

@@ -28,11 +28,14 @@ STRATEGIES: Final[Mapping[str, Mapping[str, Any]]] = {
     "zero3": {},
     "fsdp": {},
     "local_sgd": {"sync_every": 2},
-    "async_sgd": {},
 }
-"""With the options that the cells give them."""
+"""Those that take steps together, with the options that the cells give them."""
+ASYNC: Final = "async_sgd"
+"""Its workers share servers, and no process group: one worker alone trains as one process does."""
+SERVERS: Final = "servers"
+"""What stands in the place of its backend."""
 
-_ASYNC = "its workers and servers are processes that come and go; start them with `shoal run`"
+_COME_AND_GO = "its workers and servers are processes that come and go; start them with `shoal run`"
 _IN_ORDER = 'deterministic=True with strategy="async_sgd": pushes are applied in the order in which they come'
 _APART = "with local_sgd the result depends on how many ranks train apart; use ddp, zero1, zero2 or zero3"
 
@@ -51,8 +54,10 @@ class Cell:
     @property
     def refusal(self) -> str | None:
         """What the ConfigurationError says that this combination gets; None: it trains."""
-        if self.strategy == "async_sgd":
-            return _IN_ORDER if self.check == "bitwise" else _ASYNC
+        if self.strategy == ASYNC:
+            if self.check == "bitwise":
+                return _IN_ORDER
+            return _COME_AND_GO if self.backend != SERVERS else None
         if self.strategy == "local_sgd" and self.check == "bitwise":
             return _APART
         return None
@@ -60,7 +65,7 @@ class Cell:
     @property
     def options(self) -> dict[str, Any]:
         """Of `as_distributed`."""
-        return {**STRATEGIES[self.strategy], **({"deterministic": True} if self.check == "bitwise" else {})}
+        return {**STRATEGIES.get(self.strategy, {}), **({"deterministic": True} if self.check == "bitwise" else {})}
 
     def __str__(self) -> str:
         return "-".join(map(str, asdict(self).values()))
@@ -68,13 +73,17 @@ class Cell:
 
 def cells() -> list[Cell]:
     """All of them."""
+    product = [
+        *itertools.product(STRATEGIES, BACKENDS, MODELS, OPTIMIZERS, WORLDS, CHECKS),
+        *itertools.product([ASYNC], [SERVERS], MODELS, OPTIMIZERS, [1], CHECKS),
+        *itertools.product([ASYNC], BACKENDS, MODELS[:1], OPTIMIZERS[:1], WORLDS[:1], CHECKS),
+    ]
     names = ("strategy", "backend", "model", "optimizer", "world", "check")
-    product = itertools.product(STRATEGIES, BACKENDS, MODELS, OPTIMIZERS, WORLDS, CHECKS)
     return [Cell(**dict(zip(names, values, strict=True))) for values in product]
 
 
 def part() -> set[Cell]:
-    """A part that has every strategy with every model, backend and check, and every two of the other columns."""
+    """A part that has every strategy with every model and every backend, and all of the other columns."""
     chosen = set()
     for (row, strategy), (column, model) in itertools.product(enumerate(STRATEGIES), enumerate(MODELS)):
         turn = row + column
@@ -85,6 +94,10 @@ def part() -> set[Cell]:
     for (row, strategy), (number, backend) in itertools.product(enumerate(STRATEGIES), enumerate(BACKENDS[1:])):
         turn = row + number
         chosen.add(_cell(strategy, backend, MODELS[turn % len(MODELS)], turn, list(CHECKS)[turn % 2 * 2]))
+    chosen.update(cell for cell in cells() if cell.strategy == ASYNC and cell.backend in BACKENDS and cell.check == "float64")
+    for column, model in enumerate(MODELS):
+        optimizer, check = OPTIMIZERS[column % len(OPTIMIZERS)], list(CHECKS)[column % len(CHECKS)]
+        chosen.add(Cell(strategy=ASYNC, backend=SERVERS, model=model, optimizer=optimizer, world=1, check=check))
     return chosen
 
 

@@ -22,7 +22,7 @@ from shoal_worker.elastic.start import open_fixed
 from torch.distributed import FileStore, PrefixStore
 
 from tests.parity.cells import Cell
-from tests.parity.training import GROUPED, MAX_NORM, Outcome, Training, train
+from tests.parity.training import GROUPED, MAX_NORM, Outcome, Training, dtype_of, train
 from tests.ranks.processes import Rank
 
 _TIMEOUT = timedelta(seconds=60)
@@ -35,7 +35,7 @@ def training(cell: Cell) -> Training:
     return Training(
         model=cell.model,
         optimizer=cell.optimizer,
-        dtype=torch.float64 if cell.check == "float64" else torch.float32,
+        dtype=dtype_of(cell.check),
         micro=bitwise or (cell.model in GROUPED and cell.strategy != "local_sgd"),
         max_norm=None if bitwise else MAX_NORM,
         strategy=cell.strategy,

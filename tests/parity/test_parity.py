@@ -18,11 +18,10 @@ from shoal_worker.backends.registry import backend_names
 from shoal_worker.strategies import registry
 
 from tests.parity import models
-from tests.parity.cells import BACKENDS, MODELS, STRATEGIES, Cell, cells, part
+from tests.parity.cells import ASYNC, BACKENDS, MODELS, SERVERS, STRATEGIES, Cell, cells, part
+from tests.parity.comparing import check_close
 from tests.parity.ranks import Places, training
-from tests.parity.training import OPTIMIZERS, Outcome, State, alone, apart, train
-
-_TOLERANCES = {"float64": 1e-10, "float32": 1e-5}
+from tests.parity.training import GROUPED, OPTIMIZERS, Outcome, State, alone, apart, dtype_of, train
 
 
 @pytest.fixture
@@ -36,7 +35,8 @@ def places(request: pytest.FixtureRequest, tmp_path: Path) -> Places:
 
 def _parameters() -> list[object]:
     chosen = part()
-    return [pytest.param(cell, id=str(cell), marks=() if cell in chosen else pytest.mark.matrix) for cell in cells()]
+    here = [cell for cell in cells() if cell.backend != SERVERS]  # the others: tests/integration/worker_async/test_async_parity.py
+    return [pytest.param(cell, id=str(cell), marks=() if cell in chosen else pytest.mark.matrix) for cell in here]
 
 
 @functools.cache
@@ -56,22 +56,15 @@ def test_ranks_train_as_one_process_does_or_are_refused(cell: Cell, places: Plac
     if cell.check == "bitwise":
         _check_bitwise(one_rank(cell.model, cell.optimizer), outcomes)
     else:
-        _check_close(_expected(cell, outcomes), outcomes, _TOLERANCES[cell.check])
+        for outcome in outcomes:
+            check_close(_expected(cell, outcomes), outcome.state, cell)
 
 
 def _expected(cell: Cell, outcomes: list[Outcome]) -> State:
-    dtype = training(cell).dtype
+    dtype = dtype_of(cell.check)
     if cell.strategy == "local_sgd":
         return apart(cell.model, cell.optimizer, dtype, [outcome.seen for outcome in outcomes], **STRATEGIES["local_sgd"])
-    return alone(cell.model, cell.optimizer, dtype)
-
-
-def _check_close(expected: State, outcomes: list[Outcome], tolerance: float) -> None:
-    for outcome in outcomes:
-        for name, value in expected.items():
-            torch.testing.assert_close(
-                outcome.state[name], value, rtol=tolerance, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}"
-            )
+    return alone(cell.model, cell.optimizer, dtype, grouped=cell.model in GROUPED)
 
 
 def _check_bitwise(expected: State, outcomes: list[Outcome]) -> None:
@@ -83,7 +76,7 @@ def _check_bitwise(expected: State, outcomes: list[Outcome]) -> None:
 @pytest.mark.parametrize(
     ("have", "should"),
     [
-        (lambda: set(STRATEGIES), lambda: set(registry.names())),
+        (lambda: {*STRATEGIES, ASYNC}, lambda: set(registry.names())),
         (lambda: {*BACKENDS, "nccl"}, lambda: set(backend_names())),
         (lambda: set(MODELS), lambda: set(models.MODELS)),
         (lambda: set(OPTIMIZERS), lambda: {cell.optimizer for cell in part()}),

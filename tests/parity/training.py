@@ -89,12 +89,17 @@ def train(what: Training) -> Outcome:
     return Outcome(distributed.full_state_dict(), seen)
 
 
+def dtype_of(check: str) -> torch.dtype:
+    """What a cell computes in."""
+    return torch.float64 if check == "float64" else torch.float32
+
+
 @functools.cache
-def alone(model: str, optimizer: str, dtype: torch.dtype) -> State:
-    """The parameters after training in plain torch: on whole batches, or for models that mind accumulating the same micro-batches."""
+def alone(model: str, optimizer: str, dtype: torch.dtype, *, grouped: bool) -> State:
+    """The parameters after training in plain torch: on whole batches, or accumulating the same micro-batches (`grouped`)."""
     net, data = make_model(model, dtype), make_data(model, dtype)
     stepper = OPTIMIZERS[optimizer](net.parameters())
-    size = MICRO if model in GROUPED else BATCH
+    size = MICRO if grouped else BATCH
     for start in [*range(0, SAMPLES, BATCH)] * EPOCHS:
         for begin in range(start, start + BATCH, size):
             x, y = data[begin : begin + size]

@@ -1,0 +1,11 @@
+"""`python -m tests.parity PATH`: writes the table of the matrix. `make parity` does it when all cells are as the table says."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from tests.parity.table import page
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_text(page())

@@ -1,0 +1,90 @@
+"""docs/parity.md: the matrix as a table, from the same cells that the tests run. Written by `python -m tests.parity PATH`, after them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+
+from tests.parity.cells import ASYNC, BACKENDS, CHECKS, MODELS, SERVERS, STRATEGIES, WORLDS, Cell, cells, part
+
+_SIGNS = {"float64": "d", "float32": "s", "bitwise": "b"}
+_MODELS = {
+    "mlp": "MLP: odd sizes, a frozen bias",
+    "cnn": "CNN with BatchNorm",
+    "gpt": "GPT with tied embeddings",
+    "bag": "embedding bag, most rows unused",
+}
+
+_TEXT = """# The parity matrix
+
+What this says is what the tests check: each combination below trains for a few steps and is compared with one process in plain torch.
+`make test` runs a part that has every row and every column ({part} of {all}), `make parity` the others. The tests are in `tests/parity`,
+and write this page from the list of cells that they run.
+
+Each entry stands for two optimizers: SGD with momentum and weight decay, and AdamW. Its letters:
+
+{signs}
+
+A number is a note: there the combination is refused, with that error.
+
+One process trains on the whole batch. Where a BatchNorm makes the loss depend on how samples are grouped, it accumulates the same
+micro-batches. Gradients are clipped by their global norm, but in the bitwise cells. For `local_sgd` the one process trains a replica for
+each rank, on the samples that this rank was given, and averages their parameters every {every} steps. For `async_sgd` one worker trains
+with its servers: several are not to give what one does.
+
+{table}
+
+{asynchronous}
+{notes}
+nccl is not here, since it needs a GPU: `tests/unit/worker_backends/test_nccl.py` has what is checked of it.
+"""
+
+
+def page() -> str:
+    """The whole of docs/parity.md."""
+    notes: list[str] = []
+    places = list(itertools.product(BACKENDS, WORLDS))
+    known = cells()
+
+    def entry(strategy: str, model: str, backend: str, world: int) -> str:
+        return _entry(
+            [cell for cell in known if (cell.strategy, cell.model, cell.backend, cell.world) == (strategy, model, backend, world)], notes
+        )
+
+    table = [
+        (strategy, _MODELS[model], *(entry(strategy, model, *place) for place in places))
+        for strategy, model in itertools.product(STRATEGIES, MODELS)
+    ]
+    asynchronous = [
+        (ASYNC, _MODELS[model], entry(ASYNC, model, SERVERS, 1), *(entry(ASYNC, MODELS[0], backend, WORLDS[0]) for backend in BACKENDS))
+        for model in MODELS
+    ]
+    return _TEXT.format(
+        all=len(known),
+        part=len(part()),
+        signs="\n".join(f"- `{_SIGNS[check]}`: {what}" for check, what in CHECKS.items()),
+        every=STRATEGIES["local_sgd"]["sync_every"],
+        table=_markdown(["", "", *(f"{backend} {world}" for backend, world in places)], table),
+        asynchronous=_markdown(["", "", "on its servers", *BACKENDS], asynchronous),
+        notes="".join(f"\n{number}. `ConfigurationError`: ... {text} ...\n" for number, text in enumerate(notes, 1)),
+    )
+
+
+def _markdown(header: list[str], rows: list[tuple[str, ...]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _entry(here: Iterable[Cell], notes: list[str]) -> str:
+    """The letters of what is compared, and the notes of what is refused."""
+    said: list[str] = []
+    for cell in here:
+        if cell.refusal is None:
+            what = _SIGNS[cell.check]
+        else:
+            if cell.refusal not in notes:
+                notes.append(cell.refusal)
+            what = str(notes.index(cell.refusal) + 1)
+        if what not in said:
+            said.append(what)
+    return " ".join(said)

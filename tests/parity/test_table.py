@@ -1,0 +1,11 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.parity.table import page
+
+_PAGE = Path(__file__).parents[2] / "docs" / "parity.md"
+
+
+def test_the_committed_table_is_that_of_the_cells() -> None:
+    assert _PAGE.read_text() == page(), "run make parity"

@@ -194,7 +194,7 @@ def _cut_out(tensors: Mapping[str, torch.Tensor], runs: Iterable[Run]) -> dict[s
     cut: dict[str, tuple[int, torch.Tensor]] = {}
     for run in runs:
         for name, view in views.get(run.vector.untyped_storage()._cdata, ()):
-            lies = view.storage_offset()
+            lies = int(view.storage_offset())
             first, last = max(lies, run.begin), min(lies + view.numel(), run.begin + run.values.numel())
             if first < last:
                 cut[name] = first - lies, copied(run.values[first - run.begin : last - run.begin])
@@ -213,6 +213,7 @@ def _stored_sizes(outline: Mapping[str, torch.Tensor]) -> dict[str, int]:
 def _not_covered(sizes: Mapping[str, int], files: Iterable[Mapping[str, Any]]) -> str | None:
     """A tensor whose elements are not each there once; None: there is none."""
     spans: dict[str, list[Span]] = {name: [] for name in sizes}
+    name: str
     for about in files:
         for name, (begin, length) in about["spans"].items():
             if name not in spans:

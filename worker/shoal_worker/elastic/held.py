@@ -148,18 +148,23 @@ class HeldState:
         }
 
     def restore(self, captured: Mapping[str, Any], *, skip_advances: bool) -> None:
-        """Takes over a captured state, but for its name. `skip_advances`: see `RegisteredState.restore`."""
-        self._restore_rest(captured)
-        self.registered.restore(captured["registered"], skip_advances=skip_advances)
+        """Takes over a captured state, but for its name. What refuses its part leaves all of the state as it was. `skip_advances`: see
+        `RegisteredState.restore`."""
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.registered.restoring())
+            self.registered.restore(captured["registered"], skip_advances=skip_advances)
+            self._restore_rest(captured, undo)
+            undo.pop_all()
 
-    def _restore_rest(self, captured: Mapping[str, Any]) -> None:
-        """All but the registered objects."""
-        self._kept, self.went_back = None, False
-        self.replica.restore(captured["replica"])
+    def _restore_rest(self, captured: Mapping[str, Any], undo: contextlib.ExitStack) -> None:
+        """All but the registered objects. The replica comes last: it alone is too large to be put back."""
         waiting = dict(captured["sources"])
         for source in self.sources:
             if source.name in waiting:
+                undo.callback(source.load_state_dict, source.state_dict())
                 source.load_state_dict(waiting.pop(source.name))
+        self.replica.restore(captured["replica"])
+        self._kept, self.went_back = None, False
         self._waiting = waiting
         self._loops, self._loops_to_enter = dict(captured["loops"]), dict(captured["loops"])
 
@@ -178,7 +183,7 @@ class HeldState:
             return
         undone = self.name != kept.name
         self.registered.go_back(kept.captured["registered"], undone=undone)
-        self._restore_rest(kept.captured)
+        self._restore_rest(kept.captured, contextlib.ExitStack())
         self._loops_to_enter = loops
         self.operations.restart(kept.operations, passed=True)
         self.name, self.torn, self.went_back = kept.name, False, undone

@@ -7,14 +7,18 @@ All of it runs on the training thread.
 
 from __future__ import annotations
 
+import copy
 import functools
+import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 from shoal_common.errors import ConfigurationError
 
 from shoal_worker.state.tree import flatten
+
+_log = logging.getLogger(__name__)
 
 
 @runtime_checkable
@@ -89,6 +93,21 @@ class RegisteredState:
         self._calls = {}
         self._skip = dict(captured["calls"]) if skip_advances else {}
         self._void = False
+
+    def restoring(self) -> Callable[[], None]:
+        """A call that puts back what all objects have now, as far as they take it, after a `restore` that was refused."""
+        before = {name: copy.deepcopy(value.state_dict()) for name, value in self._objects.items()}
+        pending, calls, skip, void = self._pending, self._calls, self._skip, self._void
+
+        def put_back() -> None:
+            for name, state in before.items():
+                try:
+                    self._objects[name].load_state_dict(state)
+                except Exception as error:  # a user's own; the others are put back all the same
+                    _log.warning("the registered state %r could not be put back: %s", name, error)
+            self._pending, self._calls, self._skip, self._void = pending, calls, skip, void
+
+        return put_back
 
     def go_back(self, captured: Mapping[str, Any], *, undone: bool) -> None:
         """Loads a state of this rank's own: the advances that it counts were made. `undone`: those that the script makes before its next

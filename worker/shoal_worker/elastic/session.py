@@ -200,6 +200,10 @@ class Session:
         except StopTraining as stop:  # it never had a part in the run, so there is nothing for its script to do
             self._departure.exit_drained(str(stop))
 
+    def trains(self, replica: object) -> bool:
+        """Whether `replica` is the run's model; a clone of it is not."""
+        return self._held.has_replica and self._held.replica is replica
+
     # ------------------------------------------------------------------------------------------- steps: see `StrategySession`
 
     @property

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
 import torch
 from shoal_common.errors import ConfigurationError, CorruptDataError, PreconditionError
@@ -22,11 +22,9 @@ from shoal_worker.sharding.optimizer_state import ShardedOptimizerState
 from shoal_worker.sharding.resharding import VALUES, WHOLE, Cut, Held, division_cut, hold, reshard
 from shoal_worker.sharding.unit import Stage, Unit
 from shoal_worker.sharding.whole_state import Place, optimizer_state, spread
+from shoal_worker.state.optimizer import ELEMENTWISE, check_fits
 from shoal_worker.state.part import StatePart
 from shoal_worker.strategies.materialize import unsaved_buffers
-
-_ELEMENTWISE: Final = frozenset({"SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adadelta", "Adagrad", "RMSprop", "Rprop", "ASGD"})
-"""Optimizers of torch.optim that update each element from its own gradient and state alone."""
 
 Settings = list[dict[str, Any]]
 """Of an optimizer's parameter groups, without their parameters."""
@@ -34,10 +32,10 @@ Settings = list[dict[str, Any]]
 
 def check_elementwise(optimizer: torch.optim.Optimizer, *, elementwise: bool) -> None:
     """Raises ConfigurationError unless an optimizer is known, or said, to be elementwise, and has not stepped before."""
-    if type(optimizer).__name__ not in _ELEMENTWISE and not elementwise:
+    if type(optimizer).__name__ not in ELEMENTWISE and not elementwise:
         raise ConfigurationError(
             f"parameters are cut into flat pieces, and {type(optimizer).__name__} is not known to treat each element by itself; use "
-            f"one of {', '.join(sorted(_ELEMENTWISE))}, or say elementwise_optimizer=True if it does"
+            f"one of {', '.join(sorted(ELEMENTWISE))}, or say elementwise_optimizer=True if it does"
         )
     if any(float(own.get("step", 1)) > 0 for own in optimizer.state.values()):
         raise ConfigurationError("the optimizer has stepped before: call as_distributed first, then load its state")
@@ -209,6 +207,8 @@ class CutState:
     def restore_whole(self, state: Mapping[str, Any]) -> None:
         """Takes over what `assemble` of any strategy gave. It is whole here afterwards, and cut anew when the next step begins."""
         self.check_fits(state["model"])
+        if state["optimizer"] is not None:
+            self._check_optimizer(state["optimizer"])
         for unit in self.units:
             unit.make_whole()
         self.module.load_state_dict(state["model"])
@@ -222,14 +222,13 @@ class CutState:
         Raises:
             CorruptDataError: it is of another optimizer; nothing is changed.
         """
-        told = [len(group["params"]) for group in saved["param_groups"]]
-        if told != [len(group) for group in self._places]:
-            raise CorruptDataError(
-                f"the state is of an optimizer with {told} parameters in its groups; this one has {[len(g) for g in self._places]}",
-                reason="OPTIMIZER_DIFFERS",
-            )
+        self._check_optimizer(saved)
         spread(self._places, saved, self.units, self._state)
         self.settings = [{k: v for k, v in group.items() if k != "params"} for group in saved["param_groups"]]
+
+    def _check_optimizer(self, saved: Mapping[str, Any]) -> None:
+        if self.optimizer is not None:
+            check_fits(saved, self.optimizer, [[self.units[u].layout.shapes[i] for u, i in places] for places in self._places])
 
     @contextlib.contextmanager
     def whole_for(self, channel: Channel) -> Iterator[None]:

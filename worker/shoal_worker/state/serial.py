@@ -1,15 +1,22 @@
-"""A model as bytes, or as one file: safetensors with Shoal's metadata in its header. No pickle."""
+"""A model's or an optimizer's state as bytes, or as one file: safetensors with Shoal's metadata in its header. No pickle.
+
+The metadata has a digest of itself and of all tensors, so that damage anywhere is found.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import safetensors
 import safetensors.torch
 import torch
-from shoal_common.errors import CorruptDataError
+import xxhash
+from shoal_common.errors import ConfigurationError, CorruptDataError
+
+from shoal_worker.state.digest import tensor_digest
 
 _KEY = "shoal"
 _FORMAT = 1
@@ -24,29 +31,56 @@ def dump_tensors(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, Any
         # safetensors refuses tensors that share memory.
         plain[name] = value.clone() if value.data_ptr() in seen else value
         seen.add(plain[name].data_ptr())
-    return safetensors.torch.save(plain, metadata={_KEY: json.dumps({"format": _FORMAT, **metadata})})
+    content = {"format": _FORMAT, **metadata}
+    document = {"xxh3_64": _digest(content, plain), **content}
+    return safetensors.torch.save(plain, metadata={_KEY: json.dumps(document)})
 
 
 def load_tensors(data: bytes) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Inverse of `dump_tensors`.
 
     Raises:
-        CorruptDataError: truncated, not a safetensors image, not written by Shoal, or by a newer release.
+        CorruptDataError: truncated or damaged, not a safetensors image, not written by Shoal, or by a newer release.
     """
     try:
         tensors = safetensors.torch.load(data)
         length = int.from_bytes(data[:8], "little")
         header = json.loads(data[8 : 8 + length]).get("__metadata__", {})
-        metadata: dict[str, Any] = json.loads(header[_KEY])
+        document: dict[str, Any] = json.loads(header[_KEY])
     except KeyError:
         raise CorruptDataError(
             "a safetensors file, but not one that Shoal wrote: its metadata lacks 'shoal'", reason="FILE_FOREIGN"
         ) from None
-    except (safetensors.SafetensorError, ValueError, UnicodeDecodeError) as error:
+    except (safetensors.SafetensorError, ValueError, RecursionError) as error:
         raise CorruptDataError(f"not a complete safetensors file: {error}", reason="FILE_CORRUPT") from error
-    if metadata.get("format") != _FORMAT:
+    if not isinstance(document, dict) or document.get("format") != _FORMAT:
+        found = document.get("format") if isinstance(document, dict) else document
         raise CorruptDataError(
-            f"the file has format {metadata.get('format')!r}, this release reads {_FORMAT}; use the release that wrote it",
-            reason="FILE_NEWER",
+            f"the file has format {found!r}, this release reads {_FORMAT}; use the release that wrote it", reason="FILE_NEWER"
         )
-    return tensors, metadata
+    told = document.pop("xxh3_64", None)
+    if told != _digest(document, tensors):
+        raise CorruptDataError("the file is damaged: its content does not match its digest; use a copy", reason="FILE_CORRUPT")
+    return tensors, document
+
+
+def read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """`load_tensors` of a file.
+
+    Raises:
+        ConfigurationError: it cannot be opened.
+        CorruptDataError: as `load_tensors`; the message names the file.
+    """
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise ConfigurationError(f"{path} cannot be read: {error}; give a file of save_model") from error
+    try:
+        return load_tensors(data)
+    except CorruptDataError as error:
+        raise CorruptDataError(f"{path}: {error}", reason=error.reason) from error
+
+
+def _digest(content: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> str:
+    digests = {name: tensor_digest(tensor) for name, tensor in tensors.items()}
+    return xxhash.xxh3_64_hexdigest(json.dumps([content, digests], sort_keys=True, separators=(",", ":")).encode())

@@ -11,7 +11,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from shoal_common.errors import ConfigurationError, CorruptDataError, PreconditionError
@@ -23,9 +23,13 @@ from shoal_worker.elastic.group import Channel
 from shoal_worker.elastic.modes import evaluating
 from shoal_worker.elastic.session import Session
 from shoal_worker.elastic.step import Step
+from shoal_worker.state.optimizer import check_fits
 from shoal_worker.state.part import StatePart
-from shoal_worker.state.serial import dump_tensors, load_tensors
+from shoal_worker.state.serial import dump_tensors, load_tensors, read_tensors
 from shoal_worker.state.tree import flatten, unflatten
+from shoal_worker.strategies.agreeing import agreed
+
+T = TypeVar("T")
 
 
 class ShardedModel(nn.Module, abc.ABC):
@@ -150,16 +154,21 @@ class ShardedModel(nn.Module, abc.ABC):
         """What this rank holds of the parameters."""
 
     def with_parameters(self, parameters: torch.Tensor | Mapping[str, torch.Tensor]) -> ShardedModel:
-        """This model with other values: a flat vector of all parameters in order, or a dict by name. Returns self.
+        """This model with other values: a flat vector of all parameters in order, or a dict by name. Returns self. Every rank calls it,
+        with the same values.
 
         Raises:
-            ConfigurationError: a name, a shape or the number of elements does not fit; nothing is changed.
+            ConfigurationError: a name, a shape or the number of elements does not fit, or ranks differ; nothing is changed.
         """
         own = dict(self.module.named_parameters())
         with torch.no_grad():
-            for name, value in replaced_parameters(parameters, own).items():
+            for name, value in self.agreed("with_parameters", lambda: replaced_parameters(parameters, own)).items():
                 own[name].copy_(value)
         return self
+
+    def agreed(self, kind: str, read: Callable[[], T]) -> T:
+        """What `read` gives, once all ranks that train this model have been given the same; see `agreeing.agreed`. A clone's is its own."""
+        return agreed(self._session, kind, read) if self._session.trains(self) else read()
 
     # ---------------------------------------------------------------------------------------------------------------- files
 
@@ -180,9 +189,9 @@ class ShardedModel(nn.Module, abc.ABC):
 
         Raises:
             CorruptDataError: damaged, foreign or newer, or not of this model; nothing is changed.
+            ConfigurationError: ranks were given different bytes; nothing is changed.
         """
-        tensors, _ = load_tensors(data)
-        self.load_full(tensors)
+        self.load_full(self.agreed("deserialize", lambda: load_tensors(data)[0]))
 
     def save_model(self, path: str | Path) -> None:
         """Writes `serialize()` to a file, atomically, on the first rank that holds the state. Every rank calls it."""
@@ -194,8 +203,8 @@ class ShardedModel(nn.Module, abc.ABC):
             temporary.replace(target)
 
     def load_model(self, path: str | Path) -> None:
-        """Reads a file of `save_model`. Raises what `deserialize` raises."""
-        self.deserialize(Path(path).read_bytes())
+        """Reads a file of `save_model`, which every rank must see. Raises what `deserialize` raises."""
+        self.load_full(self.agreed("load_model", lambda: read_tensors(Path(path))[0]))
 
     def get_model_metadata(self) -> dict[str, Any]:
         """What the model is and how it is laid out; JSON-able."""
@@ -312,8 +321,18 @@ class ShardedOptimizer(torch.optim.Optimizer, abc.ABC):
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The user's optimizer's."""
-        self.optimizer.load_state_dict(state_dict)
+        """Loads what one process's optimizer, or this one under any strategy, gave. Every rank calls it, with the same.
+
+        Raises:
+            CorruptDataError: it is of another optimizer; nothing is changed.
+            ConfigurationError: ranks were given different states; nothing is changed.
+        """
+        self._load(self._model.agreed("optimizer.load_state_dict", lambda: state_dict))
+
+    def _load(self, state: dict[str, Any]) -> None:
+        """Takes over a state that all ranks were given alike."""
+        check_fits(state, self.optimizer, [[p.shape for p in group["params"]] for group in self.optimizer.param_groups])
+        self.optimizer.load_state_dict(state)
 
     def serialize(self) -> bytes:
         """Settings and state, for `deserialize` under any strategy and number of ranks. Every rank calls it."""
@@ -325,14 +344,9 @@ class ShardedOptimizer(torch.optim.Optimizer, abc.ABC):
 
         Raises:
             CorruptDataError: damaged, foreign or newer, or not of this optimizer; nothing is changed.
+            ConfigurationError: ranks were given different bytes; nothing is changed.
         """
-        tensors, metadata = load_tensors(data)
-        if metadata.get("kind") != "optimizer":
-            raise CorruptDataError("this is a model's state, not an optimizer's: load it with model.deserialize()", reason="FILE_FOREIGN")
-        try:
-            self.load_state_dict(unflatten(metadata["structure"], tensors))
-        except (ValueError, KeyError) as error:
-            raise CorruptDataError(f"the state is of another optimizer: {error}", reason="OPTIMIZER_DIFFERS") from error
+        self._load(self._model.agreed("optimizer.deserialize", lambda: _optimizer_state(data)))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused: the model's layout over the ranks is fixed when it is made.
@@ -362,6 +376,15 @@ class ShardedOptimizer(torch.optim.Optimizer, abc.ABC):
         from shoal_worker.elastic.early_stop import should_early_stop
 
         return should_early_stop(self._session, metric, mode=mode, patience=patience, min_delta=min_delta)
+
+
+def _optimizer_state(data: bytes) -> dict[str, Any]:
+    """What `ShardedOptimizer.serialize` was made from. Raises CorruptDataError."""
+    tensors, metadata = load_tensors(data)
+    if metadata.get("kind") != "optimizer":
+        raise CorruptDataError("this is a model's state, not an optimizer's: load it with model.deserialize()", reason="FILE_FOREIGN")
+    state: dict[str, Any] = unflatten(metadata.get("structure"), tensors)
+    return state
 
 
 def call_module(module: Callable[..., Any], inputs: Any) -> Any:

@@ -165,7 +165,7 @@ class CutModel(ShardedModel):
         """See `ShardedModel`. Every rank calls it, with the same values."""
         whole = self.full_state_dict()
         own = {name: whole[name] for name, _ in self.module.named_parameters()}
-        replaced = replaced_parameters(parameters, own)
+        replaced = self.agreed("with_parameters", lambda: replaced_parameters(parameters, own))
         shared = {id(p): name for name, p in self.module.named_parameters()}
         for name, parameter in self.module.named_parameters(remove_duplicate=False):
             whole[name] = replaced.get(shared[id(parameter)], whole[name])

@@ -19,6 +19,7 @@ from torch.nn.parameter import is_lazy
 
 from shoal_worker.elastic.contract import Leases, StepStatus
 from shoal_worker.elastic.group import Channel
+from shoal_worker.state.optimizer import check_fits
 from shoal_worker.strategies.accumulation import AccumulatedReduction
 from shoal_worker.strategies.base import ShardedOptimizer, call_module, check_optimizer_covers, check_reproducible, loss_of
 from shoal_worker.strategies.buffers import CommittedBuffers
@@ -160,6 +161,8 @@ class DDPModel(WholeModel):
     def restore(self, state: Mapping[str, Any]) -> None:
         """See `Replica`."""
         self._check_fits(state["model"])
+        if self._optimizer is not None and state["optimizer"] is not None:
+            check_fits(state["optimizer"], self._optimizer, [[p.shape for p in group["params"]] for group in self._optimizer.param_groups])
         if not self.has_values():
             materialize(self.module, self._optimizer, self._session.device, buffers=state.get("buffers"))
         with torch.no_grad():

@@ -37,13 +37,8 @@ class ShardedParametersOptimizer(ShardedOptimizer):
         """As one process would have it, whole: it loads under any strategy. Every rank calls it."""
         return self._model.optimizer_state_dict()  # type: ignore[no-any-return]
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a whole one, of any strategy. Every rank calls it, with the same.
-
-        Raises:
-            CorruptDataError: it is of another optimizer; nothing is changed.
-        """
-        self._model.load_optimizer_state_dict(state_dict)
+    def _load(self, state: dict[str, Any]) -> None:
+        self._model.load_optimizer_state_dict(state)
 
     def synchronize_parameters(self) -> None:
         """Parameters agree on all ranks after every step: nothing to do."""

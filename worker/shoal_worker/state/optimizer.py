@@ -1,0 +1,47 @@
+"""Whether a saved optimizer state is of the optimizer that is to take it: asked before anything is changed.
+
+torch's `load_state_dict` compares the numbers of groups and parameters, and takes moments of any shape; the next step then fails, or
+broadcasts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+from shoal_common.errors import CorruptDataError
+
+ELEMENTWISE: Final = frozenset({"SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adadelta", "Adagrad", "RMSprop", "Rprop", "ASGD"})
+"""Optimizers of torch.optim that update each element from its own gradient and state alone. So their state has the parameters' shapes."""
+
+
+def check_fits(saved: Any, optimizer: torch.optim.Optimizer, shapes: Sequence[Sequence[torch.Size]]) -> None:
+    """Checks what one process's `optimizer.state_dict()` gave. `shapes`: of the whole parameters of each group here.
+
+    Raises:
+        CorruptDataError (OPTIMIZER_DIFFERS): it is no such state, or of another optimizer or other parameters.
+    """
+    groups, state = (saved.get("param_groups"), saved.get("state")) if isinstance(saved, dict) else (None, None)
+    if not isinstance(groups, list) or not isinstance(state, dict) or not all(isinstance(g, dict) and "params" in g for g in groups):
+        raise _differs("it has no param_groups and state")
+    told, here = [len(group["params"]) for group in groups], [len(group) for group in shapes]
+    if told != here:
+        raise _differs(f"it has {told} parameters in its groups, this one {here}")
+    for group, own in zip(groups, optimizer.param_groups, strict=True):
+        # Switches come with new releases of torch, and schedulers add settings of their own: either may be there or not.
+        settled = {name for name, value in optimizer.defaults.items() if value is not None and not isinstance(value, bool)}
+        lacking = sorted(settled & own.keys() - group.keys())
+        if lacking:
+            raise _differs(f"its settings lack {lacking}, which {type(optimizer).__name__} has")
+    if type(optimizer).__name__ not in ELEMENTWISE:
+        return
+    numbered = dict(zip((n for g in groups for n in g["params"]), (shape for group in shapes for shape in group), strict=True))
+    for number, own_state in state.items():
+        for key, value in own_state.items():
+            if isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape != numbered.get(number):
+                raise _differs(f"{key!r} of its parameter {number} has shape {tuple(value.shape)}, the parameter {numbered.get(number)}")
+
+
+def _differs(what: str) -> CorruptDataError:
+    return CorruptDataError(f"the state is of another optimizer: {what}; nothing was changed", reason="OPTIMIZER_DIFFERS")

@@ -20,6 +20,8 @@ class _Done:
 class RankThread:
     """One rank's collectives."""
 
+    lost = False
+
     def __init__(self, rank: int, world_size: int, slots: list[Any], barrier: threading.Barrier) -> None:
         self.rank = rank
         self.world_size = world_size

@@ -33,6 +33,10 @@ class Collectives(Protocol):
     def rank(self) -> int: ...
     @property
     def world_size(self) -> int: ...
+    @property
+    def lost(self) -> bool:
+        """A collective of the step has failed: no more are issued in it."""
+        ...
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Pending:
         """Fills `full` with all ranks' `shard`, by rank. Flat tensors of one dtype."""
@@ -80,6 +84,12 @@ class SessionCollectives:
         """How many ranks share the model."""
         return self._session.world_size
 
+    @property
+    def lost(self) -> bool:
+        """See `Collectives`."""
+        step = self._session.step
+        return step is not None and step.lost is not None
+
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Pending:
         """See `Collectives`."""
         # Where the shard is a part of the result, that must survive a failure.
@@ -103,9 +113,8 @@ class SessionCollectives:
         return self._issue(None, lambda group: group.all_to_all_async(received, sent, receives, sends), alone=lambda: None)
 
     def _issue(self, cleared: torch.Tensor | None, start: Callable[[Group], dist.Work | None], alone: Callable[[], None]) -> Pending:
-        session = self._session
-        group, step = session.group, session.step
-        if step is not None and step.lost is not None:
+        group = self._session.group
+        if self.lost:
             _clear(cleared)
             return _FAILED
         if group is None or group.world_size == 1:

@@ -2,11 +2,11 @@
 
 - Forward: before a unit's module runs its parameters are gathered, and the next unit's gathering is begun; afterwards they are freed. The
   outermost unit stays, since its own layers stand at both ends (embedding and head).
-- Backward: before the first gradient enters a unit it is gathered again. When all its parameters have their gradients they are reduced and
-  the unit is freed.
+- Backward: before the first gradient enters a unit it is gathered again. When the gradients leave its module its own are reduced and it is
+  freed; where nothing is gathered, when all its parameters have theirs.
 - Reductions are begun in one fixed order, last unit first, whatever order the gradients came in, and each unit takes part in every backward
-  pass. So ranks whose graphs differ still issue the same collectives. Gatherings follow the forward pass, which must visit the units in
-  the same order on all ranks.
+  pass. So ranks of which some do not use a parameter still issue the same collectives. Gatherings follow the passes, which must go through
+  the blocks in the same order on all ranks: `issued` finds those that do not.
 
 It knows nothing of steps: who calls it says how much the coming gradients weigh, and when to reduce (`strategies/sharded.py`). All of it
 runs on the training thread, or in a backward pass on the thread that torch runs it on while the training thread waits.
@@ -24,10 +24,20 @@ from torch.autograd import Variable
 from torch.utils import _pytree as pytree
 
 from shoal_worker.sharding.collectives import Collectives
+from shoal_worker.sharding.issued import IssuedCollectives
 from shoal_worker.sharding.unit import Reducing, Stage, Unit
 
 _IN_FLIGHT: Final = 2
 """Reductions on their way at once; each holds a whole gradient of its unit."""
+
+
+class _Block:
+    """A module that is gathered at once, by its units."""
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self.units = units
+        self.open = 0
+        """Forward passes through it that no backward pass has come out of."""
 
 
 class ShardedExecution:
@@ -44,17 +54,22 @@ class ShardedExecution:
         """What the gradients that come weigh."""
         self.reduces_in_backward = True
         """Gradients are reduced as they become ready; else when `reduce_rest` is called."""
-        # Lists of units stand for their modules: they are compared by identity.
-        modules = [(module, list(own)) for module, own in units]
-        self._root = modules[0][1]
-        self._order: list[list[Unit]] = []
-        """Units in the order of the last forward pass, for prefetching."""
-        self._visited: list[list[Unit]] = []
+        self.issued = IssuedCollectives()
+        """Those of the step, where units are gathered in passes."""
+        self._numbers = {unit: number for number, unit in enumerate(self.units)}
+        modules = [(module, _Block(list(own))) for module, own in units]
+        self._blocks = [block for _, block in modules]
+        self._root = self._blocks[0]
+        self._order: list[_Block] = []
+        """Blocks in the order of the last forward pass, for prefetching."""
+        self._visited: list[_Block] = []
         self.pinned = False
         """What is gathered stays until `free_all`."""
         self._in_backward = False
         self._ready: dict[Unit, int] = {}
         """Parameters of a unit that have their gradient in this backward pass."""
+        self._left: set[Unit] = set()
+        """Units whose modules the gradients of this backward pass have left."""
         self._next = 0
         """Position in `_reduced` of the next reduction of this backward pass."""
         self._on_their_way: deque[Reducing] = deque()
@@ -66,9 +81,9 @@ class ShardedExecution:
             for index, parameter in enumerate(unit.parameters):
                 parameter.register_post_accumulate_grad_hook(_GradientHook(self, unit, index))
         if stage is Stage.PARAMETERS:
-            for module, own in modules:
-                module.register_forward_pre_hook(_BeforeForward(self, own), prepend=True)
-                module.register_forward_hook(_AfterForward(self, own), always_call=True)
+            for module, block in modules:
+                module.register_forward_pre_hook(_BeforeForward(self, block), prepend=True, with_kwargs=True)
+                module.register_forward_hook(_AfterForward(self, block), always_call=True)
 
     # ------------------------------------------------------------------------------------------------------- for the strategy
 
@@ -96,7 +111,7 @@ class ShardedExecution:
     @property
     def passed(self) -> list[tuple[str, int]]:
         """The collectives of one forward and backward pass: what they do, and with which unit. For `take_part`, there or in a joiner."""
-        return [(kind, self.units.index(unit)) for kind, unit in self._whole_pass]
+        return [(kind, self._numbers[unit]) for kind, unit in self._whole_pass]
 
     @passed.setter
     def passed(self, collectives: Sequence[tuple[str, int]]) -> None:
@@ -116,7 +131,7 @@ class ShardedExecution:
         self.free_all()
         for kind, unit in list(self._whole_pass) or [("reduce", unit) for unit in self._reduced]:
             if kind == "gather":
-                unit.start_gathering(self._collectives)
+                self._start([unit])
                 unit.finish_gathering()
                 unit.free()
             else:
@@ -140,36 +155,46 @@ class ShardedExecution:
         self._leave_backward()
         self._visited = []
 
+    def regrouped(self) -> None:
+        """There is another group: its ranks need not have made the same passes."""
+        self._order = []
+        self._visited = []
+
     # ---------------------------------------------------------------------------------------------------------- for the hooks
 
-    def before_forward(self, own: list[Unit]) -> None:
-        """A module that is a unit is about to compute."""
-        if own is self._root and not self._in_backward:
+    def before_forward(self, block: _Block, inputs: Any) -> None:
+        """A module that is a block is about to compute."""
+        if block is self._root and not self._in_backward:
             self._visited, self._pass = [], []
-        self._gather(own)
+        self._gather(block.units)
         if self._in_backward:  # recomputed from a checkpoint
             return
-        if own is not self._order_at(len(self._visited)):
+        if torch.is_grad_enabled():
+            block.open += 1
+            exits = [t for t in pytree.tree_leaves(inputs) if isinstance(t, torch.Tensor) and t.requires_grad]
+            if exits:
+                torch.autograd.graph.register_multi_grad_hook(exits, lambda _: self._after_backward_of(block), mode="all")
+        if block is not self._order_at(len(self._visited)):
             del self._order[len(self._visited) :]
-            self._order.append(own)
-        self._visited.append(own)
+            self._order.append(block)
+        self._visited.append(block)
         following = self._order_at(len(self._visited))
         if following is not None:
-            self._start(following)
+            self._start(following.units)
 
-    def after_forward(self, own: list[Unit], output: Any) -> None:
+    def after_forward(self, block: _Block, output: Any) -> None:
         """It has computed."""
-        is_root = own is self._root
+        is_root = block is self._root
         if self._in_backward:
             return
         if torch.is_grad_enabled():
             entrances = [t for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad]
             if entrances:
-                torch.autograd.graph.register_multi_grad_hook(entrances, lambda _: self._before_backward(own), mode="any")
+                torch.autograd.graph.register_multi_grad_hook(entrances, lambda _: self._before_backward(block), mode="any")
         else:
             is_root = False  # nobody will come back to it
         if not is_root and not self.pinned:
-            for unit in own:
+            for unit in block.units:
                 unit.free()
 
     def gradient_ready(self, unit: Unit, index: int) -> None:
@@ -177,19 +202,31 @@ class ShardedExecution:
         self._enter_backward()
         unit.add_gradient(index, self.factor)
         self._ready[unit] = self._ready.get(unit, 0) + 1
-        if self._is_ready(unit):
+        if self._ready[unit] >= len(unit.parameters):
             unit.free()
-            if self.reduces_in_backward:
+            if self.reduces_in_backward and self._stage is not Stage.PARAMETERS:
                 self._reduce_ready(all_of_them=False)
 
     # --------------------------------------------------------------------------------------------------------------- backward
 
-    def _before_backward(self, own: list[Unit]) -> None:
+    def _before_backward(self, block: _Block) -> None:
         self._enter_backward()
-        self._gather(own)
-        position = next((i for i, visited in enumerate(self._order) if visited is own), 0)
+        self._gather(block.units)
+        position = next((i for i, visited in enumerate(self._order) if visited is block), 0)
         if position > 0 and self._order[position - 1] is not self._order[0]:
-            self._start(self._order[position - 1])
+            self._start(self._order[position - 1].units)
+
+    def _after_backward_of(self, block: _Block) -> None:
+        """The gradients have left a module: all of its own are there (autograd runs the nodes made last first, and accumulates at once)."""
+        self._enter_backward()
+        block.open -= 1
+        if block.open == 0:
+            self._left.update(block.units)
+            if block is not self._root and not self.pinned:
+                for unit in block.units:
+                    unit.free()
+            if self.reduces_in_backward:
+                self._reduce_ready(all_of_them=False)
 
     def _enter_backward(self) -> None:
         if not self._in_backward:
@@ -207,10 +244,14 @@ class ShardedExecution:
     def _leave_backward(self) -> None:
         self._in_backward = False
         self._ready.clear()
+        self._left.clear()
+        for block in self._blocks:
+            block.open = 0
         self._next = 0
 
     def _is_ready(self, unit: Unit) -> bool:
-        return self._ready.get(unit, 0) >= len(unit.parameters)
+        # Where units are gathered in the pass, the moment of a reduction must not depend on which parameters this rank uses.
+        return unit in self._left if self._stage is Stage.PARAMETERS else self._ready.get(unit, 0) >= len(unit.parameters)
 
     def _reduce_ready(self, *, all_of_them: bool) -> None:
         while self._next < len(self._reduced) and (all_of_them or self._is_ready(self._reduced[self._next])):
@@ -221,17 +262,22 @@ class ShardedExecution:
         if len(self._on_their_way) >= _IN_FLIGHT:
             self._on_their_way.popleft().wait()
         self._on_their_way.append(unit.start_reducing(self._collectives))
-        self._pass.append(("reduce", unit))
+        self._record("reduce", unit)
 
     # -------------------------------------------------------------------------------------------------------------- gathering
 
-    def _order_at(self, position: int) -> list[Unit] | None:
+    def _record(self, kind: str, unit: Unit) -> None:
+        self._pass.append((kind, unit))
+        if self._stage is Stage.PARAMETERS and not (kind == "gather" and unit.resident) and not self._collectives.lost:
+            self.issued.add(kind, self._numbers[unit])
+
+    def _order_at(self, position: int) -> _Block | None:
         return self._order[position] if position < len(self._order) else None
 
     def _start(self, units: Sequence[Unit]) -> None:
         for unit in units:
             if unit.start_gathering(self._collectives):
-                self._pass.append(("gather", unit))
+                self._record("gather", unit)
 
     def _gather(self, units: Sequence[Unit]) -> None:
         self._start(units)
@@ -248,18 +294,18 @@ class _GradientHook:
 
 
 class _BeforeForward:
-    def __init__(self, execution: ShardedExecution, own: list[Unit]) -> None:
-        self._execution, self._own = execution, own
+    def __init__(self, execution: ShardedExecution, block: _Block) -> None:
+        self._execution, self._block = execution, block
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        self._execution.before_forward(self._own)
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._execution.before_forward(self._block, (args, kwargs))
 
 
 class _AfterForward:
-    def __init__(self, execution: ShardedExecution, own: list[Unit]) -> None:
-        self._execution, self._own = execution, own
+    def __init__(self, execution: ShardedExecution, block: _Block) -> None:
+        self._execution, self._block = execution, block
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._execution.after_forward(self._own, output)
+        self._execution.after_forward(self._block, output)

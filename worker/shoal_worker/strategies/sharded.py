@@ -32,6 +32,7 @@ from shoal_worker.elastic.group import Group
 from shoal_worker.elastic.step import Step
 from shoal_worker.failpoints import failpoint
 from shoal_worker.sharding.cut_state import check_elementwise
+from shoal_worker.sharding.issued import IssuedCollectives
 from shoal_worker.sharding.unit import Stage
 from shoal_worker.strategies.base import call_module, check_optimizer_covers, check_reproducible, loss_of
 from shoal_worker.strategies.closing import Closing, ClosingSum
@@ -222,7 +223,9 @@ class ShardedParametersModel(CutModel):
     @torch.no_grad()
     def regroup(self, group: Group) -> None:
         """See `Replica`."""
+        IssuedCollectives.compare(group.exchange(self._execution.issued.encode() if self._parts is not None else b""), self.strategy)
         if self._parts is not None:
+            self._execution.regrouped()
             self._parts.regroup(group)
         elif any(row[0] for row in group.all_gather_integers([0])):
             raise PreconditionError("this rank's model is on the meta device, and its peers' states are cut already: it should be a joiner")
@@ -234,6 +237,7 @@ class ShardedParametersModel(CutModel):
         assert step is not None
         self._check_training()
         self._execution.forget()
+        self._execution.issued.begin(self._applied + 1)
         self._weights, self._changes, self._sealed, self._shown, self._prepared = 0.0, None, False, False, False
         if self._held.whole:
             hosts = [peer.host for peer in group.generation.peers] if group is not None else [""]
@@ -285,12 +289,18 @@ class ShardedParametersModel(CutModel):
         failpoint("sharded.sealed")
         gradients = self._gradients
         summing = ClosingSum(
-            session.control_word(), [self._weights], gradients.squared_norm_part(), gradients.touched, self._buffer_changes(step)
+            session.control_word(),
+            self._execution.issued.word(),
+            [self._weights],
+            gradients.squared_norm_part(),
+            gradients.touched,
+            self._buffer_changes(step),
         )
         summed = summing.to_send(session.group.device if session.group is not None else "cpu")
         if not self._collectives.all_reduce(summed).wait() or not self._passes("reduction.completed"):
             return
-        word, weights, norm, present, changes = summing.split(summed)
+        word, issued, weights, norm, present, changes = summing.split(summed)
+        IssuedCollectives.check(issued.tolist(), self.strategy)
         total = (float(weights) or 1.0) if step.in_micro_batches else 1.0
         closing = self._closing = Closing(
             number=self._applied + 1,

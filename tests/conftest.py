@@ -19,6 +19,7 @@ import redis
 from shoal_common.redis import EmbeddedRedis
 
 from tests.ranks.processes import mpi_ranks, nursery, rank_pool, take_ranks  # noqa: F401 - fixtures
+from tests.zygote.children import zygote  # noqa: F401 - a fixture
 
 _GRACE_S = 5.0
 _MARK = "SHOAL_PYTEST_RUN"

@@ -6,27 +6,19 @@ from __future__ import annotations
 import os
 import random
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from shoal_worker.data.record import audit
 
-from tests.integration.worker_async.async_cluster import Zygote, eventually
 from tests.integration.worker_elastic.cluster import Cluster, cluster
+from tests.zygote.children import Zygote, eventually
 
 EPOCHS = 30
 FAULTS = 12
 SEEDS = [int(seed) for seed in os.environ.get("SOAK_SEEDS", "1,2,3").split(",")]
 
 pytestmark = pytest.mark.timeout(600)
-
-
-@pytest.fixture(scope="module")
-def zygote(leftover_processes: None) -> Iterator[Zygote]:
-    zygote = Zygote()
-    yield zygote
-    zygote.close()
 
 
 @pytest.fixture(scope="module")

@@ -11,12 +11,13 @@ from shoal_common.clients import CoordinatorClient
 from shoal_common.redis import EmbeddedRedis
 
 from tests.integration.coordinator.harness import Coordinator, Job, create_job
+from tests.zygote.children import Zygote
 
 
 @pytest.fixture(scope="session")
-def shared_coordinator(tmp_path_factory: pytest.TempPathFactory, leftover_processes: None) -> Iterator[Coordinator]:
+def shared_coordinator(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Coordinator]:
     """One coordinator with its embedded Valkey for all tests that do not stop either."""
-    coordinator = Coordinator(tmp_path_factory.mktemp("coordinator")).start()
+    coordinator = Coordinator(zygote, tmp_path_factory.mktemp("coordinator")).start()
     yield coordinator
     coordinator.close()
 
@@ -50,12 +51,12 @@ def own_redis(tmp_path: Path) -> Iterator[EmbeddedRedis]:
 
 
 @pytest.fixture
-def make_coordinator(tmp_path: Path) -> Iterator[Callable[..., Coordinator]]:
+def make_coordinator(zygote: Zygote, tmp_path: Path) -> Iterator[Callable[..., Coordinator]]:
     """Starts coordinators of the test's own."""
     started: list[Coordinator] = []
 
     def make(*flags: str, wait: bool = True, **more: Any) -> Coordinator:
-        coordinator = Coordinator(tmp_path, *flags, **more).start(wait=wait)
+        coordinator = Coordinator(zygote, tmp_path, *flags, **more).start(wait=wait)
         started.append(coordinator)
         return coordinator
 

@@ -3,77 +3,70 @@
 from __future__ import annotations
 
 import json
-import os
 import queue
 import signal
-import subprocess
-import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from shoal_common.clients import CoordinatorClient
 from shoal_common.errors import ShoalError
-from shoal_common.processes import tied_to_parent
 from shoal_common.rpc.channel import ChannelSettings
 from shoal_protos.v1 import coordinator_pb2 as pb
+
+from tests.zygote.children import Child, Zygote, eventually
 
 PATIENCE_S = 20.0
 
 
-def eventually(condition: Callable[[], Any], what: str, *, within_s: float = PATIENCE_S) -> Any:
-    """The first true value of `condition`, asked again and again."""
-    deadline = time.monotonic() + within_s
-    while not (value := condition()):
-        assert time.monotonic() < deadline, f"waited {within_s} s for {what}"
-        time.sleep(0.005)
-    return value
-
-
 class Coordinator:
-    """One coordinator process."""
+    """One coordinator process, which can be ended and started again."""
 
-    def __init__(self, directory: Path, *flags: str, environment: dict[str, str] | None = None) -> None:
+    def __init__(self, zygote: Zygote, directory: Path, *flags: str, environment: Mapping[str, str] | None = None) -> None:
+        self._zygote = zygote
         self._flags = flags
         self._port_file = directory / f"ports-{uuid.uuid4().hex}.json"
         self._log = directory / "coordinator.log"
-        self._environment = {**os.environ, **(environment or {})}
+        self._environment = environment or {}
         self.ports: dict[str, Any] = {}
-        self.process: subprocess.Popen[bytes]
+        self.process: Child
 
     def start(self, *more: str, wait: bool = True) -> Coordinator:
         self._port_file.unlink(missing_ok=True)
-        command = [sys.executable, "-m", "shoal_coordinator", "--port-file", str(self._port_file), *self._flags, *more]
-        with self._log.open("ab") as log:
-            self.process = subprocess.Popen(tied_to_parent(command), stderr=log, stdout=log, env=self._environment)
+        arguments = ["--port-file", str(self._port_file), *self._flags, *more]
+        self.process = self._zygote.start("coordinator", arguments, output=self._log, **self._environment)
         if wait:
             self.wait_ready()
         return self
 
     def wait_ready(self) -> None:
-        eventually(lambda: self._port_file.exists() or self.process.poll() is not None, "the coordinator's port file")
-        assert self.process.poll() is None, self.log
+        eventually(lambda: self._port_file.exists() or self.process.ended.is_set(), "the coordinator's port file")
+        assert not self.process.ended.is_set(), self.log
         self.ports = json.loads(self._port_file.read_text())
+
+    @property
+    def address(self) -> str:
+        return str(self.ports["grpc"])
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.wait(PATIENCE_S)
+        self.process.wait()
 
     def terminate(self) -> int:
-        self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(PATIENCE_S)
+        self.process.kill(signal.SIGTERM)
+        return self.process.wait()
 
     def close(self) -> None:
-        if self.process.poll() is None:
+        if not self.process.ended.is_set():
             self.terminate()
 
     @property
     def log(self) -> str:
-        return self._log.read_text()
+        return self.process.said()
 
     def client(self, **more: Any) -> CoordinatorClient:
         return CoordinatorClient(ChannelSettings(**{"address": self.ports["grpc"], "deadline": timedelta(seconds=10), **more}))

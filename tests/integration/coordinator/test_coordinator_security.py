@@ -20,6 +20,7 @@ from shoal_coordinator.service.methods import ALLOWED_ROLES, SERVICE
 from shoal_protos.v1 import coordinator_pb2 as pb
 
 from tests.integration.coordinator.harness import Coordinator
+from tests.zygote.children import Zygote
 
 METHODS = [method.name for method in pb.DESCRIPTOR.services_by_name["Coordinator"].methods]
 
@@ -41,11 +42,11 @@ PROTO_SAYS = {
 
 
 @pytest.fixture(scope="module")
-def guarded(tmp_path_factory: pytest.TempPathFactory, leftover_processes: None) -> Iterator[Coordinator]:
+def guarded(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Coordinator]:
     """A coordinator with a token for each role."""
     directory = tmp_path_factory.mktemp("guarded")
     (directory / "tokens").write_text("".join(f"{role}: {role}-secret\n" for role in Role))
-    coordinator = Coordinator(directory, "--tokens", str(directory / "tokens")).start()
+    coordinator = Coordinator(zygote, directory, "--tokens", str(directory / "tokens")).start()
     yield coordinator
     coordinator.close()
 
@@ -103,7 +104,7 @@ def test_http_asks_for_a_token_except_for_health(guarded: Coordinator) -> None:
             assert answer.status == 200
 
 
-def test_mutual_tls_lets_in_only_those_with_a_certificate(tmp_path: Path) -> None:
+def test_mutual_tls_lets_in_only_those_with_a_certificate(zygote: Zygote, tmp_path: Path) -> None:
     authority = trustme.CA()
     served, mine = authority.issue_cert("127.0.0.1"), authority.issue_cert("worker")
     authority.cert_pem.write_to_path(tmp_path / "ca.pem")
@@ -111,7 +112,7 @@ def test_mutual_tls_lets_in_only_those_with_a_certificate(tmp_path: Path) -> Non
         certificate.private_key_pem.write_to_path(tmp_path / f"{name}.key")
         certificate.cert_chain_pems[0].write_to_path(tmp_path / f"{name}.pem")
     flags = ("--tls-certificate", tmp_path / "server.pem", "--tls-key", tmp_path / "server.key", "--tls-authority", tmp_path / "ca.pem")
-    coordinator = Coordinator(tmp_path, *map(str, flags), "--tls-require-client-certificate").start()
+    coordinator = Coordinator(zygote, tmp_path, *map(str, flags), "--tls-require-client-certificate").start()
     try:
         with_certificate = TlsSettings(certificate=tmp_path / "client.pem", key=tmp_path / "client.key", authority=tmp_path / "ca.pem")
         with coordinator.client(tls=with_certificate) as client:

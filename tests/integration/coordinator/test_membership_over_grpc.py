@@ -223,7 +223,7 @@ def test_a_member_that_opens_a_second_stream_goes_on_there(make_job: MakeJob) ->
 def test_within_the_reconnect_grace_a_broken_stream_decides_nothing(
     make_coordinator: Callable[..., Coordinator], own_redis: EmbeddedRedis
 ) -> None:
-    coordinator = make_coordinator("--redis", own_redis.url, "--reconnect-grace", "1s")
+    coordinator = make_coordinator("--redis", own_redis.url, "--reconnect-grace", "400ms")
     with coordinator.client() as client:
         job = create_job(coordinator, client, join_grace_ms=300)
         a, b = job.form("a", "b")
@@ -239,7 +239,7 @@ def test_within_the_reconnect_grace_a_broken_stream_decides_nothing(
 
 
 def test_streams_that_all_break_together_are_the_networks_fault_and_leases_decide(make_job: MakeJob) -> None:
-    job = make_job(lease_ms=1500, join_grace_ms=300)
+    job = make_job(lease_ms=700, join_grace_ms=300)
     members = job.form("a", "b", "c")
     for member in members:
         member.cut()

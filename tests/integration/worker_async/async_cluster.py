@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import queue
-import signal
-import subprocess
-import sys
-import threading
-import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import pytest
 from shoal_common.clients import CoordinatorClient, ParameterServerClient
-from shoal_common.processes import tied_to_parent
 from shoal_common.rpc.channel import ChannelSettings
 from shoal_protos.v1 import coordinator_pb2, parameter_server_pb2
 from shoal_worker.elastic.current import set_session
@@ -30,112 +21,8 @@ from shoal_worker.elastic.session import Session
 from shoal_worker.metrics import WorkerMetrics
 from shoal_worker.settings import WorkerSettings
 
-PATIENCE_S = 60.0
-
-
-def eventually(condition: Callable[[], Any], what: str, *, within_s: float = PATIENCE_S) -> Any:
-    """The condition's first true value."""
-    deadline = time.monotonic() + within_s
-    while not (value := condition()):
-        if time.monotonic() > deadline:
-            pytest.fail(f"waited {within_s:g} s for {what}")
-        time.sleep(0.01)
-    return value
-
-
-class Child:
-    """One process that the zygote has forked."""
-
-    def __init__(self, output: Path) -> None:
-        self.pid = 0
-        self.output = output
-        self.started = threading.Event()
-        self.ended = threading.Event()
-        self.status: int | None = None
-
-    def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, number)
-
-    def wait(self) -> int:
-        if not self.ended.wait(PATIENCE_S):
-            pytest.fail(f"process {self.pid} did not end; it said: {self.said()}")
-        assert self.status is not None
-        return self.status
-
-    def said(self) -> str:
-        return self.output.read_text() if self.output.exists() else "nothing"
-
-
-class Zygote:
-    """Starts processes quickly; see zygote.py."""
-
-    def __init__(self) -> None:
-        command = [sys.executable, "-m", "tests.integration.worker_async.zygote"]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        root = Path(__file__).parents[3]
-        self._process = subprocess.Popen(
-            tied_to_parent(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True, cwd=root
-        )
-        self._children: dict[int, Child] = {}
-        self._ready: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        self._reader = threading.Thread(target=self._read)
-        self._reader.start()
-
-    def start(self, program: str, arguments: Sequence[str], *, output: Path, **environment: str) -> Child:
-        number, child = len(self._children), Child(output)
-        self._children[number] = child
-        command = {"start": number, "program": program, "arguments": list(arguments), "environment": environment, "output": str(output)}
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(command) + "\n")
-        self._process.stdin.flush()
-        if not child.started.wait(PATIENCE_S):
-            pytest.fail("the zygote does not answer")
-        return child
-
-    def close(self) -> None:
-        self._process.kill()  # and the kernel its children
-        self._process.wait()
-        self._reader.join()
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
-            with contextlib.suppress(BrokenPipeError):
-                pipe.close()
-
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            said = json.loads(line)
-            if "started" in said:
-                child = self._children[said["started"]]
-                child.pid = said["pid"]
-                child.started.set()
-            elif "ended" in said:
-                child = self._children[said["ended"]]
-                child.status = said["status"]
-                child.ended.set()
-
-
-class Coordinator:
-    """One coordinator process, which can be stopped and started again on the same port."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._port_file = directory / "coordinator.json"
-        self.address = "127.0.0.1:0"
-        self.start()
-
-    def start(self) -> None:
-        self._port_file.unlink(missing_ok=True)
-        command = [sys.executable, "-m", "shoal_coordinator", "--listen", self.address, "--http", "127.0.0.1:0"]
-        command += ["--redis", f"embedded://{self._directory / 'valkey'}", "--port-file", str(self._port_file)]
-        with (self._directory / "coordinator.log").open("ab") as log:
-            self.process = subprocess.Popen(tied_to_parent(command), stdout=log, stderr=log)
-        self.address = json.loads(eventually(lambda: self._port_file.exists() and self._port_file.read_text(), "the coordinator"))["grpc"]
-
-    def stop(self) -> None:
-        self.process.terminate()
-        self.process.wait(PATIENCE_S)
+from tests.integration.coordinator.harness import Coordinator
+from tests.zygote.children import PATIENCE_S, Child, Zygote, eventually
 
 
 class Server:
@@ -262,10 +149,6 @@ class AsyncCluster:
             member_id=settings.member_id,
             host="localhost",
             pid=os.getpid(),
-            launcher_id="",
-            local_index=0,
-            donor_address="",
-            metrics_address="",
         )
         client = CoordinatorClient(ChannelSettings(address=self.coordinator.address))
         session = Session(settings, Membership(client, identity, settings, host="127.0.0.1"), None, WorkerMetrics())

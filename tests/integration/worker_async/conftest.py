@@ -1,4 +1,4 @@
-"""One coordinator and one zygote for all tests here; a job with its own servers for each."""
+"""One coordinator for all tests here; a job with its own servers for each."""
 
 from __future__ import annotations
 
@@ -8,21 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.worker_async.async_cluster import AsyncCluster, Coordinator, Zygote, async_cluster
+from tests.integration.coordinator.harness import Coordinator
+from tests.integration.worker_async.async_cluster import AsyncCluster, async_cluster
+from tests.zygote.children import Zygote
 
 
 @pytest.fixture(scope="package")
-def zygote(leftover_processes: None) -> Iterator[Zygote]:
-    zygote = Zygote()
-    yield zygote
-    zygote.close()
-
-
-@pytest.fixture(scope="package")
-def coordinator(leftover_processes: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Coordinator]:
-    coordinator = Coordinator(tmp_path_factory.mktemp("coordinator"))
+def coordinator(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Coordinator]:
+    coordinator = Coordinator(zygote, tmp_path_factory.mktemp("coordinator")).start()
     yield coordinator
-    coordinator.stop()
+    coordinator.close()
 
 
 @pytest.fixture

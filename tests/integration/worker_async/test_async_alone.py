@@ -20,7 +20,8 @@ from shoal_common.scratch import remove_orphans
 from shoal_worker.elastic.current import find_session, set_session
 from torch import nn
 
-from tests.integration.worker_async.async_cluster import Worker, Zygote
+from tests.integration.worker_async.async_cluster import Worker
+from tests.zygote.children import Zygote
 
 SCRIPT = """
 import sys

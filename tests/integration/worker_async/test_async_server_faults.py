@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 from shoal_worker.data.record import audit
 
-from tests.integration.worker_async.async_cluster import AsyncCluster, Coordinator, Server, eventually
+from tests.integration.coordinator.harness import Coordinator
+from tests.integration.worker_async.async_cluster import AsyncCluster, Server
 from tests.integration.worker_async.train import SAMPLES
+from tests.zygote.children import Zygote, eventually
 
 Make = Callable[..., AsyncCluster]
 
@@ -90,21 +92,21 @@ def test_a_server_that_stays_away_ends_the_step_with_one_clear_error(cluster: Ma
     assert "was away for more than 0 s (server_timeout); start it again with its data directory" in worker.process.said()
 
 
-def test_leases_survive_a_restart_of_the_coordinator(cluster: Make, tmp_path_factory: pytest.TempPathFactory) -> None:
-    coordinator = Coordinator(tmp_path_factory.mktemp("own-coordinator"))
+def test_leases_survive_a_restart_of_the_coordinator(cluster: Make, zygote: Zygote, tmp_path: Path) -> None:
+    coordinator = Coordinator(zygote, tmp_path, "--redis", f"embedded://{tmp_path / 'valkey'}").start()
     try:
         running = cluster(coordinator=coordinator, together=2)
         workers = [running.start_worker(epochs=2, hold_at=[4]) for _ in range(2)]
         for worker in workers:
             worker.wait_step(4)
-        coordinator.stop()
+        coordinator.terminate()
         for worker in workers:
             worker.go(4)
-        coordinator.start()
+        coordinator.start("--listen", coordinator.address)
         assert sum(worker.result()["steps"] for worker in workers) == 2 * BATCHES
         assert audit(running.records).exactly_once
     finally:
-        coordinator.stop()
+        coordinator.close()
 
 
 def test_a_checkpoint_has_the_servers_values_and_a_new_job_starts_from_it(cluster: Make, tmp_path: Path) -> None:

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from shoal_worker.data.record import audit
 
-from tests.integration.worker_async.async_cluster import AsyncCluster, eventually
+from tests.integration.worker_async.async_cluster import AsyncCluster
 from tests.integration.worker_async.train import SAMPLES, network
+from tests.zygote.children import eventually
 
 Make = Callable[..., AsyncCluster]
 

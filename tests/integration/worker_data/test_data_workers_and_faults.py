@@ -6,8 +6,8 @@ from pathlib import Path
 from shoal_protos.v1 import coordinator_pb2 as pb
 from shoal_worker.data.record import audit
 
-from tests.integration.worker_async.async_cluster import Zygote, eventually
 from tests.integration.worker_elastic.cluster import cluster
+from tests.zygote.children import Zygote, eventually
 
 
 def test_a_rank_killed_with_its_data_workers_is_replaced_by_a_spare_and_no_sample_is_lost(zygote: Zygote, tmp_path: Path) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from shoal_common.clients.coordinator import CoordinatorClient
-from shoal_common.processes import tied_to_parent
 from shoal_common.rpc.channel import ChannelSettings
 from shoal_protos.v1 import coordinator_pb2 as pb
 
-from tests.integration.worker_async.async_cluster import Child, Zygote, eventually
+from tests.integration.coordinator.harness import Coordinator
+from tests.zygote.children import Child, Zygote, eventually
 
 
 class Cluster:
@@ -31,7 +29,7 @@ class Cluster:
         min_workers: int = 1,
         max_workers: int = 3,
         join_grace_ms: int = 30_000,
-        lease_ms: int = 15_000,
+        lease_ms: int = 5000,
         stall_timeout_ms: int = 0,
         script: Path | None = None,
         **environment: str,
@@ -50,16 +48,12 @@ class Cluster:
         self._program = ("elastic", []) if script is None else ("script", [str(script)])
         self.workers: dict[int, Child] = {}
         self.members: dict[int, str] = {}
-        self._port_file = directory / "coordinator.json"
-        self.start_coordinator()
+        self.coordinator = Coordinator(zygote, directory, "--redis", f"embedded://{directory / 'valkey'}")
+        self._start_coordinator()
 
-    def start_coordinator(self, listen: str = "127.0.0.1:0", redis: str | None = None) -> None:
-        self._port_file.unlink(missing_ok=True)
-        command = [sys.executable, "-m", "shoal_coordinator", "--listen", listen, "--http", "127.0.0.1:0"]
-        command += ["--redis", redis or f"embedded://{self.directory / 'valkey'}", "--port-file", str(self._port_file)]
-        self.coordinator = subprocess.Popen(tied_to_parent(command))
-        self.addresses = json.loads(eventually(lambda: self._port_file.exists() and self._port_file.read_text(), "the coordinator"))
-        self.client = CoordinatorClient(ChannelSettings(address=self.addresses["grpc"]))
+    def _start_coordinator(self, *flags: str) -> None:
+        self.address = self.coordinator.start(*flags).address
+        self.client = CoordinatorClient(ChannelSettings(address=self.address))
         spec = pb.JobSpec(
             job_id="job",
             min_workers=self._min_workers,
@@ -74,7 +68,7 @@ class Cluster:
         """Starts worker `index`."""
         self.members[index] = uuid.uuid4().hex
         settings = {
-            "SHOAL_COORDINATOR": self.addresses["grpc"],
+            "SHOAL_COORDINATOR": self.address,
             "SHOAL_JOB_ID": "job",
             "SHOAL_MEMBER_ID": self.members[index],
             "SHOAL_LOCAL_INDEX": str(index),
@@ -108,15 +102,18 @@ class Cluster:
         member = self.members[index]
         eventually(lambda: any(m.member_id == member and m.progress.step > 0 for m in self.job().members), f"worker {index} in the run")
 
+    def said(self) -> str:
+        """All that the workers wrote."""
+        return "".join(worker.said() for worker in self.workers.values())
+
     def signal(self, index: int, number: signal.Signals) -> None:
         self.workers[index].kill(number)
 
     def restart_coordinator(self) -> None:
         """SIGKILL, and a new one at the same address over the same data."""
         self.coordinator.kill()
-        self.coordinator.wait()
         self.client.close()
-        self.start_coordinator(listen=self.addresses["grpc"])
+        self._start_coordinator("--listen", self.address)
 
     def finish(self, *expected_to_end_well: int, may_end_well: bool = False) -> list[dict[str, Any]]:
         """Waits for all workers, and returns what those that are expected to end well say. `may_end_well`: so may others (drained ones)."""
@@ -130,11 +127,9 @@ class Cluster:
     def close(self) -> None:
         self.client.close()
         for worker in self.workers.values():
-            if not worker.ended.is_set():
-                worker.kill(signal.SIGKILL)  # a stopped process, too
+            worker.kill()  # a stopped process, too
             worker.wait()
         self.coordinator.kill()
-        self.coordinator.wait()
 
 
 @contextmanager

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.worker_async.async_cluster import Zygote
 from tests.integration.worker_elastic.cluster import cluster
 from tests.integration.worker_elastic.ddp_cases import CASES, WORLD
+from tests.zygote.children import Zygote
 
 
 @pytest.fixture(scope="module")

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from shoal_worker.data.record import audit
 
-from tests.integration.worker_async.async_cluster import Zygote, eventually
 from tests.integration.worker_elastic.cluster import Cluster, cluster
 from tests.integration.worker_elastic.proxy import Proxy
+from tests.zygote.children import Zygote, eventually
 
 EPOCHS = 4
 STEPS = 10 * EPOCHS
@@ -193,7 +193,7 @@ def test_training_goes_on_while_the_coordinator_is_away_and_membership_follows_w
 
 
 def test_a_network_that_drops_all_connections_to_the_coordinator_costs_nobody_its_place(three: Cluster, fault_free: dict[str, Any]) -> None:
-    with Proxy(three.addresses["grpc"]) as proxy:
+    with Proxy(three.address) as proxy:
         with three.held():
             for index in range(3):
                 three.start(index, SHOAL_COORDINATOR=proxy.address)

@@ -1,7 +1,6 @@
 """local_sgd on real ranks ends as replicas in one process do that average by hand (1e-10 in float64), whatever happens on the way, and
 every sample counts exactly once."""
 
-import re
 import signal
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,13 +13,12 @@ from shoal_worker.data.record import audit
 from shoal_worker.elastic.current import set_session
 from shoal_worker.elastic.step import CONTROL_LENGTH
 
-from tests.integration.worker_async.async_cluster import Zygote
 from tests.integration.worker_elastic.cluster import Cluster, cluster
 from tests.integration.worker_elastic.local_sgd_ranks import CHECKPOINT_AT
 from tests.integration.worker_elastic.local_sgd_simulation import RECIPES, State, simulate, whole_batches
+from tests.zygote.children import Zygote
 
 SCRIPT = Path(__file__).with_name("local_sgd_ranks.py")
-PAGE = Path(__file__).parents[3] / "docs" / "strategies" / "local_sgd.md"
 
 
 @pytest.fixture(autouse=True)
@@ -144,18 +142,3 @@ def test_workers_come_and_go_at_the_ends_of_rounds(zygote: Zygote, tmp_path: Pat
     assert [(r["lost"], r["world"]) for r in results] == [(0, 2)] * 2
     assert results[0]["state"] == results[1]["state"]
     assert {r["state_entries"] for r in results} == {4}
-
-
-def test_the_pages_example_learns_digits(zygote: Zygote, tmp_path: Path) -> None:
-    (example,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    script = tmp_path / "train.py"
-    script.write_text(example)
-    with cluster(zygote, tmp_path, max_workers=2, script=script) as running:
-        for index in range(2):
-            running.start(index)
-        for index in range(2):
-            worker = running.workers[index]
-            assert worker.wait() == 0, worker.said()
-            (share,) = re.findall(r"right: ([0-9.]+)", worker.said())
-            assert float(share) > 0.9
-        assert audit(running.records).exactly_once

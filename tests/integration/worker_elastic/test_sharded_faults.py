@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from tests.integration.worker_async.async_cluster import Zygote, eventually
 from tests.integration.worker_elastic import few_micro_batches, sharded_state
 from tests.integration.worker_elastic.cluster import cluster
 from tests.integration.worker_elastic.test_faults import EPOCHS, check_same_run
+from tests.zygote.children import Zygote, eventually
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +94,18 @@ def test_a_checkpoint_of_one_strategy_is_resumed_by_another_on_other_ranks(zygot
             running.start(index)
         results = running.finish(0, 1)
     assert {r["digest"] for r in results} == {alone["digest"]}
+
+
+def test_a_worker_killed_while_its_shard_of_a_checkpoint_is_written_leaves_the_one_before_as_the_newest(
+    zygote: Zygote, tmp_path: Path
+) -> None:
+    checkpoints = tmp_path / "checkpoints"
+    with cluster(zygote, tmp_path, EPOCHS="2", STRATEGY="zero3", CHECKPOINTS=str(checkpoints)) as running:
+        for index in range(3):
+            running.start(index, **({"SHOAL_FAILPOINTS": "checkpoint.shard_written@2=kill"} if index == 1 else {}))
+        running.finish(0, 2)
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["step-10"]
+    assert len(list((checkpoints / "step-10").glob("shard-*-of-00003.safetensors"))) == 3
 
 
 def test_two_neighbours_that_die_at_once_are_a_loss_that_is_named(zygote: Zygote, tmp_path: Path) -> None:

@@ -9,9 +9,9 @@ from typing import Any, cast
 
 import pytest
 
-from tests.integration.worker_async.async_cluster import Zygote, eventually
 from tests.integration.worker_elastic.cluster import Cluster, cluster
 from tests.integration.worker_elastic.proxy import Proxy
+from tests.zygote.children import Zygote, eventually
 
 
 class DeafLine(Proxy):
@@ -43,9 +43,9 @@ def same_end(results: list[dict[str, Any]]) -> None:
 
 
 def test_a_member_that_hears_of_the_stop_late_ends_at_the_border_of_the_others(zygote: Zygote, tmp_path: Path) -> None:
-    with cluster(zygote, tmp_path, EPOCHS="4", MICRO="1") as running, DeafLine(running.addresses["grpc"]) as line:
+    with cluster(zygote, tmp_path, EPOCHS="4", MICRO="1") as running, DeafLine(running.address) as line:
         with running.held():
-            for index, address in enumerate([running.addresses["grpc"], running.addresses["grpc"], line.address]):
+            for index, address in enumerate([running.address, running.address, line.address]):
                 running.start(index, SHOAL_COORDINATOR=address)
             running.wait_steps(1)
             line.hears.clear()
@@ -56,9 +56,9 @@ def test_a_member_that_hears_of_the_stop_late_ends_at_the_border_of_the_others(z
 
 
 def test_a_death_while_the_job_stops_lets_the_others_end_at_one_border(zygote: Zygote, tmp_path: Path) -> None:
-    with cluster(zygote, tmp_path, EPOCHS="4", MICRO="1") as running, DeafLine(running.addresses["grpc"]) as line:
+    with cluster(zygote, tmp_path, EPOCHS="4", MICRO="1") as running, DeafLine(running.address) as line:
         with running.held():
-            for index, address in enumerate([running.addresses["grpc"], running.addresses["grpc"], line.address]):
+            for index, address in enumerate([running.address, running.address, line.address]):
                 running.start(index, SHOAL_COORDINATOR=address)
             running.wait_steps(1)
             line.hears.clear()

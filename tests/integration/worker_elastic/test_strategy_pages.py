@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from shoal_worker.strategies import registry
 
-from tests.integration.worker_async.async_cluster import Zygote
 from tests.integration.worker_elastic.cluster import cluster
+from tests.zygote.children import Zygote
 
 PAGES = Path(__file__).parents[3] / "docs" / "strategies"
 CLUSTERED = sorted(set(registry.names()) - {"async_sgd"})
@@ -33,4 +33,8 @@ def test_the_examples_of_a_page_run_on_two_ranks(zygote: Zygote, tmp_path: Path,
         with cluster(zygote, directory, max_workers=2, script=script) as running:
             for index in range(2):
                 running.start(index)
-            assert [running.workers[index].wait() for index in range(2)] == [0, 0], example
+            assert [running.workers[index].wait() for index in range(2)] == [0, 0], running.said()
+            shares = re.findall(r"right: ([0-9.]+)", running.said())
+            assert all(float(share) > 0.9 for share in shares), "it says how much it has learnt"
+            if strategy == "local_sgd":
+                assert len(shares) == 2

@@ -19,13 +19,14 @@ from shoal_worker.elastic.transfer import StateDonor
 from shoal_worker.settings import WorkerSettings
 
 from tests.integration.coordinator.harness import Coordinator, Job, create_job, eventually
+from tests.zygote.children import Zygote
 
 SECOND = timedelta(seconds=1)
 
 
 @pytest.fixture
-def job(tmp_path: Path, leftover_processes: None) -> Iterator[Job]:
-    coordinator = Coordinator(tmp_path).start()
+def job(zygote: Zygote, tmp_path: Path) -> Iterator[Job]:
+    coordinator = Coordinator(zygote, tmp_path).start()
     with coordinator.client() as client:
         job = create_job(coordinator, client, largest=2, join_grace_ms=60_000)
         yield job
@@ -48,16 +49,7 @@ def test_peers_that_take_connections_are_told_from_those_that_do_not(caplog: pyt
 
 def test_two_members_that_cannot_reach_each_other_are_kept_apart(job: Job) -> None:
     settings = WorkerSettings(collective_timeout_s=0.3, connect_timeout_s=0.3, rendezvous_timeout_s=20)
-    identity = MemberIdentity(
-        job_id=job.job_id,
-        member_id="a",
-        host="h1",
-        pid=os.getpid(),
-        launcher_id="",
-        local_index=0,
-        donor_address="127.0.0.1:1",
-        metrics_address="",
-    )
+    identity = MemberIdentity(job_id=job.job_id, member_id="a", host="h1", pid=os.getpid(), donor_address="127.0.0.1:1")
     membership = Membership(job.coordinator.client(), identity, settings, host="127.0.0.1")
     membership.make_backend = no_backend
     membership.join()

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from shoal_worker.data.record import audit
 
-from tests.integration.worker_async.async_cluster import Zygote
 from tests.integration.worker_elastic.cluster import cluster
+from tests.zygote.children import Zygote
 
 SCRIPT = Path(__file__).parent / "two_loaders.py"
 EPOCHS = 3

@@ -27,7 +27,7 @@ def train(loader: shoal.ElasticDataLoader, most: int) -> None:
     for step in loader.steps():
         for x, y in step:
             nn.functional.cross_entropy(model(x), y).backward()
-        pace(hold)
+        pace(hold, loader.global_step)
         optimizer.step()
         optimizer.zero_grad()
         if loader.step == most:

@@ -93,16 +93,7 @@ class OwnCluster:
         with CoordinatorClient(self._channel) as client:
             client.create_job(pb.JobSpec(job_id=_JOB, min_workers=1, max_workers=1, parameter_servers=1))
         self._start(_PS_SERVER, "--coordinator", coordinator, "--job", _JOB, "--server-id", "own")
-        identity = MemberIdentity(
-            job_id=_JOB,
-            member_id=uuid.uuid4().hex,
-            host="localhost",
-            pid=os.getpid(),
-            launcher_id="",
-            local_index=0,
-            donor_address="",
-            metrics_address="",
-        )
+        identity = MemberIdentity(job_id=_JOB, member_id=uuid.uuid4().hex, host="localhost", pid=os.getpid())
         self._link = CoordinatorLink(CoordinatorClient(self._channel), identity, on_generation=lambda generation: None)
         self._link.connect(_START_TIMEOUT)
         self._link.ready()

@@ -49,10 +49,12 @@ class MemberIdentity:
     member_id: str
     host: str
     pid: int
-    launcher_id: str
-    local_index: int
-    donor_address: str
-    metrics_address: str
+    launcher_id: str = ""
+    """Whoever reports its end; empty: nobody does."""
+    local_index: int = 0
+    donor_address: str = ""
+    """host:port where it gives its state to others; empty: it has none to give."""
+    metrics_address: str = ""
 
 
 @dataclass(kw_only=True)

@@ -1,9 +1,9 @@
-"""Forks parameter servers and workers from a process that has imported all they need: importing torch takes seconds, a fork milliseconds.
+"""Forks services and workers from a process that has imported all they need: importing torch takes seconds, a fork milliseconds.
 
 Each child is a process like any other: its own pid, environment, signals and exit. Nothing of grpc is in use when it is forked. Run as a
 module; commands come on standard input, one JSON object a line, and what is said goes to standard output.
 
-    {"start": 7, "program": "server" | "train" | "elastic" | "script", "arguments": [...], "environment": {...}, "output": path}
+    {"start": 7, "program": one of PROGRAMS, "arguments": [...], "environment": {...}, "output": path}
                                                                                           ->  {"started": 7, "pid": ...}
     a child's end                                                                         ->  {"ended": 7, "status": ...}  as Popen says it
 """
@@ -24,16 +24,19 @@ import sys
 from runpy import run_path
 from typing import Any, NoReturn
 
-import shoal_worker.strategies.async_sgd  # noqa: F401 - loaded once, before the forks
+import shoal_coordinator.__main__
+import shoal_coordinator.server
+import shoal_ps_server.__main__
+import shoal_ps_server.server
 import torch
 import torch.optim.lr_scheduler
-from shoal_ps_server.__main__ import main as serve
 
 from tests.integration.worker_async import train
 from tests.integration.worker_elastic import train as elastic
 
 PROGRAMS = {
-    "server": serve,
+    "coordinator": shoal_coordinator.__main__.main,
+    "server": shoal_ps_server.__main__.main,
     "train": train.main,
     "elastic": elastic.main,
     "script": lambda arguments: run_path(arguments[0], run_name="__main__") and None,
@@ -84,7 +87,7 @@ def become(command: dict[str, Any]) -> NoReturn:
         status = PROGRAMS[command["program"]](command["arguments"])
     except SystemExit as end:
         status = end.code
-    except BaseException:
+    except BaseException:  # as the interpreter does it
         sys.excepthook(*sys.exc_info())
     finally:
         atexit._run_exitfuncs()

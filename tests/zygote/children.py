@@ -1,0 +1,114 @@
+"""Processes for tests, forked from a zygote (__main__.py): real ones, with their own pid, environment, signals and exit."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from shoal_common.processes import tied_to_parent
+
+PATIENCE_S = 60.0
+
+
+def eventually(condition: Callable[[], Any], what: str, *, within_s: float = PATIENCE_S) -> Any:
+    """The condition's first true value."""
+    deadline = time.monotonic() + within_s
+    while not (value := condition()):
+        if time.monotonic() > deadline:
+            pytest.fail(f"waited {within_s:g} s for {what}")
+        time.sleep(0.01)
+    return value
+
+
+class Child:
+    """One process that the zygote has forked."""
+
+    def __init__(self, output: Path) -> None:
+        self.pid = 0
+        self.output = output
+        self.started = threading.Event()
+        self.ended = threading.Event()
+        self.status: int | None = None
+
+    def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
+        if not self.ended.is_set():
+            with contextlib.suppress(ProcessLookupError):  # it has ended, and the zygote has not said so yet
+                os.kill(self.pid, number)
+
+    def wait(self) -> int:
+        """Its exit status; that of a signal is negative, as Popen has it."""
+        if not self.ended.wait(PATIENCE_S):
+            pytest.fail(f"process {self.pid} did not end; it said: {self.said()}")
+        assert self.status is not None
+        return self.status
+
+    def said(self) -> str:
+        """All that it wrote."""
+        return self.output.read_text() if self.output.exists() else "nothing"
+
+
+class Zygote:
+    """Starts processes quickly; see __main__.py. One thread reads what it says; `Child` objects are set by it."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, "-m", "tests.zygote"]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        root = Path(__file__).parents[2]
+        self._process = subprocess.Popen(
+            tied_to_parent(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True, cwd=root
+        )
+        self._children: dict[int, Child] = {}
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def start(self, program: str, arguments: Sequence[str], *, output: Path, **environment: str) -> Child:
+        """A process of `program` (__main__.PROGRAMS), in this one's environment and `environment`."""
+        number, child = len(self._children), Child(output)
+        self._children[number] = child
+        command = {"start": number, "program": program, "arguments": list(arguments), "environment": environment, "output": str(output)}
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(command) + "\n")
+        self._process.stdin.flush()
+        if not child.started.wait(PATIENCE_S):
+            pytest.fail("the zygote does not answer")
+        return child
+
+    def close(self) -> None:
+        self._process.kill()  # and the kernel its children
+        self._process.wait()
+        self._reader.join()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            with contextlib.suppress(BrokenPipeError):  # what was not sent has no reader any more
+                pipe.close()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            said = json.loads(line)
+            if "started" in said:
+                child = self._children[said["started"]]
+                child.pid = said["pid"]
+                child.started.set()
+            elif "ended" in said:
+                child = self._children[said["ended"]]
+                child.status = said["status"]
+                child.ended.set()
+
+
+@pytest.fixture(scope="session")
+def zygote(leftover_processes: None) -> Iterator[Zygote]:
+    """One for all tests."""
+    zygote = Zygote()
+    yield zygote
+    zygote.close()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import copy
 import math
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -169,6 +170,15 @@ class ShardedModel(nn.Module, abc.ABC):
     def agreed(self, kind: str, read: Callable[[], T]) -> T:
         """What `read` gives, once all ranks that train this model have been given the same; see `agreeing.agreed`. A clone's is its own."""
         return agreed(self._session, kind, read) if self._session.trains(self) else read()
+
+    def clone(self) -> nn.Module:
+        """A copy of the whole model as it is now, to keep, evaluate or save. It takes no part in training. Every rank calls it."""
+        state = self.full_state_dict()
+        copied = copy.deepcopy(self.module)
+        for name, tensor in copied.state_dict(keep_vars=True).items():
+            if isinstance(tensor, torch.Tensor):
+                tensor.data = state[name].clone()  # in place of what lies here, which may be a part, or nothing
+        return copied
 
     # ---------------------------------------------------------------------------------------------------------------- files
 

@@ -15,7 +15,7 @@ runs on the training thread, or in a backward pass on the thread that torch runs
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
@@ -293,7 +293,17 @@ class _GradientHook:
         self._execution.gradient_ready(self._unit, self._index)
 
 
-class _BeforeForward:
+class _Hook:
+    """Of this module's; a copy of it (`clone`) has none."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        return _do_nothing
+
+
+def _do_nothing(*_args: Any, **_kwargs: Any) -> None: ...
+
+
+class _BeforeForward(_Hook):
     def __init__(self, execution: ShardedExecution, block: _Block) -> None:
         self._execution, self._block = execution, block
 
@@ -302,7 +312,7 @@ class _BeforeForward:
         self._execution.before_forward(self._block, (args, kwargs))
 
 
-class _AfterForward:
+class _AfterForward(_Hook):
     def __init__(self, execution: ShardedExecution, block: _Block) -> None:
         self._execution, self._block = execution, block
 

@@ -38,7 +38,8 @@ from shoal_worker.asynchronous.servers import ParameterServers
 from shoal_worker.asynchronous.tensors import HostTensor, check_gradients, gradients
 from shoal_worker.elastic.contract import Leases, StepSource, StepStatus, StopTraining
 from shoal_worker.elastic.membership import Membership
-from shoal_worker.strategies.base import ShardedModel, ShardedOptimizer, call_module, check_optimizer_covers, loss_of
+from shoal_worker.strategies.base import ShardedModel, call_module, check_optimizer_covers, loss_of
+from shoal_worker.strategies.elastic_optimizer import ElasticOptimizer
 from shoal_worker.strategies.materialize import materialize
 from shoal_worker.strategies.whole import WholeModel
 
@@ -349,10 +350,10 @@ class AsyncSGDModel(WholeModel):
         self._check_not_started("with_parameters")
         return super().with_parameters(parameters)
 
-    def deserialize(self, data: bytes) -> None:
+    def load_full(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """See `WholeModel`; as with `with_parameters`, only before the first step."""
-        self._check_not_started("deserialize")
-        super().deserialize(data)
+        self._check_not_started("load_model or deserialize")
+        super().load_full(tensors)
 
     # ----------------------------------------------------------------------------------------------------------- invariants
 
@@ -371,7 +372,7 @@ class AsyncSGDModel(WholeModel):
         return self._optimizer
 
 
-class AsyncSGDOptimizer(ShardedOptimizer):
+class AsyncSGDOptimizer(ElasticOptimizer):
     """The user's optimizer, as the servers run it: `step` pushes and pulls. Its state stays empty here.
 
     Settings changed in `param_groups`, by schedulers say, go to the servers with the next push. Of several workers' schedules the one that
@@ -405,6 +406,10 @@ class AsyncSGDOptimizer(ShardedOptimizer):
             return super()._finish()
         except StopTraining as stop:
             return self._session.give_up_step(stop)
+
+    def _load(self, state: dict[str, Any]) -> None:
+        """The settings, which go to the servers; what is momentum and moments in a synchronous run has no place on the workers."""
+        super()._load({"state": {}, "param_groups": state.get("param_groups")})
 
     def _update(self, *, usable: bool) -> None:
         model: AsyncSGDModel = self._model

@@ -21,9 +21,10 @@ from shoal_worker.elastic.contract import Leases, StepStatus
 from shoal_worker.elastic.group import Channel
 from shoal_worker.state.optimizer import check_fits
 from shoal_worker.strategies.accumulation import AccumulatedReduction
-from shoal_worker.strategies.base import ShardedOptimizer, call_module, check_optimizer_covers, check_reproducible, loss_of
+from shoal_worker.strategies.base import call_module, check_optimizer_covers, check_reproducible, loss_of
 from shoal_worker.strategies.buffers import CommittedBuffers
 from shoal_worker.strategies.compressed import compression_of
+from shoal_worker.strategies.elastic_optimizer import ElasticOptimizer
 from shoal_worker.strategies.materialize import has_values, materialize, unsaved_buffers
 from shoal_worker.strategies.reduction import OverlappedReduction
 from shoal_worker.strategies.whole import WholeModel
@@ -298,7 +299,7 @@ class DDPModel(WholeModel):
         return self.gather_full_parameters()
 
 
-class DDPOptimizer(ShardedOptimizer):
+class DDPOptimizer(ElasticOptimizer):
     """The user's optimizer, stepped on every rank with the averaged gradients."""
 
     def _finish(self) -> StepStatus:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from shoal_worker.strategies.base import ShardedOptimizer
+from shoal_worker.strategies.elastic_optimizer import ElasticOptimizer
 
 
-class ShardedParametersOptimizer(ShardedOptimizer):
+class ShardedParametersOptimizer(ElasticOptimizer):
     """The user's optimizer, stepped on the pieces that this rank holds."""
 
     @property

@@ -70,14 +70,18 @@ def generation_message(generation: Generation) -> pb.Generation:
 
 
 def job_message(state: JobState, pulses: Pulses, now_unix_ms: int) -> pb.GetJobResponse:
-    """All that can be seen of a job: members with a rank first."""
+    """All that can be seen of a job: members with a rank first. The generation goes without its nonce, which lets whoever has it fetch a
+    member's state: that is told in members' own sessions only."""
     places = {} if state.generation is None or state.phase is JobPhase.WAITING else state.generation.rank_of
     last = len(places)
     members = sorted(state.members.values(), key=lambda m: (places.get(m.member_id, last), m.joined_unix_ms, m.member_id))
+    generation = None if state.generation is None else generation_message(state.generation)
+    if generation is not None:
+        generation.ClearField("nonce")
     return pb.GetJobResponse(
         spec=spec_message(state.spec),
         phase=JOB_PHASES[state.phase],
-        generation=None if state.generation is None else generation_message(state.generation),
+        generation=generation,
         members=[_member_message(m, places.get(m.member_id, -1), pulses.members.get(m.member_id)) for m in members],
         servers=server_messages(state),
         now_unix_ms=now_unix_ms,

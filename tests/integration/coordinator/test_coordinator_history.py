@@ -112,4 +112,4 @@ def number_of(client: CoordinatorClient, job: Job) -> int:
 
 def agreed(job: Job, workers: list[Worker]) -> bool:
     newest = job.get().generation
-    return len(newest.ranks) == WORKERS and all(worker.history and worker.history[-1] == newest for worker in workers)
+    return len(newest.ranks) == WORKERS and all(worker.history and worker.history[-1].number == newest.number for worker in workers)

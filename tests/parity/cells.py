@@ -104,3 +104,10 @@ def part() -> set[Cell]:
 def _cell(strategy: str, backend: str, model: str, turn: int, check: str) -> Cell:
     optimizer, world = OPTIMIZERS[turn // len(WORLDS) % 2], WORLDS[turn % len(WORLDS)]
     return Cell(strategy=strategy, backend=backend, model=model, optimizer=optimizer, world=world, check=check)
+
+
+REFUSED_VARIATIONS: Final[Mapping[tuple[str, str], str]] = {
+    ("local_sgd", "sum"): 'loss_reduction="sum": local_sgd averages parameters, not gradients; let the loss be a mean',
+    ("local_sgd", "by_hand"): "auto_sync_gradients=False: local_sgd never synchronizes gradients; leave it out",
+}
+"""By strategy and variation (variations.py): what the ConfigurationError says."""

@@ -22,7 +22,7 @@ from shoal_worker.elastic.start import open_fixed
 from torch.distributed import FileStore, PrefixStore
 
 from tests.parity.cells import Cell
-from tests.parity.training import GROUPED, MAX_NORM, Outcome, Training, dtype_of, train
+from tests.parity.training import Outcome, Training, plain, train
 from tests.ranks.processes import Rank
 
 _TIMEOUT = timedelta(seconds=60)
@@ -31,16 +31,7 @@ _TASK = "tests.parity.ranks:be_rank"
 
 def training(cell: Cell) -> Training:
     """What a cell trains."""
-    bitwise = cell.check == "bitwise"
-    return Training(
-        model=cell.model,
-        optimizer=cell.optimizer,
-        dtype=dtype_of(cell.check),
-        micro=bitwise or (cell.model in GROUPED and cell.strategy != "local_sgd"),
-        max_norm=None if bitwise else MAX_NORM,
-        strategy=cell.strategy,
-        options=cell.options,
-    )
+    return Training(variation=plain(cell.model, cell.optimizer, cell.check), strategy=cell.strategy, options=cell.options)
 
 
 @dataclass

@@ -5,7 +5,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 
-from tests.parity.cells import ASYNC, BACKENDS, CHECKS, MODELS, SERVERS, STRATEGIES, WORLDS, Cell, cells, part
+import torch
+
+from tests.parity.cells import ASYNC, BACKENDS, CHECKS, MODELS, REFUSED_VARIATIONS, SERVERS, STRATEGIES, WORLDS, Cell, cells, part
+from tests.parity.variations import VARIATIONS
 
 _SIGNS = {"float64": "d", "float32": "s", "bitwise": "b"}
 _MODELS = {
@@ -35,6 +38,10 @@ with its servers: several are not to give what one does.
 {table}
 
 {asynchronous}
+
+What else a loop does, on in-memory ranks, compared with one process that does the same, random numbers included:
+
+{variations}
 {notes}
 nccl is not here, since it needs a GPU: `tests/unit/worker_backends/test_nccl.py` has what is checked of it.
 """
@@ -59,6 +66,10 @@ def page() -> str:
         (ASYNC, _MODELS[model], entry(ASYNC, model, SERVERS, 1), *(entry(ASYNC, MODELS[0], backend, WORLDS[0]) for backend in BACKENDS))
         for model in MODELS
     ]
+    variations = [
+        (VARIATIONS[name].says, *(_said(REFUSED_VARIATIONS.get((strategy, name)), _letter(name), notes) for strategy in STRATEGIES))
+        for name in VARIATIONS
+    ]
     return _TEXT.format(
         all=len(known),
         part=len(part()),
@@ -66,6 +77,7 @@ def page() -> str:
         every=STRATEGIES["local_sgd"]["sync_every"],
         table=_markdown(["", "", *(f"{backend} {world}" for backend, world in places)], table),
         asynchronous=_markdown(["", "", "on its servers", *BACKENDS], asynchronous),
+        variations=_markdown(["", *STRATEGIES], variations),
         notes="".join(f"\n{number}. `ConfigurationError`: ... {text} ...\n" for number, text in enumerate(notes, 1)),
     )
 
@@ -79,12 +91,19 @@ def _entry(here: Iterable[Cell], notes: list[str]) -> str:
     """The letters of what is compared, and the notes of what is refused."""
     said: list[str] = []
     for cell in here:
-        if cell.refusal is None:
-            what = _SIGNS[cell.check]
-        else:
-            if cell.refusal not in notes:
-                notes.append(cell.refusal)
-            what = str(notes.index(cell.refusal) + 1)
+        what = _said(cell.refusal, _SIGNS[cell.check], notes)
         if what not in said:
             said.append(what)
     return " ".join(said)
+
+
+def _said(refusal: str | None, letter: str, notes: list[str]) -> str:
+    if refusal is None:
+        return letter
+    if refusal not in notes:
+        notes.append(refusal)
+    return str(notes.index(refusal) + 1)
+
+
+def _letter(variation: str) -> str:
+    return "d" if VARIATIONS[variation].dtype is torch.float64 else "s"

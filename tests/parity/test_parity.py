@@ -21,7 +21,8 @@ from tests.parity import models
 from tests.parity.cells import ASYNC, BACKENDS, MODELS, SERVERS, STRATEGIES, Cell, cells, part
 from tests.parity.comparing import check_close
 from tests.parity.ranks import Places, training
-from tests.parity.training import GROUPED, OPTIMIZERS, Outcome, State, alone, apart, dtype_of, train
+from tests.parity.training import Outcome, State, alone_plainly, apart, plain, train
+from tests.parity.variations import OPTIMIZERS
 
 
 @pytest.fixture
@@ -56,15 +57,17 @@ def test_ranks_train_as_one_process_does_or_are_refused(cell: Cell, places: Plac
     if cell.check == "bitwise":
         _check_bitwise(one_rank(cell.model, cell.optimizer), outcomes)
     else:
+        how = plain(cell.model, cell.optimizer, cell.check)
+        expected = _expected(cell, outcomes)
         for outcome in outcomes:
-            check_close(_expected(cell, outcomes), outcome.state, cell)
+            check_close(expected, outcome.state, how.tolerance)
 
 
 def _expected(cell: Cell, outcomes: list[Outcome]) -> State:
-    dtype = dtype_of(cell.check)
+    how = plain(cell.model, cell.optimizer, cell.check)
     if cell.strategy == "local_sgd":
-        return apart(cell.model, cell.optimizer, dtype, [outcome.seen for outcome in outcomes], **STRATEGIES["local_sgd"])
-    return alone(cell.model, cell.optimizer, dtype, grouped=cell.model in GROUPED)
+        return apart(how, [outcome.seen for outcome in outcomes], **STRATEGIES["local_sgd"])
+    return alone_plainly(cell.model, cell.optimizer, cell.check, grouped=how.micro)
 
 
 def _check_bitwise(expected: State, outcomes: list[Outcome]) -> None:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import shoal
 import torch
 import torch.nn.functional as F
+from shoal_worker.elastic.randomness import seed_generators
 from torch import nn
 from torch.utils.data import Dataset
 
-from tests.parity.models import SAMPLES, make_data, make_model
+from tests.parity.models import make_data, make_model
+from tests.parity.variations import OPTIMIZERS, Variation
 
 BATCH: Final = 8
 MICRO: Final = 2
@@ -21,24 +23,17 @@ EPOCHS: Final = 2
 MAX_NORM: Final = 0.5
 GROUPED: Final = {"cnn"}
 """Models whose loss depends on how samples are grouped."""
-OPTIMIZERS: Final[dict[str, Callable[[Any], torch.optim.Optimizer]]] = {
-    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.01),
-    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
-}
 
 State = dict[str, torch.Tensor]
+Seen = list[list[list[int]]]
+"""The samples of each micro-batch of each step, or of each step's batch."""
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Training:
     """What to train, and how."""
 
-    model: str
-    optimizer: str
-    dtype: torch.dtype
-    micro: bool
-    """In micro-batches; else on whole batches."""
-    max_norm: float | None
+    variation: Variation
     strategy: str = "ddp"
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -49,18 +44,29 @@ class Outcome:
 
     state: State
     """The whole parameters and buffers."""
-    seen: list[list[int]]
-    """The samples that this rank was given in each step."""
+    seen: Seen
+    """What this rank was given."""
+
+
+def plain(model: str, optimizer: str, check: str) -> Variation:
+    """The training of the matrix's cells: in float64, in float32, or bitwise."""
+    return Variation(
+        model=model,
+        optimizer=OPTIMIZERS[optimizer],
+        micro=check == "bitwise" or model in GROUPED,
+        clips=check != "bitwise",
+        tolerance=1e-10 if check == "float64" else 1e-5,
+    )
 
 
 class _Numbered(Dataset[Any]):
-    """Each sample with its number."""
+    """The first `size` samples, each with its number."""
 
-    def __init__(self, data: Dataset[Any]) -> None:
-        self._data = data
+    def __init__(self, data: Dataset[Any], size: int) -> None:
+        self._data, self._size = data, size
 
     def __len__(self) -> int:
-        return SAMPLES
+        return self._size
 
     def __getitem__(self, index: int) -> Any:
         return *self._data[index], index
@@ -68,70 +74,123 @@ class _Numbered(Dataset[Any]):
 
 def train(what: Training) -> Outcome:
     """What one rank does."""
-    net, data = make_model(what.model, what.dtype), make_data(what.model, what.dtype)
-    distributed, stepper = shoal.as_distributed(
-        net, OPTIMIZERS[what.optimizer](net.parameters()), strategy=what.strategy, minimum_parameter_group_size=64, **what.options
+    how = what.variation
+    net = how.prepare(make_model(how.model, how.dtype))
+    model, optimizer = shoal.as_distributed(
+        net, how.optimizer(net), strategy=what.strategy, minimum_parameter_group_size=64, **what.options, **how.options
     )
-    loader = shoal.ElasticDataLoader(
-        _Numbered(data), global_batch_size=BATCH, micro_batch_size=MICRO if what.micro else None, shuffle=False
-    )
-    seen = []
+    scheduler = how.scheduler(optimizer) if how.scheduler is not None else None
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0) if how.scaler else None
+    shoal.register_state(**{name: one for name, one in (("scheduler", scheduler), ("scaler", scaler)) if one is not None})
+    data = _Numbered(make_data(how.model, how.dtype), how.samples)
+    loader = shoal.ElasticDataLoader(data, global_batch_size=BATCH, micro_batch_size=MICRO if how.micro else None, shuffle=False)
+    seen: Seen = []
     for _ in loader.epochs(EPOCHS):
-        for step in loader.steps() if what.micro else ([batch] for batch in loader):
+        for step in loader.steps() if how.micro else ([batch] for batch in loader):
             seen.append([])
             for x, y, numbers in step:
-                F.cross_entropy(distributed(x), y).backward()
-                seen[-1].extend(numbers.tolist())
-            if what.max_norm is not None:
-                distributed.clip_grad_norm_(what.max_norm)
-            assert stepper.step()
-            stepper.zero_grad()
-    return Outcome(distributed.full_state_dict(), seen)
+                _pass(how, model, x, y, scaler)
+                seen[-1].append(numbers.tolist())
+            if how.by_hand:
+                model.synchronize_gradients()
+            if how.clips:
+                if scaler is not None:
+                    scaler.unscale_(optimizer)
+                model.clip_grad_norm_(MAX_NORM)
+            assert scaler.step(optimizer) if scaler is not None else optimizer.step()
+            if scaler is not None:
+                scaler.update()
+            if scheduler is not None:
+                scheduler.step()
+            optimizer.zero_grad()
+    return Outcome(model.full_state_dict(), seen)
 
 
-def dtype_of(check: str) -> torch.dtype:
-    """What a cell computes in."""
-    return torch.float64 if check == "float64" else torch.float32
+def _pass(how: Variation, model: Any, x: torch.Tensor, y: torch.Tensor, scaler: torch.amp.GradScaler | None) -> None:
+    def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(output, target, reduction="sum" if how.sums else "mean")
+
+    if how.train_step:
+        model.train_step(x, y, loss_of)
+        return
+    with how.computing():
+        loss = loss_of(model(x), y)
+    (loss if scaler is None else scaler.scale(loss)).backward()
+
+
+class Alone:
+    """One process in plain torch, or one of those that train apart."""
+
+    def __init__(self, how: Variation) -> None:
+        self.net = how.prepare(make_model(how.model, how.dtype))
+        self._how = how
+        self._data = make_data(how.model, how.dtype)
+        self._optimizer = how.optimizer(self.net)
+        self._scheduler = how.scheduler(self._optimizer) if how.scheduler is not None else None
+
+    def step(self, epoch: int, number: int, parts: list[list[int]]) -> None:
+        """Step `number` of an epoch, on the samples of its micro-batches. Losses weigh by their samples."""
+        total = sum(len(samples) for samples in parts)
+        for samples in parts:
+            if self._how.micro:
+                seed_generators((0, epoch, number, (samples[0] - number * BATCH) // MICRO))
+            x, y = self._data[samples]
+            with self._how.computing():
+                loss = F.cross_entropy(self.net(x), y)
+            (loss * (len(samples) if self._how.sums else len(samples) / total)).backward()
+        if self._how.clips:
+            nn.utils.clip_grad_norm_(self.net.parameters(), MAX_NORM)
+        self._optimizer.step()
+        if self._scheduler is not None:
+            self._scheduler.step()
+        self._optimizer.zero_grad()
+
+    @property
+    def state(self) -> State:
+        """The parameters."""
+        own = getattr(self.net, "_orig_mod", self.net)  # torch.compile's
+        return {name: p.detach() for name, p in own.named_parameters()}
+
+
+def _steps(how: Variation) -> Iterable[tuple[int, int, range]]:
+    """Epoch, step in the epoch, and samples."""
+    for epoch in range(EPOCHS):
+        for number, start in enumerate(range(0, how.samples, BATCH)):
+            yield epoch, number, range(start, min(start + BATCH, how.samples))
+
+
+def alone(how: Variation) -> State:
+    """The parameters after training in one process."""
+    process = Alone(how)
+    for epoch, number, samples in _steps(how):
+        size = MICRO if how.micro else BATCH
+        process.step(epoch, number, [list(samples[begin : begin + size]) for begin in range(0, len(samples), size)])
+    return process.state
 
 
 @functools.cache
-def alone(model: str, optimizer: str, dtype: torch.dtype, *, grouped: bool) -> State:
-    """The parameters after training in plain torch: on whole batches, or accumulating the same micro-batches (`grouped`)."""
-    net, data = make_model(model, dtype), make_data(model, dtype)
-    stepper = OPTIMIZERS[optimizer](net.parameters())
-    size = MICRO if grouped else BATCH
-    for start in [*range(0, SAMPLES, BATCH)] * EPOCHS:
-        for begin in range(start, start + BATCH, size):
-            x, y = data[begin : begin + size]
-            (F.cross_entropy(net(x), y) * size / BATCH).backward()
-        nn.utils.clip_grad_norm_(net.parameters(), MAX_NORM)
-        stepper.step()
-        stepper.zero_grad()
-    return {name: p.detach() for name, p in net.named_parameters()}
+def alone_plainly(model: str, optimizer: str, check: str, *, grouped: bool) -> State:
+    """That of the matrix's cells. `grouped`: in micro-batches."""
+    return alone(replace(plain(model, optimizer, check), micro=grouped, clips=True))
 
 
-def apart(model: str, optimizer: str, dtype: torch.dtype, seen: list[list[list[int]]], *, sync_every: int) -> State:
-    """The parameters after local SGD in plain torch: a replica for each rank, trained on what that rank has seen (`seen`: by rank, by
-    step), and averaged after each round, by the samples that each has had in it."""
-    data = make_data(model, dtype)
-    nets = [make_model(model, dtype) for _ in seen]
-    steppers = [OPTIMIZERS[optimizer](net.parameters()) for net in nets]
-    steps = SAMPLES // BATCH
-    had = [0] * len(nets)
-    for number in range(steps * EPOCHS):
-        for rank, (net, stepper) in enumerate(zip(nets, steppers, strict=True)):
-            samples = seen[rank][number]
-            had[rank] += len(samples)
-            x, y = data[samples]
-            F.cross_entropy(net(x), y).backward()
-            nn.utils.clip_grad_norm_(net.parameters(), MAX_NORM)
-            stepper.step()
-            stepper.zero_grad()
-        in_epoch = number % steps + 1
-        if in_epoch % sync_every == 0 or in_epoch == steps:
-            _average(nets, [float(count) for count in had])
-            had = [0] * len(nets)
-    return {name: p.detach() for name, p in nets[0].named_parameters()}
+def apart(how: Variation, seen: list[Seen], *, sync_every: int) -> State:
+    """The parameters after local SGD in plain torch: a replica for each rank, trained on what that rank has seen (`seen`: by rank), and
+    averaged after each round, by the samples that each has had in it."""
+    processes = [Alone(how) for _ in seen]
+    had = [0] * len(seen)
+    steps = list(_steps(how))
+    for index, (epoch, number, _) in enumerate(steps):
+        given: set[int] = set()
+        for rank, process in enumerate(processes):
+            parts = [part for part in seen[rank][index] if given.isdisjoint(part)]  # else it stands in for samples that there are not
+            given.update(*parts)
+            had[rank] += sum(len(samples) for samples in parts)
+            process.step(epoch, number, parts)
+        if (number + 1) % sync_every == 0 or index + 1 == len(steps) or steps[index + 1][1] == 0:
+            _average([process.net for process in processes], [float(count) for count in had])
+            had = [0] * len(seen)
+    return processes[0].state
 
 
 @torch.no_grad()

@@ -1,0 +1,138 @@
+"""What else a training loop does, beside a forward and a backward pass and a step: each is tried with every strategy.
+
+A variation says how model, optimizer and loop differ; ranks and the one process that they are compared with are made from the same one
+(training.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.parity.models import SAMPLES, Gpt, Mlp
+
+Optimizers = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+def sgd(net: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+
+
+def adamw(net: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(net.parameters(), lr=0.01)
+
+
+OPTIMIZERS: Final[dict[str, Optimizers]] = {"sgd": sgd, "adamw": adamw}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variation:
+    """One way to train. As it stands: the plain one."""
+
+    says: str = ""
+    """In the table."""
+    model: str = "mlp"
+    optimizer: Optimizers = sgd
+    prepare: Callable[[nn.Module], nn.Module] = field(default=lambda net: net)
+    """Changes the model before the optimizer is made; what it returns is trained."""
+    scheduler: Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler] | None = None
+    scaler: bool = False
+    """Losses are scaled, by a torch.amp.GradScaler."""
+    autocast: bool = False
+    """Forward passes compute in bfloat16."""
+    train_step: bool = False
+    """By `model.train_step`, instead of forward, loss and backward."""
+    sums: bool = False
+    """Losses are sums, not means."""
+    by_hand: bool = False
+    """The loop calls `model.synchronize_gradients()`."""
+    micro: bool = False
+    """In micro-batches: where a loss depends on how samples are grouped."""
+    samples: int = SAMPLES
+    clips: bool = True
+    options: dict[str, Any] = field(default_factory=dict)
+    """Of `as_distributed`."""
+    tolerance: float = 1e-10
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the model computes in."""
+        return torch.float32 if self.tolerance > 1e-10 else torch.float64
+
+    def computing(self) -> AbstractContextManager[Any]:
+        """Around forward passes."""
+        return torch.autocast("cpu", torch.bfloat16) if self.autocast else nullcontext()
+
+
+def _groups(net: nn.Module) -> torch.optim.Optimizer:
+    weights = [p for p in net.parameters() if p.dim() > 1]
+    others = [p for p in net.parameters() if p.dim() <= 1]
+    return torch.optim.AdamW([{"params": weights, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0, "lr": 0.03}], lr=0.01)
+
+
+def _freeze(net: nn.Module) -> nn.Module:
+    assert isinstance(net, Gpt)
+    for part in (net.places, net.mlp[0], net.packed):
+        part.requires_grad_(False)
+    return net
+
+
+def _drop(net: nn.Module) -> nn.Module:
+    assert isinstance(net, Mlp)
+    net.layers.insert(2, nn.Dropout(0.3))
+    return net
+
+
+class _Recomputed(nn.Module):
+    """Keeps no activations of `inner`."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.inner, x, use_reentrant=False)
+
+
+def _recompute(net: nn.Module) -> nn.Module:
+    assert isinstance(net, Gpt)
+    net.mlp = nn.Sequential(_Recomputed(net.mlp), nn.Dropout(0.2))
+    return net
+
+
+class _Skipping(nn.Module):
+    """One layer is used in some forward passes only, another one never."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net, self.sometimes, self.never = net, nn.Linear(7, 7), nn.Linear(3, 3)
+        self.to(next(net.parameters()).dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(self.sometimes(x) if float(x[0, 0]) > 0 else x)
+
+
+VARIATIONS: Final[dict[str, Variation]] = {
+    "groups": Variation(says="several parameter groups", model="gpt", optimizer=_groups),
+    "frozen": Variation(says="frozen layers, tied weights", model="gpt", prepare=_freeze),
+    "scheduler": Variation(
+        says="a scheduler", optimizer=adamw, scheduler=lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=6)
+    ),
+    "scaler": Variation(says="GradScaler", scaler=True),
+    "autocast": Variation(says="bfloat16 autocast", model="gpt", autocast=True, micro=True, tolerance=1e-5),
+    "recomputed": Variation(says="activation checkpointing, with dropout", model="gpt", prepare=_recompute, micro=True),
+    "dropout": Variation(says="dropout", prepare=_drop, micro=True),
+    "unused": Variation(says="layers used now and then, or never", prepare=_Skipping, micro=True),
+    "uneven": Variation(says="a last step with fewer samples than ranks", model="bag", samples=17),
+    "train_step": Variation(says="`train_step`", train_step=True),
+    "accumulated": Variation(says="`train_step` in micro-batches", model="gpt", train_step=True, micro=True),
+    "sum": Variation(says='`loss_reduction="sum"`', sums=True, options={"loss_reduction": "sum"}),
+    "by_hand": Variation(says="`auto_sync_gradients=False`", by_hand=True, options={"auto_sync_gradients": False}),
+    "compiled": Variation(says="`torch.compile`", prepare=lambda net: torch.compile(net, backend="aot_eager"), clips=False),
+}

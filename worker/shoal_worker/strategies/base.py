@@ -12,7 +12,7 @@ import copy
 import math
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from shoal_common.errors import ConfigurationError, CorruptDataError, PreconditionError
@@ -29,6 +29,9 @@ from shoal_worker.state.part import StatePart
 from shoal_worker.state.serial import dump_tensors, load_tensors, read_tensors
 from shoal_worker.state.tree import flatten, unflatten
 from shoal_worker.strategies.agreeing import agreed
+
+if TYPE_CHECKING:
+    from shoal_worker.fitting import OptimizationInputData, OptimizationResult
 
 T = TypeVar("T")
 
@@ -374,6 +377,16 @@ class ShardedOptimizer(torch.optim.Optimizer, abc.ABC):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.optimizer!r})"
+
+    def optimize(self, data: OptimizationInputData) -> OptimizationResult:
+        """A whole fit: trains, validates after each epoch, stops early; see `OptimizationInputData`. Every rank calls it, with the same data.
+
+        It survives faults as a loop of the user's does. After `shoal.resume` it goes on where the checkpoint was saved, from `on_epoch`
+        say. The model ends as the last step left it.
+        """
+        from shoal_worker.fitting import fit
+
+        return fit(self._session, self._model, self, data)
 
     def should_early_stop(self, metric: float, *, mode: str = "min", patience: int = 5, min_delta: float = 0.0) -> bool:
         """One answer for all ranks: has `metric` not improved by more than `min_delta` in the last `patience` calls?

@@ -175,7 +175,7 @@ def test_who_asks_to_be_called_on_an_abort_is_called_once_also_when_late(store: 
         assert called == ["first", "first"]
 
 
-def test_a_wait_survives_a_restart_of_the_server(tmp_path: Path, threads: ThreadPoolExecutor) -> None:
+def test_a_wait_survives_a_restart_of_the_server_also_one_that_begins_while_it_is_away(tmp_path: Path, threads: ThreadPoolExecutor) -> None:
     server = EmbeddedRedis(tmp_path)
     opened = RedisStore(server.url, "p", timeout=timedelta(seconds=20))
     port = server.port
@@ -183,9 +183,11 @@ def test_a_wait_survives_a_restart_of_the_server(tmp_path: Path, threads: Thread
         waiting = threads.submit(opened.get, "key")
         _eventually(_blocked_on(opened, "key"))
         server.close()
+        begun_away = threads.submit(opened.get, "other")
+        _eventually(lambda: bool(_waits(opened, "other")))
         server = EmbeddedRedis(tmp_path, port=port)
-        opened.set("key", "1")
-        assert _result(waiting) == b"1"
+        opened.multi_set(["key", "other"], ["1", "2"])
+        assert (_result(waiting), _result(begun_away)) == (b"1", b"2")
     finally:
         opened.close()
         server.close()

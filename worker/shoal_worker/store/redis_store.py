@@ -138,7 +138,10 @@ class RedisStore(Store):
         self._script(self._connection.queue_push, self._queue(key), key, value, repeatable=False)
 
     def queue_pop(self, key: str, block: bool = True) -> bytes:
-        """Takes the first item. An empty queue: waits at most the store's timeout, or with `block=False` raises QueueEmptyError."""
+        """Takes the first item. An empty queue: waits at most the store's timeout, or with `block=False` raises QueueEmptyError.
+
+        An item that Redis gave out just when the connection broke is lost: nobody can tell whether it did.
+        """
 
         def pop() -> bytes | None:
             return self._command(lambda: cast("bytes | None", self._connection.client.lpop(self._queue(key))), repeatable=False)
@@ -277,7 +280,7 @@ class RedisStore(Store):
     def _wait_until(self, attempt: Callable[[], T | None], absent: Callable[[], list[str]], timeout: timedelta) -> T:
         """Repeats `attempt` whenever the first absent key was written, until it gives something."""
         deadline = time.monotonic() + timeout.total_seconds()
-        found = attempt()
+        found = self._attempt_before(deadline, attempt)
         while found is None:
             key = absent()[0]
             with self._connection.wakeups.watch(self._channels + key) as written:

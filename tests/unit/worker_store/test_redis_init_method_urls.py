@@ -39,6 +39,8 @@ def test_credentials_tls_and_database_reach_the_server_url() -> None:
         ("redis://h:1/job?rank=0&world_size=0", {}, "expected an integer of 1 or more"),
         ("redis://h:1/job?rank=2&world_size=2", {}, "expected a smaller rank"),
         ("redis://h:1/job?rank=0&wordl_size=2", {}, "unknown wordl_size"),
+        ("redis://h:1/job?rank=0&world_size=1&db=two", {}, "db='two'"),
+        ("redis://[::1/job?rank=0&world_size=1", {}, "cannot be read: Invalid IPv6 URL"),
     ],
 )
 def test_a_url_that_cannot_work_is_refused_with_its_remedy(url: str, environment: dict[str, str], said: str) -> None:

@@ -50,8 +50,8 @@ class Target:
 
 def parse(url: str, environment: os._Environ[str] | dict[str, str] | None = None) -> Target:
     """Takes an init method apart. Raises ConfigurationError naming what is missing or wrong."""
-    parts = urlsplit(url)
     given = f"init_method {redacted(url)!r}"
+    parts = urlsplit(url)
     query = {name: values[-1] for name, values in parse_qs(parts.query).items()}
     if unknown := sorted(set(query) - {"rank", "world_size", "db"}):
         raise ConfigurationError(f"{given}: unknown {', '.join(unknown)}; expected rank, world_size or db")
@@ -63,7 +63,7 @@ def parse(url: str, environment: os._Environ[str] | dict[str, str] | None = None
     world_size = _number(given, "world_size", 1, query.get("world_size"), environment.get("WORLD_SIZE"))
     if rank >= world_size:
         raise ConfigurationError(f"{given}: rank={rank} with world_size={world_size}; expected a smaller rank")
-    database = query.get("db", "0")
+    database = _number(given, "db", 0, query.get("db"), "0")
     server = SplitResult(parts.scheme, parts.netloc, f"/{database}", "", "").geturl()
     return Target(server=server, job=job, rank=rank, world_size=world_size)
 

@@ -579,6 +579,20 @@ def test_an_evaluation_loader_yields_every_sample_in_order_and_takes_no_part_in_
     assert clock.calls == []
 
 
+@pytest.mark.parametrize("drawn", [7, 13])
+def test_an_evaluation_has_every_sample_of_a_sampler_that_draws_another_number_than_it_says(clock, drawn):
+    class Sampler:
+        def __len__(self):
+            return 10
+
+        def __iter__(self):
+            return (index % 10 for index in range(drawn))
+
+    loader = loader_of(train=False, sampler=Sampler())
+    assert [sample for batch in loader for sample in batch.tolist()] == [index % 10 for index in range(drawn)]
+    assert len(loader) == -(-drawn // 4)
+
+
 def test_evaluation_batches_come_by_number_in_the_size_of_micro_batches(clock):
     batches = loader_of(train=False, micro_batch_size=3).evaluation_batches()
     assert len(batches) == 4

@@ -20,7 +20,7 @@ class EvaluationBatches:
     def __init__(self, *, orders: EpochOrders, fetcher: Fetcher, size: int, seed: int) -> None:
         self._orders = orders
         self._fetcher = fetcher
-        self._length = orders.length(0)
+        self._length = len(orders.order(0))  # a sampler may draw fewer, or more, than its length says
         self._size = size
         self._seed = seed
 

@@ -60,7 +60,7 @@ def parse_address(text: str) -> Address:
     """`127.0.0.1:7000`, `coordinator:7000`, `[::1]:7000`, `0.0.0.0:0`."""
     wrong = ConfigurationError(f"address {_shown(text)}: expected HOST:PORT with a port of 0 to 65535, as in 127.0.0.1:7000 or [::1]:0")
     host, separator, port = text.strip().rpartition(":")
-    if not separator or not port.isascii() or not port.isdigit() or int(port) > 65535 or len(port) > 5:
+    if not separator or not port.isascii() or not port.isdigit() or len(port) > 5 or int(port) > 65535:
         raise wrong
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]

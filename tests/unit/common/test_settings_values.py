@@ -85,6 +85,7 @@ def test_addresses_are_host_and_port(text, host, port, loopback):
         "host:",
         "host:x",
         "host:65536",
+        "host:" + 5000 * "9",
         "host:-1",
         "host:٣",
         "::1:7000",

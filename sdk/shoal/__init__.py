@@ -61,9 +61,11 @@ if TYPE_CHECKING:
     from shoal_worker.backends.nccl import NCCLBackend
     from shoal_worker.compression.base import GradientCompressor
     from shoal_worker.compression.optimizer import GradientCompressionOptimizer
+    from shoal_worker.fitting import EpochRecord, OptimizationInputData, OptimizationResult
     from shoal_worker.launch import launch
     from shoal_worker.strategies.async_sgd import AsyncSGDModel, AsyncSGDOptimizer
     from shoal_worker.strategies.ddp import DDPModel, DDPOptimizer
+    from shoal_worker.strategies.elastic_optimizer import ElasticOptimizer
     from shoal_worker.strategies.fsdp import FSDPModel, FSDPOptimizer
     from shoal_worker.strategies.local_sgd import LocalSGDModel, LocalSGDOptimizer
     from shoal_worker.strategies.zero1 import ZeRO1Model, ZeRO1Optimizer
@@ -83,6 +85,8 @@ __all__ = [
     "DDPOptimizer",
     "DeadlineError",
     "ElasticDataLoader",
+    "ElasticOptimizer",
+    "EpochRecord",
     "FSDPModel",
     "FSDPOptimizer",
     "GlooBackend",
@@ -97,6 +101,8 @@ __all__ = [
     "MPIBackend",
     "MembershipChanged",
     "NCCLBackend",
+    "OptimizationInputData",
+    "OptimizationResult",
     "ParameterServerClient",
     "PermissionDeniedError",
     "PreconditionError",
@@ -143,6 +149,8 @@ _HOMES = {
     "CoordinatorClient": "shoal_common.clients.coordinator",
     "DDPModel": "shoal_worker.strategies.ddp",
     "DDPOptimizer": "shoal_worker.strategies.ddp",
+    "ElasticOptimizer": "shoal_worker.strategies.elastic_optimizer",
+    "EpochRecord": "shoal_worker.fitting",
     "FSDPModel": "shoal_worker.strategies.fsdp",
     "FSDPOptimizer": "shoal_worker.strategies.fsdp",
     "GlooBackend": "shoal_worker.backends.gloo",
@@ -153,6 +161,8 @@ _HOMES = {
     "LocalSGDOptimizer": "shoal_worker.strategies.local_sgd",
     "MPIBackend": "shoal_worker.backends.mpi",
     "NCCLBackend": "shoal_worker.backends.nccl",
+    "OptimizationInputData": "shoal_worker.fitting",
+    "OptimizationResult": "shoal_worker.fitting",
     "ParameterServerClient": "shoal_common.clients.parameter_server",
     "TlsSettings": "shoal_common.security",
     "ZeRO1Model": "shoal_worker.strategies.zero1",

@@ -1,0 +1,264 @@
+"""A whole fit in one call: `optimizer.optimize(OptimizationInputData(...))`, with validation and early stopping, under every strategy.
+
+It is the loop that a user would write, from the same parts: `ElasticDataLoader`, `train_step`, `evaluate`. So it survives faults as that
+loop does, and pipelines work, too. What it has found so far is registered state: joiners get it, checkpoints have it. It saves no
+checkpoints by itself, and keeps no copy of the best model: `on_epoch` is the place for either.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from shoal_common.errors import ConfigurationError
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils.data import TensorDataset
+
+from shoal_worker.data.loader import ElasticDataLoader
+from shoal_worker.elastic.early_stop import Patience
+from shoal_worker.elastic.evaluation import evaluate
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from shoal_worker.elastic.group import Channel
+    from shoal_worker.elastic.session import Session
+    from shoal_worker.strategies.base import ShardedModel, ShardedOptimizer
+
+Loss = Callable[[Any, Any], torch.Tensor]
+"""Of an output and its targets: the mean over the batch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochRecord:
+    """What came of one epoch; the same on all ranks (of `async_sgd`: this rank's own)."""
+
+    epoch: int
+    """From 0."""
+    training_loss: float
+    """Mean over the epoch's samples, each when its step was taken. NaN if none of them is known to a rank that is still there."""
+    metric: float
+    """Mean over the validation samples after the epoch; without any, `training_loss`."""
+    improved: bool
+    """It is the best so far, by more than `min_delta`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizationInputData:
+    """What `optimize` fits to, and for how long.
+
+    Raises:
+        ConfigurationError: values that cannot work, or contradict each other.
+    """
+
+    training: Any
+    """A map-style dataset of (inputs, targets) pairs, or a pair of tensors."""
+    validation: Any = None
+    """As `training`; None: the training loss decides."""
+    loss_fn: Loss | None = None
+    """None: the output's `.loss`."""
+    metric_fn: Loss | None = None
+    """What is measured on the validation samples; None: `loss_fn`."""
+    epochs: int
+    """At most; >= 1."""
+    global_batch_size: int
+    """Samples in a step over all ranks; with `async_sgd`, in a push. The last step of an epoch may have fewer."""
+    micro_batch_size: int | None = None
+    """Samples in a micro-batch: see `ElasticDataLoader`. None: a step is one batch per rank."""
+    seed: int = 0
+    """Of the samples' order."""
+    max_norm: float | None = None
+    """Gradients are clipped to this norm; None: they are not."""
+    scheduler: Any = None
+    """A learning-rate scheduler on the optimizer, not registered, stepped after each committed step; None: the rate stays."""
+    patience: int | None = None
+    """Stop when the metric has not improved in so many epochs; None: never early."""
+    min_delta: float = 0.0
+    """A smaller gain is none; >= 0."""
+    mode: str = "min"
+    """Whether the metric is to fall ("min") or to rise ("max")."""
+    on_epoch: Callable[[EpochRecord], object] | None = None
+    """Called after each epoch on every rank, between steps: it may save, report or evaluate, on all ranks alike."""
+
+    def __post_init__(self) -> None:
+        if self.epochs < 1:
+            raise ConfigurationError(f"epochs={self.epochs}: expected at least 1")
+        if self.patience is not None and self.patience < 1:
+            raise ConfigurationError(f"patience={self.patience}: expected at least 1 epoch, or None for never")
+        if not self.min_delta >= 0:
+            raise ConfigurationError(f"min_delta={self.min_delta}: expected at least 0")
+        if self.mode not in ("min", "max"):
+            raise ConfigurationError(f'mode={self.mode!r}: expected "min" or "max"')
+        if self.max_norm is not None and not self.max_norm > 0:
+            raise ConfigurationError(f"max_norm={self.max_norm}: expected more than 0, or None for no clipping")
+        if isinstance(self.scheduler, ReduceLROnPlateau):
+            raise ConfigurationError("scheduler=ReduceLROnPlateau steps by epoch and metric: register it, and step it in on_epoch=")
+        if self.metric_fn is not None and self.validation is None:
+            raise ConfigurationError("metric_fn is measured on the validation samples: give validation=, or leave it out")
+        if self.validation is not None and self.loss_fn is None and self.metric_fn is None:
+            raise ConfigurationError("validation= without loss_fn= and metric_fn=: say what is to be measured on it")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizationResult:
+    """What `optimize` has done; the same on all ranks (of `async_sgd`: this rank's own)."""
+
+    best_metric: float
+    """NaN if no epoch gave one."""
+    best_epoch: int | None
+    history: tuple[EpochRecord, ...]
+    """By epoch; also those before a resume, or before this rank joined."""
+    stopped_early: bool
+    """For want of improvement; False: after the last epoch, or because the job was stopped."""
+    steps: int
+    """Optimizer steps of the fit, committed; with `async_sgd`, this rank's."""
+    samples: int
+    """Samples of all ranks that counted, over all epochs; each counts once an epoch."""
+
+
+@dataclass
+class _Progress:
+    """What the fit has found so far: registered state."""
+
+    mode: str
+    min_delta: float
+    patience: int | None
+    history: list[EpochRecord] = field(default_factory=list)
+    counter: Patience = field(default_factory=Patience)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"history": [asdict(record) for record in self.history], "counter": self.counter.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.history = [EpochRecord(**record) for record in state["history"]]
+        self.counter.load_state_dict(state["counter"])
+
+    def add(self, epoch: int, training_loss: float, metric: float) -> EpochRecord:
+        self.counter.observe(metric, mode=self.mode, patience=1, min_delta=self.min_delta)
+        record = EpochRecord(epoch=epoch, training_loss=training_loss, metric=metric, improved=self.counter.bad_calls == 0)
+        self.history.append(record)
+        return record
+
+    @property
+    def stop(self) -> bool:
+        return self.patience is not None and self.counter.bad_calls >= self.patience
+
+    @property
+    def best(self) -> EpochRecord | None:
+        return next((record for record in reversed(self.history) if record.improved), None)
+
+
+def fit(session: Session, model: ShardedModel, optimizer: ShardedOptimizer, data: OptimizationInputData) -> OptimizationResult:
+    """See `ShardedOptimizer.optimize`."""
+    name = next(name for number in itertools.count(1) if session.registered.find(name := f"optimize-{number}") is None)
+    progress = _Progress(mode=data.mode, min_delta=data.min_delta, patience=data.patience)
+    leased = model.asynchronous
+    loader = ElasticDataLoader(
+        _dataset(data.training, "training"),
+        global_batch_size=None if leased else data.global_batch_size,
+        batch_size=data.global_batch_size if leased else None,
+        micro_batch_size=data.micro_batch_size,
+        seed=data.seed,
+        name=name,
+    )
+    session.registered.register(name, progress)
+    if data.scheduler is not None:
+        session.registered.register(f"{name}.scheduler", data.scheduler)
+    validation = _validation_loader(data)
+    for epoch in () if progress.stop else loader.epochs(data.epochs):
+        sums = _epoch(session, model, optimizer, data, loader)
+        training_loss = _mean(session, sums)
+        metric = training_loss if validation is None else _validate(session, model, data, validation)
+        if loader.epoch <= epoch or session.is_redoing:
+            continue  # the job was stopped within the epoch, or some of it comes again
+        record = progress.add(epoch, training_loss, metric)
+        if data.on_epoch is not None:
+            data.on_epoch(record)
+        if progress.stop:
+            break
+    best = progress.best
+    return OptimizationResult(
+        best_metric=best.metric if best is not None else math.nan,
+        best_epoch=best.epoch if best is not None else None,
+        history=tuple(progress.history),
+        stopped_early=progress.stop,
+        steps=loader.global_step,
+        samples=loader.epoch * len(loader.dataset) + loader.state_dict()["samples"],
+    )
+
+
+def _epoch(
+    session: Session, model: ShardedModel, optimizer: ShardedOptimizer, data: OptimizationInputData, loader: ElasticDataLoader
+) -> tuple[float, float]:
+    """Trains on what is left of the loader's epoch; this rank's summed loss and samples."""
+    total, samples = 0.0, 0.0
+    for step in _steps(loader, in_micro_batches=data.micro_batch_size is not None):
+        loss_sum, count = 0.0, 0.0
+        for inputs, targets in step:
+            loss = float(model.train_step(inputs, targets, data.loss_fn))
+            # A rank without samples in a short step is handed a stand-in, which weighs nothing.
+            share = session.step.share if session.step is not None else None
+            weight = share.weight if share is not None and share.micro_batches is None else len(targets)
+            loss_sum, count = loss_sum + loss * weight, count + weight
+        if data.max_norm is not None:
+            model.clip_grad_norm_(data.max_norm)
+        if optimizer.step():
+            total, samples = total + loss_sum, samples + count
+        if data.scheduler is not None:
+            data.scheduler.step()
+        optimizer.zero_grad()
+    return total, samples
+
+
+def _steps(loader: ElasticDataLoader, *, in_micro_batches: bool) -> Iterator[Any]:
+    """The batches of each step."""
+    if in_micro_batches:
+        yield from loader.steps()
+    else:
+        for batch in loader:
+            yield [batch]
+
+
+def _mean(session: Session, sums: tuple[float, float]) -> float:
+    """The mean loss over all ranks' samples; an operation."""
+
+    def body(channel: Channel) -> list[float]:
+        everyones = [json.loads(each) for each in channel.exchange(json.dumps(sums).encode())]
+        return [sum(column) for column in zip(*everyones, strict=True)]
+
+    total, samples = session.operation("training loss", body)
+    return total / samples if samples else math.nan
+
+
+def _validate(session: Session, model: ShardedModel, data: OptimizationInputData, loader: ElasticDataLoader) -> float:
+    measure = data.metric_fn or data.loss_fn
+    assert measure is not None
+
+    def sums(_: nn.Module, batch: Any) -> dict[str, float]:
+        inputs, targets = batch
+        return {"sum": float(measure(model.predict(inputs), targets)) * len(targets), "samples": float(len(targets))}
+
+    found = evaluate(session, model, loader.evaluation_batches(), sums)
+    return found["sum"] / found["samples"]
+
+
+def _validation_loader(data: OptimizationInputData) -> ElasticDataLoader | None:
+    if data.validation is None:
+        return None
+    size = data.micro_batch_size or data.global_batch_size
+    return ElasticDataLoader(_dataset(data.validation, "validation"), global_batch_size=size, train=False)
+
+
+def _dataset(given: Any, what: str) -> Any:
+    if not isinstance(given, Sequence) or not all(isinstance(part, torch.Tensor) for part in given):
+        return given
+    if len(given) != 2 or len(given[0]) != len(given[1]):
+        raise ConfigurationError(
+            f"{what}: tensors of {[len(part) for part in given]} samples; expected two, inputs and targets, of the same number"
+        )
+    return TensorDataset(*given)

@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
+import torch
 from shoal_common.errors import ConfigurationError
+from torch import nn
 
 from shoal_worker.compression.base import GradientCompressor
 from shoal_worker.compression.registry import parse_compression
@@ -36,6 +39,23 @@ class ShardingConfiguration:
     """Sum micro-batch gradients in float64, so that the result is bitwise the same for any world size. Needs `micro_batch_size` on the
     loader."""
 
+    param_dtype: torch.dtype | None = None
+    """What parameters and inputs are computed with, and parameters fetched in (torch.bfloat16, say); each rank updates its shards in the
+    parameters' own dtype. None: that. Not for ddp, which has `torch.autocast`."""
+    reduce_dtype: torch.dtype | None = None
+    """What gradients travel in; each is summed in float32 at least, and rounded once. None: the dtype of the sum. For ddp:
+    `gradient_compression="bf16"`."""
+    shard_modules: Sequence[type[nn.Module] | str] | None = None
+    """What zero3, fsdp and hsdp gather at once: classes of modules, or names of submodules. None: the children of containers that repeat a
+    class (the layers of a transformer) and have `minimum_parameter_group_size` elements."""
+    activation_checkpointing: bool | Sequence[type[nn.Module]] | Callable[[nn.Module], bool] = False
+    """Modules whose activations are computed again in the backward pass instead of being kept: of the given classes, or where a function
+    says so; True: the children of containers that repeat a class. (Chen et al., "Sublinear Memory Cost", 2016.)"""
+    offload: Literal["cpu"] | Path | None = None
+    """Where shards and optimizer state are kept, and updated: "cpu": in the host's memory (without a GPU they are there anyway); a
+    directory: in files there, which the system maps into memory as far as it has room. None: beside the parameters. For strategies whose
+    state is cut."""
+
     def __post_init__(self) -> None:
         if self.bucket_cap_mb < 1:
             raise ConfigurationError(f"bucket_cap_mb={self.bucket_cap_mb}: expected at least 1 MiB")
@@ -43,11 +63,27 @@ class ShardingConfiguration:
             raise ConfigurationError(f"minimum_parameter_group_size={self.minimum_parameter_group_size}: expected at least 1 element")
         if self.loss_reduction not in ("mean", "sum"):
             raise ConfigurationError(f'loss_reduction={self.loss_reduction!r}: expected "mean" or "sum"')
+        self._check_dtypes()
+        if not (self.offload in (None, "cpu") or isinstance(self.offload, Path)):
+            raise ConfigurationError(f'offload={self.offload!r}: expected "cpu", or a pathlib.Path of a directory for files')
+        if isinstance(self.shard_modules, str | type):
+            raise ConfigurationError(f"shard_modules={self.shard_modules!r}: expected a list of classes or names of modules")
         object.__setattr__(self, "gradient_compression", parse_compression(self.gradient_compression))
         if self.deterministic and self.compressor is not None:
             raise ConfigurationError(
                 f"deterministic=True with gradient_compression={self.compressor.name!r}: what a compressor leaves out depends on how many "
                 "ranks there are, so results cannot be bitwise the same for any world size; leave one of the two out"
+            )
+
+    def _check_dtypes(self) -> None:
+        for field in ("param_dtype", "reduce_dtype"):
+            dtype = getattr(self, field)
+            if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize >= 2):
+                raise ConfigurationError(f"{field}={dtype!r}: expected a floating-point torch.dtype of two bytes or more, or None")
+        if self.deterministic and self.reduce_dtype is not None:
+            raise ConfigurationError(
+                f"deterministic=True with reduce_dtype={self.reduce_dtype}: how a rank's sum is rounded depends on how many ranks there "
+                "are, so results cannot be bitwise the same for any world size; leave one of the two out"
             )
 
     @property
@@ -64,3 +100,9 @@ class ShardingConfiguration:
     def for_low_bandwidth(cls, **overrides: object) -> ShardingConfiguration:
         """For slow links: small buckets, so that sending starts early in the backward pass."""
         return cls(**({"bucket_cap_mb": 4} | overrides))  # type: ignore[arg-type]
+
+    @classmethod
+    def for_offload(cls, **overrides: object) -> ShardingConfiguration:
+        """For models whose shards and optimizer state do not fit on the device: they live in the host's memory. With `offload=Path(...)`:
+        in files."""
+        return cls(**({"offload": "cpu"} | overrides))  # type: ignore[arg-type]

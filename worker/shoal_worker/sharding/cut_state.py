@@ -139,6 +139,12 @@ class CutState:
         if self._stage is not Stage.PARAMETERS:
             self._execution.gather_all()
 
+    def updated(self) -> None:
+        """The optimizer has stepped."""
+        for unit in self.trained:
+            if unit.home.keeps_files:
+                self._state.bring_home(unit)
+
     def committed(self) -> None:
         """A step was applied on this cut: the one before is no longer of use."""
         self._before = None
@@ -230,16 +236,27 @@ class CutState:
         if self.optimizer is not None:
             check_fits(saved, self.optimizer, [[self.units[u].layout.shapes[i] for u, i in places] for places in self._places])
 
+    def values(self, channel: Channel) -> dict[str, torch.Tensor]:
+        """Parameters and buffers as one process would have them; may share memory with the state. Part of an operation. Raises as
+        `regroup`."""
+        if self.cut is None:
+            return self.module.state_dict()
+        return self._named(self._whole_values(channel))
+
+    def _whole_values(self, channel: Channel) -> list[dict[str, torch.Tensor]]:
+        assert self.cut is not None
+        if isinstance(channel, LocalChannel) and self.cut.world_size > 1:
+            raise PreconditionError("the job was stopped and its ranks are gone: the parameters are not whole on any of them")
+        nothing: list[dict[str, torch.dtype]] = [{} for _ in self.units]
+        return assemble(self.units, self._held(nothing), nothing, channel)
+
     @contextlib.contextmanager
     def whole_for(self, channel: Channel) -> Iterator[None]:
         """While open, the parameters are whole here and stay so, whatever is computed. Part of an operation. Raises as `regroup`."""
         if self.cut is None:
             yield
             return
-        if isinstance(channel, LocalChannel) and self.cut.world_size > 1:
-            raise PreconditionError("the job was stopped and its ranks are gone: the parameters are not whole on any of them")
-        nothing: list[dict[str, torch.dtype]] = [{} for _ in self.units]
-        wholes = assemble(self.units, self._held(nothing), nothing, channel)
+        wholes = self._whole_values(channel)
         if self.whole:
             yield
             return

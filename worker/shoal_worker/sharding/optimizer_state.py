@@ -40,7 +40,7 @@ class ShardedOptimizerState:
 
     def shard(self, unit: Unit, holding: Holding, key: str, dtype: torch.dtype) -> torch.Tensor:
         """An element state of a whole shard, flat."""
-        flat = torch.zeros(unit.layout.shard_numel, dtype=dtype, device=unit.device)
+        flat = torch.zeros(unit.layout.shard_numel, dtype=dtype, device=unit.home.device)
         for piece, cut in zip(holding.pieces, holding.cuts, strict=True):
             value = self._of(piece).get(key)
             if value is not None:
@@ -63,8 +63,16 @@ class ShardedOptimizerState:
                 scalars_of_it = {key: value for key, value in own.items() if key != ELEMENTS}
                 state = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in scalars_of_it.items()}
                 for key in own[ELEMENTS]:
-                    state[key] = shards[holding.position][key][cut.offset : cut.offset + cut.length].clone()
+                    state[key] = unit.home.copy(shards[holding.position][key][cut.offset : cut.offset + cut.length])
                 self._optimizer.state[piece] = state
+
+    def bring_home(self, unit: Unit) -> None:
+        """The optimizer has made its state where it liked: moves it where it is to be kept."""
+        for holding in unit.holdings:
+            for piece in holding.pieces:
+                for key, value in self._of(piece).items():
+                    if is_of_elements(value, piece) and value.numel() and value.untyped_storage().filename is None:
+                        self._of(piece)[key] = unit.home.copy(value)
 
     def cut(self, unit: Unit, keys: Mapping[str, torch.dtype], world_size: int, position: int, mirrored: int | None) -> None:
         """Cuts a unit that is whole here, values and state: see `Unit.cut`."""

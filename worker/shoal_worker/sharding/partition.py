@@ -35,7 +35,7 @@ def by_modules(module: nn.Module, shard_modules: Sequence[type[nn.Module] | str]
         ConfigurationError: a name or a class that the model does not have.
     """
     modules = dict(module.named_modules())
-    chosen = set(_named(modules, shard_modules)) if shard_modules is not None else set(_repeated(modules, at_least))
+    chosen = set(_named(modules, shard_modules)) if shard_modules is not None else set(repeated(modules, at_least))
     chosen.discard("")
     owner: dict[int, str] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -107,7 +107,8 @@ def _named(modules: dict[str, nn.Module], wanted: Sequence[type[nn.Module] | str
         yield from found
 
 
-def _repeated(modules: dict[str, nn.Module], at_least: int) -> Iterable[str]:
+def repeated(modules: dict[str, nn.Module], at_least: int) -> Iterable[str]:
+    """The children of containers that hold several of their class, with so many elements each: the blocks of a transformer."""
     for name, module in modules.items():
         if not isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict):
             continue

@@ -140,10 +140,10 @@ def reshard(
         arrived: dict[int, dict[str, torch.Tensor]] = {position: {} for position in gets[rank]}
         for name, dtype in {VALUES: unit.dtype, **keys[index]}.items():
             held_here = {position: vectors[name] for position, vectors in mine.vectors[index].items()} if mine is not None else {}
-            outgoing = message(table, rank, held_here or {0: torch.empty(0, dtype=dtype, device=unit.device)}, old)
+            outgoing = message(table, rank, held_here or {0: torch.empty(0, dtype=dtype)}, old).to(unit.device)
             incoming = torch.empty(sum(received), dtype=dtype, device=unit.device)
             peers.all_to_all(incoming, outgoing, received, sent)
-            shards = {position: torch.zeros(new, dtype=dtype, device=unit.device) for position in gets[rank]}
+            shards = {position: torch.zeros(new, dtype=dtype, device=unit.home.device) for position in gets[rank]}
             place(table, rank, incoming, shards, new)
             for position, shard in shards.items():
                 arrived[position][name] = shard

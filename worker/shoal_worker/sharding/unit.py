@@ -13,18 +13,22 @@ nobody computes with it (the storage is resized to nothing, as torch's FSDP does
 values again because the unit is gathered before its backward pass). Meanwhile the parameters are empty. Optimizers update pieces of shards
 (`Holding`).
 
+Where parameters are computed with in another dtype than they are updated in, or are updated elsewhere (`homes.py`), shards have memory of
+their own at every stage, and `full` is a copy of them: P in the dtype of the computation, and P/N in their own.
+
 It does not know when to gather or reduce (`execution.py`).
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import nn
 
 from shoal_worker.sharding.collectives import Collectives, Pending
+from shoal_worker.sharding.homes import Home
 from shoal_worker.sharding.layout import Piece, UnitLayout, layout_of
 
 
@@ -42,7 +46,7 @@ class Holding:
     def __init__(self, unit: Unit) -> None:
         self.position: int | None = None
         """Whose it is; None: it is empty."""
-        self.shard = torch.empty(0, dtype=unit.dtype, device=unit.device)
+        self.shard = torch.empty(0, dtype=unit.dtype, device=unit.home.device)
         self.pieces = tuple(nn.Parameter(self.shard, requires_grad=unit.trained) for _ in unit.parameters)
         """Its part of each parameter, one-dimensional: what the optimizer updates. The same objects for ever, with other memory after each
         `hold`."""
@@ -65,7 +69,7 @@ class Holding:
             if gradient is None or not here:
                 piece.grad = None
             else:
-                piece.grad = (gradient[cut.offset : cut.offset + cut.length] / divisor).to(piece.dtype)
+                piece.grad = (gradient[cut.offset : cut.offset + cut.length] / divisor).to(piece.device, piece.dtype)
 
     def forget_gradients(self) -> None:
         """Nothing is summed and nothing handed out."""
@@ -77,17 +81,45 @@ class Holding:
 class Unit:
     """Parameters of one dtype that are all trained, or all frozen."""
 
-    def __init__(self, name: str, parameters: Sequence[nn.Parameter], names: Sequence[str], *, stage: Stage, wide: bool) -> None:
-        """Takes the parameters' memory over, whole; `cut` or `adopt` comes next. `wide`: gradients are summed in float64."""
+    def __init__(
+        self,
+        name: str,
+        parameters: Sequence[nn.Parameter],
+        names: Sequence[str],
+        *,
+        stage: Stage,
+        wide: bool,
+        param_dtype: torch.dtype | None = None,
+        reduce_dtype: torch.dtype | None = None,
+        home: Home | None = None,
+    ) -> None:
+        """Takes the parameters' memory over, whole; `cut` or `adopt` comes next.
+
+        Args:
+            name: for errors.
+            parameters, names: of the module.
+            stage: what is sharded.
+            wide: gradients are summed in float64.
+            param_dtype: of the whole parameters, once they are cut; None: their own, which is the shards' in any case.
+            reduce_dtype: of gradients on the wire; None: that of the sum.
+            home: where shards are kept; None: beside the parameters.
+        """
         self.name = name
         self.parameters = tuple(parameters)
         self.parameter_names = tuple(names)
         self.trained = self.parameters[0].requires_grad
         self.dtype = self.parameters[0].dtype
+        """Of the shards."""
         self.device = self.parameters[0].device
+        """Of the whole parameters."""
+        self.home = home or Home(self.device)
         self.stage = stage
         self.sum_dtype = torch.float64 if wide or self.dtype == torch.float64 else torch.float32
-        """Of gradients, on the wire and in the sum."""
+        """Of gradients, in the sum."""
+        self._wire_dtype = reduce_dtype or self.sum_dtype
+        self._whole_dtype = param_dtype if param_dtype is not None and self.dtype.is_floating_point else self.dtype
+        self._apart = stage is Stage.PARAMETERS or self.home.apart or self._whole_dtype != self.dtype
+        """Shards have memory of their own."""
         self.layout = layout_of(self.parameters, 1)
         self.own, self.mirror = Holding(self), Holding(self)
         self.touched = [False] * len(self.parameters)
@@ -96,10 +128,12 @@ class Unit:
         """Its memory and values stay until the next change, although it counts as freed: see `ShardedExecution.keep_whole`."""
         self._gathered = True
         self._gathering: Pending | None = None
+        self._sent: torch.Tensor | None = None
+        """The shard on its way to the others."""
         self._gradient: torch.Tensor | None = None
         """This rank's own gradient of all elements, weighted; None: nothing added yet."""
         values = [p.detach() for p in self.parameters]
-        self._replace(self.layout)
+        self._replace(self.layout, self.dtype)
         for view, value in zip(self._views, values, strict=True):
             view.copy_(value)
         self.own.hold(0, self._full, self.layout)
@@ -116,25 +150,24 @@ class Unit:
         assert self._gathered
         self.finish_gathering()
         whole = self._full[: self.layout.numel]
-        self._replace(self.layout.over(world_size))
+        self._replace(self.layout.over(world_size), self._whole_dtype)
         self._full[: self.layout.numel] = whole
-        self._hold(position, mirrored)
+        size = self.layout.shard_numel
+        self._hold(position, mirrored, lambda where: whole[where * size : (where + 1) * size])
 
     def adopt(self, world_size: int, shards: Mapping[int, torch.Tensor], position: int, mirrored: int | None) -> None:
         """Holds shards that were cut for so many ranks; the other elements are fetched when they are needed."""
         self.finish_gathering()
-        self._replace(self.layout.over(world_size))
-        for where, shard in shards.items():
-            self._slot(where).copy_(shard)
-        self._hold(position, mirrored)
-        self._gathered = world_size == 1
+        self._replace(self.layout.over(world_size), self._whole_dtype)
+        self._hold(position, mirrored, shards.__getitem__)
+        self._gathered = world_size == 1 and not self._apart
         if self.stage is Stage.PARAMETERS:
             self.free()
 
     def make_whole(self, flat: torch.Tensor | None = None) -> None:
         """Holds all of it here, as a world of one would, with these values, or any."""
         self.finish_gathering()
-        self._replace(self.layout.over(1))
+        self._replace(self.layout.over(1), self.dtype)
         if flat is not None:
             self._full.copy_(flat)
         self._gathered = True
@@ -161,9 +194,9 @@ class Unit:
         if self._full.untyped_storage().nbytes():
             self._full.copy_(whole)
 
-    def _replace(self, layout: UnitLayout) -> None:
+    def _replace(self, layout: UnitLayout, dtype: torch.dtype) -> None:
         self.layout, self.resident = layout, False
-        self._full = torch.zeros(layout.padded_numel, dtype=self.dtype, device=self.device)
+        self._full = torch.zeros(layout.padded_numel, dtype=dtype, device=self.device)
         self._views = layout.views(self._full)
         self._show()
 
@@ -174,11 +207,20 @@ class Unit:
     def _slot(self, position: int) -> torch.Tensor:
         return self._full[position * self.layout.shard_numel : (position + 1) * self.layout.shard_numel]
 
-    def _hold(self, position: int, mirrored: int | None) -> None:
+    def _hold(self, position: int, mirrored: int | None, values: Callable[[int], torch.Tensor]) -> None:
+        """`values`: of the shard at a position; the last one may lack its padding."""
         for holding, where in ((self.own, position), (self.mirror, mirrored)):
-            shard = self._slot(where) if where is not None else self._full[:0]
-            # With the parameters resident the shard is a part of them, and costs nothing.
-            holding.hold(where, shard.clone() if self.stage is Stage.PARAMETERS else shard, self.layout)
+            if where is None:
+                shard = self.home.empty(0, self.dtype)
+            elif self._apart:
+                shard = self.home.empty(self.layout.shard_numel, self.dtype)
+                shard.zero_()
+            else:
+                shard = self._slot(where)  # a part of the parameters: it costs nothing
+            if where is not None:
+                given = values(where)
+                shard[: given.numel()] = given
+            holding.hold(where, shard, self.layout)
 
     # ------------------------------------------------------------------------------------------------------------- parameters
 
@@ -190,7 +232,8 @@ class Unit:
             self._gathered = True
             return True
         self._allocate()
-        self._gathering = collectives.all_gather(self._full, self.own.shard)
+        self._sent = self.own.shard.to(self.device, self._full.dtype, non_blocking=True)
+        self._gathering = collectives.all_gather(self._full, self._sent)
         return True
 
     def _allocate(self) -> None:
@@ -204,6 +247,7 @@ class Unit:
         if self._gathering is not None:
             gathering, self._gathering = self._gathering, None
             self._gathered = gathering.wait()
+            self._sent = None
 
     def free(self) -> None:
         """Gives back the whole parameters' memory, where parameters are sharded."""
@@ -221,7 +265,7 @@ class Unit:
         self.resident = False
         if self.stage is Stage.PARAMETERS:
             self.free()
-        elif self.layout.world_size > 1:
+        elif self.layout.world_size > 1 or self._apart:
             self._gathered = False
 
     # -------------------------------------------------------------------------------------------------------------- gradients
@@ -244,7 +288,8 @@ class Unit:
         gradient, self._gradient = self._gradient, None
         if gradient is None:
             gradient = torch.zeros(self.layout.padded_numel, dtype=self.sum_dtype, device=self.device)
-        shard = torch.empty(self.layout.shard_numel, dtype=self.sum_dtype, device=self.device)
+        gradient = gradient.to(self._wire_dtype)
+        shard = torch.empty(self.layout.shard_numel, dtype=gradient.dtype, device=self.device)
         return Reducing(self, shard, gradient, collectives.reduce_scatter(shard, gradient))
 
     def has_gradient(self) -> bool:
@@ -274,5 +319,5 @@ class Reducing:
     def wait(self) -> None:
         """Returns when the sum is here and counted; not counted when the step is lost."""
         if self._pending.wait():
-            own = self._unit.own
-            own.gradient = self._shard if own.gradient is None else own.gradient.add_(self._shard)
+            own, shard = self._unit.own, self._shard.to(self._unit.sum_dtype)
+            own.gradient = shard if own.gradient is None else own.gradient.add_(shard)

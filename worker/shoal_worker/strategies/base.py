@@ -28,7 +28,9 @@ from shoal_worker.state.optimizer import check_fits
 from shoal_worker.state.part import StatePart
 from shoal_worker.state.serial import dump_tensors, load_tensors, read_tensors
 from shoal_worker.state.tree import flatten, unflatten
+from shoal_worker.strategies.activation_checkpointing import checkpoint_activations
 from shoal_worker.strategies.agreeing import agreed
+from shoal_worker.strategies.settings import check_settings
 
 if TYPE_CHECKING:
     from shoal_worker.fitting import OptimizationInputData, OptimizationResult
@@ -46,6 +48,8 @@ class ShardedModel(nn.Module, abc.ABC):
     """Name in the registry."""
     options: ClassVar[frozenset[str]] = frozenset()
     """Keyword arguments of `as_distributed` that only this strategy knows."""
+    settings: ClassVar[frozenset[str]] = frozenset()
+    """Fields of `ShardingConfiguration` that not every strategy knows, and this one does."""
     compresses: ClassVar[bool] = False
     """It takes `gradient_compression=`."""
 
@@ -57,6 +61,7 @@ class ShardedModel(nn.Module, abc.ABC):
                 f"gradient_compression={config.compressor.name!r} with strategy={self.strategy!r}, which does not compress: take ddp, "
                 "zero1, zero2, zero3, fsdp or async_sgd, or leave it out"
             )
+        check_settings(self.strategy, self.settings, config)
         self.module = module
         self.config = config
         self.backend_name = backend or session.default_backend
@@ -64,6 +69,7 @@ class ShardedModel(nn.Module, abc.ABC):
         self._options = options
         if session.device.type == "cuda":
             torch.cuda.set_device(session.device)  # NCCL binds groups to it, and ranks of one host must not share one
+        checkpoint_activations(self.module, config.activation_checkpointing)
         self.on_before_initialize_sharding()
         self.initialize_sharding()
 

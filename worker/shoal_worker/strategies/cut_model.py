@@ -20,6 +20,7 @@ from shoal_worker.sharding.collectives import SessionCollectives
 from shoal_worker.sharding.cut_state import CutState
 from shoal_worker.sharding.execution import ShardedExecution
 from shoal_worker.sharding.gradients import CutGradients
+from shoal_worker.sharding.homes import home_of
 from shoal_worker.sharding.partition import Group as ParameterGroup
 from shoal_worker.sharding.partition import alike
 from shoal_worker.sharding.unit import Stage, Unit
@@ -34,6 +35,7 @@ class CutModel(ShardedModel):
 
     stage: ClassVar[Stage]
     options: ClassVar[frozenset[str]] = frozenset({"elementwise_optimizer"})
+    settings: ClassVar[frozenset[str]] = frozenset({"param_dtype", "reduce_dtype", "offload"})
 
     def groups(self) -> list[ParameterGroup]:
         """What is gathered and reduced at once, the group of the outermost module first."""
@@ -55,7 +57,17 @@ class CutModel(ShardedModel):
             self._build()
 
     def _unit(self, part: ParameterGroup) -> Unit:
-        return Unit(part.name, part.parameters, part.names, stage=self.stage, wide=self.config.deterministic)
+        config = self.config
+        return Unit(
+            part.name,
+            part.parameters,
+            part.names,
+            stage=self.stage,
+            wide=config.deterministic,
+            param_dtype=config.param_dtype,
+            reduce_dtype=config.reduce_dtype,
+            home=home_of(config.offload, part.parameters[0].device),
+        )
 
     def _build(self) -> None:
         units = [(group.module, [self._unit(part) for part in alike(group)]) for group in self.groups()]
@@ -109,9 +121,10 @@ class CutModel(ShardedModel):
         whole: dict[str, torch.Tensor] = {}
 
         def body(channel: Channel) -> None:
-            with self.whole_for(channel):
-                copies = {name: value.detach().clone() for name, value in self.module.state_dict().items()}
-            whole.update({} if rank0_only and channel.rank != 0 else copies)
+            values = self._held.values(channel)
+            whole.clear()
+            if not rank0_only or channel.rank == 0:
+                whole.update({name: value.detach().clone() for name, value in values.items()})
             channel.exchange(b"")  # who comes out of this knows that all have theirs
 
         self._session.operation("full_state_dict", body)
@@ -173,7 +186,7 @@ class CutModel(ShardedModel):
         return self
 
     def _whole_parameters(self) -> list[tuple[torch.Tensor, torch.Size]]:
-        return [each for unit in self._held.units for each in zip(unit.parameters, unit.layout.shapes, strict=True)]
+        return [each for unit in self._held.units for each in zip(unit.own.pieces, unit.layout.shapes, strict=True)]
 
     def _own_pieces(self) -> list[tuple[str, torch.Tensor]]:
         return [each for unit in self._held.units for each in zip(unit.parameter_names, unit.own.pieces, strict=True)]

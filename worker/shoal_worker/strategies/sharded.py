@@ -26,6 +26,7 @@ from typing import Any, ClassVar, Final
 
 import torch
 from shoal_common.errors import ConfigurationError, MembershipChanged, PreconditionError
+from torch.utils import _pytree as pytree
 
 from shoal_worker.elastic.contract import Leases
 from shoal_worker.elastic.group import Group
@@ -41,6 +42,11 @@ from shoal_worker.strategies.materialize import materialize
 
 _WIDE: Final = torch.empty(0, dtype=torch.float64)
 """What the closing is summed in, and where."""
+
+
+def in_dtype(inputs: Any, dtype: torch.dtype) -> Any:
+    """Floating-point tensors within `inputs`, converted."""
+    return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, inputs)
 
 
 class ShardedParametersModel(CutModel):
@@ -92,6 +98,8 @@ class ShardedParametersModel(CutModel):
                 check_reproducible(self.config, step)
             if step is self._session.step:  # else it is a joiner's pass ahead of its loop
                 self._weigh(step)
+        if self.config.param_dtype is not None:
+            args, kwargs = in_dtype((args, kwargs), self.config.param_dtype)
         return self._call(*args, **kwargs)
 
     def train_step(self, inputs: Any, targets: Any = None, loss_fn: Callable[[Any, Any], torch.Tensor] | None = None) -> torch.Tensor:
@@ -214,6 +222,7 @@ class ShardedParametersModel(CutModel):
             assert closing.settings is not None
             self._held.settings = closing.settings
             self._held.optimizer.step()
+            self._held.updated()
         for unit in self._held.trained:
             unit.changed()
         self._execution.forget()
@@ -363,6 +372,7 @@ class ShardedParametersModel(CutModel):
         assert self._closing is not None
         self._closing.settings = self._held.settings
         step()
+        self._held.updated()
         self._applied += 1
         with torch.no_grad():
             self._execution.applied()

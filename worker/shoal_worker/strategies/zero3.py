@@ -19,11 +19,11 @@ class ZeRO3Model(ShardedParametersModel):
 
     strategy: ClassVar[str] = "zero3"
     stage: ClassVar[Stage] = Stage.PARAMETERS
-    options: ClassVar[frozenset[str]] = ShardedParametersModel.options | {"shard_modules"}
+    settings: ClassVar[frozenset[str]] = ShardedParametersModel.settings | {"shard_modules"}
 
     def groups(self) -> list[Group]:
         """Blocks: one is whole in memory while it computes."""
-        return by_modules(self.module, self._options.get("shard_modules"), at_least=self.config.minimum_parameter_group_size)
+        return by_modules(self.module, self.config.shard_modules, at_least=self.config.minimum_parameter_group_size)
 
 
 class ZeRO3Optimizer(ShardedParametersOptimizer):

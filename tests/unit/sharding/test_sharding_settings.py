@@ -1,0 +1,150 @@
+"""Settings of `ShardingConfiguration` about dtypes, memory and blocks: each trains as the plain path does, and costs what it says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import shoal
+import torch
+from shoal_common.errors import ConfigurationError
+from shoal_worker.sharding.unit import Stage, Unit
+from torch import nn
+
+from tests.unit.sharding.rank_threads import RankThread, run_ranks
+
+X = torch.randn(24, 6, generator=torch.Generator().manual_seed(1))
+State = dict[str, torch.Tensor]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+        self.passes = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.passes += 1
+        return x + torch.tanh(self.linear(x))
+
+
+def make() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 32), nn.Sequential(*[Block() for _ in range(3)]), nn.Linear(32, 2))
+
+
+def train(strategy: str, look: Any = None, **options: Any) -> tuple[State, Any]:
+    """What a rank does. Returns the whole parameters, and what `look(model, optimizer)` says after the last step."""
+    net = make()
+    options = {"minimum_parameter_group_size": 64, **options}
+    model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.05, momentum=0.9), strategy=strategy, **options)
+    loader = shoal.ElasticDataLoader(torch.utils.data.TensorDataset(X), global_batch_size=8, shuffle=False)
+    for _ in loader.epochs(2):
+        for (x,) in loader:
+            model(x).float().square().mean().backward()
+            assert optimizer.step()
+            optimizer.zero_grad()
+    seen = look(model, optimizer) if look is not None else None
+    return model.full_state_dict(), seen
+
+
+def launch(strategy: str, look: Any = None, **options: Any) -> tuple[State, Any]:
+    return shoal.launch(lambda: train(strategy, look, **options), world_size=2)[0]
+
+
+@pytest.fixture(scope="module")
+def plain() -> State:
+    return launch("zero1")[0]
+
+
+def differences(state: State, plain: State) -> list[float]:
+    assert state.keys() == plain.keys()
+    assert all(value.dtype == torch.float32 for value in state.values())
+    return [float((state[name] - value).abs().max()) for name, value in plain.items()]
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
+def test_param_dtype_is_what_is_computed_with_and_not_what_is_updated(strategy: str, plain: State) -> None:
+    def look(model: Any, optimizer: Any) -> Any:
+        held = sum(p.untyped_storage().nbytes() for p in {p.untyped_storage().data_ptr(): p for p in model.module.parameters()}.values())
+        return {p.dtype for p in model.module.parameters()}, {p.dtype for p in model.local_shard.values()}, held
+
+    state, (computed, updated, held) = launch(strategy, look, param_dtype=torch.bfloat16)
+    assert (computed, updated) == ({torch.bfloat16}, {torch.float32})
+    padded = 2 * 16 * 2 * 4
+    assert held <= (0 if strategy == "zero3" else sum(v.numel() for v in plain.values()) * 2 + padded)
+    assert 0 < max(differences(state, plain)) < 5e-3
+
+
+def test_reduce_dtype_is_what_gradients_travel_in(plain: State) -> None:
+    state, _ = launch("zero2", reduce_dtype=torch.bfloat16)
+    assert 0 < max(differences(state, plain)) < 5e-3
+
+    def sent(ranks: RankThread) -> int:
+        unit = Unit("", list(make().parameters()), ["p"] * 10, stage=Stage.GRADIENTS, wide=False, reduce_dtype=torch.bfloat16)
+        unit.cut(2, ranks.rank, None)
+        unit.start_reducing(ranks).wait()
+        assert unit.own.gradient is not None
+        assert unit.own.gradient.dtype == torch.float32
+        return ranks.sent_bytes
+
+    numel = sum(p.numel() for p in make().parameters())
+    assert run_ranks(2, sent)[0] == pytest.approx(2 * numel / 2, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "chosen"),
+    [("ddp", [Block]), ("zero2", True), ("zero3", lambda module: isinstance(module, Block)), ("local_sgd", [Block])],
+)
+def test_checkpointed_activations_are_computed_twice_and_change_nothing(strategy: str, chosen: Any) -> None:
+    def look(model: Any, optimizer: Any) -> int:
+        return sum(block.passes for block in model.module[1])
+
+    without, once = launch(strategy, look)
+    state, twice = launch(strategy, look, activation_checkpointing=chosen)
+    assert twice == 2 * once
+    assert max(differences(state, without)) == 0.0
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
+def test_offloaded_shards_and_optimizer_state_are_in_files(strategy: str, plain: State, tmp_path: Path) -> None:
+    def look(model: Any, optimizer: Any) -> list[str | None]:
+        pieces = [piece for group in optimizer.param_groups for piece in group["params"] if piece.numel()]
+        states = [value for piece in pieces for value in optimizer.state[piece].values() if value.dim()]
+        return [tensor.untyped_storage().filename for tensor in [*pieces, *states]]
+
+    state, files = launch(strategy, look, offload=tmp_path / "shards")
+    assert len(files) >= 4
+    assert all(name is not None and name.startswith(str(tmp_path)) for name in files)
+    assert list((tmp_path / "shards").iterdir()) == []  # they have no names, and go with the process
+    assert max(differences(state, plain)) == 0.0
+
+
+def test_the_preset_for_offload_changes_nothing_where_all_is_on_the_host(plain: State) -> None:
+    state, _ = launch("zero2", config=shoal.ShardingConfiguration.for_offload(minimum_parameter_group_size=64))
+    assert max(differences(state, plain)) == 0.0
+
+
+def refused(strategy: str, match: str, **options: Any) -> None:
+    net = make()
+    with pytest.raises(ConfigurationError, match=match):
+        shoal.launch(lambda: shoal.as_distributed(net, strategy=strategy, **options), world_size=1)
+
+
+def test_settings_that_a_strategy_does_not_know_are_refused_with_a_remedy(tmp_path: Path) -> None:
+    refused("ddp", r"param_dtype=torch.bfloat16 with strategy='ddp'.*autocast", param_dtype=torch.bfloat16)
+    refused("ddp", r"reduce_dtype=.*gradient_compression", reduce_dtype=torch.bfloat16)
+    refused("ddp", r"offload=.*take zero1", offload=tmp_path)
+    refused("zero2", r"shard_modules=.*take zero3", shard_modules=[Block])
+
+
+def test_settings_that_cannot_work_are_refused_by_value(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    refused("zero1", "expected a floating-point", param_dtype=torch.int8)
+    refused("zero1", "deterministic=True with reduce_dtype", reduce_dtype=torch.bfloat16, deterministic=True)
+    refused("zero1", 'expected "cpu", or a pathlib.Path', offload="disk")
+    refused("zero1", "a directory that can be written", offload=tmp_path / "file")
+    refused("zero3", "expected a list", shard_modules=Block)
+    refused("zero3", "no module of these classes", activation_checkpointing=[nn.Conv2d])
+    refused("zero3", "it chose no module", activation_checkpointing=lambda module: False)

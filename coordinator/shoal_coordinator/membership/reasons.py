@@ -54,7 +54,7 @@ class Refusal(StrEnum):
     LOADERS_LIMIT = "LOADERS_LIMIT"
     """RESOURCE_EXHAUSTED: more loaders than a job can hold."""
     QUEUE_LIMIT = "QUEUE_LIMIT"
-    """RESOURCE_EXHAUSTED: more requests than may wait while Redis does not take changes."""
+    """UNAVAILABLE: more requests wait than may while Redis does not take changes; ask again."""
     STORAGE_UNAVAILABLE = "STORAGE_UNAVAILABLE"
     """UNAVAILABLE: Redis does not answer; ask again."""
     COORDINATOR_STOPPING = "COORDINATOR_STOPPING"

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from shoal_common.errors import InternalError, LimitError, ShoalError, UnavailableError
+from shoal_common.errors import InternalError, ShoalError, UnavailableError
 
 from shoal_coordinator.membership.effects import AnnounceGeneration
 from shoal_coordinator.membership.events import (
@@ -102,11 +102,11 @@ class JobLoop:
         return submitted
 
     def request(self, event: Event, done: Callable[[Outcome], None]) -> Submitted:
-        """The same for what anybody may send, and send again: refused with a LimitError when too much waits already."""
+        """The same for what anybody may send, and send again: refused with an UnavailableError when too much waits already."""
         if len(self._queue) < _MOST_REQUESTS:
             return self.submit(event, done)
         refused = Submitted(event, done, time.monotonic())
-        error = LimitError(
+        error = UnavailableError(
             f"job {self.state.spec.job_id} has {len(self._queue)} requests that Redis has not taken yet, which is all that may wait; "
             "ask again later",
             reason=Refusal.QUEUE_LIMIT,

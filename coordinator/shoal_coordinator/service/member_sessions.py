@@ -17,7 +17,7 @@ from datetime import timedelta
 from typing import Final
 
 from google.protobuf.message import DecodeError
-from shoal_common.errors import InvalidRequestError, LimitError, ShoalError, UnavailableError
+from shoal_common.errors import InvalidRequestError, ShoalError, UnavailableError
 from shoal_protos.v1 import coordinator_pb2 as pb
 
 from shoal_coordinator.membership.events import Ending, Event, MemberJoined, MemberLost, MemberReady, StreamBroken
@@ -188,7 +188,7 @@ class MemberSessions:
                 mailbox.end(outcome)
 
         if mailbox.undecided >= _MOST_UNDECIDED:
-            raise LimitError(
+            raise UnavailableError(
                 f"this session has {mailbox.undecided} messages that Redis has not taken yet; a member says what it has to say once",
                 reason=Refusal.QUEUE_LIMIT,
             )

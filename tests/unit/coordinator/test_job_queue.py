@@ -7,7 +7,7 @@ from typing import cast
 
 import pytest
 from prometheus_client import CollectorRegistry
-from shoal_common.errors import LimitError, UnavailableError
+from shoal_common.errors import UnavailableError
 from shoal_coordinator.membership.events import DrainRequested, StreamBroken
 from shoal_coordinator.membership.spec import JobSpec, Policy
 from shoal_coordinator.membership.transition import Outcome, job_created
@@ -38,7 +38,7 @@ def test_requests_are_refused_when_too_many_wait(monkeypatch: pytest.MonkeyPatch
         loop = stuck_loop()
         outcomes: list[Outcome] = []
         waiting = [loop.request(DRAIN, outcomes.append) for _ in range(3)]
-        with pytest.raises(LimitError, match="job j has 3 requests that Redis has not taken yet") as refusal:
+        with pytest.raises(UnavailableError, match="job j has 3 requests that Redis has not taken yet") as refusal:
             await loop.ask(DRAIN, timeout_s=60)
         assert refusal.value.reason == "QUEUE_LIMIT"
         # What the coordinator itself has noticed is not a request.

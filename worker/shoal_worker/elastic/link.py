@@ -94,6 +94,8 @@ class CoordinatorLink:
         self._failure: pb.CollectiveFailure | None = None
         self._leaving: pb.Leave | None = None
         self._streams = 0
+        self._away = False
+        self._ended = True
         self._thread = threading.Thread(target=self._run, name="shoal-link", daemon=True)
 
     # ------------------------------------------------------------------------------------------------ the training thread
@@ -105,6 +107,7 @@ class CoordinatorLink:
             DeadlineError: no coordinator answered in time.
             ShoalError: the coordinator refused the member.
         """
+        self._ended = False
         self._thread.start()
         deadline = time.monotonic() + timeout.total_seconds()
         with self._changed:
@@ -200,28 +203,34 @@ class CoordinatorLink:
         self._drain = reason
 
     def leave(self, reason: pb.Leave.Reason, detail: str = "", *, timeout: timedelta = timedelta(seconds=5)) -> None:
-        """Tells the coordinator goodbye and ends the session. Waits at most `timeout` for the message to go out."""
+        """Tells the coordinator goodbye and ends the session. Waits at most `timeout` until it has heard it; not while it is away: peers
+        may wait for this process's group to end."""
         with self._changed:
             if self._leaving is not None:
                 return
             self._leaving = pb.Leave(reason=reason, detail=detail[:1024])
             self._changed.notify_all()
-        self._thread.join(timeout.total_seconds())
+            self._changed.wait_for(lambda: self._ended or self._away, timeout.total_seconds())
         self.client.close()
 
     # ---------------------------------------------------------------------------------------------------- the link's thread
 
     def _run(self) -> None:
+        try:
+            self._hold_session()
+        finally:
+            with self._changed:
+                self._ended = True
+                self._changed.notify_all()
+
+    def _hold_session(self) -> None:
         backoff = _FIRST_BACKOFF_S
-        away = False
         job_must_exist_at = time.monotonic() + _JOB_PATIENCE_S
         while not self._over():
             try:
                 for directive in self.client.join_session(self._messages()):
                     backoff = _FIRST_BACKOFF_S
-                    if away:
-                        _log.warning("the coordinator is back")
-                        away = False
+                    self._set_away(False)
                     self._take(directive)
                 if self._over():
                     return
@@ -229,9 +238,9 @@ class CoordinatorLink:
             except _RETRYABLE as error:
                 if self._over():
                     return
-                if not away:
+                if not self._away:
                     _log.warning("no connection to the coordinator, training goes on without membership changes: %s", error)
-                away = True
+                self._set_away(True)
             except UnknownResourceError as error:
                 # Workers are started beside the coordinator, and may be there some moments before their job.
                 if self._over() or time.monotonic() > job_must_exist_at:
@@ -241,8 +250,19 @@ class CoordinatorLink:
                 if not self._over():
                     self._fail(error)
                 return
-            time.sleep(backoff * random.uniform(0.5, 1.0))  # noqa: S311 - jitter, so that members do not come back all at once
+            with self._changed:
+                jitter = random.uniform(0.5, 1.0)  # noqa: S311 - so that members do not come back all at once
+                self._changed.wait_for(lambda: self._leaving is not None, backoff * jitter)
             backoff = min(2 * backoff, _LONGEST_BACKOFF_S)
+
+    def _set_away(self, away: bool) -> None:
+        if self._away == away:
+            return
+        if not away:
+            _log.warning("the coordinator is back")
+        with self._changed:
+            self._away = away
+            self._changed.notify_all()
 
     def _messages(self) -> Iterator[pb.MemberMessage]:
         """Outgoing messages of one stream, drawn by grpc's thread.

@@ -1,9 +1,10 @@
-"""Who cannot be reached is named, and two that cannot reach each other are kept apart."""
+"""One real membership of a real coordinator; its peers are sessions that the test holds, and come to no group."""
 
 from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 from shoal_common.errors import MembershipChanged
 from shoal_protos.v1 import coordinator_pb2 as pb
+from shoal_worker.elastic.contract import StopTraining
 from shoal_worker.elastic.link import MemberIdentity
 from shoal_worker.elastic.membership import Membership
 from shoal_worker.elastic.reach import unreachable
@@ -25,10 +27,10 @@ SECOND = timedelta(seconds=1)
 
 
 @pytest.fixture
-def job(zygote: Zygote, tmp_path: Path) -> Iterator[Job]:
+def job(zygote: Zygote, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Job]:
     coordinator = Coordinator(zygote, tmp_path).start()
     with coordinator.client() as client:
-        job = create_job(coordinator, client, largest=2, join_grace_ms=60_000)
+        job = create_job(coordinator, client, smallest=request.param[0], largest=request.param[1], join_grace_ms=60_000)
         yield job
         job.close()
     coordinator.close()
@@ -47,13 +49,9 @@ def test_peers_that_take_connections_are_told_from_those_that_do_not(caplog: pyt
     assert not caplog.records
 
 
+@pytest.mark.parametrize("job", [(1, 2)], indirect=True)
 def test_two_members_that_cannot_reach_each_other_are_kept_apart(job: Job) -> None:
-    settings = WorkerSettings(collective_timeout_s=0.3, connect_timeout_s=0.3, rendezvous_timeout_s=20)
-    identity = MemberIdentity(job_id=job.job_id, member_id="a", host="h1", pid=os.getpid(), donor_address="127.0.0.1:1")
-    membership = Membership(job.coordinator.client(), identity, settings, host="127.0.0.1")
-    membership.make_backend = no_backend
-    membership.join()
-    membership.link.ready()
+    membership = joined(job)
     (b,) = job.start("b", host="h2")  # never comes to a group, and nothing listens at its address
     for number in (1, 2):
         b.generation(lambda g, number=number: g.number == number)
@@ -66,6 +64,52 @@ def test_two_members_that_cannot_reach_each_other_are_kept_apart(job: Job) -> No
     reports = [e.attributes for e in job.events() if e.kind == "collective_failed" and e.member_id == "a"]
     assert [(report["suspects"], report["timed_out"]) for report in reports] == [("b", "true")] * 2
     membership.leave(pb.Leave.REASON_DRAINED)
+
+
+@pytest.mark.parametrize("job", [(2, 3)], indirect=True)
+def test_in_a_job_that_stops_a_failure_is_answered_by_a_generation_or_by_the_word_that_there_will_be_none(job: Job) -> None:
+    membership = joined(job)
+    b, _ = job.start("b", "c", host="h2")
+    b.generation()
+    with pytest.raises(MembershipChanged) as failure:
+        membership.form()
+    job.client.stop_job(job.job_id, reason="enough")
+    eventually(lambda: membership.link.stopped, "the stop")
+    membership.failed(failure.value)
+    job.members[1].kill()
+    b.generation(lambda g: g.number == 2)
+    with pytest.raises(MembershipChanged, match="generation 2 did not form") as failure:
+        membership.form()  # the stop it knows of does not end it in the middle of a step
+    membership.failed(failure.value)
+    b.kill()
+    began = time.monotonic()
+    with pytest.raises(StopTraining, match="enough"):
+        membership.form()
+    assert time.monotonic() - began < 2
+    membership.leave(pb.Leave.REASON_DRAINED)
+
+
+@pytest.mark.parametrize("job", [(1, 1)], indirect=True)
+def test_a_goodbye_does_not_hold_the_group_while_the_coordinator_is_away(job: Job, caplog: pytest.LogCaptureFixture) -> None:
+    membership = joined(job)
+    host, _, port = job.coordinator.address.rpartition(":")
+    job.coordinator.kill()
+    with socket.create_server((host, int(port))):  # takes connections, and is silent: as a machine that hangs
+        eventually(lambda: "no connection to the coordinator" in caplog.text, "the link to notice")
+        began = time.monotonic()
+        membership.leave(pb.Leave.REASON_FINISHED)
+        assert time.monotonic() - began < 2
+
+
+def joined(job: Job) -> Membership:
+    """Member "a", which wants a rank."""
+    settings = WorkerSettings(collective_timeout_s=0.3, connect_timeout_s=0.3, rendezvous_timeout_s=20)
+    identity = MemberIdentity(job_id=job.job_id, member_id="a", host="h1", pid=os.getpid(), donor_address="127.0.0.1:1")
+    membership = Membership(job.coordinator.client(), identity, settings, host="127.0.0.1")
+    membership.make_backend = no_backend
+    membership.join()
+    membership.link.ready()
+    return membership
 
 
 def no_backend() -> Any:

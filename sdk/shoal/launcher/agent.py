@@ -276,6 +276,8 @@ class Agent:
             self._spawn(self._wind_down(worker.status.code))
         elif not self._stopping.is_set():
             if not self._workers:
+                if worker.status.ok and elastic and not over:
+                    self._note(f"job {self._settings.job_id} is not finished: its last workers here were asked to leave, and did")
                 self._finish(self._policy.exit_code)
             elif not worker.status.ok:
                 self._note(f"{what}; the others go on without it")

@@ -71,8 +71,6 @@ class ExitReporter:
 
     def _report(self, member_id: str, status: ExitStatus) -> ExitReport:
         response = self._client.report_exit(self._job_id, member_id, exit_code=status.code, signal=status.signal, deadline=_CALL_DEADLINE)
-        if status.ok:
-            return ExitReport(elastic=response.was_member, over=True)
         job = self._client.get_job(self._job_id, deadline=_CALL_DEADLINE)
         return ExitReport(elastic=response.was_member or self._ours(job), over=job.phase in _OVER)
 

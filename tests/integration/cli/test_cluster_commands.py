@@ -80,9 +80,12 @@ def test_drain_lets_a_worker_take_its_leave(shell: Shell, elastic_worker: Path) 
     assert (status, err) == (0, "")
     assert out.startswith("rank 2 of job digits leaves at its next step border (member ")
     cluster.wait_for_output("[2]: left", "[0]: generation 2 rank 0 of 2")
-    (shell.directory / "finish").touch()
+    with CoordinatorClient(ChannelSettings(address=shell.cluster().coordinator)) as client:
+        for member in client.get_job("digits").members:
+            client.drain_member("digits", member_id=member.member_id)
     assert cluster.wait() == 0
     assert "ended with" not in cluster.stderr
+    assert "job digits is not finished: its last workers here were asked to leave, and did" in cluster.stderr
 
 
 @pytest.mark.parametrize("command", ["kill", "drain"])

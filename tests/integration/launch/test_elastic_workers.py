@@ -27,6 +27,7 @@ def finish(shell: Shell, command: Command) -> int:
 def test_all_workers_are_waited_for_at_the_start_and_the_end_is_a_success(shell: Shell, elastic_worker: Path) -> None:
     command = start(shell, elastic_worker)
     assert finish(shell, command) == 0, command.stderr
+    assert "not finished" not in command.stderr
     assert command.family() == []
 
 

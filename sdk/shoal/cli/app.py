@@ -36,15 +36,13 @@ app.command()(drain)
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})(demo)
 
 
-def main() -> None:
-    """The entry point of the console script and of `python -m shoal`."""
+def run_command() -> None:
+    """Runs the command that the process's arguments name, and exits with its status."""
     try:
         app(prog_name="shoal")
     except ShoalError as error:
         print(f"shoal: {error}", file=sys.stderr)  # noqa: T201 - errors become text here
         sys.exit(2 if isinstance(error, ConfigurationError) else 1)
-    except KeyboardInterrupt:
-        sys.exit(130)
 
 
 def _show_version(wanted: bool) -> None:

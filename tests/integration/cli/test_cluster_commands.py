@@ -156,6 +156,23 @@ def test_version_and_help(shell: Shell) -> None:
     assert {"run", "up", "status", "kill", "drain", "demo"} <= set(out.split())
 
 
+def test_ctrl_c_while_the_program_is_loaded_ends_it_without_a_traceback(shell: Shell) -> None:
+    script = shell.script("""
+import os, signal, sys
+
+class Interrupter:
+    def find_spec(self, name, *_):
+        if name == "typer":
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupter())
+from shoal.cli import main
+main()
+""")
+    command = shell.start_program(sys.executable, script, "--help")
+    assert (command.wait(), command.stdout, command.stderr) == (130, "", "")
+
+
 def test_up_without_a_terminal_is_a_run_that_ends_with_the_script(shell: Shell) -> None:
     script = shell.script("import os\nprint('rank', os.environ['RANK'])\nraise SystemExit(4 * (os.environ['RANK'] == '1'))")
     status, out, err = shell.run("up", "--workers", "2", script)

@@ -34,7 +34,10 @@ class Borders:
         generation = self._formation.generation if self._formation is not None else None
         if generation is None:
             return ALONE
-        return Placement(generation=generation.number, rank=generation.rank, world_size=generation.world_size)
+        if not self._held.has_replica:
+            return Placement(generation=generation.number, rank=generation.rank, world_size=generation.world_size)
+        replica = self._held.replica
+        return Placement(generation=generation.number, rank=replica.data_parallel_rank, world_size=replica.data_parallel_size)
 
     @property
     def group(self) -> Group | None:

@@ -40,6 +40,16 @@ class Replica(Protocol):
     backend_name: str
 
     @property
+    def data_parallel_rank(self) -> int:
+        """Which replica of the model this rank belongs to: the one that samples are dealt to."""
+        ...
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Number of replicas."""
+        ...
+
+    @property
     def in_parts(self) -> bool:
         """No rank has all of the state."""
         ...

@@ -47,8 +47,10 @@ class PartialModel(nn.Module):
         raise NotImplementedError
 
 
-def partial_model(module: nn.Module, split: Split, stage: int) -> PartialModel:
+def partial_model(module: nn.Module, split: Split, stage: int, plain: Callable[[nn.Module], None] | None = None) -> PartialModel:
     """The part of `module` that a stage runs, sharing its tensors. What the stage does not hold may be on `meta`.
+
+    `plain`: makes a module, which another stage runs, one that can be run for the shape of its output alone; None: it is.
 
     Raises:
         ConfigurationError: a layered model that cannot be copied.
@@ -57,7 +59,7 @@ def partial_model(module: nn.Module, split: Split, stage: int) -> PartialModel:
     if split.blocks.form is Form.CHAIN:
         return _ChainPart([(name, module.get_submodule(name)) for name in plan.modules], last=stage == len(split.stages) - 1)
     try:
-        return _LayeredPart(module, split, stage)
+        return _LayeredPart(module, split, stage, plain or (lambda _: None))
     except (TypeError, RuntimeError) as error:
         raise ConfigurationError(
             f"{type(module).__name__} cannot be copied, which a stage needs ({error}): give it __deepcopy__, or pipeline_blocks()"
@@ -103,7 +105,7 @@ class _Run:
 
 
 class _LayeredPart(PartialModel):
-    def __init__(self, module: nn.Module, split: Split, stage: int) -> None:
+    def __init__(self, module: nn.Module, split: Split, stage: int, plain: Callable[[nn.Module], None]) -> None:
         super().__init__()
         blocks, plan = split.blocks, split.stages[stage]
         layers = blocks.blocks[blocks.has_embedding : len(blocks.blocks) - blocks.has_head]
@@ -113,7 +115,7 @@ class _LayeredPart(PartialModel):
         """How this model's layers wrap what they hand on."""
         own = set(plan.modules)
         others = [name for block in blocks.blocks for name in block.names if name not in own]
-        self.shell = _copy(module, split, stage, others)
+        self.shell = _copy(module, split, stage, others, plain)
         self._device = next((t.device for t in self.shell.parameters() if not t.is_meta), torch.device("cpu"))
         first, end = plan.first - blocks.has_embedding, plan.last - blocks.has_embedding
         for index, layer in enumerate(layers):
@@ -282,7 +284,7 @@ class _LayeredPart(PartialModel):
         self._wrapped, self._given = border.wrapped, border.given
 
 
-def _copy(module: nn.Module, split: Split, stage: int, others: Sequence[str]) -> nn.Module:
+def _copy(module: nn.Module, split: Split, stage: int, others: Sequence[str], plain: Callable[[nn.Module], None]) -> nn.Module:
     """The model's structure again, with the same tensors where the stage holds them, and without values what is in `others`."""
     named = named_tensors(module)
     valueless = {id(tensor): absent_like(tensor) for tensor in named.values()}
@@ -290,6 +292,7 @@ def _copy(module: nn.Module, split: Split, stage: int, others: Sequence[str]) ->
     for name in others:
         part = module.get_submodule(name)
         elsewhere[id(part)] = copy.deepcopy(part, dict(valueless))
+        plain(elsewhere[id(part)])
     held = {id(tensor): tensor for name, tensor in named.items() if stage in split.placement[name]}
     return copy.deepcopy(module, {**valueless, **held, **elsewhere})
 

@@ -82,6 +82,8 @@ class Pipeline:
         device: torch.device | None = None,
         end: Callable[[str], None] | None = None,
         observe: Callable[[str, int, int], None] | None = None,
+        split: Split | None = None,
+        plain: Callable[[nn.Module], None] | None = None,
     ) -> None:
         """Splits `module` over the ranks of `group`; sends nothing.
 
@@ -94,6 +96,8 @@ class Pipeline:
             device: Of this rank's tensors; None: the CPU.
             end: Ends both groups for all ranks, with a reason; None: the groups' own `abort`.
             observe: See `Engine.run`.
+            split: As it is to be split; None: by the settings.
+            plain: See `partial_model`.
 
         Raises:
             ConfigurationError: the model or the settings cannot be pipelined over so many ranks.
@@ -107,14 +111,14 @@ class Pipeline:
         self._observe = observe
         self._per_rank = checked_stages_per_rank(kind, settings.stages_per_rank)
         self.rank_of = stage_ranks(kind, group.size(), self._per_rank)
-        self.split: Split = split_model(module, len(self.rank_of), cut_points=settings.cut_points)
-        self._links = Links(group, device or torch.device("cpu"), end=end or self._ends(group, data_group))
-        self.stages = tuple(stage for stage, rank in enumerate(self.rank_of) if rank == self._links.rank)
+        self.split: Split = split or split_model(module, len(self.rank_of), cut_points=settings.cut_points)
+        self.links = Links(group, device or torch.device("cpu"), end=end or self._ends(group, data_group))
+        self.stages = tuple(stage for stage, rank in enumerate(self.rank_of) if rank == self.links.rank)
         self._state_names = full_state.state_names(module)
         self.lacks_values = self._allocate()
         """Whether tensors of this rank's stages were on `meta`: they are arbitrary until `load_full_state_dict`."""
-        self._parts: dict[int, PartialModel] = {stage: partial_model(module, self.split, stage) for stage in self.stages}
-        self._engine = Engine(self._parts, len(self.rank_of), self._links)
+        self._parts: dict[int, PartialModel] = {stage: partial_model(module, self.split, stage, plain) for stage in self.stages}
+        self._engine = Engine(self._parts, len(self.rank_of), self.links)
         self._step: _Step | None = None
         self.in_flight = 0
         """Of the last train_step: the most (stage, micro-batch) pairs that waited here for their backward pass at once."""
@@ -133,7 +137,7 @@ class Pipeline:
     @property
     def traffic(self) -> Traffic:
         """Bytes that this rank has sent along the pipeline."""
-        return self._links.traffic
+        return self.links.traffic
 
     @property
     def is_last(self) -> bool:
@@ -158,7 +162,7 @@ class Pipeline:
 
     def counted_parameters(self) -> list[nn.Parameter]:
         """This rank's parameters without those that another rank counts (of copies, the first stage's counts)."""
-        return [p for name, p in self.named_parameters().items() if self.rank_of[self.split.placement[name][0]] == self._links.rank]
+        return [p for name, p in self.named_parameters().items() if self.rank_of[self.split.placement[name][0]] == self.links.rank]
 
     def release(self) -> None:
         """Moves what this rank does not hold to `meta` in the original module, so that its memory is freed."""
@@ -173,7 +177,7 @@ class Pipeline:
             raise ConfigurationError(
                 f"the buffers {lost[:5]} are on meta and in no state dict, so they can get no values: build the model where they have some"
             )
-        self._replace({id(t): empty_on(t, self._links.device) for t in named.values()})
+        self._replace({id(t): empty_on(t, self.links.device) for t in named.values()})
         return bool(named)
 
     def _replace(self, by_id: Mapping[int, torch.Tensor]) -> None:
@@ -226,8 +230,8 @@ class Pipeline:
         self.in_flight = ran.in_flight
         factors = weights if mean else [1.0] * len(weights)
         total = sum((one.double().reshape(()) * factor for one, factor in zip(ran.losses, factors, strict=False)), self._nought())
-        with self._links.ending_on_failure("a pipeline step"):
-            self._links.all_reduce(total, "telling all ranks the loss")
+        with self.links.ending_on_failure("a pipeline step"):
+            self.links.all_reduce(total, "telling all ranks the loss")
         return total / sum(weights) if mean and sum(weights) > 0 else total
 
     def reduce_gradients(self) -> float:
@@ -242,7 +246,7 @@ class Pipeline:
         """
         step = self._step or self._begin_step(1.0)
         own = self.named_parameters()
-        with self._links.ending_on_failure("reducing gradients"), torch.no_grad():
+        with self.links.ending_on_failure("reducing gradients"), torch.no_grad():
             weight = self._total_weight(step.weight)
             if self.settings.loss_reduction == "mean":
                 factor = step.reference / weight if weight > 0 else 0.0
@@ -250,8 +254,8 @@ class Pipeline:
                     if parameter.grad is not None:
                         parameter.grad.mul_(factor)
             shared = self.split.shared
-            exist = gradients.shared_exist(shared, own, self._links)
-            gradients.sum_shared(shared, self.rank_of, own, self._links, exist)
+            exist = gradients.shared_exist(shared, own, self.links)
+            gradients.sum_shared(shared, self.rank_of, own, self.links, exist)
             if self._data_group is not None:
                 self.data_bytes = gradients.sum_over(self._data_group, own.values(), self.settings.reduce_dtype)
             for parameter in own.values():
@@ -260,6 +264,11 @@ class Pipeline:
                     parameter.grad = before if parameter.grad is None else before + parameter.grad
         self._step = None
         return weight
+
+    def end_accumulation(self) -> None:
+        """In the place of `reduce_gradients`, for who reduces them himself: the gradients are the mean (or sum) over what this replica has
+        been given since the last time. Parameters on several stages have each stage's part of theirs."""
+        self._step = None
 
     def discard_step(self) -> None:
         """Forgets what has been accumulated since the last reduction; gradients from before are put back."""
@@ -275,17 +284,15 @@ class Pipeline:
         """
         if self._step is not None:
             raise PreconditionError("clip_grad_norm_: call reduce_gradients() first, the gradients are only this replica's so far")
-        with self._links.ending_on_failure("clipping gradients"), torch.no_grad():
-            return gradients.clip(self.parameters(), self.counted_parameters(), self._links, max_norm, norm_type)
+        with self.links.ending_on_failure("clipping gradients"), torch.no_grad():
+            return gradients.clip(self.parameters(), self.counted_parameters(), self.links, max_norm, norm_type)
 
     def schedule_of(self, micro_batches: int) -> Schedule:
         """The order in which so many micro-batches are taken through, for looking at."""
         return self._schedule(micro_batches)
 
     def _schedule(self, micro_batches: int) -> Schedule:
-        return training_schedule(
-            self.settings.schedule, ranks=self._links.size, stages_per_rank=self._per_rank, micro_batches=micro_batches
-        )
+        return training_schedule(self.settings.schedule, ranks=self.links.size, stages_per_rank=self._per_rank, micro_batches=micro_batches)
 
     def _begin_step(self, reference: float) -> _Step:
         before = {id(p): p.grad for p in self.parameters()}
@@ -301,7 +308,7 @@ class Pipeline:
         return float(total)
 
     def _nought(self) -> torch.Tensor:
-        return torch.zeros((), dtype=torch.float64, device=self._links.device)
+        return torch.zeros((), dtype=torch.float64, device=self.links.device)
 
     def _follow_modes(self) -> None:
         for part in self._parts.values():
@@ -326,19 +333,19 @@ class Pipeline:
         output = _plain(merge_outputs([_plain(one) for one in ran.outputs], [one.samples for one in batches])) if self.is_last else None
         if not everywhere:
             return output
-        with self._links.ending_on_failure("sending outputs"):
+        with self.links.ending_on_failure("sending outputs"):
             return self._broadcast(output, self.rank_of[-1])
 
     def _broadcast(self, value: Any, source: int) -> Any:
         """`value` of rank `source`, on all: first what it looks like, then its tensors."""
         tensors: list[torch.Tensor] = []
-        text = json.dumps(_described(value, tensors)).encode() if self._links.rank == source else b""
-        length = torch.tensor([len(text)], dtype=torch.int64, device=self._links.device)
-        self._links.broadcast(length, source, "sending the outputs' form")
-        form = torch.zeros(int(length), dtype=torch.uint8, device=self._links.device)
-        if self._links.rank == source:
+        text = json.dumps(_described(value, tensors)).encode() if self.links.rank == source else b""
+        length = torch.tensor([len(text)], dtype=torch.int64, device=self.links.device)
+        self.links.broadcast(length, source, "sending the outputs' form")
+        form = torch.zeros(int(length), dtype=torch.uint8, device=self.links.device)
+        if self.links.rank == source:
             form.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
-        self._links.broadcast(form, source, "sending the outputs' form")
+        self.links.broadcast(form, source, "sending the outputs' form")
         described = json.loads(form.cpu().numpy().tobytes())
         return self._received(described, iter(tensors), source)
 
@@ -346,12 +353,12 @@ class Pipeline:
         kind, content = described
         if kind == "tensor":
             size, dtype = content
-            own = self._links.rank == source
-            tensor = next(tensors).contiguous() if own else torch.empty(size, dtype=getattr(torch, dtype), device=self._links.device)
+            own = self.links.rank == source
+            tensor = next(tensors).contiguous() if own else torch.empty(size, dtype=getattr(torch, dtype), device=self.links.device)
             if tensor.numel():
-                self._links.broadcast(tensor.view(-1).view(torch.uint8), source, "sending outputs")
+                self.links.broadcast(tensor.view(-1).view(torch.uint8), source, "sending outputs")
             if own:
-                self._links.traffic.outputs += tensor.numel() * tensor.element_size() * (self._links.size - 1)
+                self.links.traffic.outputs += tensor.numel() * tensor.element_size() * (self.links.size - 1)
             return tensor
         if kind == "dict":
             return {key: self._received(one, tensors, source) for key, one in content}
@@ -381,8 +388,8 @@ class Pipeline:
         self.lacks_values = False
 
     def _gather(self, names: Sequence[str], *, rank0_only: bool) -> dict[str, torch.Tensor]:
-        with self._links.ending_on_failure("gathering state"), torch.no_grad():
-            return full_state.gather(names, self.module, self.split, self.rank_of, self._links, rank0_only=rank0_only)
+        with self.links.ending_on_failure("gathering state"), torch.no_grad():
+            return full_state.gather(names, self.module, self.split, self.rank_of, self.links, rank0_only=rank0_only)
 
 
 def own_loss(output: Any, targets: Any) -> torch.Tensor:

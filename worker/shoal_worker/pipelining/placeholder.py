@@ -96,7 +96,7 @@ class Absent(torch.Tensor):
 def absent_like(tensor: torch.Tensor) -> torch.Tensor:
     """An Absent in the place of a parameter or buffer."""
     with torch._C.DisableTorchFunctionSubclass():
-        empty = torch.empty_like(tensor, device="meta", requires_grad=False).as_subclass(Absent)
+        empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta").as_subclass(Absent)  # not like a DTensor
     return nn.Parameter(empty, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
 

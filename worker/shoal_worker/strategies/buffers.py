@@ -26,7 +26,7 @@ class CommittedBuffers:
         seen = set()
         for owner in module.modules():
             for name, buffer in owner._buffers.items():
-                if buffer is None or id(buffer) in seen:
+                if buffer is None or buffer.is_meta or id(buffer) in seen:  # on the meta device: not of this rank's part
                     continue
                 seen.add(id(buffer))
                 statistic = buffer.is_floating_point() and id(buffer) in persistent
@@ -105,7 +105,8 @@ class CommittedBuffers:
                 owner, name = self._places[i]
                 now[i] = torch.empty_like(value)
                 owner._buffers[name] = now[i]
-        _copy(now, values)
+        # By way of .data: the backward pass of a forward that saw a buffer may be yet to come, as in a pipeline.
+        _copy([buffer.data for buffer in now], values)
 
 
 def _kind(buffer: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:

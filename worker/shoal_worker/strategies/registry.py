@@ -18,9 +18,13 @@ if TYPE_CHECKING:
 _STRATEGIES = {
     "ddp": ("shoal_worker.strategies.ddp", "DDPModel", "DDPOptimizer"),
     "fsdp": ("shoal_worker.strategies.fsdp", "FSDPModel", "FSDPOptimizer"),
+    "hsdp": ("shoal_worker.strategies.hsdp", "HSDPModel", "HSDPOptimizer"),
     "zero1": ("shoal_worker.strategies.zero1", "ZeRO1Model", "ZeRO1Optimizer"),
     "zero2": ("shoal_worker.strategies.zero2", "ZeRO2Model", "ZeRO2Optimizer"),
     "zero3": ("shoal_worker.strategies.zero3", "ZeRO3Model", "ZeRO3Optimizer"),
+    "tensor": ("shoal_worker.strategies.tensor", "TensorParallelModel", "TensorParallelOptimizer"),
+    "pipeline": ("shoal_worker.strategies.pipeline", "PipelineParallelModel", "PipelineParallelOptimizer"),
+    "hybrid": ("shoal_worker.strategies.hybrid", "HybridShardedModel", "HybridShardedOptimizer"),
     "local_sgd": ("shoal_worker.strategies.local_sgd", "LocalSGDModel", "LocalSGDOptimizer"),
     "async_sgd": ("shoal_worker.strategies.async_sgd", "AsyncSGDModel", "AsyncSGDOptimizer"),
 }

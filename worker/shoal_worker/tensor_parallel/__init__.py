@@ -5,6 +5,7 @@ The strategy that ties this to sessions and optimizers is strategies/tensor.py.
 """
 
 from shoal_worker.tensor_parallel.apply import parallelize as parallelize
+from shoal_worker.tensor_parallel.apply import unparallelize as unparallelize
 from shoal_worker.tensor_parallel.communication import CollectiveCounter as CollectiveCounter
 from shoal_worker.tensor_parallel.context import DropoutRandomness as DropoutRandomness
 from shoal_worker.tensor_parallel.derive import make_plan as make_plan

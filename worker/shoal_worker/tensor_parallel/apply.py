@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Final
 
 import torch
 import torch.distributed as dist
@@ -14,10 +15,13 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from shoal_worker.tensor_parallel.context import DropoutRandomness, ParallelContext
 from shoal_worker.tensor_parallel.layers import ShoalStyle
-from shoal_worker.tensor_parallel.parameters import Distributor
+from shoal_worker.tensor_parallel.parameters import Distributor, Share
 from shoal_worker.tensor_parallel.plan import TensorParallelPlan
 from shoal_worker.tensor_parallel.state import TensorParallelState
 from shoal_worker.tensor_parallel.styles import Style
+
+_ADDED: Final = frozenset({"_shoal_context", "_shoal_keeps_logits", "_shoal_output_dimension"})
+"""Attributes of modules, beside their classes."""
 
 
 def parallelize(
@@ -27,6 +31,7 @@ def parallelize(
     *,
     dropout: DropoutRandomness = DropoutRandomness.PER_SHARD,
     source_rank: int | None = 0,
+    share: Share | None = None,
 ) -> TensorParallelState:
     """Splits the model's parameters over `mesh` and changes its modules to work with them. Collective: all ranks of the mesh call it alike.
 
@@ -37,6 +42,7 @@ def parallelize(
     Args:
         mesh: of one dimension; a slice of a larger one.
         source_rank: the rank within the mesh whose values win. None: the caller knows that all have the same; no values are sent.
+        share: what of the model is on this rank, with `source_rank=None`; it is on `meta`, and buffers stay as they are. None: all.
 
     Raises:
         ConfigurationError: the plan is for another model or another number of ranks, or not the same on all of them; nothing is changed.
@@ -45,17 +51,20 @@ def parallelize(
     _check_agreement(mesh, plan)
     kind = mesh.device_type
     device = torch.device(kind) if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())
-    distributor = Distributor(mesh, source_rank=source_rank, device=device)
+    distributor = Distributor(mesh, source_rank=source_rank, device=device, share=share)
     if plan.size > 1:
         context = ParallelContext(mesh, sequence_dimension=plan.sequence_dimension, dropout=dropout)
-        parallelize_module(model, mesh, _styles(model, plan, context, distributor), src_data_rank=source_rank)
-        _share_buffers(model, mesh, distributor, source_rank)
+        parallelize_module(model, mesh, _styles(model, plan, context, distributor, share), src_data_rank=source_rank)
+        if share is None:
+            _share_buffers(model, distributor)
     return TensorParallelState(model, mesh, plan, distributor.replaced)
 
 
-def _styles(model: nn.Module, plan: TensorParallelPlan, context: ParallelContext, distributor: Distributor) -> dict[str, ParallelStyle]:
+def _styles(
+    model: nn.Module, plan: TensorParallelPlan, context: ParallelContext, distributor: Distributor, share: Share | None
+) -> dict[str, ParallelStyle]:
     """For each module with parameters, and for each that contains a split one."""
-    split = [entry.module for entry in plan.entries if entry.style is not Style.REPLICATE]
+    split = [entry.module for entry in plan.entries if entry.style is not Style.REPLICATE and (share is None or share.runs(entry.module))]
     styles: dict[str, ParallelStyle] = {}
     for path, _ in model.named_modules():
         entry = plan.by_module.get(path)
@@ -68,11 +77,21 @@ def _styles(model: nn.Module, plan: TensorParallelPlan, context: ParallelContext
                 contains_split=contains,
                 root=path == "" and bool(split),
                 loss_parallel=plan.loss_parallel,
+                runs=share is None or share.runs(path),
             )
     return styles
 
 
-def _share_buffers(model: nn.Module, mesh: DeviceMesh, distributor: Distributor, source_rank: int | None) -> None:
+def unparallelize(model: nn.Module) -> None:
+    """Gives the modules of a model their own classes back. Its parameters are as they were; put others in their places."""
+    for module in model.modules():
+        if "_shoal_context" in module.__dict__:
+            module.__class__ = type(module).__bases__[-1]
+        for name in _ADDED & module.__dict__.keys():
+            del module.__dict__[name]
+
+
+def _share_buffers(model: nn.Module, distributor: Distributor) -> None:
     for path, module in model.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:

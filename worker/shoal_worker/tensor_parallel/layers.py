@@ -185,8 +185,9 @@ class ShoalStyle(ParallelStyle):
         contains_split: bool,
         root: bool,
         loss_parallel: bool,
+        runs: bool,
     ) -> None:
-        """`entry`: None for a module without parameters of its own."""
+        """`entry`: None for a module without parameters of its own. `runs`: it does so on this rank."""
         super().__init__()
         self._context = context
         self._distributor = distributor
@@ -194,6 +195,7 @@ class ShoalStyle(ParallelStyle):
         self._contains_split = contains_split
         self._root = root
         self._keeps_logits = loss_parallel
+        self._runs = runs
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         style = Style.REPLICATE if self._entry is None else self._entry.style
@@ -202,6 +204,8 @@ class ShoalStyle(ParallelStyle):
             module._shoal_output_dimension = layer.output_dimension  # type: ignore[assignment]
         for layout in () if self._entry is None else self._entry.parameters:
             self._distributor.distribute(module, layout.name.rpartition(".")[2], layout)
+        if not self._runs:
+            return module
         mixins: list[type[nn.Module]] = [Root] if self._root else []
         if style is not Style.REPLICATE:
             mixins.append(_MIXINS[style])

@@ -1,0 +1,108 @@
+"""tensor, pipeline and hybrid train as one process does: parameters, optimizer state, evaluation, in float64 to 1e-10."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import shoal
+import torch
+from shoal_common.errors import ConfigurationError
+
+from tests.unit.worker_strategies import mesh_models as models
+
+GRID = {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}
+MATRIX = pytest.mark.matrix
+
+
+def train(name: str, optimizer: str, micro: int | None, *, loop: bool, **options: Any) -> tuple[Any, ...]:
+    """What one rank does."""
+    net, samples = models.make(name), models.data(name)
+    model, stepper = shoal.as_distributed(net, models.OPTIMIZERS[optimizer](net.parameters()), minimum_parameter_group_size=64, **options)
+    loader = shoal.ElasticDataLoader(samples, global_batch_size=models.BATCH, micro_batch_size=micro, shuffle=False)
+    for _ in loader.epochs(models.EPOCHS):
+        for step in loader.steps() if micro else ([batch] for batch in loader):
+            for x, y in step:
+                if loop:
+                    models.loss_of(model(x), y).backward()
+                else:
+                    model.train_step(x, y, models.loss_of)
+            model.clip_grad_norm_(models.MAX_NORM)
+            assert stepper.step()
+            stepper.zero_grad()
+    held = shoal.ElasticDataLoader(samples, global_batch_size=5, train=False)
+    counted = shoal.evaluate(model, held, lambda m, batch: {"samples": len(batch[0]), "sum": m(batch[0]).sum()})
+    return model.full_state_dict(), stepper.state_dict(), counted, model.predict(samples[:4][0]), type(model).__name__
+
+
+@pytest.mark.parametrize(
+    ("world", "name", "optimizer", "micro", "grouped", "options"),
+    [
+        (2, "gpt", "adamw", None, None, {"strategy": "tensor"}),
+        pytest.param(4, "gpt", "sgd", None, None, {"strategy": "tensor"}, marks=MATRIX),
+        pytest.param(3, "gpt", "sgd", None, None, {"strategy": "tensor", "tensor_parallel_size": 1}, marks=MATRIX),
+        (4, "cnn", "adamw", 2, 2, {"strategy": "tensor", "tensor_parallel_size": 2}),
+        pytest.param(1, "gpt", "adamw", None, None, {"strategy": "tensor"}, marks=MATRIX),
+        (2, "gpt", "adamw", 2, None, {"strategy": "pipeline"}),
+        (4, "cnn", "sgd", None, 2, {"strategy": "pipeline", "pipeline_parallel_size": 2, "micro_batches": 2}),
+        (3, "gpt", "sgd", None, None, {"strategy": "pipeline", "schedule": "gpipe"}),
+        (2, "gpt", "sgd", None, None, {"strategy": "pipeline", "schedule": "zero_bubble"}),
+        pytest.param(1, "gpt", "adamw", None, None, {"strategy": "pipeline"}, marks=MATRIX),
+        *(
+            pytest.param(2, "gpt", "sgd", None, None, {"strategy": "pipeline", "schedule": schedule}, marks=MATRIX)
+            for schedule in ("interleaved_1f1b", "looped_bfs", "zbv", "dualpipe_v")
+        ),
+        (4, "gpt", "adamw", None, None, {"strategy": "hybrid", **GRID}),
+        pytest.param(8, "gpt", "sgd", None, None, {"strategy": "hybrid", **GRID, "data_parallel_size": 2}, marks=MATRIX),
+        pytest.param(4, "gpt", "sgd", None, None, {"strategy": "hybrid", **GRID, "schedule": "zero_bubble"}, marks=MATRIX),
+        (4, "gpt", "sgd", None, None, {"strategy": "hybrid", "tensor_parallel_size": 2}),
+        pytest.param(2, "gpt", "sgd", None, None, {"strategy": "hybrid"}, marks=MATRIX),
+    ],
+)
+def test_ranks_train_as_one_process_does(
+    world: int, name: str, optimizer: str, micro: int | None, grouped: int | None, options: dict[str, Any]
+) -> None:
+    loop = options["strategy"] != "pipeline" and "pipeline_parallel_size" not in options and optimizer == "adamw"
+    expected, expected_state = models.alone(name, optimizer, grouped or models.BATCH)
+    close = {"rtol": 0, "atol": 1e-10}
+    outputs = []
+    for state, optimizer_state, counted, output, _ in shoal.launch(
+        lambda: train(name, optimizer, micro, loop=loop, **options), world_size=world
+    ):
+        for key, value in expected.items():
+            torch.testing.assert_close(state[key], value, **close, msg=lambda text, key=key: f"{key}: {text}")
+        assert optimizer_state["param_groups"] == expected_state["param_groups"]
+        for number, own in expected_state["state"].items():
+            for key, value in own.items():
+                torch.testing.assert_close(optimizer_state["state"][number][key], value, **close)
+        assert counted["samples"] == models.SAMPLES
+        models.make(name).load_state_dict(state)
+        outputs.append(output)
+    plain = models.make(name)
+    plain.load_state_dict(state)
+    for output in outputs:
+        torch.testing.assert_close(output, plain.eval()(models.data(name)[:4][0]), **close)
+
+
+@pytest.mark.parametrize(
+    ("world", "options", "message"),
+    [
+        (3, {"strategy": "tensor"}, "its 4 attention heads do not divide by 3"),
+        (3, {"strategy": "tensor", "tensor_parallel_size": 2}, "1 would be left over for good: start a multiple of 2"),
+        (7, {"strategy": "pipeline"}, r"stages=7: Gpt has 6 blocks"),
+        (2, {"strategy": "hybrid", **GRID}, "2 ranks make 0 replica.* start a multiple of 4"),
+        (1, {"strategy": "hybrid", "data_parallel_strategy": "zero3"}, "data_parallel_strategy='zero3'.* expected 'ddp'"),
+        (1, {"strategy": "hybrid", "tensor_parallel_size": 0}, "tensor_parallel_size=0: expected a number of ranks, at least 1"),
+        (2, {"strategy": "tensor", "deterministic": True}, "deterministic=True with strategy='tensor'"),
+        (2, {"strategy": "pipeline", "schedule": "2f2b"}, "schedule='2f2b': expected one of gpipe"),
+        (2, {"strategy": "pipeline", "plan": {}}, "does not know \\['plan'\\]"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(world: int, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        shoal.launch(lambda: train("gpt", "sgd", None, loop=False, **options), world_size=world)
+
+
+def test_a_pipelines_forward_pass_in_training_names_train_step() -> None:
+    with pytest.raises(ConfigurationError, match=r"loss = model\.train_step\(x, y, loss_fn\)"):
+        shoal.launch(lambda: train("gpt", "adamw", None, loop=True, strategy="pipeline"), world_size=2)

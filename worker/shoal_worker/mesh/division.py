@@ -1,0 +1,180 @@
+"""The ranks of one generation as a model is divided over them now: this rank's groups along the axes, and what computes and
+adds up on them.
+
+Made anew for each generation, and dropped with it. The training thread owns it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from shoal_worker.elastic.generation import Generation, Peer
+from shoal_worker.elastic.group import Group
+from shoal_worker.mesh.axes import Axes
+from shoal_worker.mesh.gathering import Cut, Whole
+from shoal_worker.mesh.gradients import MeshGradients
+from shoal_worker.mesh.parts import ModelParts
+from shoal_worker.mesh.step_group import GroupMesh, StepGroup
+from shoal_worker.pipelining import gradients as stage_gradients
+from shoal_worker.pipelining.engine import Loss
+from shoal_worker.pipelining.micro_batches import MicroBatch
+from shoal_worker.pipelining.pipeline import Pipeline
+from shoal_worker.pipelining.split import named_tensors
+from shoal_worker.strategies.buffers import CommittedBuffers
+from shoal_worker.tensor_parallel.apply import unparallelize
+
+
+def alone() -> Group:
+    """A world of one, as a group."""
+    me = Peer(rank=0, member_id="", host="", local_rank=0, local_world_size=1, donor_address="", joining=False)
+    return Group(Generation(number=0, nonce="", peers=(me,), rank=0, interrupts_below=0), None, None)
+
+
+class Division:
+    """This rank's place in it. Not for spares."""
+
+    def __init__(self, group: Group, axes: Axes, *, lost: Callable[[BaseException], bool], device: torch.device) -> None:
+        """Connects the groups along the axes; a collective of all ranks of `group`, but of spares. `lost`: see `StepGroup`.
+
+        Raises:
+            MembershipChanged: the group is over.
+        """
+        at = axes.at(group.rank)
+        assert at is not None
+        self.cut = Cut(number=group.generation.number, axes=axes, at=at)
+        self._device = device
+        self._groups: dict[str, Group] = {}
+        for axis, name, ranks in axes.lines():
+            part = group.subgroup(ranks, name) if group.rank in ranks else None
+            if part is not None:
+                self._groups[axis] = part
+        self.mesh = GroupMesh(StepGroup(self._groups["tensor"], lost), device.type) if axes.tensor > 1 else None
+        self._weighed_changes: torch.Tensor | None = None
+
+    @property
+    def all(self) -> Group:
+        """The ranks that are no spares."""
+        return self._groups["all"]
+
+    @property
+    def replicas(self) -> Group:
+        """The ranks that hold the same."""
+        return self._groups["data"]
+
+    def lay_out(self, parts: ModelParts, wholes: Sequence[Whole] | None, *, averages: bool) -> None:
+        """Cuts the model for it; see `ModelParts.lay_out`. `averages`: see `MeshGradients`."""
+        parts.lay_out(self.cut, self.mesh, wholes)
+        blueprint, at = parts.blueprint, self.cut.at
+        assert blueprint is not None
+        self._parts = parts
+        self.buffers = CommittedBuffers(parts.module)
+        self.gradients = MeshGradients(
+            parts.pieces,
+            collect=self._collected,
+            counts=lambda name: blueprint.counts(name, at),
+            buffers=self.buffers.size,
+            averages=averages,
+            device=self._device,
+        )
+        self.pipeline: Pipeline | None = None
+        if blueprint.split is not None:
+            line = self._groups["pipeline"]
+            self.pipeline = Pipeline(
+                parts.module,
+                parts.template.pipeline,
+                group=line.process_group if line.world_size > 1 else _OneRank(),  # type: ignore[arg-type]  # asked for no more than that
+                device=self._device,
+                end=line.abort,
+                observe=self._observe,
+                split=blueprint.split,
+                plain=unparallelize,
+            )
+
+    def release(self) -> None:
+        """torch forgets its groups."""
+        if self.mesh is not None:
+            self.mesh.release()
+
+    # ------------------------------------------------------------------------------------------------------------- passes
+
+    def train_on(self, micro_batches: Sequence[MicroBatch], loss: Loss | None) -> torch.Tensor:
+        """Takes a batch through the pipeline, and its gradients and changes of buffers into the module. Returns its loss.
+
+        Raises:
+            MembershipChanged: a rank failed or is gone.
+        """
+        assert self.pipeline is not None
+        self._micro_batches, self._weighed_changes = micro_batches, torch.zeros(self.buffers.size, dtype=torch.float64)
+        result = self.pipeline.train_on(micro_batches, loss)
+        self.pipeline.end_accumulation()
+        return result
+
+    def _observe(self, moment: str, stage: int, index: int) -> None:
+        """Each micro-batch starts from the committed buffers, whatever the schedule."""
+        if self._weighed_changes is None or not self._parts.module.training:
+            return
+        if moment == "before":
+            self.buffers.put_back()
+        else:
+            self._weighed_changes += self.buffers.changes(self._weighed_changes) * self._micro_batches[index].weight
+
+    def add(self, weight: float) -> None:
+        """What the passes since the last time have left weighs so much."""
+        if self._weighed_changes is None:
+            changes = self.buffers.changes(self.gradients.like)
+        else:
+            total = sum(one.weight for one in self._micro_batches)
+            changes, self._weighed_changes = self._weighed_changes / (total or 1.0), None
+        self.gradients.add(weight, changes)
+
+    def sum_gradients(self) -> None:
+        """Over the stages that share a parameter, and over the replicas.
+
+        Raises:
+            MembershipChanged: a rank failed or is gone.
+        """
+        if self.pipeline is not None:
+            self._sum_shared(self.pipeline)
+        self.gradients.sum_over(self.replicas)
+
+    def _sum_shared(self, pipeline: Pipeline) -> None:
+        shared, pieces, present = pipeline.split.shared, self._parts.pieces, self.gradients.present
+        names = [one.names[0] for one in shared if one.names[0] in self.gradients.sums]
+        for name in names:
+            pieces[name].grad = self.gradients.sums[name].to(pieces[name].dtype) if present[name] else None
+        trained = [one for one in shared if self._parts.is_trained(one.names[0])]
+        exist = stage_gradients.shared_exist(trained, pieces, pipeline.links)
+        stage_gradients.sum_shared(trained, pipeline.rank_of, pieces, pipeline.links, exist)
+        for name in names:
+            gradient, pieces[name].grad = pieces[name].grad, None
+            if gradient is not None:
+                self.gradients.sums[name].copy_(gradient)
+                self.gradients.use([name])
+
+    def _collected(self) -> Mapping[str, torch.Tensor | None]:
+        """This rank's part of the gradients that lie in the module, which keeps none."""
+        found: dict[str, torch.Tensor | None] = {}
+        named = named_tensors(self._parts.module)
+        for name in self._parts.pieces:
+            parameter: Any = named[name]
+            gradient, parameter.grad = parameter.grad, None
+            if isinstance(gradient, DTensor):
+                if gradient.placements != parameter.placements:
+                    gradient = gradient.redistribute(placements=parameter.placements)
+                gradient = gradient.to_local()
+            found[name] = gradient
+        return found
+
+
+class _OneRank:
+    """Stands for the group of a pipeline on one rank."""
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 1

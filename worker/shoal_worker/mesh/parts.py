@@ -1,0 +1,277 @@
+"""One model and its optimizer as this rank holds them: whole at first, then the part of it that is this rank's.
+
+The user's module stays the same object; its layers are changed in place, and get other parameters, each time that the ranks are divided
+anew. The optimizer updates `pieces`: plain tensors, which share the memory of what the layers compute with. The training thread owns it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from shoal_common.errors import CorruptDataError, PreconditionError
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shoal_worker.elastic.group import Channel, LocalChannel
+from shoal_worker.mesh.axes import Axes, Coordinate
+from shoal_worker.mesh.blueprint import Blueprint, Template
+from shoal_worker.mesh.gathering import Cut, Held, Whole, gather, is_element
+from shoal_worker.mesh.step_group import GroupMesh
+from shoal_worker.pipelining.partial import empty_on
+from shoal_worker.pipelining.split import named_tensors
+from shoal_worker.strategies.materialize import unsaved_buffers
+from shoal_worker.tensor_parallel.apply import parallelize, unparallelize
+from shoal_worker.tensor_parallel.context import DropoutRandomness
+
+_ALONE = Axes(pipeline=1, tensor=1, data=1)
+
+Settings = list[dict[str, Any]]
+"""Of an optimizer's parameter groups, without their parameters."""
+
+
+class ModelParts:
+    """The state of one model and of the optimizer over it."""
+
+    def __init__(self, module: nn.Module, template: Template, device: torch.device, *, dropout: DropoutRandomness) -> None:
+        self.module = module
+        self.template = template
+        self.cut: Cut | None = None
+        """None: this rank holds all of it."""
+        self.blueprint: Blueprint | None = None
+        self.pieces: dict[str, nn.Parameter] = {}
+        """What is here of each parameter."""
+        self.optimizer: torch.optim.Optimizer | None = None
+        self._group_names: list[list[str]] = []
+        """The parameters of the optimizer's groups, in the user's order."""
+        self._device = device
+        self._dropout = dropout
+        self._before: Held | None = None
+        """The parts of the cut before, until the next commit."""
+        self._blueprints: dict[Axes, Blueprint] = {}
+        self._own_pieces()
+
+    def use_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """From here on it updates the pieces. Before the first cut."""
+        names = {id(parameter): name for name, parameter in self.pieces.items()}
+        self._group_names = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+        self.optimizer = optimizer
+
+    def blueprint_for(self, axes: Axes) -> Blueprint:
+        """Of any division. Raises ConfigurationError: the model cannot be cut so."""
+        if axes not in self._blueprints:
+            self._blueprints[axes] = Blueprint(self.template, axes)
+        return self._blueprints[axes]
+
+    def is_trained(self, name: str) -> bool:
+        """Whether a parameter is; of the whole model."""
+        return self.template.tensors()[name].requires_grad
+
+    @property
+    def settings(self) -> Settings:
+        """The optimizer's, as they are now."""
+        groups = self.optimizer.param_groups if self.optimizer is not None else []
+        return [{key: value for key, value in group.items() if key != "params"} for group in groups]
+
+    @settings.setter
+    def settings(self, settings: Settings) -> None:
+        for group, own in zip(self.optimizer.param_groups if self.optimizer is not None else [], settings, strict=True):
+            group.update(own)
+
+    # --------------------------------------------------------------------------------------------------------------- cutting
+
+    def lay_out(self, cut: Cut, mesh: GroupMesh | None, wholes: Iterable[Whole] | None) -> None:
+        """Cuts the state for other axes. `mesh`: of this rank's tensor-parallel group, if it has peers there. `wholes`: the state; None:
+        this rank holds it."""
+        blueprint = self.blueprint_for(cut.axes)
+        held = self.hold()
+        # All are taken in before anything changes: to the end the collection may fail.
+        taken = [self._taken(one, blueprint, cut.at) for one in (wholes if wholes is not None else self._own_wholes(held))]
+        self._before = held
+        self._lay_out_module(blueprint, cut.at, mesh)
+        self.cut, self.blueprint = cut, blueprint
+        self._own_pieces()
+        self._put({one.name: one for one in taken if one is not None})
+
+    def forget_before(self) -> None:
+        """The state was committed in its new cut."""
+        self._before = None
+
+    def drop(self) -> None:
+        """This rank holds nothing from here on: it is a spare."""
+        self._before = None
+        unparallelize(self.module)
+        self._put_meta()
+        self.pieces = {}
+        self._point_optimizer({})
+        self.cut = self.blueprint = None
+
+    def held(self) -> list[Held]:
+        """For `gather`: the newest first."""
+        own = self.hold()
+        return [one for one in (own, self._before) if one is not None]
+
+    def hold(self) -> Held | None:
+        """What is here, of a state that is cut; all of it, under the number -1, before."""
+        if not self.pieces and self.cut is None:
+            return None
+        cut = self.cut or Cut(number=-1, axes=_ALONE, at=Coordinate(0, 0, 0))
+        named = named_tensors(self.module)
+        values = {name: named[name].detach() for name in self.template.names if name not in self.pieces and not named[name].is_meta}
+        values |= {name: piece.detach() for name, piece in self.pieces.items()}
+        states = self.optimizer.state if self.optimizer is not None else {}
+        return Held(cut=cut, values=values, state={name: states[piece] for name, piece in self.pieces.items() if states.get(piece)})
+
+    def _own_wholes(self, held: Held | None) -> Iterable[Whole]:
+        if held is None:
+            raise PreconditionError("this rank holds no state to cut")
+        return gather(LocalChannel(), [held], self.blueprint_for)
+
+    def _taken(self, one: Whole, blueprint: Blueprint, at: Coordinate) -> Whole | None:
+        """This rank's part of one tensor."""
+        if not blueprint.is_here(one.name, at):
+            return None
+        elements = {key: blueprint.cut(one.name, whole, at.tensor) for key, whole in one.elements.items()}
+        return Whole(name=one.name, value=blueprint.cut(one.name, one.value, at.tensor), elements=elements, rest=one.rest)
+
+    def _lay_out_module(self, blueprint: Blueprint, at: Coordinate, mesh: GroupMesh | None) -> None:
+        unparallelize(self.module)
+        self._put_meta()
+        if mesh is not None:
+            assert blueprint.plan is not None
+            parallelize(self.module, mesh, blueprint.plan, source_rank=None, dropout=self._dropout, share=blueprint.share(at))
+        named = named_tensors(self.module)
+        missing = [named[name] for name in self.template.names if blueprint.is_here(name, at) and named[name].is_meta]
+        self._replace({id(tensor): empty_on(tensor, self._device) for tensor in missing})
+
+    def _put_meta(self) -> None:
+        """Every tensor of the state becomes one without values, tied ones one."""
+        fresh = {name: empty_on(tensor, torch.device("meta")) for name, tensor in self.template.tensors().items()}
+        named = named_tensors(self.module)
+        self._replace({id(named[key]): fresh[first] for key, first in self.template.first_names.items()})
+
+    def _replace(self, by_id: Mapping[int, torch.Tensor]) -> None:
+        for part in self.module.modules():
+            places: tuple[dict[str, Any], ...] = (part._parameters, part._buffers)
+            for tensors in places:
+                for name, tensor in tensors.items():
+                    if id(tensor) in by_id:
+                        tensors[name] = by_id[id(tensor)]
+
+    @torch.no_grad()
+    def _own_pieces(self) -> None:
+        named = named_tensors(self.module)
+        self.pieces = {}
+        for name in self.template.names:
+            parameter = named[name]
+            if name not in self.template.parameter_names or parameter.is_meta:
+                continue
+            if isinstance(parameter, DTensor):
+                self.pieces[name] = nn.Parameter(parameter.to_local(), requires_grad=parameter.requires_grad)
+            else:
+                assert isinstance(parameter, nn.Parameter)
+                self.pieces[name] = parameter
+
+    # ---------------------------------------------------------------------------------------------------------------- values
+
+    @torch.no_grad()
+    def _put(self, taken: Mapping[str, Whole]) -> None:
+        self._put_values({name: one.value for name, one in taken.items()})
+        state: dict[str, dict[str, Any]] = {}
+        for name, one in taken.items():
+            own = {key: value.to(self._device) for key, value in one.elements.items()} | dict(one.rest)
+            if own and name in self.pieces:
+                state[name] = own
+        self._point_optimizer(state)
+
+    def _put_values(self, parts: Mapping[str, torch.Tensor]) -> None:
+        named = named_tensors(self.module)
+        for name, part in parts.items():
+            (self.pieces[name] if name in self.pieces else named[name]).copy_(part)
+
+    def _point_optimizer(self, state: Mapping[str, dict[str, Any]]) -> None:
+        if self.optimizer is None:
+            return
+        for group, names in zip(self.optimizer.param_groups, self._group_names, strict=True):
+            group["params"] = [self.pieces[name] for name in names if name in self.pieces]
+        self.optimizer.state.clear()
+        for name, own in state.items():
+            self.optimizer.state[self.pieces[name]] = own
+
+    @torch.no_grad()
+    def load_values(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Takes this rank's part of a whole state dict. Raises CorruptDataError: of another model; nothing is changed."""
+        shapes = {key: self.template.tensors()[first].shape for key, first in self.template.first_names.items()}
+        differing = sorted(set(tensors) ^ set(shapes)) or [key for key, shape in shapes.items() if tensors[key].shape != shape]
+        if differing:
+            raise CorruptDataError(
+                f"the state is of another model than this {type(self.module).__name__}: names or shapes differ, {differing[:3]} among them",
+                reason="MODEL_DIFFERS",
+            )
+        self._put_values({name: self._own_part(name, tensors[name]) for name in self.template.names if self._is_here(name)})
+
+    @torch.no_grad()
+    def load_optimizer(self, saved: Mapping[str, Any]) -> None:
+        """Takes this rank's part of a whole optimizer state dict. Raises CorruptDataError: of another; nothing is changed."""
+        if self.optimizer is None:
+            return
+        groups = saved["param_groups"]
+        if [len(group["params"]) for group in groups] != [len(names) for names in self._group_names]:
+            raise CorruptDataError("the optimizer state is of other parameter groups than this optimizer's", reason="OPTIMIZER_DIFFERS")
+        tensors = self.template.tensors()
+        state: dict[str, dict[str, Any]] = {}
+        for group, names in zip(groups, self._group_names, strict=True):
+            for number, name in zip(group["params"], names, strict=True):
+                own = saved["state"].get(number)
+                if own and name in self.pieces:
+                    state[name] = {key: self._own_state(name, value, tensors[name]) for key, value in own.items()}
+        self.settings = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+        self._point_optimizer(state)
+
+    def _own_state(self, name: str, value: Any, whole: torch.Tensor) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        return self._own_part(name, value).to(self._device) if is_element(value, whole) else value.clone()
+
+    def _is_here(self, name: str) -> bool:
+        return self.blueprint is None or (self.cut is not None and self.blueprint.is_here(name, self.cut.at))
+
+    def _own_part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        if self.blueprint is None or self.cut is None:
+            return whole.clone()
+        return self.blueprint.cut(name, whole, self.cut.at.tensor)
+
+    # ------------------------------------------------------------------------------------------------------------- the whole
+
+    def assemble(self, channel: Channel) -> dict[str, Any]:
+        """Model and optimizer as one process would have them. Every rank of `channel` calls it."""
+        if self.cut is None and self._before is None and self.pieces:
+            optimizer = self.optimizer.state_dict() if self.optimizer is not None else None
+            return {"model": self.module.state_dict(), "optimizer": optimizer}
+        wholes = {one.name: one for one in gather(channel, self.held(), self.blueprint_for)}
+        model = {key: wholes[first].value for key, first in self.template.first_names.items()}
+        if self.optimizer is None:
+            return {"model": model, "optimizer": None}
+        state: dict[int, dict[str, Any]] = {}
+        groups: list[dict[str, Any]] = []
+        number = 0
+        for settings, names in zip(self.settings, self._group_names, strict=True):
+            groups.append({**settings, "params": list(range(number, number + len(names)))})
+            for name in names:
+                own = {**wholes[name].elements, **wholes[name].rest}
+                if own:
+                    state[number] = own
+                number += 1
+        return {"model": model, "optimizer": {"state": state, "param_groups": groups}}
+
+    def values(self, channel: Channel) -> dict[str, torch.Tensor]:
+        """The model's whole state dict. Every rank of `channel` calls it."""
+        if self.cut is None and self._before is None and self.pieces:
+            return dict(self.module.state_dict())
+        wholes = {one.name: one.value for one in gather(channel, self.held(), self.blueprint_for, state=False)}
+        return {key: wholes[first] for key, first in self.template.first_names.items()}
+
+    def unsaved(self) -> dict[str, torch.Tensor]:
+        """Buffers that no state dict has: every rank keeps them."""
+        return unsaved_buffers(self.module)

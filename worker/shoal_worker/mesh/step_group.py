@@ -1,0 +1,138 @@
+"""What torch's tensor-parallel code gets of a part of a generation's group: a DeviceMesh and a process group under a name of its own.
+
+torch finds groups by their names in a world that a process has one of; a generation's groups come and go, and are in no such world. Layers
+cut over ranks communicate in the middle of a forward or backward pass, which may be the user's. So a collective that fails in a step does
+not raise there: its result is noughts, the step is marked lost, and `optimizer.step()` says so. Between steps it raises.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, ClassVar, Final
+
+import torch
+import torch.distributed as dist
+from shoal_common.errors import MembershipChanged
+from torch._C._distributed_c10d import (
+    Work,
+    _register_process_group,
+    _unregister_process_group,
+)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils import _pytree as pytree
+
+from shoal_worker.backends.named_group import ForwardingGroup
+from shoal_worker.elastic.group import Group
+
+_NUMBERS: Final = itertools.count(1)
+
+
+class StepGroup(ForwardingGroup):
+    """Forwards to the process group of `group`. `lost(error)` is told of a failure; False: there is no step that it could be told of."""
+
+    backend_name: ClassVar[str] = "shoal_step"
+
+    def __init__(self, group: Group, lost: Callable[[BaseException], bool]) -> None:
+        super().__init__(group.rank, group.world_size, f"shoal_step_{next(_NUMBERS)}")
+        self._group = group
+        self._lost = lost
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [self._group.device]
+
+    def failed(self, error: MembershipChanged) -> None:
+        """Ends the group for all. Raises `error` outside of a step."""
+        self._group.abort(str(error))
+        if not self._lost(error):
+            raise error
+
+    def _issue(self, name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Work:
+        try:
+            return StepWork(getattr(self._group.process_group, name)(*arguments, **options), self, arguments[0])
+        except MembershipChanged as error:
+            self.failed(error)
+            _blank(arguments[0])
+            return StepWork(None, self, arguments[0])
+
+
+class StepWork(Work):
+    """A collective whose failure is told to the step."""
+
+    def __init__(self, work: Work | None, group: StepGroup, outputs: Any) -> None:
+        """None: it has failed."""
+        super().__init__()
+        self._work, self._group, self._outputs = work, group, outputs
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Returns when there is a result, of whatever kind. Raises MembershipChanged outside of a step."""
+        work, self._work = self._work, None
+        if work is not None:
+            try:
+                work.wait() if timeout is None else work.wait(timeout)
+            except MembershipChanged as error:
+                self._group.failed(error)
+                _blank(self._outputs)
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._work is None or bool(self._work.is_completed())
+
+    def is_success(self) -> bool:
+        """Whether there is a result, of whatever kind."""
+        return self.is_completed()
+
+    def synchronize(self) -> None:
+        """As `wait`."""
+        self.wait()
+
+    def result(self) -> list[torch.Tensor]:
+        """The output tensors."""
+        return [one for one in pytree.tree_leaves(self._outputs) if isinstance(one, torch.Tensor)]
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Waits, and gives a complete future of the output tensors."""
+        self.wait()
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result(self.result())
+        return future
+
+
+def _blank(outputs: Any) -> None:
+    with torch.no_grad():
+        for one in pytree.tree_leaves(outputs):
+            if isinstance(one, torch.Tensor):
+                one.data.zero_()
+
+
+class GroupMesh(DeviceMesh):
+    """A mesh of one dimension over a process group that is in nobody's world. Its ranks are the group's.
+
+    No two are equal, whatever ranks they have: DTensor caches by mesh.
+    """
+
+    def __init__(self, group: StepGroup, device_type: str) -> None:
+        super().__init__(device_type, torch.arange(group.size()), _init_backend=False, _rank=group.rank())
+        name = group.group_name
+        self._step_group = group
+        self._dim_group_names = [name]
+        self._pg_registry[name] = group
+        self._thread_id = -next(_NUMBERS)
+        self._hash = None
+        _register_process_group(name, group)
+
+    def get_group(self, mesh_dim: int | str | None = None) -> dist.ProcessGroup:
+        """See `DeviceMesh`."""
+        return self._step_group
+
+    def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
+        """See `DeviceMesh`."""
+        return self._rank
+
+    def release(self) -> None:
+        """torch forgets the group."""
+        self._pg_registry.clear()
+        _unregister_process_group(self._step_group.group_name)

@@ -1,0 +1,294 @@
+"""A model of which several ranks hold one replica together: what there is to do with it between steps.
+
+How it is divided, put together, saved, loaded and copied. How it is trained is in `mesh.py`. All of it runs on the training thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from shoal_common.errors import ConfigurationError, PreconditionError
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from shoal_worker.elastic.group import Channel
+from shoal_worker.mesh.axes import Axes
+from shoal_worker.mesh.blueprint import Blueprint, Template, meta_copy
+from shoal_worker.mesh.division import Division
+from shoal_worker.mesh.parts import ModelParts
+from shoal_worker.pipelining.pipeline import PipelineSettings
+from shoal_worker.strategies.base import ShardedModel, replaced_parameters
+from shoal_worker.strategies.materialize import has_values
+from shoal_worker.tensor_parallel.context import DropoutRandomness
+
+TENSOR_OPTIONS: Final = frozenset({"plan", "sequence_dimension", "loss_parallel", "example_inputs", "dropout", "elementwise_optimizer"})
+PIPELINE_OPTIONS: Final = frozenset({"schedule", "micro_batches", "stages_per_rank", "cut_points"})
+"""Keyword arguments of `as_distributed`."""
+
+
+class DividedModel(ShardedModel):
+    """A model that several ranks hold together."""
+
+    def axes_for(self, world_size: int) -> Axes:
+        """How so many ranks are divided. Those that no replica can be made of are spares.
+
+        Raises:
+            ConfigurationError: the model cannot be cut so.
+        """
+        raise NotImplementedError
+
+    @property
+    def pipelined(self) -> bool:
+        """The model is run as a pipeline."""
+        raise NotImplementedError
+
+    def initialize_sharding(self) -> None:
+        """Takes note of the model's structure. It is cut when the first step begins: until then all ranks hold it whole."""
+        # torch.compile cannot follow layers that communicate; what it was given runs as it is.
+        self.module = getattr(self.module, "_orig_mod", self.module)
+        _check_module(self.module)
+        if self.config.deterministic:
+            raise ConfigurationError(
+                f"deterministic=True with strategy={self.strategy!r}: how a model is split changes the order of its own sums, so results "
+                "cannot be bitwise those of another number of ranks; leave it out, or take ddp, zero1, zero2, zero3 or fsdp"
+            )
+        own = self._options
+        self._template = Template(
+            module=meta_copy(self.module),
+            plan_options={
+                "minimum_parameter_group_size": self.config.minimum_parameter_group_size,
+                **{name: own[name] for name in ("plan", "sequence_dimension", "loss_parallel", "example_inputs") if name in own},
+            },
+            pipeline=PipelineSettings(
+                loss_reduction="mean" if self.config.loss_reduction == "mean" else "sum",
+                **{name: own[name] for name in PIPELINE_OPTIONS if name in own},
+            ),
+            pipelined=self.pipelined,
+        )
+        self._dropout = DropoutRandomness(own.get("dropout", DropoutRandomness.PER_SHARD))
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._parts: ModelParts | None = None
+        """None while the module is on the meta device: it is built when values come."""
+        self._division: Division | None = None
+        """None until the first step, and in a spare."""
+        self._axes: dict[int, Axes] = {}
+        if has_values(self.module):
+            self._build()
+
+    def _build(self) -> None:
+        self._parts = ModelParts(self.module, self._template, self._session.device, dropout=self._dropout)
+        if self._optimizer is not None:
+            self._parts.use_optimizer(self._optimizer)
+
+    @property
+    def _held(self) -> ModelParts:
+        if self._parts is None:
+            raise PreconditionError("the model is on the meta device: it gets its values from its peers at the first live batch")
+        return self._parts
+
+    @property
+    def _divided(self) -> Division:
+        if self._division is None:
+            raise PreconditionError("the model is not laid out over the ranks: that happens when the first step begins")
+        return self._division
+
+    @property
+    def _any_optimizer(self) -> bool:
+        return bool(self._options.get("elementwise_optimizer", False))
+
+    def _check_divisible(self) -> None:
+        axes, world = self._divide(self._session.world_size), self._session.world_size
+        self._held.blueprint_for(axes)
+        membership = self._session.membership
+        if axes.working < world and (membership is None or membership.only_backend is not None):
+            raise ConfigurationError(
+                f"{world} ranks make {axes.data} replica(s) of pipeline {axes.pipeline} x tensor {axes.tensor} = {axes.replica_size}, and "
+                f"{world - axes.working} would be left over for good: start a multiple of {axes.replica_size}"
+            )
+
+    def _is_possible(self, axes: Axes) -> bool:
+        try:
+            Blueprint(self._template, axes)
+        except ConfigurationError:
+            return False
+        return True
+
+    def _divide(self, world_size: int) -> Axes:
+        if world_size not in self._axes:
+            self._axes[world_size] = self.axes_for(world_size)
+        return self._axes[world_size]
+
+    @torch.no_grad()
+    def predict(self, inputs: Any) -> Any:
+        """See `ShardedModel`. All ranks of a replica call it, with the same inputs, and get the same outputs."""
+        if self._pipeline_here:
+            return self._through_pipeline(inputs)
+        return super().predict(inputs)
+
+    @property
+    def _pipeline_here(self) -> bool:
+        return self._division is not None and self._division.pipeline is not None and self.module is self._held.module
+
+    def _through_pipeline(self, inputs: Any) -> Any:
+        pipeline = self._divided.pipeline
+        assert pipeline is not None
+        return pipeline.predict(inputs)
+
+    @property
+    def in_parts(self) -> bool:
+        """See `Replica`."""
+        return self._parts is not None and (self._division is not None or not self._parts.pieces)
+
+    @property
+    def idle(self) -> bool:
+        """This rank is a spare: no whole replica could be made with it."""
+        return self.in_parts and self._division is None
+
+    def has_values(self) -> bool:
+        """See `Replica`."""
+        return self._parts is not None
+
+    # ---------------------------------------------------------------------------------------------------------------- ranks
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Which replica of the model this rank belongs to; 0 in a spare."""
+        at = self._divide(self._session.world_size).at(self._session.rank)
+        return at.data if at is not None else 0
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Number of replicas."""
+        return max(1, self._divide(self._session.world_size).data)
+
+    # ---------------------------------------------------------------------------------------------------------------- state
+
+    @torch.no_grad()
+    def assemble(self, channel: Channel) -> dict[str, Any]:
+        """See `Replica`."""
+        unsaved = self._held.unsaved()
+        whole = self._held.assemble(channel)
+        return whole | {"buffers": unsaved} if unsaved else whole
+
+    @contextlib.contextmanager
+    def whole_for(self, channel: Channel) -> Iterator[None]:
+        """See `ShardedModel`. The whole model has to fit on each rank beside its part."""
+        if self._parts is None or not self.in_parts:
+            yield
+            return
+        whole, own = self._whole_module(self._held.values(channel)), self.module
+        for part, original in zip(whole.modules(), own.modules(), strict=True):
+            part.training = original.training
+        self.module = whole
+        try:
+            yield
+        finally:
+            self.module = own
+
+    def _whole_module(self, values: Mapping[str, torch.Tensor]) -> nn.Module:
+        """The module as the user wrote it, with these values."""
+        whole = copy.deepcopy(self._template.module).to_empty(device=self._session.device)
+        for first, second in self._template.first_names.items():  # to_empty makes tied ones several
+            owner, _, name = first.rpartition(".")
+            source, _, own = second.rpartition(".")
+            if first != second and first in self._template.tied_parameters:
+                setattr(whole.get_submodule(owner), name, whole.get_submodule(source)._parameters[own])
+        whole.load_state_dict(values)
+        buffers = dict(whole.named_buffers())
+        for name, value in self._held.unsaved().items():
+            buffers[name].copy_(value)
+        return whole
+
+    def clone(self) -> nn.Module:
+        """A copy of the whole model as it is now, a plain module as the user wrote it, to keep, evaluate or save. Every rank calls it."""
+        return self._whole_module(self.full_state_dict())
+
+    def gather_full_parameters(self) -> dict[str, torch.Tensor]:
+        """See `ShardedModel`. Every rank calls it."""
+        return {name: value for name, value in self.full_state_dict().items() if name in self._template.parameter_names}
+
+    def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
+        """See `ShardedModel`. Every rank calls it."""
+        whole: dict[str, torch.Tensor] = {}
+
+        def body(channel: Channel) -> None:
+            values = {name: value.detach().clone() for name, value in self._held.values(channel).items()}
+            whole.update({} if rank0_only and channel.rank != 0 else values)
+            channel.exchange(b"")  # who comes out of this knows that all have theirs
+
+        self._session.operation("full_state_dict", body)
+        return whole
+
+    def optimizer_state_dict(self) -> dict[str, Any]:
+        """The optimizer's whole state. Every rank calls it."""
+        whole: dict[str, Any] = {}
+
+        def body(channel: Channel) -> None:
+            whole.update(copy.deepcopy(self._held.assemble(channel)["optimizer"]))
+            channel.exchange(b"")
+
+        self._session.operation("optimizer state_dict", body)
+        return whole
+
+    @torch.no_grad()
+    def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes over the optimizer's whole state. Every rank calls it."""
+        self._held.load_optimizer(state)
+
+    @torch.no_grad()
+    def load_full(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """See `ShardedModel`."""
+        self._held.load_values(tensors)
+        if self._division is not None:
+            self._division.buffers.commit()
+
+    @property
+    def local_shard(self) -> dict[str, torch.Tensor]:
+        """See `ShardedModel`: this rank's parts, by the parameters' names; none of those on other pipeline stages."""
+        return {name: piece.detach() for name, piece in self._held.pieces.items()}
+
+    def get_gradients(self) -> dict[str, torch.Tensor]:
+        """See `ShardedModel`: of `local_shard`, once they are reduced."""
+        return {name: piece.grad for name, piece in self._held.pieces.items() if piece.grad is not None}
+
+    def set_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Refused: a rank that fell behind would apply other gradients.
+
+        Raises:
+            ConfigurationError: always.
+        """
+        raise ConfigurationError(
+            f"set_gradients: with strategy {self.strategy!r} ranks hold parts of gradients; scale the loss, or use ddp"
+        )
+
+    def save_model(self, path: str | Path) -> None:
+        """See `ShardedModel`. When it returns on any rank, the file is in place."""
+        super().save_model(path)
+        self._session.operation("save_model", lambda channel: channel.exchange(b"") and None)
+
+    def with_parameters(self, parameters: torch.Tensor | Mapping[str, torch.Tensor]) -> ShardedModel:
+        """See `ShardedModel`. Every rank calls it, with the same values."""
+        whole = self.full_state_dict()
+        own = {name: whole[name] for name in self._template.names if name in self._template.parameter_names}
+        replaced = replaced_parameters(parameters, own)
+        for name, first in self._template.first_names.items():
+            whole[name] = replaced.get(first, whole[name])
+        self.load_full(whole)
+        return self
+
+    def _whole_parameters(self) -> list[tuple[torch.Tensor, torch.Size]]:
+        tensors = self._template.tensors()
+        return [(tensors[name], tensors[name].shape) for name in self._template.names if name in self._template.parameter_names]
+
+
+def _check_module(module: nn.Module) -> None:
+    """Raises ConfigurationError for a module that cannot be trained so."""
+    if any(is_lazy(t) for t in (*module.parameters(), *module.buffers())):
+        raise ConfigurationError("the model has lazy parameters without a shape: run one batch through it before as_distributed")
+    if not any(p.requires_grad for p in module.parameters()):
+        raise ConfigurationError("the model has no parameter with requires_grad=True: there is nothing to train")

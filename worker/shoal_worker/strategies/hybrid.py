@@ -1,0 +1,58 @@
+"""Pipeline x tensor x data: replicas of the model, each cut into pipeline stages whose layers are split over ranks.
+
+Memory and bytes are the product and the sum of the three: docs/strategies/hybrid.md.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from shoal_common.errors import ConfigurationError
+
+from shoal_worker.mesh.axes import Axes
+from shoal_worker.strategies.divided import PIPELINE_OPTIONS, TENSOR_OPTIONS
+from shoal_worker.strategies.mesh import MeshModel
+from shoal_worker.strategies.pipeline import PipelineOptimizer
+from shoal_worker.strategies.tensor import checked_size
+
+_SIZES = frozenset({"pipeline_parallel_size", "tensor_parallel_size", "data_parallel_size"})
+
+
+class HybridShardedModel(MeshModel):
+    """`pipeline_parallel_size` x `tensor_parallel_size` ranks hold a replica; `data_parallel_size=-1`: as many as there can be."""
+
+    strategy: ClassVar[str] = "hybrid"
+    options: ClassVar[frozenset[str]] = _SIZES | TENSOR_OPTIONS | PIPELINE_OPTIONS | {"data_parallel_strategy"}
+
+    def initialize_sharding(self) -> None:
+        """See `MeshModel`."""
+        along_data = self._options.get("data_parallel_strategy", "ddp")
+        if along_data != "ddp":
+            raise ConfigurationError(
+                f"data_parallel_strategy={along_data!r}: strategy='hybrid' replicates along the data axis, expected 'ddp'; for state that "
+                "is cut there, take zero1, zero2, zero3, fsdp or hsdp without tensor and pipeline axes"
+            )
+        super().initialize_sharding()
+
+    @property
+    def pipelined(self) -> bool:
+        """See `MeshModel`."""
+        return self._size("pipeline_parallel_size") > 1
+
+    @property
+    def _any_optimizer(self) -> bool:
+        return self._size("tensor_parallel_size") == 1 or super()._any_optimizer
+
+    def axes_for(self, world_size: int) -> Axes:
+        """See `MeshModel`."""
+        pipeline, tensor = self._size("pipeline_parallel_size"), self._size("tensor_parallel_size")
+        possible, wanted = world_size // (pipeline * tensor), self._options.get("data_parallel_size", -1)
+        data = possible if wanted == -1 else min(possible, checked_size("data_parallel_size", wanted))
+        return Axes(pipeline=pipeline, tensor=tensor, data=data)
+
+    def _size(self, option: str) -> int:
+        return checked_size(option, self._options.get(option, 1))
+
+
+class HybridShardedOptimizer(PipelineOptimizer):
+    """See the module."""

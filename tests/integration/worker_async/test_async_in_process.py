@@ -15,6 +15,7 @@ from shoal_common.rpc.channel import ChannelSettings
 from shoal_protos.v1 import coordinator_pb2, parameter_server_pb2
 from shoal_worker.compression.optimizer import GradientCompressionOptimizer
 from shoal_worker.elastic.session import Session
+from shoal_worker.fitting import OptimizationInputData
 from shoal_worker.state.serial import load_tensors
 from torch import nn
 
@@ -209,6 +210,51 @@ def test_a_saved_model_has_the_servers_values_and_loads_only_before_the_first_st
     tensors, metadata = load_tensors((tmp_path / "model.safetensors").read_bytes())
     assert metadata["strategy"] == "async_sgd"
     assert all(torch.equal(tensors[name], value) for name, value in saved.items())
+
+
+def test_a_clone_has_the_servers_values_and_trains_no_more(session: Session) -> None:
+    model, optimizer = distributed(pull_every=2)
+    backward(model)
+    optimizer.step()
+    optimizer.zero_grad()
+    clone = model.clone()
+    assert all(value.equal(clone.state_dict()[name]) for name, value in model.full_state_dict().items())
+    clone(torch.ones(4, FEATURES)).sum().backward()
+    assert not any(p.grad is not None and p.grad.any() for p in model.module.parameters())
+
+
+def test_of_an_optimizers_state_the_workers_load_the_settings(session: Session) -> None:
+    net = network(1)
+    synchronous = torch.optim.SGD(net.parameters(), 0.5, momentum=0.25)
+    net(torch.ones(4, FEATURES)).sum().backward()
+    synchronous.step()
+    _, optimizer = distributed()
+    optimizer.load_state_dict(synchronous.state_dict())
+    assert optimizer.state == {}
+    assert [(g["lr"], g["momentum"]) for g in optimizer.param_groups] == [(0.5, 0.25)]
+    optimizer.param_groups[0]["lr"] = 0.125
+    saved = optimizer.serialize()
+    optimizer.param_groups[0]["lr"] = 1.0
+    optimizer.deserialize(saved)
+    assert optimizer.param_groups[0]["lr"] == 0.125
+
+
+def test_a_whole_fit_stops_when_the_metric_does_not_improve(session: Session) -> None:
+    _, optimizer = distributed()
+    data = OptimizationInputData(
+        training=problem(),
+        validation=problem(),
+        loss_fn=nn.functional.mse_loss,
+        metric_fn=lambda output, targets: torch.tensor(1.0),
+        epochs=9,
+        global_batch_size=len(problem()) // 4,
+        patience=2,
+    )
+    result = optimizer.optimize(data)
+    assert result.stopped_early
+    assert (result.best_epoch, result.best_metric, len(result.history)) == (0, 1.0, 3)
+    assert (result.steps, result.samples) == (3 * 4, 3 * len(problem()))
+    assert result.history[2].training_loss < result.history[0].training_loss
 
 
 def test_closures_are_refused(session: Session) -> None:

@@ -14,7 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 from shoal_common.errors import CorruptDataError, UnavailableError
+from shoal_common.settings import parse_address
 from shoal_worker.elastic import transfer
+from shoal_worker.elastic.reach import unreachable
 from shoal_worker.elastic.transfer import StateDonor, take_state
 
 NONCE = "0123456789abcdef0123456789abcdef"
@@ -47,6 +49,15 @@ def test_a_state_arrives_bit_for_bit_from_any_number_of_donors(donors: int) -> N
     for name in ("weights", "half", "scalar", "none"):
         assert torch.equal(taken[name], offered[name])
         assert taken[name].dtype == offered[name].dtype
+
+
+def test_an_ipv6_donor_tells_an_address_that_peers_and_the_coordinator_can_read() -> None:
+    donor = StateDonor("::1")
+    assert parse_address(donor.address).host == "::1"
+    with donor.offering({"x": 1}, NONCE):
+        assert take_state([donor.address], NONCE, timeout=TIMEOUT)[0] == {"x": 1}
+    assert unreachable({1: donor.address}, timeout=TIMEOUT, given_up=lambda: False) == []
+    donor.close()
 
 
 def test_a_receiver_may_come_before_the_offer() -> None:

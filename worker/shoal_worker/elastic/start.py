@@ -15,6 +15,7 @@ from typing import Final
 from shoal_common.clients.coordinator import CoordinatorClient
 from shoal_common.errors import ConfigurationError
 from shoal_common.rpc.channel import ChannelSettings
+from shoal_common.settings import Address
 from shoal_common.telemetry import HttpServer, serve_metrics
 
 from shoal_worker.backends import reaper
@@ -75,7 +76,7 @@ def open_session(settings: WorkerSettings | None = None) -> Session:
         launcher_id=settings.launcher_id,
         local_index=settings.local_index,
         donor_address=donor.address,
-        metrics_address=f"{host}:{http.port}" if http is not None else "",
+        metrics_address=str(Address(host, http.port)) if http is not None else "",
     )
     membership = Membership(client, identity, settings, host=host)
     session = Session(settings, membership, donor, metrics)

@@ -31,6 +31,7 @@ from typing import Any
 import torch
 import xxhash
 from shoal_common.errors import CorruptDataError, InternalError, UnavailableError
+from shoal_common.settings import Address
 
 from shoal_worker.failpoints import failpoint
 from shoal_worker.state.digest import bytes_of, digest
@@ -80,7 +81,7 @@ class StateDonor:
     @property
     def address(self) -> str:
         """host:port for peers."""
-        return f"{self._host}:{self._listener.getsockname()[1]}"
+        return str(Address(self._host, self._listener.getsockname()[1]))
 
     def expect(self, nonce: str) -> None:
         """From here on only requests for `nonce` may wait for an offer, until the next call. Before the first, any may."""

@@ -182,8 +182,10 @@ def test_modules_that_the_user_froze_stay_frozen_after_an_evaluation(evaluate: C
 def test_early_stopping_waits_for_patience() -> None:
     net = network()
     _, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1))
-    answers = [optimizer.should_early_stop(m, patience=2, min_delta=0.1) for m in (1.0, 0.5, 0.45, 0.44)]
+    answers = [optimizer.should_early_stop(m, patience=2, min_delta=0.1) for m in (1.0, torch.tensor(0.5), 0.45, 0.44)]
     assert answers == [False, False, False, True]
+    with pytest.raises(shoal.ConfigurationError, match="expected one number"):
+        optimizer.should_early_stop(torch.zeros(2))
 
 
 def test_what_a_run_saves_goes_on_in_another(tmp_path: Path) -> None:

@@ -48,6 +48,10 @@ def should_early_stop(session: Session, metric: float, *, mode: str, patience: i
         raise ConfigurationError(f"should_early_stop(patience={patience}): expected at least 1")
     if min_delta < 0:
         raise ConfigurationError(f"should_early_stop(min_delta={min_delta}): expected at least 0")
+    try:
+        value = float(metric)
+    except (TypeError, ValueError, RuntimeError) as error:  # the last: a tensor of several elements
+        raise ConfigurationError(f"should_early_stop(metric={metric!r}): expected one number ({error})") from error
     counter = session.registered.find(_NAME)
     if counter is None:
         counter = Patience()
@@ -55,7 +59,7 @@ def should_early_stop(session: Session, metric: float, *, mode: str, patience: i
     assert isinstance(counter, Patience)
 
     def average(channel: Channel) -> float:
-        values = [json.loads(v) for v in channel.exchange(json.dumps(metric).encode())]
+        values = [json.loads(v) for v in channel.exchange(json.dumps(value).encode())]
         return float(sum(values) / len(values))
 
     mean = session.operation("should_early_stop", average)

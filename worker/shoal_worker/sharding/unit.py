@@ -124,6 +124,8 @@ class Unit:
         self.own, self.mirror = Holding(self), Holding(self)
         self.touched = [False] * len(self.parameters)
         """Which parameters got a gradient in this step."""
+        self.compressed: Callable[[torch.Tensor, torch.Tensor], Pending] | None = None
+        """In the place of the collectives' reduce-scatter."""
         self.resident = False
         """Its memory and values stay until the next change, although it counts as freed: see `ShardedExecution.keep_whole`."""
         self._gathered = True
@@ -290,7 +292,7 @@ class Unit:
             gradient = torch.zeros(self.layout.padded_numel, dtype=self.sum_dtype, device=self.device)
         gradient = gradient.to(self._wire_dtype)
         shard = torch.empty(self.layout.shard_numel, dtype=gradient.dtype, device=self.device)
-        return Reducing(self, shard, gradient, collectives.reduce_scatter(shard, gradient))
+        return Reducing(self, shard, gradient, (self.compressed or collectives.reduce_scatter)(shard, gradient))
 
     def has_gradient(self) -> bool:
         """Something was added that is not reduced yet."""

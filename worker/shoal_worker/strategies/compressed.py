@@ -18,7 +18,9 @@ import torch
 from shoal_common.errors import ConfigurationError
 
 from shoal_worker.compression.base import GradientCompressor
+from shoal_worker.compression.memory import RESIDUAL
 from shoal_worker.compression.reduction import CompressedReduction, Reduction
+from shoal_worker.state.part import Run, StatePart
 from shoal_worker.state.serial import dump_tensors, load_tensors
 
 if TYPE_CHECKING:
@@ -39,12 +41,12 @@ class GradientCompression:
         self._reduction = CompressedReduction(compressor)
         self._layouts: dict[str, str] = {}
         """What each kind's residuals are of."""
+        self._numels: dict[int, int] = {}
+        """Elements of each bucket."""
         self._units = 1.0
         """What a gradient of 1 counts in the residuals: a GradScaler's scale, times the weight that sums are divided by afterwards."""
         self._undecided = False
         """A step was lost here that the peers may have applied."""
-        self._unusable = False
-        """A GradScaler found infinities in the step."""
 
     # ------------------------------------------------------------------------------------------------------------- sending
 
@@ -57,6 +59,7 @@ class GradientCompression:
             self._reduction.forget(self._index(kind, 0), self._index(kind, _PER_KIND))
         for number, numel in enumerate(numels):
             self._reduction.resize(self._index(kind, number), numel)
+            self._numels[self._index(kind, number)] = numel
 
     def weigh(self, divisor: float) -> None:
         """Before a step's first bucket: gradients are given in sums that are divided by `divisor` afterwards."""
@@ -77,6 +80,10 @@ class GradientCompression:
         with group.own_collectives("compressed all_reduce") as backend:
             return self._reduction.start(bucket, backend, index=index, step=step, shapes=shapes)
 
+    def pay(self, bucket: torch.Tensor, kind: str, number: int) -> None:
+        """Alone nothing is sent, and nothing left out: adds what is owed from before."""
+        self._reduction.start(bucket, None, index=self._index(kind, number), step=self._session.steps).wait()
+
     def start_scatter(self, group: Group, shard: torch.Tensor, full: torch.Tensor, number: int) -> Reduction:
         """Begins to sum the flat `full` over the group's ranks; this rank's part of the sum goes to `shard`.
 
@@ -95,19 +102,15 @@ class GradientCompression:
     def step_begins(self) -> None:
         """The next step begins: one that was lost before has been found to be void."""
         self._reduction.rollback()
-        self._undecided = self._unusable = False
+        self._undecided = False
 
-    def found_unusable(self) -> None:
-        """The step counts, but its gradients are applied nowhere."""
-        self._unusable = True
-
-    def commit(self) -> None:
-        """The step was applied."""
-        if self._unusable:
+    def commit(self, *, unusable: bool = False) -> None:
+        """The step counts. `unusable`: a GradScaler found infinities, and its gradients were applied nowhere."""
+        if unusable:
             self._reduction.rollback()
         else:
             self._reduction.commit()
-        self._undecided = self._unusable = False
+        self._undecided = False
 
     def lost(self) -> None:
         """The step was not applied here."""
@@ -130,6 +133,28 @@ class GradientCompression:
                 if channel.rank == 0:
                     ranks[str(rank)][bucket] = load_tensors(data)[0]
         return {**self.capture(), "ranks": ranks, "units": self._units, "layouts": dict(self._layouts)}
+
+    def part(self, whole: StatePart, channel: Channel) -> StatePart:
+        """As `assemble`, for checkpoints that each rank writes a part of: a shard more for each rank, with its residuals."""
+        units = json.loads(channel.exchange(json.dumps(self._units).encode())[0])
+        self._reduction.rescale(units / self._units)
+        self._units = units
+        own = self._reduction.state_dict()
+        runs: list[Run] = []
+        ranks: dict[str, dict[str, dict[str, torch.Tensor]]] = {}
+        for rank in range(channel.world_size):
+            for bucket, numel in self._numels.items():
+                vector = torch.empty(numel, device="meta")
+                ranks.setdefault(str(rank), {})[str(bucket)] = {RESIDUAL: vector}
+                if rank == channel.rank:
+                    owed = own.get(f"{bucket}/{RESIDUAL}")
+                    runs.append(Run(vector=vector, begin=0, values=torch.zeros(numel) if owed is None else owed))
+        saved = {**self.capture(), "ranks": ranks, "units": units, "layouts": dict(self._layouts)}
+        return StatePart(
+            state={**whole.state, "compression": saved},
+            count=whole.count + channel.world_size,
+            shards={**whole.shards, whole.count + channel.rank: runs},
+        )
 
     def restore(self, state: Mapping[str, Any] | None) -> None:
         """Takes over what a peer captured or a checkpoint assembled; None: the checkpoint is of a run that did not compress.

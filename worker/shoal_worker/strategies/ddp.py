@@ -40,6 +40,8 @@ class DDPModel(WholeModel):
     def initialize_sharding(self) -> None:
         """Nothing is sharded: the whole module stays on this rank."""
         self._compression = compression_of(self.config.compressor, self._session)
+        self._skipped = False
+        """A GradScaler found the step's gradients unusable."""
         self._overlapped: OverlappedReduction | None = None
         self._accumulated: AccumulatedReduction | None = None
         self._optimizer: torch.optim.Optimizer | None = None
@@ -182,6 +184,7 @@ class DDPModel(WholeModel):
     def step_begins(self) -> None:
         """See `Replica`. What the user did to buffers between two steps is a part of what a redo starts from."""
         self._step_buffers.commit()
+        self._skipped = False
         if self._compression is not None:
             self._compression.step_begins()
 
@@ -258,12 +261,11 @@ class DDPModel(WholeModel):
         elif self._overlapped is not None:
             self._overlapped.write_buffers()
         if self._compression is not None:
-            self._compression.commit()
+            self._compression.commit(unusable=self._skipped)
 
     def skip(self) -> None:
         """The step counts, but a GradScaler found its gradients unusable, on all ranks alike."""
-        if self._compression is not None:
-            self._compression.found_unusable()
+        self._skipped = True
 
     def _accumulation(self) -> AccumulatedReduction:
         if self._accumulated is None:

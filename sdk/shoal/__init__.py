@@ -67,6 +67,7 @@ if TYPE_CHECKING:
     from shoal_worker.strategies.ddp import DDPModel, DDPOptimizer
     from shoal_worker.strategies.elastic_optimizer import ElasticOptimizer
     from shoal_worker.strategies.fsdp import FSDPModel, FSDPOptimizer
+    from shoal_worker.strategies.hsdp import HSDPModel, HSDPOptimizer
     from shoal_worker.strategies.local_sgd import LocalSGDModel, LocalSGDOptimizer
     from shoal_worker.strategies.zero1 import ZeRO1Model, ZeRO1Optimizer
     from shoal_worker.strategies.zero2 import ZeRO2Model, ZeRO2Optimizer
@@ -92,6 +93,8 @@ __all__ = [
     "GlooBackend",
     "GradientCompressionOptimizer",
     "GradientCompressor",
+    "HSDPModel",
+    "HSDPOptimizer",
     "InMemoryBackend",
     "InternalError",
     "InvalidRequestError",
@@ -156,6 +159,8 @@ _HOMES = {
     "GlooBackend": "shoal_worker.backends.gloo",
     "GradientCompressionOptimizer": "shoal_worker.compression.optimizer",
     "GradientCompressor": "shoal_worker.compression.base",
+    "HSDPModel": "shoal_worker.strategies.hsdp",
+    "HSDPOptimizer": "shoal_worker.strategies.hsdp",
     "InMemoryBackend": "shoal_worker.backends.inmemory",
     "LocalSGDModel": "shoal_worker.strategies.local_sgd",
     "LocalSGDOptimizer": "shoal_worker.strategies.local_sgd",

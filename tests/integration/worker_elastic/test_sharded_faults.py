@@ -51,6 +51,13 @@ def test_a_worker_killed_at_any_moment_costs_the_others_nothing(
         check_same_run(running.finish(0, 2), alone, running)
 
 
+def test_a_rank_of_a_replica_that_dies_has_its_state_in_the_other(zygote: Zygote, tmp_path: Path, alone: dict[str, Any]) -> None:
+    with cluster(zygote, tmp_path, max_workers=4, EPOCHS=str(EPOCHS), MICRO="1", STRATEGY="hsdp") as running:
+        for index in range(4):
+            running.start(index, **({"SHOAL_FAILPOINTS": "session.before_apply@15=kill"} if index == 1 else {}))
+        check_same_run(running.finish(0, 2, 3), alone, running)
+
+
 @pytest.mark.parametrize("strategy", ["zero1", "zero3"])
 def test_a_rank_that_missed_the_closing_of_a_step_applies_it_when_a_peer_has(
     zygote: Zygote, tmp_path: Path, alone: dict[str, Any], strategy: str

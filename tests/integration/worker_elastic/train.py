@@ -34,7 +34,8 @@ def main(arguments: Sequence[str]) -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(10, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 2))
     optimizer = torch.optim.AdamW(net.parameters(), 1e-2)
-    model, optimizer = shoal.as_distributed(net, optimizer, strategy=os.environ.get("STRATEGY", "ddp"), deterministic=micro)
+    options = {"shard_size": 2} if os.environ.get("STRATEGY") == "hsdp" else {}
+    model, optimizer = shoal.as_distributed(net, optimizer, strategy=os.environ.get("STRATEGY", "ddp"), deterministic=micro, **options)
     per_step = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
     per_epoch = torch.optim.lr_scheduler.LambdaLR(torch.optim.SGD([nn.Parameter(torch.zeros(1))], 1.0), lambda epoch: 1.0 * epoch)
     shoal.register_state(per_step=per_step, per_epoch=per_epoch)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import torch
+
+from tests.ranks.threads import run_threads
 
 _DEADLINE_S = 20
 
@@ -74,17 +76,5 @@ def run_ranks(world_size: int, body: Callable[[RankThread], Any]) -> list[Any]:
     slots: list[Any] = [None] * world_size
     barrier = threading.Barrier(world_size)
 
-    def run(rank: int) -> Any:
-        try:
-            return body(RankThread(rank, world_size, slots, barrier))
-        except BaseException:
-            barrier.abort()
-            raise
-
-    with ThreadPoolExecutor(world_size) as pool:
-        futures = [pool.submit(run, rank) for rank in range(world_size)]
-    failures = [error for future in futures if (error := future.exception()) is not None]
-    for error in failures:
-        if not isinstance(error, threading.BrokenBarrierError):
-            raise error
-    return [future.result() for future in futures]
+    bodies = [partial(body, RankThread(rank, world_size, slots, barrier)) for rank in range(world_size)]
+    return run_threads(bodies, when_one_fails=barrier.abort)

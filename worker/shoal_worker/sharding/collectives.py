@@ -1,4 +1,4 @@
-"""The three collectives that sharding needs, over the group that the session has at the time.
+"""The collectives that sharding needs, over the group that the session has at the time.
 
 Inside a step a failure never raises: the forward or backward pass that asked is the user's own. The step is marked lost, the results are
 zeros, and nothing more is sent in that step. Outside of a step (evaluation, gathering a state) the failure is raised, because the session
@@ -16,6 +16,7 @@ from shoal_common.errors import MembershipChanged
 
 from shoal_worker.elastic.group import Group
 from shoal_worker.elastic.replica import StrategySession
+from shoal_worker.sharding.division import Division
 
 
 class Pending(Protocol):
@@ -95,25 +96,35 @@ class SessionCollectives:
         # Where the shard is a part of the result, that must survive a failure.
         in_place = full.untyped_storage().data_ptr() == shard.untyped_storage().data_ptr()
         cleared = None if in_place else full
-        return self._issue(cleared, lambda group: group.all_gather_async(full, shard), alone=lambda: _copy(full, shard))
+        return self._issue(self._shard_group, cleared, lambda group: group.all_gather_async(full, shard), alone=lambda: _copy(full, shard))
 
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor) -> Pending:
         """See `Collectives`."""
-        return self._issue(shard, lambda group: group.reduce_scatter_async(shard, full), alone=lambda: _copy(shard, full))
+        return self._issue(
+            self._shard_group, shard, lambda group: group.reduce_scatter_async(shard, full), alone=lambda: _copy(shard, full)
+        )
 
     def all_reduce(self, tensor: torch.Tensor) -> Pending:
         """See `Collectives`."""
-        return self._issue(tensor, lambda group: group.all_reduce_async(tensor), alone=lambda: None)
+        return self._issue(self._session.group, tensor, lambda group: group.all_reduce_async(tensor), alone=lambda: None)
 
     def pass_on(self, received: torch.Tensor, sent: torch.Tensor, *, stride: int) -> Pending:
         """See `Collectives`."""
         to, source = (self.rank + stride) % self.world_size, (self.rank - stride) % self.world_size
         receives = [received.numel() if r == source else 0 for r in range(self.world_size)]
         sends = [sent.numel() if r == to else 0 for r in range(self.world_size)]
-        return self._issue(None, lambda group: group.all_to_all_async(received, sent, receives, sends), alone=lambda: None)
+        return self._issue(
+            self._session.group, None, lambda group: group.all_to_all_async(received, sent, receives, sends), alone=lambda: None
+        )
 
-    def _issue(self, cleared: torch.Tensor | None, start: Callable[[Group], dist.Work | None], alone: Callable[[], None]) -> Pending:
-        group = self._session.group
+    @property
+    def _shard_group(self) -> Group | None:
+        """The ranks that hold all shards between them."""
+        return self._session.group
+
+    def _issue(
+        self, group: Group | None, cleared: torch.Tensor | None, start: Callable[[Group], dist.Work | None], alone: Callable[[], None]
+    ) -> Pending:
         if self.lost:
             _clear(cleared)
             return _FAILED
@@ -133,6 +144,49 @@ class SessionCollectives:
             raise error
         self._session.mark_lost(error)
         _clear(cleared)
+
+
+class ReplicatedCollectives(SessionCollectives):
+    """Gathers within the rank's replica, and sums gradients within it first, then each shard over the replicas."""
+
+    def __init__(self, session: StrategySession) -> None:
+        super().__init__(session)
+        self._within: Group | None = None
+        self._across: Group | None = None
+
+    def connect(self, group: Group, division: Division) -> None:
+        """Connects the parts of a new group. A collective of its ranks.
+
+        Raises:
+            MembershipChanged: the group is over.
+        """
+        begin, position = division.replica(group.rank) * division.shards, division.position(group.rank)
+        self._within = group.subgroup(range(begin, begin + division.shards), f"replica {begin}")
+        replicas = range(position, group.world_size, division.shards)
+        self._across = group.subgroup(replicas, f"shard {position}") if division.replicas > 1 else None
+
+    @property
+    def _shard_group(self) -> Group | None:
+        return self._within
+
+    def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor) -> Pending:
+        """See `Collectives`."""
+        scattered = super().reduce_scatter(shard, full)
+        across = self._across
+        if across is None:
+            return scattered
+        return _Then(scattered, lambda: self._issue(across, shard, lambda group: group.all_reduce_async(shard), alone=lambda: None))
+
+
+class _Then:
+    """One collective after another."""
+
+    def __init__(self, first: Pending, second: Callable[[], Pending]) -> None:
+        self._first, self._second = first, second
+
+    def wait(self) -> bool:
+        """See `Pending`."""
+        return self._first.wait() and self._second().wait()
 
 
 class _Issued:

@@ -58,3 +58,12 @@ class Division:
 def among_all(hosts: Sequence[str]) -> Division:
     """A shard for each rank. `hosts`: of the ranks; at least one."""
     return Division(world_size=len(hosts), shards=len(hosts), stride=buddy_stride(hosts))
+
+
+def in_replicas(hosts: Sequence[str], shards: int | None) -> Division:
+    """Replicas of so many ranks; None: of as many as the largest host has. If that does not divide the number of ranks: of the next larger
+    number that does, at last of all of them. So no rank comes to hold more than was asked for."""
+    world_size = len(hosts)
+    wanted = min(shards or max(Counter(hosts).values()), world_size)
+    fitting = next(number for number in range(wanted, world_size + 1) if world_size % number == 0)
+    return Division(world_size=world_size, shards=fitting, stride=buddy_stride(hosts))

@@ -7,7 +7,7 @@ every rank alike.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,7 +17,9 @@ from shoal_common.errors import ConfigurationError, PreconditionError
 
 from shoal_worker.elastic.group import Channel
 from shoal_worker.sharding.collectives import SessionCollectives
+from shoal_worker.sharding.compressing import CompressedScatter
 from shoal_worker.sharding.cut_state import CutState
+from shoal_worker.sharding.division import Division, among_all
 from shoal_worker.sharding.execution import ShardedExecution
 from shoal_worker.sharding.gradients import CutGradients
 from shoal_worker.sharding.homes import home_of
@@ -27,6 +29,7 @@ from shoal_worker.sharding.unit import Stage, Unit
 from shoal_worker.state.part import StatePart
 from shoal_worker.strategies.base import ShardedModel, replaced_parameters
 from shoal_worker.strategies.buffers import CommittedBuffers
+from shoal_worker.strategies.compressed import check_floating, compression_of
 from shoal_worker.strategies.materialize import has_values
 
 
@@ -35,11 +38,20 @@ class CutModel(ShardedModel):
 
     stage: ClassVar[Stage]
     options: ClassVar[frozenset[str]] = frozenset({"elementwise_optimizer"})
+    compresses: ClassVar[bool] = True
     settings: ClassVar[frozenset[str]] = frozenset({"param_dtype", "reduce_dtype", "offload"})
 
     def groups(self) -> list[ParameterGroup]:
         """What is gathered and reduced at once, the group of the outermost module first."""
         raise NotImplementedError
+
+    def collectives(self) -> SessionCollectives:
+        """What it communicates by."""
+        return SessionCollectives(self._session)
+
+    def divide(self, hosts: Sequence[str]) -> Division:
+        """How ranks on these hosts divide the model."""
+        return among_all(hosts)
 
     def initialize_sharding(self) -> None:
         """Takes over the memory of the parameters. They are cut when the first step begins: until then all ranks hold them whole."""
@@ -48,7 +60,14 @@ class CutModel(ShardedModel):
         self.module = getattr(self.module, "_orig_mod", self.module)
         if not any(p.requires_grad for p in self.module.parameters()):
             raise ConfigurationError("the model has no parameter with requires_grad=True: there is nothing to train")
-        self._collectives = SessionCollectives(self._session)
+        compressor = self.config.compressor
+        if compressor is not None and not compressor.codec:
+            raise ConfigurationError(
+                f"gradient_compression={compressor.name!r} with strategy={self.strategy!r}: it needs whole matrices on every rank, and "
+                "gradients are cut here; take topk, int8 or another, or ddp"
+            )
+        self._compression = compression_of(compressor, self._session)
+        self._collectives = self.collectives()
         self._optimizer: torch.optim.Optimizer | None = None
         """The user's, until it is used."""
         self._parts: CutState | None = None
@@ -72,7 +91,11 @@ class CutModel(ShardedModel):
     def _build(self) -> None:
         units = [(group.module, [self._unit(part) for part in alike(group)]) for group in self.groups()]
         self._execution = ShardedExecution(units, self._collectives, self.stage)
-        self._parts = CutState(self.module, self._execution, self.stage)
+        self._parts = CutState(self.module, self._execution, self.stage, self.divide)
+        if self._compression is not None:
+            for number, unit in enumerate(self._parts.trained):
+                check_floating(self._compression.compressor.name, unit.parameters)
+                unit.compressed = CompressedScatter(self._compression, self._session, number)
         self._gradients = CutGradients(self._parts.trained, exact=self.config.deterministic)
         self._step_buffers = CommittedBuffers(self.module)
 
@@ -88,13 +111,15 @@ class CutModel(ShardedModel):
 
     @torch.no_grad()
     def assemble(self, channel: Channel) -> dict[str, Any]:
-        """See `Replica`."""
-        return self._held.assemble(channel)
+        """See `Replica`: with what compression left behind on each rank."""
+        whole = self._held.assemble(channel)
+        return whole if self._compression is None else whole | {"compression": self._compression.assemble(channel)}
 
     @torch.no_grad()
     def part(self, channel: Channel) -> StatePart | None:
         """See `Replica`."""
-        return self._held.part(channel)
+        part = self._held.part(channel)
+        return part if part is None or self._compression is None else self._compression.part(part, channel)
 
     def whole_for(self, channel: Channel) -> AbstractContextManager[None]:
         """See `ShardedModel`."""
@@ -184,6 +209,18 @@ class CutModel(ShardedModel):
             whole[name] = replaced.get(shared[id(parameter)], whole[name])
         self.load_full(whole)
         return self
+
+    def get_model_metadata(self) -> dict[str, Any]:
+        """See `ShardedModel`; with the layout: what is cut, into how many shards, how many ranks own each, and whether others mirror it."""
+        division = self._parts.division if self._parts is not None else Division(world_size=1, shards=1)
+        return super().get_model_metadata() | {
+            "layout": {
+                "sharded": [stage.name.lower() for stage in Stage if stage <= self.stage],
+                "shards": division.shards,
+                "replicas": division.replicas,
+                "mirrored": division.mirrors,
+            }
+        }
 
     def _whole_parameters(self) -> list[tuple[torch.Tensor, torch.Size]]:
         return [each for unit in self._held.units for each in zip(unit.own.pieces, unit.layout.shapes, strict=True)]

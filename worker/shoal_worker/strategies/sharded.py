@@ -160,6 +160,9 @@ class ShardedParametersModel(CutModel):
         """Before a step's first collective. A rank that has no micro-batch in it must know what the others do in their passes: it is told
         once in a generation. In the run's first step nobody knows: the parameters stay whole for that step."""
         self._execution.reduces_in_backward = self.stage > Stage.OPTIMIZER or not step.in_micro_batches
+        if self._compression is not None:
+            total = step.share.total_weight if step.share is not None and step.in_micro_batches else None
+            self._compression.weigh(total or 1.0 if self.config.loss_reduction == "mean" else 1.0)
         if self._prepared or self.stage is not Stage.PARAMETERS or not step.in_micro_batches:
             return
         self._prepared = True
@@ -205,6 +208,8 @@ class ShardedParametersModel(CutModel):
             self._use_optimizer()
         if "model" in state:
             self._held.restore_whole(state)
+            if self._compression is not None:
+                self._compression.restore(state.get("compression"))
             self._closing = None
         else:
             if not self._held.whole and self._held.cut is not None and state["applied"] != self._applied:
@@ -227,6 +232,8 @@ class ShardedParametersModel(CutModel):
             unit.changed()
         self._execution.forget()
         self._held.committed()
+        if self._compression is not None:
+            self._compression.commit(unusable=closing.skipped)
         self._closing, self._sealed = closing, False  # a peer may yet need it from this rank
 
     @torch.no_grad()
@@ -253,6 +260,10 @@ class ShardedParametersModel(CutModel):
             self._held.cut_whole(number=step.placement.generation, rank=step.placement.rank, hosts=hosts)
         elif self.stage is not Stage.PARAMETERS:
             self._execution.gather_all()  # where a failure kept it from being done after the update
+        if self._compression is not None:
+            trained = self._held.trained
+            self._compression.laid_out("units", [unit.parameter_names for unit in trained], [u.layout.padded_numel for u in trained])
+            self._compression.step_begins()
 
     def _check_training(self) -> None:
         for unit in self._held.units:
@@ -301,7 +312,7 @@ class ShardedParametersModel(CutModel):
             session.control_word(),
             self._execution.issued.word(),
             [self._weights],
-            gradients.squared_norm_part(),
+            gradients.squared_norm_part(counts=self._held.division.replica(session.rank) == 0),
             gradients.touched,
             self._buffer_changes(step),
         )
@@ -392,4 +403,6 @@ class ShardedParametersModel(CutModel):
         self._execution.forget()
         self._step_buffers.commit()
         self._held.committed()
+        if self._compression is not None:
+            self._compression.commit(unusable=self._closing.skipped)
         self._sealed = False

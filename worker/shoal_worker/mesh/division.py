@@ -26,6 +26,7 @@ from shoal_worker.pipelining.pipeline import Pipeline
 from shoal_worker.pipelining.split import named_tensors
 from shoal_worker.strategies.buffers import CommittedBuffers
 from shoal_worker.tensor_parallel.apply import unparallelize
+from shoal_worker.tensor_parallel.layers import run_inside
 
 
 def alone() -> Group:
@@ -92,6 +93,7 @@ class Division:
                 observe=self._observe,
                 split=blueprint.split,
                 plain=unparallelize,
+                inside=lambda run, last: run_inside(parts.module, run, last=last),
             )
 
     def release(self) -> None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,6 +29,13 @@ from shoal_worker.pipelining.blocks import Form
 from shoal_worker.pipelining.placeholder import Placeholder, absent_like, placeholder_like
 from shoal_worker.pipelining.split import Split, named_tensors
 from shoal_worker.pipelining.values import Border, Call, tensors_in
+
+Inside = Callable[[Callable[[], Any], bool], Any]
+"""What a part of the model's forward pass, and whether it is its end, becomes: its result."""
+
+
+def _as_it_is(run: Callable[[], Any], _: bool) -> Any:
+    return run()
 
 
 class PartialModel(nn.Module):
@@ -47,19 +54,23 @@ class PartialModel(nn.Module):
         raise NotImplementedError
 
 
-def partial_model(module: nn.Module, split: Split, stage: int, plain: Callable[[nn.Module], None] | None = None) -> PartialModel:
+def partial_model(
+    module: nn.Module, split: Split, stage: int, plain: Callable[[nn.Module], None] | None = None, inside: Inside | None = None
+) -> PartialModel:
     """The part of `module` that a stage runs, sharing its tensors. What the stage does not hold may be on `meta`.
 
     `plain`: makes a module, which another stage runs, one that can be run for the shape of its output alone; None: it is.
+    `inside`: runs blocks as within the model's own forward pass, which a chain's stages do not have; None: they need nothing of it.
 
     Raises:
         ConfigurationError: a layered model that cannot be copied.
     """
     plan = split.stages[stage]
     if split.blocks.form is Form.CHAIN:
-        return _ChainPart([(name, module.get_submodule(name)) for name in plan.modules], last=stage == len(split.stages) - 1)
+        blocks = [(name, module.get_submodule(name)) for name in plan.modules]
+        return _ChainPart(blocks, last=stage == len(split.stages) - 1, inside=inside or _as_it_is)
     try:
-        return _LayeredPart(module, split, stage, plain or (lambda _: None))
+        return _LayeredPart(module, split, stage, plain or (lambda _: None), inside or _as_it_is)
     except (TypeError, RuntimeError) as error:
         raise ConfigurationError(
             f"{type(module).__name__} cannot be copied, which a stage needs ({error}): give it __deepcopy__, or pipeline_blocks()"
@@ -67,13 +78,18 @@ def partial_model(module: nn.Module, split: Split, stage: int, plain: Callable[[
 
 
 class _ChainPart(PartialModel):
-    def __init__(self, blocks: Sequence[tuple[str, nn.Module]], *, last: bool) -> None:
+    def __init__(self, blocks: Sequence[tuple[str, nn.Module]], *, last: bool, inside: Inside) -> None:
         super().__init__()
+        self._inside = inside
         self._names = [name for name, _ in blocks]
         self.blocks = nn.ModuleList(module for _, module in blocks)
         self._is_last = last
 
     def forward(self, received: Border | None, call: Call) -> Any:
+        value = self._inside(lambda: self._pass(received, call), self._is_last)
+        return value if self._is_last else Border.of(value, self._names[-1])
+
+    def _pass(self, received: Border | None, call: Call) -> Any:
         blocks = list(self.blocks)
         value: Any
         if received is None:
@@ -82,7 +98,7 @@ class _ChainPart(PartialModel):
             value = received.value()
         for block in blocks:
             value = block(value)
-        return value if self._is_last else Border.of(value, self._names[-1])
+        return value
 
     def follow_modes(self, module: nn.Module) -> None:
         self.training = module.training  # the blocks are the model's own
@@ -105,8 +121,9 @@ class _Run:
 
 
 class _LayeredPart(PartialModel):
-    def __init__(self, module: nn.Module, split: Split, stage: int, plain: Callable[[nn.Module], None]) -> None:
+    def __init__(self, module: nn.Module, split: Split, stage: int, plain: Callable[[nn.Module], None], inside: Inside) -> None:
         super().__init__()
+        self._inside = inside
         blocks, plan = split.blocks, split.stages[stage]
         layers = blocks.blocks[blocks.has_embedding : len(blocks.blocks) - blocks.has_head]
         self._is_last = plan.last == len(blocks.blocks)
@@ -130,7 +147,8 @@ class _LayeredPart(PartialModel):
             output = self.shell(*call.args, **call.kwargs)
         except _StageEnds as ends:
             self._check_values(ends.border.tensors)
-            return ends.border
+            tensors = ends.border.tensors
+            return replace(ends.border, tensors=self._inside(lambda: tensors, False))
         finally:
             run, self._run = self._run, None
         if not self._is_last:

@@ -28,7 +28,7 @@ from shoal_worker.pipelining import full_state, gradients
 from shoal_worker.pipelining.engine import Engine, Loss
 from shoal_worker.pipelining.links import Links, Traffic, all_reduce, end_group
 from shoal_worker.pipelining.micro_batches import MicroBatch, cut_batch, merge_outputs
-from shoal_worker.pipelining.partial import PartialModel, empty_on, partial_model
+from shoal_worker.pipelining.partial import Inside, PartialModel, empty_on, partial_model
 from shoal_worker.pipelining.schedule import (
     Schedule,
     checked_stages_per_rank,
@@ -84,6 +84,7 @@ class Pipeline:
         observe: Callable[[str, int, int], None] | None = None,
         split: Split | None = None,
         plain: Callable[[nn.Module], None] | None = None,
+        inside: Inside | None = None,
     ) -> None:
         """Splits `module` over the ranks of `group`; sends nothing.
 
@@ -97,7 +98,7 @@ class Pipeline:
             end: Ends both groups for all ranks, with a reason; None: the groups' own `abort`.
             observe: See `Engine.run`.
             split: As it is to be split; None: by the settings.
-            plain: See `partial_model`.
+            plain, inside: See `partial_model`.
 
         Raises:
             ConfigurationError: the model or the settings cannot be pipelined over so many ranks.
@@ -117,7 +118,7 @@ class Pipeline:
         self._state_names = full_state.state_names(module)
         self.lacks_values = self._allocate()
         """Whether tensors of this rank's stages were on `meta`: they are arbitrary until `load_full_state_dict`."""
-        self._parts: dict[int, PartialModel] = {stage: partial_model(module, self.split, stage, plain) for stage in self.stages}
+        self._parts: dict[int, PartialModel] = {stage: partial_model(module, self.split, stage, plain, inside) for stage in self.stages}
         self._engine = Engine(self._parts, len(self.rank_of), self.links)
         self._step: _Step | None = None
         self.in_flight = 0

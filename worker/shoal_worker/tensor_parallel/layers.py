@@ -61,6 +61,18 @@ class Root(nn.Module):
         return whole(value)
 
 
+def run_inside(root: nn.Module, run: Callable[[], Any], *, last: bool) -> Any:
+    """What `run`, which does a part of a model's forward pass, returns, with that model's region around it and as plain tensors.
+
+    `last`: it is the end of the pass, where split logits are left to a parallel loss. A model that is not split runs as it is.
+    """
+    if not isinstance(root, Root):
+        return run()
+    with region(root._shoal_context):
+        output = run()
+    return pytree.tree_map_only(DTensor, root._outward if last else whole, output)
+
+
 class Column(nn.Module):
     """A linear layer by output features: its output is split along the last dimension."""
 

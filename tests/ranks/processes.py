@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -82,6 +82,13 @@ class Rank:
                 self._said.put(json.loads(line))
         self.alive = False
         self._said.put({"error": "the process ended"})
+
+
+def run_task(ranks: Sequence[Rank], task: str, *, dying: Collection[int] = (), **arguments: Any) -> dict[int, Any]:
+    """Has all ranks do a task, which is told its `rank` besides `arguments`; what those return that are not to die in it, by rank."""
+    for number, rank in enumerate(ranks):
+        rank.start(task, rank=number, **arguments)
+    return {number: rank.result() for number, rank in enumerate(ranks) if number not in dying}
 
 
 class RankPool:

@@ -1,21 +1,15 @@
-"""Ranks as processes that sum buckets with every compressor over Gloo, and lose one of them at the end.
+"""What ranks that are processes (tests/ranks) do: sum buckets with every compressor over Gloo, and lose one of them.
 
-    python compressed_ranks.py REDIS_URL PREFIX WORLD_SIZE DIRECTORY
-
-Imports once and forks the ranks. Each writes what it saw to DIRECTORY/RANK.json. Bytes are counted twice: what the backend is asked to
-send, and what the kernel received on this process's connections.
+Bytes are counted twice: what the backend is asked to send, and what the kernel received on this process's connections.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import socket
 import stat
 import struct
-import sys
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -128,8 +122,8 @@ def summed(name: str, backend: CountingBackend, port_of_redis: int) -> dict[str,
     }
 
 
-def shrink(url: str, prefix: str, rank: int, world_size: int) -> dict[str, Any]:
-    """The last rank dies in its second step; the others roll back, form anew and redo it."""
+def shrink(rank: int, world_size: int, url: str, prefix: str) -> dict[str, Any]:
+    """A task: the last rank dies in its second step; the others roll back, form anew and redo it."""
     compressor = parse_compression("sign")
     assert compressor is not None
     reduction = CompressedReduction(compressor)
@@ -152,35 +146,8 @@ def shrink(url: str, prefix: str, rank: int, world_size: int) -> dict[str, Any]:
     return {"failed": failed, "kept": kept, "result": digest(result)}
 
 
-def run(url: str, prefix: str, rank: int, world_size: int, directory: Path) -> None:
-    torch.set_num_threads(1)
+def sums(rank: int, world_size: int, url: str, prefix: str) -> dict[str, Any]:
+    """A task: what came of every compressor."""
     port_of_redis = int(url.rpartition(":")[2].partition("/")[0])
     with group(url, prefix, rank, world_size) as backend:
-        found: dict[str, Any] = {name: summed(name, backend, port_of_redis) for name in compressor_names()}
-    if rank == world_size - 1:
-        (directory / f"{rank}.json").write_text(json.dumps(found))
-    found["shrink"] = shrink(url, prefix, rank, world_size)
-    (directory / f"{rank}.json").write_text(json.dumps(found))
-
-
-def main() -> None:
-    url, prefix, world_size, directory = sys.argv[1], sys.argv[2], int(sys.argv[3]), Path(sys.argv[4])
-    children = []
-    for rank in range(world_size):
-        child = os.fork()
-        if child == 0:
-            status = 1
-            try:
-                run(url, prefix, rank, world_size, directory)
-                status = 0
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                sys.stderr.flush()
-                os._exit(status)
-        children.append(child)
-    sys.exit(max(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children))
-
-
-if __name__ == "__main__":
-    main()
+        return {name: summed(name, backend, port_of_redis) for name in compressor_names()}

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 import uuid
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from shoal_common.processes import tied_to_parent
 from shoal_common.redis import EmbeddedRedis
 
+from tests.ranks.processes import Rank, RankPool, run_task
+
+TASKS = "tests.integration.compression.compressed_ranks"
 WORLD = 3
 NUMEL = 256 * 512 + 512 + 512 * 300 + 300
 NAMES = ("fp16", "bf16", "int8", "topk", "randomk", "sign", "powersgd")
@@ -23,16 +21,14 @@ ERRORS = {"fp16": 4e-4, "bf16": 4e-3, "int8": 0.02, "topk": 1.0, "randomk": 1.0,
 
 
 @pytest.fixture(scope="module")
-def said(_redis_server: EmbeddedRedis, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def said(rank_pool: RankPool, _redis_server: EmbeddedRedis) -> list[dict[str, Any]]:
     """What each rank saw."""
-    directory = tmp_path_factory.mktemp("compression")
-    program = Path(__file__).with_name("compressed_ranks.py")
-    arguments = [sys.executable, str(program), _redis_server.url, f"shoal:{{test}}:{uuid.uuid4().hex}", str(WORLD), str(directory)]
-    done = subprocess.run(
-        tied_to_parent(arguments), env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=60, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return [json.loads((directory / f"{rank}.json").read_text()) for rank in range(WORLD)]
+    with rank_pool.taking() as take:
+        return list(run_task(take(WORLD), f"{TASKS}:sums", **arguments(_redis_server.url)).values())
+
+
+def arguments(url: str) -> dict[str, Any]:
+    return {"world_size": WORLD, "url": url, "prefix": f"shoal:{{test}}:{uuid.uuid4().hex}"}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -51,8 +47,8 @@ def test_the_sockets_carry_the_bytes_of_the_formula_and_hardly_more(said: list[d
     assert buckets * 2 * (WORLD - 1) / WORLD * 4 * NUMEL / expected > SAVINGS[name]
 
 
-def test_survivors_of_a_death_keep_what_they_owe_and_redo_the_step_alike(said: list[dict[str, Any]]) -> None:
-    survivors = [rank["shrink"] for rank in said[:-1]]
+def test_survivors_of_a_death_keep_what_they_owe_and_redo_the_step_alike(take_ranks: Callable[[int], list[Rank]], redis_url: str) -> None:
+    survivors = run_task(take_ranks(WORLD), f"{TASKS}:shrink", dying=[WORLD - 1], **arguments(redis_url)).values()
     assert all(one["failed"] for one in survivors)
     assert all(one["kept"] for one in survivors)
     assert len({one["result"] for one in survivors}) == 1

@@ -2,43 +2,28 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
 import pytest
-from shoal_common.processes import tied_to_parent
 from shoal_worker.pipelining.schedule import schedule_names
+
+from tests.ranks.processes import Rank, run_task
 
 Run = Callable[..., dict[int, dict[str, Any]]]
 
 
-@pytest.fixture(scope="module")
-def run() -> Iterator[Run]:
-    """run(case, pipeline, data, **arguments): what each rank said; those that died said nothing."""
-    command = tied_to_parent([sys.executable, "-m", "tests.integration.pipelining.ranks"])
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=Path(__file__).parents[3]
-    ) as nursery:
-        assert nursery.stdin is not None
-        assert nursery.stdout is not None
-        lines_in, lines_out = nursery.stdin, nursery.stdout
-        assert lines_out.readline() == "ready\n"
+@pytest.fixture
+def run(take_ranks: Callable[[int], list[Rank]], tmp_path: Path) -> Run:
+    """run(case, pipeline, data, dying=(), **arguments): what each rank says but those that are to die."""
 
-        def run(case: str, pipeline: int, data: int = 1, **arguments: Any) -> dict[int, dict[str, Any]]:
-            print(json.dumps({"case": case, "pipeline": pipeline, "data": data, "arguments": arguments}), file=lines_in, flush=True)
-            said = {int(rank): one for rank, one in json.loads(lines_out.readline()).items()}
-            errors = [f"rank {rank}: {one['error']}" for rank, one in said.items() if "error" in one]
-            assert not errors, "\n".join(errors)
-            return {rank: one["result"] for rank, one in said.items()}
+    def run(case: str, pipeline: int, data: int = 1, dying: Collection[int] = (), **arguments: Any) -> dict[int, dict[str, Any]]:
+        task = "tests.integration.pipelining.ranks:run_case"
+        ranks, directory = take_ranks(pipeline * data), str(tmp_path)
+        return run_task(ranks, task, dying=dying, directory=directory, case=case, pipeline=pipeline, data=data, arguments=arguments)
 
-        yield run
-        lines_in.close()
+    return run
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.matrix), 4])
@@ -63,9 +48,7 @@ def test_replicas_of_pipelines_over_gloo(run: Run, model: str, schedule: str) ->
 @pytest.mark.parametrize("how", ["raises", "dies"])
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b"])
 def test_no_rank_waits_for_one_that_fails_or_dies(run: Run, schedule: str, how: str) -> None:
-    results = run("break_down", 4, schedule=schedule, how=how)
-    expected = dict.fromkeys(range(4), "GroupEndedError") | {1: "ArithmeticError"}
-    if how == "dies":
-        del expected[1]
+    results = run("break_down", 4, dying=[1] if how == "dies" else [], schedule=schedule, how=how)
+    expected = dict.fromkeys(results, "GroupEndedError") | ({1: "ArithmeticError"} if how == "raises" else {})
     assert {rank: one["error"] for rank, one in results.items()} == expected
     assert all(one["seconds"] < 5 for one in results.values()), results  # the groups' timeout is 20 s

@@ -309,7 +309,7 @@ def test_a_worker_on_the_meta_device_gets_values_from_the_servers_and_trains(run
 
 
 def test_a_job_without_servers_is_refused_with_the_remedy(cluster: Make) -> None:
-    with cluster(servers=0).member(), pytest.raises(ConfigurationError, match="--parameter-servers"):
+    with cluster(servers=0).member(), pytest.raises(ConfigurationError, match="run --servers"):
         distributed()
 
 

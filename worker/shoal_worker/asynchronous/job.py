@@ -98,7 +98,7 @@ class Job:
             if error.reason == "JOB_WITHOUT_SERVERS":
                 raise ConfigurationError(
                     f'strategy="async_sgd" needs parameter servers, and job {self.job_id!r} was created without; start it with '
-                    "`shoal run --parameter-servers 2 ...`"
+                    "`shoal run --servers 2 ...`"
                 ) from error
             raise
         return answer.shard_map

@@ -56,7 +56,7 @@ class OwnCluster:
         if missing:
             raise ConfigurationError(
                 f'strategy="async_sgd" without a cluster starts a parameter server of its own, but {" and ".join(missing)} cannot be '
-                f"found; `pip install {' '.join(missing)}`, or run the script with `shoal run --parameter-servers 1 ...`"
+                f"found; `pip install {' '.join(missing)}`, or run the script with `shoal run --servers 1 ...`"
             )
         self._scratch = ScratchDirectory("alone")
         self._services: list[_Service] = []

@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import threading
+from contextlib import ExitStack
 from datetime import timedelta
 from types import FrameType
 from typing import Final
@@ -64,23 +65,34 @@ def open_session(settings: WorkerSettings | None = None) -> Session:
         session = Session(settings, None, None, metrics)
         set_session(session)
         return session
-    http = serve_metrics(settings.metrics_listen, metrics.registry) if settings.metrics_listen is not None else None
-    host = settings.interface or _address_towards(settings.coordinator)
-    donor = StateDonor(host)
-    client = CoordinatorClient(ChannelSettings(address=settings.coordinator, token=settings.token, tls=settings.tls))
-    identity = MemberIdentity(
-        job_id=settings.job_id,
-        member_id=settings.member_id,
-        host=settings.host,
-        pid=os.getpid(),
-        launcher_id=settings.launcher_id,
-        local_index=settings.local_index,
-        donor_address=donor.address,
-        metrics_address=str(Address(host, http.port)) if http is not None else "",
-    )
-    membership = Membership(client, identity, settings, host=host)
-    session = Session(settings, membership, donor, metrics)
-    session.join()
+    return _open_member(settings, settings.coordinator, metrics)
+
+
+def _open_member(settings: WorkerSettings, coordinator: str, metrics: WorkerMetrics) -> Session:
+    """The session of a member of a job. What was opened for it is closed again if it does not become one: the script may try once more."""
+    with ExitStack() as undo:
+        http = serve_metrics(settings.metrics_listen, metrics.registry) if settings.metrics_listen is not None else None
+        if http is not None:
+            undo.callback(http.close)
+        host = settings.interface or _address_towards(coordinator)
+        donor = StateDonor(host)
+        undo.callback(donor.close)
+        client = CoordinatorClient(ChannelSettings(address=coordinator, token=settings.token, tls=settings.tls))
+        identity = MemberIdentity(
+            job_id=settings.job_id,
+            member_id=settings.member_id,
+            host=settings.host,
+            pid=os.getpid(),
+            launcher_id=settings.launcher_id,
+            local_index=settings.local_index,
+            donor_address=donor.address,
+            metrics_address=str(Address(host, http.port)) if http is not None else "",
+        )
+        membership = Membership(client, identity, settings, host=host)
+        session = Session(settings, membership, donor, metrics)
+        undo.callback(session.close, failed="it did not get as far as a rank")
+        session.join()
+        undo.pop_all()
     set_session(session)
     _Exit(session, membership, http).install()
     return session

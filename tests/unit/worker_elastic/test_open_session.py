@@ -1,0 +1,26 @@
+"""A process that does not become a member leaves nothing open."""
+
+from __future__ import annotations
+
+import socket
+import threading
+
+import pytest
+from shoal_common.errors import DeadlineError
+from shoal_worker.elastic.current import find_session
+from shoal_worker.elastic.start import open_session
+from shoal_worker.settings import WorkerSettings
+
+
+def test_who_could_not_join_may_try_again() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as nobody, socket.create_server(("127.0.0.1", 0)) as metrics:
+        coordinator, listen = (f"127.0.0.1:{server.getsockname()[1]}" for server in (nobody, metrics))
+    settings = WorkerSettings(coordinator=coordinator, job_id="j", member_id="m", metrics_listen=listen, rendezvous_timeout_s=0.1)
+    before = set(threading.enumerate())
+    for _ in range(2):
+        with pytest.raises(DeadlineError, match="for the coordinator to accept this member"):
+            open_session(settings)
+    for thread in set(threading.enumerate()) - before:
+        thread.join(10)
+        assert not thread.is_alive(), thread.name
+    assert find_session() is None

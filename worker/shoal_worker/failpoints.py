@@ -5,6 +5,7 @@
 heartbeats go on), `lose` (MembershipChanged, as if a peer had gone), `raise` (RuntimeError). Without the variable a failpoint costs one
 look-up in a cache.
 
+    compression.halfway         the first collectives of all compressed buckets are done on this rank, their second ones are under way
     reduction.completed         a collective of the step's gradients is done on this rank
     sharded.sealed              this rank's part of the summed gradients is with its buddy
     session.before_apply        all collectives of the step are done, nothing is applied on this rank

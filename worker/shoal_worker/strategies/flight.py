@@ -87,6 +87,8 @@ class Flight:
                 if not reduction.done:
                     with group.own_collectives("compressed all_reduce"):
                         reduction.advance()
+            if reductions:
+                failpoint("compression.halfway")
             for group, reduction in reductions:
                 if not reduction.done:
                     with group.own_collectives("compressed all_reduce"):

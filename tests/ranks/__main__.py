@@ -15,7 +15,10 @@ import socket
 import sys
 
 import shoal  # noqa: F401 - loaded once, before the forks
+import shoal_worker.compression
+import shoal_worker.pipelining.pipeline  # noqa: F401 - the same
 import torch
+import torch._dynamo
 
 from tests.ranks.tasks import run_tasks
 

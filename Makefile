@@ -38,7 +38,7 @@ chaos: .venv/installed ## Run the long soaks under faults
 	$(BIN)/python -m pytest tests/chaos $(PYTEST_ARGS)
 
 .PHONY: bench
-bench: .venv/installed .venv-peers/installed ## Measure the figures, side by side with torchrun and torchft
+bench: .venv/installed .venv-peers/installed ## Measure the figures, side by side with torchrun, torchft and DeepSpeed (about 20 minutes)
 	$(BIN)/python -m benchmarks
 
 # ---------------------------------------------------------------------------------------------------------------------- verify and fix
@@ -109,9 +109,12 @@ verify-images: .venv/installed
 	@touch $@
 
 .venv-peers/installed: benchmarks/peers-constraints.txt
-	@echo "Installing the peers into .venv-peers (about half a minute, once)"
+	@echo "Installing the peers into .venv-peers (about two minutes, once)"
 	$(PYTHON) -m venv .venv-peers
-	.venv-peers/bin/pip install --quiet -c benchmarks/peers-constraints.txt torch torchft-nightly numpy
+	.venv-peers/bin/pip install --quiet -c benchmarks/peers-constraints.txt torch torchft-nightly numpy setuptools
+	DS_BUILD_OPS=0 .venv-peers/bin/pip install --quiet -c benchmarks/peers-constraints.txt --no-build-isolation deepspeed
+	DS_ACCELERATOR=cpu TORCH_EXTENSIONS_DIR=$(CURDIR)/.venv-peers/extensions .venv-peers/bin/python -c \
+		'from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder; ShareMemCommBuilder().load()' > /dev/null
 	@touch $@
 
 .PHONY: secrets

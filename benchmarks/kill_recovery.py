@@ -69,14 +69,14 @@ CANDIDATES: Final = (
             f"--heartbeat-ms {_TUNED.heartbeat_ms} --timeout-s {_TUNED.timeout_s:g}"
         ),
         start=partial(Torchft, settings=_TUNED, min_replicas=WORKERS - 1),
-        kills=20,
+        kills=12,
         quick_kills=3,
     ),
     Candidate(
         name="torchft, defaults",
         command="torchft_lighthouse; per replica python -m benchmarks.workers.train_torchft",
         start=partial(Torchft, settings=TorchftSettings(), min_replicas=WORKERS - 1),
-        kills=5,
+        kills=3,
         quick_kills=1,
     ),
     Candidate(
@@ -92,7 +92,7 @@ CANDIDATES: Final = (
         name="torchrun, elastic agents",
         command="3 x torchrun --nnodes 2:3 --nproc-per-node 1 --rdzv-backend c10d -m benchmarks.workers.train_ddp",
         start=partial(ElasticTorchrun, last_call_s=None),
-        kills=2,
+        kills=1,
         quick_kills=0,
         restarted=True,
     ),
@@ -100,7 +100,7 @@ CANDIDATES: Final = (
         name="torchrun, elastic agents, last_call_timeout=1",
         command="3 x torchrun --nnodes 2:3 --nproc-per-node 1 --rdzv-conf last_call_timeout=1 -m benchmarks.workers.train_ddp",
         start=partial(ElasticTorchrun, last_call_s=1),
-        kills=2,
+        kills=1,
         quick_kills=0,
         restarted=True,
     ),
@@ -108,7 +108,7 @@ CANDIDATES: Final = (
 
 
 def measure(options: Options) -> Table:
-    """See the module. About 12 minutes."""
+    """See the module. About 6 minutes."""
     rows = [_row(candidate, options) for candidate in CANDIDATES if not options.quick or candidate.quick_kills]
     rows.append(_floor(options))
     plots.samples(options.output / "t1.png", rows, sample="pause_s", label="kill to next committed step, s", target=P50_TARGET_S)

@@ -40,8 +40,8 @@ class Side:
 
 
 def measure(options: Options) -> Table:
-    """See the module. About 3 minutes."""
-    rounds = 4 if options.quick else 20
+    """See the module. About 2 minutes."""
+    rounds = 4 if options.quick else 10
     theirs = Side(name="torchrun", command="torchrun --standalone --nproc-per-node 2 -m benchmarks.workers.train_ddp", start=start_torchrun)
     ours = Side(name="shoal", command="shoal run --standalone --nproc-per-node 2 -m benchmarks.workers.train_shoal", start=start_shoal)
     sides = [theirs, ours]

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from benchmarks.report import Row
 
 
 def samples(path: Path, rows: Sequence[Row], *, sample: str, label: str, target: float | None = None) -> None:
     """Every measurement as a point, a line per system, on a logarithmic axis."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = _pyplot()
     shown = [row for row in reversed(rows) if row.samples.get(sample)]
     figure, axes = pyplot.subplots(figsize=(9, 1 + 0.5 * len(shown)), layout="constrained")
     for height, row in enumerate(shown):
@@ -28,3 +25,31 @@ def samples(path: Path, rows: Sequence[Row], *, sample: str, label: str, target:
     axes.grid(axis="x", alpha=0.3)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
+
+
+def parts(path: Path, rows: Sequence[Row], *, stacks: Mapping[str, Sequence[str]]) -> None:
+    """A panel for each stack: a bar per system, made of its samples of these names."""
+    pyplot = _pyplot()
+    shown = [row for row in reversed(rows) if not row.failure]
+    figure, panels = pyplot.subplots(1, len(stacks), figsize=(13, 1.5 + 0.3 * len(shown)), layout="constrained", sharey=True, squeeze=False)
+    for axes, (label, names) in zip(panels[0], stacks.items(), strict=True):
+        left = [0.0] * len(shown)
+        for name in names:
+            sizes = [row.samples.get(name, [0.0])[0] for row in shown]
+            axes.barh(range(len(shown)), sizes, left=left, label=name.replace("_", " "))
+            left = [begin + size for begin, size in zip(left, sizes, strict=True)]
+        axes.set_yticks(range(len(shown)), [row.name for row in shown])
+        axes.set_xlabel(label)
+        axes.legend(loc="upper right")
+        axes.grid(axis="x", alpha=0.3)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def _pyplot() -> Any:
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot

@@ -44,7 +44,7 @@ class Side:
 
 def measure(options: Options) -> Table:
     """See the module. About a minute."""
-    rounds = 10 if options.quick else 60
+    rounds = 10 if options.quick else 40
     tcp, _, torch_rpc, _, shoal, _ = sides = (
         Side(key="tcp", name="raw TCP, no arithmetic"),
         Side(key="unary", name="gRPC, one unary message"),

@@ -69,6 +69,34 @@ def start_shoal(stage: Stage, workload: Workload, *, restarts: bool = False) -> 
     return WithLauncher(stage, command)
 
 
+def start_strategy(stage: Stage, workload: Workload, *, strategy: str, more: Sequence[str] = ()) -> WithLauncher:
+    """The decoder under a strategy of Shoal's, with all of its services. `more`: of the worker's flags."""
+    flags = ("--standalone", "--nproc-per-node", str(workload.ranks))
+    worker = ("-m", "benchmarks.workers.train_strategy", "--strategy", strategy, *more)
+    return WithLauncher(stage, [_beside_python("shoal"), "run", *flags, *worker, *workload.arguments()])
+
+
+def start_account(stage: Stage, *, ranks: int, servers: int, words: Sequence[str]) -> WithLauncher:
+    """Ranks that give an account of their memory and of what they send, and end. `servers`: parameter servers."""
+    flags = ("--standalone", "--nproc-per-node", str(ranks), "--servers", str(servers))
+    return WithLauncher(stage, [_beside_python("shoal"), "run", *flags, "-m", "benchmarks.workers.account", *words])
+
+
+def start_module(stage: Stage, workload: Workload, *, module: str, more: Sequence[str] = ()) -> WithLauncher:
+    """A worker module of the benchmarks' under torchrun."""
+    flags = ("--standalone", "--nproc-per-node", str(workload.ranks))
+    return WithLauncher(stage, [_beside_python("torchrun"), *flags, "-m", module, *more, *workload.arguments()])
+
+
+def start_deepspeed(stage: Stage, workload: Workload, *, zero_stage: int) -> WithLauncher:
+    """DeepSpeed in the peers' environment. Raises MeasurementError where it is not installed."""
+    peers.deepspeed_version()
+    flags = ("--standalone", "--nproc-per-node", str(workload.ranks))
+    worker = ("-m", "benchmarks.workers.train_deepspeed", "--stage", str(zero_stage))
+    environment = {"DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(peers.EXTENSIONS)}
+    return WithLauncher(stage, [str(peers.TORCHRUN), *flags, *worker, *workload.arguments()], environment)
+
+
 def start_torchrun(stage: Stage, workload: Workload, *, restarts: bool = False) -> WithLauncher:
     """One agent. `restarts`: a worker's death restarts all workers, often."""
     flags = ("--standalone", "--nproc-per-node", str(workload.ranks), *(_MANY_RESTARTS if restarts else ()))

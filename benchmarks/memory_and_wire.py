@@ -1,0 +1,185 @@
+"""T8: what each strategy holds in memory and sends, measured, beside the formulas that it is documented with.
+
+One launch per strategy and number of ranks; nothing here is timed. What is counted, and how, says `benchmarks.workers.account`.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from benchmarks import plots
+from benchmarks.errors import MeasurementError
+from benchmarks.processes import Stage
+from benchmarks.registry import Options
+from benchmarks.report import Row, Table
+from benchmarks.systems import start_account
+
+WIDTH: Final = 256
+BATCH: Final = 1
+TOLERANCE: Final = 0.05
+_STEPS: Final = 8
+"""Counted, after as many that are not."""
+_ROUND: Final = 4
+"""Steps between two averages of local_sgd."""
+_MIB: Final = 2**20
+_TIMEOUT_S: Final = 180
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One strategy, and what a rank is to hold and to send with so many ranks, in units of the parameters' bytes P. With AdamW G is P and O
+    is 2P."""
+
+    strategy: str
+    held: Callable[[int], float] | None
+    """Parameters, gradients and optimizer state together; None: there is no formula in these units."""
+    sent: Callable[[int], float] | None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    ranks: tuple[int, ...] = (2, 3, 4)
+    ranks_per_replica: Callable[[int], int] = lambda _: 1
+    servers: int = 0
+
+    @property
+    def name(self) -> str:
+        return " ".join([self.strategy, *(f"{key}={value}" for key, value in self.options.items())])
+
+
+def _all_reduce(ranks: int) -> float:
+    return 2 * (ranks - 1) / ranks
+
+
+CASES: Final = (
+    Case(strategy="ddp", held=lambda n: 4, sent=_all_reduce),
+    Case(strategy="zero1", held=lambda n: 2 + 2 / n, sent=_all_reduce),
+    Case(strategy="zero2", held=lambda n: 1 + 3 / n, sent=_all_reduce),
+    Case(strategy="zero3", held=lambda n: 4 / n, sent=lambda n: 1.5 * _all_reduce(n)),
+    Case(strategy="fsdp", held=lambda n: 4 / n, sent=lambda n: 1.5 * _all_reduce(n)),
+    Case(strategy="local_sgd", options={"sync_every": _ROUND}, held=lambda n: 4, sent=lambda n: _all_reduce(n) / _ROUND),
+    Case(strategy="async_sgd", servers=1, held=lambda n: 2, sent=lambda n: 2),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Account:
+    """Of one launch; bytes, each the most that any rank has."""
+
+    model: int
+    parameters: int
+    gradients: int
+    optimizer: int
+    mirrors: int
+    peak: int
+    sent: float
+    """Per step, without what goes to mirrors; with parameter servers what comes from them as well."""
+    sent_to_mirrors: float
+
+    @property
+    def held(self) -> int:
+        return self.parameters + self.gradients + self.optimizer
+
+    @classmethod
+    def of(cls, ranks: Sequence[Mapping[str, float]], *, with_received: bool) -> Account:
+        """From the ranks' files."""
+
+        def most(*roles: str) -> int:
+            return int(max(sum(rank[role] for role in roles) for rank in ranks))
+
+        # Sums over the ranks are exact; a rank's own part depends on the order of an uneven ring.
+        sent = statistics.fmean(r["sent"] - r["sent_to_mirrors"] + (r["received"] if with_received else 0.0) for r in ranks)
+        return cls(
+            model=most("model"),
+            parameters=most("parameters"),
+            gradients=most("gradients"),
+            optimizer=most("optimizer"),
+            mirrors=most("mirrored_parameters", "mirrored_gradients", "mirrored_optimizer"),
+            peak=most("peak"),
+            sent=sent,
+            sent_to_mirrors=statistics.fmean(r["sent_to_mirrors"] for r in ranks),
+        )
+
+
+def measure(options: Options) -> Table:
+    """See the module. About 4 minutes."""
+    rows = [_row(case, ranks) for case in CASES for ranks in (case.ranks[:1] if options.quick else case.ranks)]
+    plots.parts(
+        options.output / "t8.png",
+        rows,
+        stacks={
+            "held by a rank, MiB": ("parameters", "gradients", "optimizer", "mirrors"),
+            "sent by a rank in a step, MiB": ("sent", "sent_to_mirrors"),
+        },
+    )
+    return Table(
+        key="t8",
+        title="Memory and bytes on the wire of each strategy, against the formulas",
+        target=f"within {TOLERANCE:.0%} of docs/strategies (replicas in peers' memory counted apart)",
+        method=(
+            f"The decoder of T6 (P = 13.0 MiB, float32) with AdamW, so G = P and O = 2P; {BATCH} sample per rank and step, over Gloo on "
+            "loopback. All columns but the ratios are MiB of a rank. Memory is that of distinct tensor storages: parameters and optimizer "
+            "state between steps, gradients after the backward pass or at the update; the rank that has most. Mirrors are what a rank "
+            "holds for another one, so that a death loses no state. The peak is what torch's allocator has out at most within a step (its "
+            "profiler's account on the training thread), with activations and buffers of collectives. Bytes sent are read from the kernel "
+            f"(TCP_INFO of every connection of the process, over {_STEPS} steps, the mean of the ranks), the coordinator's heartbeats "
+            "included; with async_sgd what a rank pushes and pulls. The ratios are measured over formula."
+        ),
+        columns=(
+            *("parameters", "gradients", "optimizer", "held, of formula"),
+            *("mirrors", "peak", "sent", "sent, of formula", "sent to mirrors"),
+        ),
+        rows=tuple(rows),
+        verdict=_verdict(rows),
+    )
+
+
+def _row(case: Case, ranks: int) -> Row:
+    name = f"{case.name}, {ranks} ranks"
+    more = ("--replicas", str(ranks // case.ranks_per_replica(ranks)), "--options", json.dumps(dict(case.options)))
+    flags = f"--nproc-per-node {ranks}" + (f" --servers {case.servers}" if case.servers else "")
+    command = f"shoal run --standalone {flags} -m benchmarks.workers.account --strategy {case.strategy} {' '.join(more[:3])} '{more[3]}'"
+    try:
+        account = Account.of(_launch(case, ranks, more), with_received=bool(case.servers))
+    except MeasurementError as error:
+        return Row(name=name, command=command, cells={}, failure=str(error))
+    roles = ("parameters", "gradients", "optimizer", "mirrors", "peak", "sent", "sent_to_mirrors")
+    figures: dict[str, Sequence[float]] = {role: [getattr(account, role) / _MIB] for role in roles}
+    cells = {role.replace("_", " "): f"{value[0]:.2f}" for role, value in figures.items()}
+    for column, measured, formula in (("held", account.held, case.held), ("sent", account.sent, case.sent)):
+        if formula is not None:
+            share = measured / (formula(ranks) * account.model)
+            figures[f"{column}_of_formula"], cells[f"{column}, of formula"] = [share], f"{share:.3f}"
+    return Row(name=name, command=command, cells=cells, samples=figures)
+
+
+def _launch(case: Case, ranks: int, more: Sequence[str]) -> list[dict[str, float]]:
+    with Stage() as stage:
+        output: Path = stage.directory / "accounts"
+        output.mkdir()
+        sizes = ("--ranks", ranks, "--width", WIDTH, "--batch", BATCH, "--steps", _STEPS)
+        words = ["--strategy", case.strategy, "--output", str(output), *more, *map(str, sizes)]
+        system = start_account(stage, ranks=ranks, servers=case.servers, words=words)
+        stage.finish(system.process, timeout_s=_TIMEOUT_S)
+        accounts = [json.loads(file.read_text()) for file in sorted(output.glob("*.json"))]
+        if len(accounts) != ranks:
+            raise MeasurementError(f"{len(accounts)} of {ranks} ranks gave an account\n{stage.outputs()}")
+        return accounts
+
+
+def _verdict(rows: Sequence[Row]) -> str:
+    shares = {
+        f"{row.name}: {column.removesuffix('_of_formula')} {values[0]:.2f} of it": values[0]
+        for row in rows
+        for column, values in row.samples.items()
+        if column.endswith("_of_formula")
+    }
+    if not shares:
+        return "Not measured."
+    above, below = ([text for text, share in shares.items() if sign * (share - 1) > TOLERANCE] for sign in (1, -1))
+    parts = [f"Measured: {len(shares) - len(above) - len(below)} of {len(shares)} figures are within {TOLERANCE:.0%}"]
+    parts += [f"more: {', '.join(above)}"] if above else []
+    parts += [f"less: {', '.join(below)}"] if below else []
+    return "; ".join(parts) + "."

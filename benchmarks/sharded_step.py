@@ -1,0 +1,120 @@
+"""T6: a step of zero1, zero2 and fsdp (zero3 is the same) against torch's own sharding and DeepSpeed's, on CPUs over Gloo; and what such a
+step sends, by itself.
+
+Comparisons whose ratio is taken run in turns. Communication alone is the collectives of one fully sharded step, the same calls under
+torch's Gloo backend and Shoal's; nothing else runs there.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+from benchmarks import plots, turns
+from benchmarks.registry import Options
+from benchmarks.report import Row, Table
+from benchmarks.systems import start_deepspeed, start_module, start_strategy
+from benchmarks.turns import Course, Side, take_turns
+
+WIDTH: Final = 256
+BATCH: Final = 4
+COMMUNICATION_TARGET: Final = 0.5
+STEP_TARGET: Final = 1.0
+STEPS_PER_BLOCK: Final = 10
+_COLLECTIVES: Final = "communication alone"
+
+
+def strategy(name: str) -> Side:
+    """Of Shoal's."""
+    command = f"shoal run --standalone -m benchmarks.workers.train_strategy --strategy {name}"
+    return Side(name=f"shoal {name}", command=command, start=partial(start_strategy, strategy=name))
+
+
+def torch_peer(name: str, key: str) -> Side:
+    """Of torch's own."""
+    module = "benchmarks.workers.train_torch"
+    start = partial(start_module, module=module, more=("--with", key))
+    return Side(name=name, command=f"torchrun --standalone -m {module} --with {key}", start=start)
+
+
+def _deepspeed(stage: int) -> Side:
+    command = f"torchrun --standalone -m benchmarks.workers.train_deepspeed --stage {stage}"
+    return Side(name=f"DeepSpeed, stage {stage}", command=command, start=partial(start_deepspeed, zero_stage=stage))
+
+
+def _collectives(name: str, backend: str) -> Side:
+    module = "benchmarks.workers.collectives"
+    start = partial(start_module, module=module, more=("--backend", backend))
+    return Side(name=f"{_COLLECTIVES}: {name}", command=f"torchrun --standalone -m {module} --backend {backend}", start=start)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Shoal's side, and peers that do the same. Each row's ratio is Shoal's step over the peer's."""
+
+    ours: Side
+    theirs: tuple[Side, ...]
+    ranks: tuple[int, ...] = (2,)
+
+
+COMPARISONS: Final = (
+    Comparison(ours=strategy("zero1"), theirs=(torch_peer("ZeroRedundancyOptimizer and DDP", "zero-redundancy"), _deepspeed(1))),
+    Comparison(ours=strategy("zero2"), theirs=(_deepspeed(2),)),
+    Comparison(ours=strategy("fsdp"), theirs=(torch_peer("FSDP2", "fsdp2"), _deepspeed(3))),
+    Comparison(ours=_collectives("shoal_gloo", "shoal_gloo"), theirs=(_collectives("torch's Gloo", "gloo"),), ranks=(2, 4)),
+)
+
+
+def measure(options: Options) -> Table:
+    """See the module. About 4 minutes."""
+    rounds = 5 if options.quick else 12
+    rows = [row for comparison in COMPARISONS for ranks in comparison.ranks for row in compare(comparison, ranks, rounds)]
+    plots.samples(options.output / "t6.png", rows, sample="ratio", label="Shoal's mean step of a block over the peer's", target=STEP_TARGET)
+    return Table(
+        key="t6",
+        title="Sharded steps against torch's FSDP2 and ZeroRedundancyOptimizer, and DeepSpeed",
+        target="communication at least 2 x as fast, the step never slower",
+        method=(
+            f"A decoder of four blocks, {WIDTH} wide (3.4 million parameters, 13.6 MB in float32), AdamW, {BATCH} samples of 16 tokens per "
+            f"rank and step, on Gloo over loopback. The systems of a comparison take turns in blocks of {STEPS_PER_BLOCK} steps, {rounds} "
+            "rounds; the ratio is the median of Shoal's mean step over the peer's of the same round, with its 95 % confidence interval "
+            "(bootstrap over rounds), and stands in the peer's row. Shoal runs with launcher, coordinator and metrics, its step sends "
+            "gradient shards to a peer's memory as well, and it updates that mirror too; the peers lose their state with a rank. "
+            "DeepSpeed runs on its CPU accelerator over Gloo, with torch's AdamW and its default settings. Communication alone is what a "
+            "fully sharded step sends, called as FSDP2 does: two gatherings and one reduce-scatter of each block, with nothing computed. "
+            "Two ranks have a core each, four share two."
+        ),
+        columns=turns.COLUMNS,
+        rows=tuple(rows),
+        verdict=_verdict(rows),
+    )
+
+
+def compare(comparison: Comparison, ranks: int, rounds: int) -> list[Row]:
+    """Shoal's row, and the peers' with Shoal's ratio to each."""
+    course = Course(ranks=ranks, width=WIDTH, batch=BATCH, rounds=rounds, steps_per_block=STEPS_PER_BLOCK)
+    sides = (comparison.ours, *comparison.theirs)
+    outcomes = take_turns(sides, course)
+    return [
+        turns.row(
+            outcomes[side.name],
+            name=f"{side.name}, {ranks} ranks",
+            command=side.command.replace("--standalone", f"--standalone --nproc-per-node {ranks}"),
+            under=None if side is comparison.ours else outcomes[comparison.ours.name],
+        )
+        for side in sides
+    ]
+
+
+def _verdict(rows: Sequence[Row]) -> str:
+    parts = []
+    for row in rows:
+        if "ratio" not in row.samples:
+            continue
+        ratio = statistics.median(row.samples["ratio"])
+        target = COMMUNICATION_TARGET if row.name.startswith(_COLLECTIVES) else STEP_TARGET
+        parts.append(f"{row.name} {ratio:.2f} x ({'reached' if ratio <= target else 'not reached'})")
+    return f"Measured, Shoal's time over the peer's: {'; '.join(parts)}." if parts else "Not measured."

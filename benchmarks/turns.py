@@ -1,0 +1,153 @@
+"""Step times of several systems that take turns: what T2, T6 and T7 have in common.
+
+All systems are started and kept; then each runs a block of steps in every round, and the order of the rounds alternates. The ratio is taken
+round by round, so that what slows the machine down for a while cancels out. It knows nothing of what the systems are.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Final
+
+import psutil
+
+from benchmarks.errors import MeasurementError
+from benchmarks.figures import paired_ratio, quantile
+from benchmarks.gates import Gate
+from benchmarks.processes import Stage
+from benchmarks.report import Row
+from benchmarks.systems import System
+from benchmarks.workers.steplog import WARM_UP_STEPS
+from benchmarks.workers.workload import Workload
+
+WARM_UP_BLOCKS: Final = 3
+_TIMEOUT_S: Final = 120
+
+
+@dataclass(frozen=True, kw_only=True)
+class Side:
+    """One system."""
+
+    name: str
+    command: str
+    start: Callable[[Stage, Workload], System]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Course:
+    """What all sides of one comparison do."""
+
+    ranks: int
+    width: int
+    batch: int
+    """Samples per rank and step."""
+    rounds: int
+    steps_per_block: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """Of one system, by block; the blocks that warm it up are left out."""
+
+    means_s: list[float]
+    medians_s: list[float]
+    cpu_s: list[float]
+    """Processor time of a step of one rank, launcher and services included."""
+    steps_s: list[float]
+    """Every step of every rank."""
+    failure: str
+
+
+@dataclass(kw_only=True)
+class _Started:
+    gate: Gate
+    processes: Sequence[psutil.Process]
+    """Workers, launcher and services."""
+    blocks: list[list[list[float]]] = field(default_factory=list)
+    """Step times in seconds, by block and rank."""
+    cpu_s: list[float] = field(default_factory=list)
+    """Processor time of all processes together, by block."""
+
+    def run_block(self, steps: int) -> None:
+        """Raises MeasurementError."""
+        before = self._cpu_s()
+        self.blocks.append(self.gate.block(steps))
+        self.cpu_s.append(self._cpu_s() - before)
+
+    def _cpu_s(self) -> float:
+        times = [process.cpu_times() for process in self.processes]
+        return sum(t.user + t.system for t in times)
+
+
+def take_turns(sides: Sequence[Side], course: Course) -> dict[str, Outcome]:
+    """Runs all rounds; the outcome of each side by its name. A side that fails is left out from then on, and its outcome says why."""
+    started: dict[str, _Started] = {}
+    failures: dict[str, str] = {}
+    with ExitStack() as stack:
+        for side in sides:
+            try:
+                started[side.name] = stack.enter_context(_starting(side, course))
+            except MeasurementError as error:
+                failures[side.name] = str(error)
+        for number in range(WARM_UP_BLOCKS + course.rounds):
+            running = [name for name in started if name not in failures]
+            for name in running if number % 2 else reversed(running):
+                try:
+                    started[name].run_block(course.steps_per_block)
+                except (MeasurementError, psutil.Error) as error:
+                    failures[name] = str(error)
+    return {side.name: _outcome(started.get(side.name), course, failures.get(side.name, "")) for side in sides}
+
+
+def row(outcome: Outcome, *, name: str, command: str, over: Outcome | None = None, under: Outcome | None = None) -> Row:
+    """A system's figures. `over`: the ratio of its times to that system's is given too. `under`: the ratio of that system's times to its
+    own. Both round by round."""
+    if not outcome.means_s:
+        return Row(name=name, command=command, cells={}, failure=outcome.failure)
+    cells = {
+        "step ms": f"{statistics.median(outcome.means_s) * 1e3:.2f}",
+        "p99 ms": f"{quantile(outcome.steps_s, 0.99) * 1e3:.2f}",
+        "CPU ms": f"{statistics.fmean(outcome.cpu_s) * 1e3:.2f}",
+    }
+    samples = {"step_s": outcome.means_s, "cpu_s": outcome.cpu_s}
+    above, below = (outcome, over) if over is not None else (under, outcome)
+    if above is not None and below is not None and len(above.means_s) == len(below.means_s):
+        cells["ratio of means"] = str(paired_ratio(above.means_s, below.means_s))
+        cells["ratio of medians"] = str(paired_ratio(above.medians_s, below.medians_s))
+        samples["ratio"] = [a / b for a, b in zip(above.means_s, below.means_s, strict=True)]
+    return Row(name=name, command=command, cells=cells, samples=samples, failure=outcome.failure)
+
+
+COLUMNS: Final = ("step ms", "p99 ms", "CPU ms", "ratio of means", "ratio of medians")
+"""Of the rows."""
+
+
+@contextmanager
+def _starting(side: Side, course: Course) -> Iterator[_Started]:
+    with Stage() as stage:
+        directory = stage.directory / "steps"
+        directory.mkdir()
+        socket = stage.directory / "gate"
+        with Gate(socket, ranks=course.ranks, timeout_s=_TIMEOUT_S) as gate:
+            side.start(stage, Workload(log=directory, ranks=course.ranks, width=course.width, batch=course.batch, gate=socket))
+            stage.wait_until(f"{side.name}: first steps of {course.ranks} workers", gate.complete, timeout_s=_TIMEOUT_S)
+            yield _Started(gate=gate, processes=stage.processes())
+            gate.dismiss()
+
+
+def _outcome(started: _Started | None, course: Course, failure: str) -> Outcome:
+    blocks = started.blocks[WARM_UP_BLOCKS:] if started is not None else []
+    cpu_s = started.cpu_s[WARM_UP_BLOCKS:] if started is not None else []
+    flat = [list(itertools.chain(*block)) for block in blocks]
+    per_rank = course.steps_per_block + WARM_UP_STEPS
+    return Outcome(
+        means_s=[statistics.fmean(steps) for steps in flat],
+        medians_s=[statistics.median(steps) for steps in flat],
+        cpu_s=[total / (len(block) * per_rank) for total, block in zip(cpu_s, blocks, strict=False)],
+        steps_s=list(itertools.chain(*flat)),
+        failure=failure,
+    )

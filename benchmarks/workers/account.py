@@ -1,0 +1,208 @@
+"""One rank's account under a strategy: bytes of memory by role, the highest that torch's allocator had out, and bytes on its connections.
+
+`shoal run ... -m benchmarks.workers.account --strategy zero2 --output DIR` writes DIR/<rank>.json.
+
+Memory is that of distinct storages: parameters and optimizer state between two steps, gradients after the backward pass or when the
+optimizer is about to update, whichever is more. What a rank holds for another one (mirrors) is apart. The peak is the sum of all
+allocations of torch's CPU allocator on the training thread, as its profiler reports them, over the steps that are counted; what Gloo
+allocates for itself is not in it. Bytes sent are read from the sockets between steps (`wire.py`); what goes to mirrors is the difference
+over the one call that sends it.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import json
+from argparse import Namespace
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Final
+
+import shoal
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from benchmarks.workers import blocks
+from benchmarks.workers.train_strategy import TRAIN_STEP_ALONE
+from benchmarks.workers.wire import traffic
+from benchmarks.workers.workload import Workload
+
+_COUNTED: Final = "the steps that count begin"
+
+
+class Wired:
+    """Counts what the wrapped calls send."""
+
+    def __init__(self) -> None:
+        self.sent = 0
+
+    def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The same function, counted. Nothing else of this process may send meanwhile."""
+
+        @functools.wraps(function)
+        def counted(*arguments: Any, **named: Any) -> Any:
+            before = traffic().sent
+            result = function(*arguments, **named)
+            self.sent += traffic().sent - before
+            return result
+
+        return counted
+
+
+class Live:
+    """Allocations that are out. What another thread frees is not reported: it is gone when its memory is given out again."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self._begins: list[int] = []
+        self._sizes: dict[int, int] = {}
+
+    def changed(self, address: int, size: int) -> None:
+        """So many bytes were allocated there; negative: freed."""
+        if size < 0:
+            self._free(address)
+            return
+        while (at := bisect.bisect_left(self._begins, address + size)) and self._ends(self._begins[at - 1]) > address:
+            self._free(self._begins[at - 1])
+        bisect.insort(self._begins, address)
+        self._sizes[address] = size
+        self.bytes += size
+
+    def _ends(self, address: int) -> int:
+        return address + self._sizes[address]
+
+    def _free(self, address: int) -> None:
+        size = self._sizes.pop(address, None)
+        if size is not None:
+            self.bytes -= size
+            del self._begins[bisect.bisect_left(self._begins, address)]
+
+
+def main() -> None:
+    """Trains some steps, counts during some more."""
+    options = _options()
+    workload = Workload(log=options.output, ranks=options.ranks, width=options.width, batch=options.batch)
+    mirrored = Wired()
+    _count_mirroring(mirrored)
+    shoal.init()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        account = _train(options, workload, mirrored)
+    account["peak"] = _peak_bytes(profiler)
+    account["rank"] = shoal.rank()
+    (options.output / f"{shoal.rank()}.json").write_text(json.dumps(account))
+
+
+def _options() -> Namespace:
+    import argparse
+
+    flags = argparse.ArgumentParser()
+    flags.add_argument("--strategy", required=True)
+    flags.add_argument("--options", default="{}", help="of the strategy, as JSON")
+    flags.add_argument("--output", type=Path, required=True)
+    for name in ("ranks", "replicas", "width", "batch", "steps"):
+        flags.add_argument(f"--{name}", type=int, required=True)
+    return flags.parse_args()
+
+
+def _train(options: Namespace, workload: Workload, mirrored: Wired) -> dict[str, Any]:
+    net = blocks.network(workload)
+    inner = blocks.optimizer_of(net)
+    names = {id(p) for p in net.parameters()}
+    account: dict[str, Any] = {"model": sum(p.numel() * p.element_size() for p in net.parameters()), "tensors": len(names)}
+    model, optimizer = shoal.as_distributed(net, inner, strategy=options.strategy, **json.loads(options.options))
+    inner.register_step_pre_hook(lambda *_: _note_gradients(account, model))
+    sizes = {"batch_size": workload.batch} if options.strategy == "async_sgd" else {"global_batch_size": workload.batch * options.replicas}
+    loader = shoal.ElasticDataLoader(blocks.dataset(workload), **sizes)
+    done, before, before_mirrored = 0, traffic(), 0
+    for _ in loader.epochs(blocks.MANY_EPOCHS):
+        for inputs, labels in loader:
+            if options.strategy in TRAIN_STEP_ALONE:
+                model.train_step(inputs, labels, loss_fn=blocks.loss_fn)
+            else:
+                blocks.loss_fn(model(inputs), labels).backward()
+            _note_gradients(account, model)
+            optimizer.step()
+            optimizer.zero_grad()
+            done += 1
+            if done == options.steps:
+                with record_function(_COUNTED):
+                    pass
+                before, before_mirrored = traffic(), mirrored.sent
+            if done == 2 * options.steps:
+                counted = traffic().since(before)
+                account["sent"] = counted.sent / options.steps
+                account["received"] = counted.received / options.steps
+                account["sent_to_mirrors"] = (mirrored.sent - before_mirrored) / options.steps
+                return account | _at_rest(model, inner)
+    raise AssertionError("the loader has more epochs than that")
+
+
+def _at_rest(model: Any, inner: torch.optim.Optimizer) -> dict[str, int]:
+    own, mirrors = _pieces(model)
+    owned = _storages([*model.module.parameters(), *own])
+    held_for_others = {key: size for key, size in _storages(mirrors).items() if key not in owned}
+    mirror_ids = {id(p) for p in mirrors}
+    states = {True: 0, False: 0}
+    for parameter, state in inner.state.items():
+        tensors = [t for t in state.values() if isinstance(t, torch.Tensor)]
+        states[id(parameter) in mirror_ids] += sum(_storages(tensors).values())
+    return {
+        "parameters": sum(owned.values()),
+        "optimizer": states[False],
+        "mirrored_parameters": sum(held_for_others.values()),
+        "mirrored_optimizer": states[True],
+    }
+
+
+def _note_gradients(account: dict[str, Any], model: Any) -> None:
+    own, mirrors = _pieces(model)
+    for role, parameters in (("gradients", [*model.module.parameters(), *own]), ("mirrored_gradients", mirrors)):
+        now = sum(_storages(p.grad for p in parameters if p.grad is not None).values())
+        account[role] = max(account.get(role, 0), now)
+
+
+def _pieces(model: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """What the optimizer of a sharded strategy updates: this rank's pieces, and those that it mirrors. Nothing public tells them apart."""
+    held = getattr(model, "_held", None)
+    units = held.units if held is not None else []
+    return [p for unit in units for p in unit.own.pieces], [p for unit in units for p in unit.mirror.pieces]
+
+
+def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
+    """Bytes by storage; tensors that share one count once."""
+    local = [getattr(t, "_local_tensor", t) for t in tensors]
+    return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in local if t.untyped_storage().nbytes()}
+
+
+def _count_mirroring(mirrored: Wired) -> None:
+    from shoal_worker.sharding.gradients import CutGradients
+
+    # When it is called no other collective is on its way.
+    CutGradients.pass_on = mirrored.around(CutGradients.pass_on)  # type: ignore[method-assign]  # counts, and changes nothing
+
+
+def _peak_bytes(profiler: profile) -> int:
+    from torch._C._profiler import _EventType
+
+    assert profiler.profiler is not None
+    assert profiler.profiler.kineto_results is not None
+    changes, begins = [], 0
+    stack = list(profiler.profiler.kineto_results.experimental_event_tree())
+    while stack:
+        event = stack.pop()
+        stack += event.children
+        if event.tag == _EventType.Allocation:
+            changes.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
+        elif event.name == _COUNTED:
+            begins = event.start_time_ns
+    live, highest = Live(), 0
+    for time_ns, address, size in sorted(changes):
+        live.changed(address, size)
+        if time_ns > begins:
+            highest = max(highest, live.bytes)
+    return highest
+
+
+if __name__ == "__main__":
+    main()

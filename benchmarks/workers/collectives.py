@@ -1,0 +1,70 @@
+"""What one fully sharded step sends, without the step: each block's parameters gathered twice, its gradients reduce-scattered once.
+
+`torchrun ... -m benchmarks.workers.collectives --backend gloo`, or `shoal_gloo`: the same calls of torch.distributed, as torch's FSDP2
+issues them, the next block's gathering on its way while one would be computed with.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import shoal_worker.backends  # noqa: F401 - makes torch know "shoal_gloo"
+import torch
+import torch.distributed as dist
+
+from benchmarks.workers import blocks
+from benchmarks.workers.steplog import StepLog
+from benchmarks.workers.workload import parser, workload_of
+
+
+class Sharded:
+    """One block's vectors."""
+
+    def __init__(self, numel: int, ranks: int) -> None:
+        self.shard = torch.ones(-(-numel // ranks))
+        self.full = torch.empty(len(self.shard) * ranks)
+        self.gradient = torch.ones(len(self.shard) * ranks)
+        self.summed = torch.empty(len(self.shard))
+
+    def gather(self) -> Any:
+        """Begins to."""
+        return dist.all_gather_into_tensor(self.full, self.shard, async_op=True)
+
+    def reduce(self) -> Any:
+        """Begins to."""
+        return dist.reduce_scatter_tensor(self.summed, self.gradient, async_op=True)
+
+
+def main() -> None:
+    """Runs steps until told otherwise."""
+    flags = parser()
+    flags.add_argument("--backend", choices=("gloo", "shoal_gloo"), required=True)
+    options = flags.parse_args()
+    workload = workload_of(options)
+    dist.init_process_group(options.backend)
+    net = blocks.network(workload)
+    inner = [sum(p.numel() for p in block.parameters()) for block in net.layers]
+    outer = sum(p.numel() for p in net.parameters()) - sum(inner)
+    sharded = [Sharded(numel, workload.ranks) for numel in (outer, *inner)]
+    log = StepLog(workload.log, steps=workload.steps, gate=workload.gate)
+    step = 0
+    while not log.done:
+        _one_step(sharded)
+        step += 1
+        log.committed(group=0, world_size=workload.ranks, rank=dist.get_rank(), step=step)
+    dist.destroy_process_group()
+
+
+def _one_step(sharded: list[Sharded]) -> None:
+    for units in (sharded, sharded[:0:-1]):  # the outermost stays gathered between forward and backward pass
+        following = units[0].gather()
+        for number in range(len(units)):
+            this, following = following, units[number + 1].gather() if number + 1 < len(units) else None
+            this.wait()
+            if units is not sharded:
+                units[number].reduce().wait()
+    sharded[0].reduce().wait()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""The decoder on torch's own parallelism: `torchrun ... -m benchmarks.workers.train_torch --with fsdp2`. Each as its tutorial shows it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
+
+from benchmarks.workers import blocks
+from benchmarks.workers.steplog import StepLog
+from benchmarks.workers.workload import Workload, parser, workload_of
+
+MICRO_BATCHES: Final = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peer:
+    """A model that was made parallel."""
+
+    backward: Callable[[torch.Tensor, torch.Tensor], None]
+    """Forward and backward pass over a batch."""
+    optimizer: torch.optim.Optimizer
+    replicas: int
+    """That share the global batch."""
+    replica: int
+    """This rank's."""
+
+
+def main() -> None:
+    """Trains until told otherwise."""
+    flags = parser()
+    flags.add_argument("--with", dest="peer", choices=sorted(_PEERS), required=True)
+    options = flags.parse_args()
+    workload = workload_of(options)
+    dist.init_process_group("gloo")
+    peer = _PEERS[options.peer](workload)
+    dataset = blocks.dataset(workload)
+    sampler: DistributedSampler[Any] = DistributedSampler(dataset, peer.replicas, peer.replica)
+    loader = DataLoader(dataset, batch_size=workload.batch, sampler=sampler)
+    log = StepLog(workload.log, steps=workload.steps, gate=workload.gate)
+    step = 0
+    for epoch in range(blocks.MANY_EPOCHS):
+        sampler.set_epoch(epoch)
+        for inputs, labels in loader:
+            peer.backward(inputs, labels)
+            peer.optimizer.step()
+            step += 1
+            log.committed(group=0, world_size=dist.get_world_size(), rank=dist.get_rank(), step=step)
+            peer.optimizer.zero_grad()
+            if log.done:
+                dist.destroy_process_group()
+                return
+
+
+def _plain(model: nn.Module, optimizer: torch.optim.Optimizer, *, shared: bool = False) -> Peer:
+    """`shared`: all ranks work on one batch."""
+
+    def backward(inputs: torch.Tensor, labels: torch.Tensor) -> None:
+        blocks.loss_fn(model(inputs), labels).backward()
+
+    alone = (1, 0)
+    replicas, replica = alone if shared else (dist.get_world_size(), dist.get_rank())
+    return Peer(backward=backward, optimizer=optimizer, replicas=replicas, replica=replica)
+
+
+def _ddp(workload: Workload) -> Peer:
+    net = blocks.network(workload)
+    return _plain(DistributedDataParallel(net), blocks.optimizer_of(net))
+
+
+def _zero_redundancy(workload: Workload) -> Peer:
+    net = blocks.network(workload)
+    model = DistributedDataParallel(net)
+    return _plain(model, ZeroRedundancyOptimizer(net.parameters(), torch.optim.AdamW, lr=1e-4))
+
+
+def _fsdp2(workload: Workload) -> Peer:
+    net = blocks.network(workload)
+    for block in net.layers:
+        fully_shard(block)
+    fully_shard(net)
+    return _plain(net, blocks.optimizer_of(net))
+
+
+def _tensor(workload: Workload) -> Peer:
+    net = _split_blocks(blocks.network(workload), init_device_mesh("cpu", (workload.ranks,)))
+    return _plain(net, blocks.optimizer_of(net), shared=True)
+
+
+def _split_blocks(net: blocks.Decoder, mesh: DeviceMesh) -> blocks.Decoder:
+    ends = {"q_proj": ColwiseParallel(), "k_proj": ColwiseParallel(), "v_proj": ColwiseParallel(), "o_proj": RowwiseParallel()}
+    between = {"up_proj": ColwiseParallel(), "down_proj": RowwiseParallel()}
+    plan = {f"self_attn.{name}": style for name, style in ends.items()} | {f"mlp.{name}": style for name, style in between.items()}
+    for block in net.layers:
+        parallelize_module(block, mesh, plan)
+    return net
+
+
+class _Stage(nn.Module):
+    """Some of the decoder's layers, with its ends where they are the first or the last."""
+
+    def __init__(self, net: blocks.Decoder, *, stage: int, stages: int) -> None:
+        super().__init__()
+        share = -(-blocks.BLOCKS // stages)
+        self.embed_tokens = net.embed_tokens if stage == 0 else nn.Identity()
+        self.layers = nn.Sequential(*list(net.layers)[stage * share : (stage + 1) * share])
+        self.end = nn.Sequential(net.norm, net.lm_head) if stage == stages - 1 else nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.end(self.layers(self.embed_tokens(x)))
+        return out
+
+
+def _pipelining(workload: Workload, schedule: type[Schedule1F1B] | type[ScheduleGPipe] = Schedule1F1B) -> Peer:
+    rank, stages = dist.get_rank(), dist.get_world_size()
+    part = _Stage(blocks.network(workload), stage=rank, stages=stages)
+    runs = schedule(PipelineStage(part, rank, stages, torch.device("cpu")), n_microbatches=MICRO_BATCHES, loss_fn=blocks.loss_fn)
+
+    def backward(inputs: torch.Tensor, labels: torch.Tensor) -> None:
+        if rank == 0:
+            runs.step(inputs)
+        elif rank == stages - 1:
+            runs.step(target=labels, losses=[])
+        else:
+            runs.step()
+
+    return Peer(backward=backward, optimizer=blocks.optimizer_of(part), replicas=1, replica=0)
+
+
+def _tensor_and_ddp(workload: Workload) -> Peer:
+    """Tensor parallelism within pairs of ranks, fully sharded data parallelism between them: torch's own two-dimensional recipe."""
+    mesh = init_device_mesh("cpu", (workload.ranks // 2, 2), mesh_dim_names=("data", "tensor"))
+    net = _split_blocks(blocks.network(workload), mesh["tensor"])
+    for block in net.layers:
+        fully_shard(block, mesh=mesh["data"])
+    fully_shard(net, mesh=mesh["data"])
+    optimizer = blocks.optimizer_of(net)
+
+    def backward(inputs: torch.Tensor, labels: torch.Tensor) -> None:
+        blocks.loss_fn(net(inputs), labels).backward()
+
+    return Peer(backward=backward, optimizer=optimizer, replicas=mesh["data"].size(), replica=mesh["data"].get_local_rank())
+
+
+_PEERS: Final[dict[str, Callable[[Workload], Peer]]] = {
+    "ddp": _ddp,
+    "zero-redundancy": _zero_redundancy,
+    "fsdp2": _fsdp2,
+    "tensor": _tensor,
+    "pipelining": _pipelining,
+    "tensor-and-fsdp2": _tensor_and_ddp,
+}
+
+if __name__ == "__main__":
+    main()

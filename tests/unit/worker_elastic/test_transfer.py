@@ -16,6 +16,7 @@ import torch
 from shoal_common.errors import CorruptDataError, UnavailableError
 from shoal_common.settings import parse_address
 from shoal_worker.elastic import transfer
+from shoal_worker.elastic.exchange import MOST_DONORS, share_of
 from shoal_worker.elastic.reach import unreachable
 from shoal_worker.elastic.transfer import StateDonor, take_state
 
@@ -58,6 +59,14 @@ def test_an_ipv6_donor_tells_an_address_that_peers_and_the_coordinator_can_read(
         assert take_state([donor.address], NONCE, timeout=TIMEOUT)[0] == {"x": 1}
     assert unreachable({1: donor.address}, timeout=TIMEOUT, given_up=lambda: False) == []
     donor.close()
+
+
+def test_a_receiver_asks_some_donors_and_the_next_one_asks_others() -> None:
+    assert share_of((2,), receiver=7) == (2,)
+    assert sorted(share_of((0, 1, 3), receiver=2)) == [0, 1, 3]
+    donors = range(100, 100 + 3 * MOST_DONORS)
+    asked = [share_of(donors, receiver=receiver) for receiver in range(3)]
+    assert sorted(donor for each in asked for donor in each) == list(donors)
 
 
 def test_a_receiver_may_come_before_the_offer() -> None:

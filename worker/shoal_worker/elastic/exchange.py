@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 from shoal_common.errors import CorruptDataError, UnavailableError
 
@@ -20,6 +20,9 @@ from shoal_worker.metrics import WorkerMetrics
 from shoal_worker.settings import WorkerSettings
 
 _log = logging.getLogger(__name__)
+
+MOST_DONORS: Final = 16
+"""That one receiver asks. More fill no link better, and each costs a thread, a connection and the description of the whole state."""
 
 
 class StateExchange:
@@ -51,21 +54,28 @@ class StateExchange:
             MembershipChanged: the group is over.
         """
         started = time.monotonic()
-        addresses = [group.generation.peers[r].donor_address for r in donors]
+        asked = share_of(donors, receiver=group.rank)
+        addresses = [group.generation.peers[r].donor_address for r in asked]
         try:
             with group.guarding() as guard:
                 # Aside: where ranks take turns, a donor may need its turn to offer what this one waits for.
                 state, size = run_aside(
                     lambda: take_state(addresses, group.generation.nonce, timeout=self._settings.collective_timeout, guard=guard),
-                    f"for the state of ranks {list(donors)}",
+                    f"for the state of ranks {list(asked)}",
                 )
         except CorruptDataError as damage:
             raise UnavailableError(str(damage), reason=damage.reason) from damage
         elapsed = time.monotonic() - started
         self._metrics.transferred(size, elapsed)
-        _log.info("took %.1f MB of state from %d donor(s) in %.3f s", size / 1e6, len(donors), elapsed)
+        _log.info("took %.1f MB of state from %d donor(s) in %.3f s", size / 1e6, len(asked), elapsed)
         return state
 
     def close(self) -> None:
         """Stops giving."""
         self._donor.close()
+
+
+def share_of(donors: Sequence[int], *, receiver: int) -> Sequence[int]:
+    """The donors that `receiver` asks: at most MOST_DONORS, other ones for other receivers as long as there are others."""
+    first = receiver * MOST_DONORS % len(donors)
+    return (*donors[first:], *donors[:first])[:MOST_DONORS]

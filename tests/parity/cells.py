@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
 MODELS: Final = ("mlp", "cnn", "gpt", "bag")
@@ -21,30 +21,73 @@ CHECKS: Final = {
     "float32": "in float32 they are, to 1e-5",
     "bitwise": "with `deterministic=True` parameters and buffers in float32 are bitwise those of a world of one",
 }
-STRATEGIES: Final[Mapping[str, Mapping[str, Any]]] = {
-    "ddp": {},
-    "zero1": {},
-    "zero2": {},
-    "zero3": {},
-    "fsdp": {},
-    "local_sgd": {"sync_every": 2},
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One strategy, with the options that its cells give it."""
+
+    strategy: str
+    says: str = ""
+    """What the options make of it, for the table."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    by_world: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+    """Further ones for a number of ranks."""
+    worlds: tuple[int, ...] = WORLDS
+    pipelined: bool = False
+    """Trained by train_step, on whole batches that it cuts into micro-batches itself."""
+    divided: bool = False
+    """Ranks hold parts of one replica, and have orders of summing of their own."""
+
+
+ROWS: Final[Mapping[str, Row]] = {
+    "ddp": Row(strategy="ddp"),
+    "zero1": Row(strategy="zero1"),
+    "zero2": Row(strategy="zero2"),
+    "zero3": Row(strategy="zero3"),
+    "fsdp": Row(strategy="fsdp"),
+    "hsdp": Row(strategy="hsdp", says="2 ranks a replica, of 3 one", options={"shard_size": 2}, by_world={3: {"shard_size": 1}}),
+    "tensor": Row(strategy="tensor", divided=True),
+    "tensor_data": Row(strategy="tensor", says="2 x 2 replicas", options={"tensor_parallel_size": 2}, worlds=(4,), divided=True),
+    "pipeline": Row(strategy="pipeline", options={"micro_batches": 4}, pipelined=True, divided=True),
+    "pipeline_data": Row(
+        strategy="pipeline",
+        says="2 x 2 replicas, zero-bubble",
+        options={"pipeline_parallel_size": 2, "micro_batches": 2, "schedule": "zero_bubble"},
+        worlds=(4,),
+        pipelined=True,
+        divided=True,
+    ),
+    "hybrid": Row(
+        strategy="hybrid",
+        says="2 stages, in 4 also split in 2",
+        options={"pipeline_parallel_size": 2, "micro_batches": 4},
+        by_world={4: {"tensor_parallel_size": 2}},
+        worlds=(2, 4),
+        pipelined=True,
+        divided=True,
+    ),
+    "local_sgd": Row(strategy="local_sgd", says="every 2 steps", options={"sync_every": 2}),
 }
-"""Those that take steps together, with the options that the cells give them."""
+"""Strategies whose ranks take steps together, by the names of cells."""
 ASYNC: Final = "async_sgd"
 """Its workers share servers, and no process group: one worker alone trains as one process does."""
 SERVERS: Final = "servers"
 """What stands in the place of its backend."""
 
-_COME_AND_GO = "its workers and servers are processes that come and go; start them with `shoal run`"
 _IN_ORDER = 'deterministic=True with strategy="async_sgd": pushes are applied in the order in which they come'
 _APART = "with local_sgd the result depends on how many ranks train apart; use ddp, zero1, zero2 or zero3"
+_DIVIDED = "how a model is split changes the order of its own sums, so results cannot be bitwise those of another number of ranks"
+_COME_AND_GO = "its workers and servers are processes that come and go; start them with `shoal run`"
+_TWO_BLOCKS = "Bag has 2 blocks (bag, head); expected from 1 stage to one for each block"
+_SIX_PLACES = "cannot split embedded.places (Embedding, 72 elements): its 6 rows, in pieces of 2, leave a rank without any"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
     """One combination."""
 
-    strategy: str
+    row: str
     backend: str
     model: str
     optimizer: str
@@ -54,60 +97,73 @@ class Cell:
     @property
     def refusal(self) -> str | None:
         """What the ConfigurationError says that this combination gets; None: it trains."""
-        if self.strategy == ASYNC:
+        if self.row == ASYNC:
             if self.check == "bitwise":
                 return _IN_ORDER
             return _COME_AND_GO if self.backend != SERVERS else None
-        if self.strategy == "local_sgd" and self.check == "bitwise":
-            return _APART
-        return None
+        if self.check == "bitwise" and (self.row == "local_sgd" or ROWS[self.row].divided):
+            return _APART if self.row == "local_sgd" else _DIVIDED
+        if (self.row, self.model) == ("pipeline", "bag") and self.world > 2:
+            return _TWO_BLOCKS
+        return _SIX_PLACES if (self.row, self.model, self.world) == ("tensor", "gpt", 4) else None
+
+    @property
+    def strategy(self) -> str:
+        """Of `as_distributed`."""
+        return ROWS[self.row].strategy if self.row in ROWS else self.row
 
     @property
     def options(self) -> dict[str, Any]:
         """Of `as_distributed`."""
-        return {**STRATEGIES.get(self.strategy, {}), **({"deterministic": True} if self.check == "bitwise" else {})}
+        row = ROWS.get(self.row, Row(strategy=self.row))
+        return {**row.options, **row.by_world.get(self.world, {}), **({"deterministic": True} if self.check == "bitwise" else {})}
 
     def __str__(self) -> str:
         return "-".join(map(str, asdict(self).values()))
 
 
 def cells() -> list[Cell]:
-    """All of them."""
+    """All of them. What is refused is tried with one optimizer."""
     product = [
-        *itertools.product(STRATEGIES, BACKENDS, MODELS, OPTIMIZERS, WORLDS, CHECKS),
+        *((row, *rest) for row in ROWS for rest in itertools.product(BACKENDS, MODELS, OPTIMIZERS, ROWS[row].worlds, CHECKS)),
         *itertools.product([ASYNC], [SERVERS], MODELS, OPTIMIZERS, [1], CHECKS),
         *itertools.product([ASYNC], BACKENDS, MODELS[:1], OPTIMIZERS[:1], WORLDS[:1], CHECKS),
     ]
-    names = ("strategy", "backend", "model", "optimizer", "world", "check")
-    return [Cell(**dict(zip(names, values, strict=True))) for values in product]
+    names = ("row", "backend", "model", "optimizer", "world", "check")
+    known = [Cell(**dict(zip(names, values, strict=True))) for values in product]
+    return [cell for cell in known if cell.refusal is None or cell.optimizer == OPTIMIZERS[0]]
 
 
 def part() -> set[Cell]:
-    """A part that has every strategy with every model and every backend, and all of the other columns."""
-    chosen = set()
-    for (row, strategy), (column, model) in itertools.product(enumerate(STRATEGIES), enumerate(MODELS)):
-        turn = row + column
-        for number, check in enumerate(CHECKS):
-            if check == "float32" and column != row % len(MODELS):
-                continue
-            chosen.add(_cell(strategy, "inmemory", model, turn + number, check))
-    for (row, strategy), (number, backend) in itertools.product(enumerate(STRATEGIES), enumerate(BACKENDS[1:])):
-        turn = row + number
-        chosen.add(_cell(strategy, backend, MODELS[turn % len(MODELS)], turn, list(CHECKS)[turn % 2 * 2]))
-    chosen.update(cell for cell in cells() if cell.strategy == ASYNC and cell.backend in BACKENDS and cell.check == "float64")
+    """A part that has every row with every model and every backend, and all of the other columns; in the rows that take long less."""
+    known, chosen = set(cells()), set()
+
+    def choose(row: str, backend: str, model: str, turn: int, check: str) -> None:
+        worlds = ROWS[row].worlds
+        optimizer, world = OPTIMIZERS[turn // len(worlds) % 2], worlds[turn % len(worlds)]
+        cell = Cell(row=row, backend=backend, model=model, optimizer=optimizer, world=world, check=check)
+        if cell not in known:
+            cell = Cell(row=row, backend=backend, model=model, optimizer=OPTIMIZERS[0], world=world, check=check)
+        chosen.add(cell)
+
+    for (index, row), (column, model) in itertools.product(enumerate(ROWS), enumerate(MODELS)):
+        if not ROWS[row].divided:
+            choose(row, "inmemory", model, index + column, list(CHECKS)[(index + column) % len(CHECKS)])
+        elif column == index % len(MODELS):
+            choose(row, "inmemory", model, index, "float64")
+    for (index, row), (number, backend) in itertools.product(enumerate(ROWS), enumerate(BACKENDS[1:])):
+        turn = index + number
+        check = "float64" if ROWS[row].divided else list(CHECKS)[turn % 2 * 2]
+        choose(row, backend, MODELS[turn % len(MODELS)], turn, check)
+    chosen.update(cell for cell in known if cell.row == ASYNC and cell.backend in BACKENDS and cell.check == "float64")
     for column, model in enumerate(MODELS):
-        optimizer, check = OPTIMIZERS[column % len(OPTIMIZERS)], list(CHECKS)[column % len(CHECKS)]
-        chosen.add(Cell(strategy=ASYNC, backend=SERVERS, model=model, optimizer=optimizer, world=1, check=check))
-    return chosen
-
-
-def _cell(strategy: str, backend: str, model: str, turn: int, check: str) -> Cell:
-    optimizer, world = OPTIMIZERS[turn // len(WORLDS) % 2], WORLDS[turn % len(WORLDS)]
-    return Cell(strategy=strategy, backend=backend, model=model, optimizer=optimizer, world=world, check=check)
+        check = list(CHECKS)[column % len(CHECKS)]
+        chosen.add(Cell(row=ASYNC, backend=SERVERS, model=model, optimizer=OPTIMIZERS[column // 2], world=1, check=check))
+    return chosen & known
 
 
 REFUSED_VARIATIONS: Final[Mapping[tuple[str, str], str]] = {
     ("local_sgd", "sum"): 'loss_reduction="sum": local_sgd averages parameters, not gradients; let the loss be a mean',
     ("local_sgd", "by_hand"): "auto_sync_gradients=False: local_sgd never synchronizes gradients; leave it out",
 }
-"""By strategy and variation (variations.py): what the ConfigurationError says."""
+"""By row and variation (variations.py): what the ConfigurationError says."""

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 SAMPLES = 24
-CLASSES = 5
+CLASSES = 7
 TOKENS = 11
 LENGTH = 6
 
@@ -22,8 +22,11 @@ class Mlp(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(7, 13), nn.Tanh(), nn.Linear(13, 9), nn.Tanh(), nn.Linear(9, CLASSES))
+        self.layers = nn.Sequential(nn.Linear(7, 12), nn.Tanh(), nn.Linear(12, 9), nn.Tanh(), nn.Linear(9, CLASSES))
         self.layers[2].bias.requires_grad_(False)
+
+    def pipeline_blocks(self) -> list[nn.Module]:
+        return list(self.layers)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layers(x)
@@ -36,10 +39,62 @@ class Cnn(nn.Module):
         super().__init__()
         self.convolution = nn.Conv2d(1, 4, 3, bias=False)
         self.norm = nn.BatchNorm2d(4)
+        self.flat = nn.Sequential(nn.ReLU(), nn.Flatten())
         self.head = nn.Linear(4 * 16, CLASSES)
 
+    def pipeline_blocks(self) -> list[nn.Module]:
+        return [self.convolution, self.norm, self.flat, self.head]
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(F.relu(self.norm(self.convolution(x))).flatten(1))
+        return self.head(self.flat(self.norm(self.convolution(x))))
+
+
+class Embedded(nn.Module):
+    """Tokens at their places."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(TOKENS, width), nn.Embedding(LENGTH, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.tokens(x) + self.places.weight
+
+
+class Attention(nn.Module):
+    """Two heads, with their projections packed into one."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.width = nn.LayerNorm(width), width
+        self.packed, self.projection = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width)
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        q, k, v = (part.unflatten(-1, (2, self.width // 2)).transpose(1, 2) for part in self.packed(self.norm(h)).chunk(3, dim=-1))
+        return h + self.projection(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+class Feedforward(nn.Module):
+    """A block's second half."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.mlp: nn.Module = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        return h + self.mlp(self.norm(h))
+
+
+class Head(nn.Module):
+    """The classes, where cross_entropy looks for them."""
+
+    def __init__(self, width: int, tied: nn.Embedding) -> None:
+        super().__init__()
+        self.norm, self.out = nn.LayerNorm(width), nn.Linear(width, TOKENS, bias=False)
+        self.out.weight = tied.weight
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        return self.out(self.norm(h)).transpose(1, 2)
 
 
 class Gpt(nn.Module):
@@ -47,19 +102,15 @@ class Gpt(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        width = 8
-        self.tokens, self.places = nn.Embedding(TOKENS, width), nn.Embedding(LENGTH, width)
-        self.attention_norm, self.mlp_norm, self.last_norm = (nn.LayerNorm(width) for _ in range(3))
-        self.packed, self.projection = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-        self.head = nn.Linear(width, TOKENS, bias=False)
-        self.head.weight = self.tokens.weight
+        width = 12
+        self.embedded, self.attention, self.feedforward = Embedded(width), Attention(width), Feedforward(width)
+        self.head = Head(width, self.embedded.tokens)
+
+    def pipeline_blocks(self) -> list[nn.Module]:
+        return [self.embedded, self.attention, self.feedforward, self.head]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.tokens(x) + self.places.weight
-        q, k, v = (part.unflatten(-1, (2, 4)).transpose(1, 2) for part in self.packed(self.attention_norm(h)).chunk(3, dim=-1))
-        h = h + self.projection(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
-        return self.head(self.last_norm(h + self.mlp(self.mlp_norm(h)))).transpose(1, 2)
+        return self.head(self.feedforward(self.attention(self.embedded(x))))
 
 
 class Bag(nn.Module):
@@ -67,8 +118,11 @@ class Bag(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.bag = nn.EmbeddingBag(41, 6, mode="mean")
-        self.head = nn.Linear(6, CLASSES)
+        self.bag = nn.EmbeddingBag(41, 12, mode="mean")
+        self.head = nn.Linear(12, CLASSES)
+
+    def pipeline_blocks(self) -> list[nn.Module]:
+        return [self.bag, self.head]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(self.bag(x))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from shoal_worker.elastic.current import find_session, set_session
 from shoal_worker.elastic.start import open_fixed
 from torch.distributed import FileStore, PrefixStore
 
-from tests.parity.cells import Cell
+from tests.parity.cells import ROWS, Cell
 from tests.parity.training import Outcome, Training, plain, train
 from tests.ranks.processes import Rank
 
@@ -31,7 +31,10 @@ _TASK = "tests.parity.ranks:be_rank"
 
 def training(cell: Cell) -> Training:
     """What a cell trains."""
-    return Training(variation=plain(cell.model, cell.optimizer, cell.check), strategy=cell.strategy, options=cell.options)
+    how = plain(cell.model, cell.optimizer, cell.check)
+    if cell.row in ROWS and ROWS[cell.row].pipelined:
+        how = replace(how, micro=False, train_step=True)
+    return Training(variation=how, strategy=cell.strategy, options=cell.options)
 
 
 @dataclass

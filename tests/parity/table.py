@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import torch
 
-from tests.parity.cells import ASYNC, BACKENDS, CHECKS, MODELS, REFUSED_VARIATIONS, SERVERS, STRATEGIES, WORLDS, Cell, cells, part
+from tests.parity.cells import ASYNC, BACKENDS, CHECKS, MODELS, REFUSED_VARIATIONS, ROWS, SERVERS, WORLDS, Cell, cells, part
 from tests.parity.variations import VARIATIONS
 
 _SIGNS = {"float64": "d", "float32": "s", "bitwise": "b"}
@@ -33,7 +33,8 @@ A number is a note: there the combination is refused, with that error.
 One process trains on the whole batch. Where a BatchNorm makes the loss depend on how samples are grouped, it accumulates the same
 micro-batches. Gradients are clipped by their global norm, but in the bitwise cells. For `local_sgd` the one process trains a replica for
 each rank, on the samples that this rank was given, and averages their parameters every {every} steps. For `async_sgd` one worker trains
-with its servers: several are not to give what one does.
+with its servers: several are not to give what one does. Pipelines cut the whole batch themselves, into micro-batches as the one process
+does; where nothing stands, the number of ranks does not fit the layout.
 
 {table}
 
@@ -53,31 +54,27 @@ def page() -> str:
     places = list(itertools.product(BACKENDS, WORLDS))
     known = cells()
 
-    def entry(strategy: str, model: str, backend: str, world: int) -> str:
-        return _entry(
-            [cell for cell in known if (cell.strategy, cell.model, cell.backend, cell.world) == (strategy, model, backend, world)], notes
-        )
+    def entry(row: str, model: str, backend: str, world: int) -> str:
+        return _entry([cell for cell in known if (cell.row, cell.model, cell.backend, cell.world) == (row, model, backend, world)], notes)
 
     table = [
-        (strategy, _MODELS[model], *(entry(strategy, model, *place) for place in places))
-        for strategy, model in itertools.product(STRATEGIES, MODELS)
+        (_row(row), _MODELS[model], *(entry(row, model, *place) for place in places)) for row, model in itertools.product(ROWS, MODELS)
     ]
     asynchronous = [
         (ASYNC, _MODELS[model], entry(ASYNC, model, SERVERS, 1), *(entry(ASYNC, MODELS[0], backend, WORLDS[0]) for backend in BACKENDS))
         for model in MODELS
     ]
     variations = [
-        (VARIATIONS[name].says, *(_said(REFUSED_VARIATIONS.get((strategy, name)), _letter(name), notes) for strategy in STRATEGIES))
-        for name in VARIATIONS
+        (VARIATIONS[name].says, *(_said(REFUSED_VARIATIONS.get((row, name)), _letter(name), notes) for row in ROWS)) for name in VARIATIONS
     ]
     return _TEXT.format(
         all=len(known),
         part=len(part()),
         signs="\n".join(f"- `{_SIGNS[check]}`: {what}" for check, what in CHECKS.items()),
-        every=STRATEGIES["local_sgd"]["sync_every"],
+        every=ROWS["local_sgd"].options["sync_every"],
         table=_markdown(["", "", *(f"{backend} {world}" for backend, world in places)], table),
         asynchronous=_markdown(["", "", "on its servers", *BACKENDS], asynchronous),
-        variations=_markdown(["", *STRATEGIES], variations),
+        variations=_markdown(["", *map(_row, ROWS)], variations),
         notes="".join(f"\n{number}. `ConfigurationError`: ... {text} ...\n" for number, text in enumerate(notes, 1)),
     )
 
@@ -85,6 +82,10 @@ def page() -> str:
 def _markdown(header: list[str], rows: list[tuple[str, ...]]) -> str:
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _row(row: str) -> str:
+    return ROWS[row].strategy + (f" ({ROWS[row].says})" if ROWS[row].says else "")
 
 
 def _entry(here: Iterable[Cell], notes: list[str]) -> str:

@@ -18,7 +18,7 @@ from shoal_worker.backends.registry import backend_names
 from shoal_worker.strategies import registry
 
 from tests.parity import models
-from tests.parity.cells import ASYNC, BACKENDS, MODELS, SERVERS, STRATEGIES, Cell, cells, part
+from tests.parity.cells import ASYNC, BACKENDS, MODELS, ROWS, SERVERS, Cell, cells, part
 from tests.parity.comparing import check_close
 from tests.parity.ranks import Places, training
 from tests.parity.training import Outcome, State, alone_plainly, apart, plain, train
@@ -43,7 +43,7 @@ def _parameters() -> list[object]:
 @functools.cache
 def one_rank(model: str, optimizer: str) -> State:
     """Parameters and buffers of a world of one, in float32."""
-    cell = Cell(strategy="ddp", backend="inmemory", model=model, optimizer=optimizer, world=1, check="bitwise")
+    cell = Cell(row="ddp", backend="inmemory", model=model, optimizer=optimizer, world=1, check="bitwise")
     return shoal.launch(lambda: train(training(cell)), world_size=1)[0].state
 
 
@@ -66,7 +66,7 @@ def test_ranks_train_as_one_process_does_or_are_refused(cell: Cell, places: Plac
 def _expected(cell: Cell, outcomes: list[Outcome]) -> State:
     how = plain(cell.model, cell.optimizer, cell.check)
     if cell.strategy == "local_sgd":
-        return apart(how, [outcome.seen for outcome in outcomes], **STRATEGIES["local_sgd"])
+        return apart(how, [outcome.seen for outcome in outcomes], **cell.options)
     return alone_plainly(cell.model, cell.optimizer, cell.check, grouped=how.micro)
 
 
@@ -79,7 +79,7 @@ def _check_bitwise(expected: State, outcomes: list[Outcome]) -> None:
 @pytest.mark.parametrize(
     ("have", "should"),
     [
-        (lambda: {*STRATEGIES, ASYNC}, lambda: set(registry.names())),
+        (lambda: {ASYNC, *(row.strategy for row in ROWS.values())}, lambda: set(registry.names())),
         (lambda: {*BACKENDS, "nccl"}, lambda: set(backend_names())),
         (lambda: set(MODELS), lambda: set(models.MODELS)),
         (lambda: set(OPTIMIZERS), lambda: {cell.optimizer for cell in part()}),
@@ -92,7 +92,6 @@ def test_the_matrix_has_all_that_there_are(have: Callable[[], set[str]], should:
 
 def test_make_test_runs_every_row_and_every_column() -> None:
     chosen = part()
-    for axis in ("strategy", "backend", "model", "optimizer", "world", "check"):
+    for axis in ("row", "backend", "model", "optimizer", "world", "check"):
         assert {getattr(cell, axis) for cell in chosen} == {getattr(cell, axis) for cell in cells()}, axis
-    assert {(cell.strategy, cell.model) for cell in chosen} == {(cell.strategy, cell.model) for cell in cells()}
-    assert {(cell.strategy, cell.backend) for cell in chosen} == {(cell.strategy, cell.backend) for cell in cells()}
+    assert {(cell.row, cell.backend) for cell in chosen} == {(cell.row, cell.backend) for cell in cells()}

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import itertools
 import re
+from dataclasses import replace
 
 import pytest
 import shoal
 from shoal_common.errors import ConfigurationError
 
-from tests.parity.cells import REFUSED_VARIATIONS, STRATEGIES, WORLDS
+from tests.parity.cells import REFUSED_VARIATIONS, ROWS, Cell
 from tests.parity.comparing import check_close
 from tests.parity.training import Training, alone, apart, train
 from tests.parity.variations import VARIATIONS
@@ -20,26 +21,34 @@ from tests.parity.variations import VARIATIONS
 
 def _parameters() -> list[object]:
     parameters = []
-    for (row, strategy), (column, name) in itertools.product(enumerate(STRATEGIES), enumerate(VARIATIONS)):
-        world = WORLDS[(row + column) % len(WORLDS)]
-        here = (row - column) % len(STRATEGIES) in (0, 3) and name != "compiled"
-        parameters.append(pytest.param(strategy, name, world, marks=() if here else pytest.mark.matrix))
+    for (index, row), (column, name) in itertools.product(enumerate(ROWS), enumerate(VARIATIONS)):
+        worlds = ROWS[row].worlds
+        here = index == column % len(ROWS) and name != "compiled" and not ROWS[row].divided
+        marks = () if here else pytest.mark.matrix
+        parameters.append(pytest.param(row, name, worlds[(index + column) % len(worlds)], marks=marks))
     return parameters
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # torch.compile's, of zero3's views
-@pytest.mark.parametrize(("strategy", "variation", "world"), _parameters())
-def test_ranks_train_as_one_process_does_or_are_refused(strategy: str, variation: str, world: int) -> None:
-    what = Training(variation=VARIATIONS[variation], strategy=strategy, options=dict(STRATEGIES[strategy]))
-    refusal = REFUSED_VARIATIONS.get((strategy, variation))
+@pytest.mark.parametrize(("row", "variation", "world"), _parameters())
+def test_ranks_train_as_one_process_does_or_are_refused(row: str, variation: str, world: int) -> None:
+    cell = Cell(row=row, backend="inmemory", model=VARIATIONS[variation].model, optimizer="", world=world, check="")
+    how = VARIATIONS[variation]
+    options = cell.options
+    if ROWS[row].pipelined:
+        how = replace(how, train_step=True)
+        if how.micro:
+            options["micro_batches"] = 1
+    what = Training(variation=how, strategy=cell.strategy, options=options)
+    refusal = REFUSED_VARIATIONS.get((row, variation))
     if refusal is not None:
         with pytest.raises(ConfigurationError, match=re.escape(refusal)):
             shoal.launch(lambda: train(what), world_size=world)
         return
     outcomes = shoal.launch(lambda: train(what), world_size=world)
-    if strategy == "local_sgd":
-        expected = apart(what.variation, [outcome.seen for outcome in outcomes], **STRATEGIES[strategy])
+    if row == "local_sgd":
+        expected = apart(how, [outcome.seen for outcome in outcomes], **options)
     else:
-        expected = alone(what.variation)
+        expected = alone(how)
     for outcome in outcomes:
-        check_close(expected, outcome.state, what.variation.tolerance)
+        check_close(expected, outcome.state, how.tolerance)

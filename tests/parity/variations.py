@@ -78,7 +78,7 @@ def _groups(net: nn.Module) -> torch.optim.Optimizer:
 
 def _freeze(net: nn.Module) -> nn.Module:
     assert isinstance(net, Gpt)
-    for part in (net.places, net.mlp[0], net.packed):
+    for part in (net.embedded.places, net.feedforward.mlp[0], net.attention.packed):
         part.requires_grad_(False)
     return net
 
@@ -102,7 +102,7 @@ class _Recomputed(nn.Module):
 
 def _recompute(net: nn.Module) -> nn.Module:
     assert isinstance(net, Gpt)
-    net.mlp = nn.Sequential(_Recomputed(net.mlp), nn.Dropout(0.2))
+    net.feedforward.mlp = nn.Sequential(_Recomputed(net.feedforward.mlp), nn.Dropout(0.2))
     return net
 
 

@@ -55,6 +55,7 @@ class CheckpointSaver:
         """One rank's part of a save. Returns when the state is copied. Raises what an earlier save on this rank raised."""
         if session.is_joining:
             return
+        session.go_back_by(lambda: _go_back(session, directory))
         failed = self._wait()  # there is never more than one copy
         copy = _Copy(session, directory, sharded)
         try:
@@ -79,14 +80,18 @@ class CheckpointSaver:
             job = lambda: write_checkpoint(directory, snapshot, info, fence=fence, keep=keep)  # noqa: E731 (its siblings are lambdas)
             self._writer.submit(job, what=what, timeout=_WRITE_TIMEOUT)
 
+    def settle(self) -> None:
+        """Waits for the save under way, if there is one: what it wrote can be read then. What there is to say against it, the next says."""
+        failed = self._wait()
+        if failed is not None:
+            _log.error("the last checkpoint: %s", failed)
+
     def close(self, timeout: timedelta) -> None:
         """Waits for the save under way. Raises what it raised, or DeadlineError."""
         self._writer.close(timeout)
 
     def _leave(self) -> None:
-        failed = self._wait()
-        if failed is not None:
-            _log.error("the last checkpoint: %s", failed)
+        self.settle()
 
     def _wait(self) -> Exception | None:
         """Waits for the save under way; what there is to say against it."""
@@ -177,7 +182,9 @@ def load_newest(session: Session, directory: Path) -> bool:
     """One rank's part of a resume: see `shoal.resume`."""
     if session.is_joining:
         session.on_state_lost(lambda: _load_alone(session, directory))
+        session.go_back_by(lambda: _go_back(session, directory))
         return False
+    session.go_back_by(lambda: _go_back(session, directory))
 
     def body(channel: Channel) -> bool:
         captured, told = _read(directory) if channel.rank == 0 else (None, {})
@@ -189,6 +196,26 @@ def load_newest(session: Session, directory: Path) -> bool:
         return bool(told["found"])
 
     return bool(session.operation("resume", body))
+
+
+def _go_back(session: Session, directory: Path) -> str | None:
+    """See `Session.go_back_by`."""
+    CheckpointSaver.of(session).settle()
+
+    def body(channel: Channel) -> str | None:
+        captured, told = _read(directory) if channel.rank == 0 else (None, {})
+        if captured is not None:
+            told["error"] = session.cannot_return(captured)
+        told = json.loads(channel.exchange(json.dumps(told).encode())[0])
+        if told["error"] is not None:
+            return str(told["error"])
+        if not told["found"]:
+            return f"there is none in {directory}"
+        session.replace_state(channel, captured)
+        return None
+
+    answer = session.operation("go back to a checkpoint", body)
+    return None if answer is None else str(answer)
 
 
 def _load_alone(session: Session, directory: Path) -> None:

@@ -253,7 +253,8 @@ class Unit:
 
     def free(self) -> None:
         """Gives back the whole parameters' memory, where parameters are sharded."""
-        if self.stage is not Stage.PARAMETERS or self._gathering is not None:
+        uncut = self.own.shard is self._full  # there is no other copy
+        if self.stage is not Stage.PARAMETERS or self._gathering is not None or uncut:
             return
         self._gathered = False
         if self._full.untyped_storage().nbytes() and not self.resident:

@@ -1,4 +1,7 @@
-"""`python -m benchmarks [TABLE ...]`: measures, prints the tables and writes them as JSON and Markdown, with plots."""
+"""`python -m benchmarks [TABLE ...]`: measures, prints the tables and writes them as JSON and Markdown, with plots.
+
+`python -m benchmarks --docs docs` measures nothing, and writes the documentation's figures from what was measured last.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from benchmarks.pages import write_pages
 from benchmarks.registry import BENCHMARKS, Benchmark, Options
 from benchmarks.report import Machine, show, write
 
@@ -22,6 +26,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.list:
         for benchmark in BENCHMARKS:
             console.print(f"{benchmark.key:4} {benchmark.title}", markup=False, highlight=False)
+        return 0
+    if options.docs is not None:
+        for changed in write_pages(options.output, options.docs, [benchmark.key for benchmark in BENCHMARKS]):
+            console.print(str(changed), markup=False, highlight=False)
         return 0
     # Ended as by Ctrl-C: the processes that were started are ended too.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
@@ -38,6 +46,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--list", action="store_true", help="name the tables and end")
     parser.add_argument("--quick", action="store_true", help="few repetitions, rough figures")
     parser.add_argument("--output", type=Path, default=Path("out/bench"), help="where JSON, Markdown and plots go")
+    parser.add_argument("--docs", type=Path, metavar="DIR", help="write DIR/benchmarks.md and plots from what --output holds, and end")
     options = parser.parse_args(arguments)
     if unknown := [table for table in options.tables if table not in keys]:
         parser.error(f"no table named {', '.join(unknown)}; there are {', '.join(keys)}")

@@ -23,6 +23,7 @@ import psutil
 from benchmarks.errors import MeasurementError
 
 REPOSITORY: Final = Path(__file__).resolve().parent.parent
+STAGE_PREFIX: Final = "shoal-bench-"
 _MARK: Final = "SHOAL_BENCHMARK_STAGE"
 _POLL_S: Final = 0.02
 _KILL_DEADLINE_S: Final = 10.0
@@ -33,7 +34,7 @@ class Stage:
     """The processes of one run, in a directory of its own."""
 
     def __init__(self) -> None:
-        self._temporary = tempfile.TemporaryDirectory(prefix="shoal-bench-")
+        self._temporary = tempfile.TemporaryDirectory(prefix=STAGE_PREFIX)
         self.directory = Path(self._temporary.name)
         self._mark = uuid.uuid4().hex
         self._started: list[tuple[str, subprocess.Popen[bytes]]] = []

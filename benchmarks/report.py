@@ -9,15 +9,22 @@ import dataclasses
 import json
 import os
 import platform
+import re
+import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
+from typing import Final
 
 from rich.console import Console
 from rich.table import Table as Grid
 
+from benchmarks.processes import REPOSITORY, STAGE_PREFIX
+
 MISSING = "-"
+_STAGE_DIRECTORY: Final = re.compile(rf"{re.escape(tempfile.gettempdir())}/{STAGE_PREFIX}\w+/")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,12 +95,12 @@ class Machine:
 
 def show(console: Console, table: Table) -> None:
     """Prints the table."""
-    grid = Grid(title=f"{table.key.upper()}  {table.title}", caption=table.verdict, title_justify="left", caption_justify="left")
+    shown = Grid(title=f"{table.key.upper()}  {table.title}", caption=table.verdict, title_justify="left", caption_justify="left")
     for column in ("", *table.columns):
-        grid.add_column(column, justify="left" if not column else "right")
+        shown.add_column(column, justify="left" if not column else "right")
     for row in table.rows:
-        grid.add_row(row.name, *(row.cells.get(column, MISSING) for column in table.columns))
-    console.print(grid)
+        shown.add_row(row.name, *(row.cells.get(column, MISSING) for column in table.columns))
+    console.print(shown)
     for row in table.rows:
         if row.failure:
             console.print(f"{row.name}: {_first_line(row.failure)}", markup=False)
@@ -107,9 +114,16 @@ def write(directory: Path, table: Table, machine: Machine, command: str) -> None
     (directory / f"{table.key}.md").write_text(markdown(table, machine, command))
 
 
+def read(file: Path) -> tuple[Table, Machine, str]:
+    """What `write` wrote as JSON, and the command that made it."""
+    content = json.loads(file.read_text())
+    command, machine = content.pop("command"), Machine(**content.pop("machine"))
+    rows = tuple(Row(**row) for row in content.pop("rows"))
+    return Table(**content | {"columns": tuple(content["columns"]), "rows": rows}), machine, command
+
+
 def markdown(table: Table, machine: Machine, command: str) -> str:
     """The table as a section of a Markdown page."""
-    header = ["", *table.columns]
     lines = [
         f"## {table.key.upper()}: {table.title}",
         "",
@@ -119,9 +133,7 @@ def markdown(table: Table, machine: Machine, command: str) -> str:
         "",
         table.method,
         "",
-        f"| {' | '.join(header)} |",
-        f"|{'|'.join(['---', *('--:' for _ in table.columns)])}|",
-        *(f"| {' | '.join([row.name, *(row.cells.get(c, MISSING) for c in table.columns)])} |" for row in table.rows),
+        *grid(table),
         "",
         *(f"- {row.name}: `{row.command}`" for row in table.rows),
         *(f"- {row.name} failed: {_first_line(row.failure)}" for row in table.rows if row.failure),
@@ -129,8 +141,21 @@ def markdown(table: Table, machine: Machine, command: str) -> str:
     return "\n".join(lines) + "\n"
 
 
+def grid(table: Table) -> list[str]:
+    """The lines of its Markdown table."""
+    return [
+        f"| {' | '.join(['', *table.columns])} |",
+        f"|{'|'.join(['---', *('--:' for _ in table.columns)])}|",
+        *(f"| {' | '.join([row.name, *(row.cells.get(c, MISSING) for c in table.columns)])} |" for row in table.rows),
+    ]
+
+
 def _first_line(text: str) -> str:
-    return text.strip().split("\n", 1)[0]
+    """Without where this machine keeps things: reports are published."""
+    line = text.strip().split("\n", 1)[0]
+    for place in (str(Path(sys.executable).parent), sys.prefix, str(REPOSITORY)):
+        line = line.replace(f"{place}/", "")
+    return _STAGE_DIRECTORY.sub("", line)
 
 
 def _processor() -> str:

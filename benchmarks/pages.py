@@ -1,0 +1,82 @@
+"""Writes the documentation's figures from what was measured: `python -m benchmarks --docs docs`.
+
+`docs/benchmarks.md` and its plots are made whole. Other pages take single tables: between the lines `<!-- figures: t8 -->` and
+`<!-- end of figures -->` stands what this module puts there. Nothing is measured here.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from benchmarks.errors import MeasurementError
+from benchmarks.report import Table, grid, markdown, read
+
+_PAGE: Final = "benchmarks.md"
+_PLOTS: Final = "benchmarks"
+_INSERTED: Final = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
+_HEADER: Final = """\
+# Figures
+
+Measured side by side with the peers, in one run on one machine; each table says on what and by which command. `make bench` makes all of
+them again (about 20 minutes on two quiet cores), `python -m benchmarks t2` one, and `python -m benchmarks --docs docs` writes this page
+from what was measured last. What was not reached says so; decisions [0007](decisions/0007-where-the-time-of-a-step-goes.md) and
+[0065](decisions/0065-where-the-time-of-a-push-goes.md) say where the time goes.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """One table as it was written, and its plot."""
+
+    table: Table
+    section: str
+    """Markdown."""
+    plot: Path
+
+
+def write_pages(measured: Path, docs: Path, keys: Sequence[str]) -> list[Path]:
+    """Writes the page, the plots, and the tables that other pages take; the changed files. Tables that were not measured are left out.
+
+    Raises:
+        MeasurementError: there is nothing in `measured`, or a page takes a table that is not there.
+    """
+    tables = {key: _load(measured, key) for key in keys if (measured / f"{key}.json").exists()}
+    if not tables:
+        raise MeasurementError(f"no table in {measured}: run `python -m benchmarks` first")
+    (docs / _PLOTS).mkdir(exist_ok=True)
+    changed = [docs / _PAGE]
+    for key, each in tables.items():
+        if each.plot.exists():
+            changed.append(Path(shutil.copyfile(each.plot, docs / _PLOTS / f"{key}.png")))
+    (docs / _PAGE).write_text("\n".join([_HEADER, *(_section(key, each) for key, each in tables.items())]))
+    for page in sorted(docs.rglob("*.md")):
+        text = page.read_text()
+        filled = _filled(text, tables, page)
+        if filled != text:
+            page.write_text(filled)
+            changed.append(page)
+    return changed
+
+
+def _load(measured: Path, key: str) -> Measured:
+    table, machine, command = read(measured / f"{key}.json")
+    return Measured(table=table, section=markdown(table, machine, command), plot=measured / f"{key}.png")
+
+
+def _section(key: str, each: Measured) -> str:
+    return each.section + (f"\n![{key}]({_PLOTS}/{key}.png)\n" if each.plot.exists() else "")
+
+
+def _filled(text: str, tables: dict[str, Measured], page: Path) -> str:
+    return _INSERTED.sub(lambda match: match[1] + _grid(match[2], tables, page) + match[3], text)
+
+
+def _grid(key: str, tables: dict[str, Measured], page: Path) -> str:
+    if key not in tables:
+        raise MeasurementError(f"{page} takes table {key}, which was not measured: run `python -m benchmarks {key}` first")
+    return "\n".join(grid(tables[key].table)) + "\n"

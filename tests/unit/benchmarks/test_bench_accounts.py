@@ -1,0 +1,62 @@
+"""What T8 counts: bytes on connections, allocations, and shares of the formulas."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import pytest
+
+from benchmarks.memory_and_wire import CASES, Account
+from benchmarks.workers.account import Live
+from benchmarks.workers.wire import traffic
+
+
+def test_traffic_is_what_was_written_to_connections_read_or_not_and_counted_once() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as here:
+        there, _ = listener.accept()
+        with there, socket.socket(fileno=os.dup(here.fileno())):
+            before = traffic()
+            here.sendall(bytes(50_000))
+            there.sendall(bytes(7))
+            here.recv(7)
+            counted = traffic().since(before)
+            assert counted.sent == 50_007
+
+
+def test_what_was_freed_is_no_longer_out() -> None:
+    live = Live()
+    live.changed(1000, 100)
+    live.changed(2000, 50)
+    live.changed(1000, -100)
+    assert live.bytes == 50
+
+
+def test_memory_that_is_given_out_again_was_freed_unseen() -> None:
+    live = Live()
+    for address in (1000, 1100, 1200):
+        live.changed(address, 100)
+    live.changed(1050, 100)  # over parts of the first two
+    assert live.bytes == 200
+    live.changed(5000, -10)  # from before anybody looked
+    assert live.bytes == 200
+
+
+def test_an_account_is_of_the_rank_that_holds_most_and_of_the_mean_that_is_sent() -> None:
+    rank = {"model": 100, "parameters": 50, "gradients": 50, "optimizer": 100, "peak": 400, "sent": 180.0, "received": 90.0}
+    mirrors = {"mirrored_parameters": 50, "mirrored_gradients": 50, "mirrored_optimizer": 100, "sent_to_mirrors": 30.0}
+    first, second = rank | mirrors, rank | mirrors | {"parameters": 60, "sent": 200.0}
+    account = Account.of([first, second], with_received=False)
+    assert (account.held, account.mirrors, account.sent, account.sent_to_mirrors) == (210, 200, 160.0, 30.0)
+    assert Account.of([first, second], with_received=True).sent == 250.0
+
+
+@pytest.mark.parametrize(
+    ("strategy", "held", "sent"),
+    [("ddp", 4, 4 / 3), ("zero1", 2 + 2 / 3, 4 / 3), ("zero2", 2, 4 / 3), ("zero3", 4 / 3, 2), ("fsdp", 4 / 3, 2), ("async_sgd", 2, 2)],
+)
+def test_the_formulas_for_three_ranks_with_adamw(strategy: str, held: float, sent: float) -> None:
+    (case,) = [each for each in CASES if each.strategy == strategy]
+    assert case.held is not None
+    assert case.sent is not None
+    assert (case.held(3), case.sent(3)) == (pytest.approx(held), pytest.approx(sent))

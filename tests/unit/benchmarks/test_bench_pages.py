@@ -1,0 +1,80 @@
+"""The documentation's figures are written from what was measured."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.errors import MeasurementError
+from benchmarks.pages import write_pages
+from benchmarks.processes import REPOSITORY
+from benchmarks.report import Machine, Row, Table, read, write
+
+TABLE = Table(
+    key="t0",
+    title="An example",
+    target="<= 1",
+    method="By hand.",
+    columns=("s",),
+    rows=(
+        Row(name="ours", command="shoal run", cells={"s": "0.5"}, samples={"s": [0.4, 0.6]}),
+        Row(name="theirs", command="peer", cells={}, failure=f"{sys.executable} -m peer --log={REPOSITORY}/out/log ended with 1\ndetails"),
+    ),
+    verdict="Measured: 0.5 s (reached).",
+)
+
+
+@pytest.fixture
+def measured(tmp_path: Path) -> Path:
+    write(tmp_path / "out", TABLE, Machine.here(), "python -m benchmarks t0")
+    (tmp_path / "out" / "t0.png").write_bytes(b"a plot")
+    (tmp_path / "docs").mkdir()
+    return tmp_path
+
+
+def test_a_table_that_was_written_can_be_read_again(measured: Path) -> None:
+    table, machine, command = read(measured / "out" / "t0.json")
+    assert (table.columns, [row.name for row in table.rows], command) == (("s",), ["ours", "theirs"], "python -m benchmarks t0")
+    assert table.rows[0].samples == {"s": [0.4, 0.6]}
+    assert machine.cores == Machine.here().cores
+
+
+def test_the_page_has_each_measured_table_with_its_plot(measured: Path) -> None:
+    write_pages(measured / "out", measured / "docs", ["t0", "t99"])
+    page = (measured / "docs" / "benchmarks.md").read_text()
+    assert "| ours | 0.5 |\n| theirs | - |" in page
+    assert "![t0](benchmarks/t0.png)" in page
+    assert (measured / "docs" / "benchmarks" / "t0.png").read_bytes() == b"a plot"
+
+
+def test_no_path_of_the_machine_gets_into_the_page(measured: Path) -> None:
+    write_pages(measured / "out", measured / "docs", ["t0"])
+    page = (measured / "docs" / "benchmarks.md").read_text()
+    assert "theirs failed: python" in page
+    assert "--log=out/log ended with 1" in page
+    assert sys.prefix not in page
+    assert str(REPOSITORY) not in page
+
+
+def test_a_table_goes_between_the_marks_of_other_pages(measured: Path) -> None:
+    page = measured / "docs" / "guide.md"
+    page.write_text("Before.\n<!-- figures: t0 -->\nold\n<!-- end of figures -->\nAfter.\n")
+    assert page in write_pages(measured / "out", measured / "docs", ["t0"])
+    assert (
+        page.read_text()
+        == "Before.\n<!-- figures: t0 -->\n|  | s |\n|---|--:|\n| ours | 0.5 |\n| theirs | - |\n<!-- end of figures -->\nAfter.\n"
+    )
+    assert page not in write_pages(measured / "out", measured / "docs", ["t0"])
+
+
+def test_a_page_that_takes_what_was_not_measured_is_named(measured: Path) -> None:
+    (measured / "docs" / "guide.md").write_text("<!-- figures: t5 -->\n<!-- end of figures -->\n")
+    with pytest.raises(MeasurementError, match=r"guide\.md takes table t5, which was not measured"):
+        write_pages(measured / "out", measured / "docs", ["t0"])
+
+
+def test_no_pages_come_from_no_measurements(tmp_path: Path) -> None:
+    with pytest.raises(MeasurementError, match="run `python -m benchmarks` first"):
+        write_pages(tmp_path, tmp_path, ["t0"])

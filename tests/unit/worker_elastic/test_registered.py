@@ -1,5 +1,7 @@
 """Registered state: gates of schedulers and scalers after lost steps, and states that wait for their object."""
 
+import copy
+
 import pytest
 import torch
 from shoal_common.errors import ConfigurationError
@@ -30,6 +32,15 @@ def test_the_gate_stays_out_of_the_schedulers_state() -> None:
     registered.register("lr", lr)
     assert set(lr.state_dict()) == before
     assert isinstance(lr, torch.optim.lr_scheduler.StepLR)
+
+
+def test_a_copy_of_a_registered_scheduler_steps_itself_and_is_not_gated() -> None:
+    registered, lr = RegisteredState(), scheduler()
+    registered.register("lr", lr)
+    copied = copy.copy(lr)
+    registered.step_void()
+    copied.step()
+    assert (lr.last_epoch, copied.last_epoch) == (0, 1)
 
 
 def test_a_rank_that_took_its_peers_state_skips_the_advances_they_had_made() -> None:

@@ -130,10 +130,12 @@ class RegisteredState:
         self._void = True
 
     def _gate(self, name: str, value: Any, method: str) -> None:
-        advance = getattr(value, method)
+        advance, kind = getattr(value, method), type(value)
 
         @functools.wraps(advance)
-        def gated(_self: Any, *args: Any, **kwargs: Any) -> Any:
+        def gated(own: Any, *args: Any, **kwargs: Any) -> Any:
+            if own is not value:  # a copy of it, which is nobody's but the user's
+                return getattr(kind, method)(own, *args, **kwargs)
             if self._void:
                 if method == "update":
                     value._per_optimizer_states.clear()  # as its update() ends, or the next step would count as the second
@@ -145,5 +147,4 @@ class RegisteredState:
             return advance(*args, **kwargs)  # bound before the class changed
 
         # A class of its own, not an attribute of the instance: schedulers put their instance attributes into state_dict().
-        kind = type(value)
         value.__class__ = type(kind.__name__, (kind,), {method: gated, "__module__": kind.__module__, "__qualname__": kind.__qualname__})

@@ -61,6 +61,8 @@ class Intake:
                     self._apply(upload, kind, stream)
                     idle.reschedule(loop.time() + idle_s)
         except TimeoutError as error:
+            if not idle.expired():
+                raise  # another's deadline: the coordinator's, say, when it was asked for the shard map
             raise DeadlineError(f"no partition was completed in this stream for {idle_s:g} s", reason="STREAM_IDLE") from error
         finally:
             stream.release()

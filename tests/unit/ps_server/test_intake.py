@@ -21,15 +21,18 @@ from shoal_ps_server.service.requests import UploadKind
 
 @pytest.fixture
 def made(make):
-    """make_intake(idle) -> (intake, shard): one partition of 6 floats with values, members a and b in generation 1."""
+    """make_intake(idle) -> (intake, shard): one partition of 6 floats with values, members a and b in generation 1. `refusal`: what
+    asking for the shard map raises."""
 
-    def make_intake(idle: timedelta = timedelta(seconds=30)):
+    def make_intake(idle: timedelta = timedelta(seconds=30), refusal: DeadlineError | None = None):
         layout = make.layout()
         shard = make.shard()
         membership = Membership(fence=Fence(), clocks=Clocks())
         membership.learn(1, ["a", "b"])
 
         async def layout_of_epoch(epoch: int):
+            if refusal is not None:
+                raise refusal
             return layout
 
         intake = Intake(
@@ -82,6 +85,19 @@ def test_a_stream_that_falls_silent_is_ended_and_its_place_is_free_again(made, m
         assert caught.value.reason == "STREAM_IDLE"
         assert shard.version(0) == 1
         assert [each.version for each in (await intake.receive(whole(), UploadKind.PUSH)).results] == [2]
+
+    asyncio.run(scenario())
+
+
+def test_a_deadline_that_is_not_the_streams_is_told_as_what_it_is(made) -> None:
+    async def scenario() -> None:
+        intake, _ = made(refusal=DeadlineError("GetShardMap took too long"))
+
+        async def messages() -> AsyncIterator[bytes]:
+            yield chunks("a")[0]
+
+        with pytest.raises(DeadlineError, match="GetShardMap took too long"):
+            await intake.receive(messages(), UploadKind.PUSH)
 
     asyncio.run(scenario())
 

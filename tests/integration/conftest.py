@@ -89,7 +89,7 @@ class Command:
         for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGKILL):
             if self.process.poll() is None:
                 self.process.send_signal(number)
-                with contextlib.suppress(subprocess.TimeoutExpired):
+                with contextlib.suppress(subprocess.TimeoutExpired):  # the next signal is a harder one
                     self.process.wait(5)
         self.wait_until_gone()
 

@@ -107,7 +107,7 @@ class _Ranks:
                 self._results[rank] = self._fn()
                 if find_session() is not None:
                     shutdown(timeout=self._timeout)
-            except BaseException as error:
+            except BaseException as error:  # an exit ends the others, too; the launch raises it
                 if self._failed is None:
                     self._failed = rank, error
                 self._turns.end_all(f"rank {rank} failed: {type(error).__name__}: {error}")

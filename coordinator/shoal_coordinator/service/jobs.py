@@ -155,7 +155,7 @@ class Jobs:
         while True:
             await asyncio.sleep(self._sweep_interval_s)
             deserted = [job_id for job_id, loop in self._loops.items() if loop.state.is_deserted]
-            with contextlib.suppress(UnavailableError):
+            with contextlib.suppress(UnavailableError):  # looked at again the next time
                 for job_id in await self._store.dropped(deserted) if deserted else []:
                     await self._forget(job_id)
 

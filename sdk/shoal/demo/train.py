@@ -84,7 +84,7 @@ class Drag:
     def hold(self) -> None:
         """Between the gradient and its push, so that the gradient grows stale."""
         self._held_s = (self._factor - 1) * self._own_s
-        time.sleep(self._held_s)
+        time.sleep(self._held_s)  # waits for nothing: this is the slow machine's part of the step
 
     def end(self) -> None:
         """The step is done."""

@@ -37,7 +37,7 @@ class Proxy:
             pairs, self._pairs = self._pairs, set()
         for pair in pairs:
             for end in pair:
-                with contextlib.suppress(OSError):
+                with contextlib.suppress(OSError):  # closed by the other side
                     end.shutdown(socket.SHUT_RDWR)
         return len(pairs)
 
@@ -62,13 +62,13 @@ class Proxy:
                 thread.start()
 
     def _pass_on(self, pair: tuple[socket.socket, socket.socket], source: socket.socket, sink: socket.socket) -> None:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # closed by the other side
             while data := source.recv(1 << 16):
                 sink.sendall(data)
         with self._lock:
             self._pairs.discard(pair)
         for end in pair:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # closed by the other side
                 end.shutdown(socket.SHUT_RDWR)
 
     def __enter__(self) -> Self:

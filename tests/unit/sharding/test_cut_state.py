@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,7 +49,7 @@ class Rank:
         (group,) = by_bytes(self.module, cap=1 << 20)
         self.unit = Unit(group.name, group.parameters, group.names, stage=Stage.OPTIMIZER, wide=False)
         self.optimizer = make_optimizer(list(self.module.parameters()))
-        self.execution = ShardedExecution([(self.module, [self.unit])], RankThread(0, 1, [], None), Stage.OPTIMIZER)  # type: ignore[arg-type]
+        self.execution = ShardedExecution([(self.module, [self.unit])], RankThread(0, 1, [], threading.Barrier(1)), Stage.OPTIMIZER)
         self.execution.reduces_in_backward = False
         self.state = CutState(self.module, self.execution, Stage.OPTIMIZER)
         self.state.use_optimizer(self.optimizer, elementwise=False)

@@ -44,10 +44,10 @@ class Device(dist.ProcessGroup):
     """A native group that queues kernels."""
 
     def __init__(self) -> None:
-        super().__init__(0, 2)  # type: ignore[call-arg]
+        super().__init__(0, 2)  # type: ignore[call-arg]  # torch's stub knows only the other constructor
         self.kernels: list[Kernel] = []
 
-    def allreduce(self, tensors: list[torch.Tensor], opts: AllreduceOptions) -> Work:  # type: ignore[override]
+    def allreduce(self, tensors: list[torch.Tensor], opts: AllreduceOptions) -> Work:  # type: ignore[override]  # one of torch's two forms
         if tensors[0].dtype == torch.bool:
             raise RuntimeError("Input tensor data type is not supported")
         self.kernels.append(Kernel(tensors[0]))
@@ -125,13 +125,13 @@ def test_a_mistake_of_the_caller_leaves_the_group_as_it_is() -> None:
 # --- connecting; ProcessGroupGloo stands in for ProcessGroupNCCL
 
 
-class Native(dist.ProcessGroupGloo):  # type: ignore[misc]
+class Native(dist.ProcessGroupGloo):  # type: ignore[misc]  # untyped in this build
     """Connects when the test lets it."""
 
     ready: threading.Event
     aborted: threading.Event
 
-    class Options(distributed_c10d.ProcessGroupGloo._Options):  # type: ignore[misc, name-defined]
+    class Options(distributed_c10d.ProcessGroupGloo._Options):  # type: ignore[misc, name-defined]  # untyped in this build
         def __init__(self) -> None:
             super().__init__()
             self._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1", lazy_init=False)]

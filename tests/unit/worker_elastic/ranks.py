@@ -160,7 +160,7 @@ def form(members: Sequence[Member], work: Callable[[Member], Any]) -> list[Any]:
     def run(member: Member) -> Any:
         try:
             return work(member)
-        except Exception as error:
+        except Exception as error:  # whatever it is: an outcome
             room.leave()
             return error
 

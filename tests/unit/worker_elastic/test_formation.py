@@ -1,5 +1,7 @@
 """When a generation forms: whose state counts, who gives it to whom, and who speaks for all."""
 
+from functools import partial
+
 import pytest
 from shoal_common.errors import ConfigurationError, PreconditionError
 from shoal_worker.elastic.place import Place
@@ -110,6 +112,6 @@ def test_ranks_at_different_loops_refuse_to_feed_a_joiner() -> None:
 def test_joiners_that_find_nobody_start_from_the_checkpoint() -> None:
     members = [Member(Model(1.0), live=False), Member(Model(2.0), live=False)]
     for member in members:
-        member.formation.fallback = lambda m=member: m.model.restore(Model(7.0).capture())  # type: ignore[misc]
+        member.formation.fallback = partial(member.model.restore, Model(7.0).capture())
     assert form(members, border) == [None, None]
     assert [m.model.value for m in members] == [7.0, 7.0]

@@ -218,11 +218,11 @@ def test_a_donor_that_gets_on_too_slowly_is_given_up(monkeypatch: pytest.MonkeyP
 
         def serve() -> None:
             connection, _ = slow.accept()
-            with connection, contextlib.suppress(OSError):
+            with connection, contextlib.suppress(OSError):  # the receiver has given up
                 connection.sendall(transfer._U64.pack(len(header)) + header + transfer._digest(header))
                 while True:  # a byte now and then: no single read times out
                     connection.sendall(b"x")
-                    time.sleep(0.05)
+                    time.sleep(0.05)  # waits for nothing: the donor's slowness
 
         thread = threading.Thread(target=serve)
         thread.start()
@@ -250,7 +250,7 @@ def test_whoever_guards_a_transfer_can_end_it(donor: StateDonor) -> None:
 
 def _is_closed(connection: socket.socket) -> bool:
     connection.settimeout(5)
-    with contextlib.suppress(ConnectionResetError):
+    with contextlib.suppress(ConnectionResetError):  # ended by the guard
         return connection.recv(1) == b""
     return True
 

@@ -147,7 +147,7 @@ def test_a_rank_that_raises_ends_the_others_with_its_reason(strategy: str) -> No
     def be_rank() -> None:
         try:
             train(strategy, fail)
-        except Exception as error:
+        except Exception as error:  # whatever it is: looked at below
             outcomes[shoal.rank()] = error
             raise
 

@@ -88,7 +88,7 @@ class Output:
     logits: torch.Tensor
 
 
-class ModelOutput(collections.OrderedDict):  # type: ignore[type-arg]
+class ModelOutput(collections.OrderedDict):  # type: ignore[type-arg]  # as transformers declares it
     pass
 
 

@@ -63,7 +63,7 @@ class Delivery:
             request = self._dealer.request(dealt, block)
             try:
                 batch = self._fetcher.fetch(request, functools.partial(self._supply.following, dealt, request))
-            except Exception:
+            except Exception:  # whatever it is: it is raised again
                 self.failed = True
                 raise
             weight = self._weight(batch, block)

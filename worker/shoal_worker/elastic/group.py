@@ -375,7 +375,7 @@ class Group:
 
 
 def _shut_down(connection: socket.socket) -> None:
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):  # its peer has closed it
         connection.shutdown(socket.SHUT_RDWR)
 
 

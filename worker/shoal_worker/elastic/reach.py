@@ -38,7 +38,7 @@ def unreachable(peers: Mapping[int, str], *, timeout: timedelta, given_up: Calla
             for key, _ in waiting.select(_LOOK_S):
                 rank, connection = key.data
                 waiting.unregister(connection)
-                with suppress(OSError):
+                with suppress(OSError):  # nobody took the connection: it stays among those left
                     connection.send(PROBE)  # fails if connecting did
                     left.discard(rank)
     return [] if given_up() else sorted(left)

@@ -106,7 +106,7 @@ class StateDonor:
             with self._changed:
                 self._offer = None
                 for connection in self._serving:
-                    with contextlib.suppress(OSError):
+                    with contextlib.suppress(OSError):  # the receiver has closed it
                         connection.shutdown(socket.SHUT_RDWR)
                 # The tensors may change from here on: nobody may still read them.
                 if not self._changed.wait_for(lambda: not self._serving, _BLOCK_TIMEOUT_S):
@@ -115,7 +115,7 @@ class StateDonor:
     def close(self) -> None:
         """Stops listening."""
         self._closed.set()
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # the receiver has closed it
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
 

@@ -225,7 +225,7 @@ class _Pass:
         for action in self._schedule.actions[self._links.rank]:
             try:
                 does[action.kind](action.stage, action.micro_batch)
-            except Exception as error:
+            except Exception as error:  # whatever the stage raised, with where
                 error.add_note(f"in pipeline stage {action.stage}, micro-batch {action.micro_batch}, {action.kind.name.lower()}")
                 raise
         results = self._results
@@ -384,7 +384,8 @@ class _Pass:
 def _into_stage(received: Border) -> Border:
     if not torch.is_grad_enabled():
         return received
-    tensors = tuple(_IntoStage.apply(one) if one.requires_grad else one for one in received.tensors)  # type: ignore[no-untyped-call]
+    into_stage: Callable[[torch.Tensor], torch.Tensor] = _IntoStage.apply
+    tensors = tuple(into_stage(one) if one.requires_grad else one for one in received.tensors)
     return Border(tensors=tensors, wrapped=received.wrapped, given=received.given)
 
 

@@ -68,7 +68,7 @@ class Links:
         """Whatever is raised inside ends the group, so that the other ranks hear of it at once."""
         try:
             yield
-        except BaseException as error:
+        except BaseException as error:  # an interrupt leaves the others waiting as an error does
             self._sends.clear()
             cause = str(error).strip().partition("\n")[0] or type(error).__name__
             self.end(

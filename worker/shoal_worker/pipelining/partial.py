@@ -234,7 +234,7 @@ class _LayeredPart(PartialModel):
         """The received value. Where the layer runs again in the backward pass, the one it had then."""
         known = getattr(stand_in, "received", None)
         if known is not None:
-            return known  # type: ignore[no-any-return]
+            return known  # type: ignore[no-any-return]  # torch's attributes are untyped
         run = self._run
         if run is None or run.received is None or not isinstance(stand_in, Placeholder):
             raise ConfigurationError(

@@ -74,7 +74,7 @@ class Placeholder(torch.Tensor):
         if func in _FRESH:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]  # torch's is untyped
 
 
 class Absent(torch.Tensor):
@@ -90,7 +90,7 @@ class Absent(torch.Tensor):
                 f"the model's forward uses ({name}) parameters of a module that is on another pipeline stage, other than by calling that "
                 "module: use a module for it (a tied nn.Linear head, say), or give the model a method pipeline_blocks()"
             )
-        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]  # torch's is untyped
 
 
 def absent_like(tensor: torch.Tensor) -> torch.Tensor:

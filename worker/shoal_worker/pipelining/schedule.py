@@ -235,7 +235,8 @@ def _torch_order(kind: ScheduleKind, ranks: int, stages_per_rank: int, micro_bat
     """torch's order of computations, by rank, for as many micro-batches as it needs; those that are not there left out."""
     make: Callable[..., Any] = torch_schedules.get_schedule_class(kind.torch_class)
     stages = [_StandIn(rank * stages_per_rank, ranks * stages_per_rank, 0, ranks) for rank in range(stages_per_rank)]
-    given: Any = stages[0] if issubclass(make, torch_schedules.PipelineScheduleSingle) else stages  # type: ignore[arg-type]
+    single = isinstance(make, type) and issubclass(make, torch_schedules.PipelineScheduleSingle)
+    given: Any = stages[0] if single else stages
     refusal: ValueError | None = None
     for wanted in range(micro_batches, micro_batches + 2 * ranks * stages_per_rank + 1):
         try:

@@ -9,7 +9,7 @@ model on
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -218,8 +218,8 @@ def _of(names: Sequence[str], named: Mapping[str, torch.Tensor]) -> list[torch.T
     return [tensor for name, tensor in named.items() if isinstance(tensor, nn.Parameter) and name.startswith(prefixes)]
 
 
-def _unique(tensors: object) -> list[torch.Tensor]:
-    return list({id(t): t for t in tensors}.values())  # type: ignore[attr-defined]
+def _unique(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    return list({id(t): t for t in tensors}.values())
 
 
 def _bytes(tensor: torch.Tensor) -> int:

@@ -307,7 +307,7 @@ class _BeforeForward(_Hook):
     def __init__(self, execution: ShardedExecution, block: _Block) -> None:
         self._execution, self._block = execution, block
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's is untyped
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._execution.before_forward(self._block, (args, kwargs))
 
@@ -316,6 +316,6 @@ class _AfterForward(_Hook):
     def __init__(self, execution: ShardedExecution, block: _Block) -> None:
         self._execution, self._block = execution, block
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's is untyped
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         self._execution.after_forward(self._block, output)

@@ -34,7 +34,7 @@ class CollectiveCounter(TorchDispatchMode):
     """Within `with CollectiveCounter() as counter:` all collectives of this thread, and of a backward pass that it runs, are recorded."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's is untyped
         self.collectives: list[Collective] = []
 
     def counts(self) -> Counter[str]:

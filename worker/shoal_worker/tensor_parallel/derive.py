@@ -282,7 +282,7 @@ class _Planner:
                 )
         if role.asked:
             self._check_asked(path, module, role.split, layer)
-        if style is Style.EMBEDDING_DIMENSION and module._parameters["weight"].shape[1] % self._size:  # type: ignore[union-attr]
+        if style is Style.EMBEDDING_DIMENSION and module.get_parameter("weight").shape[1] % self._size:
             raise self._refusal(path, module, f"its {module.embedding_dim} columns do not divide by {self._size}")
         rows = None
         if isinstance(module, nn.Embedding) and style is Style.VOCABULARY:

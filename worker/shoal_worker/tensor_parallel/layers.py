@@ -136,7 +136,7 @@ class Vocabulary(nn.Module):
         context = self._shoal_context
         with region(context, leaf=True):
             ids = whole(input) if isinstance(input, DTensor) else input
-            first, rows = local_offset(self.weight, 0), _local(self.weight)  # type: ignore[arg-type]
+            first, rows = local_offset(self.weight, 0), _local(self.weight)  # type: ignore[arg-type]  # a parameter is a tensor
             own = ids - first
             elsewhere = (own < 0) | (own >= rows.shape[0])
             padding = None if self.padding_idx is None else self.padding_idx - first
@@ -213,7 +213,7 @@ class ShoalStyle(ParallelStyle):
         style = Style.REPLICATE if self._entry is None else self._entry.style
         layer = linear_like(module)
         if layer is not None:
-            module._shoal_output_dimension = layer.output_dimension  # type: ignore[assignment]
+            module._shoal_output_dimension = layer.output_dimension  # type: ignore[assignment]  # a module's attributes may be anything
         for layout in () if self._entry is None else self._entry.parameters:
             self._distributor.distribute(module, layout.name.rpartition(".")[2], layout)
         if not self._runs:
@@ -225,9 +225,9 @@ class ShoalStyle(ParallelStyle):
             mixins.append(Region)
         if mixins:
             _add_mixins(module, mixins)
-            module._shoal_context = self._context  # type: ignore[assignment]
+            module._shoal_context = self._context  # type: ignore[assignment]  # a module's attributes may be anything
         if self._root:
-            module._shoal_keeps_logits = self._keeps_logits  # type: ignore[assignment]
+            module._shoal_keeps_logits = self._keeps_logits  # type: ignore[assignment]  # a module's attributes may be anything
         return module
 
 

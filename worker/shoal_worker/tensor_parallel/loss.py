@@ -70,7 +70,7 @@ def vocabulary_parallel_cross_entropy(
         begin = local_offset(logits, dimension)
         part = shifted if class_weights is None else shifted * class_weights[begin : begin + shifted.shape[-1]]
         sums.append(part.sum(-1))
-    summed: torch.Tensor = _SumOverRanks.apply(torch.stack(sums), group)  # type: ignore[no-untyped-call]
+    summed: torch.Tensor = _SumOverRanks.apply(torch.stack(sums), group)  # type: ignore[no-untyped-call]  # torch's is untyped
     exp_sum, picked, *smoothed = summed.unbind(0)
 
     log_normalizer = exp_sum.log()

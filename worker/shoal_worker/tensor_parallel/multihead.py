@@ -24,7 +24,7 @@ class MultiheadForward(nn.Module):
 
     _shoal_context: ParallelContext
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's is untyped
     def forward(
         self,
         query: torch.Tensor,

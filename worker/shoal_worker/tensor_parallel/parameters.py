@@ -131,7 +131,7 @@ def _distributed(local: torch.Tensor, layout: ParameterLayout, mesh: DeviceMesh)
 
 def keep_gradients_placed(parameter: nn.Parameter) -> None:
     """A gradient that comes as a sum yet to be made, or whole, is brought to the parameter's own layout before it is added up."""
-    placements = parameter.placements  # type: ignore[attr-defined]
+    placements = parameter.placements  # type: ignore[attr-defined]  # set where it was cut
 
     def placed(gradient: torch.Tensor) -> torch.Tensor:
         if isinstance(gradient, DTensor) and gradient.placements != placements:

@@ -1,0 +1,237 @@
+"""`gradient_compression=` as users meet it: training on in-memory ranks with every compressor, its state in checkpoints, and refusals."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import shoal
+import torch
+import torch.nn.functional as F
+from shoal_common.errors import ConfigurationError
+from shoal_worker.compression import compressor_names
+from torch import nn
+
+Flat = torch.Tensor
+
+COMPRESSORS: dict[str, Any] = {name: name for name in compressor_names()} | {
+    "topk": {"name": "topk", "ratio": 0.1},
+    "randomk": {"name": "randomk", "ratio": 0.25},
+    "powersgd": {"name": "powersgd", "rank": 2},
+}
+STRATEGIES = ["ddp", "zero1", "zero2", "zero3", "fsdp"]
+CASES = [
+    (strategy, name, micro)
+    for strategy, name, micro in itertools.product(STRATEGIES, COMPRESSORS, (False, True))
+    if name != "powersgd" or strategy == "ddp"
+]
+QUICK = {
+    *(("ddp", name, bool(number % 2)) for number, name in enumerate(COMPRESSORS)),
+    *(("zero1", "bf16", True), ("zero2", "sign", False), ("zero3", "topk", True), ("fsdp", "int8", False)),
+}
+
+
+def network() -> nn.Module:
+    """The same on every rank, whose threads share torch's generator."""
+    generator = torch.Generator().manual_seed(0)
+    net = nn.Sequential(nn.Linear(12, 40), nn.Tanh(), nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 3))
+    for parameter in net.parameters():
+        nn.init.normal_(parameter, std=0.3, generator=generator)
+    return net
+
+
+def data() -> torch.utils.data.TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(96, 12, generator=generator)
+    return torch.utils.data.TensorDataset(x, (x @ torch.randn(12, 3, generator=generator)).argmax(1))
+
+
+def flat(model: Any) -> Flat:
+    return torch.cat([p.flatten() for p in model.gather_full_parameters().values()])
+
+
+def train(
+    strategy: str, compression: Any, *, micro: bool = False, epochs: int = 6, lr: float = 0.2, **options: Any
+) -> tuple[float, float, Flat]:
+    """One rank's part: the loss on all samples before and after, and the parameters."""
+    net, dataset = network(), data()
+    model, optimizer = shoal.as_distributed(
+        net, torch.optim.SGD(net.parameters(), lr), strategy=strategy, gradient_compression=compression, **options
+    )
+    loader = shoal.ElasticDataLoader(dataset, global_batch_size=24, micro_batch_size=6 if micro else None)
+    for _ in loader.epochs(epochs):
+        for step in loader.steps() if micro else ([batch] for batch in loader):
+            for x, y in step:
+                F.cross_entropy(model(x), y).backward()
+            assert optimizer.step()
+            optimizer.zero_grad()
+    trained = network()
+    after = flat(model)
+    before = loss_of(trained, dataset)
+    nn.utils.vector_to_parameters(after, trained.parameters())
+    return before, loss_of(trained, dataset), after
+
+
+@torch.no_grad()
+def loss_of(net: nn.Module, dataset: torch.utils.data.TensorDataset) -> float:
+    return float(F.cross_entropy(net(dataset.tensors[0]), dataset.tensors[1]))
+
+
+def launch(*arguments: Any, world_size: int = 2, **options: Any) -> list[Any]:
+    return shoal.launch(lambda: train(*arguments, **options), world_size=world_size, backend="inmemory")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "name", "micro"), [pytest.param(*case, marks=() if case in QUICK else pytest.mark.matrix) for case in CASES]
+)
+def test_ranks_end_with_one_model_that_has_learnt(strategy: str, name: str, micro: bool) -> None:
+    results = launch(strategy, COMPRESSORS[name], micro=micro, world_size=3 if strategy == "ddp" else 2)
+    before, after, parameters = results[0]
+    assert all(torch.equal(parameters, other) for _, _, other in results)
+    assert after < 0.6 * before
+
+
+@pytest.mark.parametrize(("name", "tolerance"), [("bf16", 2e-2), ("fp16", 2e-3), ("int8", 5e-2)])
+def test_what_rounds_ends_close_to_what_does_not(name: str, tolerance: float) -> None:
+    plain, rounded = launch("ddp", None)[0][2], launch("ddp", name)[0][2]
+    assert not torch.equal(plain, rounded)
+    assert float((plain - rounded).norm() / plain.norm()) < tolerance
+
+
+def test_a_pair_of_optimizer_and_compressor_is_the_setting() -> None:
+    def pair() -> Flat:
+        net = network()
+        optimizer = shoal.GradientCompressionOptimizer(torch.optim.SGD(net.parameters(), 0.2), COMPRESSORS["topk"])
+        model, wrapped = shoal.as_distributed(net, optimizer)
+        return run(model, wrapped, 4)
+
+    def setting() -> Flat:
+        net = network()
+        model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.2), gradient_compression=COMPRESSORS["topk"])
+        return run(model, optimizer, 4)
+
+    assert torch.equal(shoal.launch(pair, world_size=2)[1], shoal.launch(setting, world_size=2)[0])
+
+
+def run(model: Any, optimizer: Any, steps: int, *, scaler: Any = None, overflow_at: int = -1) -> Flat:
+    """A loop of its own; in `overflow_at` the gradients are infinite."""
+    x, y = data().tensors
+    rank, size = shoal.rank(), 96 // shoal.world_size()
+    for step in range(steps):
+        loss = F.cross_entropy(model(x[rank * size : rank * size + size]), y[rank * size : rank * size + size])
+        if step == overflow_at:
+            loss = loss * float("inf")
+        if scaler is None:
+            loss.backward()
+            assert optimizer.step()
+        else:
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        optimizer.zero_grad()
+    return flat(model)
+
+
+@pytest.mark.parametrize(("strategy", "name"), [("ddp", "sign"), ("ddp", "powersgd"), ("zero2", "topk")])
+def test_residuals_follow_a_gradient_scaler(strategy: str, name: str) -> None:
+    """Scales are powers of two, so that nothing else may differ; nor does a step that is skipped leave anything behind."""
+
+    def scaled(growth: int, overflow_at: int, steps: int) -> Flat:
+        net = network()
+        model, optimizer = shoal.as_distributed(
+            net, torch.optim.SGD(net.parameters(), 0.2), strategy=strategy, gradient_compression=COMPRESSORS[name]
+        )
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=growth) if growth else None
+        if scaler is not None:
+            shoal.register_state(scaler=scaler)
+        return run(model, optimizer, steps, scaler=scaler, overflow_at=overflow_at)
+
+    plain = shoal.launch(scaled, 0, -1, 7, world_size=2)[0]
+    growing = shoal.launch(scaled, 2, -1, 7, world_size=2)[0]
+    skipping = shoal.launch(scaled, 2, 3, 8, world_size=2)[0]
+    if name == "powersgd":  # a QR decomposition may round otherwise at another scale
+        torch.testing.assert_close(growing, plain)
+        torch.testing.assert_close(skipping, plain)
+    else:
+        assert torch.equal(growing, plain)
+        assert torch.equal(skipping, plain)
+
+
+@pytest.mark.parametrize(("strategy", "name", "micro"), [("ddp", "sign", False), ("ddp", "powersgd", True), ("zero2", "topk", False)])
+def test_a_resumed_run_ends_as_one_that_went_on(tmp_path: Path, strategy: str, name: str, micro: bool) -> None:
+    def half(epochs: int, resume: bool) -> Flat:
+        net = network()
+        model, optimizer = shoal.as_distributed(
+            net, torch.optim.SGD(net.parameters(), 0.2), strategy=strategy, gradient_compression=COMPRESSORS[name]
+        )
+        loader = shoal.ElasticDataLoader(data(), global_batch_size=24, micro_batch_size=6 if micro else None)
+        assert shoal.resume(tmp_path) is resume
+        for epoch in loader.epochs(epochs):
+            for step in loader.steps() if micro else ([batch] for batch in loader):
+                for x, y in step:
+                    F.cross_entropy(model(x), y).backward()
+                assert optimizer.step()
+                optimizer.zero_grad()
+            if epoch == 0 and not resume:
+                shoal.save_checkpoint(tmp_path)
+        return flat(model)
+
+    went_on = shoal.launch(half, 3, False, world_size=2)[0]
+    assert torch.equal(shoal.launch(half, 3, True, world_size=2)[0], went_on)
+    for world_size in (1, 3) if strategy == "zero2" else ():
+        elsewhere = shoal.launch(half, 3, True, world_size=world_size)[0]
+        assert float((elsewhere - went_on).norm() / went_on.norm()) < 0.3
+
+
+def test_what_is_trained_may_change_between_steps() -> None:
+    def phases() -> Flat:
+        net = network()
+        model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.2), gradient_compression=COMPRESSORS["topk"])
+        run(model, optimizer, 3)
+        frozen = net[2].weight.clone()
+        net[2].requires_grad_(False)
+        run(model, optimizer, 3)
+        assert torch.equal(net[2].weight, frozen)
+        net[2].requires_grad_(True)
+        return run(model, optimizer, 3)
+
+    first, second = shoal.launch(phases, world_size=2)
+    assert torch.equal(first, second)
+    assert first.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"gradient_compression": "zip"}, "expected one of fp16, bf16, int8"),
+        ({"gradient_compression": 8}, "expected a name, a name with settings"),
+        ({"gradient_compression": "bf16", "deterministic": True}, "cannot be bitwise the same for any world size"),
+        ({"gradient_compression": "bf16", "strategy": "local_sgd"}, "strategy='local_sgd', which does not compress"),
+        ({"gradient_compression": "powersgd", "strategy": "zero1"}, "it needs whole matrices on every rank"),
+        ({"gradient_compression": "powersgd", "strategy": "fsdp"}, "take topk, int8 or another, or ddp"),
+    ],
+)
+def test_what_cannot_run_together_says_so(options: dict[str, Any], message: str) -> None:
+    def refused() -> None:
+        net = network()
+        with pytest.raises(ConfigurationError, match=message):
+            shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1), **options)
+
+    shoal.launch(refused, world_size=1)
+
+
+def test_two_compressors_for_one_model_are_refused() -> None:
+    net = network()
+    pair = shoal.GradientCompressionOptimizer(torch.optim.SGD(net.parameters(), 0.1), "topk")
+
+    def refused() -> None:
+        with pytest.raises(ConfigurationError, match="two compressors for one model"):
+            shoal.as_distributed(net, pair, gradient_compression="int8")
+
+    shoal.launch(refused, world_size=1)
+    with pytest.raises(ConfigurationError, match=r"expected a torch\.optim\.Optimizer"):
+        shoal.GradientCompressionOptimizer(net, "topk")  # type: ignore[arg-type]  # what is tested
+    with pytest.raises(ConfigurationError, match="expected a compressor"):
+        shoal.GradientCompressionOptimizer(torch.optim.SGD(net.parameters(), 0.1), None)  # type: ignore[arg-type]  # what is tested

@@ -1,4 +1,7 @@
-"""How far this worker is, for heartbeats and metrics. Written by the training thread, read by the link's; one lock guards it all."""
+"""How far this worker is, for heartbeats and metrics.
+
+Written by the training thread, read by the link's. A lock guards what one commit changes together; the other fields are single values.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import statistics
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 
 from shoal_protos.v1 import coordinator_pb2 as pb
 
@@ -17,10 +21,12 @@ _MEDIAN_OF = 31
 
 
 class ProgressMeter:
-    """Counts steps, samples and entered collectives, and keeps rates over about the last second."""
+    """Counts steps, samples and entered collectives, and keeps rates over about the last second, or the last step if that took longer."""
 
-    def __init__(self, metrics: WorkerMetrics) -> None:
+    def __init__(self, metrics: WorkerMetrics, *, clock: Callable[[], float] = time.monotonic) -> None:
+        """`clock`: seconds since anywhere."""
         self._metrics = metrics
+        self._clock = clock
         self._lock = threading.Lock()
         self._sequence = 0
         self._steps = 0
@@ -54,13 +60,13 @@ class ProgressMeter:
 
     def committed(self, *, steps: int, samples: int, loss: float | None) -> None:
         """A step was committed; `samples` of it were this rank's."""
-        now = time.monotonic()
+        now = self._clock()
         with self._lock:
             self._sequence += 1
             self._steps = steps
             self._samples += samples
             self._recent.append((now, samples))
-            while self._recent[0][0] < now - _WINDOW_S:
+            while len(self._recent) > 2 and self._recent[0][0] < now - _WINDOW_S:
                 self._recent.popleft()
             last, self._last_commit = self._last_commit, now
             if last is not None:
@@ -73,10 +79,11 @@ class ProgressMeter:
             self.told_loss(loss)
 
     def message(self) -> pb.Progress:
-        """A snapshot."""
+        """A snapshot. While no step ends, the rate falls."""
         with self._lock:
             times, samples = list(self._step_times), [n for _, n in self._recent]
-            span = self._recent[-1][0] - self._recent[0][0] if samples else 0.0
+            since_last = self._clock() - self._recent[-1][0] if samples else 0.0
+            span = max(self._recent[-1][0] - self._recent[0][0], since_last) if samples else 0.0
             return pb.Progress(
                 step=self._steps,
                 epoch=self.epoch,

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
+import pytest
 
-PAGE = Path(__file__).parents[3] / "docs" / "strategies" / "tensor.md"
+from tests.pages import run_examples
 
 
-def test_the_pages_examples_run(capsys):
-    text = PAGE.read_text()
-    plan, example = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    (shown,) = re.findall(r"```\n(module .*?)```", text, re.DOTALL)
-    exec(compile(plan, f"{PAGE}, the plan", "exec"), {})
-    assert capsys.readouterr().out == shown
-    exec(compile(example, f"{PAGE}, the example", "exec"), {"__name__": "example"})
+def test_the_pages_examples_run(capsys: pytest.CaptureFixture[str]) -> None:
+    run_examples("strategies/tensor.md", shown="module ", capsys=capsys)

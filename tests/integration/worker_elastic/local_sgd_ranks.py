@@ -52,7 +52,7 @@ def _count_bytes() -> None:
         plain(self, tensor)
         _sent.append(tensor.nbytes)
 
-    Group.all_reduce = counted  # type: ignore[method-assign]
+    Group.all_reduce = counted  # type: ignore[method-assign]  # nothing public lies between a strategy and its backend
 
 
 def error(model: nn.Module, batch: list[torch.Tensor]) -> dict[str, float]:
@@ -78,7 +78,7 @@ def train(recipe: Recipe) -> dict[str, Any]:
             for x, y in step if recipe.micro else [step]:
                 nn.functional.mse_loss(model(x), y).backward()
             if hold.exists():
-                time.sleep(0.2)
+                time.sleep(0.2)  # waits for nothing: a slow step, so that what the test waits for happens before the end
             lost += not optimizer.step()
             schedule.step()
             bytes_by_step.append(sum(_sent[before:]))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.integration.worker_elastic import few_micro_batches, sharded_state
-from tests.integration.worker_elastic.cluster import cluster
+from tests.integration.worker_elastic.cluster import Cluster, cluster
 from tests.integration.worker_elastic.test_faults import EPOCHS, check_same_run
 from tests.zygote.children import Zygote, eventually
 
@@ -115,14 +115,36 @@ def test_a_worker_killed_while_its_shard_of_a_checkpoint_is_written_leaves_the_o
     assert len(list((checkpoints / "step-10").glob("shard-*-of-00003.safetensors"))) == 3
 
 
+def kill_two_neighbours(running: Cluster, failpoint: str) -> None:
+    """Ranks 1 and 2 of four: one mirrors the other's shard."""
+    for index in range(4):
+        running.start(index, **({"SHOAL_FAILPOINTS": failpoint} if index in (1, 2) else {}))
+
+
 def test_two_neighbours_that_die_at_once_are_a_loss_that_is_named(zygote: Zygote, tmp_path: Path) -> None:
     with cluster(zygote, tmp_path, max_workers=4, EPOCHS=str(EPOCHS), MICRO="1", STRATEGY="zero3") as running:
-        for index in range(4):
-            running.start(index, **({"SHOAL_FAILPOINTS": "session.before_apply@15=kill"} if index in (1, 2) else {}))
+        kill_two_neighbours(running, "session.before_apply@15=kill")
         for index in (0, 3):
             eventually(running.workers[index].ended.is_set, "the survivors' end")
         output = "".join(path.read_text() for path in tmp_path.rglob("*.log"))
         assert "nobody holds the shards" in output
+
+
+@pytest.mark.parametrize(
+    "failpoint", ["session.before_apply@15=kill", pytest.param("session.after_commit@15=kill", marks=pytest.mark.matrix)]
+)
+def test_two_neighbours_that_die_at_once_take_the_run_back_to_the_newest_checkpoint(
+    zygote: Zygote, tmp_path: Path, alone: dict[str, Any], failpoint: str
+) -> None:
+    settings = {"EPOCHS": str(EPOCHS), "MICRO": "1", "STRATEGY": "zero3", "CHECKPOINTS": str(tmp_path / "checkpoints")}
+    with cluster(zygote, tmp_path, max_workers=4, **settings) as running:
+        kill_two_neighbours(running, failpoint)
+        for result in running.finish(0, 3):
+            assert {name: result[name] for name in ("steps", "digest", "lr", "evaluations")} == {
+                name: alone[name] for name in ("steps", "digest", "lr", "evaluations")
+            }
+            assert result["lost"] == 1
+        assert "going back to the newest checkpoint" in running.said()
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "zero1"])

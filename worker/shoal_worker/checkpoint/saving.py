@@ -55,6 +55,7 @@ class CheckpointSaver:
         """One rank's part of a save. Returns when the state is copied. Raises what an earlier save on this rank raised."""
         if session.is_joining:
             return
+        session.go_back_by(lambda: _go_back(session, directory))
         failed = self._wait()  # there is never more than one copy
         copy = _Copy(session, directory, sharded)
         try:
@@ -182,7 +183,9 @@ def load_newest(session: Session, directory: Path) -> bool:
     CheckpointSaver.of(session).settle()  # else the newest may not be there yet
     if session.is_joining:
         session.on_state_lost(lambda: _load_alone(session, directory))
+        session.go_back_by(lambda: _go_back(session, directory))
         return False
+    session.go_back_by(lambda: _go_back(session, directory))
 
     def body(channel: Channel) -> bool:
         captured, told = _read(directory) if channel.rank == 0 else (None, {})
@@ -194,6 +197,26 @@ def load_newest(session: Session, directory: Path) -> bool:
         return bool(told["found"])
 
     return bool(session.operation("resume", body))
+
+
+def _go_back(session: Session, directory: Path) -> str | None:
+    """See `Session.go_back_by`."""
+    CheckpointSaver.of(session).settle()
+
+    def body(channel: Channel) -> str | None:
+        captured, told = _read(directory) if channel.rank == 0 else (None, {})
+        if captured is not None:
+            told["error"] = session.cannot_return(captured)
+        told = json.loads(channel.exchange(json.dumps(told).encode())[0])
+        if told["error"] is not None:
+            return str(told["error"])
+        if not told["found"]:
+            return f"there is none in {directory}"
+        session.replace_state(channel, captured)
+        return None
+
+    answer = session.operation("go back to a checkpoint", body)
+    return None if answer is None else str(answer)
 
 
 def _load_alone(session: Session, directory: Path) -> None:

@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from shoal_common.errors import PreconditionError
+
 
 class StepStatus(enum.Enum):
     """What became of a step. True when committed, so that side effects can stand behind `if optimizer.step():`."""
@@ -197,3 +199,7 @@ class StopTraining(Exception):
 
 class Drained(StopTraining):
     """This member alone leaves: it was asked to drain, or got SIGTERM. Ends the process with status 0."""
+
+
+class StateLostError(PreconditionError):
+    """The ranks that are left hold but a part of the state: they can only go on from a checkpoint. Raised on all of them alike."""

@@ -188,6 +188,29 @@ class HeldState:
         self.operations.restart(kept.operations, passed=True)
         self.name, self.torn, self.went_back = kept.name, False, undone
 
+    def cannot_return(self, captured: Mapping[str, Any]) -> str | None:
+        """Why the script cannot go on from a captured state that it has left behind; None: it can. It can take the steps of the loop that
+        it is in again, and no others."""
+        if not any(source.under_way for source in self.sources):
+            return "it is in no loop over an ElasticDataLoader"
+        for source in self.sources:
+            then = captured["sources"].get(source.name)
+            if source.under_way and (then is None or then["epoch"] != source.epoch):
+                return f"it is in epoch {source.epoch} of loader {source.name!r}, and the checkpoint is of epoch {then and then['epoch']}"
+            if not source.under_way and then is not None and then != source.state_dict():
+                return f"loader {source.name!r} has moved on since"
+        return None
+
+    @contextlib.contextmanager
+    def going_back(self) -> Iterator[None]:
+        """In here a state is restored that the script has left behind. It stays where it is: in its loops, and at the end of a step that it
+        is to take again, if it is in one."""
+        loops = self._loops_to_enter
+        yield
+        self._loops_to_enter = loops
+        self.registered.step_void()
+        self.went_back = True
+
     @contextlib.contextmanager
     def changing(self) -> Iterator[None]:
         """While open, parameters change: whoever raises in here leaves the state torn."""

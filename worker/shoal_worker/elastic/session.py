@@ -328,6 +328,15 @@ class Session:
         if self._formation is not None:
             self._formation.fallback = fallback
 
+    def go_back_by(self, load: Callable[[], str | None]) -> None:
+        """`load` puts the newest checkpoint in the place of the state, with all ranks; it returns why it cannot, or None. Called in a step,
+        when the ranks that are left hold but a part of the state."""
+        self.clock.load_checkpoint = load
+
+    def cannot_return(self, captured: Mapping[str, Any]) -> str | None:
+        """Why this process's script cannot go on from a checkpoint's state; None: it can."""
+        return self._held.cannot_return(captured)
+
     def fence(self) -> Callable[[], None]:
         """A check that this process may still publish what it holds now: raises StaleGenerationError if it was put out of the job since."""
         membership, generation = self._membership, self.generation

@@ -20,7 +20,7 @@ import torch
 from shoal_common.errors import MembershipChanged, PreconditionError
 
 from shoal_worker.elastic.borders import ALONE, Borders
-from shoal_worker.elastic.contract import Leases, Placement, Share, StepSource, StepStatus, StopTraining
+from shoal_worker.elastic.contract import Leases, Placement, Share, StateLostError, StepSource, StepStatus, StopTraining
 from shoal_worker.elastic.departure import Departure
 from shoal_worker.elastic.formation import Formation
 from shoal_worker.elastic.held import HeldState
@@ -52,6 +52,8 @@ class Steps:
         """The step in progress."""
         self.replaying = False
         """A joiner's script has not come to its first live batch: what it asks for is answered locally."""
+        self.load_checkpoint: Callable[[], str | None] | None = None
+        """Puts the newest checkpoint in the place of a lost state, with all ranks. Returns why it cannot; None: it has."""
         self._held = held
         self._borders = Borders(held, formation)
         self._departure = departure
@@ -84,7 +86,7 @@ class Steps:
         if self._departure.stopped is not None:
             raise StopTraining(self._departure.stopped)
         try:
-            self._borders.settle(source)
+            self._settle(source)
         except StopTraining as stop:
             self._departure.obey(stop)
             raise
@@ -275,7 +277,29 @@ class Steps:
             self._borders.recover(step.lost or "lost")
         except StopTraining as stop:
             self._departure.obey(stop)
+        except StateLostError as lost:
+            self._go_back(lost)
         return StepStatus.LOST
+
+    def _settle(self, source: StepSource | None) -> None:
+        """As `Borders.settle`. Raises StateLostError as well."""
+        try:
+            self._borders.settle(source)
+        except StateLostError as lost:
+            self._go_back(lost)
+            self._borders.settle(source)
+
+    def _go_back(self, lost: StateLostError) -> None:
+        """To the newest checkpoint: the steps since then are undone, and the loader deals their samples again. Raises StateLostError."""
+        if self.load_checkpoint is None:
+            raise lost
+        _log.warning("%s; going back to the newest checkpoint", lost)
+        with self._held.going_back():
+            why_not = self.load_checkpoint()
+        if why_not is not None:
+            raise StateLostError(
+                f"{lost}. The newest checkpoint cannot take its place in the running script: {why_not}", reason=lost.reason
+            )
 
     def _void(self) -> None:
         self.current = None

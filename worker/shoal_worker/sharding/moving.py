@@ -10,15 +10,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from shoal_common.errors import PreconditionError
+
+from shoal_worker.elastic.contract import StateLostError
 
 
-class ShardsLostError(PreconditionError):
+class ShardsLostError(StateLostError):
     """Nobody holds some position any more."""
 
     def __init__(self, positions: Sequence[int], world_size: int) -> None:
         super().__init__(
-            f"nobody holds the shards {list(positions)} of {world_size} any more: a rank and its buddy are gone",
+            f"nobody holds the shards {list(positions)} of {world_size} any more: all ranks died at once that held them, and only a "
+            "checkpoint can replace them. A script that calls shoal.save_checkpoint goes back to the newest by itself within an epoch; "
+            "started anew, one that calls shoal.resume goes on from it",
             reason="SHARDS_LOST",
         )
 

@@ -50,8 +50,8 @@ class HSDPModel(ZeRO3Model):
 
     def regroup(self, group: Group) -> None:
         """See `Replica`."""
-        super().regroup(group)
         self._collectives.connect(group, self.divide([peer.host for peer in group.generation.peers]))
+        super().regroup(group)
 
 
 class HSDPOptimizer(ShardedParametersOptimizer):

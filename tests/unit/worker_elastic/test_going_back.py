@@ -1,0 +1,39 @@
+"""Which checkpoints a running script can go back to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from shoal_worker.elastic.held import HeldState
+
+
+class Loader:
+    """What of a loader counts here: where it stands."""
+
+    def __init__(self, name: str, epoch: int, step: int, *, under_way: bool) -> None:
+        self.name, self.epoch, self.step, self.under_way = name, epoch, step, under_way
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self.epoch, "step": self.step}
+
+
+@pytest.mark.parametrize(
+    ("train", "other", "then", "why_not"),
+    [
+        ((1, 5, True), (0, 0, False), {"train": (1, 2), "other": (0, 0)}, None),
+        ((1, 5, True), (0, 0, False), {"train": (0, 9), "other": (0, 0)}, "it is in epoch 1 of loader 'train'"),
+        ((1, 5, True), (2, 0, False), {"train": (1, 2), "other": (1, 0)}, "loader 'other' has moved on"),
+        ((1, 5, True), (0, 0, False), {"other": (0, 0)}, "it is in epoch 1 of loader 'train'"),
+        ((1, 5, False), (0, 0, False), {"train": (1, 5)}, "it is in no loop"),
+    ],
+)
+def test_a_script_can_take_the_steps_of_its_loop_again_and_no_others(
+    train: tuple[int, int, bool], other: tuple[int, int, bool], then: dict[str, tuple[int, int]], why_not: str | None
+) -> None:
+    held = HeldState(live=True)
+    loaders = [Loader(name, epoch, step, under_way=under) for name, (epoch, step, under) in (("train", train), ("other", other))]
+    for loader in loaders:
+        held.add_source(loader)  # type: ignore[arg-type]  # as much of one as is looked at
+    answer = held.cannot_return({"sources": {name: {"epoch": epoch, "step": step} for name, (epoch, step) in then.items()}})
+    assert answer is None if why_not is None else answer is not None and answer.startswith(why_not)

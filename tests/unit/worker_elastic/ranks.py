@@ -82,6 +82,10 @@ class Model:
     """The least that the session takes for a strategy's model."""
 
     strategy, asynchronous, backend_name, in_parts = "test", False, "gloo", False
+    data_parallel_rank, data_parallel_size, idle = 0, 1, False
+
+    def working(self, group: Any) -> Any:
+        return group
 
     def __init__(self, value: float, *, meta: bool = False) -> None:
         with torch.device("meta" if meta else "cpu"):

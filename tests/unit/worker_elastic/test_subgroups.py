@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed import HashStore, PrefixStore
 
 WORLD = 4
-TIMEOUT = timedelta(seconds=20)
+TIMEOUT = timedelta(seconds=5)
 BACKENDS = [InMemoryBackend, GlooBackend]
 
 

@@ -41,16 +41,17 @@ class Borders:
 
     @property
     def group(self) -> Group | None:
-        """The ranks of this generation, connected; None in a world of one."""
-        return self._formation.group if self._formation is not None else None
+        """The ranks of this generation that take steps, connected; None in a world of one."""
+        return self._formation.working if self._formation is not None else None
 
     def peers_elsewhere(self, source: StepSource, epoch: int) -> bool:
         """The peers were in another loop than `epoch` of `source` when they fed this joiner; False without peers, or if it is there."""
         at = self._peers_at
         return at is not None and (at.loader, at.epoch) != (source.name, epoch)
 
-    def settle(self, source: StepSource | None) -> None:
-        """Settles what has come up since the last border: the next step is one of `source`.
+    def settle(self, source: StepSource | None) -> bool:
+        """Settles what has come up since the last border: the next step is one of `source`. Returns whether this process was a spare
+        meanwhile: its script is somewhere before its peers', as a joiner's is.
 
         Raises:
             StopTraining: the job is stopped, or (`Drained`) this member leaves it.
@@ -58,11 +59,13 @@ class Borders:
         """
         formation = self._formation
         if formation is None:
-            return
+            return False
         link = formation.membership.link
         if self._held.replica.asynchronous:
             self._leave_if_asked(formation, stop=link.stopped)
-            return
+            return False
+        if self._held.replica.idle:
+            return self._stand_by(formation, source)
         if not self._held.live:
             link.ready()
             formation.reform()
@@ -72,6 +75,19 @@ class Borders:
             formation.reform()
         else:
             formation.recover_if_broken()
+        self._let_joiners_in(formation, source)
+        return self._stand_by(formation, source)
+
+    def _stand_by(self, formation: Formation, source: StepSource | None) -> bool:
+        """While this process is a spare. False: it is none."""
+        stood_by = False
+        while self._held.replica.idle:
+            stood_by = True
+            formation.stand_by()
+            self._let_joiners_in(formation, source)
+        return stood_by
+
+    def _let_joiners_in(self, formation: Formation, source: StepSource | None) -> None:
         fed = formation.let_joiners_in(self._held.place(source))
         if fed is not None:
             self._peers_at = fed

@@ -11,6 +11,7 @@ Owns who the spectators are, whether a border is due, and when the last failure 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import time
@@ -78,6 +79,12 @@ class Formation:
         return self.membership.group
 
     @property
+    def working(self) -> Group | None:
+        """Those of the group that take steps and do operations together: all but spares, and all while some are to be fed."""
+        group, held = self.group, self._held
+        return held.replica.working(group) if group is not None and held.has_replica and not self._spectators else group
+
+    @property
     def generation(self) -> Generation | None:
         """The generation this process works in; None before the first."""
         if self.membership.group is not None:
@@ -102,7 +109,7 @@ class Formation:
         Raises:
             MembershipChanged: there is no group.
         """
-        return GroupChannel(self._require_group(), kind, self._spectators)
+        return GroupChannel(self.working or self._require_group(), kind, self._spectators)
 
     # ------------------------------------------------------------------------------------------------------ new generations
 
@@ -196,6 +203,16 @@ class Formation:
             self._require_exchange().give(group, held.capture(), until=lambda: group.exchange(b""))
         else:
             group.exchange(b"")
+
+    def stand_by(self) -> None:
+        """This rank is a spare. Waits for the next generation, in which it is one that joins. Raises as `reform`."""
+        self._held.live = False
+        _log.info("no whole replica can be made with this rank: it is a spare until the membership changes")
+        while True:
+            with contextlib.suppress(DeadlineError):
+                self.membership.await_generation()
+                break
+        self.reform()
 
     # -------------------------------------------------------------------------------------------------------- the first state
 

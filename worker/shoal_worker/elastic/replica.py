@@ -50,6 +50,15 @@ class Replica(Protocol):
         ...
 
     @property
+    def idle(self) -> bool:
+        """This rank is a spare: it has no part in the model, and takes no steps until a newer generation gives it one."""
+        ...
+
+    def working(self, group: Group) -> Group:
+        """Of the ranks of `group`, which was regrouped for, those that are no spares. Asked of those alone."""
+        ...
+
+    @property
     def in_parts(self) -> bool:
         """No rank has all of the state."""
         ...

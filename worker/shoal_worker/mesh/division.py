@@ -46,6 +46,7 @@ class Division:
         """
         at = axes.at(group.rank)
         assert at is not None
+        self.group = group
         self.cut = Cut(number=group.generation.number, axes=axes, at=at)
         self._device = device
         self._groups: dict[str, Group] = {}

@@ -100,9 +100,14 @@ def _newest_complete(rows: Sequence[Sequence[Sequence[int]]]) -> tuple[int, Axes
         axes, ranks = cuts[number]
         if len(ranks) == axes.replica_size:
             return number, axes, ranks
-    lost = f"of the {next(iter(cuts.values()))[0].replica_size} parts of the model only {len(next(iter(cuts.values()))[1])} are held"
+    newest = max(cuts, default=None)
+    left = (
+        "none of the model's parts is"
+        if newest is None
+        else f"of the model's {cuts[newest][0].replica_size} parts {len(cuts[newest][1])} are"
+    )
     raise PreconditionError(
-        f"{lost if cuts else 'no part of the model is held'} by any rank: no whole replica can be put together from what is left; "
+        f"{left} held by any rank: no whole replica can be put together from what is left; "
         "restart from the newest checkpoint (with further data-parallel replicas the state outlives a rank)",
         reason="SHARDS_LOST",
     )

@@ -98,6 +98,16 @@ class ModelParts:
         """The state was committed in its new cut."""
         self._before = None
 
+    def make_whole(self) -> None:
+        """This rank holds everything, with any values in it, until it is cut again."""
+        unparallelize(self.module)
+        self._put_meta()
+        named = named_tensors(self.module)
+        self._replace({id(named[name]): empty_on(named[name], self._device) for name in self.template.names})
+        self.cut = self.blueprint = self._before = None
+        self._own_pieces()
+        self._point_optimizer({})
+
     def drop(self) -> None:
         """This rank holds nothing from here on: it is a spare."""
         self._before = None
@@ -246,9 +256,9 @@ class ModelParts:
 
     def assemble(self, channel: Channel) -> dict[str, Any]:
         """Model and optimizer as one process would have them. Every rank of `channel` calls it."""
-        if self.cut is None and self._before is None and self.pieces:
+        if self.cut is None:
             optimizer = self.optimizer.state_dict() if self.optimizer is not None else None
-            return {"model": self.module.state_dict(), "optimizer": optimizer}
+            return {"model": self.values(channel), "optimizer": optimizer}
         wholes = {one.name: one for one in gather(channel, self.held(), self.blueprint_for)}
         model = {key: wholes[first].value for key, first in self.template.first_names.items()}
         if self.optimizer is None:
@@ -267,8 +277,11 @@ class ModelParts:
 
     def values(self, channel: Channel) -> dict[str, torch.Tensor]:
         """The model's whole state dict. Every rank of `channel` calls it."""
-        if self.cut is None and self._before is None and self.pieces:
+        if self.cut is None and self.pieces:
             return dict(self.module.state_dict())
+        if self.cut is None:  # a spare, whose answer nobody uses
+            shapes = self.template.tensors()
+            return {key: torch.zeros_like(shapes[first], device=self._device) for key, first in self.template.first_names.items()}
         wholes = {one.name: one.value for one in gather(channel, self.held(), self.blueprint_for, state=False)}
         return {key: wholes[first] for key, first in self.template.first_names.items()}
 

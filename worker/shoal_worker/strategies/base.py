@@ -20,7 +20,7 @@ from torch import nn
 
 from shoal_worker.config import ShardingConfiguration
 from shoal_worker.elastic.contract import StepStatus
-from shoal_worker.elastic.group import Channel
+from shoal_worker.elastic.group import Channel, Group
 from shoal_worker.elastic.modes import evaluating
 from shoal_worker.elastic.session import Session
 from shoal_worker.elastic.step import Step
@@ -141,6 +141,15 @@ class ShardedModel(nn.Module, abc.ABC):
         """Scales the gradients so that their norm over all parameters of all ranks is at most `max_norm`; returns the norm before."""
 
     # ---------------------------------------------------------------------------------------------------------------- state
+
+    @property
+    def idle(self) -> bool:
+        """See `Replica`: there are no spares."""
+        return False
+
+    def working(self, group: Group) -> Group:
+        """See `Replica`: all do."""
+        return group
 
     def part(self, channel: Channel) -> StatePart | None:
         """This rank's part of the state, where no rank has all of it: see `Replica`."""

@@ -22,7 +22,7 @@ from shoal_worker.mesh.blueprint import Blueprint, Template, meta_copy
 from shoal_worker.mesh.division import Division
 from shoal_worker.mesh.parts import ModelParts
 from shoal_worker.pipelining.pipeline import PipelineSettings
-from shoal_worker.strategies.base import ShardedModel, replaced_parameters
+from shoal_worker.strategies.base import ShardedModel, call_module, replaced_parameters
 from shoal_worker.strategies.materialize import has_values
 from shoal_worker.tensor_parallel.context import DropoutRandomness
 
@@ -76,6 +76,8 @@ class DividedModel(ShardedModel):
         """None while the module is on the meta device: it is built when values come."""
         self._division: Division | None = None
         """None until the first step, and in a spare."""
+        self._standing_in: list[nn.Module] = []
+        """One at most. In a list, or it would be a part of this module."""
         self._axes: dict[int, Axes] = {}
         if has_values(self.module):
             self._build()
@@ -126,9 +128,26 @@ class DividedModel(ShardedModel):
     @torch.no_grad()
     def predict(self, inputs: Any) -> Any:
         """See `ShardedModel`. All ranks of a replica call it, with the same inputs, and get the same outputs."""
+        if self._ahead:
+            return call_module(self._stand_in().eval(), inputs)
         if self._pipeline_here:
             return self._through_pipeline(inputs)
         return super().predict(inputs)
+
+    @property
+    def _ahead(self) -> bool:
+        """This process's script is not where its peers' are, and the model is laid out over them: they would not answer."""
+        return self._session.is_joining and self.in_parts
+
+    def _stand_in(self) -> nn.Module:
+        """What such a script computes with: nobody uses the answer. The module itself where it is whole."""
+        if not self.in_parts:
+            return self.module
+        if not self._standing_in:
+            tensors = self._template.tensors()
+            noughts = {key: torch.zeros(tensors[first].shape) for key, first in self._template.first_names.items()}
+            self._standing_in.append(self._whole_module(noughts))
+        return self._standing_in[0].train(self.module.training)
 
     @property
     def _pipeline_here(self) -> bool:

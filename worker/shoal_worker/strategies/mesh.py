@@ -99,9 +99,9 @@ class MeshModel(DividedModel):
                 f"model(x) with strategy={self.strategy!r}: in training a pipeline takes a batch through both passes at once; "
                 "call loss = model.train_step(x, y, loss_fn) in the place of the forward pass, the loss and backward()"
             )
-        if training:
-            self._begin_pass()
-        elif self._pipeline_here:
+        if self._ahead or (training and not self._begin_pass()):
+            return self._stand_in()(*args, **kwargs)
+        if self._pipeline_here:
             return self._through_pipeline(kwargs if kwargs and not args else args)
         return self.module(*args, **kwargs)
 
@@ -136,7 +136,7 @@ class MeshModel(DividedModel):
 
     def _train_in_pipeline(self, inputs: Any, targets: Any, loss_fn: Callable[[Any, Any], torch.Tensor] | None) -> torch.Tensor:
         if not self._begin_pass() or self._division is None:  # ahead of the loop, or the step was lost before the model was laid out
-            loss = loss_of(call_module(self.module, inputs), targets, loss_fn)
+            loss = loss_of(call_module(self._stand_in(), inputs), targets, loss_fn)
             loss.backward()
             return loss
         count = self._template.pipeline.micro_batches
@@ -203,6 +203,9 @@ class MeshModel(DividedModel):
             self._build()
         held = self._held
         if "model" in state:
+            if self.in_parts and (self._division is None or self._division.group.broken is not None):
+                self._division = None
+                held.make_whole()  # parts of it are lost, and this is to take their place: it is cut anew when the next step begins
             held.load_values(state["model"])
             if state["optimizer"] is not None:
                 held.load_optimizer(state["optimizer"])
@@ -269,12 +272,13 @@ class MeshModel(DividedModel):
 
     def working(self, group: Group) -> Group:
         """See `Replica`."""
-        return self._division.all if self._division is not None else group
+        return self._division.all if self._division is not None and self._division.group is group else group
 
     @torch.no_grad()
     def step_begins(self) -> None:
         """See `Replica`."""
         self._shown, self._sealed = False, False
+        self._standing_in.clear()
         if self._division is None:
             try:
                 self._lay_out(self._session.group or alone(), gathered=False)

@@ -1,0 +1,56 @@
+"""tensor, pipeline and hybrid in a job: whole replicas may leave, what is left over waits, and comes in again when there are enough."""
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.worker_elastic import mesh_train
+from tests.integration.worker_elastic.cluster import Cluster, cluster
+from tests.zygote.children import Zygote, eventually
+
+EPOCHS = 8
+SCRIPT = Path(mesh_train.__file__)
+
+
+@pytest.fixture(scope="module")
+def alone(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The run of one worker, without a fault."""
+    directory = tmp_path_factory.mktemp("alone")
+    with cluster(zygote, directory, max_workers=1, script=SCRIPT, EPOCHS=str(EPOCHS), STRATEGY="ddp", OPTIONS="{}") as running:
+        running.start(0)
+        (result,) = running.finish(0)
+    return result
+
+
+def check_same_run(results: list[dict[str, Any]], alone: dict[str, Any]) -> None:
+    for result in results:
+        assert result["steps"] == alone["steps"]
+        assert result["lr"] == alone["lr"]
+        assert result["evaluation"] == pytest.approx(alone["evaluation"], rel=1e-6)
+        assert result["parameters"] == pytest.approx(alone["parameters"], abs=1e-8)
+        assert result["moments"] == pytest.approx(alone["moments"], rel=1e-6)
+
+
+def start(running: Cluster, workers: int, **failing: str) -> None:
+    for index in range(workers):
+        running.start(index, **({"SHOAL_FAILPOINTS": failing[f"of_{index}"]} if f"of_{index}" in failing else {}))
+
+
+def test_a_broken_replicas_other_rank_is_a_spare_until_a_joiner_makes_it_whole(
+    zygote: Zygote, tmp_path: Path, alone: dict[str, Any]
+) -> None:
+    settings = {"EPOCHS": str(EPOCHS), "STRATEGY": "hybrid", "OPTIONS": '{"tensor_parallel_size": 2}'}
+    with cluster(zygote, tmp_path, max_workers=4, script=SCRIPT, **settings) as running:
+        with running.held():
+            start(running, 4)
+            running.wait_steps(2)
+            running.signal(1, signal.SIGKILL)
+            eventually(lambda: "it is a spare" in running.said(), "a spare")
+            running.wait_steps(running.steps() + 1)
+            running.start(4)
+            running.wait_ranked(4)
+        results = running.finish(0, 2, 3, 4)
+        assert [result["replicas"] for result in results] == [2] * 4
+        check_same_run(results, alone)

@@ -88,8 +88,8 @@ class Session:
 
     @property
     def is_joining(self) -> bool:
-        """This process replays its script and has not come to its first live batch."""
-        return self.clock.replaying
+        """This process replays its script and has not come to its first live batch; or it is a spare, and will."""
+        return self.clock.replaying or (self._held.has_replica and self._held.replica.idle)
 
     @property
     def is_redoing(self) -> bool:
@@ -274,6 +274,8 @@ class Session:
                 except StopTraining as stop:
                     # The job is stopped and the group is gone: there is no other to do it with.
                     self._departure.obey(stop)
+                    return body(LocalChannel())
+                if self._held.replica.idle:  # since the generation that was just formed
                     return body(LocalChannel())
             else:
                 self._held.operations.keep(result)

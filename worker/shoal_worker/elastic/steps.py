@@ -86,7 +86,7 @@ class Steps:
         if self._departure.stopped is not None:
             raise StopTraining(self._departure.stopped)
         try:
-            self._settle(source)
+            self.replaying = self._settle(source) or self.replaying
         except StopTraining as stop:
             self._departure.obey(stop)
             raise
@@ -281,13 +281,13 @@ class Steps:
             self._go_back(lost)
         return StepStatus.LOST
 
-    def _settle(self, source: StepSource | None) -> None:
+    def _settle(self, source: StepSource | None) -> bool:
         """As `Borders.settle`. Raises StateLostError as well."""
         try:
-            self._borders.settle(source)
+            return self._borders.settle(source)
         except StateLostError as lost:
             self._go_back(lost)
-            self._borders.settle(source)
+            return self._borders.settle(source)
 
     def _go_back(self, lost: StateLostError) -> None:
         """To the newest checkpoint: the steps since then are undone, and the loader deals their samples again. Raises StateLostError."""

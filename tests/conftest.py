@@ -78,6 +78,16 @@ def _descendants_and_orphans(mark: str) -> list[psutil.Process]:
     return list(found.values())
 
 
+@pytest.fixture
+def fresh_session() -> Iterator[None]:
+    """This process has no session, before the test and after it."""
+    from shoal_worker.elastic.current import set_session  # which brings torch, that other tests do without
+
+    set_session(None)
+    yield
+    set_session(None)
+
+
 @pytest.fixture(scope="session")
 def _redis_server(leftover_processes: None) -> Iterator[EmbeddedRedis]:
     with EmbeddedRedis() as server:

@@ -2,7 +2,7 @@
 every sample counts exactly once."""
 
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,6 @@ import pytest
 import shoal
 import torch
 from shoal_worker.data.record import audit
-from shoal_worker.elastic.current import set_session
 from shoal_worker.elastic.step import CONTROL_LENGTH
 
 from tests.integration.worker_elastic.cluster import Cluster, cluster
@@ -21,11 +20,7 @@ from tests.zygote.children import Zygote
 SCRIPT = Path(__file__).with_name("local_sgd_ranks.py")
 
 
-@pytest.fixture(autouse=True)
-def fresh_session() -> Iterator[None]:
-    set_session(None)
-    yield
-    set_session(None)
+pytestmark = pytest.mark.usefixtures("fresh_session")
 
 
 def differences(result: dict[str, Any], expected: State) -> dict[str, float]:

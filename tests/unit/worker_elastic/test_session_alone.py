@@ -13,12 +13,7 @@ from shoal_worker.elastic.place import Place
 from shoal_worker.state.snapshot import Snapshot
 from torch import nn
 
-
-@pytest.fixture(autouse=True)
-def fresh_session() -> Iterator[None]:
-    set_session(None)
-    yield
-    set_session(None)
+pytestmark = pytest.mark.usefixtures("fresh_session")
 
 
 def start(

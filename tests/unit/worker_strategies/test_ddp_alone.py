@@ -1,6 +1,6 @@
 """ddp in a world of one: the user's script without a cluster gives what plain torch gives, and mistakes get one clear error."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,23 +10,9 @@ import torch
 from shoal_worker.elastic.current import current_session, set_session
 from torch import nn
 
+from tests.unit.worker_strategies.small_problem import data, network
 
-@pytest.fixture(autouse=True)
-def fresh_session() -> Iterator[None]:
-    set_session(None)
-    yield
-    set_session(None)
-
-
-def network() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 3))
-
-
-def data(samples: int = 40) -> torch.utils.data.TensorDataset:
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(samples, 6, generator=generator)
-    return torch.utils.data.TensorDataset(x, torch.randint(0, 3, (samples,), generator=generator))
+pytestmark = pytest.mark.usefixtures("fresh_session")
 
 
 def same(one: nn.Module, other: nn.Module) -> bool:

@@ -1,6 +1,5 @@
 """local_sgd in a world of one, what it refuses, and the means that its ranks take."""
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -8,28 +7,13 @@ import pytest
 import shoal
 import torch
 from shoal_common.errors import ConfigurationError, PreconditionError
-from shoal_worker.elastic.current import set_session
 from shoal_worker.strategies.averaging import mean_optimizer_state, weighted_mean
 from torch import nn
 
 from tests.unit.worker_elastic.ranks import Room
+from tests.unit.worker_strategies.small_problem import data, network
 
-
-@pytest.fixture(autouse=True)
-def fresh_session() -> Iterator[None]:
-    set_session(None)
-    yield
-    set_session(None)
-
-
-def network() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 3))
-
-
-def data() -> torch.utils.data.TensorDataset:
-    generator = torch.Generator().manual_seed(1)
-    return torch.utils.data.TensorDataset(torch.randn(40, 6, generator=generator), torch.randint(0, 3, (40,), generator=generator))
+pytestmark = pytest.mark.usefixtures("fresh_session")
 
 
 def start(**options: Any) -> tuple[Any, Any]:

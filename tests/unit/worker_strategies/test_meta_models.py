@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +12,7 @@ from shoal_worker.elastic.current import set_session
 from shoal_worker.strategies.materialize import materialize
 from torch import nn
 
-
-@pytest.fixture(autouse=True)
-def fresh_session() -> Iterator[None]:
-    set_session(None)
-    yield
-    set_session(None)
+pytestmark = pytest.mark.usefixtures("fresh_session")
 
 
 class Rotary(nn.Module):

@@ -127,7 +127,14 @@ class ParameterServer:
         self._metrics.coordinator_connected.set(0)
 
     def members(self, generation: int, member_ids: tuple[str, ...]) -> None:
-        """The members of a generation."""
+        """The members of a generation. Raises ConfigurationError when the coordinator's job is another one than this server's."""
+        held = self._membership.fence.generation
+        if generation < held:
+            # A job's generations never go back: to be fenced off by them would be all that its workers ever saw.
+            raise ConfigurationError(
+                f"job {self._settings.job!r} is at generation {generation} with the coordinator, but this server holds values of its "
+                f"generation {held}: the job was made anew; start this server with an empty data directory, or give the job another name"
+            )
         change = self._membership.learn(generation, member_ids)
         self._shard.forget(change.forgotten)
         self._metrics.generation.set(generation)

@@ -58,7 +58,7 @@ class Listener(Protocol):
         """The session is broken and will be opened again."""
 
     def members(self, generation: int, member_ids: tuple[str, ...]) -> None:
-        """The members of a generation."""
+        """The members of a generation. Raises ConfigurationError when the server cannot be one of theirs."""
 
     def stored_bytes(self) -> int:
         """For the heartbeat."""

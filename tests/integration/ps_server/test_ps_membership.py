@@ -11,6 +11,7 @@ from datetime import timedelta
 import numpy as np
 import pytest
 from shoal_common.errors import (
+    ConfigurationError,
     DeadlineError,
     InvalidRequestError,
     PreconditionError,
@@ -209,6 +210,14 @@ def test_a_server_ends_when_the_job_is_over(cluster) -> None:
     cluster.running.thread.join(30)
     assert not cluster.running.thread.is_alive()
     assert cluster.running.failure is None
+
+
+def test_a_server_of_a_job_that_was_made_anew_ends_and_says_so(cluster) -> None:
+    cluster.trainable(cluster.server())
+    cluster.coordinator.members(0)
+    cluster.running.thread.join(30)
+    assert isinstance(cluster.running.failure, ConfigurationError)
+    assert "is at generation 0" in str(cluster.running.failure)
 
 
 def test_a_server_that_stops_does_not_wait_for_those_who_wait(cluster) -> None:

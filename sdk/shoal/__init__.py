@@ -68,7 +68,10 @@ if TYPE_CHECKING:
     from shoal_worker.strategies.elastic_optimizer import ElasticOptimizer
     from shoal_worker.strategies.fsdp import FSDPModel, FSDPOptimizer
     from shoal_worker.strategies.hsdp import HSDPModel, HSDPOptimizer
+    from shoal_worker.strategies.hybrid import HybridShardedModel, HybridShardedOptimizer
     from shoal_worker.strategies.local_sgd import LocalSGDModel, LocalSGDOptimizer
+    from shoal_worker.strategies.pipeline import PipelineParallelModel, PipelineParallelOptimizer
+    from shoal_worker.strategies.tensor import TensorParallelModel, TensorParallelOptimizer
     from shoal_worker.strategies.zero1 import ZeRO1Model, ZeRO1Optimizer
     from shoal_worker.strategies.zero2 import ZeRO2Model, ZeRO2Optimizer
     from shoal_worker.strategies.zero3 import ZeRO3Model, ZeRO3Optimizer
@@ -95,6 +98,8 @@ __all__ = [
     "GradientCompressor",
     "HSDPModel",
     "HSDPOptimizer",
+    "HybridShardedModel",
+    "HybridShardedOptimizer",
     "InMemoryBackend",
     "InternalError",
     "InvalidRequestError",
@@ -108,6 +113,8 @@ __all__ = [
     "OptimizationResult",
     "ParameterServerClient",
     "PermissionDeniedError",
+    "PipelineParallelModel",
+    "PipelineParallelOptimizer",
     "PreconditionError",
     "ShardedModel",
     "ShardedOptimizer",
@@ -115,6 +122,8 @@ __all__ = [
     "ShoalError",
     "StaleGenerationError",
     "StepStatus",
+    "TensorParallelModel",
+    "TensorParallelOptimizer",
     "TlsSettings",
     "UnavailableError",
     "UnknownResourceError",
@@ -161,6 +170,8 @@ _HOMES = {
     "GradientCompressor": "shoal_worker.compression.base",
     "HSDPModel": "shoal_worker.strategies.hsdp",
     "HSDPOptimizer": "shoal_worker.strategies.hsdp",
+    "HybridShardedModel": "shoal_worker.strategies.hybrid",
+    "HybridShardedOptimizer": "shoal_worker.strategies.hybrid",
     "InMemoryBackend": "shoal_worker.backends.inmemory",
     "LocalSGDModel": "shoal_worker.strategies.local_sgd",
     "LocalSGDOptimizer": "shoal_worker.strategies.local_sgd",
@@ -169,6 +180,10 @@ _HOMES = {
     "OptimizationInputData": "shoal_worker.fitting",
     "OptimizationResult": "shoal_worker.fitting",
     "ParameterServerClient": "shoal_common.clients.parameter_server",
+    "PipelineParallelModel": "shoal_worker.strategies.pipeline",
+    "PipelineParallelOptimizer": "shoal_worker.strategies.pipeline",
+    "TensorParallelModel": "shoal_worker.strategies.tensor",
+    "TensorParallelOptimizer": "shoal_worker.strategies.tensor",
     "TlsSettings": "shoal_common.security",
     "ZeRO1Model": "shoal_worker.strategies.zero1",
     "ZeRO1Optimizer": "shoal_worker.strategies.zero1",

@@ -14,7 +14,7 @@ from torch import nn
 
 from shoal_worker.checkpoint.files import read_model
 from shoal_worker.checkpoint.saving import CheckpointSaver, load_newest
-from shoal_worker.compression.optimizer import take_apart
+from shoal_worker.compression.optimizer import GradientCompressionOptimizer, take_apart
 from shoal_worker.config import ShardingConfiguration
 from shoal_worker.data.loader import ElasticDataLoader
 from shoal_worker.elastic.contract import StepStatus
@@ -24,7 +24,8 @@ from shoal_worker.elastic.evaluation import evaluate as _evaluate
 from shoal_worker.elastic.fixed import check_own
 from shoal_worker.elastic.start import open_session
 from shoal_worker.strategies import registry
-from shoal_worker.strategies.base import ShardedModel, ShardedOptimizer
+from shoal_worker.strategies.base import ShardedModel
+from shoal_worker.strategies.base_optimizer import ShardedOptimizer
 
 __all__ = [
     "ElasticDataLoader",
@@ -50,6 +51,7 @@ __all__ = [
     "world_size",
 ]
 
+_FOR_SLOW_LINKS = {"ddp": "powersgd"} | dict.fromkeys(("zero1", "zero2", "zero3", "fsdp", "async_sgd"), "topk")
 _CONFIG_FIELDS = frozenset(f.name for f in dataclasses.fields(ShardingConfiguration))
 
 
@@ -109,13 +111,25 @@ def as_distributed(
 
 
 def as_distributed_for_high_bandwidth(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **options: Any) -> Any:
-    """`as_distributed` with `ShardingConfiguration.for_high_bandwidth()`."""
+    """`as_distributed` with `ShardingConfiguration.for_high_bandwidth()`: buckets of 100 MiB, nothing compressed.
+
+    `options` as for `as_distributed`, and over these. Measured in T9 and docs/decisions/0127.
+    """
     return as_distributed(model, optimizer, config=ShardingConfiguration.for_high_bandwidth(), **options)
 
 
-def as_distributed_for_low_bandwidth(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **options: Any) -> Any:
-    """`as_distributed` with `ShardingConfiguration.for_low_bandwidth()`."""
-    return as_distributed(model, optimizer, config=ShardingConfiguration.for_low_bandwidth(), **options)
+def as_distributed_for_low_bandwidth(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, strategy: str = "ddp", **options: Any
+) -> Any:
+    """`as_distributed` with `ShardingConfiguration.for_low_bandwidth()`, and the compressor that suits the strategy.
+
+    `gradient_compression` is "powersgd" (rank 4) with ddp; "topk" (1 %) where gradients are cut or pushed (zero1, zero2, zero3, fsdp,
+    async_sgd); with other strategies, which do not compress, nothing. An optimizer that names a compressor (`GradientCompressionOptimizer`)
+    keeps it. `options` as for `as_distributed`, and over these. Measured in T9 and docs/decisions/0127.
+    """
+    chosen = None if isinstance(optimizer, GradientCompressionOptimizer) else _FOR_SLOW_LINKS.get(strategy)
+    config = ShardingConfiguration.for_low_bandwidth(gradient_compression=chosen)
+    return as_distributed(model, optimizer, strategy=strategy, config=config, **options)
 
 
 def register_state(**objects: Any) -> None:

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
     from shoal_worker.elastic.group import Channel
     from shoal_worker.elastic.session import Session
-    from shoal_worker.strategies.base import ShardedModel, ShardedOptimizer
+    from shoal_worker.strategies.base import ShardedModel
+    from shoal_worker.strategies.base_optimizer import ShardedOptimizer
 
 Loss = Callable[[Any, Any], torch.Tensor]
 """Of an output and its targets: the mean over the batch."""

@@ -13,7 +13,7 @@ import torch
 
 from shoal_worker.elastic.contract import Placement, StepStatus
 from shoal_worker.elastic.session import Session
-from shoal_worker.strategies.base import ShardedOptimizer
+from shoal_worker.strategies.base_optimizer import ShardedOptimizer
 
 MembershipCallback = Callable[[Placement, Placement], object]
 """Called with where this process stood, and where it stands now."""

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
     from shoal_worker.config import ShardingConfiguration
     from shoal_worker.elastic.session import Session
-    from shoal_worker.strategies.base import ShardedModel, ShardedOptimizer
+    from shoal_worker.strategies.base import ShardedModel
+    from shoal_worker.strategies.base_optimizer import ShardedOptimizer
 
 _STRATEGIES = {
     "ddp": ("shoal_worker.strategies.ddp", "DDPModel", "DDPOptimizer"),

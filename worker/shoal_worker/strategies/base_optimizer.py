@@ -1,0 +1,191 @@
+"""What every strategy's optimizer has in common: the public surface of `ShardedOptimizer`."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from shoal_common.errors import ConfigurationError, CorruptDataError, PreconditionError
+
+from shoal_worker.elastic.contract import StepStatus
+from shoal_worker.elastic.session import Session
+from shoal_worker.state.optimizer import check_fits
+from shoal_worker.state.serial import dump_tensors, load_tensors
+from shoal_worker.state.tree import flatten, unflatten
+
+if TYPE_CHECKING:
+    from shoal_worker.fitting import OptimizationInputData, OptimizationResult
+
+
+class ShardedOptimizer(torch.optim.Optimizer, abc.ABC):
+    """The optimizer that goes with a `ShardedModel`.
+
+    It shares `param_groups` and `state` with the user's optimizer, so that schedulers and code that looks into them work on either.
+    """
+
+    _step_supports_amp_scaling = True  # GradScaler then hands over its scale and its finding instead of skipping step()
+
+    def __init__(self, optimizer: torch.optim.Optimizer, model: Any, session: Session) -> None:
+        # Not torch's constructor: parameter groups and state are the user's optimizer's own.
+        self.optimizer = optimizer
+        self._model = model
+        self._session = session
+        self.defaults = optimizer.defaults
+        self._patch_step_hooks()
+
+    def _patch_step_hooks(self) -> None:
+        self.__dict__.setdefault("_optimizer_step_pre_hooks", self.optimizer._optimizer_step_pre_hooks)
+        self.__dict__.setdefault("_optimizer_step_post_hooks", self.optimizer._optimizer_step_post_hooks)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The user's optimizer's own."""
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.optimizer.param_groups = groups
+
+    @property
+    def state(self) -> Any:
+        """The user's optimizer's own."""
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.optimizer.state = state
+
+    def step(self, closure: Callable[[], Any] | None = None) -> StepStatus:  # type: ignore[override]  # torch's returns the closure's loss
+        """Applies the step that the backward pass prepared, on all ranks or on none; see `StepStatus`.
+
+        Raises:
+            ConfigurationError: `closure` was given: it would run the backward pass again, outside of the step.
+        """
+        if closure is not None:
+            raise ConfigurationError(
+                f"{type(self.optimizer).__name__}.step(closure): closures run the backward pass again, outside of the step; "
+                "use an optimizer that needs none (LBFGS does)"
+            )
+        return self._finish()
+
+    def _finish(self) -> StepStatus:
+        """Ends the step."""
+        return self._session.finish_step(self._apply)
+
+    def _apply(self) -> None:
+        """Every rank's part is in: updates the parameters. What a GradScaler found it has left on this optimizer, on every rank alike."""
+        found_inf = self._set_by_scaler("found_inf")
+        usable = found_inf is None or not float(found_inf) > 0
+        grad_scale = self._set_by_scaler("grad_scale")
+        if usable and grad_scale is not None:
+            self._scale_gradients(1.0 / float(grad_scale))
+        self._update(usable=usable)
+
+    def _update(self, *, usable: bool) -> None:
+        """The user's optimizer's own step. Gradients that are not `usable` change nothing, though the step counts."""
+        if usable:
+            self.optimizer.step()
+
+    def _scale_gradients(self, scale: float) -> None:
+        """Of what is to be updated."""
+        for parameter in (p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None):
+            parameter.grad.mul_(scale)
+
+    def _set_by_scaler(self, name: str) -> torch.Tensor | None:
+        """What a GradScaler left here for its step. (A `getattr` of what is not there costs as much as a small kernel.)"""
+        return self.__dict__.get(name)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's."""
+        self.optimizer.zero_grad(set_to_none=set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The user's optimizer's."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads what one process's optimizer, or this one under any strategy, gave. Every rank calls it, with the same.
+
+        Raises:
+            CorruptDataError: it is of another optimizer; nothing is changed.
+            ConfigurationError: ranks were given different states; nothing is changed.
+        """
+        self._load(self._model.agreed("optimizer.load_state_dict", lambda: state_dict))
+
+    def _load(self, state: dict[str, Any]) -> None:
+        """Takes over a state that all ranks were given alike."""
+        check_fits(state, self.optimizer, [[p.shape for p in group["params"]] for group in self.optimizer.param_groups])
+        self.optimizer.load_state_dict(state)
+
+    def serialize(self) -> bytes:
+        """Settings and state, for `deserialize` under any strategy and number of ranks. Every rank calls it."""
+        structure, tensors = flatten(self.state_dict())
+        return dump_tensors(tensors, {"kind": "optimizer", "strategy": self._model.strategy, "structure": structure})
+
+    def deserialize(self, data: bytes) -> None:
+        """Loads what `serialize` of any strategy gave. Every rank calls it, with the same bytes.
+
+        Raises:
+            CorruptDataError: damaged, foreign or newer, or not of this optimizer; nothing is changed.
+            ConfigurationError: ranks were given different bytes; nothing is changed.
+        """
+        self._load(self._model.agreed("optimizer.deserialize", lambda: _optimizer_state(data)))
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused: the model's layout over the ranks is fixed when it is made.
+
+        Raises:
+            PreconditionError: always.
+        """
+        raise PreconditionError("add_param_group: add parameter groups to the optimizer before as_distributed")
+
+    def __getattr__(self, name: str) -> Any:
+        """What this class lacks is the user's optimizer's."""
+        if name == "optimizer":  # before the constructor has run: a copy, say
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.optimizer!r})"
+
+    def optimize(self, data: OptimizationInputData) -> OptimizationResult:
+        """A whole fit: trains, validates after each epoch, stops early; see `OptimizationInputData`. Every rank calls it, with the same
+        data.
+
+        It survives faults as a loop of the user's does. After `shoal.resume` it goes on where the checkpoint was saved, from `on_epoch`
+        say. The model ends as the last step left it.
+        """
+        from shoal_worker.fitting import fit
+
+        return fit(self._session, self._model, self, data)
+
+    @abc.abstractmethod
+    def synchronize_parameters(self) -> None:
+        """Brings the ranks' parameters together, where they may differ between steps; else there is nothing to do."""
+
+    @abc.abstractmethod
+    def synchronize_optimizer_state(self) -> None:
+        """Brings the ranks' optimizer states together, where they may differ between steps; else there is nothing to do."""
+
+    def should_early_stop(self, metric: float, *, mode: str = "min", patience: int = 5, min_delta: float = 0.0) -> bool:
+        """One answer for all ranks: has `metric` not improved by more than `min_delta` in the last `patience` calls?
+
+        The ranks' metrics are averaged, so pass what `evaluate` returned, or a rank's own value. Call it on every rank.
+
+        Raises:
+            ConfigurationError: an unknown mode or a patience below 1.
+        """
+        from shoal_worker.elastic.early_stop import should_early_stop
+
+        return should_early_stop(self._session, metric, mode=mode, patience=patience, min_delta=min_delta)
+
+
+def _optimizer_state(data: bytes) -> dict[str, Any]:
+    """What `ShardedOptimizer.serialize` was made from. Raises CorruptDataError."""
+    tensors, metadata = load_tensors(data)
+    if metadata.get("kind") != "optimizer":
+        raise CorruptDataError("this is a model's state, not an optimizer's: load it with model.deserialize()", reason="FILE_FOREIGN")
+    state: dict[str, Any] = unflatten(metadata.get("structure"), tensors)
+    return state

@@ -48,5 +48,6 @@ BENCHMARKS: Final = (
     Benchmark(key="t6", title="Sharded steps against FSDP2, ZeroRedundancyOptimizer and DeepSpeed", module="benchmarks.sharded_step"),
     Benchmark(key="t7", title="Steps of ddp, tensor, pipeline and hybrid against torch's own", module="benchmarks.parallel_step"),
     Benchmark(key="t8", title="Memory and bytes on the wire of each strategy", module="benchmarks.memory_and_wire"),
+    Benchmark(key="t9", title="Compressed gradients over a slow link", module="benchmarks.compression_link"),
     Benchmark(key="t14", title="From the command to the first step", module="benchmarks.launch_time"),
 )

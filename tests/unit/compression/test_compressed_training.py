@@ -235,3 +235,22 @@ def test_two_compressors_for_one_model_are_refused() -> None:
         shoal.GradientCompressionOptimizer(net, "topk")  # type: ignore[arg-type]  # what is tested
     with pytest.raises(ConfigurationError, match="expected a compressor"):
         shoal.GradientCompressionOptimizer(torch.optim.SGD(net.parameters(), 0.1), None)  # type: ignore[arg-type]  # what is tested
+
+
+@pytest.mark.parametrize(("strategy", "chosen"), [("ddp", "powersgd"), ("zero1", "topk"), ("fsdp", "topk"), ("local_sgd", None)])
+def test_the_presets_choose_what_suits_the_strategy(strategy: str, chosen: str | None) -> None:
+    def low(**options: Any) -> Any:
+        net = network()
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        compressor = shoal.as_distributed_for_low_bandwidth(net, optimizer, strategy=strategy, **options)[0].config.compressor
+        return compressor and compressor.name
+
+    def high() -> Any:
+        net = network()
+        config = shoal.as_distributed_for_high_bandwidth(net, torch.optim.SGD(net.parameters(), 0.1), strategy=strategy)[0].config
+        return config.compressor, config.bucket_cap_mb
+
+    assert shoal.launch(low, world_size=1) == [chosen]
+    assert shoal.launch(high, world_size=1) == [(None, 100)]
+    if chosen:
+        assert shoal.launch(lambda: low(gradient_compression="int8"), world_size=1) == ["int8"]

@@ -1,0 +1,193 @@
+"""T9: time to the same loss over a link of 100 Mbit/s: gradients as they are, compressed in each way, and the presets for links."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from shoal_common.redis.embedded import find_server_binary
+
+from benchmarks import plots
+from benchmarks.errors import MeasurementError
+from benchmarks.processes import Stage
+from benchmarks.registry import Options
+from benchmarks.report import Row, Table
+from benchmarks.slow_link import SlowLink
+
+MBIT_PER_S: Final = 100
+RANKS: Final = 2
+OF_BF16: Final = 5.0
+OF_FP32: Final = 10.0
+_BATCH: Final = 64
+_LOSS: Final = 0.3
+_MOST_STEPS: Final = 200
+_PORT: Final = 6400
+_TIMEOUT_S: Final = 120
+_WORKER: Final = "benchmarks.workers.train_link"
+
+
+@dataclass(kw_only=True)
+class System:
+    """One way to send gradients, and what became of its runs."""
+
+    name: str
+    flags: tuple[str, ...]
+    runs: list[dict[str, Any]] = field(default_factory=list)
+    """What the first rank saw, one a run."""
+    failure: str = ""
+
+    @property
+    def times_s(self) -> list[float]:
+        """Training time to the loss, of the runs that reached it."""
+        return [sum(run["seconds"]) for run in self.runs if run["reached"]]
+
+
+def shoal(name: str, *, preset: str = "", **options: Any) -> System:
+    """A run of Shoal with options of `as_distributed`."""
+    words = ("--system=shoal", f"--options={json.dumps(options)}", *([f"--preset={preset}"] if preset else []))
+    return System(name=name, flags=words)
+
+
+def measure(options: Options) -> Table:
+    """See the module. About 4 minutes; quick: about 1."""
+    width, rounds = (384, 1) if options.quick else (768, 2)
+    torch_fp32 = System(name="torch DDP, fp32", flags=("--system=torch",))
+    fp32, bf16 = shoal("fp32"), shoal("bf16", gradient_compression="bf16")
+    systems = [
+        torch_fp32,
+        fp32,
+        bf16,
+        shoal("int8", gradient_compression="int8"),
+        shoal("sign", gradient_compression="sign"),
+        shoal("topk, 1 %", gradient_compression="topk"),
+        shoal("powersgd, rank 4", gradient_compression="powersgd"),
+        shoal("preset for low bandwidth", preset="low_bandwidth"),
+        shoal("preset for high bandwidth", preset="high_bandwidth"),
+    ]
+    for number in range(rounds):
+        for system in systems if number % 2 == 0 else reversed(systems):
+            if not system.failure and (number == 0 or not _is_slow(system)):
+                _run(system, width)
+    plots.samples(options.output / "t9.png", _rows(systems, fp32, bf16), sample="time_to_loss_s", label=f"s to a loss of {_LOSS}")
+    return Table(
+        key="t9",
+        title=f"Time to the same loss over a link of {MBIT_PER_S} Mbit/s",
+        target=f"a compressor >= {OF_BF16:g} x faster than bf16 and >= {OF_FP32:g} x than fp32",
+        method=(
+            f"{RANKS} ranks in network namespaces of this machine; all that each sends and receives passes a token bucket of {MBIT_PER_S} "
+            "Mbit/s at its port (tc tbf). Coordinator and Valkey stand at the switch. All train a perceptron of layers "
+            f"{width} wide on the same batches of scikit-learn's handwritten digits ({_BATCH} per rank) with plain SGD at one learning "
+            f"rate, until the loss on a fixed set of images, looked at off the clock, is {_LOSS}. torch's own bf16 hook fails on the CPU, so "
+            "bf16 is Shoal's. Bytes are those that the interface of the first rank counted, headers and control words included, beside the "
+            "formula of docs/strategies/compression.md and the time that the formula's bytes take on the link. Gloo's all-to-all often "
+            "sends one way after the other, so fp16, bf16, int8 and sign take up to twice that time (decision 0127). Runs of less than "
+            "10 s are repeated; times are medians."
+        ),
+        columns=("runs", "steps", "s to loss", "ms per step", "kB per step", "formula kB", "formula ms", "x fp32", "x bf16"),
+        rows=tuple(_rows(systems, fp32, bf16)),
+        verdict=_verdict(systems, fp32, bf16),
+    )
+
+
+def _is_slow(system: System) -> bool:
+    return not system.times_s or system.times_s[0] > 10
+
+
+def _run(system: System, width: int) -> None:
+    try:
+        with SlowLink(RANKS, mbit_per_s=MBIT_PER_S) as link, Stage() as stage:
+            system.runs.append(_train(system, width, link, stage))
+    except MeasurementError as error:
+        system.failure = str(error)
+
+
+def _train(system: System, width: int, link: SlowLink, stage: Stage) -> dict[str, Any]:
+    output = stage.directory / "found"
+    output.mkdir()
+    flags = [*system.flags, f"--width={width}", f"--batch={_BATCH}", f"--target={_LOSS}", f"--steps={_MOST_STEPS}", f"--output={output}"]
+    start = _start_torch if "--system=torch" in system.flags else _start_shoal
+    start(flags, link, stage)
+    stage.wait_until(system.name, lambda: len(list(output.glob("*.json"))) == RANKS, timeout_s=_TIMEOUT_S)
+    found: dict[str, Any] = json.loads((output / "0.json").read_text())
+    return found
+
+
+def _start_torch(flags: Sequence[str], link: SlowLink, stage: Stage) -> None:
+    for rank in range(RANKS):
+        environment = {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(RANKS),
+            "MASTER_ADDR": link.address(0),
+            "MASTER_PORT": str(_PORT),
+            "GLOO_SOCKET_IFNAME": "eth0",
+        }
+        stage.start(f"torch-{rank}", link.on_machine(rank, [sys.executable, "-m", _WORKER, *flags]), environment)
+
+
+def _start_shoal(flags: Sequence[str], link: SlowLink, stage: Stage) -> None:
+    redis, ports = f"{link.switch_address}:{_PORT}", stage.directory / "coordinator.json"
+    host, port = redis.split(":")
+    valkey = [str(find_server_binary()), "--bind", host, "--port", port, "--protected-mode", "no", "--save", "", "--daemonize", "no"]
+    stage.start("valkey", link.at_switch([*valkey, "--dir", str(stage.directory)]))
+    coordinator = ["--listen", f"{host}:0", "--insecure", "--redis", f"redis://{redis}", "--port-file", str(ports)]
+    stage.start("coordinator", link.at_switch([sys.executable, "-m", "shoal_coordinator", *coordinator]))
+    stage.wait_until("the coordinator", ports.exists, timeout_s=_TIMEOUT_S)
+    endpoint = json.loads(ports.read_text())["grpc"]
+    shoal_command = str(Path(sys.executable).with_name("shoal"))
+    for rank in range(RANKS):
+        run = ["run", "--nnodes", str(RANKS), "--rdzv-endpoint", endpoint, "--rdzv-id", "t9", "--local-addr", link.address(rank)]
+        stage.start(f"shoal-{rank}", link.on_machine(rank, [shoal_command, *run, "-m", _WORKER, *flags]))
+
+
+# ------------------------------------------------------------------------------------------------------------------ the table
+
+
+def _rows(systems: Sequence[System], fp32: System, bf16: System) -> list[Row]:
+    return [_row(system, {"x fp32": fp32, "x bf16": bf16}) for system in systems]
+
+
+def _row(system: System, others: Mapping[str, System]) -> Row:
+    cells = {"runs": str(len(system.runs))}
+    if system.runs:
+        seconds = [second for run in system.runs for second in run["seconds"][1:]]
+        cells |= {
+            "steps": str(len(system.runs[0]["seconds"])),
+            "ms per step": f"{statistics.median(seconds) * 1e3:.1f}",
+            "kB per step": f"{_median(system, lambda run: run['sent_bytes_per_step']) / 1e3:.1f}",
+            "formula kB": f"{system.runs[0]['formula_bytes'] / 1e3:.1f}",
+            "formula ms": f"{system.runs[0]['formula_bytes'] * 8e-3 / MBIT_PER_S:.1f}",
+        }
+    if system.times_s:
+        cells["s to loss"] = f"{statistics.median(system.times_s):.2f}"
+        cells |= {column: f"{speed:.1f}" for column, other in others.items() if (speed := _speed(system, other)) is not None}
+    failure = system.failure or ("" if system.times_s or not system.runs else f"the loss was not reached in {_MOST_STEPS} steps")
+    command = f"python -m {_WORKER} {' '.join(system.flags)}"
+    return Row(name=system.name, command=command, cells=cells, samples={"time_to_loss_s": system.times_s}, failure=failure)
+
+
+def _median(system: System, of: Callable[[dict[str, Any]], float]) -> float:
+    return statistics.median(of(run) for run in system.runs)
+
+
+def _speed(system: System, other: System) -> float | None:
+    """How many times as fast as the other."""
+    if system is other or not system.times_s or not other.times_s:
+        return None
+    return statistics.median(other.times_s) / statistics.median(system.times_s)
+
+
+def _verdict(systems: Sequence[System], fp32: System, bf16: System) -> str:
+    compared = [system for system in systems if system.times_s and system not in (fp32, bf16)]
+    if not fp32.times_s or not bf16.times_s or not compared:
+        return "Not measured."
+    best = min(compared, key=lambda system: statistics.median(system.times_s))
+    parts = []
+    for name, other, target in (("bf16", bf16, OF_BF16), ("fp32", fp32, OF_FP32)):
+        speed = _speed(best, other) or 0.0
+        parts.append(f"{speed:.1f} x {name} ({'reached' if speed >= target else 'not reached'})")
+    return f"Measured: {best.name}, {', '.join(parts)}."

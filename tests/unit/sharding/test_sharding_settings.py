@@ -143,6 +143,8 @@ def test_settings_that_cannot_work_are_refused_by_value(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     refused("zero1", "expected a floating-point", param_dtype=torch.int8)
     refused("zero1", "deterministic=True with reduce_dtype", reduce_dtype=torch.bfloat16, deterministic=True)
+    refused("zero1", "both say what gradients travel as", reduce_dtype=torch.bfloat16, gradient_compression="fp16")
+    refused("hsdp", "which does not compress", gradient_compression="fp16")
     refused("zero1", 'expected "cpu", or a pathlib.Path', offload="disk")
     refused("zero1", "a directory that can be written", offload=tmp_path / "file")
     refused("zero3", "expected a list", shard_modules=Block)

@@ -2,8 +2,9 @@
 
     tokens             the coordinator's and servers' table, `role: token` lines
     admin_token, worker_token, server_token, viewer_token
-    redis_acl          users of Redis; only the password's hash
-    redis_url          with the password
+    redis_acl          users of Redis; only their passwords' hashes
+    redis_url          the coordinator's, with its password
+    redis_worker_url   the workers', who reach their rendezvous stores and nothing of the coordinator's
     grafana_password   of Grafana's user admin
 
 Compose mounts file secrets with the modes they have on the host, and the containers' users are not the host's; so the files are readable
@@ -18,6 +19,9 @@ from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent / "secrets"
 ROLES = ("admin", "worker", "server", "viewer")
+
+# Keys and channels of shoal_worker.store: a generation's, and those of init_method="redis://".
+STORES = ("shoal:{*}:store:*", "shoal:{*}:group:*", "shoal:{*}:rendezvous*")
 
 
 def make(folder: Path) -> bool:
@@ -36,14 +40,18 @@ def make(folder: Path) -> bool:
 
 def _contents() -> dict[str, str]:
     tokens = {role: secrets.token_urlsafe(32) for role in ROLES}
-    redis_password = secrets.token_urlsafe(32)
-    password_hash = hashlib.sha256(redis_password.encode()).hexdigest()
+    passwords = {user: secrets.token_urlsafe(32) for user in ("shoal", "worker")}
+    hashes = {user: hashlib.sha256(password.encode()).hexdigest() for user, password in passwords.items()}
+    stores = " ".join((*(f"~{store}" for store in STORES), *(f"&{store}" for store in STORES), "&shoal:wakeups:*"))
     return {
         "tokens": "".join(f"{role}: {token}\n" for role, token in tokens.items()),
         **{f"{role}_token": token for role, token in tokens.items()},
         # Without a password: PING, for the health check, and nothing else.
-        "redis_acl": f"user default on nopass resetkeys resetchannels -@all +ping\nuser shoal on #{password_hash} ~* &* +@all\n",
-        "redis_url": f"redis://shoal:{redis_password}@redis:6379/0",
+        "redis_acl": "user default on nopass resetkeys resetchannels -@all +ping\n"
+        f"user shoal on #{hashes['shoal']} ~* &* +@all\n"
+        f"user worker on #{hashes['worker']} resetkeys resetchannels {stores} +@all -@admin -@dangerous\n",
+        "redis_url": f"redis://shoal:{passwords['shoal']}@redis:6379/0",
+        "redis_worker_url": f"redis://worker:{passwords['worker']}@redis:6379/0",
         "grafana_password": secrets.token_urlsafe(16),
     }
 

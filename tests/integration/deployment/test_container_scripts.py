@@ -20,6 +20,7 @@ from redis.backoff import ConstantBackoff
 from redis.retry import Retry
 from shoal_common.redis.embedded import find_server_binary
 from shoal_common.security import Role, TokenTable
+from shoal_worker.store import RedisStore
 
 ROOT = Path(__file__).resolve().parents[3]
 ENTRYPOINT = ROOT / "docker/entrypoint.sh"
@@ -121,6 +122,29 @@ def test_a_containers_user_can_read_the_secrets_and_only_their_owner_the_folder(
     assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o444}
 
 
+def _check_worker(url: str) -> None:
+    """A worker can do all that a store does, and nothing with what is the coordinator's."""
+    for prefix in ("shoal:{train}:store:1-abc", "shoal:{train}:group:abc", "shoal:{train}:rendezvous"):
+        store = RedisStore(url, prefix)
+        with store.watch_writes("key") as written:
+            assert written.wait(10), "it may not listen"
+            written.clear()
+            store.set("key", "1")
+            assert written.wait(10), "it hears nothing"
+        store.queue_push("queue", "item")
+        assert (store.queue_pop("queue"), store.add("number", 2), store.num_keys(), store.delete_key("key")) == (b"item", 2, 2, True)
+        store.discard()
+        store.close()
+    with redis.Redis.from_url(url) as worker:
+        for forbidden in ("shoal:{train}:state", "shoal:{train}:events", "shoal:jobs"):
+            for command in (("GET", forbidden), ("DEL", forbidden), ("EVAL", "return redis.call('TYPE', KEYS[1])", "1", forbidden)):
+                with pytest.raises(redis.exceptions.ResponseError, match=r"(?i)no permission|can't access|NOPERM"):
+                    worker.execute_command(*command)
+        for command in ("FLUSHALL", "CONFIG GET *", "ACL LIST", "KEYS *"):
+            with pytest.raises(redis.exceptions.NoPermissionError):
+                worker.execute_command(*command.split())
+
+
 def test_redis_as_compose_starts_it_keeps_writes_and_lets_strangers_only_ping(make_secrets: Path, tmp_path: Path) -> None:
     secrets = made(make_secrets)
     command = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]["redis"]["command"]
@@ -136,6 +160,7 @@ def test_redis_as_compose_starts_it_keeps_writes_and_lets_strangers_only_ping(ma
         user = redis.Redis(unix_socket_path=str(tmp_path / "socket"), username="shoal", password=urlsplit(secrets["redis_url"]).password)
         assert user.config_get("append*")["appendfsync"] == "always"
         assert user.set("shoal", "1")
+        _check_worker(f"unix://{tmp_path / 'socket'}?username=worker&password={urlsplit(secrets['redis_worker_url']).password}")
     finally:
         server.terminate()
         server.wait(timeout=30)

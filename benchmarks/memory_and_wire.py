@@ -18,9 +18,9 @@ from benchmarks.processes import Stage
 from benchmarks.registry import Options
 from benchmarks.report import Row, Table
 from benchmarks.systems import start_account
+from benchmarks.workers.blocks import BLOCKS, TOKENS, WORDS
 
 WIDTH: Final = 256
-BATCH: Final = 1
 TOLERANCE: Final = 0.05
 _STEPS: Final = 8
 """Counted, after as many that are not."""
@@ -41,7 +41,9 @@ class Case:
     sent: Callable[[int], float] | None
     options: Mapping[str, Any] = field(default_factory=dict)
     ranks: tuple[int, ...] = (2, 3, 4)
-    ranks_per_replica: Callable[[int], int] = lambda _: 1
+    replicas: Callable[[int], int] = lambda ranks: ranks
+    """Of so many ranks; each takes `batch` samples a step."""
+    batch: int = 1
     servers: int = 0
 
     @property
@@ -53,12 +55,53 @@ def _all_reduce(ranks: int) -> float:
     return 2 * (ranks - 1) / ranks
 
 
+_BLOCK: Final = 12 * WIDTH * WIDTH + 4 * WIDTH
+_END: Final = WORDS * WIDTH + 2 * WIDTH
+"""Elements of a block, and of the output layer with its norm."""
+_P: Final = BLOCKS * _BLOCK + _END + WORDS * WIDTH
+_WIDE_BATCH: Final = 16
+"""Samples of a replica and step where activations are sent, so that they outweigh the rest."""
+_ACTIVATION: Final = _WIDE_BATCH * TOKENS * WIDTH / _P
+_LOGITS: Final = _WIDE_BATCH * TOKENS * WORDS / _P
+"""In units of P."""
+
+
+def _tensor_sends(ranks: int) -> float:
+    """Four all-reduces of the activation a block, one for the embedding and one for the output layer, which also gathers the logits."""
+    return _all_reduce(ranks) * _ACTIVATION * (4 * BLOCKS + 2) + _LOGITS * (ranks - 1) / ranks
+
+
+def _pipeline_sends(ranks: int) -> float:
+    """The activation and its gradient at each border, over all ranks."""
+    return 2 * (ranks - 1) * _ACTIVATION / ranks
+
+
 CASES: Final = (
     Case(strategy="ddp", held=lambda n: 4, sent=_all_reduce),
     Case(strategy="zero1", held=lambda n: 2 + 2 / n, sent=_all_reduce),
     Case(strategy="zero2", held=lambda n: 1 + 3 / n, sent=_all_reduce),
     Case(strategy="zero3", held=lambda n: 4 / n, sent=lambda n: 1.5 * _all_reduce(n)),
     Case(strategy="fsdp", held=lambda n: 4 / n, sent=lambda n: 1.5 * _all_reduce(n)),
+    Case(strategy="hsdp", options={"shard_size": 2}, ranks=(4,), held=lambda _: 2, sent=lambda _: 1.5 + 0.5),
+    Case(strategy="tensor", ranks=(2, 4), replicas=lambda _: 1, batch=_WIDE_BATCH, held=lambda n: 4 / n, sent=_tensor_sends),
+    Case(
+        strategy="pipeline",
+        options={"schedule": "1f1b", "micro_batches": 4},
+        ranks=(2, 4),
+        replicas=lambda _: 1,
+        batch=_WIDE_BATCH,
+        held=lambda n: 4 * (BLOCKS / n * _BLOCK + _END) / _P,  # the stage with the output layer
+        sent=_pipeline_sends,
+    ),
+    Case(
+        strategy="hybrid",
+        options={"tensor_parallel_size": 2},
+        ranks=(4,),
+        replicas=lambda _: 2,
+        batch=_WIDE_BATCH,
+        held=lambda _: 2,
+        sent=lambda _: _tensor_sends(2) + 0.5,  # and an all-reduce of half of the gradients between two replicas
+    ),
     Case(strategy="local_sgd", options={"sync_every": _ROUND}, held=lambda n: 4, sent=lambda n: _all_reduce(n) / _ROUND),
     Case(strategy="async_sgd", servers=1, held=lambda n: 2, sent=lambda n: 2),
 )
@@ -119,13 +162,14 @@ def measure(options: Options) -> Table:
         title="Memory and bytes on the wire of each strategy, against the formulas",
         target=f"within {TOLERANCE:.0%} of docs/strategies (replicas in peers' memory counted apart)",
         method=(
-            f"The decoder of T6 (P = 13.0 MiB, float32) with AdamW, so G = P and O = 2P; {BATCH} sample per rank and step, over Gloo on "
-            "loopback. All columns but the ratios are MiB of a rank. Memory is that of distinct tensor storages: parameters and optimizer "
-            "state between steps, gradients after the backward pass or at the update; the rank that has most. Mirrors are what a rank "
-            "holds for another one, so that a death loses no state. The peak is what torch's allocator has out at most within a step (its "
-            "profiler's account on the training thread), with activations and buffers of collectives. Bytes sent are read from the kernel "
-            f"(TCP_INFO of every connection of the process, over {_STEPS} steps, the mean of the ranks), the coordinator's heartbeats "
-            "included; with async_sgd what a rank pushes and pulls. The ratios are measured over formula."
+            "The decoder of T6 (P = 13.0 MiB, float32) with AdamW, so G = P and O = 2P; one sample per rank and step, over Gloo on loopback; "
+            f"{_WIDE_BATCH} per replica where activations are sent. All columns but the ratios are MiB of a rank. Memory is that of distinct "
+            "tensor storages: parameters and optimizer state between steps, gradients after the backward pass or at the update; the rank "
+            "that has most. Mirrors are what a rank holds for another one, so that a death loses no state. The peak is what torch's "
+            "allocator has out at most within a step (its profiler's account on the training thread), with activations and buffers of "
+            f"collectives. Bytes sent are read from the kernel (TCP_INFO of every connection of the process, over {_STEPS} steps, the mean "
+            "of the ranks), the coordinator's heartbeats included; with async_sgd what a rank pushes and pulls. The ratios are measured "
+            "over formula."
         ),
         columns=(
             *("parameters", "gradients", "optimizer", "held, of formula"),
@@ -138,7 +182,7 @@ def measure(options: Options) -> Table:
 
 def _row(case: Case, ranks: int) -> Row:
     name = f"{case.name}, {ranks} ranks"
-    more = ("--replicas", str(ranks // case.ranks_per_replica(ranks)), "--options", json.dumps(dict(case.options)))
+    more = ("--replicas", str(case.replicas(ranks)), "--options", json.dumps(dict(case.options)))
     flags = f"--nproc-per-node {ranks}" + (f" --servers {case.servers}" if case.servers else "")
     command = f"shoal run --standalone {flags} -m benchmarks.workers.account --strategy {case.strategy} {' '.join(more[:3])} '{more[3]}'"
     try:
@@ -159,7 +203,7 @@ def _launch(case: Case, ranks: int, more: Sequence[str]) -> list[dict[str, float
     with Stage() as stage:
         output: Path = stage.directory / "accounts"
         output.mkdir()
-        sizes = ("--ranks", ranks, "--width", WIDTH, "--batch", BATCH, "--steps", _STEPS)
+        sizes = ("--ranks", ranks, "--width", WIDTH, "--batch", case.batch, "--steps", _STEPS)
         words = ["--strategy", case.strategy, "--output", str(output), *more, *map(str, sizes)]
         system = start_account(stage, ranks=ranks, servers=case.servers, words=words)
         stage.finish(system.process, timeout_s=_TIMEOUT_S)

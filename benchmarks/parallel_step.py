@@ -36,7 +36,7 @@ COMPARISONS: Final = (
         theirs=(torch_peer("torch.distributed.pipelining, 1F1B", "pipelining"),),
     ),
     Comparison(
-        ours=_strategy("hybrid", {"tensor_parallel_size": 2, "data_parallel_strategy": "fsdp"}, replicas=2),
+        ours=_strategy("hybrid", {"tensor_parallel_size": 2}, replicas=2),
         theirs=(torch_peer("parallelize_module and FSDP2", "tensor-and-fsdp2"),),
         ranks=(4,),
     ),
@@ -56,8 +56,10 @@ def measure(options: Options) -> Table:
             f"The decoder of T6, {BATCH} samples per replica and step; tensor and pipeline are one replica, hybrid is two of two ranks. "
             f"The two systems of a comparison take turns in blocks of {STEPS_PER_BLOCK} steps, {rounds} rounds; the ratio is the median of "
             "Shoal's mean step over the peer's of the same round, with its 95 % confidence interval (bootstrap over rounds), and stands in "
-            "the peer's row. Tensor splits attention by heads and perceptrons by their middle on both sides; the pipelines run 1F1B with "
-            f"{MICRO_BATCHES} micro-batches. Shoal runs with launcher, coordinator and metrics. Two ranks have a core each, four share two."
+            "the peer's row. Tensor splits attention by heads and perceptrons by their middle on both sides, Shoal embedding and output "
+            "layer as well; torch's replicas of hybrid keep parameters gathered (reshard_after_forward=False), which sends what an all-reduce "
+            f"does; the pipelines run 1F1B with {MICRO_BATCHES} micro-batches. Shoal runs with launcher, coordinator and metrics. Two ranks "
+            "have a core each, four share two."
         ),
         columns=turns.COLUMNS,
         rows=tuple(rows),

@@ -111,7 +111,7 @@ def _train(options: Namespace, workload: Workload, mirrored: Wired) -> dict[str,
     names = {id(p) for p in net.parameters()}
     account: dict[str, Any] = {"model": sum(p.numel() * p.element_size() for p in net.parameters()), "tensors": len(names)}
     model, optimizer = shoal.as_distributed(net, inner, strategy=options.strategy, **json.loads(options.options))
-    inner.register_step_pre_hook(lambda *_: _note_gradients(account, model))
+    inner.register_step_pre_hook(lambda *_: _note_gradients(account, model, inner))
     sizes = {"batch_size": workload.batch} if options.strategy == "async_sgd" else {"global_batch_size": workload.batch * options.replicas}
     loader = shoal.ElasticDataLoader(blocks.dataset(workload), **sizes)
     done, before, before_mirrored = 0, traffic(), 0
@@ -121,7 +121,7 @@ def _train(options: Namespace, workload: Workload, mirrored: Wired) -> dict[str,
                 model.train_step(inputs, labels, loss_fn=blocks.loss_fn)
             else:
                 blocks.loss_fn(model(inputs), labels).backward()
-            _note_gradients(account, model)
+            _note_gradients(account, model, inner)
             optimizer.step()
             optimizer.zero_grad()
             done += 1
@@ -140,9 +140,10 @@ def _train(options: Namespace, workload: Workload, mirrored: Wired) -> dict[str,
 
 def _at_rest(model: Any, inner: torch.optim.Optimizer) -> dict[str, int]:
     own, mirrors = _pieces(model)
-    owned = _storages([*model.module.parameters(), *own])
-    held_for_others = {key: size for key, size in _storages(mirrors).items() if key not in owned}
     mirror_ids = {id(p) for p in mirrors}
+    updated = [p for group in inner.param_groups for p in group["params"] if id(p) not in mirror_ids]
+    owned = _storages([*model.module.parameters(), *own, *updated])
+    held_for_others = {key: size for key, size in _storages(mirrors).items() if key not in owned}
     states = {True: 0, False: 0}
     for parameter, state in inner.state.items():
         tensors = [t for t in state.values() if isinstance(t, torch.Tensor)]
@@ -155,23 +156,24 @@ def _at_rest(model: Any, inner: torch.optim.Optimizer) -> dict[str, int]:
     }
 
 
-def _note_gradients(account: dict[str, Any], model: Any) -> None:
+def _note_gradients(account: dict[str, Any], model: Any, inner: torch.optim.Optimizer) -> None:
     own, mirrors = _pieces(model)
-    for role, parameters in (("gradients", [*model.module.parameters(), *own]), ("mirrored_gradients", mirrors)):
+    mirror_ids = {id(p) for p in mirrors}
+    updated = [p for group in inner.param_groups for p in group["params"] if id(p) not in mirror_ids]
+    for role, parameters in (("gradients", [*model.module.parameters(), *own, *updated]), ("mirrored_gradients", mirrors)):
         now = sum(_storages(p.grad for p in parameters if p.grad is not None).values())
         account[role] = max(account.get(role, 0), now)
 
 
 def _pieces(model: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """What the optimizer of a sharded strategy updates: this rank's pieces, and those that it mirrors. Nothing public tells them apart."""
-    held = getattr(model, "_held", None)
-    units = held.units if held is not None else []
+    units = getattr(getattr(model, "_held", None), "units", [])
     return [p for unit in units for p in unit.own.pieces], [p for unit in units for p in unit.mirror.pieces]
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
     """Bytes by storage; tensors that share one count once."""
-    local = [getattr(t, "_local_tensor", t) for t in tensors]
+    local = [getattr(t, "_local_tensor", t) for t in tensors if not t.is_meta]
     return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in local if t.untyped_storage().nbytes()}
 
 

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from tests.integration.worker_elastic.cluster import cluster
-from tests.integration.worker_elastic.ddp_cases import CASES, WORLD
+from tests.integration.worker_elastic.ddp_ranks import CASES, WORLD
 from tests.zygote.children import Zygote
 
 
 @pytest.fixture(scope="module")
 def outcomes(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     """By rank and case. All cases run in one pair of processes, one after the other."""
-    script = Path(__file__).with_name("ddp_cases.py")
+    script = Path(__file__).with_name("ddp_ranks.py")
     with cluster(zygote, tmp_path_factory.mktemp("ddp"), max_workers=WORLD, script=script, SHOAL_RENDEZVOUS_TIMEOUT_S="20") as running:
         for index in range(WORLD):
             running.start(index)

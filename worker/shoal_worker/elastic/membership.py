@@ -135,7 +135,8 @@ class Membership:
     def check_current(self, generation: int) -> None:
         """Asks the coordinator whether this member, which acts for `generation`, still belongs to the job. Called on any thread.
 
-        While the coordinator is away nobody can have been put out by it since, so what this process knows decides.
+        While the coordinator cannot be reached, it passes: a coordinator that is down puts nobody out. One that is cut off from this process
+        alone may have: then what is published is a state that was committed while this process was in, only not the job's newest.
 
         Raises:
             StaleGenerationError: it does not.

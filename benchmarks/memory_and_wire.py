@@ -162,14 +162,14 @@ def measure(options: Options) -> Table:
         title="Memory and bytes on the wire of each strategy, against the formulas",
         target=f"within {TOLERANCE:.0%} of docs/strategies (replicas in peers' memory counted apart)",
         method=(
-            "The decoder of T6 (P = 13.0 MiB, float32) with AdamW, so G = P and O = 2P; one sample per rank and step, over Gloo on loopback; "
-            f"{_WIDE_BATCH} per replica where activations are sent. All columns but the ratios are MiB of a rank. Memory is that of distinct "
-            "tensor storages: parameters and optimizer state between steps, gradients after the backward pass or at the update; the rank "
-            "that has most. Mirrors are what a rank holds for another one, so that a death loses no state. The peak is what torch's "
-            "allocator has out at most within a step (its profiler's account on the training thread), with activations and buffers of "
-            f"collectives. Bytes sent are read from the kernel (TCP_INFO of every connection of the process, over {_STEPS} steps, the mean "
-            "of the ranks), the coordinator's heartbeats included; with async_sgd what a rank pushes and pulls. The ratios are measured "
-            "over formula."
+            "The decoder of T6 (P = 13.0 MiB, float32) with AdamW, so G = P and O = 2P; one sample per rank and step, over Gloo on "
+            f"loopback, {_WIDE_BATCH} per replica where activations are sent. All columns but the ratios are MiB of a rank. Memory is that "
+            "of distinct tensor storages: parameters and optimizer state between steps, gradients after the backward pass or at the update; "
+            "the rank that has most. Mirrors are what a rank holds for another one, so that a death loses no state. The peak is what "
+            "torch's allocator has out at most within a step (its profiler's account on the training thread), with activations and buffers "
+            f"of collectives. Bytes sent are read from the kernel (TCP_INFO of every connection of the process, over {_STEPS} steps, the "
+            "mean of the ranks), the coordinator's heartbeats included; with async_sgd what a rank pushes and pulls. The ratios are "
+            "measured over formula."
         ),
         columns=(
             *("parameters", "gradients", "optimizer", "held, of formula"),

@@ -14,7 +14,7 @@ from typing import Any, Final
 from benchmarks import plots, turns
 from benchmarks.registry import Options
 from benchmarks.report import Row, Table
-from benchmarks.sharded_step import BATCH, STEPS_PER_BLOCK, Comparison, compare, torch_peer
+from benchmarks.sharded_step import BATCH, QUICK_ROUNDS, ROUNDS, STEPS_PER_BLOCK, Comparison, compare, torch_peer
 from benchmarks.systems import start_strategy
 from benchmarks.turns import Side
 
@@ -45,7 +45,7 @@ COMPARISONS: Final = (
 
 def measure(options: Options) -> Table:
     """See the module. About 3 minutes."""
-    rounds = 5 if options.quick else 12
+    rounds = QUICK_ROUNDS if options.quick else ROUNDS
     rows = [row for comparison in COMPARISONS for ranks in comparison.ranks for row in compare(comparison, ranks, rounds)]
     plots.samples(options.output / "t7.png", rows, sample="ratio", label="Shoal's mean step of a block over the peer's", target=TARGET)
     return Table(
@@ -57,9 +57,9 @@ def measure(options: Options) -> Table:
             f"The two systems of a comparison take turns in blocks of {STEPS_PER_BLOCK} steps, {rounds} rounds; the ratio is the median of "
             "Shoal's mean step over the peer's of the same round, with its 95 % confidence interval (bootstrap over rounds), and stands in "
             "the peer's row. Tensor splits attention by heads and perceptrons by their middle on both sides, Shoal embedding and output "
-            "layer as well; torch's replicas of hybrid keep parameters gathered (reshard_after_forward=False), which sends what an all-reduce "
-            f"does; the pipelines run 1F1B with {MICRO_BATCHES} micro-batches. Shoal runs with launcher, coordinator and metrics. Two ranks "
-            "have a core each, four share two."
+            "layer as well; torch's replicas of hybrid keep parameters gathered (reshard_after_forward=False), which sends what an "
+            f"all-reduce does; the pipelines run 1F1B with {MICRO_BATCHES} micro-batches. Shoal runs with launcher, coordinator and "
+            "metrics. Two ranks have a core each, four share two."
         ),
         columns=turns.COLUMNS,
         rows=tuple(rows),

@@ -24,6 +24,8 @@ BATCH: Final = 4
 COMMUNICATION_TARGET: Final = 0.5
 STEP_TARGET: Final = 1.0
 STEPS_PER_BLOCK: Final = 10
+ROUNDS: Final = 12
+QUICK_ROUNDS: Final = 4
 _COLLECTIVES: Final = "communication alone"
 
 
@@ -70,7 +72,7 @@ COMPARISONS: Final = (
 
 def measure(options: Options) -> Table:
     """See the module. About 4 minutes."""
-    rounds = 5 if options.quick else 12
+    rounds = QUICK_ROUNDS if options.quick else ROUNDS
     rows = [row for comparison in COMPARISONS for ranks in comparison.ranks for row in compare(comparison, ranks, rounds)]
     plots.samples(options.output / "t6.png", rows, sample="ratio", label="Shoal's mean step of a block over the peer's", target=STEP_TARGET)
     return Table(
@@ -95,7 +97,7 @@ def measure(options: Options) -> Table:
 
 def compare(comparison: Comparison, ranks: int, rounds: int) -> list[Row]:
     """Shoal's row, and the peers' with Shoal's ratio to each."""
-    course = Course(ranks=ranks, width=WIDTH, batch=BATCH, rounds=rounds, steps_per_block=STEPS_PER_BLOCK)
+    course = Course(ranks=ranks, width=WIDTH, batch=BATCH, rounds=rounds, steps_per_block=STEPS_PER_BLOCK, warm_up_blocks=1)
     sides = (comparison.ours, *comparison.theirs)
     outcomes = take_turns(sides, course)
     return [

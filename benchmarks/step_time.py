@@ -65,7 +65,7 @@ def measure(options: Options) -> Table:
 
 
 def _rows(ranks: int, rounds: int) -> list[Row]:
-    course = Course(ranks=ranks, width=WIDTH, batch=BATCH_OF_RANKS[ranks], rounds=rounds, steps_per_block=STEPS_PER_BLOCK)
+    course = Course(ranks=ranks, width=WIDTH, batch=BATCH_OF_RANKS[ranks], rounds=rounds, steps_per_block=STEPS_PER_BLOCK, warm_up_blocks=3)
     outcomes = take_turns(SIDES, course)
     return [
         turns.row(

@@ -24,7 +24,6 @@ from benchmarks.systems import System
 from benchmarks.workers.steplog import WARM_UP_STEPS
 from benchmarks.workers.workload import Workload
 
-WARM_UP_BLOCKS: Final = 3
 _TIMEOUT_S: Final = 120
 
 
@@ -47,6 +46,8 @@ class Course:
     """Samples per rank and step."""
     rounds: int
     steps_per_block: int
+    warm_up_blocks: int
+    """Before the rounds; they do not count."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +94,7 @@ def take_turns(sides: Sequence[Side], course: Course) -> dict[str, Outcome]:
                 started[side.name] = stack.enter_context(_starting(side, course))
             except MeasurementError as error:
                 failures[side.name] = str(error)
-        for number in range(WARM_UP_BLOCKS + course.rounds):
+        for number in range(course.warm_up_blocks + course.rounds):
             running = [name for name in started if name not in failures]
             for name in running if number % 2 else reversed(running):
                 try:
@@ -140,8 +141,8 @@ def _starting(side: Side, course: Course) -> Iterator[_Started]:
 
 
 def _outcome(started: _Started | None, course: Course, failure: str) -> Outcome:
-    blocks = started.blocks[WARM_UP_BLOCKS:] if started is not None else []
-    cpu_s = started.cpu_s[WARM_UP_BLOCKS:] if started is not None else []
+    blocks = started.blocks[course.warm_up_blocks :] if started is not None else []
+    cpu_s = started.cpu_s[course.warm_up_blocks :] if started is not None else []
     flat = [list(itertools.chain(*block)) for block in blocks]
     per_rank = course.steps_per_block + WARM_UP_STEPS
     return Outcome(

@@ -80,7 +80,7 @@ _APART = "with local_sgd the result depends on how many ranks train apart; use d
 _DIVIDED = "how a model is split changes the order of its own sums, so results cannot be bitwise those of another number of ranks"
 _COME_AND_GO = "its workers and servers are processes that come and go; start them with `shoal run`"
 _TWO_BLOCKS = "Bag has 2 blocks (bag, head); expected from 1 stage to one for each block"
-_SIX_PLACES = "cannot split embedded.places (Embedding, 72 elements): its 6 rows, in pieces of 2, leave a rank without any"
+_SCALED = "a GradScaler with a pipeline: train_step takes losses through their backward passes itself, so nothing can scale them"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,9 +103,7 @@ class Cell:
             return _COME_AND_GO if self.backend != SERVERS else None
         if self.check == "bitwise" and (self.row == "local_sgd" or ROWS[self.row].divided):
             return _APART if self.row == "local_sgd" else _DIVIDED
-        if (self.row, self.model) == ("pipeline", "bag") and self.world > 2:
-            return _TWO_BLOCKS
-        return _SIX_PLACES if (self.row, self.model, self.world) == ("tensor", "gpt", 4) else None
+        return _TWO_BLOCKS if (self.row, self.model) == ("pipeline", "bag") and self.world > 2 else None
 
     @property
     def strategy(self) -> str:
@@ -165,5 +163,6 @@ def part() -> set[Cell]:
 REFUSED_VARIATIONS: Final[Mapping[tuple[str, str], str]] = {
     ("local_sgd", "sum"): 'loss_reduction="sum": local_sgd averages parameters, not gradients; let the loss be a mean',
     ("local_sgd", "by_hand"): "auto_sync_gradients=False: local_sgd never synchronizes gradients; leave it out",
+    **{(name, "scaler"): _SCALED for name, row in ROWS.items() if row.pipelined},
 }
 """By row and variation (variations.py): what the ConfigurationError says."""

@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 SAMPLES = 24
 CLASSES = 7
 TOKENS = 11
-LENGTH = 6
+LENGTH = 8
 
 
 class Mlp(nn.Module):

@@ -40,7 +40,9 @@ does; where nothing stands, the number of ranks does not fit the layout.
 
 {asynchronous}
 
-What else a loop does, on in-memory ranks, compared with one process that does the same, random numbers included:
+What else a loop does, on in-memory ranks, compared with one process that does the same, random numbers included
+(`tensor` with `dropout="as_one_process"`). `r`: to 1e-3, because ranks round to bfloat16 what each has summed. `o`: pipeline stages draw
+numbers of their own; all ranks end with the same parameters, and so does a second run, bitwise.
 
 {variations}
 {notes}
@@ -65,7 +67,8 @@ def page() -> str:
         for model in MODELS
     ]
     variations = [
-        (VARIATIONS[name].says, *(_said(REFUSED_VARIATIONS.get((row, name)), _letter(name), notes) for row in ROWS)) for name in VARIATIONS
+        (VARIATIONS[name].says, *(_said(REFUSED_VARIATIONS.get((row, name)), _letter(row, name), notes) for row in ROWS))
+        for name in VARIATIONS
     ]
     return _TEXT.format(
         all=len(known),
@@ -106,5 +109,9 @@ def _said(refusal: str | None, letter: str, notes: list[str]) -> str:
     return str(notes.index(refusal) + 1)
 
 
-def _letter(variation: str) -> str:
+def _letter(row: str, variation: str) -> str:
+    if ROWS[row].pipelined and VARIATIONS[variation].draws:
+        return "o"
+    if ROWS[row].divided and VARIATIONS[variation].divided_tolerance is not None:
+        return "r"
     return "d" if VARIATIONS[variation].dtype is torch.float64 else "s"

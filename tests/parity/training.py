@@ -111,7 +111,10 @@ def _pass(how: Variation, model: Any, x: torch.Tensor, y: torch.Tensor, scaler: 
         return F.cross_entropy(output, target, reduction="sum" if how.sums else "mean")
 
     if how.train_step:
-        model.train_step(x, y, loss_of)
+        with how.computing():
+            loss = model.train_step(x, y, loss_of)
+        if scaler is not None:
+            scaler.scale(loss)
         return
     with how.computing():
         loss = loss_of(model(x), y)

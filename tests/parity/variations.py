@@ -59,6 +59,10 @@ class Variation:
     options: dict[str, Any] = field(default_factory=dict)
     """Of `as_distributed`."""
     tolerance: float = 1e-10
+    divided_tolerance: float | None = None
+    """Where ranks hold parts of one replica, and round what each has summed; None: the same."""
+    draws: bool = False
+    """Passes draw random numbers."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -83,12 +87,6 @@ def _freeze(net: nn.Module) -> nn.Module:
     return net
 
 
-def _drop(net: nn.Module) -> nn.Module:
-    assert isinstance(net, Mlp)
-    net.layers.insert(2, nn.Dropout(0.3))
-    return net
-
-
 class _Recomputed(nn.Module):
     """Keeps no activations of `inner`."""
 
@@ -102,20 +100,32 @@ class _Recomputed(nn.Module):
 
 def _recompute(net: nn.Module) -> nn.Module:
     assert isinstance(net, Gpt)
-    net.feedforward.mlp = nn.Sequential(_Recomputed(net.feedforward.mlp), nn.Dropout(0.2))
+    net.feedforward.mlp = _Recomputed(net.feedforward.mlp)
     return net
 
 
-class _Skipping(nn.Module):
+def _drop(net: nn.Module) -> nn.Module:
+    assert isinstance(net, Gpt)
+    net.feedforward.mlp = _Recomputed(nn.Sequential(nn.Dropout(0.2), net.feedforward.mlp))
+    return net
+
+
+class _Sometimes(nn.Module):
     """One layer is used in some forward passes only, another one never."""
 
-    def __init__(self, net: nn.Module) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.net, self.sometimes, self.never = net, nn.Linear(7, 7), nn.Linear(3, 3)
-        self.to(next(net.parameters()).dtype)
+        self.always, self.sometimes, self.never = nn.Linear(7, 7), nn.Linear(7, 7), nn.Linear(4, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.net(self.sometimes(x) if float(x[0, 0]) > 0 else x)
+        h = self.always(x)
+        return h + self.sometimes(x) if float(x[0, 0]) > 0 else h
+
+
+def _skip(net: nn.Module) -> nn.Module:
+    assert isinstance(net, Mlp)
+    net.layers.insert(0, _Sometimes().to(net.layers[0].weight.dtype))
+    return net
 
 
 VARIATIONS: Final[dict[str, Variation]] = {
@@ -125,11 +135,11 @@ VARIATIONS: Final[dict[str, Variation]] = {
         says="a scheduler", optimizer=adamw, scheduler=lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=6)
     ),
     "scaler": Variation(says="GradScaler", scaler=True),
-    "autocast": Variation(says="bfloat16 autocast", model="gpt", autocast=True, micro=True, tolerance=1e-5),
-    "recomputed": Variation(says="activation checkpointing, with dropout", model="gpt", prepare=_recompute, micro=True),
-    "dropout": Variation(says="dropout", prepare=_drop, micro=True),
-    "unused": Variation(says="layers used now and then, or never", prepare=_Skipping, micro=True),
-    "uneven": Variation(says="a last step with fewer samples than ranks", model="bag", samples=17),
+    "autocast": Variation(says="bfloat16 autocast", model="gpt", autocast=True, micro=True, tolerance=1e-5, divided_tolerance=1e-3),
+    "recomputed": Variation(says="activation checkpointing", model="gpt", prepare=_recompute),
+    "dropout": Variation(says="dropout, in what is computed again", model="gpt", prepare=_drop, micro=True, draws=True),
+    "unused": Variation(says="layers used now and then, or never", prepare=_skip, micro=True),
+    "uneven": Variation(says="a last step with fewer samples than ranks", samples=17),
     "train_step": Variation(says="`train_step`", train_step=True),
     "accumulated": Variation(says="`train_step` in micro-batches", model="gpt", train_step=True, micro=True),
     "sum": Variation(says='`loss_reduction="sum"`', sums=True, options={"loss_reduction": "sum"}),

@@ -82,7 +82,7 @@ def measure(options: Options) -> Table:
             f"{RANKS} ranks in network namespaces of this machine; all that each sends and receives passes a token bucket of {MBIT_PER_S} "
             "Mbit/s at its port (tc tbf). Coordinator and Valkey stand at the switch. All train a perceptron of layers "
             f"{width} wide on the same batches of scikit-learn's handwritten digits ({_BATCH} per rank) with plain SGD at one learning "
-            f"rate, until the loss on a fixed set of images, looked at off the clock, is {_LOSS}. torch's own bf16 hook fails on the CPU, so "
+            f"rate, until the loss on a fixed set of images, looked at off the clock, is {_LOSS}. torch's own bf16 hook fails on the CPU: "
             "bf16 is Shoal's. Bytes are those that the interface of the first rank counted, headers and control words included, beside the "
             "formula of docs/strategies/compression.md and the time that the formula's bytes take on the link. Gloo's all-to-all often "
             "sends one way after the other, so fp16, bf16, int8 and sign take up to twice that time (decision 0127). Runs of less than "

@@ -164,7 +164,7 @@ def measure(options: Options) -> Table:
         method=(
             "The decoder of T6 (P = 13.0 MiB, float32) with AdamW, so G = P and O = 2P; one sample per rank and step, over Gloo on "
             f"loopback, {_WIDE_BATCH} per replica where activations are sent. All columns but the ratios are MiB of a rank. Memory is that "
-            "of distinct tensor storages: parameters and optimizer state between steps, gradients after the backward pass or at the update; "
+            "of distinct tensor storages: parameters and optimizer state between steps, gradients after the backward pass or at update; "
             "the rank that has most. Mirrors are what a rank holds for another one, so that a death loses no state. The peak is what "
             "torch's allocator has out at most within a step (its profiler's account on the training thread), with activations and buffers "
             f"of collectives. Bytes sent are read from the kernel (TCP_INFO of every connection of the process, over {_STEPS} steps, the "

@@ -2,14 +2,17 @@
 and receives passes a token bucket (tc tbf) at its port of a switch.
 
 Needs root, `ip` and `tc`. Everything lies in namespaces, so that deleting those leaves nothing behind; they bear the process's id, and
-those of processes that are no more (killed before they could clean up) are deleted when the next link is made. Linux alone.
+those of processes that are no more (killed before they could clean up) are deleted, with what runs in them, when the next link is made.
+Linux alone.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
+import signal
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -116,6 +119,9 @@ def _delete_leftovers() -> None:
     for name in _ip("netns", "list").split():
         owner = _NAME.fullmatch(name)
         if owner is not None and not Path(f"/proc/{owner[1]}").exists():
+            for process in _ip("netns", "pids", name).split():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(process), signal.SIGKILL)
             _ip("netns", "delete", name)
 
 

@@ -152,8 +152,6 @@ def form(members: Sequence[Member], work: Callable[[Member], Any]) -> list[Any]:
                 rank=r,
                 member_id=str(r),
                 host="localhost",
-                local_rank=r,
-                local_world_size=len(members),
                 donor_address=members[r].donor.address,
                 joining=not members[r].held.live,
             )

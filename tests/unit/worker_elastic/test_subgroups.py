@@ -36,10 +36,7 @@ def ranks(make_backend: Callable[[], CommunicationBackend], do: Callable[[Group]
         connect_timeout=TIMEOUT,
         collective_timeout=TIMEOUT,
     )
-    peers = tuple(
-        Peer(rank=rank, member_id=str(rank), host="", local_rank=rank, local_world_size=WORLD, donor_address="", joining=False)
-        for rank in range(WORLD)
-    )
+    peers = tuple(Peer(rank=rank, member_id=str(rank), host="", donor_address="", joining=False) for rank in range(WORLD))
 
     def be(rank: int) -> None:
         generation = Generation(number=1, nonce="0" * 32, peers=peers, rank=rank, interrupts_below=0)

@@ -14,6 +14,7 @@ import json
 import uuid
 import weakref
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Final, NoReturn
 
 from shoal_common.errors import ConfigurationError, MembershipChanged
@@ -109,7 +110,7 @@ class FixedMembership:
                 "ranks on other backends are processes that `shoal run` starts"
             )
 
-    def await_generation(self) -> Generation:
+    def await_generation(self, timeout: timedelta | None = None) -> Generation:
         """See `Member`."""
         return self.link.newest_generation
 
@@ -156,17 +157,7 @@ class FixedMembership:
 
     def _generation(self, nonce: str, places: list[tuple[str, str]]) -> Generation:
         """`places`: of each rank, its host and the address of its donor."""
-        hosts = [host for host, _ in places]
         peers = tuple(
-            Peer(
-                rank=rank,
-                member_id=str(rank),
-                host=host,
-                local_rank=hosts[:rank].count(host),
-                local_world_size=hosts.count(host),
-                donor_address=donor,
-                joining=False,
-            )
-            for rank, (host, donor) in enumerate(places)
+            Peer(rank=rank, member_id=str(rank), host=host, donor_address=donor, joining=False) for rank, (host, donor) in enumerate(places)
         )
         return Generation(number=1, nonce=nonce, peers=peers, rank=self._seat.rank, interrupts_below=0)

@@ -15,8 +15,6 @@ class Peer:
     rank: int
     member_id: str
     host: str
-    local_rank: int
-    local_world_size: int
     donor_address: str
     """host:port where it gives its state to others."""
     joining: bool
@@ -59,8 +57,6 @@ class Generation:
                 rank=r.rank,
                 member_id=r.member_id,
                 host=r.host,
-                local_rank=r.local_rank,
-                local_world_size=r.local_world_size,
                 donor_address=r.donor_address,
                 joining=r.joining,
             )

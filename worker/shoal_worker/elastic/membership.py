@@ -72,9 +72,9 @@ class Membership:
         wanted = link.draining is not None or link.stopped is not None or link.refused is not None
         return group is None or wanted or link.newest > group.generation.number
 
-    def await_generation(self) -> Generation:
-        """Waits for the first generation that this process has not been in, without connecting it."""
-        return self.link.wait_generation(after=self._left, timeout=self._settings.rendezvous_timeout)
+    def await_generation(self, timeout: timedelta | None = None) -> Generation:
+        """See `Member`."""
+        return self.link.wait_generation(after=self._left, timeout=timeout or self._settings.rendezvous_timeout)
 
     def form(self) -> Group:
         """Leaves the group there is, waits for a newer generation and connects it.
@@ -135,8 +135,8 @@ class Membership:
     def check_current(self, generation: int) -> None:
         """Asks the coordinator whether this member, which acts for `generation`, still belongs to the job. Called on any thread.
 
-        While the coordinator cannot be reached, it passes: a coordinator that is down puts nobody out. One that is cut off from this process
-        alone may have: then what is published is a state that was committed while this process was in, only not the job's newest.
+        While the coordinator cannot be reached, it passes: a coordinator that is down puts nobody out. One that is cut off from this
+        process alone may have: then what is published was committed while this process was in, only it is not the job's newest.
 
         Raises:
             StaleGenerationError: it does not.

@@ -70,10 +70,8 @@ class Reconciliation:
     """Ranks that must take it now, because they hold an older one or none."""
     spectators: tuple[int, ...]
     """Ranks that take it at the next border."""
-    operations: int
-    """The most operations that a donor has finished since."""
     results_from: int | None
-    """A rank that has the results of all those operations; None: all are equally far, no results need to travel."""
+    """A rank that has the results of all operations that a donor finished since; None: all are equally far, no results need to travel."""
 
     @property
     def state_lost(self) -> bool:
@@ -98,6 +96,5 @@ def reconcile(standings: Sequence[Standing]) -> Reconciliation:
         donors=donors,
         behind=behind,
         spectators=tuple(r for r, s in enumerate(standings) if s.spectator),
-        operations=operations,
         results_from=furthest if uneven and operations > 0 else None,
     )

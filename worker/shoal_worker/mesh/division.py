@@ -31,7 +31,7 @@ from shoal_worker.tensor_parallel.layers import run_inside
 
 def alone() -> Group:
     """A world of one, as a group."""
-    me = Peer(rank=0, member_id="", host="", local_rank=0, local_world_size=1, donor_address="", joining=False)
+    me = Peer(rank=0, member_id="", host="", donor_address="", joining=False)
     return Group(Generation(number=0, nonce="", peers=(me,), rank=0, interrupts_below=0), None, None)
 
 

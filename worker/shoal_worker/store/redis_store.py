@@ -188,11 +188,6 @@ class RedisStore(Store):
         for callback in callbacks:
             callback(reason)
 
-    @property
-    def aborted(self) -> str | None:
-        """The reason given to `abort`, or None."""
-        return self._abort.reason
-
     @contextlib.contextmanager
     def on_abort(self, callback: Callable[[str], None]) -> Iterator[None]:
         """While in the context, `abort` also calls `callback(reason)`, in its own thread; at once if it has been called already."""

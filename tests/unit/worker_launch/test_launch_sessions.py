@@ -168,7 +168,7 @@ def test_a_rank_that_ends_before_the_others_is_named() -> None:
     ("options", "message"),
     [
         ({"strategy": "async_sgd"}, "its workers and servers are processes"),
-        ({"strategy": "ddp", "backend": "gloo"}, "its ranks are threads"),
+        ({"strategy": "ddp", "backend": "gloo"}, "whose ranks are connected by 'inmemory'"),
     ],
 )
 def test_what_needs_processes_is_refused(options: dict[str, Any], message: str) -> None:

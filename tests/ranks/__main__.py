@@ -10,6 +10,7 @@ import os
 os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
 
 import ctypes
+import gc
 import signal
 import socket
 import sys
@@ -27,6 +28,8 @@ def serve(path: str) -> None:
     """Until it is killed."""
     torch.set_num_threads(1)
     torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])  # the first optimizer imports a second's worth of torch
+    gc.collect()
+    gc.freeze()  # else each rank looks through all of it, and copies it on the way
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how they ended
     with socket.socket(socket.AF_UNIX) as nursery:
         nursery.bind(path)

@@ -54,3 +54,23 @@ def test_a_broken_replicas_other_rank_is_a_spare_until_a_joiner_makes_it_whole(
         results = running.finish(0, 2, 3, 4)
         assert [result["replicas"] for result in results] == [2] * 4
         check_same_run(results, alone)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("failpoint", ["sharded.sealed@7=kill", "session.before_apply@7=kill", "session.in_operation@2=kill"])
+def test_replicas_outlive_a_rank_killed_at_any_moment(zygote: Zygote, tmp_path: Path, alone: dict[str, Any], failpoint: str) -> None:
+    settings = {"EPOCHS": str(EPOCHS), "STRATEGY": "pipeline", "OPTIONS": '{"pipeline_parallel_size": 2, "schedule": "zero_bubble"}'}
+    with cluster(zygote, tmp_path, max_workers=4, script=SCRIPT, **settings) as running:
+        start(running, 4, of_2=failpoint)
+        results = running.finish(0, 1, 3)
+    trained = [result for result in results if result["steps"] == alone["steps"]]
+    assert len(trained) == 2, "the third was a spare when the run ended"
+    check_same_run(trained, alone)
+
+
+@pytest.mark.matrix
+def test_a_model_of_which_a_part_is_lost_goes_back_to_the_newest_checkpoint(zygote: Zygote, tmp_path: Path, alone: dict[str, Any]) -> None:
+    checkpoints = {"CHECKPOINTS": str(tmp_path / "checkpoints")}
+    with cluster(zygote, tmp_path, script=SCRIPT, EPOCHS=str(EPOCHS), STRATEGY="tensor", OPTIONS="{}", **checkpoints) as running:
+        start(running, 2, of_1="session.before_apply@7=kill")
+        check_same_run(running.finish(0), alone)

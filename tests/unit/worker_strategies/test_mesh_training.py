@@ -52,7 +52,7 @@ def train(name: str, optimizer: str, micro: int | None, *, loop: bool, **options
             pytest.param(2, "gpt", "sgd", None, None, {"strategy": "pipeline", "schedule": schedule}, marks=MATRIX)
             for schedule in ("interleaved_1f1b", "looped_bfs", "zbv", "dualpipe_v")
         ),
-        (4, "gpt", "adamw", None, None, {"strategy": "hybrid", **GRID}),
+        (4, "gpt", "adamw", None, None, {"strategy": "hybrid", **GRID, "activation_checkpointing": [models.Block]}),
         pytest.param(8, "gpt", "sgd", None, None, {"strategy": "hybrid", **GRID, "data_parallel_size": 2}, marks=MATRIX),
         pytest.param(4, "gpt", "sgd", None, None, {"strategy": "hybrid", **GRID, "schedule": "zero_bubble"}, marks=MATRIX),
         (4, "gpt", "sgd", None, None, {"strategy": "hybrid", "tensor_parallel_size": 2}),

@@ -16,6 +16,7 @@ import json
 import logging
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 from shoal_common.errors import ConfigurationError, DeadlineError, MembershipChanged, PreconditionError, UnavailableError
@@ -40,6 +41,8 @@ GROUP_LOST = (MembershipChanged, UnavailableError)
 """What a collective or a transfer raises when the group it ran on is over: the cure is a new generation."""
 
 _BORDER = "border"
+_SPARE_LOOK = timedelta(seconds=0.2)
+"""How often a spare looks whether its peers are there."""
 
 
 class Formation:
@@ -210,8 +213,12 @@ class Formation:
         _log.info("no whole replica can be made with this rank: it is a spare until the membership changes")
         while True:
             with contextlib.suppress(DeadlineError):
-                self.membership.await_generation()
+                self.membership.await_generation(_SPARE_LOOK)
                 break
+            group = self.group
+            if group is not None and group.ended:  # a peer is gone, or came to the end of its script: the coordinator says which
+                self.recover(MembershipChanged("a peer of this spare has left the group"))
+                return
         self.reform()
 
     # -------------------------------------------------------------------------------------------------------- the first state

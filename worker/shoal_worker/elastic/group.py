@@ -101,6 +101,12 @@ class Group:
         return self._reason
 
     @property
+    def ended(self) -> bool:
+        """It is over, here or for a peer, as far as this rank has noticed without waiting for one."""
+        backend = self._backend
+        return self._reason is not None or (backend is not None and not backend.is_initialized)
+
+    @property
     def process_group(self) -> dist.ProcessGroup:
         """What torch's own parallel code takes; a group of one rank has none. Not to be kept longer than this.
 

@@ -7,6 +7,7 @@ A protocol, because there are two kinds of place: a member of a job has a coordi
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Protocol
 
 from shoal_common.errors import ShoalError
@@ -86,8 +87,8 @@ class Member(Protocol):
         """
         ...
 
-    def await_generation(self) -> Generation:
-        """Waits for a generation that this rank has not been in, without connecting it."""
+    def await_generation(self, timeout: timedelta | None = None) -> Generation:
+        """Waits for a generation that this rank has not been in, without connecting it. `timeout`: None: as long as for forming one."""
         ...
 
     def form(self) -> Group:

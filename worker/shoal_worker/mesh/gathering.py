@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-from shoal_common.errors import ConfigurationError, PreconditionError
+from shoal_common.errors import ConfigurationError
 
+from shoal_worker.elastic.contract import StateLostError
 from shoal_worker.elastic.group import Channel
 from shoal_worker.mesh.axes import Axes, Coordinate
 from shoal_worker.mesh.blueprint import Blueprint
@@ -67,7 +68,7 @@ def gather(channel: Channel, held: Sequence[Held], blueprint_for: Callable[[Axes
     `held`: the cuts of which this rank holds parts. `state`: the optimizer's too.
 
     Raises:
-        PreconditionError: SHARDS_LOST, no cut is complete any more.
+        StateLostError: SHARDS_LOST, no cut is complete any more.
         MembershipChanged: the group is over.
     """
     rows = [json.loads(told) for told in channel.exchange(json.dumps([one.row() for one in held]).encode())]
@@ -106,9 +107,10 @@ def _newest_complete(rows: Sequence[Sequence[Sequence[int]]]) -> tuple[int, Axes
         if newest is None
         else f"of the model's {cuts[newest][0].replica_size} parts {len(cuts[newest][1])} are"
     )
-    raise PreconditionError(
-        f"{left} held by any rank: no whole replica can be put together from what is left; "
-        "restart from the newest checkpoint (with further data-parallel replicas the state outlives a rank)",
+    raise StateLostError(
+        f"{left} held by any rank, and only a checkpoint can replace the others: no replica of the model is left whole. A script that "
+        "calls shoal.save_checkpoint goes back to the newest by itself within an epoch; started anew, one that calls shoal.resume goes on "
+        "from it",
         reason="SHARDS_LOST",
     )
 

@@ -6,7 +6,7 @@ anew. The optimizer updates `pieces`: plain tensors, which share the memory of w
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from shoal_worker.mesh.gathering import Cut, Held, Whole, gather, is_element
 from shoal_worker.mesh.step_group import GroupMesh
 from shoal_worker.pipelining.partial import empty_on
 from shoal_worker.pipelining.split import named_tensors
+from shoal_worker.strategies.activation_checkpointing import checkpoint_activations
 from shoal_worker.strategies.materialize import unsaved_buffers
 from shoal_worker.tensor_parallel.apply import parallelize, unparallelize
 from shoal_worker.tensor_parallel.context import DropoutRandomness
@@ -34,7 +35,10 @@ Settings = list[dict[str, Any]]
 class ModelParts:
     """The state of one model and of the optimizer over it."""
 
-    def __init__(self, module: nn.Module, template: Template, device: torch.device, *, dropout: DropoutRandomness) -> None:
+    def __init__(
+        self, module: nn.Module, template: Template, device: torch.device, *, dropout: DropoutRandomness, checkpointed: Sequence[str]
+    ) -> None:
+        """`checkpointed`: modules whose activations are computed again in the backward pass."""
         self.module = module
         self.template = template
         self.cut: Cut | None = None
@@ -47,6 +51,7 @@ class ModelParts:
         """The parameters of the optimizer's groups, in the user's order."""
         self._device = device
         self._dropout = dropout
+        self._checkpointed = [module.get_submodule(name) for name in checkpointed]
         self._before: Held | None = None
         """The parts of the cut before, until the next commit."""
         self._blueprints: dict[Axes, Blueprint] = {}
@@ -100,8 +105,7 @@ class ModelParts:
 
     def make_whole(self) -> None:
         """This rank holds everything, with any values in it, until it is cut again."""
-        unparallelize(self.module)
-        self._put_meta()
+        self._strip()
         named = named_tensors(self.module)
         self._replace({id(named[name]): empty_on(named[name], self._device) for name in self.template.names})
         self.cut = self.blueprint = self._before = None
@@ -111,8 +115,7 @@ class ModelParts:
     def drop(self) -> None:
         """This rank holds nothing from here on: it is a spare."""
         self._before = None
-        unparallelize(self.module)
-        self._put_meta()
+        self._strip()
         self.pieces = {}
         self._point_optimizer({})
         self.cut = self.blueprint = None
@@ -146,14 +149,22 @@ class ModelParts:
         return Whole(name=one.name, value=blueprint.cut(one.name, one.value, at.tensor), elements=elements, rest=one.rest)
 
     def _lay_out_module(self, blueprint: Blueprint, at: Coordinate, mesh: GroupMesh | None) -> None:
-        unparallelize(self.module)
-        self._put_meta()
+        self._strip()
         if mesh is not None:
             assert blueprint.plan is not None
             parallelize(self.module, mesh, blueprint.plan, source_rank=None, dropout=self._dropout, share=blueprint.share(at))
         named = named_tensors(self.module)
         missing = [named[name] for name in self.template.names if blueprint.is_here(name, at) and named[name].is_meta]
         self._replace({id(tensor): empty_on(tensor, self._device) for tensor in missing})
+        if self._checkpointed:
+            checkpoint_activations(self.module, lambda part: part in self._checkpointed)
+
+    def _strip(self) -> None:
+        """The module as the user wrote it, without values."""
+        for part in self._checkpointed:
+            part.__dict__.pop("forward", None)
+        unparallelize(self.module)
+        self._put_meta()
 
     def _put_meta(self) -> None:
         """Every tensor of the state becomes one without values, tied ones one."""

@@ -58,8 +58,15 @@ class DividedModel(ShardedModel):
                 "cannot be bitwise those of another number of ranks; leave it out, or take ddp, zero1, zero2, zero3 or fsdp"
             )
         own = self._options
+        checkpointed = {name: part for name, part in self.module.named_modules() if "forward" in part.__dict__}
+        forwards = [part.__dict__.pop("forward") for part in checkpointed.values()]
+        template = meta_copy(self.module)
+        for part, forward in zip(checkpointed.values(), forwards, strict=True):
+            part.__dict__["forward"] = forward
+        self._checkpointed = tuple(checkpointed)
+        """Names of modules whose activations are computed again: their forward passes stand in them, not in their classes."""
         self._template = Template(
-            module=meta_copy(self.module),
+            module=template,
             plan_options={
                 "minimum_parameter_group_size": self.config.minimum_parameter_group_size,
                 **{name: own[name] for name in ("plan", "sequence_dimension", "loss_parallel", "example_inputs") if name in own},
@@ -83,7 +90,7 @@ class DividedModel(ShardedModel):
             self._build()
 
     def _build(self) -> None:
-        self._parts = ModelParts(self.module, self._template, self._session.device, dropout=self._dropout)
+        self._parts = ModelParts(self.module, self._template, self._session.device, dropout=self._dropout, checkpointed=self._checkpointed)
         if self._optimizer is not None:
             self._parts.use_optimizer(self._optimizer)
 

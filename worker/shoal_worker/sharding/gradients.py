@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Final
 
 import torch
 
@@ -14,6 +15,9 @@ from shoal_worker.sharding.collectives import Collectives
 from shoal_worker.sharding.division import Division
 from shoal_worker.sharding.exact import DIGITS, from_digits, square_digits
 from shoal_worker.sharding.unit import Unit
+
+_SQUARED_AT_ONCE: Final = 1 << 16
+"""Elements. Their float64 copies stay in the cache; of a whole shard they would be four times as large as the shard, a step's peak."""
 
 
 class CutGradients:
@@ -46,7 +50,7 @@ class CutGradients:
         """What this rank's shard adds to the squared norm, as float64 numbers to be summed over the ranks. `counts`: no other rank adds the
         same."""
         gradients = [unit.own.gradient for unit in self._trained if counts and unit.own.gradient is not None]
-        plain = torch.stack([g.double().square().sum().cpu() for g in gradients] or [torch.zeros((), dtype=torch.float64)]).sum().view(1)
+        plain = torch.stack([_squared_norm(g).cpu() for g in gradients] or [torch.zeros((), dtype=torch.float64)]).sum().view(1)
         if not self._exact:
             return plain
         digits = [square_digits(g.float()) for g in gradients] if plain.isfinite() else []
@@ -75,4 +79,9 @@ class CutGradients:
     def own_norm(self) -> float:
         """Of what was handed out of this rank's own shard."""
         gradients = [piece.grad for unit in self._trained for piece in unit.own.pieces if piece.grad is not None]
-        return math.sqrt(sum(float(g.double().square().sum()) for g in gradients))
+        return math.sqrt(sum(float(_squared_norm(g)) for g in gradients))
+
+
+def _squared_norm(gradient: torch.Tensor) -> torch.Tensor:
+    """In float64: the squares of large gradients are beyond float32."""
+    return torch.stack([part.double().square().sum() for part in gradient.split(_SQUARED_AT_ONCE)]).sum()

@@ -19,7 +19,6 @@ from tests.parity.variations import OPTIMIZERS, Variation
 
 BATCH: Final = 8
 MICRO: Final = 2
-EPOCHS: Final = 2
 MAX_NORM: Final = 0.5
 GROUPED: Final = {"cnn"}
 """Models whose loss depends on how samples are grouped."""
@@ -85,7 +84,7 @@ def train(what: Training) -> Outcome:
     data = _Numbered(make_data(how.model, how.dtype), how.samples)
     loader = shoal.ElasticDataLoader(data, global_batch_size=BATCH, micro_batch_size=MICRO if how.micro else None, shuffle=False)
     seen: Seen = []
-    for _ in loader.epochs(EPOCHS):
+    for _ in loader.epochs(how.epochs):
         for step in loader.steps() if how.micro else ([batch] for batch in loader):
             seen.append([])
             for x, y, numbers in step:
@@ -157,7 +156,7 @@ class Alone:
 
 def _steps(how: Variation) -> Iterable[tuple[int, int, range]]:
     """Epoch, step in the epoch, and samples."""
-    for epoch in range(EPOCHS):
+    for epoch in range(how.epochs):
         for number, start in enumerate(range(0, how.samples, BATCH)):
             yield epoch, number, range(start, min(start + BATCH, how.samples))
 

@@ -55,6 +55,7 @@ class Variation:
     micro: bool = False
     """In micro-batches: where a loss depends on how samples are grouped."""
     samples: int = SAMPLES
+    epochs: int = 2
     clips: bool = True
     options: dict[str, Any] = field(default_factory=dict)
     """Of `as_distributed`."""

@@ -14,7 +14,7 @@ from tests.integration.worker_async.async_cluster import AsyncCluster
 from tests.parity.cells import SERVERS, Cell, cells, part
 from tests.parity.comparing import check_close
 from tests.parity.models import make_data, make_model
-from tests.parity.training import BATCH, EPOCHS, MAX_NORM, State, alone_plainly, plain
+from tests.parity.training import BATCH, MAX_NORM, State, alone_plainly, plain
 
 
 def _parameters() -> list[object]:
@@ -28,7 +28,7 @@ def _train(cell: Cell) -> State:
     net, data = make_model(cell.model, how.dtype), make_data(cell.model, how.dtype)
     model, optimizer = shoal.as_distributed(net, how.optimizer(net), strategy=cell.strategy, **cell.options)
     loader = shoal.ElasticDataLoader(data, batch_size=BATCH, shuffle=False)
-    for _ in loader.epochs(EPOCHS):
+    for _ in loader.epochs(how.epochs):
         for x, y in loader:
             F.cross_entropy(model(x), y).backward()
             model.clip_grad_norm_(MAX_NORM)

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from shoal_common.errors import MembershipChanged
+from shoal_common.errors import InternalError, MembershipChanged
 from shoal_protos.v1 import coordinator_pb2 as pb
 from shoal_worker.elastic.contract import StopTraining
-from shoal_worker.elastic.link import MemberIdentity
+from shoal_worker.elastic.generation import Generation
+from shoal_worker.elastic.link import CoordinatorLink, MemberIdentity
 from shoal_worker.elastic.membership import Membership
 from shoal_worker.elastic.reach import unreachable
 from shoal_worker.elastic.transfer import StateDonor
@@ -99,6 +100,21 @@ def test_a_goodbye_does_not_hold_the_group_while_the_coordinator_is_away(job: Jo
         began = time.monotonic()
         membership.leave(pb.Leave.REASON_FINISHED)
         assert time.monotonic() - began < 2
+
+
+@pytest.mark.parametrize("job", [(1, 1)], indirect=True)
+def test_a_member_whose_link_broke_by_a_fault_of_its_own_knows_and_does_not_train_on(job: Job) -> None:
+    def broken(generation: Generation) -> None:
+        raise OSError("the group cannot be ended")
+
+    identity = MemberIdentity(job_id=job.job_id, member_id="a", host="h1", pid=os.getpid(), donor_address="127.0.0.1:1")
+    link = CoordinatorLink(job.coordinator.client(), identity, on_generation=broken)
+    link.connect(20 * SECOND)
+    link.ready()
+    with pytest.raises(InternalError, match="the group cannot be ended"):
+        link.wait_generation(after=1, timeout=20 * SECOND)
+    assert link.refused is not None
+    link.leave(pb.Leave.REASON_FAILED)
 
 
 def joined(job: Job) -> Membership:

@@ -21,6 +21,7 @@ from datetime import timedelta
 from shoal_common.clients.coordinator import CoordinatorClient
 from shoal_common.errors import (
     DeadlineError,
+    InternalError,
     PermissionDeniedError,
     PreconditionError,
     ShoalError,
@@ -218,6 +219,9 @@ class CoordinatorLink:
     def _run(self) -> None:
         try:
             self._hold_session()
+        except Exception as error:  # whatever it is, a member that hears no more of its job must know, or it trains on after it was put out
+            _log.exception("the session with the coordinator broke")
+            self._fail(InternalError(f"the session with the coordinator broke: {error!r}"))
         finally:
             with self._changed:
                 self._ended = True

@@ -41,11 +41,11 @@ def train(name: str, optimizer: str, micro: int | None, *, loop: bool, **options
         (2, "gpt", "adamw", None, None, {"strategy": "tensor"}),
         pytest.param(4, "gpt", "sgd", None, None, {"strategy": "tensor"}, marks=MATRIX),
         pytest.param(3, "gpt", "sgd", None, None, {"strategy": "tensor", "tensor_parallel_size": 1}, marks=MATRIX),
-        (4, "cnn", "adamw", 2, 2, {"strategy": "tensor", "tensor_parallel_size": 2}),
+        pytest.param(4, "cnn", "adamw", 2, 2, {"strategy": "tensor", "tensor_parallel_size": 2}, marks=MATRIX),
         pytest.param(1, "gpt", "adamw", None, None, {"strategy": "tensor"}, marks=MATRIX),
         (2, "gpt", "adamw", 2, None, {"strategy": "pipeline"}),
         (4, "cnn", "sgd", None, 2, {"strategy": "pipeline", "pipeline_parallel_size": 2, "micro_batches": 2}),
-        (3, "gpt", "sgd", None, None, {"strategy": "pipeline", "schedule": "gpipe"}),
+        pytest.param(3, "gpt", "sgd", None, None, {"strategy": "pipeline", "schedule": "gpipe"}, marks=MATRIX),
         (2, "gpt", "sgd", None, None, {"strategy": "pipeline", "schedule": "zero_bubble"}),
         pytest.param(1, "gpt", "adamw", None, None, {"strategy": "pipeline"}, marks=MATRIX),
         *(
@@ -55,7 +55,7 @@ def train(name: str, optimizer: str, micro: int | None, *, loop: bool, **options
         (4, "gpt", "adamw", None, None, {"strategy": "hybrid", **GRID, "activation_checkpointing": [models.Block]}),
         pytest.param(8, "gpt", "sgd", None, None, {"strategy": "hybrid", **GRID, "data_parallel_size": 2}, marks=MATRIX),
         pytest.param(4, "gpt", "sgd", None, None, {"strategy": "hybrid", **GRID, "schedule": "zero_bubble"}, marks=MATRIX),
-        (4, "gpt", "sgd", None, None, {"strategy": "hybrid", "tensor_parallel_size": 2}),
+        pytest.param(4, "gpt", "sgd", None, None, {"strategy": "hybrid", "tensor_parallel_size": 2}, marks=MATRIX),
         pytest.param(2, "gpt", "sgd", None, None, {"strategy": "hybrid"}, marks=MATRIX),
     ],
 )
@@ -89,7 +89,7 @@ def test_ranks_train_as_one_process_does(
     [
         (3, {"strategy": "tensor"}, "its 4 attention heads do not divide by 3"),
         (3, {"strategy": "tensor", "tensor_parallel_size": 2}, "1 would be left over for good: start a multiple of 2"),
-        (7, {"strategy": "pipeline"}, r"stages=7: Gpt has 6 blocks"),
+        (7, {"strategy": "pipeline"}, r"stages=7: Gpt has 4 blocks"),
         (2, {"strategy": "hybrid", **GRID}, "2 ranks make 0 replica.* start a multiple of 4"),
         (1, {"strategy": "hybrid", "data_parallel_strategy": "zero3"}, "data_parallel_strategy='zero3'.* expected 'ddp'"),
         (1, {"strategy": "hybrid", "tensor_parallel_size": 0}, "tensor_parallel_size=0: expected a number of ranks, at least 1"),

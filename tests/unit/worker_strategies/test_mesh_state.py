@@ -1,0 +1,174 @@
+"""The state of models that several ranks hold together: saved, loaded, resumed under other strategies and on other ranks; and settings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import shoal
+import torch
+from shoal_common.errors import ConfigurationError, CorruptDataError
+
+from tests.unit.worker_strategies import mesh_models as models
+
+MATRIX = pytest.mark.matrix
+GRID = {"strategy": "hybrid", "pipeline_parallel_size": 2, "tensor_parallel_size": 2}
+
+
+def distribute(**options: Any) -> tuple[Any, Any]:
+    """Two parameter groups: one process's order of parameters is not the model's."""
+    net = models.make()
+    biases, others = [p for p in net.parameters() if p.dim() == 1], [p for p in net.parameters() if p.dim() > 1]
+    groups = [{"params": biases, "weight_decay": 0.0}, {"params": others, "lr": 0.02}]
+    return shoal.as_distributed(net, torch.optim.AdamW(groups, 0.01), minimum_parameter_group_size=64, **options)
+
+
+def run(directory: Path, epochs: int, **options: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any], list[float], list[bool]]:
+    """A training script with checkpoints."""
+    model, optimizer = distribute(**options)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    shoal.register_state(scheduler=scheduler)
+    loader = shoal.ElasticDataLoader(models.data(), global_batch_size=models.BATCH, seed=3)
+    shoal.resume(directory)
+    stops = []
+    for epoch in loader.epochs(epochs):
+        for x, y in loader:
+            model.train_step(x, y, models.loss_of)
+            if optimizer.step():
+                scheduler.step()
+            optimizer.zero_grad()
+        stops.append(optimizer.should_early_stop(float(epoch), patience=1))
+        shoal.save_checkpoint(directory)
+    return model.full_state_dict(), optimizer.state_dict(), scheduler.get_last_lr(), stops
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ((2, {"strategy": "tensor"}), (4, GRID)),
+        pytest.param((4, GRID), (3, {"strategy": "zero3"}), marks=MATRIX),
+        pytest.param((2, {"strategy": "zero1"}), (2, {"strategy": "pipeline"}), marks=MATRIX),
+        pytest.param((3, {"strategy": "pipeline"}), (1, {"strategy": "tensor"}), marks=MATRIX),
+    ],
+)
+def test_a_run_goes_on_under_another_strategy_on_other_ranks(tmp_path: Path, first: tuple[int, Any], second: tuple[int, Any]) -> None:
+    ((expected, expected_state, rates, stops),) = shoal.launch(lambda: run(tmp_path / "one", 2, strategy="ddp"), world_size=1)
+    shoal.launch(lambda: run(tmp_path / "several", 1, **first[1]), world_size=first[0])
+    for state, optimizer_state, own_rates, own_stops in shoal.launch(
+        lambda: run(tmp_path / "several", 2, **second[1]), world_size=second[0]
+    ):
+        for name, value in expected.items():
+            torch.testing.assert_close(state[name], value, rtol=0, atol=1e-10)
+        for number, own in expected_state["state"].items():
+            torch.testing.assert_close(optimizer_state["state"][number], own, rtol=0, atol=1e-10)
+        assert own_rates == rates
+        assert own_stops == stops[1:]
+
+
+@pytest.mark.parametrize(("world", "options"), [(2, {"strategy": "tensor"}), pytest.param(4, GRID, marks=MATRIX)])
+def test_what_is_saved_and_read_is_whole(tmp_path: Path, world: int, options: dict[str, Any]) -> None:
+    def rank() -> None:
+        model, optimizer = distribute(**options)
+        x, y = models.data()[:8]
+        for _ in range(2):
+            model.train_step(x, y, models.loss_of)
+            optimizer.step()
+        whole, state, image = model.full_state_dict(), optimizer.state_dict(), model.serialize()
+        plain = models.make()
+        plain.load_state_dict(whole)
+        assert list(model.gather_full_parameters()) == [name for name, _ in plain.named_parameters()]
+        assert len(model.full_state_dict(rank0_only=True)) == (len(whole) if shoal.rank() == 0 else 0)
+        torch.testing.assert_close(model.clone()(x), plain(x))
+
+        model.with_parameters({"norm.bias": torch.ones(16)})
+        assert model.gather_full_parameters()["norm.bias"].eq(1).all()
+        model.with_parameters(torch.zeros(sum(p.numel() for p in plain.parameters())))
+        assert not any(p.any() for p in model.gather_full_parameters().values())
+        model.deserialize(image)
+        optimizer.deserialize(optimizer.serialize())
+        optimizer.load_state_dict(state)
+        model.save_model(tmp_path / "model.safetensors")
+        model.load_model(tmp_path / "model.safetensors")
+        with pytest.raises(CorruptDataError, match="of another model"):
+            model.load_full({"norm.bias": torch.ones(16)})
+        assert all(value.equal(whole[name]) for name, value in model.full_state_dict().items())
+        torch.testing.assert_close(optimizer.state_dict()["state"], state["state"], rtol=0, atol=0)
+
+        held = sum(p.numel() for p in model.local_shard.values())
+        assert held < sum(p.numel() for p in plain.parameters())
+        metadata = model.get_model_metadata()
+        assert (metadata["strategy"], metadata["world_size"]) == (options["strategy"], world)
+        assert metadata["parameters"] == sum(p.numel() for p in plain.parameters())
+        assert set(model.get_gradients()) <= set(model.local_shard)
+
+    shoal.launch(rank, world_size=world)
+
+
+def test_a_grad_scaler_unscales_on_all_ranks_and_skips_what_overflowed() -> None:
+    def rank() -> Any:
+        model, optimizer = distribute(strategy="tensor")
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1000)
+        x, y = models.data()[:8]
+        norms = []
+        for factor in (1.0, float("inf"), 1.0):
+            before = model.full_state_dict()["norm.weight"]
+            scaler.scale(models.loss_of(model(x), y) * factor).backward()
+            scaler.unscale_(optimizer)
+            norms.append(float(model.clip_grad_norm_(0.1)))
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            assert model.full_state_dict()["norm.weight"].equal(before) == (factor != 1.0)
+        return norms, scaler.get_scale()
+
+    (norms, scale), other = shoal.launch(rank, world_size=2)
+    assert str(other) == str((norms, scale))
+    assert scale == 4.0
+    plain = models.make()
+    models.loss_of(plain(models.data()[:8][0]), models.data()[:8][1]).backward()
+    assert norms[0] == pytest.approx(float(torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)))
+
+
+def test_a_grad_scaler_with_a_pipeline_is_refused() -> None:
+    def rank() -> None:
+        model, optimizer = distribute(strategy="pipeline")
+        scaler = torch.amp.GradScaler("cpu")
+        scaler.scale(torch.ones(()))
+        model.train_step(*models.data()[:8], models.loss_of)
+        scaler.step(optimizer)
+
+    with pytest.raises(ConfigurationError, match="a GradScaler with a pipeline"):
+        shoal.launch(rank, world_size=2)
+
+
+@pytest.mark.parametrize("options", [pytest.param({"strategy": "tensor"}, marks=MATRIX), pytest.param(GRID, marks=MATRIX)])
+def test_autocast_computes_in_bfloat16_and_gradients_are_those_of_one_process(options: dict[str, Any]) -> None:
+    def rank() -> Any:
+        net = models.make(dtype=torch.float32)
+        model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1), minimum_parameter_group_size=64, **options)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            model.train_step(*models.data()[:8], models.loss_of)
+        optimizer.step()
+        return model.full_state_dict()
+
+    plain, (x, y) = models.make(dtype=torch.float32), models.data()[:8]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        models.loss_of(plain(x), y).backward()
+    torch.optim.SGD(plain.parameters(), 0.1).step()
+    for state in shoal.launch(rank, world_size=4 if options is GRID else 2):
+        for name, value in plain.named_parameters():
+            torch.testing.assert_close(state[name], value.detach(), rtol=2e-2, atol=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"gradient_compression": "bf16"}, "strategy='hybrid', which does not compress"),
+        ({"offload": "cpu"}, "offload='cpu' with strategy='hybrid', which does not know it"),
+        ({"param_dtype": torch.bfloat16}, "param_dtype=torch.bfloat16 with strategy='hybrid'"),
+    ],
+)
+def test_settings_that_do_not_apply_are_refused_by_name(setting: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        shoal.launch(lambda: distribute(**GRID, **setting), world_size=4)

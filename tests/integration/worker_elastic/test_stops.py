@@ -3,7 +3,8 @@
 import signal
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -42,31 +43,32 @@ def same_end(results: list[dict[str, Any]]) -> None:
     assert len({r["digest"] for r in results}) == 1
 
 
+@contextmanager
+def third_is_deaf(zygote: Zygote, directory: Path) -> Iterator[tuple[Cluster, DeafLine]]:
+    """Three workers that train; what the coordinator says does not reach the third any more."""
+    with cluster(zygote, directory, EPOCHS="4", MICRO="1") as running, DeafLine(running.address) as line, running.held():
+        for index, address in enumerate([running.address, running.address, line.address]):
+            running.start(index, SHOAL_COORDINATOR=address)
+        running.wait_steps(1)
+        line.hears.clear()
+        yield running, line
+
+
 def test_a_member_that_hears_of_the_stop_late_ends_at_the_border_of_the_others(zygote: Zygote, tmp_path: Path) -> None:
-    with cluster(zygote, tmp_path, EPOCHS="4", MICRO="1") as running, DeafLine(running.address) as line:
-        with running.held():
-            for index, address in enumerate([running.address, running.address, line.address]):
-                running.start(index, SHOAL_COORDINATOR=address)
-            running.wait_steps(1)
-            line.hears.clear()
-            running.client.stop_job("job", reason="test")
-            eventually(lambda: len(list(running.output.glob("*.json"))) == 3, "the end of all loops, also of the one that heard nothing")
-            line.hears.set()
+    with third_is_deaf(zygote, tmp_path) as (running, line):
+        running.client.stop_job("job", reason="test")
+        eventually(lambda: len(list(running.output.glob("*.json"))) == 3, "the end of all loops, also of the one that heard nothing")
+        line.hears.set()
         same_end(running.finish(0, 1, 2))
 
 
 def test_a_death_while_the_job_stops_lets_the_others_end_at_one_border(zygote: Zygote, tmp_path: Path) -> None:
-    with cluster(zygote, tmp_path, EPOCHS="4", MICRO="1") as running, DeafLine(running.address) as line:
-        with running.held():
-            for index, address in enumerate([running.address, running.address, line.address]):
-                running.start(index, SHOAL_COORDINATOR=address)
-            running.wait_steps(1)
-            line.hears.clear()
-            running.signal(0, signal.SIGKILL)
-            running.client.stop_job("job", reason="test")
-            eventually(lambda: running.job().generation.number == 2, "the generation without the dead")
-            line.hears.set()
-            results = running.finish(1, 2)
+    with third_is_deaf(zygote, tmp_path) as (running, line):
+        running.signal(0, signal.SIGKILL)
+        running.client.stop_job("job", reason="test")
+        eventually(lambda: running.job().generation.number == 2, "the generation without the dead")
+        line.hears.set()
+        results = running.finish(1, 2)
         same_end(results)
         assert {r["world"] for r in results} == {2}
 

@@ -73,6 +73,9 @@ class RoomGroup:
     def all_gather_integers(self, values: Sequence[int]) -> list[list[int]]:
         return self._room.gather(next(self._numbers), self.rank, list(values))
 
+    def abort(self, reason: str) -> None:
+        self.broken = self.broken or reason
+
     @contextlib.contextmanager
     def guarding(self) -> Iterator[Callable[[object], None]]:
         yield lambda connection: None

@@ -1,9 +1,10 @@
 """When a generation forms: whose state counts, who gives it to whom, and who speaks for all."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
-from shoal_common.errors import ConfigurationError, PreconditionError
+from shoal_common.errors import ConfigurationError, MembershipChanged, PreconditionError
 from shoal_worker.elastic.place import Place
 from shoal_worker.elastic.reconcile import StateName
 
@@ -72,6 +73,16 @@ def test_the_first_rank_must_have_values() -> None:
     outcomes = form([Member(Model(0.0, meta=True)), Member(Model(3.0))], synchronize)
     assert all(isinstance(outcome, ConfigurationError) for outcome in outcomes)
     assert "meta" in str(outcomes[0])
+
+
+def test_who_recovers_has_let_go_of_the_group_before_it_waits_for_the_next_one() -> None:
+    members, told = [Member(Model(4.0), state=OLD), Member(Model(4.0), state=OLD)], []
+    for member in members:
+        reasons: list[str] = []
+        member.membership.group = SimpleNamespace(abort=reasons.append)
+        member.membership.failed = lambda error, reasons=reasons: told.append((str(error), reasons))
+    form(members, lambda member: member.formation.recover(MembershipChanged("a peer is gone")))
+    assert told == [("a peer is gone", ["a peer is gone"])] * 2
 
 
 def test_a_joiner_on_the_meta_device_gets_its_values_from_its_peers() -> None:

@@ -128,8 +128,11 @@ class Formation:
             self._failed_at = None
 
     def recover(self, error: BaseException) -> None:
-        """A group failed under this rank: reports it and forms the next one. Raises as `reform`."""
+        """A group failed under this rank: ends it, so that no peer waits in it meanwhile, reports it and forms the next one. Raises as
+        `reform`."""
         self.failed_now()
+        if self.group is not None:
+            self.group.abort(str(error))
         self.membership.failed(error)
         self.reform()
 

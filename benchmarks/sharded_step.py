@@ -26,6 +26,8 @@ STEP_TARGET: Final = 1.0
 STEPS_PER_BLOCK: Final = 10
 ROUNDS: Final = 12
 QUICK_ROUNDS: Final = 4
+_LARGE_WIDTH: Final = 768
+"""For blocks of a size as larger models have them; communication alone."""
 _COLLECTIVES: Final = "communication alone"
 
 
@@ -47,12 +49,6 @@ def _deepspeed(stage: int) -> Side:
     return Side(name=f"DeepSpeed, stage {stage}", command=command, start=partial(start_deepspeed, zero_stage=stage))
 
 
-def _collectives(name: str, backend: str) -> Side:
-    module = "benchmarks.workers.collectives"
-    start = partial(start_module, module=module, more=("--backend", backend))
-    return Side(name=f"{_COLLECTIVES}: {name}", command=f"torchrun --standalone -m {module} --backend {backend}", start=start)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
     """Shoal's side, and peers that do the same. Each row's ratio is Shoal's step over the peer's."""
@@ -60,13 +56,35 @@ class Comparison:
     ours: Side
     theirs: tuple[Side, ...]
     ranks: tuple[int, ...] = (2,)
+    width: int = WIDTH
+
+
+def _communication(width: int, *, ranks: tuple[int, ...]) -> Comparison:
+    block_mb = round(4 * 12 * width**2 / 1e6)
+    return Comparison(
+        ours=_collectives("shoal_gloo", "shoal_gloo", block_mb),
+        theirs=(_collectives("torch's Gloo", "gloo", block_mb),),
+        ranks=ranks,
+        width=width,
+    )
+
+
+def _collectives(name: str, backend: str, block_mb: int) -> Side:
+    module = "benchmarks.workers.collectives"
+    start = partial(start_module, module=module, more=("--backend", backend))
+    return Side(
+        name=f"{_COLLECTIVES}, blocks of {block_mb} MB: {name}",
+        command=f"torchrun --standalone -m {module} --backend {backend}",
+        start=start,
+    )
 
 
 COMPARISONS: Final = (
     Comparison(ours=strategy("zero1"), theirs=(torch_peer("ZeroRedundancyOptimizer and DDP", "zero-redundancy"), _deepspeed(1))),
     Comparison(ours=strategy("zero2"), theirs=(_deepspeed(2),)),
     Comparison(ours=strategy("fsdp"), theirs=(torch_peer("FSDP2", "fsdp2"), _deepspeed(3))),
-    Comparison(ours=_collectives("shoal_gloo", "shoal_gloo"), theirs=(_collectives("torch's Gloo", "gloo"),), ranks=(2, 4)),
+    _communication(WIDTH, ranks=(2, 4)),
+    _communication(_LARGE_WIDTH, ranks=(2,)),
 )
 
 
@@ -86,8 +104,8 @@ def measure(options: Options) -> Table:
             "(bootstrap over rounds), and stands in the peer's row. Shoal runs with launcher, coordinator and metrics, its step sends "
             "gradient shards to a peer's memory as well, and it updates that mirror too; the peers lose their state with a rank. "
             "DeepSpeed runs on its CPU accelerator over Gloo, with torch's AdamW and its default settings. Communication alone is what a "
-            "fully sharded step sends, called as FSDP2 does: two gatherings and one reduce-scatter of each block, with nothing computed. "
-            "Two ranks have a core each, four share two."
+            "fully sharded step sends, called as FSDP2 does: two gatherings and one reduce-scatter of each block, with nothing computed; of "
+            f"this decoder, and of one {_LARGE_WIDTH} wide. Two ranks have a core each, four share two."
         ),
         columns=turns.COLUMNS,
         rows=tuple(rows),
@@ -97,7 +115,7 @@ def measure(options: Options) -> Table:
 
 def compare(comparison: Comparison, ranks: int, rounds: int) -> list[Row]:
     """Shoal's row, and the peers' with Shoal's ratio to each."""
-    course = Course(ranks=ranks, width=WIDTH, batch=BATCH, rounds=rounds, steps_per_block=STEPS_PER_BLOCK, warm_up_blocks=1)
+    course = Course(ranks=ranks, width=comparison.width, batch=BATCH, rounds=rounds, steps_per_block=STEPS_PER_BLOCK, warm_up_blocks=1)
     sides = (comparison.ours, *comparison.theirs)
     outcomes = take_turns(sides, course)
     return [

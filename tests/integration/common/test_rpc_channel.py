@@ -232,7 +232,7 @@ def test_a_servers_keepalive_limit_is_what_it_was_set_to(serve):
     fast = {"keepalive": timedelta(milliseconds=50), "attempts": 1}
     allowing = serve(Flaky(0), shortest_keepalive=timedelta(milliseconds=10))
     with allowing.client(**fast) as client:
-        events = client.watch_events("mnist", follow=True, deadline=timedelta(milliseconds=1500))
+        events = client.watch_events("mnist", follow=True, deadline=timedelta(milliseconds=700))
         assert next(events).event_id == "1-0"
         with pytest.raises(DeadlineError):
             next(events)

@@ -170,9 +170,9 @@ def save_checkpoint(directory: str | Path, *, keep: int = 3, sharded: bool | Non
     Args:
         directory: shared by all ranks, or local to the first rank's machine.
         keep: how many checkpoints to keep; >= 1.
-        sharded: each rank writes what it holds, and nothing is gathered. None: where the state is in shards (zero1, zero2, zero3, fsdp, hsdp)
-            and all ranks see the directory. False: the first rank gathers all and writes it. True: as None, but a directory that not all ranks
-            see is an error.
+        sharded: each rank writes what it holds, and nothing is gathered. None: where the state is in shards (zero1, zero2, zero3, fsdp,
+            hsdp) and all ranks see the directory. False: the first rank gathers all and writes it. True: as None, but a directory that not
+            all ranks see is an error.
 
     Raises:
         ConfigurationError: `keep` below 1, or a directory that cannot be written, or is not shared.

@@ -98,12 +98,13 @@ class Shards:
         try:
             self.write(temporary)
         except (OSError, SafetensorError) as error:
-            if not temporary.is_dir():
+            try:
+                for number in self.mine:
+                    self._note(temporary, number, {"error": str(error)})
+            except FileNotFoundError:
                 _log.info("%s was given up; this rank's part of it is dropped", temporary)
-                return
-            _log.error("this rank's part of %s could not be written: %s", temporary, error)
-            for number in self.mine:
-                self._note(temporary, number, {"error": str(error)})
+            else:
+                _log.error("this rank's part of %s could not be written: %s", temporary, error)
 
     def collect(self, temporary: Path, *, gone: Callable[[int], bool]) -> dict[str, Any] | None:
         """Waits for all ranks' shards, and returns what the manifest says of them; None if a rank went away without its own.

@@ -104,7 +104,7 @@ def measure(options: Options) -> Table:
             "(bootstrap over rounds), and stands in the peer's row. Shoal runs with launcher, coordinator and metrics, its step sends "
             "gradient shards to a peer's memory as well, and it updates that mirror too; the peers lose their state with a rank. "
             "DeepSpeed runs on its CPU accelerator over Gloo, with torch's AdamW and its default settings. Communication alone is what a "
-            "fully sharded step sends, called as FSDP2 does: two gatherings and one reduce-scatter of each block, with nothing computed; of "
+            "fully sharded step sends, called as FSDP2 does, two gatherings and one reduce-scatter of each block without computing, of "
             f"this decoder, and of one {_LARGE_WIDTH} wide. Two ranks have a core each, four share two."
         ),
         columns=turns.COLUMNS,

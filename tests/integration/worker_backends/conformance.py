@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.distributed.checkpoint as dcp
+from shoal_common.errors import InvalidRequestError
 from shoal_worker.backends import CommunicationBackend, ReduceOp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -232,6 +233,22 @@ def coalesced_forms() -> None:
     assert two.shape == (2, 2)
 
 
+def sparse_tensors() -> None:
+    """Sums of gradients of sparse embeddings, whose rows differ by rank; a backend that has none says so."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    rows = torch.sparse_coo_tensor([[rank, size]], torch.ones(2, 3), (size + 1, 3), check_invariants=True).coalesce()
+    if dist.get_backend() == "shoal_mpi":
+        refusal = ""
+        try:
+            dist.all_reduce(rows)
+        except InvalidRequestError as error:
+            refusal = str(error)
+        assert "make embeddings with sparse=False" in refusal
+        return
+    dist.all_reduce(rows)
+    assert rows.to_dense().tolist() == [[1.0] * 3] * size + [[float(size)] * 3]
+
+
 def functional_collectives() -> None:
     """Those that DTensor is made of, with their gradients."""
     size, rank = dist.get_world_size(), dist.get_rank()
@@ -426,6 +443,7 @@ CHECKS: dict[str, Callable[[], None]] = {
         futures_hold_the_result,
         single_tensor_forms,
         coalesced_forms,
+        sparse_tensors,
         functional_collectives,
         transfers,
         objects,

@@ -177,6 +177,9 @@ def _transfer(output: torch.Tensor, given: torch.Tensor, sender: int, receiver: 
 
 
 def _copy(output: torch.Tensor, given: torch.Tensor) -> None:
+    if output.is_sparse:  # whose .data is another tensor, with rows of its own once it is written to
+        output.copy_(given)
+        return
     # By .data, as other backends write: it leaves autograd's version counters alone.
     output.data.copy_(given.data.view_as(output) if given.shape != output.shape else given.data)
 

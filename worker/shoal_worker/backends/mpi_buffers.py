@@ -90,6 +90,10 @@ class Reduced:
     """A tensor that MPI reduces with torch's `op` over `size` ranks."""
 
     def __init__(self, tensor: torch.Tensor, op: Any, size: int) -> None:
+        if tensor.is_sparse:
+            raise InvalidRequestError(
+                "backend 'mpi' cannot reduce sparse tensors: make embeddings with sparse=False, or take another strategy than ddp, or gloo"
+            )
         self._tensor, self._size = tensor.data, size
         self._name = op_name(op)
         values = self._tensor.contiguous()

@@ -5,26 +5,28 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import shoal
+from shoal_worker.data.record import audit
 
 from tests.integration.worker_elastic import mesh_train
 from tests.integration.worker_elastic.cluster import Cluster, cluster
 from tests.zygote.children import Zygote, eventually
 
-EPOCHS = 8
+EPOCHS = 6
 SCRIPT = Path(mesh_train.__file__)
 
 
 @pytest.fixture(scope="module")
-def alone(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The run of one worker, without a fault."""
-    directory = tmp_path_factory.mktemp("alone")
-    with cluster(zygote, directory, max_workers=1, script=SCRIPT, EPOCHS=str(EPOCHS), STRATEGY="ddp", OPTIONS="{}") as running:
-        running.start(0)
-        (result,) = running.finish(0)
+def alone() -> dict[str, Any]:
+    """The run of one rank, without a fault."""
+    (result,) = shoal.launch(lambda: mesh_train.train("ddp", {}, EPOCHS), world_size=1)
     return result
 
 
-def check_same_run(results: list[dict[str, Any]], alone: dict[str, Any]) -> None:
+def check_same_run(results: list[dict[str, Any]], alone: dict[str, Any], running: Cluster) -> None:
+    verdict = audit(running.records)
+    assert len(verdict.epochs) == EPOCHS
+    assert all(epoch.exactly_once for epoch in verdict.epochs), verdict
     for result in results:
         assert result["steps"] == alone["steps"]
         assert result["lr"] == alone["lr"]
@@ -53,7 +55,7 @@ def test_a_broken_replicas_other_rank_is_a_spare_until_a_joiner_makes_it_whole(
             running.wait_ranked(4)
         results = running.finish(0, 2, 3, 4)
         assert [result["replicas"] for result in results] == [2] * 4
-        check_same_run(results, alone)
+        check_same_run(results, alone, running)
 
 
 @pytest.mark.matrix
@@ -65,7 +67,7 @@ def test_replicas_outlive_a_rank_killed_at_any_moment(zygote: Zygote, tmp_path: 
         results = running.finish(0, 1, 3)
     trained = [result for result in results if result["steps"] == alone["steps"]]
     assert len(trained) == 2, "the third was a spare when the run ended"
-    check_same_run(trained, alone)
+    check_same_run(trained, alone, running)
 
 
 @pytest.mark.matrix
@@ -73,4 +75,4 @@ def test_a_model_of_which_a_part_is_lost_goes_back_to_the_newest_checkpoint(zygo
     checkpoints = {"CHECKPOINTS": str(tmp_path / "checkpoints")}
     with cluster(zygote, tmp_path, script=SCRIPT, EPOCHS=str(EPOCHS), STRATEGY="tensor", OPTIONS="{}", **checkpoints) as running:
         start(running, 2, of_1="session.before_apply@7=kill")
-        check_same_run(running.finish(0), alone)
+        check_same_run(running.finish(0), alone, running)

@@ -85,7 +85,7 @@ class Model:
     """The least that the session takes for a strategy's model."""
 
     strategy, asynchronous, backend_name, in_parts = "test", False, "gloo", False
-    data_parallel_rank, data_parallel_size, idle = 0, 1, False
+    data_parallel_rank, data_parallel_size, idle, speaks = 0, 1, False, True
 
     def working(self, group: Any) -> Any:
         return group

@@ -37,7 +37,9 @@ class Borders:
         if not self._held.has_replica:
             return Placement(generation=generation.number, rank=generation.rank, world_size=generation.world_size)
         replica = self._held.replica
-        return Placement(generation=generation.number, rank=replica.data_parallel_rank, world_size=replica.data_parallel_size)
+        return Placement(
+            generation=generation.number, rank=replica.data_parallel_rank, world_size=replica.data_parallel_size, speaks=replica.speaks
+        )
 
     @property
     def group(self) -> Group | None:

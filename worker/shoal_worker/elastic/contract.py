@@ -38,6 +38,8 @@ class Placement:
     """This replica's data-parallel rank: who deals samples to it. Equals the global rank unless a model is split over ranks."""
     world_size: int
     """Number of data-parallel replicas."""
+    speaks: bool = True
+    """Of the ranks of this replica, which get the same samples, it is the one that counts them, and records that it has them."""
 
 
 @dataclass(frozen=True, kw_only=True)

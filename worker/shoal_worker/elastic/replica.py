@@ -50,6 +50,11 @@ class Replica(Protocol):
         ...
 
     @property
+    def speaks(self) -> bool:
+        """Of the ranks of its replica it is the first."""
+        ...
+
+    @property
     def idle(self) -> bool:
         """This rank is a spare: it has no part in the model, and takes no steps until a newer generation gives it one."""
         ...

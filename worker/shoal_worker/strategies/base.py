@@ -137,6 +137,11 @@ class ShardedModel(nn.Module, abc.ABC):
     # ---------------------------------------------------------------------------------------------------------------- state
 
     @property
+    def speaks(self) -> bool:
+        """See `Replica`: each rank is one."""
+        return True
+
+    @property
     def idle(self) -> bool:
         """See `Replica`: there are no spares."""
         return False

@@ -188,6 +188,12 @@ class DividedModel(ShardedModel):
         return at.data if at is not None else 0
 
     @property
+    def speaks(self) -> bool:
+        """See `Replica`."""
+        at = self._divide(self._session.world_size).at(self._session.rank)
+        return at is not None and at.pipeline == at.tensor == 0
+
+    @property
     def data_parallel_size(self) -> int:
         """Number of replicas."""
         return max(1, self._divide(self._session.world_size).data)

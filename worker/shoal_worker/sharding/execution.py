@@ -198,10 +198,8 @@ class ShardedExecution:
         self._enter_backward()
         unit.add_gradient(index, self.factor)
         self._ready[unit] = self._ready.get(unit, 0) + 1
-        if self._ready[unit] >= len(unit.parameters):
-            unit.free()
-            if self.reduces_in_backward and self._stage is not Stage.PARAMETERS:
-                self._reduce_ready(all_of_them=False)
+        if self._stage is not Stage.PARAMETERS and self.reduces_in_backward and self._is_ready(unit):
+            self._reduce_ready(all_of_them=False)
 
     # --------------------------------------------------------------------------------------------------------------- backward
 
@@ -283,7 +281,8 @@ class ShardedExecution:
 
 def _when_gradients_come(tree: Any, call: Callable[[Any], None], *, mode: Literal["any", "all"]) -> None:
     """Calls `call` once in a backward pass: when any, or all, of the tensors in `tree` that want a gradient get theirs."""
-    found = [t for t in pytree.tree_leaves(tree) if isinstance(t, torch.Tensor) and t.requires_grad]
+    leaves = [tree] if isinstance(tree, torch.Tensor) else pytree.tree_leaves(tree)
+    found = [t for t in leaves if isinstance(t, torch.Tensor) and t.requires_grad]
     if len(found) == 1:
         found[0].register_hook(call)  # what the other comes down to, at a tenth of its price
     elif found:
@@ -314,7 +313,7 @@ class _BeforeForward(_Hook):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's is untyped
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self._execution.before_forward(self._block, (args, kwargs))
+        self._execution.before_forward(self._block, args[0] if len(args) == 1 and not kwargs else (args, kwargs))
 
 
 class _AfterForward(_Hook):

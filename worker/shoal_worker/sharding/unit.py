@@ -291,7 +291,8 @@ class Unit:
         gradient, self._gradient = self._gradient, None
         if gradient is None:
             gradient = torch.zeros(self.layout.padded_numel, dtype=self.sum_dtype, device=self.device)
-        gradient = gradient.to(self._wire_dtype)
+        if gradient.dtype != self._wire_dtype:
+            gradient = gradient.to(self._wire_dtype)
         shard = torch.empty(self.layout.shard_numel, dtype=gradient.dtype, device=self.device)
         return Reducing(self, shard, gradient, (self.compressed or collectives.reduce_scatter)(shard, gradient))
 

@@ -156,6 +156,7 @@ def measure(options: Options) -> Table:
             "held by a rank, MiB": ("parameters", "gradients", "optimizer", "mirrors"),
             "sent by a rank in a step, MiB": ("sent", "sent_to_mirrors"),
         },
+        mark="peak",
     )
     return Table(
         key="t8",

@@ -18,8 +18,9 @@ def samples(path: Path, rows: Sequence[Row], *, sample: str, label: str, target:
         axes.plot(row.samples[sample], [height] * len(row.samples[sample]), "|", markersize=14)
     if target is not None:
         axes.axvline(target, linestyle=":", color="grey", label=f"target {target:g}")
-        axes.legend(loc="upper right")
+        figure.legend(loc="outside upper right")
     axes.set_yticks(range(len(shown)), [row.name for row in shown])
+    axes.set_ylim(-0.5, len(shown) - 0.5)
     axes.set_xscale("log")
     axes.set_xlabel(label)
     axes.grid(axis="x", alpha=0.3)
@@ -27,8 +28,8 @@ def samples(path: Path, rows: Sequence[Row], *, sample: str, label: str, target:
     pyplot.close(figure)
 
 
-def parts(path: Path, rows: Sequence[Row], *, stacks: Mapping[str, Sequence[str]]) -> None:
-    """A panel for each stack: a bar per system, made of its samples of these names."""
+def parts(path: Path, rows: Sequence[Row], *, stacks: Mapping[str, Sequence[str]], mark: str) -> None:
+    """A panel for each stack: a bar per system, made of its samples of these names. In the first panel `mark` stands as a line."""
     pyplot = _pyplot()
     shown = [row for row in reversed(rows) if not row.failure]
     figure, panels = pyplot.subplots(1, len(stacks), figsize=(13, 1.5 + 0.3 * len(shown)), layout="constrained", sharey=True, squeeze=False)
@@ -38,9 +39,14 @@ def parts(path: Path, rows: Sequence[Row], *, stacks: Mapping[str, Sequence[str]
             sizes = [row.samples.get(name, [0.0])[0] for row in shown]
             axes.barh(range(len(shown)), sizes, left=left, label=name.replace("_", " "))
             left = [begin + size for begin, size in zip(left, sizes, strict=True)]
+        if axes is panels[0][0]:
+            axes.plot([row.samples[mark][0] for row in shown], range(len(shown)), "|", color="black", markersize=14, label=mark)
         axes.set_yticks(range(len(shown)), [row.name for row in shown])
+        axes.set_ylim(-0.6, len(shown) - 0.4)
+        axes.set_xlim(0, None)
+        axes.margins(x=0.03)
         axes.set_xlabel(label)
-        axes.legend(loc="upper right")
+        axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=5, frameon=False)
         axes.grid(axis="x", alpha=0.3)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

@@ -65,7 +65,7 @@ ROWS: Final[Mapping[str, Row]] = {
     "pipeline_data": Row(
         strategy="pipeline",
         says="2 x 2 replicas, zero-bubble",
-        options={"pipeline_parallel_size": 2, "micro_batches": 2, "schedule": "zero_bubble"},
+        options={"pipeline_parallel_size": 2, "micro_batches": 2, "schedule": "zero_bubble", "stages_per_rank": 1},
         worlds=(4,),
         pipelined=True,
         divided=True,
@@ -172,7 +172,23 @@ def part() -> set[Cell]:
     return chosen & known
 
 
+_NOT_IN_PARTS = "take zero1, zero2, zero3, fsdp or hsdp, whose optimizer state is in shards"
+_FLAT = "parameters are cut into flat pieces, and Adafactor is not known to treat each element by itself"
+_WHOLE_BATCHES = "deterministic=True needs micro-batches, whose results do not depend on the number of ranks"
+_IN_SHARDS = ("zero1", "zero2", "zero3", "fsdp", "hsdp")
 REFUSED_VARIATIONS: Final[Mapping[tuple[str, str], str]] = {
+    **{(name, "sparse"): "EmbeddingBag with sparse=True needs the whole table on one rank" for name in ("tensor", "tensor_data", "hybrid")},
+    **{(name, "whole_matrices"): _FLAT for name in (*_IN_SHARDS, "tensor", "tensor_data", "hybrid")},
+    **{(name, "offload"): _NOT_IN_PARTS for name in ROWS if name not in _IN_SHARDS},
+    **{(name, "param_dtype"): "compute within torch.autocast, or take zero1" for name in ROWS if name not in _IN_SHARDS},
+    **{(name, "reduce_dtype"): 'use gradient_compression="bf16", or take zero1' for name in ROWS if name not in _IN_SHARDS},
+    **{
+        (name, "shard_modules"): "take zero3, fsdp or hsdp, which gather parameters by modules, or leave it out"
+        for name in ROWS
+        if name not in ("zero3", "fsdp", "hsdp")
+    },
+    **{(name, "whole_batches"): _DIVIDED if row.divided else _WHOLE_BATCHES for name, row in ROWS.items()},
+    ("local_sgd", "whole_batches"): _APART,
     ("local_sgd", "sum"): 'loss_reduction="sum": local_sgd averages parameters, not gradients; let the loss be a mean',
     ("local_sgd", "by_hand"): "auto_sync_gradients=False: local_sgd never synchronizes gradients; leave it out",
     **{(name, "scaler"): _SCALED for name, row in ROWS.items() if row.pipelined},

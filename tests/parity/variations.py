@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.parity.models import SAMPLES, Gpt, Mlp
+from tests.parity.models import SAMPLES, Bag, Gpt, Mlp
 
 Optimizers = Callable[[nn.Module], torch.optim.Optimizer]
 
@@ -79,6 +79,12 @@ def _groups(net: nn.Module) -> torch.optim.Optimizer:
     weights = [p for p in net.parameters() if p.dim() > 1]
     others = [p for p in net.parameters() if p.dim() <= 1]
     return torch.optim.AdamW([{"params": weights, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0, "lr": 0.03}], lr=0.01)
+
+
+def _sparse(net: nn.Module) -> nn.Module:
+    assert isinstance(net, Bag)
+    net.bag.sparse = True
+    return net
 
 
 def _freeze(net: nn.Module) -> nn.Module:
@@ -145,5 +151,17 @@ VARIATIONS: Final[dict[str, Variation]] = {
     "accumulated": Variation(says="`train_step` in micro-batches", model="gpt", train_step=True, micro=True),
     "sum": Variation(says='`loss_reduction="sum"`', sums=True, options={"loss_reduction": "sum"}),
     "by_hand": Variation(says="`auto_sync_gradients=False`", by_hand=True, options={"auto_sync_gradients": False}),
+    "sparse": Variation(
+        says="sparse embeddings", model="bag", prepare=_sparse, optimizer=lambda net: torch.optim.SGD(net.parameters(), lr=0.1), clips=False
+    ),
+    "whole_matrices": Variation(
+        says="an optimizer that wants whole matrices (Adafactor)", optimizer=lambda net: torch.optim.Adafactor(net.parameters(), lr=0.01)
+    ),
+    "checkpointed": Variation(says="`activation_checkpointing=True`", model="gpt", options={"activation_checkpointing": True}),
+    "offload": Variation(says='`offload="cpu"`', optimizer=adamw, options={"offload": "cpu"}),
+    "shard_modules": Variation(says="`shard_modules=`", options={"shard_modules": [nn.Linear]}),
+    "param_dtype": Variation(says="`param_dtype=torch.bfloat16`", micro=True, options={"param_dtype": torch.bfloat16}, tolerance=2e-3),
+    "reduce_dtype": Variation(says="`reduce_dtype=torch.bfloat16`", options={"reduce_dtype": torch.bfloat16}, tolerance=2e-3),
+    "whole_batches": Variation(says="`deterministic=True` without micro-batches", options={"deterministic": True}),
     "compiled": Variation(says="`torch.compile`", prepare=lambda net: torch.compile(net, backend="aot_eager"), clips=False),
 }

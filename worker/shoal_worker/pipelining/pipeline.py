@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from shoal_common.errors import ConfigurationError, PreconditionError
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from shoal_worker.pipelining import full_state, gradients
 from shoal_worker.pipelining.engine import Engine, Loss
@@ -406,7 +407,9 @@ def own_loss(output: Any, targets: Any) -> torch.Tensor:
 
 
 def _plain(value: Any) -> Any:
-    """Mappings of any class as dicts."""
+    """Mappings of any class as dicts, and tensors whole: of layers that are split over ranks, logits may not be."""
+    if isinstance(value, DTensor):
+        return value.full_tensor()
     if isinstance(value, Mapping):
         return {key: _plain(one) for key, one in value.items()}
     if isinstance(value, tuple | list):

@@ -14,7 +14,9 @@ from typing import Any, Final
 import torch
 from shoal_common.errors import ConfigurationError, PreconditionError
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
+from torch.utils import _pytree as pytree
 
 from shoal_worker.elastic.group import Channel
 from shoal_worker.mesh.axes import Axes
@@ -139,7 +141,7 @@ class DividedModel(ShardedModel):
             return call_module(self._stand_in().eval(), inputs)
         if self._pipeline_here:
             return self._through_pipeline(inputs)
-        return super().predict(inputs)
+        return pytree.tree_map_only(DTensor, DTensor.full_tensor, super().predict(inputs))
 
     @property
     def _ahead(self) -> bool:

@@ -32,6 +32,11 @@ class HybridShardedModel(MeshModel):
                 f"data_parallel_strategy={along_data!r}: strategy='hybrid' replicates along the data axis, expected 'ddp'; for state that "
                 "is cut there, take zero1, zero2, zero3, fsdp or hsdp without tensor and pipeline axes"
             )
+        if self.pipelined and self._options.get("sequence_dimension") is not None:
+            raise ConfigurationError(
+                f"sequence_dimension={self._options['sequence_dimension']} with pipeline_parallel_size="
+                f"{self._size('pipeline_parallel_size')}: what stages hand on is whole; leave one of the two out"
+            )
         super().initialize_sharding()
 
     @property

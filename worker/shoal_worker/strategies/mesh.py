@@ -15,9 +15,10 @@ that nobody holds is lost: see docs/strategies/hybrid.md.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -36,6 +37,7 @@ from shoal_worker.sharding.cut_state import check_elementwise
 from shoal_worker.strategies.base import call_module, check_optimizer_covers, loss_of
 from shoal_worker.strategies.divided import DividedModel
 from shoal_worker.strategies.materialize import materialize
+from shoal_worker.tensor_parallel.region import loss_parallel
 
 
 @dataclass(kw_only=True)
@@ -126,7 +128,9 @@ class MeshModel(DividedModel):
         if self.pipelined:
             loss = self._train_in_pipeline(inputs, targets, loss_fn)
         else:
-            loss = loss_of(call_module(self, inputs), targets, loss_fn)
+            output = call_module(self, inputs)
+            with self.loss_parallel():
+                loss = loss_of(output, targets, loss_fn)
             loss.backward()
         step = session.ensure_step()
         step.loss = float(loss.detach())
@@ -143,10 +147,25 @@ class MeshModel(DividedModel):
         seeds = torch.randint(2**62, (count,)).tolist()  # the ranks of a replica draw alike
         batches = cut_batch(inputs, targets, count=count, seeds=seeds)
         try:
-            return self._division.train_on(batches, loss_fn)
+            return self._division.train_on(batches, None if loss_fn is None else self._within_region(loss_fn))
         except MembershipChanged as error:
             self._session.mark_lost(error)
             return torch.zeros((), dtype=torch.float64)
+
+    @contextlib.contextmanager
+    def loss_parallel(self) -> Iterator[None]:
+        """Put around a loss that is computed outside of a model made with `loss_parallel=True`: its logits are split over the vocabulary.
+        `train_step` does it itself; without that option it does nothing."""
+        mesh = self._division.mesh if self._division is not None else None
+        with loss_parallel(mesh) if mesh is not None and self._options.get("loss_parallel") else contextlib.nullcontext():
+            yield
+
+    def _within_region(self, loss_fn: Callable[[Any, Any], torch.Tensor]) -> Callable[[Any, Any], torch.Tensor]:
+        def loss(output: Any, targets: Any) -> torch.Tensor:
+            with self.loss_parallel():
+                return loss_fn(output, targets)
+
+        return loss
 
     def synchronize_gradients(self) -> None:
         """Ends the step's reduction."""

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 import torch
 from shoal_common.errors import ConfigurationError, PreconditionError
+from torch.utils import _pytree as pytree
 
 from shoal_worker.elastic.group import Channel
 from shoal_worker.sharding.collectives import SessionCollectives
@@ -227,3 +228,8 @@ class CutModel(ShardedModel):
 
     def _own_pieces(self) -> list[tuple[str, torch.Tensor]]:
         return [each for unit in self._held.units for each in zip(unit.parameter_names, unit.own.pieces, strict=True)]
+
+
+def in_dtype(inputs: Any, dtype: torch.dtype) -> Any:
+    """Floating-point tensors within `inputs`, converted."""
+    return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, inputs)

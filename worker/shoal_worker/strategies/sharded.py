@@ -26,7 +26,6 @@ from typing import Any, ClassVar, Final
 
 import torch
 from shoal_common.errors import ConfigurationError, MembershipChanged, PreconditionError
-from torch.utils import _pytree as pytree
 
 from shoal_worker.elastic.contract import Leases
 from shoal_worker.elastic.group import Group
@@ -37,16 +36,11 @@ from shoal_worker.sharding.issued import IssuedCollectives
 from shoal_worker.sharding.unit import Stage
 from shoal_worker.strategies.base import call_module, check_optimizer_covers, check_reproducible, loss_of
 from shoal_worker.strategies.closing import Closing, ClosingSum
-from shoal_worker.strategies.cut_model import CutModel
+from shoal_worker.strategies.cut_model import CutModel, in_dtype
 from shoal_worker.strategies.materialize import materialize
 
 _WIDE: Final = torch.empty(0, dtype=torch.float64)
 """What the closing is summed in, and where."""
-
-
-def in_dtype(inputs: Any, dtype: torch.dtype) -> Any:
-    """Floating-point tensors within `inputs`, converted."""
-    return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, inputs)
 
 
 class ShardedParametersModel(CutModel):

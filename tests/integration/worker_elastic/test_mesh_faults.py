@@ -40,19 +40,21 @@ def start(running: Cluster, workers: int, **failing: str) -> None:
         running.start(index, **({"SHOAL_FAILPOINTS": failing[f"of_{index}"]} if f"of_{index}" in failing else {}))
 
 
+@pytest.mark.parametrize("leaves", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.matrix)])
 def test_a_broken_replicas_other_rank_is_a_spare_until_a_joiner_makes_it_whole(
-    zygote: Zygote, tmp_path: Path, alone: dict[str, Any]
+    zygote: Zygote, tmp_path: Path, alone: dict[str, Any], leaves: signal.Signals
 ) -> None:
     settings = {"EPOCHS": str(EPOCHS), "STRATEGY": "hybrid", "OPTIONS": '{"tensor_parallel_size": 2}'}
     with cluster(zygote, tmp_path, max_workers=4, script=SCRIPT, **settings) as running:
         with running.held():
             start(running, 4)
             running.wait_steps(2)
-            running.signal(1, signal.SIGKILL)
+            running.signal(1, leaves)
             eventually(lambda: "it is a spare" in running.said(), "a spare")
             running.wait_steps(running.steps() + 1)
             running.start(4)
             running.wait_ranked(4)
+        running.workers.pop(1).wait()
         results = running.finish(0, 2, 3, 4)
         assert [result["replicas"] for result in results] == [2] * 4
         check_same_run(results, alone, running)

@@ -19,7 +19,6 @@ import contextlib
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -29,31 +28,15 @@ from shoal_worker.elastic.contract import Leases
 from shoal_worker.elastic.group import Group
 from shoal_worker.elastic.step import CONTROL_LENGTH
 from shoal_worker.failpoints import failpoint
+from shoal_worker.mesh.closing import Closing
 from shoal_worker.mesh.division import Division, alone
 from shoal_worker.mesh.gathering import gather
-from shoal_worker.mesh.parts import Settings
 from shoal_worker.pipelining.micro_batches import cut_batch
 from shoal_worker.sharding.cut_state import check_elementwise
 from shoal_worker.strategies.base import call_module, check_optimizer_covers, loss_of
 from shoal_worker.strategies.divided import DividedModel
 from shoal_worker.strategies.materialize import materialize
 from shoal_worker.tensor_parallel.region import loss_parallel
-
-
-@dataclass(kw_only=True)
-class Closing:
-    """What all ranks know of a step once it is closed."""
-
-    number: int
-    """Which step of this model it is, from 1."""
-    squared_norm: float
-    """Of the mean gradients."""
-    scale: float = 1.0
-    """Of the gradients, by clipping."""
-    skipped: bool = False
-    """A GradScaler found infinities: the step counts, but nothing is updated."""
-    settings: Settings | None = None
-    """Of the parameter groups, when the step was applied."""
 
 
 class MeshModel(DividedModel):

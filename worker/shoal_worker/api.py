@@ -57,7 +57,7 @@ _CONFIG_FIELDS = frozenset(f.name for f in dataclasses.fields(ShardingConfigurat
 
 def init() -> None:
     """Joins the cluster that `shoal run` started; alone, this process is a world of one. Calling it again does nothing. In `shoal.launch` a
-    rank takes its place.
+    rank takes its place, and so does a process of `mpiexec`, where there is no coordinator (decision 140).
 
     In a fresh job it blocks until this member has a rank.
 
@@ -86,7 +86,8 @@ def as_distributed(
         model: the user's module, whole.
         optimizer: made from `model.parameters()`; with `GradientCompressionOptimizer(optimizer, compressor)` gradients travel compressed.
         strategy: how to share the work; see the strategies' pages.
-        backend: "gloo" or "nccl"; None: nccl where there is CUDA, else gloo. In `shoal.launch`: "inmemory", and so with None.
+        backend: "gloo" or "nccl"; None: nccl where there is CUDA, else gloo. In `shoal.launch` "inmemory", under
+            `mpiexec` "mpi", and so with None.
         config: settings common to all strategies.
         **options: fields of `ShardingConfiguration`, or options of the strategy.
 

@@ -13,6 +13,8 @@ import torch.distributed as dist
 from shoal_common.errors import ConfigurationError, DeadlineError, InvalidRequestError
 from shoal_worker.backends import GroupEndedError
 from shoal_worker.backends.mpi import MPIBackend
+from shoal_worker.elastic.current import set_session
+from shoal_worker.elastic.start import open_session
 
 from tests.integration.worker_backends.conformance import CHECKS, check_backend
 
@@ -117,6 +119,14 @@ def ranks_that_do_not_come_are_waited_for_no_longer_than_asked() -> None:
         MPIBackend().initialize()
 
 
+def a_process_of_mpiexec_is_a_rank_of_a_job() -> None:
+    """Without a coordinator (docs/decisions/0140)."""
+    session = open_session()
+    assert (session.rank, session.world_size, session.default_backend) == (dist.get_rank(), dist.get_world_size(), "mpi")
+    session.close()
+    set_session(None)
+
+
 class _raises:
     """pytest's is not at hand in these processes."""
 
@@ -144,6 +154,7 @@ MPI_CHECKS: dict[str, Callable[[], None]] = {
         a_part_of_the_ranks_has_a_communicator_of_its_own,
         another_rank_or_size_than_mpis_is_refused,
         a_message_that_is_too_long_is_refused,
+        a_process_of_mpiexec_is_a_rank_of_a_job,
         a_wait_ends_at_its_deadline,
         an_abort_is_heard_by_those_who_wait,
         ranks_that_do_not_come_are_waited_for_no_longer_than_asked,

@@ -27,6 +27,7 @@ def assign_ranks(survivors: Sequence[Member], joiners: Iterable[Member], *, is_j
             local_rank=local_rank,
             local_world_size=len(block),
             donor_address=member.identity.donor_address,
+            donor_key=member.identity.donor_key,
             joining=is_joining(member),
         )
         for host, block in blocks.items()

@@ -66,6 +66,8 @@ class Identity:
     local_index: int
     donor_address: str
     metrics_address: str
+    donor_key: str = ""
+    """Opens its donor: a secret of the members."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +117,7 @@ class Rank:
     donor_address: str
     joining: bool
     """The member has not worked in any generation, as far as is known: it holds no state."""
+    donor_key: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

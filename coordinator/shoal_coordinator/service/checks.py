@@ -10,6 +10,7 @@ from shoal_common.settings import parse_address
 
 LARGEST_INT64: Final = (1 << 63) - 1
 _ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]*")
+_SECRET: Final = re.compile(r"[0-9a-f]{32}")
 _JOB_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -53,6 +54,13 @@ def address(field: str, value: str, *, required: bool = False) -> str:
         parsed = None
     if parsed is None or parsed.port == 0:
         raise wrong(field, value, "host:port with a port of 1 to 65535")
+    return value
+
+
+def secret(field: str, value: str) -> str:
+    """32 hexadecimal digits, or nothing. The error does not tell them."""
+    if value and not _SECRET.fullmatch(value):
+        raise InvalidRequestError(f"{field} of {len(value)} characters: expected 32 hexadecimal digits, 0-9 a-f, or none")
     return value
 
 

@@ -66,6 +66,7 @@ def parse_join(message: pb.Join) -> tuple[str, MemberJoined]:
         launcher_id=checks.identifier("join.launcher_id", message.launcher_id, required=False),
         local_index=number("join.local_index", message.local_index),
         donor_address=checks.address("join.donor_address", message.donor_address),
+        donor_key=checks.secret("join.donor_key", message.donor_key),
         metrics_address=checks.address("join.metrics_address", message.metrics_address),
     )
     last_generation = number("join.last_generation", message.last_generation)

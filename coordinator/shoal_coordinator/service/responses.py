@@ -60,6 +60,7 @@ def generation_message(generation: Generation) -> pb.Generation:
                 local_rank=rank.local_rank,
                 local_world_size=rank.local_world_size,
                 donor_address=rank.donor_address,
+                donor_key=rank.donor_key,
                 joining=rank.joining,
             )
             for position, rank in enumerate(generation.ranks)
@@ -70,14 +71,16 @@ def generation_message(generation: Generation) -> pb.Generation:
 
 
 def job_message(state: JobState, pulses: Pulses, now_unix_ms: int) -> pb.GetJobResponse:
-    """All that can be seen of a job: members with a rank first. The generation goes without its nonce, which lets whoever has it fetch a
-    member's state: that is told in members' own sessions only."""
+    """All that can be seen of a job: members with a rank first. The generation goes without its nonce and the members' donor keys, with
+    which a member's state can be fetched: those are told in members' own sessions only."""
     places = {} if state.generation is None or state.phase is JobPhase.WAITING else state.generation.rank_of
     last = len(places)
     members = sorted(state.members.values(), key=lambda m: (places.get(m.member_id, last), m.joined_unix_ms, m.member_id))
     generation = None if state.generation is None else generation_message(state.generation)
     if generation is not None:
         generation.ClearField("nonce")
+        for rank in generation.ranks:
+            rank.ClearField("donor_key")
     return pb.GetJobResponse(
         spec=spec_message(state.spec),
         phase=JOB_PHASES[state.phase],

@@ -162,7 +162,7 @@ class MemberMessage(_message.Message):
     def __init__(self, join: _Optional[_Union[Join, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., collective_failure: _Optional[_Union[CollectiveFailure, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ...) -> None: ...
 
 class Join(_message.Message):
-    __slots__ = ("job_id", "member_id", "host", "pid", "launcher_id", "local_index", "donor_address", "metrics_address", "last_generation")
+    __slots__ = ("job_id", "member_id", "host", "pid", "launcher_id", "local_index", "donor_address", "metrics_address", "last_generation", "donor_key")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
@@ -172,6 +172,7 @@ class Join(_message.Message):
     DONOR_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     METRICS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     LAST_GENERATION_FIELD_NUMBER: _ClassVar[int]
+    DONOR_KEY_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     member_id: str
     host: str
@@ -181,7 +182,8 @@ class Join(_message.Message):
     donor_address: str
     metrics_address: str
     last_generation: int
-    def __init__(self, job_id: _Optional[str] = ..., member_id: _Optional[str] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., launcher_id: _Optional[str] = ..., local_index: _Optional[int] = ..., donor_address: _Optional[str] = ..., metrics_address: _Optional[str] = ..., last_generation: _Optional[int] = ...) -> None: ...
+    donor_key: str
+    def __init__(self, job_id: _Optional[str] = ..., member_id: _Optional[str] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., launcher_id: _Optional[str] = ..., local_index: _Optional[int] = ..., donor_address: _Optional[str] = ..., metrics_address: _Optional[str] = ..., last_generation: _Optional[int] = ..., donor_key: _Optional[str] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("spec", "heartbeat_interval_ms", "joining", "store_url")
@@ -298,7 +300,7 @@ class Generation(_message.Message):
     def __init__(self, number: _Optional[int] = ..., nonce: _Optional[str] = ..., cause: _Optional[_Union[Generation.Cause, str]] = ..., ranks: _Optional[_Iterable[_Union[Rank, _Mapping]]] = ..., interrupts_below: _Optional[int] = ..., created_unix_ms: _Optional[int] = ...) -> None: ...
 
 class Rank(_message.Message):
-    __slots__ = ("rank", "member_id", "host", "local_rank", "local_world_size", "donor_address", "joining")
+    __slots__ = ("rank", "member_id", "host", "local_rank", "local_world_size", "donor_address", "joining", "donor_key")
     RANK_FIELD_NUMBER: _ClassVar[int]
     MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
@@ -306,6 +308,7 @@ class Rank(_message.Message):
     LOCAL_WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
     DONOR_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     JOINING_FIELD_NUMBER: _ClassVar[int]
+    DONOR_KEY_FIELD_NUMBER: _ClassVar[int]
     rank: int
     member_id: str
     host: str
@@ -313,7 +316,8 @@ class Rank(_message.Message):
     local_world_size: int
     donor_address: str
     joining: bool
-    def __init__(self, rank: _Optional[int] = ..., member_id: _Optional[str] = ..., host: _Optional[str] = ..., local_rank: _Optional[int] = ..., local_world_size: _Optional[int] = ..., donor_address: _Optional[str] = ..., joining: _Optional[bool] = ...) -> None: ...
+    donor_key: str
+    def __init__(self, rank: _Optional[int] = ..., member_id: _Optional[str] = ..., host: _Optional[str] = ..., local_rank: _Optional[int] = ..., local_world_size: _Optional[int] = ..., donor_address: _Optional[str] = ..., joining: _Optional[bool] = ..., donor_key: _Optional[str] = ...) -> None: ...
 
 class Drain(_message.Message):
     __slots__ = ("reason",)

@@ -21,6 +21,7 @@ from shoal_protos.v1 import coordinator_pb2 as pb
 from tests.zygote.children import Child, Zygote, eventually
 
 PATIENCE_S = 20.0
+DONOR_KEY = "0123456789abcdef" * 2
 
 
 class Coordinator:
@@ -143,6 +144,7 @@ class Member:
             launcher_id="l",
             local_index=index,
             donor_address="127.0.0.1:1",
+            donor_key=DONOR_KEY,
             metrics_address="127.0.0.1:9",
             last_generation=last,
         )

@@ -198,6 +198,7 @@ def test_a_specification_is_checked_field_by_field(channel: grpc.Channel, field:
         ("pid", 0),
         ("local_index", -1),
         ("donor_address", "x"),
+        ("donor_key", "A" * 32),
         ("metrics_address", "h:0"),
         ("last_generation", -1),
     ],
@@ -206,7 +207,7 @@ def test_a_join_is_checked_field_by_field(channel: grpc.Channel, field: str, val
     join = pb.MemberMessage(join=pb.Join(**{**GOOD_JOIN, field: value}))
     status, reason, message = outcome_of(channel, "JoinSession", join.SerializeToString())
     assert (status, reason) == (grpc.StatusCode.INVALID_ARGUMENT, "REQUEST_INVALID")
-    assert message.startswith(f"join.{field}=")
+    assert message.startswith(f"join.{field} of 32 characters" if field == "donor_key" else f"join.{field}=")
 
 
 @pytest.mark.parametrize(

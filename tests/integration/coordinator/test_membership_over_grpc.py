@@ -12,7 +12,7 @@ from shoal_common.errors import PreconditionError, StaleGenerationError
 from shoal_common.redis import EmbeddedRedis
 from shoal_protos.v1 import coordinator_pb2 as pb
 
-from tests.integration.coordinator.harness import Coordinator, Job, create_job, eventually, ids
+from tests.integration.coordinator.harness import DONOR_KEY, Coordinator, Job, create_job, eventually, ids
 
 MakeJob = Callable[..., Job]
 
@@ -42,7 +42,10 @@ def test_a_generation_is_written_when_the_world_is_full_and_says_who_is_where(ma
     ]
     status = job.get()
     assert status.phase == pb.JOB_PHASE_RUNNING
-    assert not status.generation.nonce  # whoever may look at the job may not therefore fetch its members' state
+    assert {rank.donor_key for rank in generation.ranks} == {DONOR_KEY}
+    # Whoever may look at the job may not therefore fetch its members' state.
+    assert not status.generation.nonce
+    assert DONOR_KEY not in str(status)
     assert [rank.member_id for rank in status.generation.ranks] == ["a", "b", "c"]
     assert [(m.member_id, m.rank) for m in status.members] == [("a", 0), ("b", 1), ("c", 2)]
 

@@ -2,7 +2,7 @@
 
 In synchronous training the state travels at borders, while all stand still. Here nobody does, and with ssp a member may be waiting for the
 very joiner that asks. So each worker keeps an offer open, a copy made at one of its last borders, and its donor's threads serve that
-whatever the training thread does (elastic/transfer.py). The name of an offer is its giver's.
+whatever the training thread does (elastic/transfer.py). The name of an offer is its giver's key, which the coordinator tells members alone.
 
 `refresh`, `take` and `close` belong to the training thread.
 """
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import hashlib
 import logging
 import time
 from collections.abc import Callable
@@ -50,17 +49,17 @@ class Handover:
             return
         state = copy.deepcopy(self._capture())
         self._offer.close()
-        self._offer.enter_context(self._donor.offering(state, self._name(self._job.member_id)))
+        self._offer.enter_context(self._donor.offering(state, self._donor.key))
         ended = time.monotonic()
         self._due_at = ended + _REST * (ended - begun)
 
     def take(self) -> dict[str, Any] | None:
         """A peer's state; None: none of them has any to give, or it could not be had."""
-        for member_id, address in self._job.peers_before():
+        for peer in self._job.peers_before():
             try:
-                state, _ = take_state([address], self._name(member_id), timeout=_PATIENCE)
+                state, _ = take_state([peer.donor_address], peer.donor_key, timeout=_PATIENCE)
             except (UnavailableError, CorruptDataError) as error:
-                _log.info("member %s gave no state: %s", member_id, error)
+                _log.info("member %s gave no state: %s", peer.member_id, error)
             else:
                 taken: dict[str, Any] = state
                 return taken
@@ -69,6 +68,3 @@ class Handover:
     def close(self) -> None:
         """Takes the offer back. Idempotent."""
         self._offer.close()
-
-    def _name(self, member_id: str) -> str:
-        return hashlib.sha256(f"{self._job.job_id}\n{member_id}".encode()).hexdigest()[:32]

@@ -17,6 +17,7 @@ from shoal_common.errors import ConfigurationError, DeadlineError, PreconditionE
 from shoal_common.rpc.channel import ChannelSettings
 from shoal_protos.v1 import coordinator_pb2 as pb
 
+from shoal_worker.elastic.generation import Peer
 from shoal_worker.elastic.link import CoordinatorLink
 
 _log = logging.getLogger(__name__)
@@ -53,11 +54,11 @@ class Job:
         newest = self._link.newest_generation
         return newest.rank if newest is not None else 0
 
-    def peers_before(self) -> list[tuple[str, str]]:
-        """Member id and donor address of those in the newest generation that were in one before, by rank."""
+    def peers_before(self) -> list[Peer]:
+        """Those in the newest generation that were in one before and have a donor, by rank."""
         newest = self._link.newest_generation
         peers = newest.peers if newest is not None else ()
-        return [(p.member_id, p.donor_address) for p in peers if not p.joining and p.member_id != self.member_id and p.donor_address]
+        return [p for p in peers if not p.joining and p.member_id != self.member_id and p.donor_address and p.donor_key]
 
     def entered(self) -> None:
         """Changes of membership do not interrupt asynchronous training: this worker is in the newest generation at once, and says so."""

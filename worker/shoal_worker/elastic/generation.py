@@ -19,6 +19,8 @@ class Peer:
     """host:port where it gives its state to others."""
     joining: bool
     """It had no rank in the generation before."""
+    donor_key: str = ""
+    """What opens its donor between generations; empty: nothing does."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +61,7 @@ class Generation:
                 host=r.host,
                 donor_address=r.donor_address,
                 joining=r.joining,
+                donor_key=r.donor_key,
             )
             for r in message.ranks
         )

@@ -55,6 +55,8 @@ class MemberIdentity:
     local_index: int = 0
     donor_address: str = ""
     """host:port where it gives its state to others; empty: it has none to give."""
+    donor_key: str = ""
+    """What opens its donor between generations: see `StateDonor.key`."""
     metrics_address: str = ""
 
 
@@ -287,6 +289,7 @@ class CoordinatorLink:
                 launcher_id=identity.launcher_id,
                 local_index=identity.local_index,
                 donor_address=identity.donor_address,
+                donor_key=identity.donor_key,
                 metrics_address=identity.metrics_address,
                 last_generation=self.newest,
             )

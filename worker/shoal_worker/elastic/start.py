@@ -86,6 +86,7 @@ def _open_member(settings: WorkerSettings, coordinator: str, metrics: WorkerMetr
             launcher_id=settings.launcher_id,
             local_index=settings.local_index,
             donor_address=donor.address,
+            donor_key=donor.key,
             metrics_address=str(Address(host, http.port)) if http is not None else "",
         )
         membership = Membership(client, identity, settings, host=host)

@@ -18,6 +18,7 @@ import contextlib
 import hmac
 import json
 import logging
+import secrets
 import socket
 import struct
 import threading
@@ -67,6 +68,8 @@ class StateDonor:
 
     def __init__(self, host: str) -> None:
         """Binds to `host` on a port that the system chooses."""
+        self.key = secrets.token_hex(16)
+        """A name for offers that are open whatever generation there is. Members alone are told it."""
         self._listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         self._host = host
         self._offer: _Offer | None = None

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from shoal_common.errors import InternalError, MembershipChanged
 from shoal_protos.v1 import coordinator_pb2 as pb
-from shoal_worker.elastic.contract import StopTraining
+from shoal_worker.elastic.contract import Drained, StopTraining
 from shoal_worker.elastic.generation import Generation
 from shoal_worker.elastic.link import CoordinatorLink, MemberIdentity
 from shoal_worker.elastic.membership import Membership
@@ -85,6 +85,27 @@ def test_in_a_job_that_stops_a_failure_is_answered_by_a_generation_or_by_the_wor
     b.kill()
     began = time.monotonic()
     with pytest.raises(StopTraining, match="enough"):
+        membership.form()
+    assert time.monotonic() - began < 2
+    membership.leave(pb.Leave.REASON_DRAINED)
+
+
+@pytest.mark.parametrize("job", [(2, 3)], indirect=True)
+def test_a_member_that_drains_goes_into_the_generation_after_a_failure_which_may_need_its_state(job: Job) -> None:
+    membership = joined(job)
+    b, c = job.start("b", "c", host="h2")
+    b.generation()
+    with pytest.raises(MembershipChanged, match="generation 1 did not form") as failure:
+        membership.form()
+    membership.link.drain("preempted")
+    membership.failed(failure.value)
+    c.kill()
+    with pytest.raises(MembershipChanged, match="generation 2 did not form") as failure:
+        membership.form()
+    membership.failed(failure.value)
+    b.kill()  # too few are left: the job is on hold, and the member does not wait until there are enough
+    began = time.monotonic()
+    with pytest.raises(Drained, match="preempted"):
         membership.form()
     assert time.monotonic() - began < 2
     membership.leave(pb.Leave.REASON_DRAINED)

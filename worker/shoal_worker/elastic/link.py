@@ -133,7 +133,8 @@ class CoordinatorLink:
         """Blocks until a generation above `after` is known, and returns the newest.
 
         `mid_step`: this member's group failed where its peers may not have ended yet. They end at one border all the same: the coordinator
-        answers the failure with a generation in a job that stops, too, or says that there will be none.
+        answers the failure with a generation in a job that stops, too, or says that there will be none. A member that drains waits for that
+        answer like the others, who may need its part of the state.
 
         Raises:
             StopTraining: the job was stopped (`Drained`: this member is to leave).
@@ -144,10 +145,12 @@ class CoordinatorLink:
         with self._changed:
             while self._newest is None or self._newest.number <= after:
                 self._raise_if_over()
-                if self._stop is not None and (self._stop_now or not mid_step):
+                if self._stop is not None and not mid_step:
                     raise StopTraining(self._stop)
-                if self._drain is not None:
+                if self._drain is not None and (not mid_step or after == 0 or self._no_generation_comes()):
                     raise Drained(self._drain)
+                if self._stop is not None and self._stop_now:
+                    raise StopTraining(self._stop)
                 # In slices: SIGTERM marks the member as draining and cannot notify.
                 if not self._changed.wait(min(_DRAIN_LOOK_S, deadline - time.monotonic())) and time.monotonic() >= deadline:
                     raise DeadlineError(
@@ -327,6 +330,10 @@ class CoordinatorLink:
             or self._failure is not said.failure
             or self._leaving is not None
         )
+
+    def _no_generation_comes(self) -> bool:
+        """As far as is known: the coordinator said so, or has put the job on hold, or is away."""
+        return self._stop_now or self._standby is not None or self._away
 
     def _heartbeat_interval_s(self) -> float:
         return self._welcome.heartbeat_interval_ms / 1000 if self._welcome is not None else 1.0

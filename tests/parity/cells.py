@@ -145,7 +145,7 @@ def cells() -> list[Cell]:
 
 
 def part() -> set[Cell]:
-    """A part that has every row with every model and every backend, and all of the other columns; in the rows that take long less."""
+    """A part that has every row, on threads and on processes, and every column; and with every model the rows that do not take long."""
     known, chosen = set(cells()), set()
 
     def choose(row: str, backend: str, model: str, turn: int, check: str) -> None:
@@ -161,10 +161,9 @@ def part() -> set[Cell]:
             choose(row, "inmemory", model, index + column, list(CHECKS)[(index + column) % len(CHECKS)])
         elif column == index % len(MODELS):
             choose(row, "inmemory", model, index, "float64")
-    for (index, row), (number, backend) in itertools.product(enumerate(ROWS), enumerate(BACKENDS[1:])):
-        turn = index + number
-        check = "float64" if ROWS[row].divided else list(CHECKS)[turn % 2 * 2]
-        choose(row, backend, MODELS[turn % len(MODELS)], turn, check)
+    for index, row in enumerate(ROWS):
+        check = "float64" if ROWS[row].divided else list(CHECKS)[index // 2 % 2 * 2]
+        choose(row, BACKENDS[1 + index % 2], MODELS[index % len(MODELS)], index, check)
     chosen.update(cell for cell in known if cell.row == ASYNC and cell.backend in BACKENDS and cell.check == "float64")
     for column, model in enumerate(MODELS):
         check = list(CHECKS)[column % len(CHECKS)]

@@ -1,6 +1,6 @@
 """Every compressor with every strategy, on in-memory ranks: it trains within its bounds (cells.py), on all ranks alike, or is refused.
 
-The bounds of one sum, and what error feedback is for, are in tests/unit/compression. `make test` runs each compressor once.
+The bounds of one sum, and what error feedback is for, are in tests/unit/compression. `make test` runs a few.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _parameters() -> list[object]:
     parameters = []
     for (index, row), (column, name) in itertools.product(enumerate(ROWS), enumerate(COMPRESSORS)):
         worlds = ROWS[row].worlds
-        here = index == column % 5 or (column, index) == (0, 5)
+        here = (row, name) in (("ddp", "powersgd"), ("zero2", "int8"), ("fsdp", "topk"), ("zero3", "powersgd"), ("hsdp", "bf16"))
         marks = () if here else pytest.mark.matrix
         parameters.append(pytest.param(row, name, worlds[(index + column) % len(worlds)], marks=marks))
     return parameters

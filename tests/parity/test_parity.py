@@ -94,4 +94,4 @@ def test_make_test_runs_every_row_and_every_column() -> None:
     chosen = part()
     for axis in ("row", "backend", "model", "optimizer", "world", "check"):
         assert {getattr(cell, axis) for cell in chosen} == {getattr(cell, axis) for cell in cells()}, axis
-    assert {(cell.row, cell.backend) for cell in chosen} == {(cell.row, cell.backend) for cell in cells()}
+    assert {cell.row for cell in chosen if cell.backend == "inmemory"} == {cell.row for cell in chosen if cell.backend in BACKENDS[1:]}

@@ -46,6 +46,7 @@ class Departure:
     def exit_drained(self, reason: str) -> NoReturn:
         """Leaves the job and ends the process with status 0: the members that stay go on with the script."""
         _log.info("leaving: %s", reason)
+        self.stopped = reason  # at the script's end there is nobody to wait for
         for source in self._held.sources:
             source.leaving()
         self.say_goodbye(pb.Leave.REASON_DRAINED, reason)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import threading
 from typing import Any
 
 import pytest
 import torch
+from shoal_common.errors import MembershipChanged
 from shoal_worker.sharding.execution import ShardedExecution
 from shoal_worker.sharding.partition import alike, by_bytes, by_modules
 from shoal_worker.sharding.unit import Stage, Unit
@@ -165,3 +167,25 @@ def test_sharded_parameters_are_held_by_their_owners_alone_between_steps() -> No
     results = run_ranks(3, held)
     assert [whole for whole, _ in results] == [0, 0, 0]
     assert sum(own for _, own in results) == sum(p.numel() for p in make().parameters())
+
+
+def test_sums_that_fail_after_the_step_was_given_up_are_forgotten_like_others() -> None:
+    class Broken:
+        def wait(self) -> bool:
+            if given_up:
+                raise MembershipChanged("the group is over")
+            return True
+
+    class Ranks(RankThread):
+        def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor) -> Any:
+            return Broken()
+
+    given_up = False
+    model = make()
+    execution = ShardedExecution(units_of(model, Stage.GRADIENTS), Ranks(0, 1, [None], threading.Barrier(1)), Stage.GRADIENTS)
+    for unit in execution.units:
+        unit.cut(1, 0, None)
+    loss_of(model, batch(0)).backward()
+    given_up = True
+    execution.forget()
+    assert not any(unit.has_gradient() for unit in execution.units)

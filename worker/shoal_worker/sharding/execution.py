@@ -14,11 +14,13 @@ runs on the training thread, or in a backward pass on the thread that torch runs
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Literal
 
 import torch
+from shoal_common.errors import MembershipChanged
 from torch import nn
 from torch.autograd import Variable
 from torch.utils import _pytree as pytree
@@ -147,9 +149,10 @@ class ShardedExecution:
             self._on_their_way.popleft().wait()
 
     def forget(self) -> None:
-        """Nothing is added up; collectives on their way are waited for first."""
+        """Nothing is added up; collectives on their way are waited for first. Whether they fail is all the same by now."""
         while self._on_their_way:
-            self._on_their_way.popleft().wait()
+            with contextlib.suppress(MembershipChanged):  # between steps there is none to mark as lost
+                self._on_their_way.popleft().wait()
         for unit in self.units:
             unit.forget_gradients()
         self._leave_backward()

@@ -8,6 +8,8 @@ SHELL := /bin/bash
 
 PYTHON ?= $(firstword $(foreach name,python3.11 python3,$(shell $(name) -c 'import sys; print("$(name)" if sys.version_info >= (3, 11) else "")' 2>/dev/null)))
 PYTEST_ARGS ?=
+# Two processes run the tests: most tests wait for other processes half of their time.
+IN_TWO := --numprocesses=2
 
 BIN := .venv/bin
 DISTRIBUTIONS := protos common coordinator ps_server worker sdk
@@ -26,11 +28,11 @@ demo: .venv/installed ## Train on handwritten digits on a cluster of processes, 
 
 .PHONY: test
 test: .venv/installed ## Run the tests (at most 8 minutes on 2 cores); PYTEST_ARGS='-x -k name' narrows them
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(IN_TWO) --dist=loadfile $(PYTEST_ARGS)
 
 .PHONY: parity
 parity: .venv/installed ## Run what make test leaves out of the parity matrix and of other large products of cases; write docs/parity.md
-	$(BIN)/python -m pytest -m matrix $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(IN_TWO) --dist=worksteal -m matrix $(PYTEST_ARGS)
 	$(BIN)/python -m tests.parity docs/parity.md
 
 .PHONY: chaos

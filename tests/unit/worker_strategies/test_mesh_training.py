@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import shoal
 import torch
-from shoal_common.errors import ConfigurationError
+from shoal_common.errors import ConfigurationError, MembershipChanged
+from shoal_worker.elastic.current import current_session
+from torch.distributed.tensor import DTensor, Partial
 
 from tests.unit.worker_strategies import mesh_models as models
 
@@ -110,3 +112,23 @@ def test_what_cannot_be_is_refused_by_name(world: int, options: dict[str, Any], 
 def test_a_pipelines_forward_pass_in_training_names_train_step() -> None:
     with pytest.raises(ConfigurationError, match=r"loss = model\.train_step\(x, y, loss_fn\)"):
         shoal.launch(lambda: train("gpt", "adamw", None, loop=True, strategy="pipeline"), world_size=2)
+
+
+def test_a_step_that_is_given_up_reduces_no_gradients_over_a_group_that_is_over() -> None:
+    def lose() -> None:
+        net = models.make()
+        model, stepper = shoal.as_distributed(
+            net, models.OPTIMIZERS["sgd"](net.parameters()), strategy="tensor", minimum_parameter_group_size=64
+        )
+        for x, y in shoal.ElasticDataLoader(models.data(), global_batch_size=models.BATCH):
+            models.loss_of(model(x), y).backward()
+            split = next(p for p in model.module.parameters() if isinstance(p, DTensor))
+            split.grad = DTensor.from_local(torch.ones(split.shape, dtype=split.dtype), split.device_mesh, [Partial()], run_check=False)
+            session = current_session()
+            assert session.group is not None
+            session.group.abort("a peer is gone")
+            session.mark_lost(MembershipChanged("a peer is gone"))
+            stepper.step()
+
+    with pytest.raises(MembershipChanged, match="its ranks can only go on together"):  # which the session says, after the step
+        shoal.launch(lose, world_size=2)

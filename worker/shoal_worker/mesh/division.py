@@ -158,6 +158,13 @@ class Division:
                 self.gradients.sums[name].copy_(gradient)
                 self.gradients.use([name])
 
+    def forget(self) -> None:
+        """The step's gradients: those handed out, and what lies in the module. Communicates nothing: the group may be over by now."""
+        named = named_tensors(self._parts.module)
+        for name in self._parts.pieces:
+            named[name].grad = None
+        self.gradients.forget()
+
     def _collected(self) -> Mapping[str, torch.Tensor | None]:
         """This rank's part of the gradients that lie in the module, which keeps none."""
         found: dict[str, torch.Tensor | None] = {}

@@ -114,7 +114,6 @@ class MeshGradients:
         return math.sqrt(sum(float(p.grad.double().square().sum()) for p in self._pieces.values() if p.grad is not None))
 
     def forget(self) -> None:
-        """What was handed out, and what lies in the module."""
-        self._collect()
+        """What was handed out."""
         for piece in self._pieces.values():
             piece.grad = None

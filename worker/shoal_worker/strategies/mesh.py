@@ -241,7 +241,7 @@ class MeshModel(DividedModel):
         """It is applied here."""
         division.buffers.apply(division.gradients.changes)
         division.buffers.commit()
-        division.gradients.forget()
+        division.forget()
         self._held.forget_before()
         self._sealed = False
 
@@ -289,7 +289,7 @@ class MeshModel(DividedModel):
                 return
         division = self._divided
         self._check_training()
-        division.gradients.forget()
+        division.forget()
         division.gradients.begin()
         division.buffers.commit()
 
@@ -388,7 +388,7 @@ class MeshModel(DividedModel):
             for parameter in self.module.parameters():
                 parameter.grad = None
             return
-        self._division.gradients.forget()
+        self._division.forget()
         self._division.buffers.put_back()
 
     @torch.no_grad()

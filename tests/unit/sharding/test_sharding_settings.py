@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import resource
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import shoal
 import torch
-from shoal_common.errors import ConfigurationError
+from shoal_common.errors import ConfigurationError, LimitError
+from shoal_worker.elastic.formation import GROUP_LOST
+from shoal_worker.sharding.homes import FileHome
 from shoal_worker.sharding.unit import Stage, Unit
 from torch import nn
 
@@ -119,6 +123,23 @@ def test_offloaded_shards_and_optimizer_state_are_in_files(strategy: str, plain:
     assert all(name is not None and name.startswith(str(tmp_path)) for name in files)
     assert list((tmp_path / "shards").iterdir()) == []  # they have no names, and go with the process
     assert max(differences(state, plain)) == 0.0
+
+
+def test_a_disk_that_is_full_in_the_middle_of_a_run_is_named_with_what_was_wanted(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    home = FileHome(tmp_path)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # else it ends the process that asks for too large a file
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    try:
+        with pytest.raises(LimitError, match=rf"offload='{tmp_path}': a file of 8000 bytes could not be made there: .*make room") as raised:
+            home.empty(2000, torch.float32)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before)
+    assert raised.value.reason == "OFFLOAD_FULL"
+    assert not isinstance(raised.value, GROUP_LOST)  # those make a rank form group after group
+    assert list(tmp_path.iterdir()) == []
+    assert home.empty(1000, torch.float32).sum() == 0
 
 
 def test_the_preset_for_offload_changes_nothing_where_all_is_on_the_host(plain: State) -> None:

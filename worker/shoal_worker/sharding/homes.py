@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from shoal_common.errors import ConfigurationError
+from shoal_common.errors import ConfigurationError, LimitError
 
 
 class Home:
@@ -60,14 +60,28 @@ class FileHome(Home):
         self._directory = directory
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            self.empty(1, torch.uint8)
+            self._mapped(1, torch.uint8)
         except (OSError, RuntimeError) as error:
             raise ConfigurationError(f"offload={str(directory)!r}: expected a directory that can be written; {error}") from error
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """See `Home`. Its elements are nought."""
+        """See `Home`. Its elements are nought.
+
+        Raises:
+            LimitError (OFFLOAD_FULL): the disk is full or failing. This rank cannot go on, and another group would not help.
+        """
         if numel == 0:
             return torch.empty(0, dtype=dtype)
+        try:
+            return self._mapped(numel, dtype)
+        except (OSError, RuntimeError) as error:  # RuntimeError: torch could not map the file
+            raise LimitError(
+                f"offload={str(self._directory)!r}: a file of {numel * dtype.itemsize} bytes could not be made there: {error}; "
+                "make room on that disk or give another directory, and start again from the newest checkpoint",
+                reason="OFFLOAD_FULL",
+            ) from error
+
+    def _mapped(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         handle, name = tempfile.mkstemp(prefix="shoal-", dir=self._directory)
         try:
             os.posix_fallocate(handle, 0, numel * dtype.itemsize)  # else a full disk would be a bus error, later

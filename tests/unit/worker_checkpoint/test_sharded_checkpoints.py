@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from hypothesis import strategies as st
 from shoal_worker.checkpoint.files import begin, read_checkpoint, write_sharded
 from shoal_worker.checkpoint.manifest import CheckpointInfo, write_manifest
 from shoal_worker.checkpoint.shards import Shards
+from shoal_worker.checkpoint.writer import CheckpointWriter
 from shoal_worker.state.digest import state_digest
 from shoal_worker.state.part import Run, StatePart
 from torch import nn
@@ -294,11 +297,23 @@ def test_a_rank_that_goes_away_before_its_shard_is_written_takes_the_checkpoint_
 def test_a_rank_that_cannot_write_its_shard_is_named(tmp_path: Path) -> None:
     temporary = begin(tmp_path, INFO.step)
     (temporary / "shard-00002-of-00002.safetensors").mkdir()
-    shards_of(1).write_aside(temporary)
+    with pytest.raises(shoal.UnavailableError, match="this rank's part of it: "):
+        shards_of(1).write_aside(temporary)
     with pytest.raises(shoal.UnavailableError, match="shard 2 failed: ") as raised:
         write_sharded(temporary, shards_of(0), INFO, gone=lambda _: False, fence=lambda: None, keep=1)
     assert raised.value.reason == "CHECKPOINT_NOT_WRITTEN"
     assert listing(tmp_path) == []
+
+
+def test_whatever_keeps_a_rank_from_writing_its_shard_is_told_at_once(tmp_path: Path) -> None:
+    temporary = begin(tmp_path, INFO.step)
+    unwritable = dataclasses.replace(shards_of(1), mine={1: {"a": (0, torch.ones(3).to_sparse())}})
+    writer = CheckpointWriter()
+    writer.submit(lambda: unwritable.write_aside(temporary), what="writing step-7", timeout=timedelta(seconds=30))
+    with pytest.raises(shoal.UnavailableError, match="shard 2 failed: ValueError: .*sparse"):
+        write_sharded(temporary, shards_of(0), INFO, gone=lambda _: False, fence=lambda: None, keep=1)
+    with pytest.raises(ValueError, match="sparse"):  # at the next save of the rank, or when it leaves
+        writer.wait(timedelta(seconds=30))
 
 
 def test_ranks_whose_states_differ_are_told_when_they_save(tmp_path: Path) -> None:

@@ -94,17 +94,26 @@ class Shards:
             self._note(temporary, number, {**about, "spans": spans})
 
     def write_aside(self, temporary: Path) -> None:
-        """`write`, on a rank that does not complete the checkpoint: what goes wrong is told to the one that does."""
+        """`write`, on a rank that does not complete the checkpoint: what goes wrong is told to the one that does.
+
+        Raises:
+            UnavailableError (CHECKPOINT_NOT_WRITTEN): the disk is full or failing.
+            Exception: what else went wrong.
+        """
         try:
             self.write(temporary)
-        except (OSError, SafetensorError) as error:
+        except Exception as error:  # of any kind: without a note the first rank would wait for this shard until its deadline
             try:
                 for number in self.mine:
-                    self._note(temporary, number, {"error": str(error)})
+                    self._note(temporary, number, {"error": f"{type(error).__name__}: {error}"})
             except FileNotFoundError:
                 _log.info("%s was given up; this rank's part of it is dropped", temporary)
-            else:
-                _log.error("this rank's part of %s could not be written: %s", temporary, error)
+                return
+            except OSError as unsaid:
+                _log.error("the first rank cannot be told that a part of %s is missing, and waits for %s: %s", temporary, _TIMEOUT, unsaid)
+            if isinstance(error, (OSError, SafetensorError)):
+                raise _not_written(temporary, f"this rank's part of it: {error}") from error
+            raise
 
     def collect(self, temporary: Path, *, gone: Callable[[int], bool]) -> dict[str, Any] | None:
         """Waits for all ranks' shards, and returns what the manifest says of them; None if a rank went away without its own.

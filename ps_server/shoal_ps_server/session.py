@@ -101,6 +101,9 @@ class CoordinatorSession:
             try:
                 return await self._hold(opened)
             except ShoalError as error:
+                task = asyncio.current_task()
+                if task is not None and task.cancelling():  # grpc.aio can end a read that is cancelled with the call's error instead
+                    raise asyncio.CancelledError from error
                 if error.reason == _JOB_OVER and self._server_index is not None:
                     return str(error)
                 if self._is_final(error):

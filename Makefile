@@ -8,8 +8,8 @@ SHELL := /bin/bash
 
 PYTHON ?= $(firstword $(foreach name,python3.11 python3,$(shell $(name) -c 'import sys; print("$(name)" if sys.version_info >= (3, 11) else "")' 2>/dev/null)))
 PYTEST_ARGS ?=
-# Two processes run the tests: most tests wait for other processes half of their time.
-IN_TWO := --numprocesses=2
+# Two processes run the tests: most tests wait for other processes half of their time. A test that is stuck ends its process, and so the run.
+IN_TWO := --numprocesses=2 --max-worker-restart=0
 
 BIN := .venv/bin
 DISTRIBUTIONS := protos common coordinator ps_server worker sdk

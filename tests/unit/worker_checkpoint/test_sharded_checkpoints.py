@@ -310,7 +310,7 @@ def test_whatever_keeps_a_rank_from_writing_its_shard_is_told_at_once(tmp_path: 
     unwritable = dataclasses.replace(shards_of(1), mine={1: {"a": (0, torch.ones(3).to_sparse())}})
     writer = CheckpointWriter()
     writer.submit(lambda: unwritable.write_aside(temporary), what="writing step-7", timeout=timedelta(seconds=30))
-    with pytest.raises(shoal.UnavailableError, match="shard 2 failed: ValueError: .*sparse"):
+    with pytest.raises(shoal.UnavailableError, match=r"shard 2 failed: ValueError: .*sparse"):
         write_sharded(temporary, shards_of(0), INFO, gone=lambda _: False, fence=lambda: None, keep=1)
     with pytest.raises(ValueError, match="sparse"):  # at the next save of the rank, or when it leaves
         writer.wait(timedelta(seconds=30))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,7 @@ from shoal_worker.elastic.evaluation import evaluate
 if TYPE_CHECKING:
     from torch import nn
 
+    from shoal_worker.data.evaluation import EvaluationBatches
     from shoal_worker.elastic.group import Channel
     from shoal_worker.elastic.session import Session
     from shoal_worker.strategies.base import ShardedModel
@@ -42,7 +43,11 @@ class EpochRecord:
     epoch: int
     """From 0."""
     training_loss: float
-    """Mean over the epoch's samples, each when its step was taken. NaN if none of them is known to a rank that is still there."""
+    """Mean over the samples of the epoch that a rank still there knows of, each when its step was taken; NaN if there are none.
+
+    Left out are: samples of ranks that have gone since; those of a rank that missed the end of a step, and applied it because a peer had
+    (a roll-forward); those trained on before a resume. Steps that were undone by going back to a checkpoint count beside those that took
+    their place."""
     metric: float
     """Mean over the validation samples after the epoch; without any, `training_loss`."""
     improved: bool
@@ -201,10 +206,9 @@ def _epoch(
     for step in _steps(loader, in_micro_batches=data.micro_batch_size is not None):
         loss_sum, count = 0.0, 0.0
         for inputs, targets in step:
+            # Samples of the batch. A rank without any in a short step is handed a stand-in, which weighs nothing.
+            weight = (session.step.micro_batch if session.step is not None else None) or 0.0
             loss = float(model.train_step(inputs, targets, data.loss_fn))
-            # A rank without samples in a short step is handed a stand-in, which weighs nothing.
-            share = session.step.share if session.step is not None else None
-            weight = share.weight if share is not None and share.micro_batches is None else len(targets)
             loss_sum, count = loss_sum + loss * weight, count + weight
         if data.max_norm is not None:
             model.clip_grad_norm_(data.max_norm)
@@ -240,12 +244,26 @@ def _validate(session: Session, model: ShardedModel, data: OptimizationInputData
     measure = data.metric_fn or data.loss_fn
     assert measure is not None
 
-    def sums(_: nn.Module, batch: Any) -> dict[str, float]:
-        inputs, targets = batch
-        return {"sum": float(measure(model.predict(inputs), targets)) * len(targets), "samples": float(len(targets))}
+    def sums(_: nn.Module, counted: tuple[int, Any]) -> dict[str, float]:
+        samples, (inputs, targets) = counted
+        return {"sum": float(measure(model.predict(inputs), targets)) * samples, "samples": float(samples)}
 
-    found = evaluate(session, model, loader.evaluation_batches(), sums)
+    found = evaluate(session, model, _Counted(loader.evaluation_batches()), sums)
     return found["sum"] / found["samples"]
+
+
+class _Counted:
+    """Batches, each with its number of samples: inputs and targets may be of any structure, and do not tell."""
+
+    def __init__(self, batches: EvaluationBatches) -> None:
+        self._batches = batches
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def read(self, numbers: Iterable[int]) -> Iterator[tuple[int, tuple[int, Any]]]:
+        """See `elastic.evaluation.Batches`."""
+        return ((number, (self._batches.samples(number), batch)) for number, batch in self._batches.read(numbers))
 
 
 def _validation_loader(data: OptimizationInputData) -> ElasticDataLoader | None:

@@ -110,6 +110,30 @@ def test_it_goes_on_from_a_checkpoint_with_all_that_it_had_found(tmp_path: Path)
             torch.testing.assert_close(state[name], value, rtol=1e-9, atol=1e-9)
 
 
+class Pairs(torch.utils.data.Dataset[Any]):
+    """Targets are a dict of one entry, whatever the batch's size."""
+
+    def __init__(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        self._x, self._y = x, y
+
+    def __len__(self) -> int:
+        return len(self._x)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._x[index], {"sum": self._y[index]}
+
+
+@pytest.mark.parametrize("micro", [None, 4])
+def test_samples_count_and_not_the_entries_of_their_targets(alone: tuple[shoal.OptimizationResult, Any], micro: int | None) -> None:
+    options = {"training": Pairs(*TRAINING), "validation": Pairs(*VALIDATION), "micro_batch_size": micro}
+
+    def loss(output: torch.Tensor, targets: dict[str, torch.Tensor]) -> torch.Tensor:
+        return nn.functional.mse_loss(output, targets["sum"])
+
+    for result, _ in shoal.launch(lambda: fit(loss_fn=loss, **options), world_size=2):
+        assert_alike(result, alone[0])
+
+
 def test_it_can_be_called_again_for_another_fit() -> None:
     def twice() -> list[int | None]:
         net = nn.Linear(6, 1).double()

@@ -41,6 +41,10 @@ class EvaluationBatches:
         finally:
             self._fetcher.close()
 
+    def samples(self, number: int) -> int:
+        """In the batch of this number."""
+        return min(self._size, self._length - number * self._size)
+
     def _request(self, number: int) -> Request:
         start = number * self._size
         positions = range(start, min(start + self._size, self._length))

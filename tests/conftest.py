@@ -13,6 +13,9 @@ import time
 import uuid
 from collections.abc import Iterator
 
+# Before anything imports torch: ranks are processes of one thread each, and what they are compared with must sum in the same order.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 import psutil
 import pytest
 import redis

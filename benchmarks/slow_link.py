@@ -46,12 +46,11 @@ class SlowLink:
             raise MeasurementError(f"a slow link needs the programs {', '.join(missing)} (Debian: iproute2)")
         if os.geteuid() != 0:
             raise MeasurementError("a slow link is made of network namespaces, which needs root")
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._delete)
             _delete_leftovers()
             self._build()
-        except BaseException:
-            self._delete()
-            raise
+            undo.pop_all()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

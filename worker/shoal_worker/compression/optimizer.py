@@ -6,7 +6,7 @@ the pair apart.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,13 +14,15 @@ from shoal_common.errors import ConfigurationError
 
 from shoal_worker.compression.base import GradientCompressor
 from shoal_worker.compression.registry import parse_compression
+from shoal_worker.state.forwarding import ForwardingOptimizer
 
 
-class GradientCompressionOptimizer(torch.optim.Optimizer):
+class GradientCompressionOptimizer(ForwardingOptimizer):
     """An optimizer whose gradients are to travel compressed.
 
     `as_distributed(model, GradientCompressionOptimizer(optimizer, "topk"))` is `as_distributed(model, optimizer,
-    gradient_compression="topk")`. Until then, and without it, it is the optimizer given: a world of one sends nothing.
+    gradient_compression="topk")`. Until then, and without it, it is the optimizer given: a world of one sends nothing. What compression
+    leaves behind is a part of the run's state, not of `state_dict()`.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, compressor: str | Mapping[str, Any] | GradientCompressor) -> None:
@@ -29,58 +31,13 @@ class GradientCompressionOptimizer(torch.optim.Optimizer):
         Raises:
             ConfigurationError: no optimizer, an unknown compressor, or settings that cannot work.
         """
-        # Not torch's constructor: parameter groups and state are the optimizer's own.
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise ConfigurationError(f"GradientCompressionOptimizer({type(optimizer).__name__}, ...): expected a torch.optim.Optimizer")
         found = parse_compression(compressor)
         if found is None:
             raise ConfigurationError("GradientCompressionOptimizer(optimizer, None): expected a compressor; without one pass the optimizer")
-        self.optimizer = optimizer
+        super().__init__(optimizer)
         self.compressor = found
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The optimizer's own."""
-        return self.optimizer.param_groups
-
-    @param_groups.setter
-    def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        self.optimizer.param_groups = groups
-
-    @property
-    def state(self) -> Any:
-        """The optimizer's own."""
-        return self.optimizer.state
-
-    @state.setter
-    def state(self, state: Any) -> None:
-        self.optimizer.state = state
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """The optimizer's own."""
-        return self.optimizer.step(closure)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's."""
-        self.optimizer.zero_grad(set_to_none=set_to_none)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The optimizer's own: what compression leaves behind is a part of the run's state."""
-        return self.optimizer.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The optimizer's own."""
-        self.optimizer.load_state_dict(state_dict)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """The optimizer's own."""
-        self.optimizer.add_param_group(param_group)
-
-    def __getattr__(self, name: str) -> Any:
-        """What this class lacks is the optimizer's."""
-        if name == "optimizer":  # before the constructor has run: a copy, say
-            raise AttributeError(name)
-        return getattr(self.optimizer, name)
 
     def __repr__(self) -> str:
         return f"GradientCompressionOptimizer({self.optimizer!r}, {self.compressor!r})"

@@ -11,6 +11,7 @@ from shoal_common.errors import ConfigurationError, CorruptDataError, Preconditi
 
 from shoal_worker.elastic.contract import StepStatus
 from shoal_worker.elastic.session import Session
+from shoal_worker.state.forwarding import ForwardingOptimizer
 from shoal_worker.state.optimizer import check_fits
 from shoal_worker.state.serial import dump_tensors, load_tensors
 from shoal_worker.state.tree import flatten, unflatten
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from shoal_worker.fitting import OptimizationInputData, OptimizationResult
 
 
-class ShardedOptimizer(torch.optim.Optimizer, abc.ABC):
+class ShardedOptimizer(ForwardingOptimizer, abc.ABC):
     """The optimizer that goes with a `ShardedModel`.
 
     It shares `param_groups` and `state` with the user's optimizer, so that schedulers and code that looks into them work on either.
@@ -28,8 +29,7 @@ class ShardedOptimizer(torch.optim.Optimizer, abc.ABC):
     _step_supports_amp_scaling = True  # GradScaler then hands over its scale and its finding instead of skipping step()
 
     def __init__(self, optimizer: torch.optim.Optimizer, model: Any, session: Session) -> None:
-        # Not torch's constructor: parameter groups and state are the user's optimizer's own.
-        self.optimizer = optimizer
+        super().__init__(optimizer)
         self._model = model
         self._session = session
         self.defaults = optimizer.defaults
@@ -38,24 +38,6 @@ class ShardedOptimizer(torch.optim.Optimizer, abc.ABC):
     def _patch_step_hooks(self) -> None:
         self.__dict__.setdefault("_optimizer_step_pre_hooks", self.optimizer._optimizer_step_pre_hooks)
         self.__dict__.setdefault("_optimizer_step_post_hooks", self.optimizer._optimizer_step_post_hooks)
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The user's optimizer's own."""
-        return self.optimizer.param_groups
-
-    @param_groups.setter
-    def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        self.optimizer.param_groups = groups
-
-    @property
-    def state(self) -> Any:
-        """The user's optimizer's own."""
-        return self.optimizer.state
-
-    @state.setter
-    def state(self, state: Any) -> None:
-        self.optimizer.state = state
 
     def step(self, closure: Callable[[], Any] | None = None) -> StepStatus:  # type: ignore[override]  # torch's returns the closure's loss
         """Applies the step that the backward pass prepared, on all ranks or on none; see `StepStatus`.
@@ -97,14 +79,6 @@ class ShardedOptimizer(torch.optim.Optimizer, abc.ABC):
         """What a GradScaler left here for its step. (A `getattr` of what is not there costs as much as a small kernel.)"""
         return self.__dict__.get(name)
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's."""
-        self.optimizer.zero_grad(set_to_none=set_to_none)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The user's optimizer's."""
-        return self.optimizer.state_dict()
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads what one process's optimizer, or this one under any strategy, gave. Every rank calls it, with the same.
 
@@ -140,15 +114,6 @@ class ShardedOptimizer(torch.optim.Optimizer, abc.ABC):
             PreconditionError: always.
         """
         raise PreconditionError("add_param_group: add parameter groups to the optimizer before as_distributed")
-
-    def __getattr__(self, name: str) -> Any:
-        """What this class lacks is the user's optimizer's."""
-        if name == "optimizer":  # before the constructor has run: a copy, say
-            raise AttributeError(name)
-        return getattr(self.optimizer, name)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.optimizer!r})"
 
     def optimize(self, data: OptimizationInputData) -> OptimizationResult:
         """A whole fit: trains, validates after each epoch, stops early; see `OptimizationInputData`. Every rank calls it, with the same

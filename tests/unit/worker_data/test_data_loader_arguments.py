@@ -1,0 +1,218 @@
+"""What a loader can be made of: samplers, datasets and arguments; and loaders for evaluation, which take no part in steps."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from shoal_common.errors import ConfigurationError
+from shoal_worker.data.loader import ElasticDataLoader
+from shoal_worker.elastic.contract import Placement
+from torch.utils.data import (
+    BatchSampler,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    WeightedRandomSampler,
+)
+
+from tests.unit.worker_data.loaders import loader_of, run_epoch
+
+# ---------------------------------------------------------------------------------------------------------------- samplers
+
+
+def test_a_sampler_is_drawn_once_per_epoch_and_each_position_counts_once(clock):
+    draws = []
+
+    class Sampler:
+        def __len__(self):
+            return 6
+
+        def __iter__(self):
+            draws.append(1)
+            return iter([9, 9, 1, 2, 3, 4])
+
+    loader = loader_of(sampler=Sampler())
+    assert run_epoch(loader, clock) == [[9, 9, 1, 2], [3, 4]]
+    assert len(loader) == 2
+    assert len(draws) == 1
+    run_epoch(loader, clock)
+    assert len(draws) == 2
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: RandomSampler(range(10)),
+        lambda: RandomSampler(range(10), generator=torch.Generator()),
+        lambda: WeightedRandomSampler([1.0] * 10, 12),
+        lambda: _Shuffled(lambda: random.sample(range(10), 10)),
+        lambda: _Shuffled(lambda: np.random.permutation(10)),
+    ],
+)
+def test_samplers_draw_the_same_on_every_rank_and_differ_by_epoch(make, make_rank):
+    epochs = []
+    for r in range(2):
+        torch.manual_seed(r)
+        random.seed(r)
+        np.random.seed(r)
+        rank = make_rank(lambda: loader_of(sampler=make(), global_batch_size=12), Placement(generation=1, rank=0, world_size=1))
+        with rank.clock.current():
+            epochs.append([run_epoch(rank.loader, rank.clock) for _ in range(2)])
+    assert epochs[0] == epochs[1]
+    assert epochs[0][0] != epochs[0][1]
+
+
+class _Shuffled:
+    def __init__(self, draw):
+        self._draw = draw
+
+    def __iter__(self):
+        return iter(self._draw())
+
+
+def test_set_epoch_is_called_before_a_draw(clock):
+    class Sampler:
+        epoch = None
+
+        def set_epoch(self, epoch):
+            self.epoch = epoch
+
+        def __iter__(self):
+            return iter([self.epoch])
+
+    loader = loader_of(sampler=Sampler())
+    assert [run_epoch(loader, clock) for _ in range(3)] == [[[0]], [[1]], [[2]]]
+
+
+def test_a_sampler_that_draws_otherwise_here_than_on_the_peers_is_found(clock):
+    loader = loader_of(sampler=list(range(10)), name="a")
+    next(iter(loader))
+    loader.committed(clock.placement)
+    other = loader_of(sampler=list(reversed(range(10))), name="b")
+    with pytest.raises(ConfigurationError, match="order="):
+        other.load_state_dict(loader.state_dict())
+
+
+def test_drawing_leaves_the_global_random_numbers_alone(clock):
+    torch.manual_seed(3)
+    expected = torch.rand(1)
+    torch.manual_seed(3)
+    len(loader_of(sampler=RandomSampler(range(10)), train=False).evaluation_batches())
+    next(iter(loader_of(sampler=RandomSampler(range(10)), train=False)))
+    assert torch.rand(1) == expected
+
+
+@pytest.mark.parametrize(
+    ("sampler", "named"),
+    [
+        (DistributedSampler(range(10), num_replicas=2, rank=0), "DistributedSampler"),
+        (BatchSampler(SequentialSampler(range(10)), 2, False), "BatchSampler"),
+        ([0, "a"], "whole numbers"),
+        ([0, 10], "0 to 9"),
+        ([-1], "0 to 9"),
+    ],
+)
+def test_samplers_that_cannot_work_are_refused(clock, sampler, named):
+    with pytest.raises(ConfigurationError, match=named):
+        next(iter(loader_of(sampler=sampler)))
+
+
+# --------------------------------------------------------------------------------------------------------------- arguments
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(3))
+
+
+class Unsized(Dataset):
+    def __getitem__(self, index):
+        return index
+
+
+class Sharded(IterableDataset):
+    """Iterable, but by position, too."""
+
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        return index
+
+    def __iter__(self):
+        return iter(range(3))
+
+
+@pytest.mark.parametrize(("dataset", "named"), [(Stream(), "Stream"), (Unsized(), "__len__"), (iter([1]), "__getitem__"), ([], "empty")])
+def test_datasets_that_cannot_be_dealt_by_position_are_refused(clock, dataset, named):
+    with pytest.raises(ConfigurationError, match=named):
+        ElasticDataLoader(dataset, global_batch_size=2)
+
+
+def test_an_iterable_dataset_with_positions_is_accepted(clock):
+    assert run_epoch(ElasticDataLoader(Sharded(), global_batch_size=2, shuffle=False), clock) == [[0, 1], [2]]
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"global_batch_size": None}, "neither"),
+        ({"batch_size": 2}, "both"),
+        ({"global_batch_size": 0}, "global_batch_size=0"),
+        ({"global_batch_size": 2.0}, "global_batch_size=2.0"),
+        ({"global_batch_size": True}, "global_batch_size=True"),
+        ({"micro_batch_size": 5}, "micro_batch_size=5"),
+        ({"global_batch_size": None, "batch_size": 4, "micro_batch_size": 2}, "micro_batch_size=2"),
+        ({"seed": "x"}, "seed='x'"),
+        ({"num_workers": -1}, "num_workers=-1"),
+        ({"name": ""}, "name=''"),
+        ({"drop_last": True, "global_batch_size": 11}, "drop_last"),
+        ({"drop_last": True, "train": False}, "drop_last"),
+    ],
+)
+def test_arguments_that_cannot_work_are_refused_by_name(clock, options, named):
+    with pytest.raises(ConfigurationError, match=named):
+        loader_of(**options)
+
+
+# -------------------------------------------------------------------------------------------------------------- evaluation
+
+
+def test_an_evaluation_loader_yields_every_sample_in_order_and_takes_no_part_in_steps(clock):
+    loader = loader_of(train=False, shuffle=True)
+    assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    assert len(loader) == 3
+    assert clock.calls == []
+
+
+@pytest.mark.parametrize("drawn", [7, 13])
+def test_an_evaluation_has_every_sample_of_a_sampler_that_draws_another_number_than_it_says(clock, drawn):
+    class Sampler:
+        def __len__(self):
+            return 10
+
+        def __iter__(self):
+            return (index % 10 for index in range(drawn))
+
+    loader = loader_of(train=False, sampler=Sampler())
+    assert [sample for batch in loader for sample in batch.tolist()] == [index % 10 for index in range(drawn)]
+    assert len(loader) == -(-drawn // 4)
+
+
+def test_evaluation_batches_come_by_number_in_the_size_of_micro_batches(clock):
+    batches = loader_of(train=False, micro_batch_size=3).evaluation_batches()
+    assert len(batches) == 4
+    assert [(number, batch.tolist()) for number, batch in batches.read([0, 3])] == [(0, [0, 1, 2]), (3, [9])]
+
+
+def test_steps_of_an_evaluation_loader_and_evaluation_with_a_training_loader_are_refused(clock):
+    with pytest.raises(ConfigurationError, match="train=False"):
+        loader_of(train=False).steps()
+    with pytest.raises(ConfigurationError, match="train=False"):
+        loader_of(train=False).epochs(3)
+    with pytest.raises(ConfigurationError, match="train=False"):
+        loader_of().evaluation_batches()

@@ -83,12 +83,12 @@ def test_a_job_that_takes_too_long_is_named_and_goes_on(writer):
 
 def test_a_process_that_ends_finishes_the_checkpoint_under_way(tmp_path):
     program = """
-import sys, time
+import sys, threading
 from datetime import timedelta
 from pathlib import Path
 from shoal_worker.checkpoint.writer import CheckpointWriter
 def job():
-    time.sleep(0.3)
+    threading.main_thread().join(20)  # until the script is over and the process about to end
     Path(sys.argv[1]).write_text("whole")
 CheckpointWriter().submit(job, what="writing", timeout=timedelta(seconds=1))
 """

@@ -8,13 +8,11 @@
     optimizer.step(); optimizer.zero_grad()
 
 It knows nothing of sessions, generations or optimizers. When ranks come or go, a new one is made on a new group, from the same module with
-the
-state loaded. Threads: one.
+the state loaded. Threads: one.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -23,12 +21,12 @@ import torch
 import torch.distributed as dist
 from shoal_common.errors import ConfigurationError, PreconditionError
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from shoal_worker.pipelining import full_state, gradients
 from shoal_worker.pipelining.engine import Engine, Loss
 from shoal_worker.pipelining.links import Links, Traffic, all_reduce, end_group
 from shoal_worker.pipelining.micro_batches import MicroBatch, cut_batch, merge_outputs
+from shoal_worker.pipelining.outputs import broadcast_output, plain
 from shoal_worker.pipelining.partial import Inside, PartialModel, empty_on, partial_model
 from shoal_worker.pipelining.schedule import (
     Schedule,
@@ -237,9 +235,8 @@ class Pipeline:
         return total / sum(weights) if mean and sum(weights) > 0 else total
 
     def reduce_gradients(self) -> float:
-        """The gradients become those of the whole batch, over all `train_on` since the last time and over all replicas. All ranks call it,
-        once
-        a step. Returns the weight of the whole batch.
+        """The gradients become those of the whole batch, over all `train_on` since the last time and over all replicas. All ranks call
+        it, once a step. Returns the weight of the whole batch.
 
         Gradients from before these calls stay, and are added to.
 
@@ -332,42 +329,11 @@ class Pipeline:
         finally:
             for part, training in modes:
                 part.training = training
-        output = _plain(merge_outputs([_plain(one) for one in ran.outputs], [one.samples for one in batches])) if self.is_last else None
+        output = plain(merge_outputs([plain(one) for one in ran.outputs], [one.samples for one in batches])) if self.is_last else None
         if not everywhere:
             return output
         with self.links.ending_on_failure("sending outputs"):
-            return self._broadcast(output, self.rank_of[-1])
-
-    def _broadcast(self, value: Any, source: int) -> Any:
-        """`value` of rank `source`, on all: first what it looks like, then its tensors."""
-        tensors: list[torch.Tensor] = []
-        text = json.dumps(_described(value, tensors)).encode() if self.links.rank == source else b""
-        length = torch.tensor([len(text)], dtype=torch.int64, device=self.links.device)
-        self.links.broadcast(length, source, "sending the outputs' form")
-        form = torch.zeros(int(length), dtype=torch.uint8, device=self.links.device)
-        if self.links.rank == source:
-            form.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
-        self.links.broadcast(form, source, "sending the outputs' form")
-        described = json.loads(form.cpu().numpy().tobytes())
-        return self._received(described, iter(tensors), source)
-
-    def _received(self, described: Any, tensors: Any, source: int) -> Any:
-        kind, content = described
-        if kind == "tensor":
-            size, dtype = content
-            own = self.links.rank == source
-            tensor = next(tensors).contiguous() if own else torch.empty(size, dtype=getattr(torch, dtype), device=self.links.device)
-            if tensor.numel():
-                self.links.broadcast(tensor.view(-1).view(torch.uint8), source, "sending outputs")
-            if own:
-                self.links.traffic.outputs += tensor.numel() * tensor.element_size() * (self.links.size - 1)
-            return tensor
-        if kind == "dict":
-            return {key: self._received(one, tensors, source) for key, one in content}
-        if kind in {"list", "tuple"}:
-            values = [self._received(one, tensors, source) for one in content]
-            return values if kind == "list" else tuple(values)
-        return content
+            return broadcast_output(output, self.rank_of[-1], self.links)
 
     # ------------------------------------------------------------------------------------------------------------------ state
 
@@ -404,29 +370,3 @@ def own_loss(output: Any, targets: Any) -> torch.Tensor:
     if not isinstance(found, torch.Tensor):
         raise ConfigurationError(f"a train step without a loss function needs an output with a .loss tensor; got {type(output).__name__}")
     return found
-
-
-def _plain(value: Any) -> Any:
-    """Mappings of any class as dicts, and tensors whole: of layers that are split over ranks, logits may not be."""
-    if isinstance(value, DTensor):
-        return value.full_tensor()
-    if isinstance(value, Mapping):
-        return {key: _plain(one) for key, one in value.items()}
-    if isinstance(value, tuple | list):
-        return [_plain(one) for one in value] if isinstance(value, list) else tuple(_plain(one) for one in value)
-    return value
-
-
-def _described(value: Any, tensors: list[torch.Tensor]) -> Any:
-    if isinstance(value, torch.Tensor):
-        tensors.append(value)
-        return ["tensor", [list(value.shape), str(value.dtype).removeprefix("torch.")]]
-    if isinstance(value, dict):
-        return ["dict", [[key, _described(one, tensors)] for key, one in value.items()]]
-    if isinstance(value, tuple | list):
-        return ["list" if isinstance(value, list) else "tuple", [_described(one, tensors) for one in value]]
-    if value is None or isinstance(value, bool | int | float | str):
-        return ["plain", value]
-    raise ConfigurationError(
-        f"the model's output holds a {type(value).__name__}, which cannot be sent to the other ranks: use everywhere=False"
-    )

@@ -36,12 +36,14 @@ from shoal_worker.asynchronous.options import AsyncOptions, check_configuration
 from shoal_worker.asynchronous.own_cluster import OwnCluster
 from shoal_worker.asynchronous.servers import ParameterServers
 from shoal_worker.asynchronous.tensors import HostTensor, check_gradients, gradients
-from shoal_worker.elastic.contract import Leases, StepSource, StepStatus, StopTraining
+from shoal_worker.elastic.contract import Leases, StepSource
 from shoal_worker.elastic.membership import Membership
+from shoal_worker.strategies.async_optimizer import AsyncSGDOptimizer
 from shoal_worker.strategies.base import ShardedModel, call_module, check_optimizer_covers, loss_of
-from shoal_worker.strategies.elastic_optimizer import ElasticOptimizer
 from shoal_worker.strategies.materialize import materialize
 from shoal_worker.strategies.whole import WholeModel
+
+__all__ = ["AsyncSGDModel", "AsyncSGDOptimizer"]
 
 _log = logging.getLogger(__name__)
 
@@ -370,65 +372,6 @@ class AsyncSGDModel(WholeModel):
     def _require_optimizer(self) -> torch.optim.Optimizer:
         assert self._optimizer is not None
         return self._optimizer
-
-
-class AsyncSGDOptimizer(ElasticOptimizer):
-    """The user's optimizer, as the servers run it: `step` pushes and pulls. Its state stays empty here.
-
-    Settings changed in `param_groups`, by schedulers say, go to the servers with the next push. Of several workers' schedules the one that
-    is furthest counts.
-    """
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The user's optimizer's own. Reading them notices what has changed since."""
-        model: AsyncSGDModel = self._model
-        if model.is_attached:
-            model.look_at_schedule()
-        return self.optimizer.param_groups
-
-    @param_groups.setter
-    def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        self.optimizer.param_groups = groups
-
-    @property
-    def last_staleness(self) -> float:
-        """Versions that others' pushes made between the pull that the last push was computed on and that push; the most of any
-        partition."""
-        return self._session.progress.staleness
-
-    def _finish(self) -> StepStatus:
-        """An iteration of this worker alone. Raises as `AsyncSGDModel.exchange`.
-
-        COMMITTED, except when the run ended while the job stood still for want of workers: LOST.
-        """
-        try:
-            return super()._finish()
-        except StopTraining as stop:
-            return self._session.give_up_step(stop)
-
-    def _load(self, state: dict[str, Any]) -> None:
-        """The settings, which go to the servers; what is momentum and moments in a synchronous run has no place on the workers."""
-        super()._load({"state": {}, "param_groups": state.get("param_groups")})
-
-    def _update(self, *, usable: bool) -> None:
-        model: AsyncSGDModel = self._model
-        model.exchange(push=usable)
-
-    def synchronize_parameters(self) -> None:
-        """Pulls what all workers have reached; between steps.
-
-        Raises:
-            PreconditionError: within one: the gradient at hand is of the values that are there.
-        """
-        step = self._session.step
-        if step is not None and step.handed_out:
-            raise PreconditionError("synchronize_parameters within a step: call it after optimizer.step()")
-        model: AsyncSGDModel = self._model
-        model.pull()
-
-    def synchronize_optimizer_state(self) -> None:
-        """Nothing to do: there is one state, on the servers."""
 
 
 def _move_to_epoch(source: StepSource, epoch: int) -> None:

@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import torch
-from shoal_common.errors import ConfigurationError, MembershipChanged, PreconditionError
+from shoal_common.errors import MembershipChanged, PreconditionError
 
-from shoal_worker.elastic.contract import StepSource, StepStatus
+from shoal_worker.elastic.contract import StepStatus
 from shoal_worker.elastic.group import Channel, Group, LocalChannel
 from shoal_worker.elastic.session import Session
 from shoal_worker.elastic.step import CONTROL_LENGTH, Step
@@ -34,7 +34,7 @@ from shoal_worker.strategies.averaging import Add, adding, mean_optimizer_state,
 from shoal_worker.strategies.base import call_module, loss_of
 from shoal_worker.strategies.ddp import DDPModel, DDPOptimizer
 from shoal_worker.strategies.materialize import unsaved_buffers
-from shoal_worker.strategies.rounds import OuterMomentum, RoundOptions
+from shoal_worker.strategies.rounds import OuterMomentum, Round, RoundOptions, check_configuration
 
 
 class _ThisRank:
@@ -70,17 +70,10 @@ class LocalSGDModel(DDPModel):
             ConfigurationError: options that cannot work, or settings that mean nothing here.
         """
         super().initialize_sharding()
-        self._check_config()
+        check_configuration(self.config)
         self._rounds = RoundOptions(**self._options)
         self._outer = OuterMomentum(self._rounds)
-        self._steps_in_round = 0
-        self._ends_early = self._averages_state_once = False
-        self._source: StepSource | None = None
-        """Whose steps the round consists of."""
-        self._trained: dict[str, torch.Tensor] = {}
-        """The parameters that some step of the round trains."""
-        self._weight = 0.0
-        """Of this rank's samples in the round, up to the last commit."""
+        self._round = Round()
         self._step_weight = 0.0
         self._reduced = False
         """The micro-batches of the step are summed up."""
@@ -90,21 +83,10 @@ class LocalSGDModel(DDPModel):
         """Each tensor of the module that is averaged, with its mean."""
         self._mean_state: dict[int, dict[str, Any]] | None = None
 
-    def _check_config(self) -> None:
-        config = self.config
-        if config.loss_reduction != "mean":
-            raise ConfigurationError('loss_reduction="sum": local_sgd averages parameters, not gradients; let the loss be a mean')
-        if config.deterministic:
-            raise ConfigurationError(
-                "deterministic=True: with local_sgd the result depends on how many ranks train apart; use ddp, zero1, zero2 or zero3"
-            )
-        if not config.auto_sync_gradients:
-            raise ConfigurationError("auto_sync_gradients=False: local_sgd never synchronizes gradients; leave it out")
-
     @property
     def steps_in_round(self) -> int:
         """Steps since the last average; 0: all ranks hold the same parameters."""
-        return self._steps_in_round
+        return self._round.steps
 
     # ------------------------------------------------------------------------------------------------------------- training
 
@@ -137,16 +119,15 @@ class LocalSGDModel(DDPModel):
 
     def end_round(self, *, average_optimizer_state: bool = False) -> None:
         """The next `optimizer.step()` averages. Call it on every rank, in the same step."""
-        self._ends_early = True
-        self._averages_state_once = self._averages_state_once or average_optimizer_state
+        self._round.ends_early = True
+        self._round.averages_state = self._round.averages_state or average_optimizer_state
 
     def prepare_end(self, update: Callable[[], None]) -> None:
         """Ahead of the end of a step: if it ends a round, this rank's own update comes first, and then the average."""
         step = self._session.step
         if step is None or step.share is None or step.lost is not None or self._averaging:
             return
-        source = step.source
-        if not (self._ends_early or self._steps_in_round + 1 >= self._rounds.sync_every or (source is not None and source.ends_epoch)):
+        if not self._round.ends_with_next_step(self._rounds):
             return
         self.finish_reduction()
         self._update(update)
@@ -202,14 +183,14 @@ class LocalSGDModel(DDPModel):
         """The round's average, and the control word. Raises MembershipChanged."""
         session = self._session
         tensors = self._averaged()
-        weight = self._weight + self._step_weight
+        weight = self._round.weight + self._step_weight
         known = torch.tensor([*session.control_word(), weight], dtype=torch.float64, device=tensors[0].device)
         self._add(known)
         *control, total = known.tolist()
         share = weight / total if total > 0 else 1.0 / session.world_size
         self._average = list(zip(tensors, weighted_mean(tensors, share, self._add), strict=True))
         group = session.group
-        if (self._rounds.average_optimizer_state or self._averages_state_once) and group is not None and self._optimizer is not None:
+        if (self._rounds.average_optimizer_state or self._round.averages_state) and group is not None and self._optimizer is not None:
             self._mean_state = mean_optimizer_state(self._optimizer.state_dict()["state"], group.exchange, self._add, tensors[0].device)
         return control
 
@@ -219,13 +200,13 @@ class LocalSGDModel(DDPModel):
         saved = (value for value in self.module.state_dict(keep_vars=True).values() if isinstance(value, torch.Tensor))
         buffers = {id(value): value for value in saved if id(value) not in parameters}
         statistics = [b for b in buffers.values() if b.is_floating_point() or b.dtype == torch.int64]
-        return [*self._trained.values(), *statistics]
+        return [*self._round.trained.values(), *statistics]
 
     @torch.no_grad()
     def _take_average(self) -> None:
         for tensor, mean in self._average:
             tensor.copy_(mean)
-        self._outer.move(self._trained)
+        self._outer.move(self._round.trained)
         if self._mean_state is not None and self._optimizer is not None:
             self._load_optimizer_state(self._mean_state)
 
@@ -242,18 +223,11 @@ class LocalSGDModel(DDPModel):
         self._forget_step()
         step = self._session.step
         assert step is not None
-        if self._steps_in_round == 0:
-            self._trained, self._source = {}, step.source
+        if self._round.steps == 0:
             self._outer.round_begins(dict(self.module.named_parameters()))
             if self._session.elastic:
                 self._session.keep(self._captured())
-        elif step.source is not self._source:
-            raise PreconditionError(
-                f"local_sgd: this step is of loader {step.source.name if step.source else ''!r}, but the round that it falls into began "
-                f"with {self._source.name if self._source else ''!r}; a failure would put both back, and the script cannot follow: use "
-                "sync_every=1, or one loader"
-            )
-        self._trained |= {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+        self._round.step_begins(step.source, self.module)
 
     def micro_batch_ends(self, weight: float) -> None:
         """See `Replica`."""
@@ -277,16 +251,14 @@ class LocalSGDModel(DDPModel):
             self._round_over()
             self._session.release()
         else:
-            self._steps_in_round += 1
-            self._weight += self._step_weight
+            self._round.step_committed(self._step_weight)
 
     def _forget_step(self) -> None:
         self._step_weight, self._reduced, self._averaging = 0.0, False, False
         self._average, self._mean_state = [], None
 
     def _round_over(self) -> None:
-        self._steps_in_round, self._weight = 0, 0.0
-        self._ends_early = self._averages_state_once = False
+        self._round = Round()
         self._forget_step()
 
     def _accumulation(self) -> AccumulatedReduction:
@@ -338,7 +310,7 @@ class LocalSGDModel(DDPModel):
         if isinstance(channel, LocalChannel):
             return captured
         add = adding(channel)
-        if self._steps_in_round > 0:
+        if self._round.steps > 0:
             with self.whole_for(channel):
                 captured["model"] = copy.deepcopy(self.module.state_dict())
         if self._optimizer is not None:
@@ -349,14 +321,14 @@ class LocalSGDModel(DDPModel):
     @contextlib.contextmanager
     def whole_for(self, channel: Channel) -> Iterator[None]:
         """See `Replica`. Inside of a round the ranks' parameters differ: while open, the module has their mean."""
-        if self._steps_in_round == 0 or isinstance(channel, LocalChannel):
+        if self._round.steps == 0 or isinstance(channel, LocalChannel):
             yield
             return
         tensors = self._averaged()
         add: Add = adding(channel)
-        weight = torch.tensor([self._weight], dtype=torch.float64)
+        weight = torch.tensor([self._round.weight], dtype=torch.float64)
         add(weight)
-        share = self._weight / float(weight) if float(weight) > 0 else 1.0 / channel.world_size
+        share = self._round.weight / float(weight) if float(weight) > 0 else 1.0 / channel.world_size
         means = weighted_mean(tensors, share, add)
         with torch.no_grad():
             own = [tensor.clone() for tensor in tensors]

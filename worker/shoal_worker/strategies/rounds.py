@@ -1,4 +1,4 @@
-"""How rounds of local training are to go: the options of local_sgd, and what becomes of their average.
+"""Rounds of local training: the options of local_sgd, where a round stands, and what becomes of its average.
 
 Outer momentum takes what the ranks moved by in a round, on average, as an optimizer takes a gradient. (Wang et al., "SlowMo", ICLR 2020;
 Douillard et al., "DiLoCo", 2023.) All of it runs on the training thread.
@@ -8,9 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-from shoal_common.errors import ConfigurationError
+from shoal_common.errors import ConfigurationError, PreconditionError
+from torch import nn
+
+from shoal_worker.elastic.contract import StepSource
+
+if TYPE_CHECKING:
+    from shoal_worker.config import ShardingConfiguration
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +50,65 @@ class RoundOptions:
             raise ConfigurationError(f"outer_momentum={self.outer_momentum}: expected at least 0 and less than 1")
         if self.outer_nesterov and self.outer_momentum == 0:
             raise ConfigurationError("outer_nesterov=True looks ahead along a momentum: give outer_momentum=0.9, say, or leave it out")
+
+
+def check_configuration(config: ShardingConfiguration) -> None:
+    """Refuses settings that mean nothing where gradients stay on their rank.
+
+    Raises:
+        ConfigurationError: there is such a one.
+    """
+    if config.loss_reduction != "mean":
+        raise ConfigurationError('loss_reduction="sum": local_sgd averages parameters, not gradients; let the loss be a mean')
+    if config.deterministic:
+        raise ConfigurationError(
+            "deterministic=True: with local_sgd the result depends on how many ranks train apart; use ddp, zero1, zero2 or zero3"
+        )
+    if not config.auto_sync_gradients:
+        raise ConfigurationError("auto_sync_gradients=False: local_sgd never synchronizes gradients; leave it out")
+
+
+class Round:
+    """Where this rank stands between two averages."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        """Committed ones. 0: all ranks hold the same parameters."""
+        self.weight = 0.0
+        """Of this rank's samples in those."""
+        self.trained: dict[str, torch.Tensor] = {}
+        """The parameters that some step of the round trains, by name."""
+        self.ends_early = False
+        """With the next step that commits."""
+        self.averages_state = False
+        """Its end averages the optimizer state too."""
+        self._source: StepSource | None = None
+
+    def step_begins(self, source: StepSource | None, module: nn.Module) -> None:
+        """A step of `source`'s begins, which trains what of `module` asks for gradients.
+
+        Raises:
+            PreconditionError: the round has steps of another loader.
+        """
+        if self.steps == 0:
+            self.trained, self._source = {}, source
+        elif source is not self._source:
+            raise PreconditionError(
+                f"local_sgd: this step is of loader {source.name if source else ''!r}, but the round that it falls into began "
+                f"with {self._source.name if self._source else ''!r}; a failure would put both back, and the script cannot follow: use "
+                "sync_every=1, or one loader"
+            )
+        self.trained |= {name: p for name, p in module.named_parameters() if p.requires_grad}
+
+    def ends_with_next_step(self, options: RoundOptions) -> bool:
+        """Whether the step under way is the last one: of so many, of the epoch, or as was asked for."""
+        ends_epoch = self._source is not None and self._source.ends_epoch
+        return self.ends_early or self.steps + 1 >= options.sync_every or ends_epoch
+
+    def step_committed(self, weight: float) -> None:
+        """The step under way counts, `weight` of this rank's samples. It was not the last one."""
+        self.steps += 1
+        self.weight += weight
 
 
 class OuterMomentum:

@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _KILL_TIMEOUT: Final = timedelta(seconds=10)
+_REPLACEMENT_DELAY: Final = timedelta(milliseconds=250)
+"""Between a worker's death and its replacement's start, while others run: a new process imports torch for a second or more, on the cores
+on which the others are forming their next generation."""
 
 
 class Ending(Enum):
@@ -108,6 +111,8 @@ class Agent:
         self._reporter: ExitReporter | None = None
         self._node: NodePlacement | None = None
         self._signal: signal.Signals | None = None
+        self._replacing: set[asyncio.Task[None]] = set()
+        """Replacements that are about to start."""
         self._ending = False
         """The run is being ended: nothing is started any more."""
 
@@ -154,10 +159,11 @@ class Agent:
 
     # ----------------------------------------------------------------------------------------------------------- tasks
 
-    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._task_done)
+        return task
 
     def _task_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
@@ -264,9 +270,7 @@ class Agent:
         action = self._policy.exited(worker, elastic=elastic, over=over)
         what = f"rank {worker.rank} (pid {worker.pid}) ended with {worker.status}"
         if action is Action.REPLACE:
-            restarts = self._policy.replaced(worker.index)
-            replacement = self._start(worker.index, restarts=restarts)
-            self._note(f"{what}; the others go on, pid {replacement.child.pid} takes its place")
+            self._replace(worker.index, what)
         elif action is Action.RESTART_ALL:
             self._stopping.set()
             self._note(f"{what}; starting all workers anew, restart {self._policy.restarts} of {self._settings.max_restarts}")
@@ -275,12 +279,23 @@ class Agent:
             self._stopping.set()
             self._spawn(self._wind_down(worker.status.code))
         elif not self._stopping.is_set():
-            if not self._workers:
+            if not self._workers and (over or not self._replacing):
                 if worker.status.ok and elastic and not over:
                     self._note(f"job {self._settings.job_id} is not finished: its last workers here were asked to leave, and did")
                 self._finish(self._policy.exit_code)
             elif not worker.status.ok:
                 self._note(f"{what}; the others go on without it")
+
+    def _replace(self, index: int, what: str) -> None:
+        task = self._spawn(self._start_replacement(index, what))
+        self._replacing.add(task)
+        task.add_done_callback(self._replacing.discard)
+
+    async def _start_replacement(self, index: int, what: str) -> None:
+        if self._workers:
+            await asyncio.sleep(_REPLACEMENT_DELAY.total_seconds())
+        replacement = self._start(index, restarts=self._policy.replaced(index))
+        self._note(f"{what}; the others go on, pid {replacement.child.pid} takes its place")
 
     async def _wind_down(self, code: int) -> None:
         self._ending = True
@@ -291,6 +306,8 @@ class Agent:
         """SIGTERM, on which elastic workers leave at their next border, and SIGKILL after the grace."""
         self._policy.stopping()
         self._stopping.set()
+        for replacement in self._replacing:
+            replacement.cancel()
         for worker in self._workers - self._asked_to_end:
             worker.child.send(signal.SIGTERM)
         self._asked_to_end |= self._workers

@@ -69,6 +69,14 @@ def test_a_signal_to_the_launcher_lets_the_workers_take_their_leave(shell: Shell
     assert "FAILED" not in command.stderr
 
 
+def test_a_launcher_that_is_asked_to_end_just_after_a_death_leaves_no_replacement_behind(shell: Shell, elastic_worker: Path) -> None:
+    command = start(shell, elastic_worker, workers=2)
+    os.kill(shell.pids()[1], signal.SIGKILL)
+    command.process.send_signal(signal.SIGTERM)
+    assert command.wait() == 128 + signal.SIGTERM
+    assert command.family() == []
+
+
 def test_the_coordinator_comes_back_and_the_job_goes_on(shell: Shell, elastic_worker: Path) -> None:
     command = start(shell, elastic_worker, workers=2)
     coordinator = next(process for process in command.family() if "shoal_coordinator" in process.cmdline())

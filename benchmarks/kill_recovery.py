@@ -119,11 +119,11 @@ def measure(options: Options) -> Table:
         method=(
             f"Three workers train a {WIDTH}-wide perceptron, {BATCH} samples per rank and step. One is killed at a random moment, each "
             "rank in turn; the time ends when the last survivor has committed a step in a newer group. Then a replacement joins, and when "
-            "all three have done 20 steps together, the next one is killed. Shoal's launcher starts the replacement a quarter of "
-            "a second after the death, on the same cores; torchft's starts after the measurement. torchrun restarts all workers, which load "
-            "no checkpoint here; its elastic agents die with their worker, as a machine does. torchrun runs with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: without it a restarted Gloo "
-            "group cannot connect. The bare floor is three forked processes with a Gloo group and nothing else, which know what happened. "
-            "With few samples p99 is close to the largest one."
+            "all three have done 20 steps together, the next one is killed. Shoal's launcher starts the replacement a quarter of a second "
+            "after the death, on the same cores; torchft's starts after the measurement. torchrun restarts all workers, which load no "
+            "checkpoint here; its elastic agents die with their worker, as a machine does. torchrun runs with "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: without it a restarted Gloo group cannot connect. The bare floor is three forked "
+            "processes with a Gloo group and nothing else, which know what happened. With few samples p99 is close to the largest one."
         ),
         columns=("kills", "p50 s", "p99 s", "max s"),
         rows=tuple(rows),

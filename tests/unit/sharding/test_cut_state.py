@@ -11,7 +11,7 @@ import pytest
 import torch
 from shoal_common.errors import ConfigurationError
 from shoal_worker.elastic.group import LocalChannel
-from shoal_worker.sharding.cut_state import CutState
+from shoal_worker.sharding.cut_state import CutState, check_elementwise
 from shoal_worker.sharding.division import buddy_stride
 from shoal_worker.sharding.execution import ShardedExecution
 from shoal_worker.sharding.partition import by_bytes
@@ -52,7 +52,7 @@ class Rank:
         self.execution = ShardedExecution([(self.module, [self.unit])], RankThread(0, 1, [], threading.Barrier(1)), Stage.OPTIMIZER)
         self.execution.reduces_in_backward = False
         self.state = CutState(self.module, self.execution, Stage.OPTIMIZER)
-        self.state.use_optimizer(self.optimizer, elementwise=False)
+        self.state.use_optimizer(self.optimizer)
 
     def step(self, ranks: RankThread) -> None:
         self.execution._collectives = ranks
@@ -151,14 +151,13 @@ def test_after_a_failed_regrouping_a_rank_keeps_the_cut_that_the_next_one_can_be
 
 
 def test_an_optimizer_that_has_stepped_is_refused() -> None:
-    def stepped(parameters: Any) -> torch.optim.Optimizer:
-        optimizer = torch.optim.Adagrad(parameters)
-        parameters[0].grad = torch.zeros_like(parameters[0])
-        optimizer.step()
-        return optimizer
-
+    parameter = torch.zeros(2, requires_grad=True)
+    optimizer = torch.optim.Adagrad([parameter])
+    check_elementwise(optimizer, elementwise=False)
+    parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
     with pytest.raises(ConfigurationError, match="has stepped before"):
-        Rank(stepped)
+        check_elementwise(optimizer, elementwise=False)
 
 
 @pytest.mark.parametrize("hosts", ["ab", "aabb", "abb" + "ccc", "aabbcc", "abbcc", "abcd"])

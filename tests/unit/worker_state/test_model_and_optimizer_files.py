@@ -18,7 +18,7 @@ from shoal_worker.state.digest import state_digest
 from shoal_worker.state.serial import dump_tensors, load_tensors
 from torch import nn
 
-STRATEGIES = ["ddp", "zero1", "zero3"]
+STRATEGIES = ["ddp", "zero1", "zero3", "pipeline"]
 IMAGE = dump_tensors({"w": torch.arange(6.0).view(2, 3), "b": torch.tensor(3)}, {"strategy": "ddp", "world_size": 2})
 
 

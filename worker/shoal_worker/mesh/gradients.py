@@ -97,9 +97,9 @@ class MeshGradients:
         """What this rank counts of the sums' squared norm."""
         return sum(float(self.sums[name].double().square().sum()) for name in self._counted)
 
-    def hand_out(self) -> None:
-        """Gives the optimizer its gradients: none for parameters that no replica used."""
-        present, divisor = self.present, self.divisor
+    def hand_out(self, divisor: float) -> None:
+        """Gives the optimizer its gradients, the sums over `divisor`: none for parameters that no replica used."""
+        present = self.present
         for name, piece in self._pieces.items():
             piece.grad = self.sums[name].div(divisor).to(piece.dtype) if present[name] else None
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from shoal_common.errors import CorruptDataError, PreconditionError
+from shoal_common.errors import PreconditionError
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -21,6 +21,7 @@ from shoal_worker.mesh.gathering import Cut, Held, Whole, gather, is_element
 from shoal_worker.mesh.step_group import GroupMesh
 from shoal_worker.pipelining.partial import empty_on
 from shoal_worker.pipelining.split import named_tensors
+from shoal_worker.state.in_parts import StateInParts
 from shoal_worker.strategies.activation_checkpointing import checkpoint_activations
 from shoal_worker.strategies.materialize import unsaved_buffers
 from shoal_worker.tensor_parallel.apply import parallelize, unparallelize
@@ -28,11 +29,8 @@ from shoal_worker.tensor_parallel.context import DropoutRandomness
 
 _ALONE = Axes(pipeline=1, tensor=1, data=1)
 
-Settings = list[dict[str, Any]]
-"""Of an optimizer's parameter groups, without their parameters."""
 
-
-class ModelParts:
+class ModelParts(StateInParts):
     """The state of one model and of the optimizer over it."""
 
     def __init__(
@@ -46,7 +44,6 @@ class ModelParts:
         self.blueprint: Blueprint | None = None
         self.pieces: dict[str, nn.Parameter] = {}
         """What is here of each parameter."""
-        self.optimizer: torch.optim.Optimizer | None = None
         self._group_names: list[list[str]] = []
         """The parameters of the optimizer's groups, in the user's order."""
         self._device = device
@@ -58,7 +55,7 @@ class ModelParts:
         self._own_pieces()
 
     def use_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """From here on it updates the pieces. Before the first cut."""
+        """See `StateInParts`: it updates the pieces."""
         names = {id(parameter): name for name, parameter in self.pieces.items()}
         self._group_names = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
         self.optimizer = optimizer
@@ -72,17 +69,6 @@ class ModelParts:
     def is_trained(self, name: str) -> bool:
         """Whether a parameter is; of the whole model."""
         return self.template.tensors()[name].requires_grad
-
-    @property
-    def settings(self) -> Settings:
-        """The optimizer's, as they are now."""
-        groups = self.optimizer.param_groups if self.optimizer is not None else []
-        return [{key: value for key, value in group.items() if key != "params"} for group in groups]
-
-    @settings.setter
-    def settings(self, settings: Settings) -> None:
-        for group, own in zip(self.optimizer.param_groups if self.optimizer is not None else [], settings, strict=True):
-            group.update(own)
 
     # --------------------------------------------------------------------------------------------------------------- cutting
 
@@ -220,34 +206,34 @@ class ModelParts:
         for name, own in state.items():
             self.optimizer.state[self.pieces[name]] = own
 
+    def _shapes(self) -> dict[str, torch.Size]:
+        tensors = self.template.tensors()
+        return {key: tensors[first].shape for key, first in self.template.first_names.items()}
+
+    def _group_shapes(self) -> list[list[torch.Size]]:
+        tensors = self.template.tensors()
+        return [[tensors[name].shape for name in names] for names in self._group_names]
+
     @torch.no_grad()
     def load_values(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Takes this rank's part of a whole state dict. Raises CorruptDataError: of another model; nothing is changed."""
-        shapes = {key: self.template.tensors()[first].shape for key, first in self.template.first_names.items()}
-        differing = sorted(set(tensors) ^ set(shapes)) or [key for key, shape in shapes.items() if tensors[key].shape != shape]
-        if differing:
-            raise CorruptDataError(
-                f"the state is of another model than this {type(self.module).__name__}: names or shapes differ, {differing[:3]} among them",
-                reason="MODEL_DIFFERS",
-            )
+        """See `StateInParts`."""
+        self._check_values(tensors)
         self._put_values({name: self._own_part(name, tensors[name]) for name in self.template.names if self._is_here(name)})
 
     @torch.no_grad()
     def load_optimizer(self, saved: Mapping[str, Any]) -> None:
-        """Takes this rank's part of a whole optimizer state dict. Raises CorruptDataError: of another; nothing is changed."""
+        """See `StateInParts`."""
+        self._check_optimizer(saved)
         if self.optimizer is None:
             return
-        groups = saved["param_groups"]
-        if [len(group["params"]) for group in groups] != [len(names) for names in self._group_names]:
-            raise CorruptDataError("the optimizer state is of other parameter groups than this optimizer's", reason="OPTIMIZER_DIFFERS")
         tensors = self.template.tensors()
         state: dict[str, dict[str, Any]] = {}
-        for group, names in zip(groups, self._group_names, strict=True):
+        for group, names in zip(saved["param_groups"], self._group_names, strict=True):
             for number, name in zip(group["params"], names, strict=True):
                 own = saved["state"].get(number)
                 if own and name in self.pieces:
                     state[name] = {key: self._own_state(name, value, tensors[name]) for key, value in own.items()}
-        self.settings = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+        self.settings = [{key: value for key, value in group.items() if key != "params"} for group in saved["param_groups"]]
         self._point_optimizer(state)
 
     def _own_state(self, name: str, value: Any, whole: torch.Tensor) -> Any:
@@ -266,7 +252,7 @@ class ModelParts:
     # ------------------------------------------------------------------------------------------------------------- the whole
 
     def assemble(self, channel: Channel) -> dict[str, Any]:
-        """Model and optimizer as one process would have them. Every rank of `channel` calls it."""
+        """See `StateInParts`."""
         if self.cut is None:
             optimizer = self.optimizer.state_dict() if self.optimizer is not None else None
             return {"model": self.values(channel), "optimizer": optimizer}
@@ -287,7 +273,7 @@ class ModelParts:
         return {"model": model, "optimizer": {"state": state, "param_groups": groups}}
 
     def values(self, channel: Channel) -> dict[str, torch.Tensor]:
-        """The model's whole state dict. Every rank of `channel` calls it."""
+        """See `StateInParts`."""
         if self.cut is None and self.pieces:
             return dict(self.module.state_dict())
         if self.cut is None:  # a spare, whose answer nobody uses

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from shoal_common.errors import ConfigurationError, CorruptDataError, PreconditionError
+from shoal_common.errors import ConfigurationError, PreconditionError
 from torch import nn
 
 from shoal_worker.elastic.group import Channel, Group, LocalChannel
@@ -22,12 +22,10 @@ from shoal_worker.sharding.optimizer_state import ShardedOptimizerState
 from shoal_worker.sharding.resharding import VALUES, WHOLE, Cut, Held, division_cut, hold, reshard
 from shoal_worker.sharding.unit import Stage, Unit
 from shoal_worker.sharding.whole_state import Place, optimizer_state, spread
-from shoal_worker.state.optimizer import ELEMENTWISE, check_fits
+from shoal_worker.state.in_parts import StateInParts
+from shoal_worker.state.optimizer import ELEMENTWISE
 from shoal_worker.state.part import StatePart
 from shoal_worker.strategies.materialize import unsaved_buffers
-
-Settings = list[dict[str, Any]]
-"""Of an optimizer's parameter groups, without their parameters."""
 
 
 def check_elementwise(optimizer: torch.optim.Optimizer, *, elementwise: bool) -> None:
@@ -41,7 +39,7 @@ def check_elementwise(optimizer: torch.optim.Optimizer, *, elementwise: bool) ->
         raise ConfigurationError("the optimizer has stepped before: call as_distributed first, then load its state")
 
 
-class CutState:
+class CutState(StateInParts):
     """The state of a model's units and of the optimizer over them."""
 
     def __init__(
@@ -51,7 +49,6 @@ class CutState:
         self.module = module
         self.units: Sequence[Unit] = execution.units
         self.trained = [unit for unit in execution.units if unit.trained]
-        self.optimizer: torch.optim.Optimizer | None = None
         self.cut: Cut | None = WHOLE
         """None: nothing; a joiner that has got no shards yet."""
         self.division = Division(world_size=1, shards=1)
@@ -68,13 +65,8 @@ class CutState:
         self._keys: list[dict[str, torch.dtype]] = [{} for _ in self.units]
         """Of the optimizer's state, in a joiner that has got no shards yet."""
 
-    def use_optimizer(self, optimizer: torch.optim.Optimizer, *, elementwise: bool) -> None:
-        """From here on it updates pieces, in the place of the parameters that it was made for.
-
-        Raises:
-            ConfigurationError: it is not known to be elementwise, or has stepped before.
-        """
-        check_elementwise(optimizer, elementwise=elementwise)
+    def use_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """See `StateInParts`: it updates pieces."""
         where = {id(p): (u, i) for u, unit in enumerate(self.units) for i, p in enumerate(unit.parameters)}
         made = {where[id(p)]: optimizer.state.pop(p) for p in list(optimizer.state)}  # Adagrad makes its state in its constructor
         self._places = [[where[id(p)] for p in group["params"]] for group in optimizer.param_groups]
@@ -88,17 +80,6 @@ class CutState:
             }
         self.optimizer = optimizer
         self._state = ShardedOptimizerState(optimizer)
-
-    @property
-    def settings(self) -> Settings:
-        """The optimizer's, as they are now."""
-        groups = self.optimizer.param_groups if self.optimizer is not None else []
-        return [{key: value for key, value in group.items() if key != "params"} for group in groups]
-
-    @settings.setter
-    def settings(self, settings: Settings) -> None:
-        for group, own in zip(self.optimizer.param_groups if self.optimizer is not None else [], settings, strict=True):
-            group.update(own)
 
     # --------------------------------------------------------------------------------------------------------------- cutting
 
@@ -180,7 +161,7 @@ class CutState:
     # ------------------------------------------------------------------------------------------------------------- the whole
 
     def assemble(self, channel: Channel) -> dict[str, Any]:
-        """{"model", "optimizer"} as one process would have them. Part of an operation. Raises as `regroup`."""
+        """See `StateInParts`."""
         keys = [self._state.element_keys(unit) for unit in self.units]
         return self._as_one_process(assemble(self.units, self._held(keys), keys, channel))
 
@@ -212,9 +193,7 @@ class CutState:
 
     def restore_whole(self, state: Mapping[str, Any]) -> None:
         """Takes over what `assemble` of any strategy gave. It is whole here afterwards, and cut anew when the next step begins."""
-        self.check_fits(state["model"])
-        if state["optimizer"] is not None:
-            self._check_optimizer(state["optimizer"])
+        self.check(state)
         for unit in self.units:
             unit.make_whole()
         self.module.load_state_dict(state["model"])
@@ -223,22 +202,16 @@ class CutState:
         self.cut, self._before = WHOLE, None
 
     def load_optimizer(self, saved: Mapping[str, Any]) -> None:
-        """Takes over the optimizer part of what `assemble` of any strategy gave.
-
-        Raises:
-            CorruptDataError: it is of another optimizer; nothing is changed.
-        """
+        """See `StateInParts`."""
         self._check_optimizer(saved)
         spread(self._places, saved, self.units, self._state)
         self.settings = [{k: v for k, v in group.items() if k != "params"} for group in saved["param_groups"]]
 
-    def _check_optimizer(self, saved: Mapping[str, Any]) -> None:
-        if self.optimizer is not None:
-            check_fits(saved, self.optimizer, [[self.units[u].layout.shapes[i] for u, i in places] for places in self._places])
+    def _group_shapes(self) -> list[list[torch.Size]]:
+        return [[self.units[u].layout.shapes[i] for u, i in places] for places in self._places]
 
     def values(self, channel: Channel) -> dict[str, torch.Tensor]:
-        """Parameters and buffers as one process would have them; may share memory with the state. Part of an operation. Raises as
-        `regroup`."""
+        """See `StateInParts`."""
         if self.cut is None:
             return self.module.state_dict()
         return self._named(self._whole_values(channel))
@@ -270,31 +243,19 @@ class CutState:
             self._execution.free_all()
 
     def load_values(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Replaces parameters and buffers by whole ones, the same on every rank; the optimizer's state and the cut stay.
-
-        Raises:
-            CorruptDataError: names or shapes are not the model's; nothing is changed.
-        """
-        self.check_fits(tensors)
+        """See `StateInParts`."""
+        self._check_values(tensors)
         names = {id(p): name for name, p in self.module.named_parameters()}
         for unit in self.units:
             unit.load([tensors[names[id(p)]] for p in unit.parameters])
         parameters = dict(self.module.named_parameters(remove_duplicate=False))
         self.module.load_state_dict({name: value for name, value in tensors.items() if name not in parameters}, strict=False)
 
-    def check_fits(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Raises CorruptDataError unless these are the tensors of the module's state dict."""
+    def _shapes(self) -> dict[str, torch.Size]:
         shapes = {id(p): shape for unit in self.units for p, shape in zip(unit.parameters, unit.layout.shapes, strict=True)}
         parameters = dict(self.module.named_parameters(remove_duplicate=False))
-        own = {
-            name: shapes[id(parameters[name])] if name in parameters else value.shape for name, value in self.module.state_dict().items()
-        }
-        differing = sorted(set(tensors) ^ set(own)) or [name for name in own if own[name] != tensors[name].shape]
-        if differing:
-            raise CorruptDataError(
-                f"the state is of another model than this {type(self.module).__name__}: names or shapes differ, {differing[:3]} among them",
-                reason="MODEL_DIFFERS",
-            )
+        named = self.module.state_dict()
+        return {name: shapes[id(parameters[name])] if name in parameters else value.shape for name, value in named.items()}
 
     def _named(self, wholes: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         """The module's state dict with these values of its parameters."""

@@ -1,18 +1,19 @@
-"""The closing of a step: one small all-reduce after which every rank knows the same of it. See `sharded.py` for what follows from it."""
+"""The closing of a step: one small all-reduce after which every rank knows the same of it. See `in_parts.py` for what follows from it."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from shoal_worker.sharding.cut_state import Settings
+from shoal_worker.state.in_parts import Settings
 
 
 @dataclass(kw_only=True)
 class Closing:
-    """What all ranks know of a step once it is closed."""
+    """What all ranks know of a step once it is closed. Travels to ranks that missed it."""
 
     number: int
     """Which step of this model it is, from 1."""
@@ -20,16 +21,27 @@ class Closing:
     """Of the summed gradients."""
     squared_norm: float
     """Of the gradients, before the divisor."""
-    present: list[bool]
-    """For each trained parameter: some rank used it."""
-    changes: torch.Tensor
-    """Of the buffers; the mean over the ranks."""
     scale: float = 1.0
     """Of the gradients, by clipping."""
     skipped: bool = False
     """A GradScaler found infinities: the step counts, but nothing is updated."""
     settings: Settings | None = None
     """Of the parameter groups, when the step was applied."""
+
+    @property
+    def norm(self) -> float:
+        """Of the gradients that were handed out; NaN if they are not finite."""
+        return math.sqrt(self.squared_norm) / self.divisor if math.isfinite(self.squared_norm) else math.nan
+
+
+@dataclass(kw_only=True)
+class CutClosing(Closing):
+    """Of a model that is cut over all ranks: of each parameter every rank has a piece."""
+
+    present: list[bool]
+    """For each trained parameter: some rank used it."""
+    changes: torch.Tensor
+    """Of the buffers; the mean over the ranks."""
 
 
 class ClosingSum:

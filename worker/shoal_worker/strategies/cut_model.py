@@ -6,14 +6,12 @@ every rank alike.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from shoal_common.errors import ConfigurationError, PreconditionError
+from shoal_common.errors import ConfigurationError
 from torch.utils import _pytree as pytree
 
 from shoal_worker.elastic.group import Channel
@@ -28,13 +26,13 @@ from shoal_worker.sharding.partition import Group as ParameterGroup
 from shoal_worker.sharding.partition import alike
 from shoal_worker.sharding.unit import Stage, Unit
 from shoal_worker.state.part import StatePart
-from shoal_worker.strategies.base import ShardedModel, replaced_parameters
 from shoal_worker.strategies.buffers import CommittedBuffers
+from shoal_worker.strategies.closing import CutClosing
 from shoal_worker.strategies.compressed import check_floating, compression_of
-from shoal_worker.strategies.materialize import has_values
+from shoal_worker.strategies.in_parts import ModelInParts
 
 
-class CutModel(ShardedModel):
+class CutModel(ModelInParts[CutState, CutClosing]):
     """A model whose optimizer state, and perhaps parameters, are cut over the ranks."""
 
     stage: ClassVar[Stage]
@@ -58,9 +56,9 @@ class CutModel(ShardedModel):
         """Takes over the memory of the parameters. They are cut when the first step begins: until then all ranks hold them whole."""
         # What torch.compile gave is called, but state is named as in the user's own module.
         self._call: Callable[..., Any] = self.module.__call__
-        self.module = getattr(self.module, "_orig_mod", self.module)
-        if not any(p.requires_grad for p in self.module.parameters()):
-            raise ConfigurationError("the model has no parameter with requires_grad=True: there is nothing to train")
+        super().initialize_sharding()
+
+    def _prepare(self) -> None:
         compressor = self.config.compressor
         if compressor is not None and not compressor.codec:
             raise ConfigurationError(
@@ -69,12 +67,6 @@ class CutModel(ShardedModel):
             )
         self._compression = compression_of(compressor, self._session)
         self._collectives = self.collectives()
-        self._optimizer: torch.optim.Optimizer | None = None
-        """The user's, until it is used."""
-        self._parts: CutState | None = None
-        """None while the module is on the meta device: it is built when values come."""
-        if has_values(self.module):
-            self._build()
 
     def _unit(self, part: ParameterGroup) -> Unit:
         config = self.config
@@ -89,26 +81,36 @@ class CutModel(ShardedModel):
             home=home_of(config.offload, part.parameters[0].device),
         )
 
-    def _build(self) -> None:
+    def _make_state(self) -> CutState:
         units = [(group.module, [self._unit(part) for part in alike(group)]) for group in self.groups()]
         self._execution = ShardedExecution(units, self._collectives, self.stage)
-        self._parts = CutState(self.module, self._execution, self.stage, self.divide)
+        state = CutState(self.module, self._execution, self.stage, self.divide)
         if self._compression is not None:
-            for number, unit in enumerate(self._parts.trained):
+            for number, unit in enumerate(state.trained):
                 check_floating(self._compression.compressor.name, unit.parameters)
                 unit.compressed = CompressedScatter(self._compression, self._session, number)
-        self._gradients = CutGradients(self._parts.trained, exact=self.config.deterministic)
+        self._summed = CutGradients(state.trained, exact=self.config.deterministic)
         self._step_buffers = CommittedBuffers(self.module)
-
-    def _use_optimizer(self) -> None:
-        if self._optimizer is not None:
-            self._held.use_optimizer(self._optimizer, elementwise=bool(self._options.get("elementwise_optimizer", False)))
+        return state
 
     @property
-    def _held(self) -> CutState:
-        if self._parts is None:
-            raise PreconditionError("the model is on the meta device: it gets its values from its peers at the first live batch")
-        return self._parts
+    def _gradients(self) -> CutGradients:
+        return self._summed
+
+    def _own_pieces(self) -> list[tuple[str, torch.Tensor]]:
+        return [each for unit in self._held.units for each in zip(unit.parameter_names, unit.own.pieces, strict=True)]
+
+    def _trained(self) -> Iterator[tuple[str, torch.Tensor, bool]]:
+        for unit in self._held.units:
+            for name, parameter in zip(unit.parameter_names, unit.parameters, strict=True):
+                yield name, parameter, unit.trained
+
+    def _parameter_names(self) -> dict[str, str]:
+        first = {id(p): name for name, p in self.module.named_parameters()}
+        return {name: first[id(p)] for name, p in self.module.named_parameters(remove_duplicate=False)}
+
+    def _commit_buffers(self) -> None:
+        self._step_buffers.commit()
 
     @torch.no_grad()
     def assemble(self, channel: Channel) -> dict[str, Any]:
@@ -131,86 +133,6 @@ class CutModel(ShardedModel):
         """See `Replica`."""
         return self._parts is not None and self._parts.cut is not None and self._parts.cut.world_size > 1
 
-    def has_values(self) -> bool:
-        """See `Replica`."""
-        return self._parts is not None
-
-    # ---------------------------------------------------------------------------------------------------------------- state
-
-    def gather_full_parameters(self) -> dict[str, torch.Tensor]:
-        """See `ShardedModel`. Every rank calls it."""
-        parameters = {name for name, _ in self.module.named_parameters()}
-        return {name: value for name, value in self.full_state_dict().items() if name in parameters}
-
-    def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
-        """See `ShardedModel`. Every rank calls it."""
-        whole: dict[str, torch.Tensor] = {}
-
-        def body(channel: Channel) -> None:
-            values = self._held.values(channel)
-            whole.clear()
-            if not rank0_only or channel.rank == 0:
-                whole.update({name: value.detach().clone() for name, value in values.items()})
-            channel.exchange(b"")  # who comes out of this knows that all have theirs
-
-        self._session.operation("full_state_dict", body)
-        return whole
-
-    def optimizer_state_dict(self) -> dict[str, Any]:
-        """The optimizer's whole state. Every rank calls it."""
-        whole: dict[str, Any] = {}
-
-        def body(channel: Channel) -> None:
-            whole.update(copy.deepcopy(self._held.assemble(channel)["optimizer"]))
-            channel.exchange(b"")
-
-        self._session.operation("optimizer state_dict", body)
-        return whole
-
-    @torch.no_grad()
-    def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes over the optimizer's whole state. Every rank calls it."""
-        self._held.load_optimizer(state)
-
-    @torch.no_grad()
-    def load_full(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """See `ShardedModel`."""
-        self._held.load_values(tensors)
-        self._step_buffers.commit()
-
-    @property
-    def local_shard(self) -> dict[str, torch.Tensor]:
-        """See `ShardedModel`: flat pieces."""
-        return {name: piece.detach() for name, piece in self._own_pieces()}
-
-    def get_gradients(self) -> dict[str, torch.Tensor]:
-        """See `ShardedModel`: of the flat pieces of `local_shard`, summed over the ranks."""
-        return {name: piece.grad for name, piece in self._own_pieces() if piece.grad is not None}
-
-    def set_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Refused: other ranks mirror this rank's pieces, and would apply other gradients.
-
-        Raises:
-            ConfigurationError: always.
-        """
-        raise ConfigurationError(f"set_gradients: with strategy {self.strategy!r} other ranks hold mirrors; scale the loss, or use ddp")
-
-    def save_model(self, path: str | Path) -> None:
-        """See `ShardedModel`. When it returns on any rank, the file is in place."""
-        super().save_model(path)
-        self._session.operation("save_model", lambda channel: channel.exchange(b"") and None)
-
-    def with_parameters(self, parameters: torch.Tensor | Mapping[str, torch.Tensor]) -> ShardedModel:
-        """See `ShardedModel`. Every rank calls it, with the same values."""
-        whole = self.full_state_dict()
-        own = {name: whole[name] for name, _ in self.module.named_parameters()}
-        replaced = self.agreed("with_parameters", lambda: replaced_parameters(parameters, own))
-        shared = {id(p): name for name, p in self.module.named_parameters()}
-        for name, parameter in self.module.named_parameters(remove_duplicate=False):
-            whole[name] = replaced.get(shared[id(parameter)], whole[name])
-        self.load_full(whole)
-        return self
-
     def get_model_metadata(self) -> dict[str, Any]:
         """See `ShardedModel`; with the layout: what is cut, into how many shards, how many ranks own each, and whether others mirror it."""
         division = self._parts.division if self._parts is not None else Division(world_size=1, shards=1)
@@ -225,9 +147,6 @@ class CutModel(ShardedModel):
 
     def _whole_parameters(self) -> list[tuple[torch.Tensor, torch.Size]]:
         return [each for unit in self._held.units for each in zip(unit.own.pieces, unit.layout.shapes, strict=True)]
-
-    def _own_pieces(self) -> list[tuple[str, torch.Tensor]]:
-        return [each for unit in self._held.units for each in zip(unit.parameter_names, unit.own.pieces, strict=True)]
 
 
 def in_dtype(inputs: Any, dtype: torch.dtype) -> Any:

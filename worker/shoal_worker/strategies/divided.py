@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import torch
@@ -22,10 +21,12 @@ from shoal_worker.elastic.group import Channel
 from shoal_worker.mesh.axes import Axes
 from shoal_worker.mesh.blueprint import Blueprint, Template, meta_copy
 from shoal_worker.mesh.division import Division
+from shoal_worker.mesh.gradients import MeshGradients
 from shoal_worker.mesh.parts import ModelParts
 from shoal_worker.pipelining.pipeline import PipelineSettings
-from shoal_worker.strategies.base import ShardedModel, call_module, replaced_parameters
-from shoal_worker.strategies.materialize import has_values
+from shoal_worker.strategies.base import call_module
+from shoal_worker.strategies.closing import Closing
+from shoal_worker.strategies.in_parts import ModelInParts
 from shoal_worker.tensor_parallel.context import DropoutRandomness
 
 TENSOR_OPTIONS: Final = frozenset({"plan", "sequence_dimension", "loss_parallel", "example_inputs", "dropout", "elementwise_optimizer"})
@@ -33,7 +34,7 @@ PIPELINE_OPTIONS: Final = frozenset({"schedule", "micro_batches", "stages_per_ra
 """Keyword arguments of `as_distributed`."""
 
 
-class DividedModel(ShardedModel):
+class DividedModel(ModelInParts[ModelParts, Closing]):
     """A model that several ranks hold together."""
 
     def axes_for(self, world_size: int) -> Axes:
@@ -49,11 +50,9 @@ class DividedModel(ShardedModel):
         """The model is run as a pipeline."""
         raise NotImplementedError
 
-    def initialize_sharding(self) -> None:
-        """Takes note of the model's structure. It is cut when the first step begins: until then all ranks hold it whole."""
-        # torch.compile cannot follow layers that communicate; what it was given runs as it is.
-        self.module = getattr(self.module, "_orig_mod", self.module)
-        _check_module(self.module)
+    def _prepare(self) -> None:
+        if any(is_lazy(t) for t in (*self.module.parameters(), *self.module.buffers())):
+            raise ConfigurationError("the model has lazy parameters without a shape: run one batch through it before as_distributed")
         if self.config.deterministic:
             raise ConfigurationError(
                 f"deterministic=True with strategy={self.strategy!r}: how a model is split changes the order of its own sums, so results "
@@ -80,27 +79,14 @@ class DividedModel(ShardedModel):
             pipelined=self.pipelined,
         )
         self._dropout = DropoutRandomness(own.get("dropout", DropoutRandomness.PER_SHARD))
-        self._optimizer: torch.optim.Optimizer | None = None
-        self._parts: ModelParts | None = None
-        """None while the module is on the meta device: it is built when values come."""
         self._division: Division | None = None
         """None until the first step, and in a spare."""
         self._standing_in: list[nn.Module] = []
         """One at most. In a list, or it would be a part of this module."""
         self._axes: dict[int, Axes] = {}
-        if has_values(self.module):
-            self._build()
 
-    def _build(self) -> None:
-        self._parts = ModelParts(self.module, self._template, self._session.device, dropout=self._dropout, checkpointed=self._checkpointed)
-        if self._optimizer is not None:
-            self._parts.use_optimizer(self._optimizer)
-
-    @property
-    def _held(self) -> ModelParts:
-        if self._parts is None:
-            raise PreconditionError("the model is on the meta device: it gets its values from its peers at the first live batch")
-        return self._parts
+    def _make_state(self) -> ModelParts:
+        return ModelParts(self.module, self._template, self._session.device, dropout=self._dropout, checkpointed=self._checkpointed)
 
     @property
     def _divided(self) -> Division:
@@ -109,8 +95,23 @@ class DividedModel(ShardedModel):
         return self._division
 
     @property
-    def _any_optimizer(self) -> bool:
-        return bool(self._options.get("elementwise_optimizer", False))
+    def _gradients(self) -> MeshGradients:
+        return self._divided.gradients
+
+    def _own_pieces(self) -> Iterable[tuple[str, torch.Tensor]]:
+        return self._held.pieces.items()
+
+    def _trained(self) -> Iterator[tuple[str, torch.Tensor, bool]]:
+        for name, piece in self._held.pieces.items():
+            yield name, piece, self._held.is_trained(name)
+
+    def _parameter_names(self) -> dict[str, str]:
+        template = self._template
+        return {name: first for name, first in template.first_names.items() if first in template.parameter_names}
+
+    def _commit_buffers(self) -> None:
+        if self._division is not None:
+            self._division.buffers.commit()
 
     def _check_divisible(self) -> None:
         axes, world = self._divide(self._session.world_size), self._session.world_size
@@ -177,10 +178,6 @@ class DividedModel(ShardedModel):
         """This rank is a spare: no whole replica could be made with it."""
         return self.in_parts and self._division is None
 
-    def has_values(self) -> bool:
-        """See `Replica`."""
-        return self._parts is not None
-
     # ---------------------------------------------------------------------------------------------------------------- ranks
 
     @property
@@ -242,87 +239,6 @@ class DividedModel(ShardedModel):
         """A copy of the whole model as it is now, a plain module as the user wrote it, to keep, evaluate or save. Every rank calls it."""
         return self._whole_module(self.full_state_dict())
 
-    def gather_full_parameters(self) -> dict[str, torch.Tensor]:
-        """See `ShardedModel`. Every rank calls it."""
-        return {name: value for name, value in self.full_state_dict().items() if name in self._template.parameter_names}
-
-    def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
-        """See `ShardedModel`. Every rank calls it."""
-        whole: dict[str, torch.Tensor] = {}
-
-        def body(channel: Channel) -> None:
-            values = {name: value.detach().clone() for name, value in self._held.values(channel).items()}
-            whole.update({} if rank0_only and channel.rank != 0 else values)
-            channel.exchange(b"")  # who comes out of this knows that all have theirs
-
-        self._session.operation("full_state_dict", body)
-        return whole
-
-    def optimizer_state_dict(self) -> dict[str, Any]:
-        """The optimizer's whole state. Every rank calls it."""
-        whole: dict[str, Any] = {}
-
-        def body(channel: Channel) -> None:
-            whole.update(copy.deepcopy(self._held.assemble(channel)["optimizer"]))
-            channel.exchange(b"")
-
-        self._session.operation("optimizer state_dict", body)
-        return whole
-
-    @torch.no_grad()
-    def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes over the optimizer's whole state. Every rank calls it."""
-        self._held.load_optimizer(state)
-
-    @torch.no_grad()
-    def load_full(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """See `ShardedModel`."""
-        self._held.load_values(tensors)
-        if self._division is not None:
-            self._division.buffers.commit()
-
-    @property
-    def local_shard(self) -> dict[str, torch.Tensor]:
-        """See `ShardedModel`: this rank's parts, by the parameters' names; none of those on other pipeline stages."""
-        return {name: piece.detach() for name, piece in self._held.pieces.items()}
-
-    def get_gradients(self) -> dict[str, torch.Tensor]:
-        """See `ShardedModel`: of `local_shard`, once they are reduced."""
-        return {name: piece.grad for name, piece in self._held.pieces.items() if piece.grad is not None}
-
-    def set_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Refused: a rank that fell behind would apply other gradients.
-
-        Raises:
-            ConfigurationError: always.
-        """
-        raise ConfigurationError(
-            f"set_gradients: with strategy {self.strategy!r} ranks hold parts of gradients; scale the loss, or use ddp"
-        )
-
-    def save_model(self, path: str | Path) -> None:
-        """See `ShardedModel`. When it returns on any rank, the file is in place."""
-        super().save_model(path)
-        self._session.operation("save_model", lambda channel: channel.exchange(b"") and None)
-
-    def with_parameters(self, parameters: torch.Tensor | Mapping[str, torch.Tensor]) -> ShardedModel:
-        """See `ShardedModel`. Every rank calls it, with the same values."""
-        whole = self.full_state_dict()
-        own = {name: whole[name] for name in self._template.names if name in self._template.parameter_names}
-        replaced = replaced_parameters(parameters, own)
-        for name, first in self._template.first_names.items():
-            whole[name] = replaced.get(first, whole[name])
-        self.load_full(whole)
-        return self
-
     def _whole_parameters(self) -> list[tuple[torch.Tensor, torch.Size]]:
         tensors = self._template.tensors()
         return [(tensors[name], tensors[name].shape) for name in self._template.names if name in self._template.parameter_names]
-
-
-def _check_module(module: nn.Module) -> None:
-    """Raises ConfigurationError for a module that cannot be trained so."""
-    if any(is_lazy(t) for t in (*module.parameters(), *module.buffers())):
-        raise ConfigurationError("the model has lazy parameters without a shape: run one batch through it before as_distributed")
-    if not any(p.requires_grad for p in module.parameters()):
-        raise ConfigurationError("the model has no parameter with requires_grad=True: there is nothing to train")

@@ -4,40 +4,30 @@ They differ in what is cut (`Stage`) and in what is gathered at once (`groups`).
 Zhao et al., "PyTorch FSDP", VLDB 2023, section 3.) The optimizer updates flat pieces of parameters. That is right for optimizers that treat
 each element by itself, which most do; others are refused.
 
-How a step ends, so that it outlives the death of a rank:
-
-1. The gradients are summed; each rank has its shard's.
-2. Each rank passes that sum on to its buddy, who mirrors the shard: parameters and optimizer state, as further pieces of the same
-   optimizer.
-3. The closing: one small all-reduce with the control word, the gradients' norm, which parameters were used, how the buffers changed. When
-   a rank has seen it, every rank has done 2, so every rank can apply the step, and every mirror can for its owner.
-4. Owners and mirrors apply the same update.
-
-So after a failure either nobody has seen the closing, and the step is void, or somebody has: then those who have not get it from him, with
-the state that is the same on all ranks, and apply the step too (`restore`). Then the shards are cut for the new group (`regroup`).
+A step ends as `in_parts.py` says. Its gradients are sealed when each rank has its shard's sum, and has passed it on to its buddy, who
+mirrors the shard: parameters and optimizer state, as further pieces of the same optimizer. The closing also tells which parameters were
+used and how the buffers changed. Owners and mirrors apply the same update. After a failure the shards are cut for the new group
+(`regroup`).
 """
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Final
+from collections.abc import Callable, Mapping
+from typing import Any, Final
 
 import torch
-from shoal_common.errors import ConfigurationError, MembershipChanged, PreconditionError
+from shoal_common.errors import MembershipChanged, PreconditionError
 
-from shoal_worker.elastic.contract import Leases
+from shoal_worker.elastic.contract import Share
 from shoal_worker.elastic.group import Group
 from shoal_worker.elastic.step import Step
 from shoal_worker.failpoints import failpoint
-from shoal_worker.sharding.cut_state import check_elementwise
 from shoal_worker.sharding.issued import IssuedCollectives
 from shoal_worker.sharding.unit import Stage
-from shoal_worker.strategies.base import call_module, check_optimizer_covers, check_reproducible, loss_of
-from shoal_worker.strategies.closing import Closing, ClosingSum
+from shoal_worker.strategies.base import call_module, check_reproducible, loss_of
+from shoal_worker.strategies.closing import ClosingSum, CutClosing
 from shoal_worker.strategies.cut_model import CutModel, in_dtype
-from shoal_worker.strategies.materialize import materialize
 
 _WIDE: Final = torch.empty(0, dtype=torch.float64)
 """What the closing is summed in, and where."""
@@ -46,8 +36,6 @@ _WIDE: Final = torch.empty(0, dtype=torch.float64)
 class ShardedParametersModel(CutModel):
     """A model whose optimizer state, and perhaps gradients and parameters, are cut over the ranks, in training."""
 
-    asynchronous: ClassVar[bool] = False
-
     def initialize_sharding(self) -> None:
         """See `CutModel`."""
         super().initialize_sharding()
@@ -55,32 +43,10 @@ class ShardedParametersModel(CutModel):
         """Weight of the micro-batches of this rank in this step."""
         self._changes: torch.Tensor | None = None
         """By how much they changed the buffers, weighted."""
-        self._applied = 0
-        """Steps that this rank has applied."""
-        self._closing: Closing | None = None
-        """Of the step in progress once it is closed, and of the last one until then."""
-        self._sealed = False
-        """This rank's part of the step in progress is with its buddy."""
         self._passes_known_in: int | None = None
         """The generation whose ranks all know the collectives of a pass."""
-        self._shown = False
-        """A GradScaler may have looked at the gradients of this step, and scaled them."""
-        self._handed_out = 0.0
-        """Norm of this rank's gradients before it could, if so."""
         self._prepared = False
         """This rank has gone into the first collective of the step in progress."""
-
-    def attach(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """See `ShardedModel`. The optimizer gets the pieces that this rank holds in the place of the parameters."""
-        self._optimizer = optimizer
-        if optimizer is not None:
-            check_optimizer_covers(self.module, optimizer)
-            check_elementwise(optimizer, elementwise=bool(self._options.get("elementwise_optimizer", False)))
-        if self._parts is not None:
-            self._use_optimizer()
-        self._session.attach(self)
-        if self._parts is not None:
-            self._step_buffers.commit()
 
     # ------------------------------------------------------------------------------------------------------------- training
 
@@ -96,42 +62,10 @@ class ShardedParametersModel(CutModel):
             args, kwargs = in_dtype((args, kwargs), self.config.param_dtype)
         return self._call(*args, **kwargs)
 
-    def train_step(self, inputs: Any, targets: Any = None, loss_fn: Callable[[Any, Any], torch.Tensor] | None = None) -> torch.Tensor:
-        """See `ShardedModel`. The loss travels in the closing."""
-        session = self._session
-        step = session.ensure_step()
+    def _take_pass(self, inputs: Any, targets: Any, loss_fn: Callable[[Any, Any], torch.Tensor] | None) -> torch.Tensor:
         loss = loss_of(call_module(self, inputs), targets, loss_fn)
-        step.loss = float(loss.detach())
         loss.backward()
-        session.finish_reduction_if_whole()
-        mean = step.mean_loss if step.control is not None else None
-        return loss.detach() if mean is None else loss.detach().new_tensor(mean)
-
-    def synchronize_gradients(self) -> None:
-        """Ends the step's reduction."""
-        self.finish_reduction()
-
-    @torch.no_grad()
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """See `ShardedModel`. The norm came with the closing, so this needs no communication.
-
-        Raises:
-            ConfigurationError: another norm than the Euclidean one.
-        """
-        if norm_type != 2.0:
-            raise ConfigurationError(f"clip_grad_norm_: norm_type={norm_type}; with strategy {self.strategy!r} expected 2.0")
-        self.finish_reduction()
-        step, closing = self._session.step, self._closing
-        if step is None or step.control is None or closing is None:
-            return torch.zeros((), dtype=self._held.units[0].sum_dtype, device=self._held.units[0].device)  # the step is lost
-        self.note_scale()
-        norm = math.sqrt(closing.squared_norm) / closing.divisor if math.isfinite(closing.squared_norm) else math.nan
-        scale = max_norm / (norm * closing.scale + 1e-6)
-        norm *= closing.scale
-        if not scale >= 1.0:  # with a norm that is not a number, all become that
-            closing.scale *= scale
-            self.scale_gradients(scale)
-        return torch.tensor(norm, dtype=self._held.units[0].sum_dtype, device=self._held.units[0].device)
+        return loss
 
     def _weigh(self, step: Step) -> None:
         """What the gradients of the coming pass count."""
@@ -175,31 +109,18 @@ class ShardedParametersModel(CutModel):
             self._execution.passed = self._execution.passed or [(kind, number) for kind, number in known]
             self._passes_known_in = generation
 
-    def scale_gradients(self, scale: float) -> None:
-        """Of the pieces that this rank holds."""
-        self._gradients.scale(scale)
-
     # --------------------------------------------------------------------------------------------- Replica: for the session
 
     def capture(self) -> dict[str, Any]:
         """See `Replica`. Before the first step all of the state; from then on what every rank has of it."""
         if self._held.whole:
             return self._held.capture_whole()
-        last = self._closing if self._closing is not None and self._closing.number == self._applied else None
-        return {
-            **self._held.capture_common(),
-            "applied": self._applied,
-            "closing": dict(vars(last)) if last is not None else None,
-        }
+        return self._held.capture_common() | self._applied_last()
 
     @torch.no_grad()
     def restore(self, state: Mapping[str, Any]) -> None:
         """See `Replica`. A rank that holds shards applies the one step that it has not."""
-        if self._parts is None:
-            unsaved = state.get("buffers", {}) if "model" in state else state["unsaved"]
-            materialize(self.module, self._optimizer, self._session.device, buffers=unsaved)
-            self._build()
-            self._use_optimizer()
+        self._give_values(state)
         if "model" in state:
             self._held.restore_whole(state)
             if self._compression is not None:
@@ -207,28 +128,22 @@ class ShardedParametersModel(CutModel):
             self._closing = None
         else:
             if not self._held.whole and self._held.cut is not None and state["applied"] != self._applied:
-                self._roll_forward(Closing(**state["closing"]) if state["closing"] is not None else None)
+                self._roll_forward(CutClosing(**state["closing"]) if state["closing"] is not None else None)
             self._applied = state["applied"]
             self._held.restore_common(state)
         self._step_buffers.commit()
 
-    def _roll_forward(self, closing: Closing | None) -> None:
-        if closing is None or closing.number != self._applied + 1 or not self._sealed:
-            raise PreconditionError(f"this rank has applied {self._applied} steps and its peers more: it cannot follow")
+    def _hand_out(self, closing: CutClosing) -> None:
         self._gradients.hand_out(closing.divisor, closing.present)
-        self._gradients.scale(closing.scale)
-        if self._held.optimizer is not None and not closing.skipped:
-            assert closing.settings is not None
-            self._held.settings = closing.settings
-            self._held.optimizer.step()
-            self._held.updated()
+
+    def _rolled_forward(self, closing: CutClosing) -> None:
+        self._held.updated()
         for unit in self._held.trained:
             unit.changed()
         self._execution.forget()
         self._held.committed()
         if self._compression is not None:
             self._compression.commit(unusable=closing.skipped)
-        self._closing, self._sealed = closing, False  # a peer may yet need it from this rank
 
     @torch.no_grad()
     def regroup(self, group: Group) -> None:
@@ -259,21 +174,6 @@ class ShardedParametersModel(CutModel):
             self._compression.laid_out("units", [unit.parameter_names for unit in trained], [u.layout.padded_numel for u in trained])
             self._compression.step_begins()
 
-    def _check_training(self) -> None:
-        for unit in self._held.units:
-            for name, parameter in zip(unit.parameter_names, unit.parameters, strict=True):
-                if parameter.requires_grad != unit.trained:
-                    raise ConfigurationError(
-                        f"parameter {name!r} has requires_grad={parameter.requires_grad}, and had {unit.trained} at as_distributed: with "
-                        f"strategy {self.strategy!r} what is trained is fixed then; start the next phase in a new run, from a checkpoint"
-                    )
-
-    def lease_batches(self, *, loader: str, epoch: int, batches_in_epoch: int, finished: Sequence[int], want: int) -> Leases:
-        """Refused: a step is all ranks'."""
-        raise ConfigurationError(
-            f"loader {loader!r}: batch_size= leases batches for async_sgd; with strategy={self.strategy!r} give global_batch_size="
-        )
-
     def micro_batch_begins(self) -> None:
         """See `Replica`."""
         self._step_buffers.put_back()
@@ -286,16 +186,12 @@ class ShardedParametersModel(CutModel):
             self._changes = changes if self._changes is None else self._changes + changes
 
     @torch.no_grad()
-    def finish_reduction(self) -> None:
-        """See `Replica`."""
+    def _reduce(self, step: Step, share: Share) -> None:
         session = self._session
-        step = session.step
-        if step is None or step.share is None or step.lost is not None or step.control is not None:
-            return
         check_reproducible(self.config, step)
         self._prepare_pass(step)
         if step.in_micro_batches and self.stage > Stage.OPTIMIZER:
-            for _ in range(step.share.most_micro_batches - (step.share.micro_batches or 0)):
+            for _ in range(share.most_micro_batches - (share.micro_batches or 0)):
                 self._execution.take_part()
         self._execution.reduce_rest()
         if step.lost is not None or not self._seal():
@@ -316,16 +212,14 @@ class ShardedParametersModel(CutModel):
         word, issued, weights, norm, present, changes = summing.split(summed)
         IssuedCollectives.check(issued.tolist(), self.strategy)
         total = (float(weights) or 1.0) if step.in_micro_batches else 1.0
-        closing = self._closing = Closing(
+        closing = CutClosing(
             number=self._applied + 1,
             divisor=total if self.config.loss_reduction == "mean" else 1.0,
             squared_norm=self._gradients.squared_norm(norm),
             present=[count > 0 for count in present.tolist()],
             changes=changes / total,
         )
-        self._gradients.hand_out(closing.divisor, closing.present)
-        self._handed_out = self._gradients.own_norm() if self._shown else 0.0
-        session.take_control_word(word.tolist())
+        self._close(closing, word.tolist())
 
     def _buffer_changes(self, step: Step) -> torch.Tensor:
         """This rank's part in the changes of the buffers."""
@@ -343,44 +237,19 @@ class ShardedParametersModel(CutModel):
             return False
         return True
 
-    def show_to_scaler(self) -> None:
-        """Before a GradScaler looks for infinities in this rank's pieces: what one rank found, all are to find."""
-        step = self._session.step
-        if step is None or step.in_micro_batches or not any(self._gradients.touched):
-            return
-        self._shown = True
-        self.finish_reduction()
-        if self._closing is not None and step.control is not None and not math.isfinite(self._closing.squared_norm):
-            self.scale_gradients(math.nan)
-
-    def skip(self) -> None:
-        """The step is closed, but nothing is to be updated."""
-        assert self._closing is not None
-        self._closing.skipped = True
-
-    def note_scale(self) -> None:
-        """A GradScaler's `unscale_` has scaled the pieces' gradients, all alike: who rolls the step forward must do the same."""
-        closing = self._closing
-        if not self._shown or closing is None:
-            return
-        before, now = self._handed_out, self._gradients.own_norm()
-        if before > 0 and math.isfinite(before) and math.isfinite(now):
-            closing.scale = now / before
+    @property
+    def _has_gradients(self) -> bool:
+        return any(self._gradients.touched)
 
     def _seal(self) -> bool:
         """Passes the summed gradients on to the buddy. False: the step is lost."""
         self._sealed = self._gradients.pass_on(self._collectives, self._held.division)
         return self._sealed
 
-    def update(self, step: Callable[[], Any]) -> None:
-        """Updates the pieces that this rank holds, and fetches the others where parameters are whole on every rank."""
-        assert self._closing is not None
-        self._closing.settings = self._held.settings
-        step()
+    def _updated(self) -> None:
+        """Fetches the other ranks' pieces where parameters are whole on every rank."""
         self._held.updated()
-        self._applied += 1
-        with torch.no_grad():
-            self._execution.applied()
+        self._execution.applied()
 
     @torch.no_grad()
     def discard_step(self) -> None:

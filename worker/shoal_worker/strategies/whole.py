@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from shoal_common.errors import CorruptDataError
 
 from shoal_worker.elastic.group import Channel, Group
+from shoal_worker.state.model import check_tensors_fit
 from shoal_worker.strategies.base import ShardedModel
 
 
@@ -35,11 +35,5 @@ class WholeModel(ShardedModel):
         self.module.load_state_dict(tensors)
 
     def _check_fits(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Checked as a whole before anything is copied: torch copies what fits and only then complains."""
-        own = self.module.state_dict()
-        differing = sorted(set(tensors) ^ set(own)) or [name for name in own if own[name].shape != tensors[name].shape]
-        if differing:
-            raise CorruptDataError(
-                f"the state is of another model than this {type(self.module).__name__}: names or shapes differ, {differing[:3]} among them",
-                reason="MODEL_DIFFERS",
-            )
+        """Raises CorruptDataError unless these are the tensors of the module's state dict."""
+        check_tensors_fit(tensors, self.module, {name: value.shape for name, value in self.module.state_dict().items()})

@@ -1,0 +1,373 @@
+"""What strategies have in common whose ranks need not hold all of a model: how a step ends, and what there is to do between steps.
+
+`cut_model.py` cuts a model's vectors over the ranks (zero1 and those like it), `divided.py` its layers and stages (tensor, pipeline,
+hybrid). Either way a step is applied on all ranks or on none:
+
+1. The gradients are summed. Each rank then has all that it, or who stands in for it, needs to apply the step: it is sealed.
+2. The closing: one small all-reduce with the control word and the gradients' norm. Who has seen it knows that all ranks are sealed.
+3. Each rank updates what it holds.
+
+So after a failure either nobody has seen the closing, and the step is void, or somebody has: then those who have not get it from him, and
+apply the step too (`restore`). All of it runs on the training thread.
+"""
+
+from __future__ import annotations
+
+import abc
+import copy
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
+
+import torch
+from shoal_common.errors import ConfigurationError, PreconditionError
+
+from shoal_worker.elastic.contract import Leases, Share
+from shoal_worker.elastic.group import Channel
+from shoal_worker.elastic.step import Step
+from shoal_worker.sharding.cut_state import check_elementwise
+from shoal_worker.state.in_parts import StateInParts
+from shoal_worker.strategies.base import ShardedModel, check_optimizer_covers, replaced_parameters
+from shoal_worker.strategies.closing import Closing
+from shoal_worker.strategies.materialize import has_values, materialize
+
+State = TypeVar("State", bound=StateInParts)
+Closed = TypeVar("Closed", bound=Closing)
+
+
+class Gradients(Protocol):
+    """Those of a step that this rank has handed out to its optimizer."""
+
+    def scale(self, factor: float) -> None:
+        """Multiplies them."""
+        ...
+
+    def own_norm(self) -> float:
+        """Of those of them that are this rank's own."""
+        ...
+
+
+class ModelInParts(ShardedModel, Generic[State, Closed]):
+    """A model of which a rank need not hold all."""
+
+    asynchronous: ClassVar[bool] = False
+
+    # --------------------------------------------------------------------------------------------------- what is cut, and how
+
+    @abc.abstractmethod
+    def _make_state(self) -> State:
+        """Takes the module over, which has values now."""
+
+    @property
+    @abc.abstractmethod
+    def _gradients(self) -> Gradients: ...
+
+    @abc.abstractmethod
+    def _own_pieces(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """What this rank holds of each parameter, as its own."""
+
+    @abc.abstractmethod
+    def _trained(self) -> Iterable[tuple[str, torch.Tensor, bool]]:
+        """The parameters that are here, and whether they were to be trained at `as_distributed`."""
+
+    @abc.abstractmethod
+    def _parameter_names(self) -> Mapping[str, str]:
+        """The keys of the whole parameters in the state dict, in order; and for each, since tied ones have several, the first of them."""
+
+    @abc.abstractmethod
+    def _commit_buffers(self) -> None:
+        """What the buffers are now is the committed state."""
+
+    @abc.abstractmethod
+    def _take_pass(self, inputs: Any, targets: Any, loss_fn: Callable[[Any, Any], torch.Tensor] | None) -> torch.Tensor:
+        """Takes a batch through both passes. Returns its loss."""
+
+    @property
+    @abc.abstractmethod
+    def _has_gradients(self) -> bool:
+        """A pass of the step in progress has left some."""
+
+    @abc.abstractmethod
+    def _hand_out(self, closing: Closed) -> None:
+        """Gives the optimizer the gradients of a closed step."""
+
+    @abc.abstractmethod
+    def _updated(self) -> None:
+        """The optimizer has stepped."""
+
+    @abc.abstractmethod
+    def _rolled_forward(self, closing: Closed) -> None:
+        """This rank has applied a step whose end it had missed. Its group is over."""
+
+    # ---------------------------------------------------------------------------------------------------------------- start
+
+    def initialize_sharding(self) -> None:
+        """Takes note of the model. It is cut when the first step begins: until then all ranks hold it whole.
+
+        Raises:
+            ConfigurationError: nothing is to be trained.
+        """
+        self.module = getattr(self.module, "_orig_mod", self.module)  # of what torch.compile gave
+        if not any(p.requires_grad for p in self.module.parameters()):
+            raise ConfigurationError("the model has no parameter with requires_grad=True: there is nothing to train")
+        self._optimizer: torch.optim.Optimizer | None = None
+        """The user's."""
+        self._parts: State | None = None
+        """None while the module is on the meta device: it is built when values come."""
+        self._applied = 0
+        """Steps that this rank has applied."""
+        self._closing: Closed | None = None
+        """Of the step in progress once it is closed, and of the last one until then."""
+        self._sealed = False
+        """This rank's part of the step in progress is where it is needed to apply it."""
+        self._shown = False
+        """A GradScaler may have looked at the gradients of this step, and scaled them."""
+        self._handed_out = 0.0
+        """Norm of this rank's gradients before it could, if so."""
+        self._prepare()
+        if has_values(self.module):
+            self._build()
+
+    @abc.abstractmethod
+    def _prepare(self) -> None:
+        """What there is to do about a module that may have no values yet. Raises ConfigurationError: it cannot be trained so."""
+
+    def _build(self) -> None:
+        self._parts = self._make_state()
+        if self._optimizer is not None:
+            self._parts.use_optimizer(self._optimizer)
+
+    def _give_values(self, state: Mapping[str, Any]) -> None:
+        """To a module on the meta device, before it takes over a state that was captured or assembled."""
+        if self._parts is None:
+            unsaved = state.get("buffers", {}) if "model" in state else state["unsaved"]
+            materialize(self.module, self._optimizer, self._session.device, buffers=unsaved)
+            self._build()
+
+    @property
+    def _held(self) -> State:
+        if self._parts is None:
+            raise PreconditionError("the model is on the meta device: it gets its values from its peers at the first live batch")
+        return self._parts
+
+    @property
+    def _any_optimizer(self) -> bool:
+        """The optimizer need not be elementwise, or is said to be."""
+        return bool(self._options.get("elementwise_optimizer", False))
+
+    def attach(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """See `ShardedModel`. The optimizer gets what this rank holds in the place of the parameters, at the latest in the first step."""
+        self._optimizer = optimizer
+        if optimizer is not None:
+            check_optimizer_covers(self.module, optimizer)
+            check_elementwise(optimizer, elementwise=self._any_optimizer)
+            if self._parts is not None:
+                self._parts.use_optimizer(optimizer)
+        self._session.attach(self)
+
+    def has_values(self) -> bool:
+        """See `Replica`."""
+        return self._parts is not None
+
+    # ------------------------------------------------------------------------------------------------------------- training
+
+    def train_step(self, inputs: Any, targets: Any = None, loss_fn: Callable[[Any, Any], torch.Tensor] | None = None) -> torch.Tensor:
+        """See `ShardedModel`. All ranks of a replica pass the same batch. The loss travels in the closing.
+
+        In `loader.steps()` the batch is the micro-batch: its own loss is returned, on every rank of the replica.
+        """
+        session = self._session
+        loss = self._take_pass(inputs, targets, loss_fn)
+        step = session.ensure_step()
+        step.loss = float(loss.detach())
+        session.finish_reduction_if_whole()
+        mean = step.mean_loss if step.control is not None else None
+        return loss.detach() if mean is None else loss.detach().new_tensor(mean)
+
+    def synchronize_gradients(self) -> None:
+        """Ends the step's reduction."""
+        self.finish_reduction()
+
+    def finish_reduction(self) -> None:
+        """See `Replica`."""
+        step = self._session.step
+        if step is not None and step.share is not None and step.lost is None and step.control is None:
+            self._reduce(step, step.share)
+
+    @abc.abstractmethod
+    def _reduce(self, step: Step, share: Share) -> None:
+        """Sums the gradients, seals and closes the step; or it is marked lost."""
+
+    def _close(self, closing: Closed, control_word: Sequence[float]) -> None:
+        """The closing came back."""
+        self._closing = closing
+        self._hand_out(closing)
+        self._handed_out = self._gradients.own_norm() if self._shown else 0.0
+        self._session.take_control_word(control_word)
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """See `ShardedModel`. The norm came with the closing, so this needs no communication.
+
+        Raises:
+            ConfigurationError: another norm than the Euclidean one.
+        """
+        if norm_type != 2.0:
+            raise ConfigurationError(f"clip_grad_norm_: norm_type={norm_type}; with strategy {self.strategy!r} expected 2.0")
+        self.finish_reduction()
+        step, closing, norm = self._session.step, self._closing, 0.0
+        if step is not None and step.control is not None and closing is not None:  # else the step is lost
+            self.note_scale()
+            norm = closing.norm * closing.scale
+            scale = max_norm / (norm + 1e-6)
+            if not scale >= 1.0:  # with a norm that is not a number, all become that
+                closing.scale *= scale
+                self.scale_gradients(scale)
+        return torch.tensor(norm, dtype=torch.float64, device=self._session.device)
+
+    def scale_gradients(self, scale: float) -> None:
+        """Of what this rank is to update."""
+        self._gradients.scale(scale)
+
+    def show_to_scaler(self) -> None:
+        """Before a GradScaler looks for infinities in what this rank is to update: what one rank found, all are to find."""
+        step = self._session.step
+        if step is None or step.share is None or step.in_micro_batches or not self._has_gradients:
+            return
+        self._shown = True
+        self.finish_reduction()
+        if self._closing is not None and step.control is not None and not math.isfinite(self._closing.norm):
+            self.scale_gradients(math.nan)
+
+    def note_scale(self) -> None:
+        """A GradScaler's `unscale_` has scaled the gradients, all alike: who rolls the step forward must do the same."""
+        closing = self._closing
+        if not self._shown or closing is None:
+            return
+        before, now = self._handed_out, self._gradients.own_norm()
+        if before > 0 and math.isfinite(before) and math.isfinite(now):
+            closing.scale = now / before
+
+    def skip(self) -> None:
+        """The step is closed, but nothing is to be updated."""
+        assert self._closing is not None
+        self._closing.skipped = True
+
+    def update(self, step: Callable[[], Any]) -> None:
+        """Updates what this rank holds."""
+        assert self._closing is not None
+        self._closing.settings = self._held.settings
+        step()
+        self._applied += 1
+        with torch.no_grad():
+            self._updated()
+
+    def _applied_last(self) -> dict[str, Any]:
+        """Of the captured state, what `_roll_forward` needs on a peer."""
+        last = self._closing if self._closing is not None and self._closing.number == self._applied else None
+        return {"applied": self._applied, "closing": dict(vars(last)) if last is not None else None}
+
+    def _roll_forward(self, closing: Closed | None) -> None:
+        """Applies the one step that this rank has not. `closing`: of the last step that a peer has applied."""
+        if closing is None or closing.number != self._applied + 1 or not self._sealed:
+            raise PreconditionError(f"this rank has applied {self._applied} steps and its peers more: it cannot follow")
+        self._hand_out(closing)
+        self.scale_gradients(closing.scale)
+        held = self._held
+        if held.optimizer is not None and not closing.skipped:
+            assert closing.settings is not None
+            held.settings = closing.settings
+            held.optimizer.step()
+        self._rolled_forward(closing)
+        self._closing, self._sealed = closing, False  # a peer may yet need it from this rank
+
+    def _check_training(self) -> None:
+        for name, parameter, trained in self._trained():
+            if parameter.requires_grad != trained:
+                raise ConfigurationError(
+                    f"parameter {name!r} has requires_grad={parameter.requires_grad}, and had {trained} at as_distributed: "
+                    f"with strategy {self.strategy!r} what is trained is fixed then; start the next phase in a new run, from a checkpoint"
+                )
+
+    def lease_batches(self, *, loader: str, epoch: int, batches_in_epoch: int, finished: Sequence[int], want: int) -> Leases:
+        """Refused: a step is all ranks'."""
+        raise ConfigurationError(
+            f"loader {loader!r}: batch_size= leases batches for async_sgd; with strategy={self.strategy!r} give global_batch_size="
+        )
+
+    # ---------------------------------------------------------------------------------------------------------------- state
+
+    def gather_full_parameters(self) -> dict[str, torch.Tensor]:
+        """See `ShardedModel`. Every rank calls it."""
+        whole = self.full_state_dict()
+        return {name: whole[name] for name in dict.fromkeys(self._parameter_names().values())}
+
+    def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
+        """See `ShardedModel`. Every rank calls it."""
+        whole: dict[str, torch.Tensor] = {}
+
+        def body(channel: Channel) -> None:
+            values = self._held.values(channel)
+            whole.clear()
+            if not rank0_only or channel.rank == 0:
+                whole.update({name: value.detach().clone() for name, value in values.items()})
+            channel.exchange(b"")  # who comes out of this knows that all have theirs
+
+        self._session.operation("full_state_dict", body)
+        return whole
+
+    def optimizer_state_dict(self) -> dict[str, Any]:
+        """The optimizer's whole state. Every rank calls it."""
+        whole: dict[str, Any] = {}
+
+        def body(channel: Channel) -> None:
+            whole.update(copy.deepcopy(self._held.assemble(channel)["optimizer"]))
+            channel.exchange(b"")
+
+        self._session.operation("optimizer state_dict", body)
+        return whole
+
+    @torch.no_grad()
+    def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes over the optimizer's whole state. Every rank calls it."""
+        self._held.load_optimizer(state)
+
+    @torch.no_grad()
+    def load_full(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """See `ShardedModel`."""
+        self._held.load_values(tensors)
+        self._commit_buffers()
+
+    @property
+    def local_shard(self) -> dict[str, torch.Tensor]:
+        """See `ShardedModel`: this rank's own pieces, by the parameters' names."""
+        return {name: piece.detach() for name, piece in self._own_pieces()}
+
+    def get_gradients(self) -> dict[str, torch.Tensor]:
+        """See `ShardedModel`: of `local_shard`, once they are reduced."""
+        return {name: piece.grad for name, piece in self._own_pieces() if piece.grad is not None}
+
+    def set_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Refused: ranks that mirror this rank's pieces, or apply the step after it, would apply other gradients.
+
+        Raises:
+            ConfigurationError: always.
+        """
+        raise ConfigurationError(
+            f"set_gradients: with strategy {self.strategy!r} ranks hold parts of gradients, and mirrors of others'; scale the loss, or "
+            "use ddp"
+        )
+
+    def save_model(self, path: str | Path) -> None:
+        """See `ShardedModel`. When it returns on any rank, the file is in place."""
+        super().save_model(path)
+        self._session.operation("save_model", lambda channel: channel.exchange(b"") and None)
+
+    def with_parameters(self, parameters: torch.Tensor | Mapping[str, torch.Tensor]) -> ShardedModel:
+        """See `ShardedModel`. Every rank calls it, with the same values."""
+        whole, names = self.full_state_dict(), self._parameter_names()
+        own = {first: whole[first] for first in dict.fromkeys(names.values())}
+        replaced = self.agreed("with_parameters", lambda: replaced_parameters(parameters, own))
+        self.load_full(whole | {name: replaced[first] for name, first in names.items() if first in replaced})
+        return self

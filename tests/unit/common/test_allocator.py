@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import subprocess
 import sys
@@ -11,8 +12,8 @@ import pytest
 MEASURE = """
 import resource, sys
 from shoal_common.allocator import keep_freed_memory
-if sys.argv[1] == "keep":
-    assert keep_freed_memory()
+if sys.argv[1] != "default":
+    assert keep_freed_memory() == (sys.argv[1] == "keep")
 def message():
     return b"".join([bytes(16384) for _ in range(64)])  # as gRPC puts a message together
 for _ in range(20):
@@ -24,11 +25,22 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
-def faults(mode: str) -> int:
-    return int(subprocess.run([sys.executable, "-c", MEASURE, mode], capture_output=True, text=True, check=True, timeout=60).stdout)
+only_glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc's malloc has these settings")
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc's malloc has these settings")
+def faults(mode: str, **environment: str) -> int:
+    command = [sys.executable, "-c", MEASURE, mode]
+    done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, check=True, timeout=60)
+    return int(done.stdout)
+
+
+@only_glibc
 def test_messages_that_come_and_go_cause_no_page_faults_any_more() -> None:
     assert faults("default") > 1000
     assert faults("keep") < 50
+
+
+@only_glibc
+def test_what_the_environment_says_of_malloc_holds() -> None:
+    assert faults("refused", MALLOC_TRIM_THRESHOLD_="131072") > 1000
+    assert faults("refused", GLIBC_TUNABLES="glibc.malloc.trim_threshold=131072") > 1000

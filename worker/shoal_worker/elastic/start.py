@@ -13,6 +13,7 @@ from datetime import timedelta
 from types import FrameType
 from typing import Final
 
+from shoal_common.allocator import keep_freed_memory
 from shoal_common.clients.coordinator import CoordinatorClient
 from shoal_common.errors import ConfigurationError
 from shoal_common.rpc.channel import ChannelSettings
@@ -52,6 +53,8 @@ def open_session(settings: WorkerSettings | None = None) -> Session:
     if world is not None and world.seat is not None:
         return open_fixed(world.seat)
     settings = settings or WorkerSettings()
+    if settings.coordinator is not None or mpi_world_size() > 1:
+        keep_freed_memory()  # gradients, and an optimizer's intermediate results, come and go in every step
     if settings.coordinator is None and mpi_world_size() > 1:
         address = settings.interface or _address_outwards()
         session = open_fixed(own_seat(settings.collective_timeout), address=address, host=settings.host)

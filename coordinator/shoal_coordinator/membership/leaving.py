@@ -10,6 +10,7 @@ from shoal_common.errors import PreconditionError, UnknownResourceError
 from shoal_coordinator.membership.draft import Draft
 from shoal_coordinator.membership.effects import EndSession, Record, SendDrain, SendStop, StopServers
 from shoal_coordinator.membership.events import DrainRequested, Ending, ExitReported, LeaveReason, MemberLeft, MemberLost, StopRequested
+from shoal_coordinator.membership.forming import holds_state
 from shoal_coordinator.membership.joining import has_place, live_member
 from shoal_coordinator.membership.reasons import Refusal
 from shoal_coordinator.membership.state import JobPhase, Member, MemberPhase
@@ -48,6 +49,8 @@ def member_left(draft: Draft, event: MemberLeft) -> None:
         _finish(draft, f"member {member.member_id} came to the end of its script")
     elif has_place(draft, member) and draft.phase is JobPhase.STOPPING:
         # All leave at the same border, so whoever is still there is behind the last step too, and only has to say goodbye.
+        if not draft.departing:
+            _tell_awaiting(draft, draft.stop_reason)
         draft.departing = True
     elif has_place(draft, member):
         # It left at a border before a generation without it was written: on SIGTERM, or because too few would have remained.
@@ -129,7 +132,15 @@ def _finish(draft: Draft, reason: str) -> None:
     for member in draft.members.values():
         if member.phase in (MemberPhase.JOINED, MemberPhase.READY, MemberPhase.QUARANTINED):
             draft.effects.append(SendStop(member_id=member.member_id, reason=reason, now=True))
+    _tell_awaiting(draft, reason)
     draft.unplaced.clear()
+
+
+def _tell_awaiting(draft: Draft, reason: str) -> None:
+    """The others have left at the border at which they would have taken the newest generation: nobody comes to those who wait in it."""
+    for member in draft.members.values():
+        if member.phase is MemberPhase.RANKED and not holds_state(draft, member):
+            draft.effects.append(SendStop(member_id=member.member_id, reason=reason, now=True))
 
 
 def _take_out(draft: Draft, member: Member, *, kind: str, ending: Ending | LeaveReason, detail: str) -> None:

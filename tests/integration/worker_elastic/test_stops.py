@@ -87,3 +87,19 @@ def test_a_member_that_is_to_leave_before_its_first_state_stands_ends_well(
         assert running.workers[1].wait() == -signal.SIGKILL
         ask(running)
         assert running.workers[0].wait() == 0, running.workers[0].said()
+
+
+def test_a_joiner_that_comes_after_the_last_step_ends_before_it_says_anything_of_a_model_that_it_never_got(
+    zygote: Zygote, tmp_path: Path
+) -> None:
+    with cluster(zygote, tmp_path, min_workers=2, max_workers=3, join_grace_ms=0, EPOCHS="1") as running:
+        linger = running.output / "linger"
+        linger.touch()
+        running.start(0)
+        running.start(1)
+        running.wait_steps(10)
+        running.start(2)
+        eventually(lambda: running.job().generation.number == 2, "the generation with the joiner")
+        linger.unlink()
+        assert {r["world"] for r in running.finish(0, 1, may_end_well=True)} == {2}
+        assert not (running.output / f"{running.members[2]}.json").exists()

@@ -73,17 +73,25 @@ class _Said:
 class CoordinatorLink:
     """The membership of this process, as told by the coordinator."""
 
-    def __init__(self, client: CoordinatorClient, identity: MemberIdentity, *, on_generation: Callable[[Generation], None]) -> None:
+    def __init__(
+        self,
+        client: CoordinatorClient,
+        identity: MemberIdentity,
+        *,
+        on_generation: Callable[[Generation], None],
+        on_stop_now: Callable[[], None] = lambda: None,
+    ) -> None:
         """Does not connect yet.
 
-        `on_generation` is called on the link's thread for every new generation, before waiters wake: it interrupts what the generation
-        ends.
+        Both are called on the link's thread before waiters wake. `on_generation`, for every new generation, interrupts what it ends;
+        `on_stop_now`, when neither a border nor a generation will come any more, what this member is forming.
         """
         self.progress: Callable[[], pb.Progress] = lambda: pb.Progress(loss=float("nan"))
         """Asked for each heartbeat, on grpc's thread."""
         self.client = client
         self.identity = identity
         self._on_generation = on_generation
+        self._on_stop_now = on_stop_now
         self._changed = threading.Condition()
         self._welcome: pb.Welcome | None = None
         self._newest: Generation | None = None
@@ -203,6 +211,11 @@ class CoordinatorLink:
     def stopped(self) -> str | None:
         """Why the job is to stop; None: it goes on."""
         return self._stop
+
+    @property
+    def stopped_now(self) -> bool:
+        """Neither a border nor another generation will come for this member."""
+        return self._stop_now
 
     def drain(self, reason: str) -> None:
         """Marks this member as leaving at the next border (SIGTERM). Async-signal-safe: sets one field."""
@@ -358,6 +371,8 @@ class CoordinatorLink:
                 self._standby = directive.standby.reason
         if generation is not None:
             self._on_generation(generation)
+        if kind == "stop" and directive.stop.now:
+            self._on_stop_now()
         with self._changed:
             self._changed.notify_all()
 

@@ -29,6 +29,7 @@ from shoal_worker.settings import WorkerSettings
 _log = logging.getLogger(__name__)
 
 _REACH_TIMEOUT = timedelta(seconds=1)
+_NOBODY_COMES = "the run is over, and nobody comes to this generation any more"
 
 
 class Membership:
@@ -42,7 +43,7 @@ class Membership:
         self._group: Group | None = None
         self._forming: Forming | None = None
         self._left = 0
-        self.link = CoordinatorLink(client, identity, on_generation=self._interrupt)
+        self.link = CoordinatorLink(client, identity, on_generation=self._interrupt, on_stop_now=self._give_up_forming)
         self.make_backend: Callable[[], CommunicationBackend] | None = None
         """Makes the backend of the next group; set before the first `form`."""
 
@@ -185,6 +186,14 @@ class Membership:
             self._forming = forming
         if self.link.newest > forming.generation.number:
             forming.abort("a newer generation was announced")
+        if self.link.stopped_now:
+            forming.abort(_NOBODY_COMES)
+
+    def _give_up_forming(self) -> None:
+        with self._lock:
+            forming = self._forming
+        if forming is not None:
+            forming.abort(_NOBODY_COMES)
 
     def _interrupt(self, generation: Generation) -> None:
         with self._lock:

@@ -88,6 +88,8 @@ class Steps:
         try:
             self.replaying = self._settle(source) or self.replaying
         except StopTraining as stop:
+            if self.replaying or self._held.replica.idle:  # it holds no state that the rest of its script could say anything of
+                self._departure.exit_drained(str(stop))
             self._departure.obey(stop)
             raise
         step = self.current = Step(placement=self._borders.placement, source=source)

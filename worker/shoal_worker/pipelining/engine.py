@@ -172,7 +172,7 @@ class Engine:
 
     def _agree(self, micro_batches: Sequence[MicroBatch]) -> None:
         """All ranks were given the same kind of batch; and none has learned shapes that no longer hold."""
-        trainable = tuple(p.requires_grad for stage in self._stages.values() for p in stage.held_parameters())
+        trainable = tuple(p.requires_grad for stage in self._stages.values() for p in stage.held_parameters)
         kinds = hash((len(micro_batches), *(one.signature for one in micro_batches))) >> 2
         said = torch.tensor([kinds, -kinds, int(trainable != self._trainable)], dtype=torch.int64, device=self._links.device)
         self._links.all_reduce(said, "comparing the ranks' batches", dist.ReduceOp.MAX)
@@ -322,7 +322,7 @@ class _Pass:
             of_outputs: Any = held.gradients
             try:
                 found, held.weights_later = stage_backward_input(
-                    list(held.outputs), of_outputs, list(held.inputs), iter(self._stages[stage].held_parameters())
+                    list(held.outputs), of_outputs, list(held.inputs), iter(self._stages[stage].held_parameters)
                 )
             except RuntimeError as error:  # torch's, around the error itself
                 raise error.__cause__ or error from None
@@ -338,7 +338,7 @@ class _Pass:
         if held.weights_later is None:
             self._whole_backward(held)
         else:
-            stage_backward_weight(iter(self._stages[stage].held_parameters()), held.weights_later)
+            stage_backward_weight(iter(self._stages[stage].held_parameters), held.weights_later)
 
     def _with_gradients(self, stage: int, index: int) -> _Held:
         held = self._held[stage, index]

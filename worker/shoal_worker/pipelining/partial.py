@@ -17,6 +17,7 @@ Threads: a stage runs one forward at a time.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -45,6 +46,7 @@ class PartialModel(nn.Module):
         """What the next stage gets, as a Border; the model's output on the last stage. `received`: None on the first stage."""
         raise NotImplementedError
 
+    @functools.cached_property
     def held_parameters(self) -> list[nn.Parameter]:
         """Those that have values here."""
         return [p for p in self.parameters() if not p.is_meta]
@@ -170,7 +172,8 @@ class _LayeredPart(PartialModel):
     def follow_modes(self, module: nn.Module) -> None:
         self.training = module.training
         for mine, original in zip(self.shell.modules(), module.modules(), strict=True):
-            mine.training = original.training
+            if mine.training != original.training:  # setting a module's attribute takes longer than all else here
+                mine.training = original.training
 
     # ------------------------------------------------------------------------------------------------------------------ layers
 

@@ -231,7 +231,7 @@ class Pipeline:
         factors = weights if mean else [1.0] * len(weights)
         total = sum((one.double().reshape(()) * factor for one, factor in zip(ran.losses, factors, strict=False)), self._nought())
         with self.links.ending_on_failure("a pipeline step"):
-            self.links.all_reduce(total, "telling all ranks the loss")
+            self.links.broadcast(total, self.rank_of[-1], "telling all ranks the loss")
         return total / sum(weights) if mean and sum(weights) > 0 else total
 
     def reduce_gradients(self) -> float:
@@ -294,8 +294,9 @@ class Pipeline:
         return training_schedule(self.settings.schedule, ranks=self.links.size, stages_per_rank=self._per_rank, micro_batches=micro_batches)
 
     def _begin_step(self, reference: float) -> _Step:
-        before = {id(p): p.grad for p in self.parameters()}
-        for parameter in self.parameters():
+        own = self.parameters()
+        before = {id(p): p.grad for p in own}
+        for parameter in own:
             parameter.grad = None
         return _Step(reference=reference if reference > 0 else 1.0, weight=0.0, before=before)
 

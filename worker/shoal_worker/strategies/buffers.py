@@ -72,6 +72,8 @@ class CommittedBuffers:
         Raises:
             ConfigurationError: one of them has another shape than before.
         """
+        if not self._sizes:
+            return like.new_zeros(0)
         now, before = self._now(), self._committed
         for (owner, name), buffer, committed in zip(self._places, now, before[: self._counters.stop], strict=False):
             if buffer.shape != committed.shape:

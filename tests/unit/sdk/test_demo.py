@@ -7,7 +7,9 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
+from shoal.demo import digits
 from shoal.demo.director import plans
 from shoal.demo.screen import Screen
 from shoal.demo.stage import Outcome
@@ -18,6 +20,17 @@ from shoal_protos.v1 import coordinator_pb2 as pb
 
 def step(member: str, number: int, at_s: float, loss: float) -> CommittedStep:
     return CommittedStep(unix_s=at_s, member=member, rank=0, generation=1, step=number, loss=loss, samples=1, staleness=0.0)
+
+
+def test_the_digits_are_scikit_learns_each_in_one_of_the_sets() -> None:
+    from sklearn.datasets import load_digits  # takes a second: of this test alone
+
+    train, test = digits.datasets()
+    assert (len(train), len(test)) == (1437, 360)
+    images, labels = (torch.cat([train.tensors[i], test.tensors[i]]) for i in (0, 1))
+    known = load_digits()
+    shown = torch.cat([images.flatten(1) * 16, labels[:, None]], 1).int().tolist()
+    assert sorted(shown) == sorted([*pixels, label] for pixels, label in zip(known.data.astype(int).tolist(), known.target, strict=True))
 
 
 def test_a_common_step_is_one_point_of_the_curve_and_pushes_are_one_each() -> None:

@@ -67,7 +67,7 @@ class HttpServer:
     def __init__(self, server: ThreadingHTTPServer) -> None:
         self._server = server
         self._closed = False
-        self._thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, name="shoal-http", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="shoal-http", daemon=True)
         self._thread.start()
 
     @property
@@ -83,9 +83,14 @@ class HttpServer:
         if self._closed:
             return
         self._closed = True
-        self._server.shutdown()
+        self._server.socket.shutdown(socket.SHUT_RDWR)
         self._thread.join()
         self._server.server_close()
+
+    def _serve(self) -> None:
+        # Not serve_forever, which wakes up several times a second to see whether it is to end: every worker has one of these.
+        while not self._closed:
+            self._server.handle_request()
 
     def __enter__(self) -> Self:
         return self

@@ -1,5 +1,6 @@
 """tensor, pipeline and hybrid in a job: whole replicas may leave, what is left over waits, and comes in again when there are enough."""
 
+import json
 import signal
 from pathlib import Path
 from typing import Any
@@ -40,11 +41,19 @@ def start(running: Cluster, workers: int, **failing: str) -> None:
         running.start(index, **({"SHOAL_FAILPOINTS": failing[f"of_{index}"]} if f"of_{index}" in failing else {}))
 
 
-@pytest.mark.parametrize("leaves", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.matrix)])
+@pytest.mark.parametrize(
+    ("leaves", "along_data"),
+    [
+        pytest.param(signal.SIGKILL, "ddp", marks=pytest.mark.matrix),
+        pytest.param(signal.SIGTERM, "ddp", marks=pytest.mark.matrix),
+        (signal.SIGKILL, "zero2"),
+    ],
+)
 def test_a_broken_replicas_other_rank_is_a_spare_until_a_joiner_makes_it_whole(
-    zygote: Zygote, tmp_path: Path, alone: dict[str, Any], leaves: signal.Signals
+    zygote: Zygote, tmp_path: Path, alone: dict[str, Any], leaves: signal.Signals, along_data: str
 ) -> None:
-    settings = {"EPOCHS": str(EPOCHS), "STRATEGY": "hybrid", "OPTIONS": '{"tensor_parallel_size": 2}'}
+    options = json.dumps({"tensor_parallel_size": 2, "data_parallel_strategy": along_data})
+    settings = {"EPOCHS": str(EPOCHS), "STRATEGY": "hybrid", "OPTIONS": options}
     with cluster(zygote, tmp_path, max_workers=4, script=SCRIPT, **settings) as running:
         with running.held():
             start(running, 4)
@@ -62,14 +71,17 @@ def test_a_broken_replicas_other_rank_is_a_spare_until_a_joiner_makes_it_whole(
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("failpoint", ["sharded.sealed@7=kill", "session.before_apply@7=kill", "session.in_operation@2=kill"])
-def test_replicas_outlive_a_rank_killed_at_any_moment(zygote: Zygote, tmp_path: Path, alone: dict[str, Any], failpoint: str) -> None:
-    settings = {"EPOCHS": str(EPOCHS), "STRATEGY": "pipeline", "OPTIONS": '{"pipeline_parallel_size": 2, "schedule": "zero_bubble"}'}
+@pytest.mark.parametrize("along_data", ["ddp", "zero1"])
+def test_replicas_outlive_a_rank_killed_at_any_moment(
+    zygote: Zygote, tmp_path: Path, alone: dict[str, Any], failpoint: str, along_data: str
+) -> None:
+    options = json.dumps({"pipeline_parallel_size": 2, "schedule": "zero_bubble", "data_parallel_strategy": along_data})
+    settings = {"EPOCHS": str(EPOCHS), "STRATEGY": "hybrid", "OPTIONS": options}
     with cluster(zygote, tmp_path, max_workers=4, script=SCRIPT, **settings) as running:
         start(running, 4, of_2=failpoint)
-        results = running.finish(0, 1, 3)
-    trained = [result for result in results if result["steps"] == alone["steps"]]
-    assert len(trained) == 2, "the third was a spare when the run ended"
-    check_same_run(trained, alone, running)
+        results = running.finish(0, 1, 3, may_end_well=True)
+    assert len(results) == 2, "the third was a spare when the run ended, and says nothing of a model that it does not hold"
+    check_same_run(results, alone, running)
 
 
 @pytest.mark.matrix

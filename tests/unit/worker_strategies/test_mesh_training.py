@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Partial
 from tests.unit.worker_strategies import mesh_models as models
 
 GRID = {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}
+ZERO1, ZERO2 = {"data_parallel_strategy": "zero1"}, {"data_parallel_strategy": "zero2"}
 MATRIX = pytest.mark.matrix
 
 
@@ -62,6 +63,14 @@ def train(name: str, optimizer: str, micro: int | None, *, loop: bool, **options
         pytest.param(4, "gpt", "sgd", None, None, {"strategy": "hybrid", **GRID, "schedule": "zero_bubble"}, marks=MATRIX),
         pytest.param(4, "gpt", "sgd", None, None, {"strategy": "hybrid", "tensor_parallel_size": 2}, marks=MATRIX),
         pytest.param(2, "gpt", "sgd", None, None, {"strategy": "hybrid"}, marks=MATRIX),
+        (4, "gpt", "adamw", 2, None, {"strategy": "hybrid", "tensor_parallel_size": 2, **ZERO1}),
+        (3, "gpt", "adamw", 2, None, {"strategy": "hybrid", **ZERO2}),
+        (4, "gpt", "sgd", 2, None, {"strategy": "hybrid", "pipeline_parallel_size": 2, "schedule": "zero_bubble", **ZERO2}),
+        pytest.param(6, "gpt", "adamw", 2, None, {"strategy": "hybrid", "tensor_parallel_size": 2, **ZERO2}, marks=MATRIX),
+        pytest.param(8, "gpt", "adamw", None, None, {"strategy": "hybrid", **GRID, **ZERO1}, marks=MATRIX),
+        pytest.param(8, "gpt", "sgd", 2, None, {"strategy": "hybrid", **GRID, **ZERO2}, marks=MATRIX),
+        pytest.param(4, "cnn", "adamw", 2, 2, {"strategy": "hybrid", "tensor_parallel_size": 2, **ZERO2}, marks=MATRIX),
+        pytest.param(1, "gpt", "adamw", None, None, {"strategy": "hybrid", **ZERO1}, marks=MATRIX),
     ],
 )
 def test_ranks_train_as_one_process_does(
@@ -96,7 +105,7 @@ def test_ranks_train_as_one_process_does(
         (3, {"strategy": "tensor", "tensor_parallel_size": 2}, "1 would be left over for good: start a multiple of 2"),
         (7, {"strategy": "pipeline"}, r"stages=7: Gpt has 4 blocks"),
         (2, {"strategy": "hybrid", **GRID}, "2 ranks make 0 replica.* start a multiple of 4"),
-        (1, {"strategy": "hybrid", "data_parallel_strategy": "zero3"}, "data_parallel_strategy='zero3'.* expected 'ddp'"),
+        (1, {"strategy": "hybrid", "data_parallel_strategy": "zero3"}, "data_parallel_strategy='zero3': expected one of ddp, zero1"),
         (1, {"strategy": "hybrid", **GRID, "sequence_dimension": 1}, "sequence_dimension=1 with pipeline_parallel_size=2"),
         (1, {"strategy": "hybrid", "tensor_parallel_size": 0}, "tensor_parallel_size=0: expected a number of ranks, at least 1"),
         (2, {"strategy": "tensor", "deterministic": True}, "deterministic=True with strategy='tensor'"),

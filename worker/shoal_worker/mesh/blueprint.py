@@ -55,6 +55,7 @@ class Template:
     parameter_names: frozenset[str] = field(init=False)
     tied_parameters: frozenset[str] = field(init=False)
     """Further names of parameters."""
+    _tensors: Mapping[str, torch.Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
         state = self.module.state_dict(keep_vars=True)
@@ -72,11 +73,12 @@ class Template:
         object.__setattr__(self, "parameter_names", parameters)
         ties = {name for name, tensor in state.items() if first[id(tensor)] in parameters and name not in parameters}
         object.__setattr__(self, "tied_parameters", frozenset(ties))
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors of `names`, on the meta device, in the shapes of the whole."""
         named = named_tensors(self.module)
-        return {name: named[name] for name in self.names}
+        object.__setattr__(self, "_tensors", {name: named[name] for name in self.names})
+
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """The tensors of `names`, on the meta device, in the shapes of the whole."""
+        return self._tensors
 
     def stages(self, ranks: int) -> tuple[int, ...]:
         """The rank of each stage of a pipeline over so many ranks."""
@@ -120,9 +122,9 @@ class Blueprint:
         return Share(parameters=here, elsewhere=tuple(elsewhere))
 
     def counts(self, name: str, at: Coordinate) -> bool:
-        """Whether a rank is the one, of all that hold the same elements, that counts them."""
+        """Whether a rank is the one, of those of its replica that hold the same elements, that counts them."""
         whole_elsewhere = name not in self._layouts and at.tensor > 0
-        return at.data == 0 and at.pipeline == self.holders(name)[0] and not whole_elsewhere
+        return at.pipeline == self.holders(name)[0] and not whole_elsewhere
 
     def parts(self, name: str) -> int:
         """Into how many parts the tensor axis cuts it."""

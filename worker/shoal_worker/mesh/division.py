@@ -6,7 +6,9 @@ Made anew for each generation, and dropped with it. The training thread owns it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,16 +16,20 @@ from torch.distributed.tensor import DTensor
 
 from shoal_worker.elastic.generation import Generation, Peer
 from shoal_worker.elastic.group import Group
+from shoal_worker.elastic.replica import StrategySession
+from shoal_worker.mesh.along_data import InShards
 from shoal_worker.mesh.axes import Axes
 from shoal_worker.mesh.gathering import Cut, Whole
-from shoal_worker.mesh.gradients import MeshGradients
-from shoal_worker.mesh.parts import ModelParts
+from shoal_worker.mesh.parts import ModelParts, Shard
 from shoal_worker.mesh.step_group import GroupMesh, StepGroup
 from shoal_worker.pipelining import gradients as stage_gradients
 from shoal_worker.pipelining.engine import Loss
 from shoal_worker.pipelining.micro_batches import MicroBatch
 from shoal_worker.pipelining.pipeline import Pipeline
 from shoal_worker.pipelining.split import named_tensors
+from shoal_worker.sharding.collectives import PartCollectives
+from shoal_worker.sharding.division import among_all
+from shoal_worker.sharding.unit import Stage
 from shoal_worker.strategies.buffers import CommittedBuffers
 from shoal_worker.tensor_parallel.apply import unparallelize
 from shoal_worker.tensor_parallel.layers import run_inside
@@ -35,11 +41,20 @@ def alone() -> Group:
     return Group(Generation(number=0, nonce="", peers=(me,), rank=0, interrupts_below=0), None, None)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Sharding:
+    """What the data axis cuts of each rank's part."""
+
+    stage: Stage
+    bucket_bytes: int
+    """What is reduced or gathered at once."""
+
+
 class Division:
     """This rank's place in it. Not for spares."""
 
-    def __init__(self, group: Group, axes: Axes, *, lost: Callable[[BaseException], bool], device: torch.device) -> None:
-        """Connects the groups along the axes; a collective of all ranks of `group`, but of spares. `lost`: see `StepGroup`.
+    def __init__(self, group: Group, axes: Axes, session: StrategySession, sharding: Sharding | None) -> None:
+        """Connects the groups along the axes; a collective of all ranks of `group`, but of spares. `sharding`: along the data axis.
 
         Raises:
             MembershipChanged: the group is over.
@@ -47,15 +62,32 @@ class Division:
         at = axes.at(group.rank)
         assert at is not None
         self.group = group
-        self.cut = Cut(number=group.generation.number, axes=axes, at=at)
-        self._device = device
+        self._session = session
         self._groups: dict[str, Group] = {}
         for axis, name, ranks in axes.lines():
             part = group.subgroup(ranks, name) if group.rank in ranks else None
             if part is not None:
                 self._groups[axis] = part
-        self.mesh = GroupMesh(StepGroup(self._groups["tensor"], lost), device.type) if axes.tensor > 1 else None
+        self.mesh = GroupMesh(StepGroup(self._groups["tensor"], self._lose), session.device.type) if axes.tensor > 1 else None
+        self.cut = Cut(number=group.generation.number, axes=axes, at=at)
+        self._shard: Shard | None = None
+        if sharding is not None:
+            line = among_all([peer.host for peer in self.replicas.generation.peers])
+            self.cut = replace(self.cut, shards=line.shards, mirrored=line.mirrored(at.data))
+            self._shard = functools.partial(
+                InShards,
+                stage=sharding.stage,
+                division=line,
+                collectives=PartCollectives(session, self.replicas),
+                bucket_bytes=sharding.bucket_bytes,
+            )
         self._weighed_changes: torch.Tensor | None = None
+
+    def _lose(self, error: BaseException) -> bool:
+        if self._session.step is None:
+            return False
+        self._session.mark_lost(error)
+        return True
 
     @property
     def all(self) -> Group:
@@ -69,18 +101,17 @@ class Division:
 
     def lay_out(self, parts: ModelParts, wholes: Sequence[Whole] | None, *, averages: bool) -> None:
         """Cuts the model for it; see `ModelParts.lay_out`. `averages`: see `MeshGradients`."""
-        parts.lay_out(self.cut, self.mesh, wholes)
-        blueprint, at = parts.blueprint, self.cut.at
+        parts.lay_out(self.cut, self.mesh, wholes, self._shard)
+        blueprint = parts.blueprint
         assert blueprint is not None
         self._parts = parts
         self.buffers = CommittedBuffers(parts.module)
-        self.gradients = MeshGradients(
-            parts.pieces,
-            collect=self._collected,
-            counts=lambda name: blueprint.counts(name, at),
+        self.gradients = parts.along_data.gradients(
+            counts=parts.counts,
+            first=self.cut.at.data == 0,
             buffers=self.buffers.size,
             averages=averages,
-            device=self._device,
+            device=self._session.device,
         )
         self.pipeline: Pipeline | None = None
         if blueprint.split is not None:
@@ -89,7 +120,7 @@ class Division:
                 parts.module,
                 parts.template.pipeline,
                 group=line.process_group if line.world_size > 1 else _OneRank(),  # type: ignore[arg-type]  # asked for no more than that
-                device=self._device,
+                device=self._session.device,
                 end=line.abort,
                 observe=self._observe,
                 split=blueprint.split,
@@ -126,13 +157,25 @@ class Division:
             self._weighed_changes += self.buffers.changes(self._weighed_changes) * self._micro_batches[index].weight
 
     def add(self, weight: float) -> None:
-        """What the passes since the last time have left weighs so much."""
+        """What the passes since the last time have left weighs so much.
+
+        Raises:
+            MembershipChanged: a rank failed or is gone.
+        """
         if self._weighed_changes is None:
             changes = self.buffers.changes(self.gradients.like)
         else:
             total = sum(one.weight for one in self._micro_batches)
             changes, self._weighed_changes = self._weighed_changes / (total or 1.0), None
-        self.gradients.add(weight, changes)
+        self.gradients.add(weight, self._collected(), changes)
+        if self.gradients.sums_passes:
+            self._sum_shared()
+            self.gradients.sum_pass()
+
+    def take_part(self) -> None:
+        """In a pass of other replicas, for which this one has no samples."""
+        if self.gradients.sums_passes:
+            self.gradients.sum_pass()
 
     def sum_gradients(self) -> None:
         """Over the stages that share a parameter, and over the replicas.
@@ -140,23 +183,26 @@ class Division:
         Raises:
             MembershipChanged: a rank failed or is gone.
         """
-        if self.pipeline is not None:
-            self._sum_shared(self.pipeline)
+        if not self.gradients.sums_passes:
+            self._sum_shared()
         self.gradients.sum_over(self.replicas)
 
-    def _sum_shared(self, pipeline: Pipeline) -> None:
-        shared, pieces, present = pipeline.split.shared, self._parts.pieces, self.gradients.present
-        names = [one.names[0] for one in shared if one.names[0] in self.gradients.sums]
+    def _sum_shared(self) -> None:
+        pipeline, pieces, gradients = self.pipeline, self._parts.pieces, self.gradients
+        if pipeline is None:
+            return
+        shared, present = pipeline.split.shared, gradients.present
+        names = [one.names[0] for one in shared if one.names[0] in present]
         for name in names:
-            pieces[name].grad = self.gradients.sums[name].to(pieces[name].dtype) if present[name] else None
+            pieces[name].grad = gradients.added(name).to(pieces[name].dtype) if present[name] else None
         trained = [one for one in shared if self._parts.is_trained(one.names[0])]
         exist = stage_gradients.shared_exist(trained, pieces, pipeline.links)
         stage_gradients.sum_shared(trained, pipeline.rank_of, pieces, pipeline.links, exist)
         for name in names:
             gradient, pieces[name].grad = pieces[name].grad, None
             if gradient is not None:
-                self.gradients.sums[name].copy_(gradient)
-                self.gradients.use([name])
+                gradients.added(name).copy_(gradient)
+                gradients.use([name])
 
     def forget(self) -> None:
         """The step's gradients: those handed out, and what lies in the module. Communicates nothing: the group may be over by now."""

@@ -24,6 +24,9 @@ _CHUNK_BYTES: Final = 256 << 20
 _VALUE: Final = ""
 """Key of a tensor's values, beside those of its optimizer state."""
 
+Place = tuple[int, int, int]
+"""On the pipeline axis, on the tensor axis, and of what is there the shard along the data axis."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
@@ -33,6 +36,29 @@ class Cut:
     """Of the generation that it was made in: later ones replace it."""
     axes: Axes
     at: Coordinate
+    shards: int = 1
+    """Into how many shards the data axis cuts each rank's part: 1, or its size."""
+    mirrored: int | None = None
+    """The shard that this rank mirrors beside its own."""
+
+    @property
+    def positions(self) -> list[int]:
+        """The shards that this rank holds, its own first."""
+        return [self.at.data % self.shards, *([self.mirrored] if self.mirrored is not None else [])]
+
+    def row(self) -> list[int]:
+        """For the others."""
+        axes = self.axes
+        return [self.number, axes.pipeline, axes.tensor, axes.data, self.shards, self.at.pipeline, self.at.tensor, *self.positions]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A shard's elements of a tensor, or of the part of it that is here, and their optimizer state. Flat, if there are several shards, of
+    which each continues where the one before ends."""
+
+    value: torch.Tensor
+    state: Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,14 +66,8 @@ class Held:
     """What a rank holds of a state that is cut. Shares memory with it."""
 
     cut: Cut
-    values: Mapping[str, torch.Tensor]
-    state: Mapping[str, Mapping[str, Any]]
-    """Of the optimizer, by the parameter's name."""
-
-    def row(self) -> list[int]:
-        """For the others."""
-        axes = self.cut.axes
-        return [self.cut.number, axes.pipeline, axes.tensor, axes.data, *self.cut.at]
+    runs: Mapping[int, Mapping[str, Run]]
+    """By shard and name. What is no parameter is not cut along the data axis: it is with shard 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,42 +91,52 @@ def gather(channel: Channel, held: Sequence[Held], blueprint_for: Callable[[Axes
         StateLostError: SHARDS_LOST, no cut is complete any more.
         MembershipChanged: the group is over.
     """
-    rows = [json.loads(told) for told in channel.exchange(json.dumps([one.row() for one in held]).encode())]
+    rows = [json.loads(told) for told in channel.exchange(json.dumps([one.cut.row() for one in held]).encode())]
     number, axes, ranks = _newest_complete(rows)
     blueprint = blueprint_for(axes)
     mine = next((one for one in held if one.cut.number == number), None)
     tensors = blueprint.template.tensors()
     for names in _chunks(tensors):
-        sends = {(name, part): _sender(blueprint, ranks, name, part) for name in names for part in range(blueprint.parts(name))}
+        sends = {(name, *place): rank for name in names for place, rank in _senders(blueprint, ranks, name).items()}
         own = [key for key, rank in sends.items() if rank == channel.rank]
         answers = channel.exchange(_packed(mine, own, state) if mine is not None and own else b"")
-        arrived: dict[str, torch.Tensor] = {}
+        arrived: dict[str, list[_Arrived]] = {name: [] for name in names}
         scalars: dict[str, dict[str, Any]] = {}
         for answer in filter(None, answers):
             loaded, metadata = load_tensors(answer)
-            arrived |= loaded
+            for key, tensor in loaded.items():
+                name, part, shard, of, element = json.loads(key)
+                arrived[name].append(_Arrived(part, shard, of, element, tensor))
             scalars |= metadata["scalars"]
         for name in names:
-            yield _whole(blueprint, name, arrived, scalars.get(name, {}))
+            yield _whole(blueprint, name, arrived[name], scalars.get(name, {}))
 
 
-def _newest_complete(rows: Sequence[Sequence[Sequence[int]]]) -> tuple[int, Axes, dict[tuple[int, int], list[int]]]:
-    """The number, the axes, and who holds each place of the pipeline and tensor axes."""
-    cuts: dict[int, tuple[Axes, dict[tuple[int, int], list[int]]]] = {}
+@dataclass(frozen=True)
+class _Arrived:
+    part: int
+    shard: int
+    key: str
+    element: bool
+    tensor: torch.Tensor
+
+
+def _newest_complete(rows: Sequence[Sequence[Sequence[int]]]) -> tuple[int, Axes, dict[Place, list[int]]]:
+    """The number, the axes, and who holds each place."""
+    cuts: dict[int, tuple[Axes, int, dict[Place, list[int]]]] = {}
     for rank, row in enumerate(rows):
-        for number, pipeline, tensor, data, *at in row:
-            axes = Axes(pipeline=pipeline, tensor=tensor, data=data)
-            cuts.setdefault(number, (axes, {}))[1].setdefault((at[0], at[1]), []).append(rank)
+        for number, pipeline, tensor, data, shards, at_pipeline, at_tensor, *positions in row:
+            cut = cuts.setdefault(number, (Axes(pipeline=pipeline, tensor=tensor, data=data), shards, {}))
+            for position in positions:
+                cut[2].setdefault((at_pipeline, at_tensor, position), []).append(rank)
     for number in sorted(cuts, reverse=True):
-        axes, ranks = cuts[number]
-        if len(ranks) == axes.replica_size:
+        axes, shards, ranks = cuts[number]
+        if len(ranks) == axes.replica_size * shards:
             return number, axes, ranks
-    newest = max(cuts, default=None)
-    left = (
-        "none of the model's parts is"
-        if newest is None
-        else f"of the model's {cuts[newest][0].replica_size} parts {len(cuts[newest][1])} are"
-    )
+    left = "none of the model's parts is"
+    if cuts:
+        axes, shards, ranks = cuts[max(cuts)]
+        left = f"of the model's {axes.replica_size * shards} parts {len(ranks)} are"
     raise StateLostError(
         f"{left} held by any rank, and only a checkpoint can replace the others: no replica of the model is left whole. A script that "
         "calls shoal.save_checkpoint goes back to the newest by itself within an epoch; started anew, one that calls shoal.resume goes on "
@@ -115,26 +145,32 @@ def _newest_complete(rows: Sequence[Sequence[Sequence[int]]]) -> tuple[int, Axes
     )
 
 
-def _sender(blueprint: Blueprint, ranks: Mapping[tuple[int, int], Sequence[int]], name: str, part: int) -> int:
-    """The ranks that hold it take turns, by its name."""
-    candidates = sorted({rank for place in blueprint.holders(name) for rank in ranks[place, part]})
-    return candidates[sum(name.encode()) % len(candidates)]
+def _senders(blueprint: Blueprint, ranks: Mapping[Place, Sequence[int]], name: str) -> dict[tuple[int, int], int]:
+    """Of one tensor, by part and shard. The ranks that hold it take turns, by its name. All of one part's shards are of one stage: what
+    stages share, each cuts in its own way."""
+    holders, turn = blueprint.holders(name), sum(name.encode())
+    stage = holders[turn % len(holders)]
+    own = {(part, shard): at for (pipeline, part, shard), at in ranks.items() if pipeline == stage and part < blueprint.parts(name)}
+    return {place: sorted(candidates)[turn % len(candidates)] for place, candidates in own.items()}
 
 
-def _packed(held: Held, own: Sequence[tuple[str, int]], state: bool) -> bytes:
+def _packed(held: Held, own: Sequence[tuple[str, int, int]], state: bool) -> bytes:
     tensors: dict[str, torch.Tensor] = {}
     scalars: dict[str, dict[str, Any]] = {}
-    for name, part in own:
-        value = held.values[name]
-        tensors[_key(name, part, _VALUE)] = value
-        for key, one in held.state.get(name, {}).items() if state else ():
+    for name, part, shard in own:
+        run = held.runs[shard].get(name)
+        if run is None:
+            continue
+        tensors[_key(name, part, shard, _VALUE)] = run.value
+        first = part == 0 and shard == 0
+        for key, one in run.state.items() if state else ():
             if not isinstance(one, torch.Tensor):
                 if not isinstance(one, bool | int | float | str | None):
                     raise ConfigurationError(f"the optimizer keeps a {type(one).__name__} ({key!r}) in its state, which cannot be sent")
-                if part == 0:
+                if first:
                     scalars.setdefault(name, {})[key] = one
-            elif part == 0 or is_element(one, value):
-                tensors[_key(name, part, key, element=is_element(one, value))] = one
+            elif first or is_element(one, run.value):
+                tensors[_key(name, part, shard, key, element=is_element(one, run.value))] = one
     return dump_tensors(tensors, {"scalars": scalars})
 
 
@@ -143,23 +179,23 @@ def is_element(one: torch.Tensor, value: torch.Tensor) -> bool:
     return one.dim() > 0 and one.shape == value.shape
 
 
-def _key(name: str, part: int, key: str, *, element: bool = True) -> str:
-    return json.dumps([name, part, key, element])
+def _key(name: str, part: int, shard: int, key: str, *, element: bool = True) -> str:
+    return json.dumps([name, part, shard, key, element])
 
 
-def _whole(blueprint: Blueprint, name: str, arrived: Mapping[str, torch.Tensor], scalars: Mapping[str, Any]) -> Whole:
-    parts: dict[str, list[torch.Tensor]] = {}
-    rest: dict[str, Any] = dict(scalars)
-    for part in range(blueprint.parts(name)):
-        for text, tensor in arrived.items():
-            said = json.loads(text)
-            if said[:2] == [name, part] and said[3]:
-                parts.setdefault(said[2], []).append(tensor)
-            elif said[:2] == [name, part]:
-                rest[said[2]] = tensor
-    joined = {key: blueprint.join(name, ordered) for key, ordered in parts.items()}
+def _whole(blueprint: Blueprint, name: str, arrived: Sequence[_Arrived], scalars: Mapping[str, Any]) -> Whole:
+    rest = {one.key: one.tensor for one in arrived if not one.element}
+    joined: dict[str, torch.Tensor] = {}
+    for key in dict.fromkeys(one.key for one in arrived if one.element):
+        runs = sorted((one for one in arrived if one.element and one.key == key), key=lambda one: one.shard)
+        parts = [[run.tensor for run in runs if run.part == part] for part in range(blueprint.parts(name))]
+        joined[key] = blueprint.join(name, [_join_runs(blueprint.shape(name, part), own) for part, own in enumerate(parts)])
     value = joined.pop(_VALUE)
-    return Whole(name=name, value=value, elements=joined, rest=rest)
+    return Whole(name=name, value=value, elements=joined, rest={**scalars, **rest})
+
+
+def _join_runs(shape: torch.Size, runs: Sequence[torch.Tensor]) -> torch.Tensor:
+    return (runs[0] if len(runs) == 1 else torch.cat(list(runs))).view(shape)
 
 
 def _chunks(tensors: Mapping[str, torch.Tensor]) -> Iterator[list[str]]:

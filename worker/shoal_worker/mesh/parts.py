@@ -6,7 +6,7 @@ anew. The optimizer updates `pieces`: plain tensors, which share the memory of w
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,9 +15,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shoal_worker.elastic.group import Channel, LocalChannel
+from shoal_worker.mesh.along_data import AlongData, Replicated, State
 from shoal_worker.mesh.axes import Axes, Coordinate
 from shoal_worker.mesh.blueprint import Blueprint, Template
-from shoal_worker.mesh.gathering import Cut, Held, Whole, gather, is_element
+from shoal_worker.mesh.gathering import Cut, Held, Run, Whole, gather, is_element
 from shoal_worker.mesh.step_group import GroupMesh
 from shoal_worker.pipelining.partial import empty_on
 from shoal_worker.pipelining.split import named_tensors
@@ -28,6 +29,9 @@ from shoal_worker.tensor_parallel.apply import parallelize, unparallelize
 from shoal_worker.tensor_parallel.context import DropoutRandomness
 
 _ALONE = Axes(pipeline=1, tensor=1, data=1)
+
+Shard = Callable[[Mapping[str, nn.Parameter], Callable[[str], bool]], AlongData]
+"""Given the pieces, and which of them this rank counts for its replica."""
 
 
 class ModelParts(StateInParts):
@@ -44,6 +48,8 @@ class ModelParts(StateInParts):
         self.blueprint: Blueprint | None = None
         self.pieces: dict[str, nn.Parameter] = {}
         """What is here of each parameter."""
+        self.along_data: AlongData = Replicated({})
+        """What is here of each piece."""
         self._group_names: list[list[str]] = []
         """The parameters of the optimizer's groups, in the user's order."""
         self._device = device
@@ -72,9 +78,9 @@ class ModelParts(StateInParts):
 
     # --------------------------------------------------------------------------------------------------------------- cutting
 
-    def lay_out(self, cut: Cut, mesh: GroupMesh | None, wholes: Iterable[Whole] | None) -> None:
+    def lay_out(self, cut: Cut, mesh: GroupMesh | None, wholes: Iterable[Whole] | None, shard: Shard | None) -> None:
         """Cuts the state for other axes. `mesh`: of this rank's tensor-parallel group, if it has peers there. `wholes`: the state; None:
-        this rank holds it."""
+        this rank holds it. `shard`: cuts the pieces along the data axis."""
         blueprint = self.blueprint_for(cut.axes)
         held = self.hold()
         # All are taken in before anything changes: to the end the collection may fail.
@@ -83,7 +89,12 @@ class ModelParts(StateInParts):
         self._lay_out_module(blueprint, cut.at, mesh)
         self.cut, self.blueprint = cut, blueprint
         self._own_pieces()
-        self._put({one.name: one for one in taken if one is not None})
+        here = {one.name: one for one in taken if one is not None}
+        self._put_values({name: one.value for name, one in here.items()})
+        if shard is not None:
+            self.along_data = shard(self.pieces, self.counts)
+            self._show_pieces()
+        self._point_optimizer({name: {**one.elements, **one.rest} for name, one in here.items() if name in self.pieces})
 
     def forget_before(self) -> None:
         """The state was committed in its new cut."""
@@ -102,7 +113,7 @@ class ModelParts(StateInParts):
         """This rank holds nothing from here on: it is a spare."""
         self._before = None
         self._strip()
-        self.pieces = {}
+        self.pieces, self.along_data = {}, Replicated({})
         self._point_optimizer({})
         self.cut = self.blueprint = None
 
@@ -117,10 +128,12 @@ class ModelParts(StateInParts):
             return None
         cut = self.cut or Cut(number=-1, axes=_ALONE, at=Coordinate(0, 0, 0))
         named = named_tensors(self.module)
-        values = {name: named[name].detach() for name in self.template.names if name not in self.pieces and not named[name].is_meta}
-        values |= {name: piece.detach() for name, piece in self.pieces.items()}
-        states = self.optimizer.state if self.optimizer is not None else {}
-        return Held(cut=cut, values=values, state={name: states[piece] for name, piece in self.pieces.items() if states.get(piece)})
+        others = {name: named[name] for name in self.template.names if name not in self.pieces and not named[name].is_meta}
+        nothing: dict[int, dict[str, Run]] = {position: {} for position in cut.positions}
+        runs = nothing | self.along_data.runs(self.optimizer)
+        if 0 in runs:
+            runs[0] |= {name: Run(value=tensor.detach(), state={}) for name, tensor in others.items()}
+        return Held(cut=cut, runs=runs)
 
     def _own_wholes(self, held: Held | None) -> Iterable[Whole]:
         if held is None:
@@ -179,32 +192,35 @@ class ModelParts(StateInParts):
             else:
                 assert isinstance(parameter, nn.Parameter)
                 self.pieces[name] = parameter
+        self.along_data = Replicated(self.pieces)
+
+    def _show_pieces(self) -> None:
+        """The pieces have other memory: what the layers compute with is to have it too."""
+        named = named_tensors(self.module)
+        for name, piece in self.pieces.items():
+            parameter = named[name]
+            if isinstance(parameter, DTensor):
+                parameter._local_tensor = piece.detach()
+
+    def counts(self, name: str) -> bool:
+        """Whether this rank is the one, of the ranks of its replica that hold the same elements of a parameter, that counts them."""
+        assert self.blueprint is not None
+        assert self.cut is not None
+        return self.blueprint.counts(name, self.cut.at)
 
     # ---------------------------------------------------------------------------------------------------------------- values
 
     @torch.no_grad()
-    def _put(self, taken: Mapping[str, Whole]) -> None:
-        self._put_values({name: one.value for name, one in taken.items()})
-        state: dict[str, dict[str, Any]] = {}
-        for name, one in taken.items():
-            own = {key: value.to(self._device) for key, value in one.elements.items()} | dict(one.rest)
-            if own and name in self.pieces:
-                state[name] = own
-        self._point_optimizer(state)
-
     def _put_values(self, parts: Mapping[str, torch.Tensor]) -> None:
         named = named_tensors(self.module)
-        for name, part in parts.items():
-            (self.pieces[name] if name in self.pieces else named[name]).copy_(part)
+        for name in parts.keys() - self.pieces.keys():
+            named[name].copy_(parts[name])
+        self.along_data.load(parts)
 
-    def _point_optimizer(self, state: Mapping[str, dict[str, Any]]) -> None:
-        if self.optimizer is None:
-            return
-        for group, names in zip(self.optimizer.param_groups, self._group_names, strict=True):
-            group["params"] = [self.pieces[name] for name in names if name in self.pieces]
-        self.optimizer.state.clear()
-        for name, own in state.items():
-            self.optimizer.state[self.pieces[name]] = own
+    @torch.no_grad()
+    def _point_optimizer(self, state: State) -> None:
+        if self.optimizer is not None:
+            self.along_data.use(self.optimizer, self._group_names, {name: own for name, own in state.items() if own})
 
     def _shapes(self) -> dict[str, torch.Size]:
         tensors = self.template.tensors()

@@ -106,21 +106,24 @@ class SessionCollectives:
 
     def all_reduce(self, tensor: torch.Tensor) -> Pending:
         """See `Collectives`."""
-        return self._issue(self._session.group, tensor, lambda group: group.all_reduce_async(tensor), alone=lambda: None)
+        return self._issue(self._group, tensor, lambda group: group.all_reduce_async(tensor), alone=lambda: None)
 
     def pass_on(self, received: torch.Tensor, sent: torch.Tensor, *, stride: int) -> Pending:
         """See `Collectives`."""
         to, source = (self.rank + stride) % self.world_size, (self.rank - stride) % self.world_size
         receives = [received.numel() if r == source else 0 for r in range(self.world_size)]
         sends = [sent.numel() if r == to else 0 for r in range(self.world_size)]
-        return self._issue(
-            self._session.group, None, lambda group: group.all_to_all_async(received, sent, receives, sends), alone=lambda: None
-        )
+        return self._issue(self._group, None, lambda group: group.all_to_all_async(received, sent, receives, sends), alone=lambda: None)
+
+    @property
+    def _group(self) -> Group | None:
+        """The ranks that share the model."""
+        return self._session.group
 
     @property
     def _shard_group(self) -> Group | None:
         """The ranks that hold all shards between them."""
-        return self._session.group
+        return self._group
 
     def _issue(
         self, group: Group | None, cleared: torch.Tensor | None, start: Callable[[Group], dist.Work | None], alone: Callable[[], None]
@@ -144,6 +147,28 @@ class SessionCollectives:
             raise error
         self._session.mark_lost(error)
         _clear(cleared)
+
+
+class PartCollectives(SessionCollectives):
+    """Over some ranks of the session's group of the moment, and for no longer than that stands."""
+
+    def __init__(self, session: StrategySession, part: Group) -> None:
+        super().__init__(session)
+        self._part = part
+
+    @property
+    def rank(self) -> int:
+        """This process's rank in the part."""
+        return self._part.rank
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks the part has."""
+        return self._part.world_size
+
+    @property
+    def _group(self) -> Group:
+        return self._part
 
 
 class ReplicatedCollectives(SessionCollectives):

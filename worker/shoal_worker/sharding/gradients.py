@@ -46,10 +46,10 @@ class CutGradients:
             on_their_way.append(collectives.pass_on(unit.mirror.gradient, gradient, stride=division.stride))
         return [pending.wait() for pending in on_their_way].count(False) == 0
 
-    def squared_norm_part(self, *, counts: bool) -> torch.Tensor:
-        """What this rank's shard adds to the squared norm, as float64 numbers to be summed over the ranks. `counts`: no other rank adds the
-        same."""
-        gradients = [unit.own.gradient for unit in self._trained if counts and unit.own.gradient is not None]
+    def squared_norm_part(self, counted: Sequence[Unit]) -> torch.Tensor:
+        """What this rank's shards add to the squared norm, as float64 numbers to be summed over the ranks. `counted`: those units of which
+        no other rank adds the same."""
+        gradients = [unit.own.gradient for unit in counted if unit.own.gradient is not None]
         plain = torch.stack([_squared_norm(g).cpu() for g in gradients] or [torch.zeros((), dtype=torch.float64)]).sum().view(1)
         if not self._exact:
             return plain

@@ -280,11 +280,14 @@ class Unit:
         if gradient is None or factor == 0.0:
             return
         self.touched[index] = True
+        self.added(index).add_(gradient.to(self.sum_dtype), alpha=factor)
+
+    def added(self, index: int) -> torch.Tensor:
+        """What was added of one parameter's gradient and is not reduced yet, in the parameter's shape."""
         if self._gradient is None:
             self._gradient = torch.zeros(self.layout.padded_numel, dtype=self.sum_dtype, device=self.device)
         begins = sum(self.layout.numels[:index])
-        own = self._gradient[begins : begins + gradient.numel()].view(gradient.shape)
-        own.add_(gradient.to(self.sum_dtype), alpha=factor)
+        return self._gradient[begins : begins + self.layout.numels[index]].view(self.layout.shapes[index])
 
     def start_reducing(self, collectives: Collectives) -> Reducing:
         """Begins to sum the gradients over the ranks. Every rank takes part, also one that has none."""

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from shoal_worker.elastic.group import Channel
 from shoal_worker.mesh.axes import Axes
 from shoal_worker.mesh.blueprint import Blueprint, Template, meta_copy
-from shoal_worker.mesh.division import Division
+from shoal_worker.mesh.division import Division, Sharding
 from shoal_worker.mesh.gradients import MeshGradients
 from shoal_worker.mesh.parts import ModelParts
 from shoal_worker.pipelining.pipeline import PipelineSettings
@@ -49,6 +49,11 @@ class DividedModel(ModelInParts[ModelParts, Closing]):
     def pipelined(self) -> bool:
         """The model is run as a pipeline."""
         raise NotImplementedError
+
+    @property
+    def sharding(self) -> Sharding | None:
+        """What is cut along the data axis."""
+        return None
 
     def _prepare(self) -> None:
         if any(is_lazy(t) for t in (*self.module.parameters(), *self.module.buffers())):
@@ -99,7 +104,7 @@ class DividedModel(ModelInParts[ModelParts, Closing]):
         return self._divided.gradients
 
     def _own_pieces(self) -> Iterable[tuple[str, torch.Tensor]]:
-        return self._held.pieces.items()
+        return self._held.along_data.own.items()
 
     def _trained(self) -> Iterator[tuple[str, torch.Tensor, bool]]:
         for name, piece in self._held.pieces.items():

@@ -5,16 +5,19 @@ Memory and bytes are the product and the sum of the three: docs/strategies/hybri
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Final
 
 from shoal_common.errors import ConfigurationError
 
 from shoal_worker.mesh.axes import Axes
+from shoal_worker.mesh.division import Sharding
+from shoal_worker.sharding.unit import Stage
 from shoal_worker.strategies.divided import PIPELINE_OPTIONS, TENSOR_OPTIONS
 from shoal_worker.strategies.mesh import MeshModel
 from shoal_worker.strategies.pipeline import PipelineOptimizer
 from shoal_worker.strategies.tensor import checked_size
 
+_ALONG_DATA: Final = {"ddp": None, "zero1": Stage.OPTIMIZER, "zero2": Stage.GRADIENTS}
 _SIZES = frozenset({"pipeline_parallel_size", "tensor_parallel_size", "data_parallel_size"})
 
 
@@ -27,10 +30,10 @@ class HybridShardedModel(MeshModel):
     def initialize_sharding(self) -> None:
         """See `MeshModel`."""
         along_data = self._options.get("data_parallel_strategy", "ddp")
-        if along_data != "ddp":
+        if along_data not in list(_ALONG_DATA):
             raise ConfigurationError(
-                f"data_parallel_strategy={along_data!r}: strategy='hybrid' replicates along the data axis, expected 'ddp'; for state that "
-                "is cut there, take zero1, zero2, zero3, fsdp or hsdp without tensor and pipeline axes"
+                f"data_parallel_strategy={along_data!r}: expected one of {', '.join(_ALONG_DATA)}; the parameters of a rank's "
+                "part are whole on it: where they are to be cut as well, take zero3, fsdp or hsdp, without tensor and pipeline axes"
             )
         if self.pipelined and self._options.get("sequence_dimension") is not None:
             raise ConfigurationError(
@@ -46,7 +49,13 @@ class HybridShardedModel(MeshModel):
 
     @property
     def _any_optimizer(self) -> bool:
-        return self._size("tensor_parallel_size") == 1 or super()._any_optimizer
+        return (self._size("tensor_parallel_size") == 1 and self.sharding is None) or super()._any_optimizer
+
+    @property
+    def sharding(self) -> Sharding | None:
+        """See `MeshModel`."""
+        stage = _ALONG_DATA[self._options.get("data_parallel_strategy", "ddp")]
+        return None if stage is None else Sharding(stage=stage, bucket_bytes=self.config.bucket_cap_mb << 20)
 
     def axes_for(self, world_size: int) -> Axes:
         """See `MeshModel`."""

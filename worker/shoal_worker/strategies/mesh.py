@@ -148,7 +148,7 @@ class MeshModel(DividedModel):
         self._gradients.hand_out(closing.divisor)
 
     def _updated(self) -> None:
-        """Each rank has updated all that is its own."""
+        self._held.along_data.updated()
 
     def _rolled_forward(self, closing: Closing) -> None:
         self.commit_step()
@@ -170,15 +170,9 @@ class MeshModel(DividedModel):
         if axes.at(group.rank) is None:
             held.drop()
             return
-        division = Division(group, axes, lost=self._lose, device=self._session.device)
+        division = Division(group, axes, self._session, self.sharding)
         division.lay_out(held, wholes, averages=self.config.loss_reduction == "mean")
         self._division, self._sealed = division, False
-
-    def _lose(self, error: BaseException) -> bool:
-        if self._session.step is None:
-            return False
-        self._session.mark_lost(error)
-        return True
 
     def working(self, group: Group) -> Group:
         """See `Replica`."""
@@ -208,17 +202,25 @@ class MeshModel(DividedModel):
 
     def micro_batch_ends(self, weight: float) -> None:
         """See `Replica`."""
-        if self._division is not None:
-            self._division.add(weight)
+        step = self._session.step
+        if self._division is not None and step is not None and step.lost is None:
+            try:
+                self._division.add(weight)
+            except MembershipChanged as error:
+                self._session.mark_lost(error)
 
     @torch.no_grad()
     def _reduce(self, step: Step, share: Share) -> None:
         session = self._session
         division = self._divided
-        if not step.in_micro_batches:
-            division.add(share.weight)
         try:
+            if not step.in_micro_batches:
+                division.add(share.weight)
+            for _ in range(share.most_micro_batches - (share.micro_batches or 0)):
+                division.take_part()
             division.sum_gradients()
+            if step.lost is not None:
+                return
             self._sealed = True
             failpoint("sharded.sealed")
             norm = division.gradients.squared_norm()

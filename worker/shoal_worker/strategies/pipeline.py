@@ -55,7 +55,8 @@ class PipelineOptimizer(ShardedParametersOptimizer):
     """The user's optimizer, stepped on the parameters of this rank's stages."""
 
     def _finish(self) -> StepStatus:
-        if self._set_by_scaler("grad_scale") is not None or self._set_by_scaler("found_inf") is not None:
+        scaled = self._set_by_scaler("grad_scale") is not None or self._set_by_scaler("found_inf") is not None
+        if scaled and self._model.pipelined:
             raise ConfigurationError(
                 "a GradScaler with a pipeline: train_step takes losses through their backward passes itself, so nothing can scale them; "
                 "use bfloat16, which needs none: torch.autocast(..., dtype=torch.bfloat16) around train_step"

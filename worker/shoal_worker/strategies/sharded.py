@@ -202,7 +202,7 @@ class ShardedParametersModel(CutModel):
             session.control_word(),
             self._execution.issued.word(),
             [self._weights],
-            gradients.squared_norm_part(counts=self._held.division.replica(session.rank) == 0),
+            gradients.squared_norm_part(self._held.trained if self._held.division.replica(session.rank) == 0 else []),
             gradients.touched,
             self._buffer_changes(step),
         )

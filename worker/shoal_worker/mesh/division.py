@@ -135,15 +135,17 @@ class Division:
 
     # ------------------------------------------------------------------------------------------------------------- passes
 
-    def train_on(self, micro_batches: Sequence[MicroBatch], loss: Loss | None) -> torch.Tensor:
-        """Takes a batch through the pipeline, and its gradients and changes of buffers into the module. Returns its loss.
+    def train_on(self, micro_batches: Sequence[MicroBatch], loss: Loss | None, *, everywhere: bool) -> torch.Tensor | None:
+        """Takes a batch through the pipeline, and its gradients and changes of buffers into the module. Returns its loss; unless
+        `everywhere` only where the last stage is, elsewhere None.
 
         Raises:
             MembershipChanged: a rank failed or is gone.
         """
         assert self.pipeline is not None
         self._micro_batches, self._weighed_changes = micro_batches, torch.zeros(self.buffers.size, dtype=torch.float64)
-        result = self.pipeline.train_on(micro_batches, loss)
+        take = self.pipeline.train_on if everywhere else self.pipeline.take_through
+        result = take(micro_batches, loss)
         self.pipeline.end_accumulation()
         return result
 

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from shoal_worker.elastic.group import Group
+from shoal_worker.sharding.gradients import squared_norm
 
 
 class MeshGradients(abc.ABC):
@@ -63,12 +64,12 @@ class MeshGradients(abc.ABC):
         left out."""
         if not weight > 0:
             return
-        for index, name in enumerate(self._pieces):
+        for name in self._pieces:
             gradient = found.get(name)
             if gradient is not None:
                 own = self.added(name)
                 own.add_(gradient.to(own.dtype), alpha=weight if self._averages else 1.0)
-                self._presence[index] += 1
+        self._presence += torch.tensor([found.get(name) is not None for name in self._pieces]).to(self._presence)
         self._changes.add_(changes.to(self._flat), alpha=weight)
         self._weight += weight
 
@@ -144,7 +145,7 @@ class ReplicatedGradients(MeshGradients):
 
     def squared_norm(self) -> float:
         """See `MeshGradients`."""
-        return sum(float(self._own[name].double().square().sum()) for name in self._counted)
+        return sum(float(squared_norm(self._own[name])) for name in self._counted)
 
     def hand_out(self, divisor: float) -> None:
         """See `MeshGradients`."""
@@ -160,7 +161,7 @@ class ReplicatedGradients(MeshGradients):
 
     def own_norm(self) -> float:
         """See `MeshGradients`."""
-        return math.sqrt(sum(float(p.grad.double().square().sum()) for p in self._pieces.values() if p.grad is not None))
+        return math.sqrt(sum(float(squared_norm(p.grad)) for p in self._pieces.values() if p.grad is not None))
 
     def forget(self) -> None:
         """See `MeshGradients`."""

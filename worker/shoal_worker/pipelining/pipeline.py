@@ -210,6 +210,18 @@ class Pipeline:
     def train_on(self, micro_batches: Sequence[MicroBatch], loss: Loss | None = None) -> torch.Tensor:
         """Forward and backward passes of micro-batches; adds to the gradients. Returns the loss of this replica's batch, on every rank.
 
+        Called and raises as `take_through`.
+        """
+        told = self.take_through(micro_batches, loss)
+        total = self._nought() if told is None else told
+        with self.links.ending_on_failure("a pipeline step"):
+            self.links.broadcast(total, self.rank_of[-1], "telling all ranks the loss")
+        return total
+
+    def take_through(self, micro_batches: Sequence[MicroBatch], loss: Loss | None = None) -> torch.Tensor | None:
+        """Forward and backward passes of micro-batches; adds to the gradients. The loss of this replica's batch where the last stage is;
+        elsewhere None.
+
         All ranks of the replica call it with the same micro-batches. A replica that has none calls `reduce_gradients` alone.
 
         Raises:
@@ -228,10 +240,10 @@ class Pipeline:
         ran = self._engine.run(schedule, micro_batches, loss=loss or own_loss, scales=scales, observe=self._observe)
         step.weight += sum(weights)
         self.in_flight = ran.in_flight
+        if not self.is_last:
+            return None
         factors = weights if mean else [1.0] * len(weights)
-        total = sum((one.double().reshape(()) * factor for one, factor in zip(ran.losses, factors, strict=False)), self._nought())
-        with self.links.ending_on_failure("a pipeline step"):
-            self.links.broadcast(total, self.rank_of[-1], "telling all ranks the loss")
+        total = sum((one.double().reshape(()) * factor for one, factor in zip(ran.losses, factors, strict=True)), self._nought())
         return total / sum(weights) if mean and sum(weights) > 0 else total
 
     def reduce_gradients(self) -> float:

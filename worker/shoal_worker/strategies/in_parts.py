@@ -80,8 +80,8 @@ class ModelInParts(ShardedModel, Generic[State, Closed]):
         """What the buffers are now is the committed state."""
 
     @abc.abstractmethod
-    def _take_pass(self, inputs: Any, targets: Any, loss_fn: Callable[[Any, Any], torch.Tensor] | None) -> torch.Tensor:
-        """Takes a batch through both passes. Returns its loss."""
+    def _take_pass(self, inputs: Any, targets: Any, loss_fn: Callable[[Any, Any], torch.Tensor] | None) -> torch.Tensor | None:
+        """Takes a batch through both passes. Returns its loss; None where only a peer knows it, and the closing will tell."""
 
     @property
     @abc.abstractmethod
@@ -178,12 +178,13 @@ class ModelInParts(ShardedModel, Generic[State, Closed]):
         In `loader.steps()` the batch is the micro-batch: its own loss is returned, on every rank of the replica.
         """
         session = self._session
-        loss = self._take_pass(inputs, targets, loss_fn)
+        told = self._take_pass(inputs, targets, loss_fn)
         step = session.ensure_step()
-        step.loss = float(loss.detach())
+        step.loss = None if told is None else float(told.detach())
         session.finish_reduction_if_whole()
         mean = step.mean_loss if step.control is not None else None
-        return loss.detach() if mean is None else loss.detach().new_tensor(mean)
+        loss = torch.zeros((), dtype=torch.float64, device=session.device) if told is None else told.detach()
+        return loss if mean is None else loss.new_tensor(mean)
 
     def synchronize_gradients(self) -> None:
         """Ends the step's reduction."""

@@ -71,7 +71,7 @@ class MeshModel(DividedModel):
             )
         return True
 
-    def _take_pass(self, inputs: Any, targets: Any, loss_fn: Callable[[Any, Any], torch.Tensor] | None) -> torch.Tensor:
+    def _take_pass(self, inputs: Any, targets: Any, loss_fn: Callable[[Any, Any], torch.Tensor] | None) -> torch.Tensor | None:
         if self.pipelined:
             return self._train_in_pipeline(inputs, targets, loss_fn)
         output = call_module(self, inputs)
@@ -80,7 +80,7 @@ class MeshModel(DividedModel):
         loss.backward()
         return loss
 
-    def _train_in_pipeline(self, inputs: Any, targets: Any, loss_fn: Callable[[Any, Any], torch.Tensor] | None) -> torch.Tensor:
+    def _train_in_pipeline(self, inputs: Any, targets: Any, loss_fn: Callable[[Any, Any], torch.Tensor] | None) -> torch.Tensor | None:
         if not self._begin_pass() or self._division is None:  # ahead of the loop, or the step was lost before the model was laid out
             loss = loss_of(call_module(self._stand_in(), inputs), targets, loss_fn)
             loss.backward()
@@ -88,8 +88,10 @@ class MeshModel(DividedModel):
         count = self._template.pipeline.micro_batches
         seeds = torch.randint(2**62, (count,)).tolist()  # the ranks of a replica draw alike
         batches = cut_batch(inputs, targets, count=count, seeds=seeds)
+        step = self._session.step
+        several = step is not None and step.in_micro_batches  # of which the closing tells but the mean
         try:
-            return self._division.train_on(batches, None if loss_fn is None else self._within_region(loss_fn))
+            return self._division.train_on(batches, None if loss_fn is None else self._within_region(loss_fn), everywhere=several)
         except MembershipChanged as error:
             self._session.mark_lost(error)
             return torch.zeros((), dtype=torch.float64)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 import weakref
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoal_common.errors import ConfigurationError, CorruptDataError
 
+from shoal_worker.checkpoint.company import in_company, on_first
 from shoal_worker.checkpoint.directories import remove
 from shoal_worker.checkpoint.files import begin, latest, read_checkpoint, write_checkpoint, write_sharded
 from shoal_worker.checkpoint.manifest import CheckpointInfo
@@ -56,10 +58,16 @@ class CheckpointSaver:
         if session.is_joining:
             return
         session.go_back_by(lambda: _go_back(session, directory))
-        failed = self._wait()  # there is never more than one copy
         copy = _Copy(session, directory, sharded)
+
+        def take(channel: Channel) -> None:
+            copy.drop()
+            self.settle_together(channel)  # there is never more than one copy
+            copy.take(channel)
+
         try:
-            session.operation("save_checkpoint", copy.take)
+            session.operation("save_checkpoint", take)
+            failed = self._settle(timedelta(0))
             if failed is not None:
                 raise failed  # not before: the other ranks are in the operation
         except BaseException:
@@ -80,23 +88,24 @@ class CheckpointSaver:
             job = lambda: write_checkpoint(directory, snapshot, info, fence=fence, keep=keep)  # noqa: E731 (its siblings are lambdas)
             self._writer.submit(job, what=what, timeout=_WRITE_TIMEOUT)
 
-    def settle(self) -> None:
-        """Waits for the save under way, if there is one: what it wrote can be read then. What there is to say against it, the next says."""
-        failed = self._wait()
-        if failed is not None:
-            _log.error("the last checkpoint: %s", failed)
+    def settle_together(self, channel: Channel) -> None:
+        """Returns when no rank's save is under way: what was written can be read. Part of an operation."""
+        give_up_at = time.monotonic() + _WRITE_TIMEOUT.total_seconds()
+        in_company(channel, lambda timeout: self._writer.done_within(timeout) or time.monotonic() > give_up_at)
 
     def close(self, timeout: timedelta) -> None:
         """Waits for the save under way. Raises what it raised, or DeadlineError."""
         self._writer.close(timeout)
 
     def _leave(self) -> None:
-        self.settle()
+        failed = self._settle(_WRITE_TIMEOUT)
+        if failed is not None:
+            _log.error("the last checkpoint: %s", failed)
 
-    def _wait(self) -> Exception | None:
-        """Waits for the save under way; what there is to say against it."""
+    def _settle(self, timeout: timedelta) -> Exception | None:
+        """Waits for this rank's save under way, if there is one; what there is to say against it."""
         try:
-            self._writer.wait(_WRITE_TIMEOUT)
+            self._writer.wait(timeout)
         except Exception as error:  # of any kind: raised by `save`, later
             return error
         return None
@@ -121,8 +130,7 @@ class _Copy:
     """The member that writes each shard."""
 
     def take(self, channel: Channel) -> None:
-        """One rank's part of the operation."""
-        self.drop()
+        """One rank's part of the operation. Nothing is held of an earlier try."""
         part = self.session.part(channel) if self.sharded is not False else None
         if part is not None and self._make_room(channel):
             self._take_part(part, channel)
@@ -180,7 +188,7 @@ _savers: weakref.WeakKeyDictionary[Session, CheckpointSaver] = weakref.WeakKeyDi
 
 def load_newest(session: Session, directory: Path) -> bool:
     """One rank's part of a resume: see `shoal.resume`."""
-    CheckpointSaver.of(session).settle()  # else the newest may not be there yet
+    saver = CheckpointSaver.of(session)
     if session.is_joining:
         session.on_state_lost(lambda: _load_alone(session, directory))
         session.go_back_by(lambda: _go_back(session, directory))
@@ -188,7 +196,8 @@ def load_newest(session: Session, directory: Path) -> bool:
     session.go_back_by(lambda: _go_back(session, directory))
 
     def body(channel: Channel) -> bool:
-        captured, told = _read(directory) if channel.rank == 0 else (None, {})
+        saver.settle_together(channel)  # else the newest may not be there yet
+        captured, told = on_first(channel, lambda: _read(directory)) or (None, {})
         told = json.loads(channel.exchange(json.dumps(told).encode())[0])
         if told["error"] is not None:
             raise CorruptDataError(told["error"], reason=told["reason"])
@@ -201,10 +210,11 @@ def load_newest(session: Session, directory: Path) -> bool:
 
 def _go_back(session: Session, directory: Path) -> str | None:
     """See `Session.go_back_by`."""
-    CheckpointSaver.of(session).settle()
+    saver = CheckpointSaver.of(session)
 
     def body(channel: Channel) -> str | None:
-        captured, told = _read(directory) if channel.rank == 0 else (None, {})
+        saver.settle_together(channel)
+        captured, told = on_first(channel, lambda: _read(directory)) or (None, {})
         if captured is not None:
             told["error"] = session.cannot_return(captured)
         told = json.loads(channel.exchange(json.dumps(told).encode())[0])

@@ -1,7 +1,7 @@
 """Writes checkpoints beside the training: one at a time, on a thread of its own.
 
 The training thread calls every method; the job runs on the writer's thread and shares nothing with the training but what it was given.
-`_lock` guards `_error`; `_thread` is the training thread's own. The thread is no daemon: a process that ends normally finishes the
+`_lock` guards `_error`; all else is the training thread's own. The thread is no daemon: a process that ends normally finishes the
 checkpoint under way first.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -27,6 +28,8 @@ class CheckpointWriter:
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
+        self._begun = 0.0
+        """When the job under way did."""
         self._lock = threading.Lock()
         self._error: Exception | None = None
 
@@ -35,23 +38,28 @@ class CheckpointWriter:
         """Whether a job is under way."""
         return self._thread is not None and self._thread.is_alive()
 
+    def done_within(self, timeout: timedelta) -> bool:
+        """Waits for the job under way, but no longer than that. True: none is."""
+        thread = self._thread
+        if thread is not None and thread.is_alive():
+            # Aside: where ranks take turns, it may wait for what another rank writes.
+            run_aside(lambda: thread.join(timeout.total_seconds()), f"until {thread.name} is done")
+        return not self.busy
+
     def wait(self, timeout: timedelta) -> None:
         """Returns when no job is under way. To be called before the next copy is made, so that there is never more than one.
 
         Raises:
-            DeadlineError: the job took longer than `timeout`; it goes on.
+            DeadlineError: the job takes `timeout` longer; it goes on.
             Exception: what the last job raised.
         """
-        if self._thread is not None:
-            # Aside: where ranks take turns, it may wait for what another rank writes.
-            thread = self._thread
-            run_aside(lambda: thread.join(timeout.total_seconds()), f"until {thread.name} is done")
-            if self._thread.is_alive():
-                raise DeadlineError(
-                    f"{self._thread.name} was not done within {timeout.total_seconds():g} s; is the disk too slow, or the time too short?",
-                    reason="CHECKPOINT_SLOW",
-                )
-            self._thread = None
+        if not self.done_within(timeout):
+            assert self._thread is not None
+            raise DeadlineError(
+                f"{self._thread.name} is not done after {time.monotonic() - self._begun:.0f} s; is the disk too slow?",
+                reason="CHECKPOINT_SLOW",
+            )
+        self._thread = None
         with self._lock:
             error, self._error = self._error, None
         if error is not None:
@@ -63,7 +71,7 @@ class CheckpointWriter:
         Raises as `wait` does, without starting the job.
         """
         self.wait(timeout)
-        self._thread = threading.Thread(target=self._run, args=(job, what), name=what)
+        self._thread, self._begun = threading.Thread(target=self._run, args=(job, what), name=what), time.monotonic()
         self._thread.start()
 
     def close(self, timeout: timedelta) -> None:

@@ -1,0 +1,51 @@
+"""Ranks that wait for a disk within an operation may wait longer than a collective may take."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import shoal
+import torch
+from shoal_common.errors import CorruptDataError
+from shoal_worker.checkpoint.company import in_company, on_first
+from shoal_worker.checkpoint.writer import CheckpointWriter
+from shoal_worker.elastic.current import find_session
+from torch import nn
+
+COLLECTIVE = timedelta(seconds=1)
+DISK_S = 1.3
+
+
+def operation(body: Any) -> Any:
+    """In a rank of a launch."""
+    net = nn.Linear(1, 1)
+    shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1))
+    session = find_session()
+    assert session is not None
+    return session.operation("a test", body)
+
+
+def test_a_write_that_takes_longer_than_a_collective_may_loses_no_rank() -> None:
+    def rank() -> bool:
+        writer = CheckpointWriter()
+        if shoal.rank() == 1:
+            writer.submit(lambda: threading.Event().wait(DISK_S), what="writing", timeout=COLLECTIVE)
+        operation(lambda channel: in_company(channel, writer.done_within))
+        return writer.busy
+
+    assert shoal.launch(rank, world_size=2, timeout=COLLECTIVE) == [False, False]
+
+
+def test_what_the_first_rank_reads_is_its_own() -> None:
+    assert shoal.launch(lambda: operation(lambda channel: on_first(channel, lambda: "read")), world_size=3) == ["read", None, None]
+
+
+def test_what_reading_raises_is_raised_on_the_rank_that_reads() -> None:
+    def read() -> None:
+        raise CorruptDataError("damaged")
+
+    with pytest.raises(CorruptDataError, match="damaged"):
+        shoal.launch(lambda: operation(lambda channel: on_first(channel, read)), world_size=2)

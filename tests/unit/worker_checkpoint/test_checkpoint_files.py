@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from shoal_common.errors import ConfigurationError, CorruptDataError, DeadlineError, StaleGenerationError, UnavailableError
 from shoal_worker.checkpoint import directories
-from shoal_worker.checkpoint.files import latest, read_checkpoint, write_checkpoint
+from shoal_worker.checkpoint.files import begin, latest, read_checkpoint, write_checkpoint
 from shoal_worker.checkpoint.manifest import CheckpointInfo
 from shoal_worker.state.digest import state_digest
 from shoal_worker.state.snapshot import Snapshot
@@ -369,6 +369,14 @@ def test_kill_9_in_the_middle_of_saves_always_leaves_a_whole_checkpoint(tmp_path
         assert all(tensor.eq(step).all() for tensor in back["model"].values())
     write(tmp_path, {"a": 1}, step + 1, keep=1)
     assert listing(tmp_path) == [f"step-{step + 1}"], "leftovers of killed writers are still there"
+
+
+def test_what_a_killed_writer_has_left_makes_room_for_the_next(tmp_path):
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    (tmp_path / f".step-5.{directories._host()}.{dead.pid}.{'0' * 32}.tmp").mkdir()
+    begun = begin(tmp_path, 6)
+    assert listing(tmp_path) == [begun.name]
 
 
 def test_leftovers_of_other_hosts_and_of_living_processes_are_left_alone(tmp_path):

@@ -49,13 +49,15 @@ class Checkpoint:
 
 
 def begin(directory: Path, step: int) -> Path:
-    """Makes the directory in which the checkpoint of `step` is written; `finish` publishes it.
+    """Makes the directory in which the checkpoint of `step` is written; `finish` publishes it. What killed processes of this host have left
+    is removed first: it may be what the disk is full of.
 
     Raises:
         ConfigurationError: it cannot be made.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(directory)
         return make_temporary(directory, f"step-{step}")
     except OSError as error:
         raise ConfigurationError(
@@ -203,7 +205,6 @@ def _prune(directory: Path, written: Path, keep: int) -> None:
     for _, path in newest_first[keep:]:
         if path != written and (path / manifest.NAME).is_file():
             remove(path)
-    remove_leftovers(directory)
 
 
 def _checkpoints(directory: Path) -> list[tuple[int, Path]]:

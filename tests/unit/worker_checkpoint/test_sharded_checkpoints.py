@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import shutil
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -229,14 +230,44 @@ def test_what_is_not_complete_is_told(saved: tuple[Path, dict[str, Any]], tmp_pa
     assert str(damaged) in str(raised.value)
 
 
-def test_a_manifest_whose_shards_do_not_make_up_a_tensor_is_told(saved: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+def _without_a_shard(document: dict[str, Any]) -> None:
+    del document["files"]["shard-00002-of-00003"]
+
+
+def _of_a_petabyte(document: dict[str, Any]) -> None:
+    name, about = next(iter(document["tensors"].items()))
+    for file in document["files"].values():
+        file["spans"].pop(name, None)
+    about["shape"] = [1 << 50]
+    document["files"]["shard-00001-of-00003"]["spans"][name] = [0, 1 << 50]
+
+
+def _of_a_negative_size(document: dict[str, Any]) -> None:
+    next(iter(document["tensors"].values()))["shape"] = [-1]
+
+
+def _with_a_span_of_nothing(document: dict[str, Any]) -> None:
+    spans = document["files"]["shard-00002-of-00003"]["spans"]
+    spans[next(iter(spans))] = [[]]
+
+
+@pytest.mark.parametrize(
+    ("lie", "told"),
+    [
+        (_without_a_shard, "do not make up tensor"),
+        (_of_a_petabyte, "is too small for the"),
+        (_of_a_negative_size, "says what cannot be"),
+        (_with_a_span_of_nothing, "says what cannot be"),
+    ],
+)
+def test_a_manifest_that_lies_is_told(saved: tuple[Path, dict[str, Any]], tmp_path: Path, lie: Callable[[Any], None], told: str) -> None:
     damaged = tmp_path / saved[0].name
     shutil.copytree(saved[0], damaged)
     document = json.loads((damaged / "checkpoint.json").read_text())
-    del document["files"]["shard-00002-of-00003"]
+    lie(document)
     rest = {key: document[key] for key in ("files", "structure", "tensors")}
     write_manifest(damaged, CheckpointInfo(**document["info"]), "sharded", **rest)
-    with pytest.raises(shoal.CorruptDataError, match="do not make up tensor"):
+    with pytest.raises(shoal.CorruptDataError, match=told):
         read_checkpoint(damaged)
 
 

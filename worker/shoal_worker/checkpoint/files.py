@@ -151,8 +151,8 @@ def read_checkpoint(path: Path) -> Checkpoint:
         info = CheckpointInfo(**content["info"])
         tensors = read_shards(path, content) if content["layout"] == SHARDED else _read_parts(path, content["files"])
         return Checkpoint(info=info, state=unflatten(content["structure"], tensors))
-    except (KeyError, TypeError, AttributeError) as error:
-        raise damaged(path, f"its {manifest.NAME} lacks something: {error!r}") from error
+    except (KeyError, TypeError, AttributeError, ValueError, RuntimeError) as error:  # torch's and Python's, of what cannot be
+        raise damaged(path, f"its {manifest.NAME} lacks something, or says what cannot be: {error!r}") from error
 
 
 def read_model(path: Path) -> dict[str, torch.Tensor]:

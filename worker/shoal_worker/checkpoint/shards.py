@@ -31,7 +31,7 @@ from safetensors import SafetensorError
 from shoal_common.errors import UnavailableError
 
 from shoal_worker.checkpoint.manifest import damaged
-from shoal_worker.checkpoint.tensor_file import STORED_DTYPES, SUFFIX, read_tensors, stored, write_tensors
+from shoal_worker.checkpoint.tensor_file import STORED_DTYPES, SUFFIX, file_of, read_tensors, stored, write_tensors
 from shoal_worker.failpoints import failpoint
 from shoal_worker.state.part import Run, StatePart
 from shoal_worker.state.snapshot import copied
@@ -173,7 +173,7 @@ def read_shards(path: Path, content: Mapping[str, Any]) -> dict[str, torch.Tenso
 
     Raises:
         CorruptDataError: a file is damaged or missing, or the shards do not make up the tensors.
-        KeyError, TypeError, AttributeError: the manifest lacks something.
+        KeyError, TypeError, AttributeError, ValueError, RuntimeError: the manifest lacks something, or says what cannot be.
     """
     outline = {
         name: torch.empty(about["shape"], dtype=getattr(torch, about["dtype"]), device="meta") for name, about in content["tensors"].items()
@@ -182,6 +182,10 @@ def read_shards(path: Path, content: Mapping[str, Any]) -> dict[str, torch.Tenso
     differing = _not_covered(sizes, content["files"].values())
     if differing is not None:
         raise damaged(path, f"its shards do not make up tensor {differing!r}")
+    for file, about in content["files"].items():  # before there is memory for all that the manifest claims
+        claimed = sum(length * outline[name].dtype.itemsize // _width(outline[name].dtype) for name, (_, length) in about["spans"].items())
+        if claimed > file_of(path, file, about).stat().st_size:
+            raise damaged(path, f"{file} is too small for the {claimed} bytes that its manifest says it holds")
     flat = {
         name: torch.empty(size, dtype=outline[name].dtype if _width(outline[name].dtype) == 1 else torch.uint8)
         for name, size in sizes.items()

@@ -45,8 +45,8 @@ def write_tensors(file: Path, tensors: Mapping[str, torch.Tensor], metadata: dic
     return {"bytes": file.stat().st_size, "xxh3_64": _digest(file)}
 
 
-def read_tensors(path: Path, name: str, about: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """The tensors of `path/name.safetensors` and its metadata, if it is what `write_tensors` told.
+def file_of(path: Path, name: str, about: Mapping[str, Any]) -> Path:
+    """`path/name.safetensors`, if it is of the size that `write_tensors` told.
 
     Raises:
         CorruptDataError: it is not.
@@ -56,8 +56,21 @@ def read_tensors(path: Path, name: str, about: Mapping[str, Any]) -> tuple[dict[
     file = path / f"{name}{SUFFIX}"
     try:
         size = file.stat().st_size
-        if size != about["bytes"]:
-            raise damaged(path, f"{file.name} has {size} bytes, {about['bytes']} were written")
+    except OSError as error:
+        raise damaged(path, f"{file.name} cannot be read: {error}") from error
+    if size != about["bytes"]:
+        raise damaged(path, f"{file.name} has {size} bytes, {about['bytes']} were written")
+    return file
+
+
+def read_tensors(path: Path, name: str, about: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """The tensors of `path/name.safetensors` and its metadata, if it is what `write_tensors` told.
+
+    Raises:
+        CorruptDataError: it is not.
+    """
+    file = file_of(path, name, about)
+    try:
         if _digest(file) != about["xxh3_64"]:
             raise damaged(path, f"{file.name} does not match its digest")
         with safetensors.safe_open(file, framework="pt") as opened:

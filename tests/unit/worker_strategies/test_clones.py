@@ -27,8 +27,10 @@ def test_a_clone_is_the_whole_model_and_stays_as_it_was(strategy: str) -> None:
                 optimizer.zero_grad()
 
         epoch()
-        before, clone = {name: value.clone() for name, value in model.full_state_dict().items()}, model.clone()
+        state, clone = model.full_state_dict(), model.clone()
+        before = {name: value.clone() for name, value in state.items()}
         epoch()
+        assert all(value.equal(before[name]) for name, value in state.items()), "what was gathered has been trained on"
         plain = getattr(clone, "module", clone)
         assert plain[-1].weight is plain[0].weight
         assert type(plain[0]) is nn.Embedding

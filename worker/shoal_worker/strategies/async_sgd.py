@@ -18,6 +18,7 @@ schedule go on from a peer's.
 from __future__ import annotations
 
 import atexit
+import copy
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
@@ -323,14 +324,14 @@ class AsyncSGDModel(WholeModel):
         """The servers' values as they are now, on this rank's device; before the first step this worker's. The module stays as it is."""
         own = {name: parameter.detach() for name, parameter in self.module.named_parameters()}
         if not self._started:
-            return own
+            return {name: value.clone() for name, value in own.items()}
         return {name: value.to(own[name].device) for name, value in self._require_servers().read().items()}
 
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
         """`gather_full_parameters`, and this worker's own buffers."""
         if rank0_only and self._session.rank != 0:
             return {}
-        state: dict[str, torch.Tensor] = self.module.state_dict()
+        state: dict[str, torch.Tensor] = copy.deepcopy(self.module.state_dict())
         names = {id(parameter): name for name, parameter in self.module.named_parameters()}
         values = self.gather_full_parameters()
         for name, parameter in self.module.named_parameters(remove_duplicate=False):

@@ -160,11 +160,11 @@ class ShardedModel(nn.Module, abc.ABC):
 
     @abc.abstractmethod
     def gather_full_parameters(self) -> dict[str, torch.Tensor]:
-        """The whole parameters on every rank, by the original module's names."""
+        """Copies of the whole parameters on every rank, by the original module's names."""
 
     @abc.abstractmethod
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
-        """Parameters and buffers under the original module's names; with `rank0_only` empty on other ranks."""
+        """Copies of parameters and buffers under the original module's names; with `rank0_only` empty on other ranks."""
 
     @property
     @abc.abstractmethod
@@ -194,7 +194,7 @@ class ShardedModel(nn.Module, abc.ABC):
         copied = copy.deepcopy(self.module)
         for name, tensor in copied.state_dict(keep_vars=True).items():
             if isinstance(tensor, torch.Tensor):
-                tensor.data = state[name].clone()  # in place of what lies here, which may be a part, or nothing
+                tensor.data = state[name]  # in place of what lies here, which may be a part, or nothing
         return copied
 
     # ---------------------------------------------------------------------------------------------------------------- files

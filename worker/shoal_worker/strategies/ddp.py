@@ -289,16 +289,16 @@ class DDPModel(WholeModel):
 
     def gather_full_parameters(self) -> dict[str, torch.Tensor]:
         """See `ShardedModel`."""
-        return {name: p.detach() for name, p in self.module.named_parameters()}
+        return {name: p.detach().clone() for name, p in self.module.named_parameters()}
 
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
         """See `ShardedModel`."""
-        return {} if rank0_only and self._session.rank != 0 else self.module.state_dict()
+        return {} if rank0_only and self._session.rank != 0 else copy.deepcopy(self.module.state_dict())
 
     @property
     def local_shard(self) -> dict[str, torch.Tensor]:
         """See `ShardedModel`: with ddp the whole."""
-        return self.gather_full_parameters()
+        return {name: p.detach() for name, p in self.module.named_parameters()}
 
 
 class DDPOptimizer(ElasticOptimizer):

@@ -161,6 +161,11 @@ class _Progress:
 
 def fit(session: Session, model: ShardedModel, optimizer: ShardedOptimizer, data: OptimizationInputData) -> OptimizationResult:
     """See `ShardedOptimizer.optimize`."""
+    if model.config.loss_reduction != "mean":
+        raise ConfigurationError(
+            f"optimize() with loss_reduction={model.config.loss_reduction!r}: what it tells and decides by are means over samples; leave "
+            "it out, with a loss_fn that is a mean"
+        )
     name = next(name for number in itertools.count(1) if session.registered.find(name := f"optimize-{number}") is None)
     progress = _Progress(mode=data.mode, min_delta=data.min_delta, patience=data.patience)
     leased = model.asynchronous

@@ -163,6 +163,16 @@ def test_what_cannot_work_is_refused(options: dict[str, Any], message: str) -> N
         shoal.OptimizationInputData(**settings | options)
 
 
+def test_losses_that_are_summed_are_refused() -> None:
+    def body() -> None:
+        net = nn.Linear(4, 1)
+        _, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.01), loss_reduction="sum")
+        optimizer.optimize(shoal.OptimizationInputData(training=TRAINING, loss_fn=nn.functional.mse_loss, epochs=1, global_batch_size=4))
+
+    with pytest.raises(shoal.ConfigurationError, match="means over samples"):
+        shoal.launch(body, world_size=1)
+
+
 def test_tensors_of_different_lengths_are_refused() -> None:
     with pytest.raises(shoal.ConfigurationError, match=r"\[40, 64\] samples"):
         shoal.launch(lambda: fit(training=(X[:40], Y)), world_size=1)

@@ -159,8 +159,16 @@ def test_residuals_follow_a_gradient_scaler(strategy: str, name: str) -> None:
         assert torch.equal(skipping, plain)
 
 
-@pytest.mark.parametrize(("strategy", "name", "micro"), [("ddp", "sign", False), ("ddp", "powersgd", True), ("zero2", "topk", False)])
-def test_a_resumed_run_ends_as_one_that_went_on(tmp_path: Path, strategy: str, name: str, micro: bool) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "name", "micro", "shards"),
+    [
+        ("ddp", "sign", False, 0),
+        ("ddp", "powersgd", True, 0),
+        ("zero2", "topk", False, 4),  # and what each rank owes
+        ("zero2", "int8", False, 2),
+    ],
+)
+def test_a_resumed_run_ends_as_one_that_went_on(tmp_path: Path, strategy: str, name: str, micro: bool, shards: int) -> None:
     def half(epochs: int, resume: bool) -> Flat:
         net = network()
         model, optimizer = shoal.as_distributed(
@@ -179,8 +187,9 @@ def test_a_resumed_run_ends_as_one_that_went_on(tmp_path: Path, strategy: str, n
         return flat(model)
 
     went_on = shoal.launch(half, 3, False, world_size=2)[0]
+    assert len(list(tmp_path.glob("step-*/shard-*"))) == shards
     assert torch.equal(shoal.launch(half, 3, True, world_size=2)[0], went_on)
-    for world_size in (1, 3) if strategy == "zero2" else ():
+    for world_size in (1, 3) if name == "topk" else ():
         elsewhere = shoal.launch(half, 3, True, world_size=world_size)[0]
         assert float((elsewhere - went_on).norm() / went_on.norm()) < 0.3
 

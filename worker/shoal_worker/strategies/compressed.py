@@ -135,7 +135,7 @@ class GradientCompression:
         return {**self.capture(), "ranks": ranks, "units": self._units, "layouts": dict(self._layouts)}
 
     def part(self, whole: StatePart, channel: Channel) -> StatePart:
-        """As `assemble`, for checkpoints that each rank writes a part of: a shard more for each rank, with its residuals."""
+        """As `assemble`, for checkpoints that each rank writes a part of: a shard more for each rank, with its residuals, if it has any."""
         units = json.loads(channel.exchange(json.dumps(self._units).encode())[0])
         self._reduction.rescale(units / self._units)
         self._units = units
@@ -143,15 +143,18 @@ class GradientCompression:
         runs: list[Run] = []
         ranks: dict[str, dict[str, dict[str, torch.Tensor]]] = {}
         for rank in range(channel.world_size):
-            for bucket, numel in self._numels.items():
+            for bucket, numel in self._numels.items() if self.compressor.error_feedback else ():
                 vector = torch.empty(numel, device="meta")
                 ranks.setdefault(str(rank), {})[str(bucket)] = {RESIDUAL: vector}
                 if rank == channel.rank:
                     owed = own.get(f"{bucket}/{RESIDUAL}")
                     runs.append(Run(vector=vector, begin=0, values=torch.zeros(numel) if owed is None else owed))
         saved = {**self.capture(), "ranks": ranks, "units": units, "layouts": dict(self._layouts)}
+        state = {**whole.state, "compression": saved}
+        if not ranks:
+            return StatePart(state=state, count=whole.count, shards=whole.shards)
         return StatePart(
-            state={**whole.state, "compression": saved},
+            state=state,
             count=whole.count + channel.world_size,
             shards={**whole.shards, whole.count + channel.rank: runs},
         )

@@ -102,6 +102,15 @@ CASES: Final = (
         held=lambda _: 2,
         sent=lambda _: _tensor_sends(2) + 0.5,  # and an all-reduce of half of the gradients between two replicas
     ),
+    Case(
+        strategy="hybrid",
+        options={"tensor_parallel_size": 2, "data_parallel_strategy": "zero2"},
+        ranks=(4,),
+        replicas=lambda _: 2,
+        batch=_WIDE_BATCH,
+        held=lambda _: 0.5 + 3 / 4,
+        sent=lambda _: _tensor_sends(2) + 0.5,
+    ),
     Case(strategy="local_sgd", options={"sync_every": _ROUND}, held=lambda n: 4, sent=lambda n: _all_reduce(n) / _ROUND),
     Case(strategy="async_sgd", servers=1, held=lambda n: 2, sent=lambda n: 2),
 )

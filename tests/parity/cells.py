@@ -79,6 +79,27 @@ ROWS: Final[Mapping[str, Row]] = {
         pipelined=True,
         divided=True,
     ),
+    "hybrid_zero1": Row(
+        strategy="hybrid",
+        says="2 x 2 replicas, whose optimizer state is cut",
+        options={"tensor_parallel_size": 2, "data_parallel_strategy": "zero1"},
+        worlds=(4,),
+        divided=True,
+    ),
+    "hybrid_zero2": Row(
+        strategy="hybrid",
+        says="2 stages x 2 replicas, zero-bubble, gradients cut as well",
+        options={
+            "pipeline_parallel_size": 2,
+            "micro_batches": 2,
+            "schedule": "zero_bubble",
+            "stages_per_rank": 1,
+            "data_parallel_strategy": "zero2",
+        },
+        worlds=(4,),
+        pipelined=True,
+        divided=True,
+    ),
     "local_sgd": Row(strategy="local_sgd", says="every 2 steps", options={"sync_every": 2}),
 }
 """Strategies whose ranks take steps together, by the names of cells."""
@@ -174,10 +195,11 @@ def part() -> set[Cell]:
 _NOT_IN_PARTS = "take zero1, zero2, zero3, fsdp or hsdp, whose optimizer state is in shards"
 _FLAT = "parameters are cut into flat pieces, and Adafactor is not known to treat each element by itself"
 _WHOLE_BATCHES = "deterministic=True needs micro-batches, whose results do not depend on the number of ranks"
+_SPLIT = ("tensor", "tensor_data", "hybrid", "hybrid_zero1")
 _IN_SHARDS = ("zero1", "zero2", "zero3", "fsdp", "hsdp")
 REFUSED_VARIATIONS: Final[Mapping[tuple[str, str], str]] = {
-    **{(name, "sparse"): "EmbeddingBag with sparse=True needs the whole table on one rank" for name in ("tensor", "tensor_data", "hybrid")},
-    **{(name, "whole_matrices"): _FLAT for name in (*_IN_SHARDS, "tensor", "tensor_data", "hybrid")},
+    **{(name, "sparse"): "EmbeddingBag with sparse=True needs the whole table on one rank" for name in _SPLIT},
+    **{(name, "whole_matrices"): _FLAT for name in (*_IN_SHARDS, *_SPLIT, "hybrid_zero2")},
     **{(name, "offload"): _NOT_IN_PARTS for name in ROWS if name not in _IN_SHARDS},
     **{(name, "param_dtype"): "compute within torch.autocast, or take zero1" for name in ROWS if name not in _IN_SHARDS},
     **{(name, "reduce_dtype"): 'use gradient_compression="bf16", or take zero1' for name in ROWS if name not in _IN_SHARDS},

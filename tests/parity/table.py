@@ -56,7 +56,7 @@ does; where nothing stands, the number of ranks does not fit the layout.
 {asynchronous}
 
 What else a loop does, on in-memory ranks, compared with one process that does the same, random numbers included
-(`tensor` with `dropout="as_one_process"`). `r`: to 1e-3 or 2e-3, because ranks round to
+(`tensor`, and `hybrid` without stages, with `dropout="as_one_process"`). `r`: to 1e-3 or 2e-3, because ranks round to
 bfloat16 what each has summed. `o`: pipeline stages draw
 numbers of their own; all ranks end with the same parameters, and so does a second run, bitwise.
 

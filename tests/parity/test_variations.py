@@ -38,7 +38,7 @@ def test_ranks_train_as_one_process_does_or_are_refused(row: str, variation: str
     cell = Cell(row=row, backend="inmemory", model=VARIATIONS[variation].model, optimizer="", world=world, check="")
     how = VARIATIONS[variation]
     options = cell.options
-    if cell.strategy == "tensor" and how.draws:
+    if how.draws and ROWS[row].divided and not ROWS[row].pipelined:
         options["dropout"] = "as_one_process"
     if ROWS[row].pipelined:
         how = replace(how, train_step=True)

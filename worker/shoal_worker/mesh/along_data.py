@@ -114,38 +114,38 @@ class InShards(AlongData):
         """Takes the pieces' memory over. `counts`: see `gradients`. `division`: of the replicas."""
         super().__init__(pieces)
         self._stage, self._division, self._collectives = stage, division, collectives
-        self._units: list[Unit] = []
+        self.units: list[Unit] = []
         for names in _alike(pieces, counts, bucket_bytes):
             unit = Unit(names[0], [pieces[name] for name in names], names, stage=stage, wide=False)
             unit.cut(division.shards, division.position(collectives.rank), division.mirrored(collectives.rank))
-            self._units.append(unit)
-        self._trained = [unit for unit in self._units if unit.trained]
+            self.units.append(unit)
+        self._trained = [unit for unit in self.units if unit.trained]
 
     @property
     def own(self) -> Mapping[str, torch.Tensor]:
         """See `AlongData`."""
-        return {name: piece for unit in self._units for name, piece in zip(unit.parameter_names, unit.own.pieces, strict=True)}
+        return {name: piece for unit in self.units for name, piece in zip(unit.parameter_names, unit.own.pieces, strict=True)}
 
     def use(self, optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[str]], state: State) -> None:
         """See `AlongData`."""
-        where = {name: (u, i) for u, unit in enumerate(self._units) for i, name in enumerate(unit.parameter_names)}
+        where = {name: (u, i) for u, unit in enumerate(self.units) for i, name in enumerate(unit.parameter_names)}
         for group, names in zip(optimizer.param_groups, groups, strict=True):
             here = [where[name] for name in names if name in where]
-            group["params"] = [holding.pieces[i] for u, i in here for holding in self._units[u].holdings]
+            group["params"] = [holding.pieces[i] for u, i in here for holding in self.units[u].holdings]
         optimizer.state.clear()
         saved = {"state": dict(enumerate(state.get(name, {}) for name in where))}
-        spread([list(where.values())], saved, self._units, ShardedOptimizerState(optimizer))
+        spread([list(where.values())], saved, self.units, ShardedOptimizerState(optimizer))
 
     def load(self, values: Mapping[str, torch.Tensor]) -> None:
         """See `AlongData`."""
-        for unit in self._units:
+        for unit in self.units:
             unit.load([values[name] for name in unit.parameter_names])
 
     def runs(self, optimizer: torch.optim.Optimizer | None) -> dict[int, dict[str, Run]]:
         """See `AlongData`. Of shards, not of pieces: these may be out of date after a failure."""
         states = optimizer.state if optimizer is not None else {}
         runs: dict[int, dict[str, Run]] = {}
-        for unit in self._units:
+        for unit in self.units:
             for holding in unit.holdings:
                 own = runs.setdefault(holding.position, {}) if holding.position is not None else {}
                 for name, piece in zip(unit.parameter_names, holding.pieces, strict=True):

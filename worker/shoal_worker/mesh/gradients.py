@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from shoal_worker.elastic.group import Group
-from shoal_worker.sharding.gradients import squared_norm
 
 
 class MeshGradients(abc.ABC):
@@ -145,7 +144,7 @@ class ReplicatedGradients(MeshGradients):
 
     def squared_norm(self) -> float:
         """See `MeshGradients`."""
-        return sum(float(squared_norm(self._own[name])) for name in self._counted)
+        return sum(_squared_norm(self._own[name]) for name in self._counted)
 
     def hand_out(self, divisor: float) -> None:
         """See `MeshGradients`."""
@@ -161,9 +160,14 @@ class ReplicatedGradients(MeshGradients):
 
     def own_norm(self) -> float:
         """See `MeshGradients`."""
-        return math.sqrt(sum(float(squared_norm(p.grad)) for p in self._pieces.values() if p.grad is not None))
+        return math.sqrt(sum(_squared_norm(p.grad) for p in self._pieces.values() if p.grad is not None))
 
     def forget(self) -> None:
         """See `MeshGradients`."""
         for piece in self._pieces.values():
             piece.grad = None
+
+
+def _squared_norm(gradient: torch.Tensor) -> float:
+    """In float64: the squares of large gradients are beyond float32."""
+    return float(torch.linalg.vector_norm(gradient, dtype=torch.float64)) ** 2

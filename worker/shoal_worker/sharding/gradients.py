@@ -50,7 +50,7 @@ class CutGradients:
         """What this rank's shards add to the squared norm, as float64 numbers to be summed over the ranks. `counted`: those units of which
         no other rank adds the same."""
         gradients = [unit.own.gradient for unit in counted if unit.own.gradient is not None]
-        plain = torch.stack([squared_norm(g).cpu() for g in gradients] or [torch.zeros((), dtype=torch.float64)]).sum().view(1)
+        plain = torch.stack([_squared_norm(g).cpu() for g in gradients] or [torch.zeros((), dtype=torch.float64)]).sum().view(1)
         if not self._exact:
             return plain
         digits = [square_digits(g.float()) for g in gradients] if plain.isfinite() else []
@@ -79,9 +79,9 @@ class CutGradients:
     def own_norm(self) -> float:
         """Of what was handed out of this rank's own shard."""
         gradients = [piece.grad for unit in self._trained for piece in unit.own.pieces if piece.grad is not None]
-        return math.sqrt(sum(float(squared_norm(g)) for g in gradients))
+        return math.sqrt(sum(float(_squared_norm(g)) for g in gradients))
 
 
-def squared_norm(gradient: torch.Tensor) -> torch.Tensor:
+def _squared_norm(gradient: torch.Tensor) -> torch.Tensor:
     """In float64: the squares of large gradients are beyond float32."""
-    return torch.stack([part.double().square().sum() for part in gradient.reshape(-1).split(_SQUARED_AT_ONCE)]).sum()
+    return torch.stack([part.double().square().sum() for part in gradient.split(_SQUARED_AT_ONCE)]).sum()

@@ -85,6 +85,20 @@ def test_replicas_outlive_a_rank_killed_at_any_moment(
 
 
 @pytest.mark.matrix
+@pytest.mark.parametrize("along_data", ["ddp", "zero1", "zero2"])
+def test_a_rank_that_missed_the_closing_of_a_step_applies_it_when_a_peer_has(
+    zygote: Zygote, tmp_path: Path, alone: dict[str, Any], along_data: str
+) -> None:
+    options = json.dumps({"tensor_parallel_size": 2, "data_parallel_strategy": along_data})
+    settings = {"EPOCHS": str(EPOCHS), "STRATEGY": "hybrid", "OPTIONS": options}
+    with cluster(zygote, tmp_path, max_workers=4, script=SCRIPT, **settings) as running:
+        start(running, 4, of_1="reduction.completed@7=lose")
+        results = running.finish(0, 1, 2, 3)
+    assert results[1]["lost"] == 1
+    check_same_run(results, alone, running)
+
+
+@pytest.mark.matrix
 def test_a_model_of_which_a_part_is_lost_goes_back_to_the_newest_checkpoint(zygote: Zygote, tmp_path: Path, alone: dict[str, Any]) -> None:
     checkpoints = {"CHECKPOINTS": str(tmp_path / "checkpoints")}
     with cluster(zygote, tmp_path, script=SCRIPT, EPOCHS=str(EPOCHS), STRATEGY="tensor", OPTIONS="{}", **checkpoints) as running:

@@ -9,6 +9,10 @@ import pytest
 import shoal
 import torch
 from shoal_common.errors import ConfigurationError, CorruptDataError
+from shoal_worker.elastic.contract import StateLostError
+from shoal_worker.elastic.group import LocalChannel
+from shoal_worker.mesh.axes import Axes, Coordinate
+from shoal_worker.mesh.gathering import Cut, Held, gather
 
 from tests.unit.worker_strategies import mesh_models as models
 
@@ -176,3 +180,12 @@ def test_autocast_computes_in_bfloat16_and_gradients_are_those_of_one_process(op
 def test_settings_that_do_not_apply_are_refused_by_name(setting: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         shoal.launch(lambda: distribute(**GRID, **setting), world_size=4)
+
+
+def test_a_shard_that_neither_its_rank_nor_its_mirror_holds_any_more_is_lost() -> None:
+    def unused(axes: Axes) -> Any:
+        pytest.fail(f"what was lost was looked for in {axes}")
+
+    cut = Cut(number=3, axes=Axes(pipeline=1, tensor=1, data=3), at=Coordinate(0, 0, 0), shards=3, mirrored=2)
+    with pytest.raises(StateLostError, match="of the model's 3 parts 2 are held by any rank"):
+        next(gather(LocalChannel(), [Held(cut=cut, runs={})], unused))

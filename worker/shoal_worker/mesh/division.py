@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -26,7 +25,6 @@ from shoal_worker.pipelining import gradients as stage_gradients
 from shoal_worker.pipelining.engine import Loss
 from shoal_worker.pipelining.micro_batches import MicroBatch
 from shoal_worker.pipelining.pipeline import Pipeline
-from shoal_worker.pipelining.split import named_tensors
 from shoal_worker.sharding.collectives import PartCollectives
 from shoal_worker.sharding.division import among_all
 from shoal_worker.sharding.unit import Stage
@@ -208,17 +206,14 @@ class Division:
 
     def forget(self) -> None:
         """The step's gradients: those handed out, and what lies in the module. Communicates nothing: the group may be over by now."""
-        named = named_tensors(self._parts.module)
-        for name in self._parts.pieces:
-            named[name].grad = None
+        for parameter in self._parts.parameters.values():
+            parameter.grad = None
         self.gradients.forget()
 
     def _collected(self) -> Mapping[str, torch.Tensor | None]:
         """This rank's part of the gradients that lie in the module, which keeps none."""
         found: dict[str, torch.Tensor | None] = {}
-        named = named_tensors(self._parts.module)
-        for name in self._parts.pieces:
-            parameter: Any = named[name]
+        for name, parameter in self._parts.parameters.items():
             gradient, parameter.grad = parameter.grad, None
             if isinstance(gradient, DTensor):
                 if gradient.placements != parameter.placements:

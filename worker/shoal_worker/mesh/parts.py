@@ -48,6 +48,8 @@ class ModelParts(StateInParts):
         self.blueprint: Blueprint | None = None
         self.pieces: dict[str, nn.Parameter] = {}
         """What is here of each parameter."""
+        self.parameters: dict[str, Any] = {}
+        """What the module computes with, of those that are here: a piece itself, or the DTensor around it."""
         self.along_data: AlongData = Replicated({})
         """What is here of each piece."""
         self._group_names: list[list[str]] = []
@@ -113,7 +115,7 @@ class ModelParts(StateInParts):
         """This rank holds nothing from here on: it is a spare."""
         self._before = None
         self._strip()
-        self.pieces, self.along_data = {}, Replicated({})
+        self.pieces, self.parameters, self.along_data = {}, {}, Replicated({})
         self._point_optimizer({})
         self.cut = self.blueprint = None
 
@@ -182,11 +184,12 @@ class ModelParts(StateInParts):
     @torch.no_grad()
     def _own_pieces(self) -> None:
         named = named_tensors(self.module)
-        self.pieces = {}
+        self.pieces, self.parameters = {}, {}
         for name in self.template.names:
             parameter = named[name]
             if name not in self.template.parameter_names or parameter.is_meta:
                 continue
+            self.parameters[name] = parameter
             if isinstance(parameter, DTensor):
                 self.pieces[name] = nn.Parameter(parameter.to_local(), requires_grad=parameter.requires_grad)
             else:

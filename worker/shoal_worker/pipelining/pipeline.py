@@ -13,6 +13,7 @@ the state loaded. Threads: one.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -148,6 +149,10 @@ class Pipeline:
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """This rank's parameters, by name in the original model; tied ones once, under the first name."""
+        return dict(self._own)
+
+    @functools.cached_property
+    def _own(self) -> dict[str, nn.Parameter]:
         own: dict[str, nn.Parameter] = {}
         seen: set[int] = set()
         for name, tensor in named_tensors(self.module).items():

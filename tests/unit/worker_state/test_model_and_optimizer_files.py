@@ -131,6 +131,29 @@ def test_ranks_that_are_given_different_states_are_told_and_take_none(strategy: 
     shoal.launch(body, world_size=2)
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_saved_model_is_there_when_any_rank_goes_on(tmp_path: Path, strategy: str) -> None:
+    def rank() -> list[bool]:
+        model, _ = trained(strategy)
+        found = []
+        for number in range(4):
+            model.save_model(tmp_path / str(number))
+            found.append((tmp_path / str(number)).exists())
+        model.load_model(tmp_path / "0")
+        return found
+
+    assert shoal.launch(rank, world_size=3) == [[True] * 4] * 3
+
+
+def test_a_model_that_cannot_be_written_is_told_on_all_ranks(tmp_path: Path) -> None:
+    def rank() -> None:
+        model, _ = trained("ddp")
+        with pytest.raises(shoal.UnavailableError, match="cannot be written"):
+            model.save_model(tmp_path / "no such directory" / "model")
+
+    shoal.launch(rank, world_size=2)
+
+
 def test_one_rank_alone_is_told_that_the_others_went_elsewhere() -> None:
     def body() -> None:
         model, _ = trained("ddp")

@@ -81,6 +81,17 @@ def read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         raise CorruptDataError(f"{path}: {error}", reason=error.reason) from error
 
 
+def write_file(path: Path, data: bytes) -> str | None:
+    """Puts a file there, whole or not at all. What the disk has against it; None: nothing."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        temporary.write_bytes(data)
+        temporary.replace(path)
+    except OSError as error:
+        return f"{path} cannot be written: {error}"
+    return None
+
+
 def _digest(content: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> str:
     digests = {name: tensor_digest(tensor) for name, tensor in tensors.items()}
     return xxhash.xxh3_64_hexdigest(json.dumps([content, digests], sort_keys=True, separators=(",", ":")).encode())

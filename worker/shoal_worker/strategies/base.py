@@ -9,22 +9,24 @@ from __future__ import annotations
 import abc
 import contextlib
 import copy
+import json
 import math
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import torch
-from shoal_common.errors import ConfigurationError
+from shoal_common.errors import ConfigurationError, UnavailableError
 from torch import nn
 
+from shoal_worker.checkpoint.company import on_first
 from shoal_worker.config import ShardingConfiguration
 from shoal_worker.elastic.group import Channel, Group
 from shoal_worker.elastic.modes import evaluating
 from shoal_worker.elastic.session import Session
 from shoal_worker.elastic.step import Step
 from shoal_worker.state.part import StatePart
-from shoal_worker.state.serial import dump_tensors, load_tensors, read_tensors
+from shoal_worker.state.serial import dump_tensors, load_tensors, read_tensors, write_file
 from shoal_worker.strategies.activation_checkpointing import checkpoint_activations
 from shoal_worker.strategies.agreeing import agreed
 from shoal_worker.strategies.settings import check_settings
@@ -221,13 +223,24 @@ class ShardedModel(nn.Module, abc.ABC):
         self.load_full(self.agreed("deserialize", lambda: load_tensors(data)[0]))
 
     def save_model(self, path: str | Path) -> None:
-        """Writes `serialize()` to a file, atomically, on the first rank that holds the state. Every rank calls it."""
-        tensors = self.full_state_dict()
-        if self._session.is_first:
-            target = Path(path)
-            temporary = target.with_name(f".{target.name}.tmp")
-            temporary.write_bytes(dump_tensors(tensors, self.get_model_metadata()))
-            temporary.replace(target)
+        """Writes `serialize()` to a file, atomically, on the first rank that holds the state. Every rank calls it; when it returns, the
+        file is there.
+
+        Raises:
+            UnavailableError (FILE_NOT_WRITTEN): on all ranks: the first one cannot write it.
+        """
+        target, tensors = Path(path), self.full_state_dict()
+
+        def write() -> str | None:
+            return write_file(target, dump_tensors(tensors, self.get_model_metadata())) if self._session.is_first else None
+
+        def body(channel: Channel) -> str | None:
+            refused: str | None = json.loads(channel.exchange(json.dumps(on_first(channel, write)).encode())[0])
+            return refused
+
+        refused = self._session.operation("save_model", body) if self._session.trains(self) else write()
+        if refused is not None:
+            raise UnavailableError(refused, reason="FILE_NOT_WRITTEN")
 
     def load_model(self, path: str | Path) -> None:
         """Reads a file of `save_model`, which every rank must see. Raises what `deserialize` raises."""

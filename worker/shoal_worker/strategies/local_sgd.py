@@ -18,7 +18,6 @@ import contextlib
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import torch
@@ -357,15 +356,6 @@ class LocalSGDModel(DDPModel):
 
         self._session.operation("full_state_dict", body)
         return {} if rank0_only and self._session.rank != 0 else whole
-
-    def save_model(self, path: str | Path) -> None:
-        """See `ShardedModel`. Every rank calls it, and the first one that holds the state writes."""
-        data = self.serialize()
-        if self._session.is_first:
-            target = Path(path)
-            temporary = target.with_name(f".{target.name}.tmp")
-            temporary.write_bytes(data)
-            temporary.replace(target)
 
     @property
     def local_shard(self) -> dict[str, torch.Tensor]:

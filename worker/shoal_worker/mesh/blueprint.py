@@ -102,7 +102,8 @@ class Blueprint:
             self._layouts = {layout.name: layout for layout in self.plan.parameters if layout.dimension is not None}
         if template.pipelined:
             self.rank_of = template.stages(axes.pipeline)
-            self.split = split_model(template.module, len(self.rank_of), cut_points=template.pipeline.cut_points)
+            cut_points = template.pipeline.cut_points if axes.pipeline > 1 else None  # one rank, which may have it whole, is not cut
+            self.split = split_model(template.module, len(self.rank_of), cut_points=cut_points)
 
     def holders(self, name: str) -> Sequence[int]:
         """The places on the pipeline axis that hold a tensor; the first counts it."""

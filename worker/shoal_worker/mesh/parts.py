@@ -1,7 +1,8 @@
 """One model and its optimizer as this rank holds them: whole at first, then the part of it that is this rank's.
 
 The user's module stays the same object; its layers are changed in place, and get other parameters, each time that the ranks are divided
-anew. The optimizer updates `pieces`: plain tensors, which share the memory of what the layers compute with. The training thread owns it.
+anew. The optimizer updates `pieces`: plain tensors, which share the memory of what the layers compute with; or, where the data axis cuts
+these, its shard of them (`along_data.py`). The training thread owns it.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 One engine over three axes (mesh/axes.py): `tensor` and `pipeline` are those where the others have one rank, `hybrid` has all. The model's
 layers communicate in its passes, along the tensor axis and between the stages. What comes after the passes is here; a step ends as
-`in_parts.py` says. Its gradients are sealed when those of this rank's part, added up over the micro-batches, are summed over the replicas:
-one all-reduce along the data axis. After a failure the state is cut for the ranks that are left (`regroup`), from the parts that any of
-them holds. A part that nobody holds is lost: see docs/strategies/hybrid.md.
+`in_parts.py` says. Its gradients are sealed when those of this rank's part, added up over the micro-batches, are summed over the replicas,
+and, where these hold shards of the sums (`mesh/along_data.py`), with the ranks that mirror them. After a failure the state is cut for the
+ranks that are left (`regroup`), from the parts that any of them holds. A part that nobody holds is lost: see docs/strategies/hybrid.md.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ PipelineStage, for the reasons in docs/decisions/0105. Gradients are added to th
 reduced.
 
 Shapes of what goes between stages are learned from the first micro-batch of each kind of input, which sends them ahead of its activation;
-for later
-ones buffers are posted at once. Every step begins with one small all-reduce that checks that all ranks were given the same batch.
+for later ones buffers are posted at once. Every step begins with one small all-reduce that checks that all ranks were given the same batch;
+the first stage computes meanwhile.
 
 Threads: one, the caller's.
 """
@@ -165,26 +165,32 @@ class Engine:
             ConfigurationError: ranks were given different batches; the model or the loss does something that a pipeline cannot.
         """
         with self._links.ending_on_failure("a pipeline step"), torch.set_grad_enabled(loss is not None):
-            self._agree(micro_batches)
-            ran = _Pass(self, schedule, micro_batches, loss, scales, observe).run()
+            agree = self._agree(micro_batches)
+            ran = _Pass(self, schedule, micro_batches, loss, scales, observe).run(agree)
             self._links.finish_sends()
         return ran
 
-    def _agree(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """All ranks were given the same kind of batch; and none has learned shapes that no longer hold."""
+    def _agree(self, micro_batches: Sequence[MicroBatch]) -> Callable[[], None]:
+        """Asks whether all ranks were given the same kind of batch, and whether any has learned shapes that no longer hold. The function
+        returned waits for the answer and goes by it; until then nothing is to be sent to another stage."""
         trainable = tuple(p.requires_grad for stage in self._stages.values() for p in stage.held_parameters)
         kinds = hash((len(micro_batches), *(one.signature for one in micro_batches))) >> 2
         said = torch.tensor([kinds, -kinds, int(trainable != self._trainable)], dtype=torch.int64, device=self._links.device)
-        self._links.all_reduce(said, "comparing the ranks' batches", dist.ReduceOp.MAX)
-        highest, lowest, changed = said.tolist()
-        if highest != -lowest:
-            raise ConfigurationError(
-                "the ranks of one pipeline were given batches of different shapes: ranks of one replica must pass the same batch "
-                "(model.data_parallel_rank says which replica this rank belongs to)"
-            )
-        if changed:
-            self._shapes.clear()
-            self._trainable = trainable
+        compared = self._links.start_all_reduce(said, "comparing the ranks' batches", dist.ReduceOp.MAX)
+
+        def agree() -> None:
+            compared()
+            highest, lowest, changed = said.tolist()
+            if highest != -lowest:
+                raise ConfigurationError(
+                    "the ranks of one pipeline were given batches of different shapes: ranks of one replica must pass the same batch "
+                    "(model.data_parallel_rank says which replica this rank belongs to)"
+                )
+            if changed:
+                self._shapes.clear()
+                self._trainable = trainable
+
+        return agree
 
 
 class _Pass:
@@ -211,7 +217,8 @@ class _Pass:
         self._in_flight = 0
         self._results: list[Any] = []
 
-    def run(self) -> Ran:
+    def run(self, agree: Callable[[], None]) -> Ran:
+        """`agree` is called before anything is sent to or received from another stage; the first stage computes meanwhile."""
         does = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
@@ -222,12 +229,18 @@ class _Pass:
             Kind.SEND_BACKWARD: self._send_backward,
             Kind.RECEIVE_BACKWARD: self._receive_backward,
         }
+        agreed = False
         for action in self._schedule.actions[self._links.rank]:
+            if not agreed and action.kind is not Kind.FORWARD:
+                agree()
+                agreed = True
             try:
                 does[action.kind](action.stage, action.micro_batch)
             except Exception as error:  # whatever the stage raised, with where
                 error.add_note(f"in pipeline stage {action.stage}, micro-batch {action.micro_batch}, {action.kind.name.lower()}")
                 raise
+        if not agreed:  # a pipeline of one rank, that computes no gradients
+            agree()
         results = self._results
         return Ran(losses=results if self._loss else [], outputs=[] if self._loss else results, in_flight=self._in_flight)
 

@@ -109,8 +109,11 @@ class Links:
 
     def all_reduce(self, tensor: torch.Tensor, what: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
         """Reduces `tensor` over the pipeline's ranks, in place."""
-        if self.size > 1:
-            all_reduce(self._group, tensor, what, op)
+        self.start_all_reduce(tensor, what, op)()
+
+    def start_all_reduce(self, tensor: torch.Tensor, what: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Callable[[], None]:
+        """As `all_reduce`; the result is in place once the returned function has been called."""
+        return start_all_reduce(self._group, tensor, what, op) if self.size > 1 else lambda: None
 
     def broadcast(self, tensor: torch.Tensor, source: int, what: str) -> None:
         """Copies `tensor` of rank `source` to all ranks."""

@@ -9,19 +9,7 @@ from shoal_worker.elastic.current import current_session
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.integration.worker_elastic.ddp_cases.case import (
-    Place,
-    Ranks,
-    State,
-    batches,
-    case,
-    cases,
-    mse,
-    network,
-    sgd,
-    state,
-    train,
-)
+from tests.integration.worker_elastic.ddp_cases.case import Place, Ranks, State, batches, case, cases, mse, network, sgd, state, train
 
 
 @case

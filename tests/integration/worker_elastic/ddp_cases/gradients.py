@@ -7,19 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.integration.worker_elastic.ddp_cases.case import (
-    Alone,
-    Place,
-    State,
-    batches,
-    case,
-    cases,
-    mse,
-    network,
-    sgd,
-    state,
-    train,
-)
+from tests.integration.worker_elastic.ddp_cases.case import Alone, Place, State, batches, case, cases, mse, network, sgd, state, train
 
 
 @cases(mean={}, sum={"loss_reduction": "sum"})

@@ -10,19 +10,7 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from tests.integration.worker_elastic.ddp_cases.case import (
-    Alone,
-    Place,
-    Ranks,
-    State,
-    batches,
-    case,
-    cases,
-    mse,
-    network,
-    sgd,
-    state,
-)
+from tests.integration.worker_elastic.ddp_cases.case import Alone, Place, Ranks, State, batches, case, cases, mse, network, sgd, state
 
 
 @case

@@ -10,14 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from tests.integration.worker_elastic.ddp_cases.case import (
-    Place,
-    State,
-    case,
-    cases,
-    network,
-    train,
-)
+from tests.integration.worker_elastic.ddp_cases.case import Place, State, case, cases, network, train
 
 
 @case

@@ -24,7 +24,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks.workers import blocks
-from benchmarks.workers.train_strategy import TRAIN_STEP_ALONE
+from benchmarks.workers.train_strategy import add_strategy, take_pass
 from benchmarks.workers.wire import traffic
 from benchmarks.workers.workload import Workload
 
@@ -97,8 +97,7 @@ def _options() -> Namespace:
     import argparse
 
     flags = argparse.ArgumentParser()
-    flags.add_argument("--strategy", required=True)
-    flags.add_argument("--options", default="{}", help="of the strategy, as JSON")
+    add_strategy(flags)
     flags.add_argument("--output", type=Path, required=True)
     for name in ("ranks", "replicas", "width", "batch", "steps"):
         flags.add_argument(f"--{name}", type=int, required=True)
@@ -110,17 +109,14 @@ def _train(options: Namespace, workload: Workload, mirrored: Wired) -> dict[str,
     inner = blocks.optimizer_of(net)
     names = {id(p) for p in net.parameters()}
     account: dict[str, Any] = {"model": sum(p.numel() * p.element_size() for p in net.parameters()), "tensors": len(names)}
-    model, optimizer = shoal.as_distributed(net, inner, strategy=options.strategy, **json.loads(options.options))
+    model, optimizer = shoal.as_distributed(net, inner, strategy=options.strategy, **options.options)
     inner.register_step_pre_hook(lambda *_: _note_gradients(account, model, inner))
     sizes = {"batch_size": workload.batch} if options.strategy == "async_sgd" else {"global_batch_size": workload.batch * options.replicas}
     loader = shoal.ElasticDataLoader(blocks.dataset(workload), **sizes)
     done, before, before_mirrored = 0, traffic(), 0
     for _ in loader.epochs(blocks.MANY_EPOCHS):
         for inputs, labels in loader:
-            if options.strategy in TRAIN_STEP_ALONE:
-                model.train_step(inputs, labels, loss_fn=blocks.loss_fn)
-            else:
-                blocks.loss_fn(model(inputs), labels).backward()
+            take_pass(model, options.strategy, inputs, labels)
             _note_gradients(account, model, inner)
             optimizer.step()
             optimizer.zero_grad()

@@ -2,38 +2,51 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+from typing import Any, Final
 
 import shoal
+import torch
 
 from benchmarks.workers import blocks
 from benchmarks.workers.steplog import StepLog
 from benchmarks.workers.workload import parser, workload_of
 
-TRAIN_STEP_ALONE = ("pipeline", "hybrid")
+_TRAIN_STEP_ALONE: Final = ("pipeline", "hybrid")
 """Strategies that may have stages, so that no rank calls the whole model."""
+
+
+def add_strategy(flags: argparse.ArgumentParser) -> None:
+    """The flags that say which one."""
+    flags.add_argument("--strategy", required=True)
+    flags.add_argument("--options", type=json.loads, default={}, help="of the strategy, as JSON")
+
+
+def take_pass(model: Any, strategy: str, inputs: torch.Tensor, labels: torch.Tensor) -> None:
+    """Forward and backward, the way a user of that strategy writes it."""
+    if strategy in _TRAIN_STEP_ALONE:
+        model.train_step(inputs, labels, loss_fn=blocks.loss_fn)
+    else:
+        blocks.loss_fn(model(inputs), labels).backward()
 
 
 def main() -> None:
     """Trains until told otherwise."""
     flags = parser()
-    flags.add_argument("--strategy", required=True)
-    flags.add_argument("--options", default="{}", help="of the strategy, as JSON")
+    add_strategy(flags)
     flags.add_argument("--replicas", type=int, default=0, help="that share the global batch; 0: every rank is one")
     options = flags.parse_args()
     workload = workload_of(options)
     shoal.init()
     net = blocks.network(workload)
-    model, optimizer = shoal.as_distributed(net, blocks.optimizer_of(net), strategy=options.strategy, **json.loads(options.options))
+    model, optimizer = shoal.as_distributed(net, blocks.optimizer_of(net), strategy=options.strategy, **options.options)
     global_batch = workload.batch * (options.replicas or workload.ranks)
     loader = shoal.ElasticDataLoader(blocks.dataset(workload), global_batch_size=global_batch)
     log = StepLog(workload.log, steps=workload.steps, gate=workload.gate)
     for _ in loader.epochs(blocks.MANY_EPOCHS):
         for inputs, labels in loader:
-            if options.strategy in TRAIN_STEP_ALONE:
-                model.train_step(inputs, labels, loss_fn=blocks.loss_fn)
-            else:
-                blocks.loss_fn(model(inputs), labels).backward()
+            take_pass(model, options.strategy, inputs, labels)
             if optimizer.step():
                 log.committed(group=shoal.generation(), world_size=shoal.world_size(), rank=shoal.rank(), step=loader.global_step)
             optimizer.zero_grad()

@@ -373,6 +373,13 @@ def test_synchronized_batch_norm_is_refused() -> None:
         shoal.as_distributed(nn.Sequential(nn.Linear(3, 3), nn.SyncBatchNorm(3)))
 
 
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3", "fsdp", "hsdp", "tensor", "pipeline", "hybrid"])
+def test_complex_parameters_are_refused_by_strategies_that_cut_them(strategy: str) -> None:
+    net = nn.Linear(2, 2, dtype=torch.complex64)
+    with pytest.raises(shoal.ConfigurationError, match="'weight' is complex, and strategy="):
+        shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1), strategy=strategy)
+
+
 def test_complex_parameters_are_refused_in_micro_batches() -> None:
     net = nn.ParameterList([nn.Parameter(torch.ones(2, dtype=torch.complex64))])
     shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1))

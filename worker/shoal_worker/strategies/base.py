@@ -48,6 +48,8 @@ class ShardedModel(nn.Module, abc.ABC):
     """Fields of `ShardingConfiguration` that not every strategy knows, and this one does."""
     compresses: ClassVar[bool] = False
     """It takes `gradient_compression=`."""
+    complex_parameters: ClassVar[bool] = False
+    """It trains them."""
 
     def __init__(self, module: nn.Module, session: Session, config: ShardingConfiguration, *, backend: str | None, **options: Any) -> None:
         """`backend`: None chooses by the session's device. `options`: those named in `options`."""
@@ -58,6 +60,8 @@ class ShardedModel(nn.Module, abc.ABC):
                 "zero1, zero2, zero3, fsdp or async_sgd, or leave it out"
             )
         check_settings(self.strategy, self.settings, config)
+        if not self.complex_parameters:
+            _check_real(module, self.strategy)
         self.module = module
         self.config = config
         self.backend_name = backend or session.default_backend
@@ -351,3 +355,13 @@ def check_optimizer_covers(module: nn.Module, optimizer: torch.optim.Optimizer) 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:
     return (p for group in optimizer.param_groups for p in group["params"])
+
+
+def _check_real(module: nn.Module, strategy: str) -> None:
+    """Raises ConfigurationError for a complex parameter that is trained."""
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad and parameter.is_complex():
+            raise ConfigurationError(
+                f"parameter {name!r} is complex, and strategy={strategy!r} sums real numbers: keep it as two real ones "
+                "(torch.view_as_complex in the forward pass), or take ddp or local_sgd"
+            )

@@ -36,6 +36,7 @@ class DDPModel(WholeModel):
     strategy: ClassVar[str] = "ddp"
     asynchronous: ClassVar[bool] = False
     compresses: ClassVar[bool] = True
+    complex_parameters: ClassVar[bool] = True
 
     def initialize_sharding(self) -> None:
         """Nothing is sharded: the whole module stays on this rank."""

@@ -115,6 +115,9 @@ def _check_agreement(mesh: DeviceMesh, plan: TensorParallelPlan) -> None:
     """Ranks with different plans would wait for each other for ever, or mix their values."""
     digest = checksum(memoryview(repr(plan).encode())) >> 1
     bounds = torch.tensor([digest, -digest], dtype=torch.int64, device=mesh.device_type)
-    dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=mesh.get_group())
+    options = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
+    # Of the group itself: dist.all_reduce would look it up in torch's world to report a failure, and raise that it is not there.
+    mesh.get_group().allreduce([bounds], options).wait()
     if bounds[0] != -bounds[1]:
         raise ConfigurationError("parallelize: the ranks of the mesh have different plans; call make_plan with the same arguments on each")

@@ -8,6 +8,7 @@ look-up in a cache.
     compression.halfway         the first collectives of all compressed buckets are done on this rank, their second ones are under way
     reduction.completed         a collective of the step's gradients is done on this rank
     sharded.sealed              this rank's part of the summed gradients is with its buddy
+    mesh.dividing               this rank is about to connect the groups along the axes, its parts gathered
     session.before_apply        all collectives of the step are done, nothing is applied on this rank
     session.after_apply         applied, not yet committed: no loader has moved, nobody was told
     session.after_commit        the step is committed on this rank

@@ -99,6 +99,17 @@ def test_a_rank_that_missed_the_closing_of_a_step_applies_it_when_a_peer_has(
 
 
 @pytest.mark.matrix
+def test_a_second_death_while_the_ranks_are_divided_anew_loses_nothing_of_which_a_part_is_left(
+    zygote: Zygote, tmp_path: Path, alone: dict[str, Any]
+) -> None:
+    """Worker 0 has one part, worker 3, a spare in the generation that fails, the other."""
+    settings = {"EPOCHS": str(EPOCHS), "STRATEGY": "hybrid", "OPTIONS": '{"tensor_parallel_size": 2}'}
+    with cluster(zygote, tmp_path, max_workers=4, script=SCRIPT, **settings) as running:
+        start(running, 4, of_2="sharded.sealed@7=kill", of_1="mesh.dividing@2=kill")
+        check_same_run(running.finish(0, 3), alone, running)
+
+
+@pytest.mark.matrix
 def test_a_model_of_which_a_part_is_lost_goes_back_to_the_newest_checkpoint(zygote: Zygote, tmp_path: Path, alone: dict[str, Any]) -> None:
     checkpoints = {"CHECKPOINTS": str(tmp_path / "checkpoints")}
     with cluster(zygote, tmp_path, script=SCRIPT, EPOCHS=str(EPOCHS), STRATEGY="tensor", OPTIONS="{}", **checkpoints) as running:

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from shoal_worker.elastic.generation import Generation, Peer
 from shoal_worker.elastic.group import Group
 from shoal_worker.elastic.replica import StrategySession
+from shoal_worker.failpoints import failpoint
 from shoal_worker.mesh.along_data import InShards
 from shoal_worker.mesh.axes import Axes
 from shoal_worker.mesh.gathering import Cut, Whole
@@ -62,6 +63,7 @@ class Division:
         self.group = group
         self._session = session
         self._groups: dict[str, Group] = {}
+        failpoint("mesh.dividing")
         for axis, name, ranks in axes.lines():
             part = group.subgroup(ranks, name) if group.rank in ranks else None
             if part is not None:

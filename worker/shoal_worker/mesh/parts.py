@@ -58,8 +58,8 @@ class ModelParts(StateInParts):
         self._device = device
         self._dropout = dropout
         self._checkpointed = [module.get_submodule(name) for name in checkpointed]
-        self._before: Held | None = None
-        """The parts of the cut before, until the next commit."""
+        self._before: list[Held] = []
+        """The parts of the cuts before, the newest first, until the next commit: of several, if one after another failed half way."""
         self._blueprints: dict[Axes, Blueprint] = {}
         self._own_pieces()
 
@@ -75,6 +75,16 @@ class ModelParts(StateInParts):
             self._blueprints[axes] = Blueprint(self.template, axes)
         return self._blueprints[axes]
 
+    @property
+    def is_whole(self) -> bool:
+        """This rank holds all of the state, as before the first cut."""
+        return self.cut is None and bool(self.pieces)
+
+    @property
+    def is_empty(self) -> bool:
+        """This rank holds nothing, not even of a cut before."""
+        return self.cut is None and not self.pieces and not self._before
+
     def is_trained(self, name: str) -> bool:
         """Whether a parameter is; of the whole model."""
         return self.template.tensors()[name].requires_grad
@@ -88,7 +98,8 @@ class ModelParts(StateInParts):
         held = self.hold()
         # All are taken in before anything changes: to the end the collection may fail.
         taken = [self._taken(one, blueprint, cut.at) for one in (wholes if wholes is not None else self._own_wholes(held))]
-        self._before = held
+        # What fails from here on leaves the parts of the cuts before, and none of this one.
+        self._before, self.pieces, self.cut = self.held(), {}, None
         self._lay_out_module(blueprint, cut.at, mesh)
         self.cut, self.blueprint = cut, blueprint
         self._own_pieces()
@@ -101,20 +112,20 @@ class ModelParts(StateInParts):
 
     def forget_before(self) -> None:
         """The state was committed in its new cut."""
-        self._before = None
+        self._before = []
 
     def make_whole(self) -> None:
         """This rank holds everything, with any values in it, until it is cut again."""
         self._strip()
         named = named_tensors(self.module)
         self._replace({id(named[name]): empty_on(named[name], self._device) for name in self.template.names})
-        self.cut = self.blueprint = self._before = None
+        self._before, self.cut, self.blueprint = [], None, None
         self._own_pieces()
         self._point_optimizer({})
 
     def drop(self) -> None:
         """This rank holds nothing from here on: it is a spare."""
-        self._before = None
+        self._before = []
         self._strip()
         self.pieces, self.parameters, self.along_data = {}, {}, Replicated({})
         self._point_optimizer({})
@@ -123,7 +134,7 @@ class ModelParts(StateInParts):
     def held(self) -> list[Held]:
         """For `gather`: the newest first."""
         own = self.hold()
-        return [one for one in (own, self._before) if one is not None]
+        return [*([own] if own is not None else []), *self._before]
 
     def hold(self) -> Held | None:
         """What is here, of a state that is cut; all of it, under the number -1, before."""
@@ -273,7 +284,7 @@ class ModelParts(StateInParts):
 
     def assemble(self, channel: Channel) -> dict[str, Any]:
         """See `StateInParts`."""
-        if self.cut is None:
+        if self.is_whole or self.is_empty:
             optimizer = self.optimizer.state_dict() if self.optimizer is not None else None
             return {"model": self.values(channel), "optimizer": optimizer}
         wholes = {one.name: one for one in gather(channel, self.held(), self.blueprint_for)}
@@ -294,9 +305,9 @@ class ModelParts(StateInParts):
 
     def values(self, channel: Channel) -> dict[str, torch.Tensor]:
         """See `StateInParts`."""
-        if self.cut is None and self.pieces:
+        if self.is_whole:
             return dict(self.module.state_dict())
-        if self.cut is None:  # a spare, whose answer nobody uses
+        if self.is_empty:  # a spare, whose answer nobody uses
             shapes = self.template.tensors()
             return {key: torch.zeros_like(shapes[first], device=self._device) for key, first in self.template.first_names.items()}
         wholes = {one.name: one.value for one in gather(channel, self.held(), self.blueprint_for, state=False)}

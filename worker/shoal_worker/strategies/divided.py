@@ -85,7 +85,7 @@ class DividedModel(ModelInParts[ModelParts, Closing]):
         )
         self._dropout = DropoutRandomness(own.get("dropout", DropoutRandomness.PER_SHARD))
         self._division: Division | None = None
-        """None until the first step, and in a spare."""
+        """None until the first step, in a spare, and where laying it out has failed."""
         self._standing_in: list[nn.Module] = []
         """One at most. In a list, or it would be a part of this module."""
         self._axes: dict[int, Axes] = {}
@@ -151,8 +151,9 @@ class DividedModel(ModelInParts[ModelParts, Closing]):
 
     @property
     def _ahead(self) -> bool:
-        """This process's script is not where its peers' are, and the model is laid out over them: they would not answer."""
-        return self._session.is_joining and self.in_parts
+        """This process's script is not where its peers' are, and the model is laid out over them: they would not answer. Or a failure has
+        left it laid out over nobody, and the step is lost."""
+        return self.in_parts and (self._session.is_joining or self._division is None)
 
     def _stand_in(self) -> nn.Module:
         """What such a script computes with: nobody uses the answer. The module itself where it is whole."""
@@ -176,12 +177,12 @@ class DividedModel(ModelInParts[ModelParts, Closing]):
     @property
     def in_parts(self) -> bool:
         """See `Replica`."""
-        return self._parts is not None and (self._division is not None or not self._parts.pieces)
+        return self._parts is not None and not self._parts.is_whole
 
     @property
     def idle(self) -> bool:
         """This rank is a spare: no whole replica could be made with it."""
-        return self.in_parts and self._division is None
+        return self._parts is not None and self._parts.is_empty
 
     # ---------------------------------------------------------------------------------------------------------------- ranks
 

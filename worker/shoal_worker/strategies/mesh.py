@@ -135,8 +135,9 @@ class MeshModel(DividedModel):
             if state["optimizer"] is not None:
                 held.load_optimizer(state["optimizer"])
             self._closing = None
-        elif self._division is None:
-            held.drop()  # what its peers hold comes when the ranks are divided
+        elif self._division is None or (state["applied"] != self._applied and not self._sealed):
+            self._release()
+            held.drop()  # nothing, or too old: what its peers hold comes when the ranks are divided
             held.settings = state["settings"]
             self._applied, self._closing = state["applied"], None
         else:
@@ -163,18 +164,29 @@ class MeshModel(DividedModel):
             self._lay_out(group, gathered=True)
 
     def _lay_out(self, group: Group, *, gathered: bool) -> None:
-        """Divides the ranks anew. `gathered`: by the parts that they hold; else each has all."""
+        """Divides the ranks anew. `gathered`: by the parts that they hold; else each has all.
+
+        A failure at any place leaves every rank with the parts that it had, so that they can be divided again.
+        """
         held, axes = self._held, self._divide(group.world_size)
         wholes = list(gather(group, held.held(), held.blueprint_for)) if gathered else None
+        self._sealed = False  # what became of the step before is settled
+        works = axes.at(group.rank) is not None
+        division = Division(group, axes, self._session, self.sharding) if works else None
+        if division is not None:
+            self._release()
+            division.lay_out(held, wholes, averages=self.config.loss_reduction == "mean")
+            self._division = division
+        if gathered:
+            group.exchange(b"")  # all have theirs: what a spare holds is needed until then
+        if division is None:
+            self._release()
+            held.drop()
+
+    def _release(self) -> None:
         old, self._division = self._division, None
         if old is not None:
             old.release()
-        if axes.at(group.rank) is None:
-            held.drop()
-            return
-        division = Division(group, axes, self._session, self.sharding)
-        division.lay_out(held, wholes, averages=self.config.loss_reduction == "mean")
-        self._division, self._sealed = division, False
 
     def working(self, group: Group) -> Group:
         """See `Replica`."""

@@ -1,0 +1,104 @@
+"""Ranks that divide a model anew when some are gone: whatever fails on the way, no part is lost that a living rank holds."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, cast
+
+import pytest
+import shoal
+import torch
+from shoal_common.errors import MembershipChanged
+from shoal_worker.elastic.current import current_session
+from shoal_worker.elastic.group import Group
+
+from tests.unit.worker_strategies import mesh_models as models
+
+LEFT = [0, 2, 3]
+SPARE = 2
+EXCHANGES = 3
+"""In which the ranks say whether there are parts, who has which, and send them."""
+USES = EXCHANGES + 4 + 1 + 1
+"""And groups to connect, an all-reduce as the layers are laid out, and that all have theirs."""
+
+
+class NextGeneration:
+    """What is left of a launch, as its next generation: the ranks `left`. Every rank loses it at its `over`-th use of the group."""
+
+    def __init__(self, launch: Group, members: Group, left: Sequence[int], number: int, over: int | None) -> None:
+        self.rank, self.world_size, self.broken, self.device = members.rank, len(left), None, launch.device
+        self.generation = dataclasses.replace(members.generation, number=number)
+        self._launch, self._members, self._left, self._over = launch, members, left, over
+        self._uses = 0
+
+    def _use(self) -> None:
+        self._uses += 1
+        if self._uses == self._over:
+            raise MembershipChanged("a peer is gone")
+
+    def exchange(self, payload: bytes) -> list[bytes]:
+        self._use()
+        return self._members.exchange(payload)
+
+    def all_gather_integers(self, values: Sequence[int]) -> list[list[int]]:
+        self._use()
+        return self._members.all_gather_integers(values)
+
+    def subgroup(self, ranks: Sequence[int], name: str) -> NextGeneration | None:
+        self._use()
+        left = [self._left[rank] for rank in ranks]
+        part = self._launch.subgroup(left, f"{name} of {self.generation.number}")
+        return Part(self, part, left) if part is not None else None
+
+    @property
+    def process_group(self) -> Any:
+        self._use()
+        return self._members.process_group
+
+    def abort(self, reason: str) -> None:
+        """The launch goes on."""
+
+
+class Part(NextGeneration):
+    def __init__(self, whole: NextGeneration, members: Group, left: Sequence[int]) -> None:
+        super().__init__(whole._launch, members, left, whole.generation.number, None)
+        self._whole = whole
+
+    def _use(self) -> None:
+        self._whole._use()
+
+
+def test_a_failure_at_any_moment_of_dividing_the_ranks_loses_no_part_that_a_living_rank_holds() -> None:
+    """Rank 1 of two replicas of two ranks is gone: rank 2 is to get the part that rank 3 alone holds, and rank 3 is to be a spare."""
+
+    def rank() -> Any:
+        net = models.make()
+        model, optimizer = shoal.as_distributed(
+            net, torch.optim.AdamW(net.parameters(), 0.01), minimum_parameter_group_size=64, strategy="hybrid", tensor_parallel_size=2
+        )
+        x, y = models.data()[:8]
+        for _ in range(2):
+            model.train_step(x, y, models.loss_of)
+            optimizer.step()
+        before = {name: value.clone() for name, value in model.local_shard.items()}
+        launch = current_session().group
+        assert launch is not None
+        members = launch.subgroup(LEFT, "left")
+        if members is None:
+            return None
+        for attempt in range(1, USES + 1):
+            # A spare uses the group for the parts, and once more when all have theirs; in between the others connect and lay out.
+            over = min(attempt, EXCHANGES + 1) if members.rank == SPARE else attempt
+            with pytest.raises(MembershipChanged, match="a peer is gone"):
+                model.regroup(cast("Group", NextGeneration(launch, members, LEFT, 1 + attempt, over)))
+            assert model.in_parts
+            assert not model.idle
+        model.regroup(cast("Group", NextGeneration(launch, members, LEFT, 2 + USES, None)))
+        return before, dict(model.local_shard), model.idle
+
+    first, _, second, spare = shoal.launch(rank, world_size=4)
+    assert not spare[1], "a spare holds nothing"
+    assert [of[2] for of in (first, second, spare)] == [False, False, True]
+    torch.testing.assert_close(first[1], first[0], rtol=0, atol=0)
+    torch.testing.assert_close(second[1], spare[0], rtol=0, atol=0)

@@ -40,7 +40,7 @@ class FakeClock:
     def assign(self, share):
         self.calls.append(("assign", share))
 
-    def begin_micro_batch(self, *, index, weight, key):
+    def begin_micro_batch(self, *, index, weight, key, weigh):
         self.calls.append(("micro", index, weight, tuple(key)))
 
     def end_micro_batch(self):

@@ -85,7 +85,7 @@ def test_what_the_loop_draws_depends_on_the_step_alone_and_not_on_how_its_batch_
             loader.committed(clock.placement)
         return loop
 
-    clock.begin_micro_batch = lambda *, index, weight, key: seed_generators(key)  # as the session does
+    clock.begin_micro_batch = lambda *, index, weight, key, weigh: seed_generators(key)  # as the session does
     inline = drawn(0)
     assert drawn(1) == inline
     assert len(set(inline)) == len(inline)

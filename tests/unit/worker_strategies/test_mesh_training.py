@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from shoal_common.errors import ConfigurationError, MembershipChanged
 from shoal_worker.elastic.current import current_session
 from torch.distributed.tensor import DTensor, Partial
+from torch.utils.data import TensorDataset
 
 from tests.unit.worker_strategies import mesh_models as models
 
@@ -121,6 +123,55 @@ def test_what_cannot_be_is_refused_by_name(world: int, options: dict[str, Any], 
 def test_a_pipelines_forward_pass_in_training_names_train_step() -> None:
     with pytest.raises(ConfigurationError, match=r"loss = model\.train_step\(x, y, loss_fn\)"):
         shoal.launch(lambda: train("gpt", "adamw", None, loop=True, strategy="pipeline"), world_size=2)
+
+
+@pytest.mark.parametrize(
+    ("micro", "options"),
+    [
+        (None, {"micro_batches": 8}),
+        pytest.param(4, {"schedule": "zero_bubble"}, marks=MATRIX),
+        pytest.param(None, {"micro_batches": 8, "schedule": "zero_bubble"}, marks=MATRIX),
+    ],
+)
+def test_a_pipelines_micro_batches_weigh_what_weight_fn_says(micro: int | None, options: dict[str, Any]) -> None:
+    """Of the eight samples that go through one by one, two have no target at all: the mean over nothing is no number."""
+    x, y = models.data()[:8]
+    y = y.clone()
+    y[:3, 1:], y[3:5] = -100, -100
+
+    def rank() -> tuple[dict[str, torch.Tensor], float]:
+        net = models.make()
+        model, stepper = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1), strategy="pipeline", **options)
+        loader = shoal.ElasticDataLoader(
+            TensorDataset(x, y), global_batch_size=8, micro_batch_size=micro, weight_fn=lambda batch: float((batch[1] != -100).sum())
+        )
+        for step in loader.steps():
+            for inputs, targets in step:
+                loss = model.train_step(inputs, targets, models.loss_of)
+            assert stepper.step()
+        return model.full_state_dict(), float(loss)
+
+    net = models.make()
+    expected = models.loss_of(net(x), y)
+    expected.backward()
+    torch.optim.SGD(net.parameters(), 0.1).step()
+    for state, loss in shoal.launch(rank, world_size=2):
+        for name, value in net.named_parameters():
+            torch.testing.assert_close(state[name], value.detach(), rtol=0, atol=1e-10)
+        assert micro is not None or loss == pytest.approx(float(expected.detach()))
+
+
+def test_weights_that_a_pipeline_cannot_cut_are_refused_by_name() -> None:
+    def rank(weight: Callable[[Any], float], rows: int) -> None:
+        net = models.make()
+        model, _ = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1), strategy="pipeline")
+        for x, y in shoal.ElasticDataLoader(models.data(), global_batch_size=8, weight_fn=weight):
+            model.train_step(x[:rows], y[:rows], models.loss_of)
+
+    with pytest.raises(ConfigurationError, match=r"weight_fn gave 3.0 for a batch, and .* weights that add up"):
+        shoal.launch(lambda: rank(lambda batch: 3.0, 8), world_size=2)
+    with pytest.raises(ConfigurationError, match=r"given 6 rows of a batch whose tensors have \[8\]"):
+        shoal.launch(lambda: rank(lambda batch: float(len(batch[0])), 6), world_size=2)
 
 
 def test_a_step_that_is_given_up_reduces_no_gradients_over_a_group_that_is_over() -> None:

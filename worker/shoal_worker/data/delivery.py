@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from shoal_common.errors import ConfigurationError, PreconditionError
+from shoal_common.errors import PreconditionError
 
 from shoal_worker.data.dealer import Dealer
 from shoal_worker.data.fetch import Fetcher, Request
@@ -19,7 +19,8 @@ from shoal_worker.data.plan import Block
 from shoal_worker.data.record import SampleRecord
 from shoal_worker.data.step import DealtStep, Step
 from shoal_worker.data.supply import Supply
-from shoal_worker.elastic.contract import Share, StepClock
+from shoal_worker.data.weighing import weight_of, weights_of_rows
+from shoal_worker.elastic.contract import Share, StepClock, WeighRows
 
 
 class Delivery:
@@ -69,7 +70,7 @@ class Delivery:
             weight = self._weight(batch, block)
             if not self._in_micro_batches:
                 clock.assign(Share(weight=weight, total_weight=self._total_weight(dealt, weight), micro_batches=None))
-            clock.begin_micro_batch(index=block.index, weight=weight, key=request.key)
+            clock.begin_micro_batch(index=block.index, weight=weight, key=request.key, weigh=self._weigh_rows(batch, block))
             self._note(dealt, block, request, loader)
             dealt.handed_out += len(block)
             yield batch
@@ -80,10 +81,12 @@ class Delivery:
     def _weight(self, batch: Any, block: Block) -> float:
         if self._weight_fn is None or not len(block):
             return float(len(block))
-        weight = float(self._weight_fn(batch))
-        if not math.isfinite(weight) or weight < 0:
-            raise ConfigurationError(f"weight_fn gave {weight}; expected a finite number of at least 0")
-        return weight
+        return weight_of(batch, self._weight_fn)
+
+    def _weigh_rows(self, batch: Any, block: Block) -> WeighRows | None:
+        if self._weight_fn is None or not len(block):
+            return None
+        return functools.partial(weights_of_rows, batch, self._weight_fn)
 
     def _total_weight(self, dealt: DealtStep, weight: float) -> float | None:
         if self._supply.leased:

@@ -8,7 +8,7 @@ user's training loop.
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -57,6 +57,10 @@ class Share:
     """How many the rank gets that gets the most. Strategies that communicate in every pass take part in as many."""
 
 
+WeighRows = Callable[[Sequence[int]], list[float]]
+"""What parts of a batch weigh, of so many rows each. Raises ConfigurationError."""
+
+
 class StepClock(Protocol):
     """The session, as a loader sees it."""
 
@@ -91,9 +95,10 @@ class StepClock(Protocol):
         """Tells the share of this rank in the step that began."""
         ...
 
-    def begin_micro_batch(self, *, index: int, weight: float, key: Sequence[int]) -> None:
+    def begin_micro_batch(self, *, index: int, weight: float, key: Sequence[int], weigh: WeighRows | None) -> None:
         """Called before micro-batch `index` (0-based over the whole global batch) is handed out. `key` = (seed, epoch, step, micro-batch):
-        its random numbers. Plain batches call it once, with index = rank."""
+        its random numbers. `weigh`: for strategies that cut it further; None: its samples weigh alike. Plain batches call it once, with
+        index = rank."""
         ...
 
     def end_micro_batch(self) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from shoal_common.errors import PreconditionError
 
-from shoal_worker.elastic.contract import Placement, Share, StepSource
+from shoal_worker.elastic.contract import Placement, Share, StepSource, WeighRows
 from shoal_worker.elastic.place import PLACE_WORD_LENGTH, Place, agree
 
 CONTROL_LENGTH = 4 + PLACE_WORD_LENGTH
@@ -33,6 +33,8 @@ class Step:
     """Its first batch ended the replay of a joiner's script."""
     micro_batch: float | None = None
     """Weight of the micro-batch that is being computed."""
+    weigh: WeighRows | None = None
+    """What parts of it weigh; None: their samples."""
     taken: int = 0
     """Batches of this rank that the user's loop has got."""
     micro_batches_weight: float = 0.0

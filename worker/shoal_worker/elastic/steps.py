@@ -20,7 +20,7 @@ import torch
 from shoal_common.errors import MembershipChanged, PreconditionError
 
 from shoal_worker.elastic.borders import ALONE, Borders
-from shoal_worker.elastic.contract import Leases, Placement, Share, StateLostError, StepSource, StepStatus, StopTraining
+from shoal_worker.elastic.contract import Leases, Placement, Share, StateLostError, StepSource, StepStatus, StopTraining, WeighRows
 from shoal_worker.elastic.departure import Departure
 from shoal_worker.elastic.formation import Formation
 from shoal_worker.elastic.held import HeldState
@@ -126,12 +126,12 @@ class Steps:
             step.first_live, self.replaying = True, False
             self._held.arrived()
 
-    def begin_micro_batch(self, *, index: int, weight: float, key: Sequence[int]) -> None:
+    def begin_micro_batch(self, *, index: int, weight: float, key: Sequence[int], weigh: WeighRows | None) -> None:
         """See `StepClock`."""
         step = self.require()
         step.handed_out = True
         step.taken += 1
-        step.micro_batch = weight
+        step.micro_batch, step.weigh = weight, weigh
         seed_generators(key)
         if step.in_micro_batches:
             self._held.replica.micro_batch_begins()
@@ -141,7 +141,7 @@ class Steps:
         step = self.current
         if step is None or step.micro_batch is None:
             return
-        weight, step.micro_batch = step.micro_batch, None
+        weight, step.micro_batch, step.weigh = step.micro_batch, None, None
         step.micro_batches_weight += weight
         if step.in_micro_batches and step.lost is None:
             self._held.replica.micro_batch_ends(weight)

@@ -30,7 +30,7 @@ from shoal_worker.pipelining.links import Incoming, Links
 from shoal_worker.pipelining.micro_batches import MicroBatch
 from shoal_worker.pipelining.partial import PartialModel
 from shoal_worker.pipelining.schedule import Kind, Schedule
-from shoal_worker.pipelining.values import Border
+from shoal_worker.pipelining.values import Border, keep_gradients_from
 
 _HEADER_BYTES: Final = 1024
 
@@ -268,7 +268,10 @@ class _Pass:
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             got = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise ConfigurationError(f"the loss of a micro-batch is {got}: expected a tensor of one element")
-        self._results.append(loss.detach().clone())
+        weighs = self._scales[index] != 0
+        if not weighs:  # it may hold anything: the mean over no token, say, has gradients that are no numbers
+            keep_gradients_from(output)
+        self._results.append(loss.detach().clone() if weighs else torch.zeros_like(loss.detach()))
         return (loss * self._scales[index],)
 
     def _hand_on(self, border: Border, stage: int, index: int) -> tuple[torch.Tensor, ...]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,3 +67,10 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, tuple | list):
         for one in value:
             yield from tensors_in(one)
+
+
+def keep_gradients_from(output: Any) -> None:
+    """What comes back to an output in the backward pass becomes nought, also what is no number."""
+    for one in pytree.tree_leaves(output):
+        if isinstance(one, torch.Tensor) and one.requires_grad:
+            one.register_hook(torch.zeros_like)

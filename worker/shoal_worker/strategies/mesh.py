@@ -10,6 +10,7 @@ ranks that are left (`regroup`), from the parts that any of them holds. A part t
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -89,6 +90,9 @@ class MeshModel(DividedModel):
         seeds = torch.randint(2**62, (count,)).tolist()  # the ranks of a replica draw alike
         batches = cut_batch(inputs, targets, count=count, seeds=seeds)
         step = self._session.step
+        if step is not None and step.weigh is not None:
+            weights = step.weigh([one.samples for one in batches])
+            batches = [dataclasses.replace(one, weight=weight) for one, weight in zip(batches, weights, strict=True)]
         several = step is not None and step.in_micro_batches  # of which the closing tells but the mean
         try:
             return self._division.train_on(batches, None if loss_fn is None else self._within_region(loss_fn), everywhere=several)

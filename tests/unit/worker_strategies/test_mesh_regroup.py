@@ -19,8 +19,8 @@ LEFT = [0, 2, 3]
 SPARE = 2
 EXCHANGES = 3
 """In which the ranks say whether there are parts, who has which, and send them."""
-USES = EXCHANGES + 4 + 1 + 1
-"""And groups to connect, an all-reduce as the layers are laid out, and that all have theirs."""
+USES = EXCHANGES + 4 + 1 + 1 + 1
+"""And groups to connect, a seed to be told, an all-reduce as the layers are laid out, and that all have theirs."""
 
 
 class NextGeneration:

@@ -10,6 +10,7 @@ import shoal
 import torch
 from shoal_common.errors import ConfigurationError, MembershipChanged
 from shoal_worker.elastic.current import current_session
+from torch import nn
 from torch.distributed.tensor import DTensor, Partial
 from torch.utils.data import TensorDataset
 
@@ -159,6 +160,35 @@ def test_a_pipelines_micro_batches_weigh_what_weight_fn_says(micro: int | None, 
         for name, value in net.named_parameters():
             torch.testing.assert_close(state[name], value.detach(), rtol=0, atol=1e-10)
         assert micro is not None or loss == pytest.approx(float(expected.detach()))
+
+
+@pytest.mark.parametrize(
+    ("world", "options"),
+    [(2, {"strategy": "tensor"}), pytest.param(4, {"strategy": "hybrid", "tensor_parallel_size": 2}, marks=MATRIX)],
+)
+def test_without_a_loader_the_ranks_of_a_replica_draw_alike(world: int, options: dict[str, Any]) -> None:
+    """Whatever the script has seeded. Dropout on whole activations would give each rank other gradients of what all of them hold."""
+    x, y = models.data("cnn")[:8]
+
+    def rank() -> tuple[list[float], torch.Tensor, int]:
+        torch.manual_seed(1)
+        net = nn.Sequential(nn.Flatten(), nn.Linear(36, 8), nn.Tanh(), nn.Linear(8, 8), nn.Dropout(0.5), nn.LayerNorm(8), nn.Linear(8, 5))
+        net.double()
+        model, stepper = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 1.0), minimum_parameter_group_size=1, **options)
+        torch.manual_seed(shoal.rank())
+        drawn = []
+        for _ in range(2):
+            models.loss_of(model(x), y).backward()
+            drawn.append(float(torch.rand(())))
+            assert stepper.step()
+            stepper.zero_grad()
+        return drawn, model.local_shard["5.weight"].clone(), model.data_parallel_rank
+
+    results = shoal.launch(rank, world_size=world)
+    for drawn, norm, replica in results:
+        torch.testing.assert_close(norm, results[0][1], rtol=0, atol=0)
+        assert drawn[0] != drawn[1]
+        assert (drawn == results[0][0]) == (replica == 0)
 
 
 def test_weights_that_a_pipeline_cannot_cut_are_refused_by_name() -> None:

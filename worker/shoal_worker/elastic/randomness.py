@@ -5,7 +5,7 @@ before it is handed out. A step that is done again therefore draws the same numb
 (EasyScale, OSDI 2022, section 3: "EasyScaleThread".)
 
 Generators that the script makes itself are its own: register those that are to be put back. So are the global ones in a loop without a
-loader of Shoal's, which has no keys.
+loader of Shoal's, which has no keys; but where several ranks hold a model together, they must draw alike, and are seeded by the step.
 """
 
 from __future__ import annotations

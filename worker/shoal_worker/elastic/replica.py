@@ -150,6 +150,11 @@ class StrategySession(Protocol):
     @property
     def world_size(self) -> int: ...
     @property
+    def steps(self) -> int:
+        """Committed steps of the run."""
+        ...
+
+    @property
     def is_joining(self) -> bool:
         """This process replays its script: steps are not begun, collectives are answered locally."""
         ...

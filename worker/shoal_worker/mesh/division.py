@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from shoal_worker.elastic.generation import Generation, Peer
 from shoal_worker.elastic.group import Group
+from shoal_worker.elastic.randomness import seed_generators
 from shoal_worker.elastic.replica import StrategySession
 from shoal_worker.failpoints import failpoint
 from shoal_worker.mesh.along_data import InShards
@@ -68,6 +69,8 @@ class Division:
             part = group.subgroup(ranks, name) if group.rank in ranks else None
             if part is not None:
                 self._groups[axis] = part
+        seeds = self.all.all_gather_integers([torch.initial_seed() >> 1])
+        self._seed = seeds[axes.rank(0, 0, at.data)][0]
         self.mesh = GroupMesh(StepGroup(self._groups["tensor"], self._lose), session.device.type) if axes.tensor > 1 else None
         self.cut = Cut(number=group.generation.number, axes=axes, at=at)
         self._shard: Shard | None = None
@@ -134,6 +137,12 @@ class Division:
             self.mesh.release()
 
     # ------------------------------------------------------------------------------------------------------------- passes
+
+    def seed_step(self) -> None:
+        """The ranks of a replica draw alike in the step that begins, where no loader of Shoal's sees to it: by the first one's seed, the
+        step and the replica."""
+        if self.cut.axes.replica_size > 1:
+            seed_generators((self._seed, self._session.steps, self.cut.at.data))
 
     def train_on(self, micro_batches: Sequence[MicroBatch], loss: Loss | None, *, everywhere: bool) -> torch.Tensor | None:
         """Takes a batch through the pipeline, and its gradients and changes of buffers into the module. Returns its loss; unless

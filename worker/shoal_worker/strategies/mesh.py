@@ -212,6 +212,9 @@ class MeshModel(DividedModel):
         division.forget()
         division.gradients.begin()
         division.buffers.commit()
+        step = self._session.step
+        if step is not None and step.source is None:
+            division.seed_step()
 
     def micro_batch_begins(self) -> None:
         """See `Replica`."""

@@ -1,6 +1,7 @@
 """Dropout within a tensor-parallel block: shards of one activation must draw different numbers, replicas the same ones.
 
-Both rest on the ranks of a group having the same default random state when a step begins, as the replica's micro-batch sets it.
+Both rest on the ranks of a group having the same default random state when a step begins. Shoal's loaders set it for each batch; where
+there is none, the strategy does (mesh/division.py).
 """
 
 from __future__ import annotations

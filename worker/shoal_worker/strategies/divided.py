@@ -128,12 +128,14 @@ class DividedModel(ModelInParts[ModelParts, Closing]):
                 f"{world - axes.working} would be left over for good: start a multiple of {axes.replica_size}"
             )
 
-    def _is_possible(self, axes: Axes) -> bool:
-        try:
-            Blueprint(self._template, axes)
-        except ConfigurationError:
-            return False
-        return True
+    def _most_cut(self, candidates: Iterable[Axes]) -> Axes:
+        """The first that is possible. Given from the largest size down, the answer never holds more of the model on a rank because ranks
+        have come; those that this leaves over are spares."""
+        for axes in candidates:
+            with contextlib.suppress(ConfigurationError):
+                Blueprint(self._template, axes)
+                return axes
+        raise ConfigurationError("no rank is left to hold the model")
 
     def _divide(self, world_size: int) -> Axes:
         if world_size not in self._axes:

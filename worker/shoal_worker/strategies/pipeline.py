@@ -35,15 +35,11 @@ class PipelineParallelModel(MeshModel):
         return True  # no parameter is cut
 
     def axes_for(self, world_size: int) -> Axes:
-        """See `MeshModel`. Without a size it is the number of ranks; after a death, the largest divisor of that with enough layers."""
+        """See `MeshModel`. Without a size it is the largest for which there are layers: at the start the number of ranks."""
         given = self._options.get("pipeline_parallel_size")
         if given is not None:
             return Axes(pipeline=checked_size("pipeline_parallel_size", given), tensor=1, data=world_size // given)
-        for size in (size for size in range(world_size, 1, -1) if world_size % size == 0):
-            axes = Axes(pipeline=size, tensor=1, data=world_size // size)
-            if self._is_possible(axes):
-                return axes
-        return Axes(pipeline=1, tensor=1, data=world_size)
+        return self._most_cut(Axes(pipeline=size, tensor=1, data=world_size // size) for size in range(world_size, 0, -1))
 
     def _check_divisible(self) -> None:
         if "pipeline_parallel_size" not in self._options:  # too few layers are refused; after a death the best is made of what is left

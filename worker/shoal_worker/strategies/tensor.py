@@ -28,15 +28,11 @@ class TensorParallelModel(MeshModel):
         return False
 
     def axes_for(self, world_size: int) -> Axes:
-        """See `MeshModel`. Without a size it is the number of ranks; after a death, the largest divisor of that which the plan allows."""
+        """See `MeshModel`. Without a size it is the largest that the plan allows: at the start the number of ranks."""
         given = self._options.get("tensor_parallel_size")
         if given is not None:
             return Axes(pipeline=1, tensor=checked_size("tensor_parallel_size", given), data=world_size // given)
-        for size in (size for size in range(world_size, 1, -1) if world_size % size == 0):
-            axes = Axes(pipeline=1, tensor=size, data=world_size // size)
-            if self._is_possible(axes):
-                return axes
-        return Axes(pipeline=1, tensor=1, data=world_size)
+        return self._most_cut(Axes(pipeline=1, tensor=size, data=world_size // size) for size in range(world_size, 0, -1))
 
     def _check_divisible(self) -> None:
         if (

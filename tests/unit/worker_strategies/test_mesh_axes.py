@@ -1,0 +1,31 @@
+"""How tensor and pipeline divide ranks where no size is given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import shoal
+import torch
+from shoal_worker.mesh.axes import Axes
+
+from tests.unit.worker_strategies import mesh_models as models
+
+
+@pytest.mark.parametrize(
+    ("strategy", "axis", "sizes"),
+    [
+        ("tensor", "tensor", [1, 2, 2, 4, 4, 4, 4, 4, 4]),  # of its four attention heads
+        ("pipeline", "pipeline", [1, 2, 3, 4, 4, 4, 4, 4, 4]),  # of its four blocks
+    ],
+)
+def test_ranks_that_come_leave_no_rank_with_more_of_the_model_and_those_over_are_spares(strategy: str, axis: str, sizes: list[int]) -> None:
+    def rank() -> list[Axes]:
+        net = models.make()
+        model: Any = shoal.as_distributed(net, torch.optim.AdamW(net.parameters()), strategy=strategy, minimum_parameter_group_size=64)[0]
+        return [model.axes_for(world) for world in range(1, 10)]
+
+    (divisions,) = shoal.launch(rank, world_size=1)
+    assert [getattr(axes, axis) for axes in divisions] == sizes
+    assert [axes.replica_size for axes in divisions] == sizes
+    assert [axes.data for axes in divisions] == [world // size for world, size in enumerate(sizes, start=1)]

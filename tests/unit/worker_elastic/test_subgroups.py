@@ -86,6 +86,16 @@ def test_each_axis_sums_over_its_own_ranks(make_backend: Callable[[], Communicat
 
 
 @pytest.mark.parametrize("make_backend", BACKENDS)
+def test_messages_of_which_few_are_long_come_whole_and_in_order(make_backend: Callable[[], CommunicationBackend]) -> None:
+    said = [b"short", bytes(range(256)) * 5000, b"", b"other"]
+
+    def do(group: Group) -> Any:
+        return group.exchange(said[group.rank]) == said
+
+    assert ranks(make_backend, do) == [True] * WORLD
+
+
+@pytest.mark.parametrize("make_backend", BACKENDS)
 def test_a_failure_in_one_part_ends_the_whole_group_for_all(make_backend: Callable[[], CommunicationBackend]) -> None:
     def do(group: Group) -> None:
         row, column = two_axes(group)

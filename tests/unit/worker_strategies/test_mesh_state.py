@@ -10,6 +10,7 @@ import shoal
 import torch
 from shoal_common.errors import ConfigurationError, CorruptDataError
 from shoal_worker.elastic.contract import StateLostError
+from shoal_worker.elastic.current import current_session
 from shoal_worker.elastic.group import LocalChannel
 from shoal_worker.mesh.axes import Axes, Coordinate
 from shoal_worker.mesh.gathering import Cut, Held, gather
@@ -82,7 +83,7 @@ def test_what_is_saved_and_read_is_whole(tmp_path: Path, world: int, options: di
             model.train_step(x, y, models.loss_of)
             optimizer.step()
         whole, state, image = model.full_state_dict(), optimizer.state_dict(), model.serialize()
-        plain = models.make()
+        plain, assembled = models.make(), dict[str, Any]()
         plain.load_state_dict(whole)
         assert list(model.gather_full_parameters()) == [name for name, _ in plain.named_parameters()]
         assert len(model.full_state_dict(rank0_only=True)) == (len(whole) if shoal.rank() == 0 else 0)
@@ -101,6 +102,10 @@ def test_what_is_saved_and_read_is_whole(tmp_path: Path, world: int, options: di
             model.load_full({"norm.bias": torch.ones(16)})
         assert all(value.equal(whole[name]) for name, value in model.full_state_dict().items())
         torch.testing.assert_close(optimizer.state_dict()["state"], state["state"], rtol=0, atol=0)
+
+        session = current_session()
+        session.operation("checkpoint", lambda channel: assembled.update(model.assemble(channel)))
+        assert list(assembled) == (["model", "optimizer"] if shoal.rank() == 0 else []), "one rank alone has room for the whole"
 
         held = sum(p.numel() for p in model.local_shard.values())
         assert held < sum(p.numel() for p in plain.parameters())

@@ -280,15 +280,24 @@ class Group:
         return [t.tolist() for t in self._all_gather(mine)]
 
     def exchange(self, payload: bytes) -> list[bytes]:
-        """Sends `payload` to all ranks and returns everybody's, in rank order. Two all-gathers: lengths, then bytes."""
+        """Sends `payload` to all ranks and returns everybody's, in rank order. Two all-gathers: lengths, then bytes. Where few ranks have
+        more than a megabyte to say, broadcasts: the second would pad all messages to the longest."""
         lengths = [row[0] for row in self.all_gather_integers([len(payload)])]
-        if not any(lengths):
+        longest = max(lengths)
+        if longest == 0:
             return [b""] * self.world_size
-        padded = torch.zeros(max(lengths), dtype=torch.uint8)
+        if longest > 1 << 20 and 2 * sum(lengths) < longest * self.world_size:
+            return [self._tell(payload, rank, length) if length else b"" for rank, length in enumerate(lengths)]
+        padded = torch.zeros(longest, dtype=torch.uint8)
         if payload:
             padded[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
         gathered = self._all_gather(padded.to(self.device))
         return [bytes(t[:n].cpu().numpy()) for t, n in zip(gathered, lengths, strict=True)]
+
+    def _tell(self, payload: bytes, rank: int, length: int) -> bytes:
+        told = torch.frombuffer(bytearray(payload if rank == self.rank else length), dtype=torch.uint8).to(self.device)
+        self.broadcast(told, rank)
+        return payload if rank == self.rank else bytes(told.cpu().numpy())
 
     def abort(self, reason: str) -> None:
         """Ends the group: collectives that run or come later fail with `reason`. From any thread; returns at once."""

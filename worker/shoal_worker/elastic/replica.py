@@ -73,8 +73,8 @@ class Replica(Protocol):
         ...
 
     def assemble(self, channel: Channel) -> dict[str, Any]:
-        """The whole committed state of model and optimizer, as one process would have it: for checkpoints. Part of an operation. May share
-        memory with the state."""
+        """The whole committed state of model and optimizer, as one process would have it, on the first rank of `channel`; on others perhaps
+        nothing: for checkpoints. Part of an operation. May share memory with the state."""
         ...
 
     def part(self, channel: Channel) -> StatePart | None:

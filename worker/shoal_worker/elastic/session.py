@@ -290,7 +290,8 @@ class Session:
     # --------------------------------------------------------------------------------------------------------- checkpoints
 
     def assemble(self, channel: Channel) -> dict[str, Any]:
-        """The whole committed state: model, optimizer, registered objects, cursors. May share memory with them. Part of an operation."""
+        """The whole committed state: model, optimizer (see `Replica`), registered objects, cursors. May share memory with them. Part of an
+        operation."""
         return self._held.capture(self._held.replica.assemble(channel))
 
     def part(self, channel: Channel) -> StatePart | None:

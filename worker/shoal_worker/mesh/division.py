@@ -102,9 +102,9 @@ class Division:
         """The ranks that hold the same."""
         return self._groups["data"]
 
-    def lay_out(self, parts: ModelParts, wholes: Sequence[Whole] | None, *, averages: bool) -> None:
+    def lay_out(self, parts: ModelParts, taken: Sequence[Whole], *, averages: bool) -> None:
         """Cuts the model for it; see `ModelParts.lay_out`. `averages`: see `MeshGradients`."""
-        parts.lay_out(self.cut, self.mesh, wholes, self._shard)
+        parts.lay_out(self.cut, self.mesh, taken, self._shard)
         blueprint = parts.blueprint
         assert blueprint is not None
         self._parts = parts

@@ -7,15 +7,14 @@ these, its shard of them (`along_data.py`). The training thread owns it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from shoal_common.errors import PreconditionError
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shoal_worker.elastic.group import Channel, LocalChannel
+from shoal_worker.elastic.group import Channel
 from shoal_worker.mesh.along_data import AlongData, Replicated, State
 from shoal_worker.mesh.axes import Axes, Coordinate
 from shoal_worker.mesh.blueprint import Blueprint, Template
@@ -91,19 +90,25 @@ class ModelParts(StateInParts):
 
     # --------------------------------------------------------------------------------------------------------------- cutting
 
-    def lay_out(self, cut: Cut, mesh: GroupMesh | None, wholes: Iterable[Whole] | None, shard: Shard | None) -> None:
-        """Cuts the state for other axes. `mesh`: of this rank's tensor-parallel group, if it has peers there. `wholes`: the state; None:
-        this rank holds it. `shard`: cuts the pieces along the data axis."""
+    def take(self, channel: Channel, axes: Axes, at: Coordinate | None) -> list[Whole]:
+        """This rank's part of the state for other axes, for `lay_out`. Every rank of `channel` calls it; None: it is to have none.
+
+        Nothing changes yet: to the end the collection may fail. And no rank ever has more of the whole than a few tensors.
+        """
+        blueprint = self.blueprint_for(axes)
+        parts = (self._taken(one, blueprint, at) if at is not None else None for one in gather(channel, self.held(), self.blueprint_for))
+        return [one for one in parts if one is not None]
+
+    def lay_out(self, cut: Cut, mesh: GroupMesh | None, taken: Sequence[Whole], shard: Shard | None) -> None:
+        """Cuts the state for other axes. `mesh`: of this rank's tensor-parallel group, if it has peers there. `taken`: see `take`. `shard`:
+        cuts the pieces along the data axis."""
         blueprint = self.blueprint_for(cut.axes)
-        held = self.hold()
-        # All are taken in before anything changes: to the end the collection may fail.
-        taken = [self._taken(one, blueprint, cut.at) for one in (wholes if wholes is not None else self._own_wholes(held))]
         # What fails from here on leaves the parts of the cuts before, and none of this one.
         self._before, self.pieces, self.cut = self.held(), {}, None
         self._lay_out_module(blueprint, cut.at, mesh)
         self.cut, self.blueprint = cut, blueprint
         self._own_pieces()
-        here = {one.name: one for one in taken if one is not None}
+        here = {one.name: one for one in taken}
         self._put_values({name: one.value for name, one in here.items()})
         if shard is not None:
             self.along_data = shard(self.pieces, self.counts)
@@ -148,11 +153,6 @@ class ModelParts(StateInParts):
         if 0 in runs:
             runs[0] |= {name: Run(value=tensor.detach(), state={}) for name, tensor in others.items()}
         return Held(cut=cut, runs=runs)
-
-    def _own_wholes(self, held: Held | None) -> Iterable[Whole]:
-        if held is None:
-            raise PreconditionError("this rank holds no state to cut")
-        return gather(LocalChannel(), [held], self.blueprint_for)
 
     def _taken(self, one: Whole, blueprint: Blueprint, at: Coordinate) -> Whole | None:
         """This rank's part of one tensor."""
@@ -302,6 +302,12 @@ class ModelParts(StateInParts):
                     state[number] = own
                 number += 1
         return {"model": model, "optimizer": {"state": state, "param_groups": groups}}
+
+    def help_assemble(self, channel: Channel) -> None:
+        """What the other ranks do while the first one calls `assemble`: they need room for a few tensors of the whole at a time."""
+        if not self.is_whole and not self.is_empty:
+            for _ in gather(channel, self.held(), self.blueprint_for):
+                pass
 
     def values(self, channel: Channel) -> dict[str, torch.Tensor]:
         """See `StateInParts`."""

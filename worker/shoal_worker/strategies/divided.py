@@ -210,6 +210,9 @@ class DividedModel(ModelInParts[ModelParts, Closing]):
     @torch.no_grad()
     def assemble(self, channel: Channel) -> dict[str, Any]:
         """See `Replica`."""
+        if channel.rank != 0:
+            self._held.help_assemble(channel)
+            return {}
         unsaved = self._held.unsaved()
         whole = self._held.assemble(channel)
         return whole | {"buffers": unsaved} if unsaved else whole

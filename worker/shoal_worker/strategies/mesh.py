@@ -19,11 +19,10 @@ import torch
 from shoal_common.errors import ConfigurationError, MembershipChanged, PreconditionError
 
 from shoal_worker.elastic.contract import Share
-from shoal_worker.elastic.group import Group
+from shoal_worker.elastic.group import Group, LocalChannel
 from shoal_worker.elastic.step import CONTROL_LENGTH, Step
 from shoal_worker.failpoints import failpoint
 from shoal_worker.mesh.division import Division, alone
-from shoal_worker.mesh.gathering import gather
 from shoal_worker.pipelining.micro_batches import cut_batch
 from shoal_worker.strategies.base import call_module, loss_of
 from shoal_worker.strategies.closing import Closing
@@ -173,13 +172,13 @@ class MeshModel(DividedModel):
         A failure at any place leaves every rank with the parts that it had, so that they can be divided again.
         """
         held, axes = self._held, self._divide(group.world_size)
-        wholes = list(gather(group, held.held(), held.blueprint_for)) if gathered else None
+        at = axes.at(group.rank)
+        taken = held.take(group if gathered else LocalChannel(), axes, at)
         self._sealed = False  # what became of the step before is settled
-        works = axes.at(group.rank) is not None
-        division = Division(group, axes, self._session, self.sharding) if works else None
+        division = Division(group, axes, self._session, self.sharding) if at is not None else None
         if division is not None:
             self._release()
-            division.lay_out(held, wholes, averages=self.config.loss_reduction == "mean")
+            division.lay_out(held, taken, averages=self.config.loss_reduction == "mean")
             self._division = division
         if gathered:
             group.exchange(b"")  # all have theirs: what a spare holds is needed until then

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+import weakref
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -102,3 +104,28 @@ def test_a_failure_at_any_moment_of_dividing_the_ranks_loses_no_part_that_a_livi
     assert [of[2] for of in (first, second, spare)] == [False, False, True]
     torch.testing.assert_close(first[1], first[0], rtol=0, atol=0)
     torch.testing.assert_close(second[1], spare[0], rtol=0, atol=0)
+
+
+def test_what_was_held_before_the_ranks_were_divided_anew_is_let_go() -> None:
+    """DTensor keeps each mesh that it has seen."""
+
+    def rank() -> list[bool]:
+        net = models.make()
+        inner = torch.optim.AdamW(net.parameters(), 0.01)
+        model, optimizer = shoal.as_distributed(net, inner, minimum_parameter_group_size=64, strategy="tensor")
+        x, y = models.data()[:8]
+        held = []
+        for _ in range(2):
+            model.train_step(x, y, models.loss_of)
+            optimizer.step()
+            optimizer.zero_grad()
+            held.append(weakref.ref(inner.param_groups[0]["params"][0]))
+            group = current_session().group
+            assert group is not None
+            model.regroup(group)
+        model.train_step(x, y, models.loss_of)
+        optimizer.step()
+        gc.collect()
+        return [one() is None for one in held]
+
+    assert shoal.launch(rank, world_size=2) == [[True, True]] * 2

@@ -71,7 +71,9 @@ class Division:
                 self._groups[axis] = part
         seeds = self.all.all_gather_integers([torch.initial_seed() >> 1])
         self._seed = seeds[axes.rank(0, 0, at.data)][0]
-        self.mesh = GroupMesh(StepGroup(self._groups["tensor"], self._lose), session.device.type) if axes.tensor > 1 else None
+        self.mesh: GroupMesh | None = None
+        if axes.tensor > 1:
+            self.mesh = GroupMesh(StepGroup(self._groups["tensor"], functools.partial(_lose, session)), session.device.type)
         self.cut = Cut(number=group.generation.number, axes=axes, at=at)
         self._shard: Shard | None = None
         if sharding is not None:
@@ -85,12 +87,6 @@ class Division:
                 bucket_bytes=sharding.bucket_bytes,
             )
         self._weighed_changes: torch.Tensor | None = None
-
-    def _lose(self, error: BaseException) -> bool:
-        if self._session.step is None:
-            return False
-        self._session.mark_lost(error)
-        return True
 
     @property
     def all(self) -> Group:
@@ -232,6 +228,13 @@ class Division:
                 gradient = gradient.to_local()
             found[name] = gradient
         return found
+
+
+def _lose(session: StrategySession, error: BaseException) -> bool:
+    if session.step is None:
+        return False
+    session.mark_lost(error)
+    return True
 
 
 class _OneRank:

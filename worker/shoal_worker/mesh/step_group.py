@@ -111,7 +111,8 @@ def _blank(outputs: Any) -> None:
 class GroupMesh(DeviceMesh):
     """A mesh of one dimension over a process group that is in nobody's world. Its ranks are the group's.
 
-    No two are equal, whatever ranks they have: DTensor caches by mesh.
+    No two are equal, whatever ranks they have: DTensor caches by mesh. Its caches keep meshes for ever; neither these nor their groups hold
+    anything of a model.
     """
 
     def __init__(self, group: StepGroup, device_type: str) -> None:

@@ -99,11 +99,13 @@ def test_a_rank_that_missed_the_closing_of_a_step_applies_it_when_a_peer_has(
 
 
 @pytest.mark.matrix
+@pytest.mark.parametrize("along_data", ["ddp", "zero1"])
 def test_a_second_death_while_the_ranks_are_divided_anew_loses_nothing_of_which_a_part_is_left(
-    zygote: Zygote, tmp_path: Path, alone: dict[str, Any]
+    zygote: Zygote, tmp_path: Path, alone: dict[str, Any], along_data: str
 ) -> None:
     """Worker 0 has one part, worker 3, a spare in the generation that fails, the other."""
-    settings = {"EPOCHS": str(EPOCHS), "STRATEGY": "hybrid", "OPTIONS": '{"tensor_parallel_size": 2}'}
+    options = json.dumps({"tensor_parallel_size": 2, "data_parallel_strategy": along_data})
+    settings = {"EPOCHS": str(EPOCHS), "STRATEGY": "hybrid", "OPTIONS": options}
     with cluster(zygote, tmp_path, max_workers=4, script=SCRIPT, **settings) as running:
         start(running, 4, of_2="sharded.sealed@7=kill", of_1="mesh.dividing@2=kill")
         check_same_run(running.finish(0, 3), alone, running)

@@ -46,11 +46,14 @@ def member_left(draft: Draft, event: MemberLeft) -> None:
         member_lost(draft, MemberLost(member_id=event.member_id, ending=Ending.SCRIPT_FAILED, detail=event.detail or "its script raised"))
         return
     if member.phase is MemberPhase.RANKED and event.reason is LeaveReason.FINISHED:
-        _finish(draft, f"member {member.member_id} came to the end of its script")
+        if draft.phase is not JobPhase.FINISHED:
+            reason = f"member {member.member_id} came to the end of its script"
+            _finish(draft, reason)
+            _tell_awaiting(draft, member, reason)
     elif has_place(draft, member) and draft.phase is JobPhase.STOPPING:
         # All leave at the same border, so whoever is still there is behind the last step too, and only has to say goodbye.
         if not draft.departing:
-            _tell_awaiting(draft, draft.stop_reason)
+            _tell_awaiting(draft, member, draft.stop_reason)
         draft.departing = True
     elif has_place(draft, member):
         # It left at a border before a generation without it was written: on SIGTERM, or because too few would have remained.
@@ -132,12 +135,14 @@ def _finish(draft: Draft, reason: str) -> None:
     for member in draft.members.values():
         if member.phase in (MemberPhase.JOINED, MemberPhase.READY, MemberPhase.QUARANTINED):
             draft.effects.append(SendStop(member_id=member.member_id, reason=reason, now=True))
-    _tell_awaiting(draft, reason)
     draft.unplaced.clear()
 
 
-def _tell_awaiting(draft: Draft, reason: str) -> None:
-    """The others have left at the border at which they would have taken the newest generation: nobody comes to those who wait in it."""
+def _tell_awaiting(draft: Draft, left: Member, reason: str) -> None:
+    """Who has `left` works in an older generation still: at the border where it leaves, all would have taken the newest one. Those who wait
+    there, in their first one, wait for nobody."""
+    if not 0 < draft.works_in(left.member_id) < draft.number:
+        return
     for member in draft.members.values():
         if member.phase is MemberPhase.RANKED and not holds_state(draft, member):
             draft.effects.append(SendStop(member_id=member.member_id, reason=reason, now=True))

@@ -20,7 +20,8 @@ from shoal_worker.mesh.axes import Axes, Coordinate
 from shoal_worker.mesh.blueprint import Blueprint
 from shoal_worker.state.serial import dump_tensors, load_tensors
 
-_CHUNK_BYTES: Final = 256 << 20
+_CHUNK_BYTES: Final = 32 << 20
+"""Of values at once; a message has their optimizer state as well, and for a moment there are some copies of it."""
 _VALUE: Final = ""
 """Key of a tensor's values, beside those of its optimizer state."""
 
@@ -108,6 +109,7 @@ def gather(channel: Channel, held: Sequence[Held], blueprint_for: Callable[[Axes
                 name, part, shard, of, element = json.loads(key)
                 arrived[name].append(_Arrived(part, shard, of, element, tensor))
             scalars |= metadata["scalars"]
+        del answers
         for name in names:
             yield _whole(blueprint, name, arrived[name], scalars.get(name, {}))
 

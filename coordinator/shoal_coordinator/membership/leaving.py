@@ -127,8 +127,6 @@ def last_one_left(draft: Draft) -> None:
 
 def _finish(draft: Draft, reason: str) -> None:
     """The run is over. Members with a rank have confirmed the last step too and come to their end by themselves; the others are told."""
-    if draft.phase is JobPhase.FINISHED:
-        return
     draft.phase = JobPhase.FINISHED
     draft.stop_reason = draft.stop_reason or reason
     draft.records.append(Record(kind="job_finished", generation=draft.number, attributes={"reason": reason}))

@@ -40,7 +40,7 @@ chaos: .venv/installed ## Run the long soaks under faults
 	$(BIN)/python -m pytest tests/chaos $(PYTEST_ARGS)
 
 .PHONY: bench
-bench: .venv/installed .venv-peers/installed ## Measure the figures, side by side with torchrun, torchft and DeepSpeed (about 20 minutes)
+bench: .venv/installed .venv-peers/installed ## Measure the figures, side by side with torchrun, torchft and DeepSpeed (about half an hour)
 	$(BIN)/python -m benchmarks
 
 # ---------------------------------------------------------------------------------------------------------------------- verify and fix

@@ -26,9 +26,6 @@ Measured side by side with the peers on one machine; each table says on what, by
 may be of different days. `make bench` makes all of them again (about half an hour on two quiet cores), `python -m benchmarks t2` one, and
 `python -m benchmarks --docs docs` writes this page from what was measured last. What was not reached says so; decisions
 [0007](decisions/0007-where-the-time-of-a-step-goes.md) and [0065](decisions/0065-where-the-time-of-a-push-goes.md) say where the time goes.
-
-T6, T7 and T8 were put together from single comparisons on a machine that had much other work to do (load average 8 to 19); T9 is still to
-be measured on a quiet one: decision [0127](decisions/0127-compression-over-a-slow-link.md) has what was seen.
 """
 
 

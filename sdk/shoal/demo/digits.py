@@ -53,7 +53,7 @@ def _file() -> Path:
         raise ConfigurationError("the demo's digits come with scikit-learn, which is not installed; run `pip install scikit-learn`")
     file = Path(found.origin).parent / "datasets" / "data" / "digits.csv.gz"
     if not file.exists():
-        raise ConfigurationError(f"scikit-learn has no {file}, where it keeps its digits; install the version that constraints.txt names")
+        raise ConfigurationError(f"scikit-learn has no {file}, where it keeps its digits; install another version of it: 1.9.1 has them")
     return file
 
 

@@ -30,9 +30,8 @@ def train(strategy: str, options: dict[str, Any], epochs: int, hold: Path | None
         for x, y in loader:
             model.train_step(x, y, models.loss_of)
             if hold is not None:
-                time.sleep(
-                    0.3 if hold.exists() else 0.002
-                )  # waits for nothing: slow steps, so that what the test waits for happens before the end
+                pace_s = 0.3 if hold.exists() else 0.002
+                time.sleep(pace_s)  # waits for nothing: slow steps, so that what the test waits for happens before the end
             model.clip_grad_norm_(models.MAX_NORM)
             lost += not optimizer.step()
             scheduler.step()

@@ -2,6 +2,7 @@
 
 import json
 import signal
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,11 @@ def start(running: Cluster, workers: int, **failing: str) -> None:
         running.start(index, **({"SHOAL_FAILPOINTS": failing[f"of_{index}"]} if f"of_{index}" in failing else {}))
 
 
+def hybrid_of_four(zygote: Zygote, directory: Path, **options: Any) -> AbstractContextManager[Cluster]:
+    settings = {"EPOCHS": str(EPOCHS), "STRATEGY": "hybrid", "OPTIONS": json.dumps(options)}
+    return cluster(zygote, directory, max_workers=4, script=SCRIPT, **settings)
+
+
 @pytest.mark.parametrize(
     ("leaves", "along_data"),
     [
@@ -52,9 +58,7 @@ def start(running: Cluster, workers: int, **failing: str) -> None:
 def test_a_broken_replicas_other_rank_is_a_spare_until_a_joiner_makes_it_whole(
     zygote: Zygote, tmp_path: Path, alone: dict[str, Any], leaves: signal.Signals, along_data: str
 ) -> None:
-    options = json.dumps({"tensor_parallel_size": 2, "data_parallel_strategy": along_data})
-    settings = {"EPOCHS": str(EPOCHS), "STRATEGY": "hybrid", "OPTIONS": options}
-    with cluster(zygote, tmp_path, max_workers=4, script=SCRIPT, **settings) as running:
+    with hybrid_of_four(zygote, tmp_path, tensor_parallel_size=2, data_parallel_strategy=along_data) as running:
         with running.held():
             start(running, 4)
             running.wait_steps(2)
@@ -75,9 +79,7 @@ def test_a_broken_replicas_other_rank_is_a_spare_until_a_joiner_makes_it_whole(
 def test_replicas_outlive_a_rank_killed_at_any_moment(
     zygote: Zygote, tmp_path: Path, alone: dict[str, Any], failpoint: str, along_data: str
 ) -> None:
-    options = json.dumps({"pipeline_parallel_size": 2, "schedule": "zero_bubble", "data_parallel_strategy": along_data})
-    settings = {"EPOCHS": str(EPOCHS), "STRATEGY": "hybrid", "OPTIONS": options}
-    with cluster(zygote, tmp_path, max_workers=4, script=SCRIPT, **settings) as running:
+    with hybrid_of_four(zygote, tmp_path, pipeline_parallel_size=2, schedule="zero_bubble", data_parallel_strategy=along_data) as running:
         start(running, 4, of_2=failpoint)
         results = running.finish(0, 1, 3, may_end_well=True)
     assert len(results) == 2, "the third was a spare when the run ended, and says nothing of a model that it does not hold"
@@ -89,9 +91,7 @@ def test_replicas_outlive_a_rank_killed_at_any_moment(
 def test_a_rank_that_missed_the_closing_of_a_step_applies_it_when_a_peer_has(
     zygote: Zygote, tmp_path: Path, alone: dict[str, Any], along_data: str
 ) -> None:
-    options = json.dumps({"tensor_parallel_size": 2, "data_parallel_strategy": along_data})
-    settings = {"EPOCHS": str(EPOCHS), "STRATEGY": "hybrid", "OPTIONS": options}
-    with cluster(zygote, tmp_path, max_workers=4, script=SCRIPT, **settings) as running:
+    with hybrid_of_four(zygote, tmp_path, tensor_parallel_size=2, data_parallel_strategy=along_data) as running:
         start(running, 4, of_1="reduction.completed@7=lose")
         results = running.finish(0, 1, 2, 3)
     assert results[1]["lost"] == 1
@@ -104,9 +104,7 @@ def test_a_second_death_while_the_ranks_are_divided_anew_loses_nothing_of_which_
     zygote: Zygote, tmp_path: Path, alone: dict[str, Any], along_data: str
 ) -> None:
     """Worker 0 has one part, worker 3, a spare in the generation that fails, the other."""
-    options = json.dumps({"tensor_parallel_size": 2, "data_parallel_strategy": along_data})
-    settings = {"EPOCHS": str(EPOCHS), "STRATEGY": "hybrid", "OPTIONS": options}
-    with cluster(zygote, tmp_path, max_workers=4, script=SCRIPT, **settings) as running:
+    with hybrid_of_four(zygote, tmp_path, tensor_parallel_size=2, data_parallel_strategy=along_data) as running:
         start(running, 4, of_2="sharded.sealed@7=kill", of_1="mesh.dividing@2=kill")
         check_same_run(running.finish(0, 3), alone, running)
 

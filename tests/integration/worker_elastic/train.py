@@ -12,6 +12,8 @@ import shoal
 import torch
 from torch import nn
 
+from tests.zygote.children import eventually
+
 
 def pace(hold: Path, step: int) -> None:
     """Steps are slow while a test holds the run, and slower towards its end, so that what it waits for happens before that."""
@@ -71,8 +73,7 @@ def main(arguments: Sequence[str]) -> None:
         if checkpoints:
             shoal.save_checkpoint(checkpoints, keep=2)
 
-    while Path(os.environ["OUTPUT"], "linger").exists():  # a test holds the run between its last step and its end
-        time.sleep(0.01)
+    eventually(lambda: not Path(os.environ["OUTPUT"], "linger").exists(), "the test, which holds the run between its last step and its end")
     state = model.full_state_dict()
     result = {
         "member": os.environ["SHOAL_MEMBER_ID"],

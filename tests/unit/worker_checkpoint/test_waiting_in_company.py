@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import shoal
 import torch
-from shoal_common.errors import CorruptDataError
+from shoal_common.errors import CorruptDataError, DeadlineError
 from shoal_worker.checkpoint.company import in_company, on_first
 from shoal_worker.checkpoint.writer import CheckpointWriter
 from shoal_worker.elastic.current import find_session
@@ -49,3 +49,12 @@ def test_what_reading_raises_is_raised_on_the_rank_that_reads() -> None:
 
     with pytest.raises(CorruptDataError, match="damaged"):
         shoal.launch(lambda: operation(lambda channel: on_first(channel, read)), world_size=2)
+
+
+def test_a_disk_that_never_answers_is_given_up() -> None:
+    never = threading.Event()
+    try:
+        with pytest.raises(DeadlineError, match="is the disk there"):
+            shoal.launch(lambda: operation(lambda channel: on_first(channel, never.wait, patience=timedelta(seconds=0.1))), world_size=2)
+    finally:
+        never.set()

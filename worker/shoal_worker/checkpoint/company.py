@@ -3,15 +3,18 @@
 A disk may take longer than a collective may, and ranks that wait in one for a rank that waits for its disk would take it for stuck. So all
 of them tell each other, again and again, whether they are done.
 
-Runs on the training threads; what is read is read on a thread of its own.
+Runs on the training threads; what the first rank does with its disk, it does on a thread of its own.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final, TypeVar
+
+from shoal_common.errors import DeadlineError
 
 from shoal_worker.backends.inmemory_turns import run_aside
 
@@ -24,39 +27,49 @@ _LOOK: Final = timedelta(seconds=0.5)
 """How often ranks tell each other: well within a collective's time."""
 
 
-def in_company(channel: Channel, done_within: Callable[[timedelta], bool]) -> None:
-    """Returns when all ranks are done. Part of an operation. `done_within(timeout)` waits at most so long, and has a deadline of its own by
-    which it says True.
+DISK_PATIENCE: Final = timedelta(minutes=30)
+"""How long a disk may take."""
+
+
+def in_company(channel: Channel, done_within: Callable[[timedelta], bool], *, patience: timedelta = DISK_PATIENCE) -> None:
+    """Returns when all ranks are done, or have waited for `patience`. Part of an operation. `done_within(timeout)` waits at most so long.
 
     Raises:
         MembershipChanged: the group is over.
     """
+    give_up_at = time.monotonic() + patience.total_seconds()
     while True:
-        told = channel.exchange(b"done" if done_within(_LOOK) else b"")
+        told = channel.exchange(b"done" if done_within(_LOOK) or time.monotonic() > give_up_at else b"")
         if all(told):
             return
 
 
-def on_first(channel: Channel, read: Callable[[], T]) -> T | None:
-    """What `read` gives on the channel's first rank, once it is there; None on the others. Part of an operation.
+def on_first(channel: Channel, work: Callable[[], T], *, patience: timedelta = DISK_PATIENCE) -> T | None:
+    """What `work`, which reads or writes files, gives on the channel's first rank, once it is there; None on the others. Part of an
+    operation.
 
     Raises:
-        MembershipChanged: the group is over; `read` is left to itself.
-        Exception: what `read` raised.
+        MembershipChanged: the group is over; `work` is left to itself.
+        DeadlineError: it took longer than `patience`, and is left to itself.
+        Exception: what `work` raised.
     """
     if channel.rank != 0:
         in_company(channel, lambda _: True)
         return None
-    pool = ThreadPoolExecutor(1, thread_name_prefix="reading a checkpoint")
+    pool = ThreadPoolExecutor(1, thread_name_prefix="shoal-disk")
     try:
-        reading = pool.submit(read)
-        in_company(channel, lambda timeout: _is_done(reading, timeout))
-        return reading.result()
+        working = pool.submit(work)
+        in_company(channel, lambda timeout: _is_done(working, timeout), patience=patience)
+        if not working.done():
+            raise DeadlineError(
+                f"the files were not read or written within {patience.total_seconds():g} s; is the disk there?", reason="CHECKPOINT_SLOW"
+            )
+        return working.result()
     finally:
         pool.shutdown(wait=False)
 
 
-def _is_done(reading: Future[T], timeout: timedelta) -> bool:
-    if not reading.done():
-        run_aside(lambda: wait([reading], timeout.total_seconds()), "for a checkpoint to be read")
-    return reading.done()
+def _is_done(working: Future[T], timeout: timedelta) -> bool:
+    if not working.done():
+        run_aside(lambda: wait([working], timeout.total_seconds()), "for the disk")
+    return working.done()

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import logging
-import time
 import weakref
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoal_common.errors import ConfigurationError, CorruptDataError
 
-from shoal_worker.checkpoint.company import in_company, on_first
+from shoal_worker.checkpoint.company import DISK_PATIENCE, in_company, on_first
 from shoal_worker.checkpoint.directories import remove
 from shoal_worker.checkpoint.files import begin, latest, read_checkpoint, write_checkpoint, write_sharded
 from shoal_worker.checkpoint.manifest import CheckpointInfo
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_WRITE_TIMEOUT = timedelta(minutes=30)
 _FILES = frozenset({"registered", "sources", "loops", "steps"})
 """Parts of the captured state beside the replica's own (model, optimizer)."""
 
@@ -82,23 +80,22 @@ class CheckpointSaver:
                 if copy.first
                 else (lambda: shards.write_aside(temporary))
             )
-            self._writer.submit(job, what=what, timeout=_WRITE_TIMEOUT)
+            self._writer.submit(job, what=what, timeout=DISK_PATIENCE)
         elif copy.whole is not None and session.is_first:
             snapshot = Snapshot.take(copy.whole)
             job = lambda: write_checkpoint(directory, snapshot, info, fence=fence, keep=keep)  # noqa: E731 (its siblings are lambdas)
-            self._writer.submit(job, what=what, timeout=_WRITE_TIMEOUT)
+            self._writer.submit(job, what=what, timeout=DISK_PATIENCE)
 
     def settle_together(self, channel: Channel) -> None:
         """Returns when no rank's save is under way: what was written can be read. Part of an operation."""
-        give_up_at = time.monotonic() + _WRITE_TIMEOUT.total_seconds()
-        in_company(channel, lambda timeout: self._writer.done_within(timeout) or time.monotonic() > give_up_at)
+        in_company(channel, self._writer.done_within)
 
     def close(self, timeout: timedelta) -> None:
         """Waits for the save under way. Raises what it raised, or DeadlineError."""
         self._writer.close(timeout)
 
     def _leave(self) -> None:
-        failed = self._settle(_WRITE_TIMEOUT)
+        failed = self._settle(DISK_PATIENCE)
         if failed is not None:
             _log.error("the last checkpoint: %s", failed)
 

@@ -15,6 +15,7 @@ runs on the training thread, or in a backward pass on the thread that torch runs
 from __future__ import annotations
 
 import contextlib
+import json
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Literal
@@ -24,7 +25,9 @@ from shoal_common.errors import MembershipChanged
 from torch import nn
 from torch.autograd import Variable
 from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
 
+from shoal_worker.elastic.group import Group
 from shoal_worker.sharding.collectives import Collectives
 from shoal_worker.sharding.issued import IssuedCollectives
 from shoal_worker.sharding.unit import Reducing, Stage, Unit
@@ -79,13 +82,21 @@ class ShardedExecution:
         """The collectives of the pass that is going on, forward and backward."""
         self._whole_pass: list[tuple[str, Unit]] = []
         """Those of the last one that came to its end."""
+        self._all_know = False
+        """The ranks of this group all know the collectives of a pass."""
+        self._hooks: list[RemovableHandle] = []
         for unit in self._reduced:
-            for index, parameter in enumerate(unit.parameters):
-                parameter.register_post_accumulate_grad_hook(_GradientHook(self, unit, index))
+            for index, leaf in enumerate(unit.leaves):
+                self._hooks.append(leaf.register_post_accumulate_grad_hook(_GradientHook(self, unit, index)))
         if stage is Stage.PARAMETERS:
             for module, block in modules:
-                module.register_forward_pre_hook(_BeforeForward(self, block), prepend=True, with_kwargs=True)
-                module.register_forward_hook(_AfterForward(self, block), always_call=True)
+                self._hooks.append(module.register_forward_pre_hook(_BeforeForward(self, block), prepend=True, with_kwargs=True))
+                self._hooks.append(module.register_forward_hook(_AfterForward(self, block), always_call=True))
+
+    def release(self) -> None:
+        """The modules and parameters are another's from here on."""
+        for hook in self._hooks:
+            hook.remove()
 
     # ------------------------------------------------------------------------------------------------------- for the strategy
 
@@ -119,6 +130,23 @@ class ShardedExecution:
     def passed(self, collectives: Sequence[tuple[str, int]]) -> None:
         self._whole_pass = [(kind, self.units[number]) for kind, number in collectives]
 
+    def learn_passes(self, group: Group) -> None:
+        """Before the first collective of a step of which a rank may have no micro-batch: it must know what the others do in their passes.
+        It is told once in a generation. Where nobody knows, as in the run's first step, the parameters stay whole for that step.
+
+        Raises:
+            MembershipChanged: the group is over.
+        """
+        if self._all_know or group.world_size == 1:
+            return
+        told = [json.loads(each) for each in group.exchange(json.dumps(self.passed).encode())]
+        known = next((each for each in told if each), None)
+        if known is None:
+            self.keep_whole()
+        else:
+            self.passed = self.passed or [(kind, number) for kind, number in known]
+            self._all_know = True
+
     def keep_whole(self) -> None:
         """Until the update: units are gathered now, and no more in passes, which are recorded as if they were. So a rank without samples
         can take part although no pass is known."""
@@ -148,20 +176,25 @@ class ShardedExecution:
         while self._on_their_way:
             self._on_their_way.popleft().wait()
 
-    def forget(self) -> None:
-        """Nothing is added up; collectives on their way are waited for first. Whether they fail is all the same by now."""
+    def settle(self) -> None:
+        """Collectives on their way are waited for. Whether they fail is all the same by now."""
         while self._on_their_way:
             with contextlib.suppress(MembershipChanged):  # between steps there is none to mark as lost
                 self._on_their_way.popleft().wait()
-        for unit in self.units:
-            unit.forget_gradients()
         self._leave_backward()
         self._visited = []
+
+    def forget(self) -> None:
+        """As `settle`, and nothing is added up."""
+        self.settle()
+        for unit in self.units:
+            unit.forget_gradients()
 
     def regrouped(self) -> None:
         """There is another group: its ranks need not have made the same passes."""
         self._order = []
         self._visited = []
+        self._all_know = False
 
     # ---------------------------------------------------------------------------------------------------------- for the hooks
 

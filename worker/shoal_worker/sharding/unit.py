@@ -26,6 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from shoal_worker.sharding.collectives import Collectives, Pending
 from shoal_worker.sharding.homes import Home
@@ -92,6 +93,7 @@ class Unit:
         param_dtype: torch.dtype | None = None,
         reduce_dtype: torch.dtype | None = None,
         home: Home | None = None,
+        leaves: Sequence[torch.Tensor] | None = None,
     ) -> None:
         """Takes the parameters' memory over, whole; `cut` or `adopt` comes next.
 
@@ -103,10 +105,12 @@ class Unit:
             param_dtype: of the whole parameters, once they are cut; None: their own, which is the shards' in any case.
             reduce_dtype: of gradients on the wire; None: that of the sum.
             home: where shards are kept; None: beside the parameters.
+            leaves: where autograd leaves gradients: DTensors around the parameters, or the parameters; None: these.
         """
         self.name = name
         self.parameters = tuple(parameters)
         self.parameter_names = tuple(names)
+        self.leaves = tuple(leaves) if leaves is not None else self.parameters
         self.trained = self.parameters[0].requires_grad
         self.dtype = self.parameters[0].dtype
         """Of the shards."""
@@ -203,8 +207,13 @@ class Unit:
         self._show()
 
     def _show(self) -> None:
-        for view, parameter in zip(self._views, self.parameters, strict=True):
-            parameter.data = view
+        self._point(self._views)
+
+    def _point(self, memory: Sequence[torch.Tensor]) -> None:
+        for own, parameter, leaf in zip(memory, self.parameters, self.leaves, strict=True):
+            parameter.data = own
+            if isinstance(leaf, DTensor):
+                leaf._local_tensor = parameter.detach()
 
     def _slot(self, position: int) -> torch.Tensor:
         return self._full[position * self.layout.shard_numel : (position + 1) * self.layout.shard_numel]
@@ -258,8 +267,7 @@ class Unit:
             return
         self._gathered = False
         if self._full.untyped_storage().nbytes() and not self.resident:
-            for parameter in self.parameters:
-                parameter.data = self._full[:0]  # whoever looks now finds nothing, instead of memory that is gone
+            self._point([self._full[:0]] * len(self.parameters))  # whoever looks now finds nothing, instead of memory that is gone
             self._full.untyped_storage().resize_(0)
 
     def changed(self) -> None:
@@ -275,8 +283,7 @@ class Unit:
 
     def add_gradient(self, index: int, factor: float) -> None:
         """Takes over the gradient of one parameter, weighted by `factor`; nought: it may hold anything, NaN among it."""
-        parameter = self.parameters[index]
-        gradient, parameter.grad = parameter.grad, None
+        gradient = taken_gradient(self.leaves[index])
         if gradient is None or factor == 0.0:
             return
         self.touched[index] = True
@@ -307,8 +314,8 @@ class Unit:
         """Nothing is added up and nothing handed out."""
         self._gradient = None
         self.touched = [False] * len(self.parameters)
-        for parameter in self.parameters:
-            parameter.grad = None
+        for leaf in self.leaves:
+            leaf.grad = None
         for holding in self.holdings:
             holding.forget_gradients()
 
@@ -328,3 +335,12 @@ class Reducing:
         if self._pending.wait():
             own, shard = self._unit.own, self._shard.to(self._unit.sum_dtype)
             own.gradient = shard if own.gradient is None else own.gradient.add_(shard)
+
+
+def taken_gradient(leaf: torch.Tensor) -> torch.Tensor | None:
+    """This rank's part of the gradient that autograd has left, which is left no longer. Of a DTensor it may be summed over the ranks of its
+    mesh: a collective of them."""
+    gradient, leaf.grad = leaf.grad, None
+    if isinstance(leaf, DTensor) and isinstance(gradient, DTensor):
+        return gradient.redistribute(placements=leaf.placements).to_local() if gradient.placements != leaf.placements else gradient.to_local()
+    return gradient

@@ -12,7 +12,6 @@ used and how the buffers changed. Owners and mirrors apply the same update. Afte
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
@@ -43,8 +42,6 @@ class ShardedParametersModel(CutModel):
         """Weight of the micro-batches of this rank in this step."""
         self._changes: torch.Tensor | None = None
         """By how much they changed the buffers, weighted."""
-        self._passes_known_in: int | None = None
-        """The generation whose ranks all know the collectives of a pass."""
         self._prepared = False
         """This rank has gone into the first collective of the step in progress."""
 
@@ -85,8 +82,7 @@ class ShardedParametersModel(CutModel):
         self._execution.factor = weight if self.config.loss_reduction == "mean" else float(weight > 0)
 
     def _prepare_pass(self, step: Step) -> None:
-        """Before a step's first collective. A rank that has no micro-batch in it must know what the others do in their passes: it is told
-        once in a generation. In the run's first step nobody knows: the parameters stay whole for that step."""
+        """Before a step's first collective."""
         self._execution.reduces_in_backward = self.stage > Stage.OPTIMIZER or not step.in_micro_batches
         if self._compression is not None:
             total = step.share.total_weight if step.share is not None and step.in_micro_batches else None
@@ -94,20 +90,13 @@ class ShardedParametersModel(CutModel):
         if self._prepared or self.stage is not Stage.PARAMETERS or not step.in_micro_batches:
             return
         self._prepared = True
-        group, generation = self._session.group, step.placement.generation
-        if group is None or group.world_size == 1 or self._passes_known_in == generation or step.lost is not None:
+        group = self._session.group
+        if group is None or step.lost is not None:
             return
         try:
-            told = [json.loads(each) for each in group.exchange(json.dumps(self._execution.passed).encode())]
+            self._execution.learn_passes(group)
         except MembershipChanged as error:
             self._session.mark_lost(error)
-            return
-        known = next((each for each in told if each), None)
-        if known is None:
-            self._execution.keep_whole()
-        else:
-            self._execution.passed = self._execution.passed or [(kind, number) for kind, number in known]
-            self._passes_known_in = generation
 
     # --------------------------------------------------------------------------------------------- Replica: for the session
 

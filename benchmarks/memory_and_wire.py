@@ -111,6 +111,15 @@ CASES: Final = (
         held=lambda _: 0.5 + 3 / 4,
         sent=lambda _: _tensor_sends(2) + 0.5,
     ),
+    Case(
+        strategy="hybrid",
+        options={"tensor_parallel_size": 2, "data_parallel_strategy": "fsdp"},
+        ranks=(4,),
+        replicas=lambda _: 2,
+        batch=_WIDE_BATCH,
+        held=lambda _: 4 / 4,
+        sent=lambda _: _tensor_sends(2) + 0.75,  # two gatherings and a reduction, of a half, between two replicas
+    ),
     Case(strategy="local_sgd", options={"sync_every": _ROUND}, held=lambda n: 4, sent=lambda n: _all_reduce(n) / _ROUND),
     Case(strategy="async_sgd", servers=1, held=lambda n: 2, sent=lambda n: 2),
 )

@@ -100,6 +100,13 @@ ROWS: Final[Mapping[str, Row]] = {
         pipelined=True,
         divided=True,
     ),
+    "hybrid_fsdp": Row(
+        strategy="hybrid",
+        says="2 x 2 replicas, parameters cut as well",
+        options={"tensor_parallel_size": 2, "data_parallel_strategy": "fsdp"},
+        worlds=(4,),
+        divided=True,
+    ),
     "local_sgd": Row(strategy="local_sgd", says="every 2 steps", options={"sync_every": 2}),
 }
 """Strategies whose ranks take steps together, by the names of cells."""

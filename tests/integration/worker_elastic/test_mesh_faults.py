@@ -53,6 +53,8 @@ def hybrid_of_four(zygote: Zygote, directory: Path, **options: Any) -> AbstractC
         pytest.param(signal.SIGKILL, "ddp", marks=pytest.mark.matrix),
         pytest.param(signal.SIGTERM, "ddp", marks=pytest.mark.matrix),
         (signal.SIGKILL, "zero2"),
+        pytest.param(signal.SIGKILL, "fsdp", marks=pytest.mark.matrix),
+        pytest.param(signal.SIGTERM, "fsdp", marks=pytest.mark.matrix),
     ],
 )
 def test_a_broken_replicas_other_rank_is_a_spare_until_a_joiner_makes_it_whole(
@@ -75,7 +77,7 @@ def test_a_broken_replicas_other_rank_is_a_spare_until_a_joiner_makes_it_whole(
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("failpoint", ["sharded.sealed@7=kill", "session.before_apply@7=kill", "session.in_operation@2=kill"])
-@pytest.mark.parametrize("along_data", ["ddp", "zero1"])
+@pytest.mark.parametrize("along_data", ["ddp", "zero1", "fsdp"])
 def test_replicas_outlive_a_rank_killed_at_any_moment(
     zygote: Zygote, tmp_path: Path, alone: dict[str, Any], failpoint: str, along_data: str
 ) -> None:
@@ -87,7 +89,7 @@ def test_replicas_outlive_a_rank_killed_at_any_moment(
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("along_data", ["ddp", "zero1", "zero2"])
+@pytest.mark.parametrize("along_data", ["ddp", "zero1", "zero2", "fsdp"])
 def test_a_rank_that_missed_the_closing_of_a_step_applies_it_when_a_peer_has(
     zygote: Zygote, tmp_path: Path, alone: dict[str, Any], along_data: str
 ) -> None:
@@ -99,7 +101,7 @@ def test_a_rank_that_missed_the_closing_of_a_step_applies_it_when_a_peer_has(
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("along_data", ["ddp", "zero1"])
+@pytest.mark.parametrize("along_data", ["ddp", "zero1", "fsdp"])
 def test_a_second_death_while_the_ranks_are_divided_anew_loses_nothing_of_which_a_part_is_left(
     zygote: Zygote, tmp_path: Path, alone: dict[str, Any], along_data: str
 ) -> None:

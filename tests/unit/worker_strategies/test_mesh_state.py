@@ -19,6 +19,7 @@ from tests.unit.worker_strategies import mesh_models as models
 
 MATRIX = pytest.mark.matrix
 GRID = {"strategy": "hybrid", "pipeline_parallel_size": 2, "tensor_parallel_size": 2}
+FSDP = {"strategy": "hybrid", "tensor_parallel_size": 2, "data_parallel_strategy": "fsdp"}
 IN_SHARDS = {"strategy": "hybrid", "pipeline_parallel_size": 2, "data_parallel_strategy": "zero2"}
 
 
@@ -58,6 +59,8 @@ def run(directory: Path, epochs: int, **options: Any) -> tuple[dict[str, torch.T
         pytest.param((3, {"strategy": "pipeline"}), (1, {"strategy": "tensor"}), marks=MATRIX),
         ((4, IN_SHARDS), (2, {"strategy": "zero3"})),
         pytest.param((2, {"strategy": "ddp"}), (4, IN_SHARDS), marks=MATRIX),
+        pytest.param((4, FSDP), (2, {"strategy": "ddp"}), marks=MATRIX),
+        pytest.param((2, {"strategy": "zero3"}), (4, FSDP), marks=MATRIX),
     ],
 )
 def test_a_run_goes_on_under_another_strategy_on_other_ranks(tmp_path: Path, first: tuple[int, Any], second: tuple[int, Any]) -> None:
@@ -74,7 +77,9 @@ def test_a_run_goes_on_under_another_strategy_on_other_ranks(tmp_path: Path, fir
         assert own_stops == stops[1:]
 
 
-@pytest.mark.parametrize(("world", "options"), [(2, {"strategy": "tensor"}), pytest.param(4, GRID, marks=MATRIX), (4, IN_SHARDS)])
+@pytest.mark.parametrize(
+    ("world", "options"), [(2, {"strategy": "tensor"}), pytest.param(4, GRID, marks=MATRIX), (4, IN_SHARDS), (4, FSDP)]
+)
 def test_what_is_saved_and_read_is_whole(tmp_path: Path, world: int, options: dict[str, Any]) -> None:
     def rank() -> None:
         model, optimizer = distribute(**options)
@@ -117,7 +122,14 @@ def test_what_is_saved_and_read_is_whole(tmp_path: Path, world: int, options: di
     shoal.launch(rank, world_size=world)
 
 
-@pytest.mark.parametrize("options", [{"strategy": "tensor"}, {"strategy": "hybrid", "data_parallel_strategy": "zero1"}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"strategy": "tensor"},
+        {"strategy": "hybrid", "data_parallel_strategy": "zero1"},
+        {"strategy": "hybrid", "data_parallel_strategy": "fsdp"},
+    ],
+)
 def test_a_grad_scaler_unscales_on_all_ranks_and_skips_what_overflowed(options: dict[str, Any]) -> None:
     def rank() -> Any:
         model, optimizer = distribute(**options)

@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 from tests.unit.worker_strategies import mesh_models as models
 
 GRID = {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}
-ZERO1, ZERO2 = {"data_parallel_strategy": "zero1"}, {"data_parallel_strategy": "zero2"}
+ZERO1, ZERO2, FSDP = ({"data_parallel_strategy": name} for name in ("zero1", "zero2", "fsdp"))
 MATRIX = pytest.mark.matrix
 
 
@@ -74,6 +74,25 @@ def train(name: str, optimizer: str, micro: int | None, *, loop: bool, **options
         pytest.param(8, "gpt", "sgd", 2, None, {"strategy": "hybrid", **GRID, **ZERO2}, marks=MATRIX),
         pytest.param(4, "cnn", "adamw", 2, 2, {"strategy": "hybrid", "tensor_parallel_size": 2, **ZERO2}, marks=MATRIX),
         pytest.param(1, "gpt", "adamw", None, None, {"strategy": "hybrid", **ZERO1}, marks=MATRIX),
+        (6, "gpt", "adamw", 2, None, {"strategy": "hybrid", "tensor_parallel_size": 2, "sequence_dimension": 1, **FSDP}),
+        (4, "gpt", "sgd", 2, None, {"strategy": "hybrid", "pipeline_parallel_size": 2, "schedule": "zero_bubble", **FSDP}),
+        pytest.param(1, "gpt", "adamw", None, None, {"strategy": "hybrid", **FSDP}, marks=MATRIX),
+        pytest.param(3, "gpt", "adamw", 2, None, {"strategy": "hybrid", "shard_modules": ["blocks.0"], **FSDP}, marks=MATRIX),
+        pytest.param(4, "gpt", "sgd", None, None, {"strategy": "hybrid", "tensor_parallel_size": 2, **FSDP}, marks=MATRIX),
+        pytest.param(
+            4,
+            "gpt",
+            "adamw",
+            2,
+            None,
+            {"strategy": "hybrid", "tensor_parallel_size": 2, "activation_checkpointing": [models.Block], **FSDP},
+            marks=MATRIX,
+        ),
+        pytest.param(
+            4, "gpt", "sgd", None, None, {"strategy": "hybrid", "tensor_parallel_size": 2, "loss_parallel": True, **FSDP}, marks=MATRIX
+        ),
+        pytest.param(8, "gpt", "sgd", 2, None, {"strategy": "hybrid", **GRID, **FSDP}, marks=MATRIX),
+        pytest.param(4, "cnn", "adamw", 2, 2, {"strategy": "hybrid", "tensor_parallel_size": 2, **FSDP}, marks=MATRIX),
     ],
 )
 def test_ranks_train_as_one_process_does(
@@ -109,6 +128,8 @@ def test_ranks_train_as_one_process_does(
         (7, {"strategy": "pipeline"}, r"stages=7: Gpt has 4 blocks"),
         (2, {"strategy": "hybrid", **GRID}, "2 ranks make 0 replica.* start a multiple of 4"),
         (1, {"strategy": "hybrid", "data_parallel_strategy": "zero3"}, "data_parallel_strategy='zero3': expected one of ddp, zero1"),
+        (2, {"strategy": "hybrid", "shard_modules": ["blocks.0"], **ZERO2}, "shard_modules=.*'zero2'.* leave it out"),
+        (2, {"strategy": "hybrid", "pipeline_parallel_size": 2, "shard_modules": ["blocks.0"], **FSDP}, "shard_modules=.* leave it out"),
         (1, {"strategy": "hybrid", **GRID, "sequence_dimension": 1}, "sequence_dimension=1 with pipeline_parallel_size=2"),
         (1, {"strategy": "hybrid", "tensor_parallel_size": 0}, "tensor_parallel_size=0: expected a number of ranks, at least 1"),
         (2, {"strategy": "tensor", "deterministic": True}, "deterministic=True with strategy='tensor'"),

@@ -1,26 +1,30 @@
 """What a rank holds of the parameters of its part, and of the optimizer's state of them: all that the replicas hold alike, or its shard.
 
-In shards it is what zero1 and zero2 do, among the ranks that hold the same part: each updates its shard and the one that it mirrors, and
-they gather the parameters. (Rajbhandari et al., "ZeRO", SC 2020, section 5; decision 0142.)
+In shards it is what zero1, zero2 and fsdp do, among the ranks that hold the same part: each updates its shard and the one that it mirrors,
+and they gather the parameters: after the update, or for the passes. (Rajbhandari et al., "ZeRO", SC 2020, section 5; decision 0142.)
 """
 
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final
 
 import torch
 from torch import nn
 
 from shoal_worker.mesh.gathering import Run
 from shoal_worker.mesh.gradients import MeshGradients, ReplicatedGradients
-from shoal_worker.mesh.scattered import ScatteredGradients
+from shoal_worker.mesh.scattered import GradientsOfPasses, ScatteredGradients
 from shoal_worker.sharding.collectives import Collectives
 from shoal_worker.sharding.division import Division
+from shoal_worker.sharding.execution import ShardedExecution
 from shoal_worker.sharding.optimizer_state import ShardedOptimizerState
 from shoal_worker.sharding.unit import Stage, Unit
 from shoal_worker.sharding.whole_state import spread
+
+_NO_CAP: Final = float("inf")
 
 State = Mapping[str, Mapping[str, Any]]
 """Of an optimizer, by the parameters' names, in the shapes of `pieces`."""
@@ -29,8 +33,24 @@ State = Mapping[str, Mapping[str, Any]]
 class AlongData(abc.ABC):
     """One way of holding `pieces`: the parameters of a rank's part, as the module computes with them."""
 
+    execution: ShardedExecution | None = None
+    """Gathers and frees the pieces block by block, where they are whole only while a block computes."""
+
     def __init__(self, pieces: Mapping[str, nn.Parameter]) -> None:
         self.pieces = pieces
+
+    @abc.abstractmethod
+    def gather(self) -> None:
+        """Before passes of a pipeline: the pieces are whole until `free`. A collective of the replicas. A failure marks the step lost, or
+        raises MembershipChanged if there is none."""
+
+    @abc.abstractmethod
+    def free(self) -> None:
+        """What is held at rest is enough again."""
+
+    @abc.abstractmethod
+    def release(self) -> None:
+        """The module is another's from here on."""
 
     @property
     @abc.abstractmethod
@@ -51,7 +71,7 @@ class AlongData(abc.ABC):
 
     @abc.abstractmethod
     def updated(self) -> None:
-        """The optimizer has stepped: the pieces become what it has made. A failure marks the step lost."""
+        """The optimizer has stepped: the pieces become what it has made, now or when they are gathered. A failure marks the step lost."""
 
     @abc.abstractmethod
     def gradients(self, *, counts: Callable[[str], bool], first: bool, buffers: int, averages: bool, device: torch.device) -> MeshGradients:
@@ -61,6 +81,15 @@ class AlongData(abc.ABC):
 
 class Replicated(AlongData):
     """All of them."""
+
+    def gather(self) -> None:
+        """See `AlongData`: they are whole."""
+
+    def free(self) -> None:
+        """See `AlongData`: they stay whole."""
+
+    def release(self) -> None:
+        """See `AlongData`."""
 
     @property
     def own(self) -> Mapping[str, torch.Tensor]:
@@ -104,22 +133,57 @@ class InShards(AlongData):
     def __init__(
         self,
         pieces: Mapping[str, nn.Parameter],
-        counts: Callable[[str], bool],
+        leaves: Mapping[str, torch.Tensor],
+        kind: Callable[[str], Hashable],
         *,
         stage: Stage,
         division: Division,
         collectives: Collectives,
         bucket_bytes: int,
+        blocks: Sequence[tuple[nn.Module, Sequence[str]]] | None,
     ) -> None:
-        """Takes the pieces' memory over. `counts`: see `gradients`. `division`: of the replicas."""
+        """Takes the pieces' memory over. They are whole until `free`.
+
+        Args:
+            leaves: what the module has in the pieces' places: themselves, or DTensors around them.
+            kind: pieces of one kind lie on the same ranks of a replica.
+            division: of the replicas.
+            bucket_bytes: what is gathered and reduced at once, where it is not by blocks.
+            blocks: with `Stage.PARAMETERS`, modules that are gathered in their passes, the outermost first, with the names of their
+                pieces; None: all are, by `gather`.
+        """
         super().__init__(pieces)
         self._stage, self._division, self._collectives = stage, division, collectives
-        self.units: list[Unit] = []
-        for names in _alike(pieces, counts, bucket_bytes):
-            unit = Unit(names[0], [pieces[name] for name in names], names, stage=stage, wide=False)
+
+        def units(names: Iterable[str], cap: float) -> list[Unit]:
+            alike = _alike({name: pieces[name] for name in names}, kind, cap)
+            return [Unit(own[0], [pieces[n] for n in own], own, stage=stage, wide=False, leaves=[leaves[n] for n in own]) for own in alike]
+
+        if blocks is None:
+            self.units = units(pieces, bucket_bytes)
+        else:
+            self.execution = ShardedExecution([(module, units(names, _NO_CAP)) for module, names in blocks], collectives, stage)
+            self.units = self.execution.units
+        for unit in self.units:
             unit.cut(division.shards, division.position(collectives.rank), division.mirrored(collectives.rank))
-            self.units.append(unit)
         self._trained = [unit for unit in self.units if unit.trained]
+
+    def gather(self) -> None:
+        """See `AlongData`."""
+        for unit in self.units:
+            unit.start_gathering(self._collectives)
+        for unit in self.units:
+            unit.finish_gathering()
+
+    def free(self) -> None:
+        """See `AlongData`."""
+        for unit in self.units:
+            unit.free()
+
+    def release(self) -> None:
+        """See `AlongData`."""
+        if self.execution is not None:
+            self.execution.release()
 
     @property
     def own(self) -> Mapping[str, torch.Tensor]:
@@ -156,13 +220,13 @@ class InShards(AlongData):
         """See `AlongData`."""
         for unit in self._trained:
             unit.changed()
-            unit.start_gathering(self._collectives)
-        for unit in self._trained:
-            unit.finish_gathering()
+        if self._stage is not Stage.PARAMETERS:
+            self.gather()
 
     def gradients(self, *, counts: Callable[[str], bool], first: bool, buffers: int, averages: bool, device: torch.device) -> MeshGradients:
         """See `AlongData`."""
-        return ScatteredGradients(
+        made = ScatteredGradients if self.execution is None else functools.partial(GradientsOfPasses, execution=self.execution)
+        return made(
             self.pieces,
             self._trained,
             stage=self._stage,
@@ -175,11 +239,11 @@ class InShards(AlongData):
         )
 
 
-def _alike(pieces: Mapping[str, nn.Parameter], counts: Callable[[str], bool], cap: int) -> Iterator[list[str]]:
+def _alike(pieces: Mapping[str, nn.Parameter], kind: Callable[[str], Hashable], cap: float) -> Iterator[list[str]]:
     """What makes a unit: pieces of one kind, of at most `cap` bytes (one that is larger is a unit by itself)."""
-    kinds: dict[tuple[torch.dtype, bool, bool], list[str]] = {}
+    kinds: dict[tuple[torch.dtype, bool, Hashable], list[str]] = {}
     for name, piece in pieces.items():
-        names = kinds.setdefault((piece.dtype, piece.requires_grad, counts(name)), [])
+        names = kinds.setdefault((piece.dtype, piece.requires_grad, kind(name)), [])
         if names and sum(pieces[one].nbytes for one in names) + piece.nbytes > cap:
             yield names.copy()
             names.clear()

@@ -7,7 +7,7 @@ was cut before a rank died. No process groups, no values.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -126,6 +126,10 @@ class Blueprint:
         """Whether a rank is the one, of those of its replica that hold the same elements, that counts them."""
         whole_elsewhere = name not in self._layouts and at.tensor > 0
         return at.pipeline == self.holders(name)[0] and not whole_elsewhere
+
+    def kind(self, name: str) -> Hashable:
+        """Of parameters of one kind, a rank that holds and counts one holds and counts all."""
+        return tuple(self.holders(name)), name in self._layouts
 
     def parts(self, name: str) -> int:
         """Into how many parts the tensor axis cuts it."""

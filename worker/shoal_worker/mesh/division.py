@@ -7,16 +7,18 @@ Made anew for each generation, and dropped with it. The training thread owns it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch import nn
 
 from shoal_worker.elastic.generation import Generation, Peer
 from shoal_worker.elastic.group import Group
 from shoal_worker.elastic.randomness import seed_generators
 from shoal_worker.elastic.replica import StrategySession
+from shoal_worker.elastic.step import Step
 from shoal_worker.failpoints import failpoint
 from shoal_worker.mesh.along_data import InShards
 from shoal_worker.mesh.axes import Axes
@@ -28,8 +30,11 @@ from shoal_worker.pipelining.engine import Loss
 from shoal_worker.pipelining.micro_batches import MicroBatch
 from shoal_worker.pipelining.pipeline import Pipeline
 from shoal_worker.sharding.collectives import PartCollectives
+from shoal_worker.sharding.division import Division as Shards
 from shoal_worker.sharding.division import among_all
-from shoal_worker.sharding.unit import Stage
+from shoal_worker.sharding.execution import ShardedExecution
+from shoal_worker.sharding.partition import Group as Block
+from shoal_worker.sharding.unit import Stage, taken_gradient
 from shoal_worker.strategies.buffers import CommittedBuffers
 from shoal_worker.tensor_parallel.apply import unparallelize
 from shoal_worker.tensor_parallel.layers import run_inside
@@ -48,6 +53,8 @@ class Sharding:
     stage: Stage
     bucket_bytes: int
     """What is reduced or gathered at once."""
+    blocks: Callable[[nn.Module], Sequence[Block]] | None = None
+    """What of a model is gathered at once in its passes."""
 
 
 class Division:
@@ -79,13 +86,7 @@ class Division:
         if sharding is not None:
             line = among_all([peer.host for peer in self.replicas.generation.peers])
             self.cut = replace(self.cut, shards=line.shards, mirrored=line.mirrored(at.data))
-            self._shard = functools.partial(
-                InShards,
-                stage=sharding.stage,
-                division=line,
-                collectives=PartCollectives(session, self.replicas),
-                bucket_bytes=sharding.bucket_bytes,
-            )
+            self._shard = functools.partial(_in_shards, sharding, line, PartCollectives(session, self.replicas))
         self._weighed_changes: torch.Tensor | None = None
 
     @property
@@ -100,6 +101,7 @@ class Division:
 
     def lay_out(self, parts: ModelParts, taken: Sequence[Whole], *, averages: bool) -> None:
         """Cuts the model for it; see `ModelParts.lay_out`. `averages`: see `MeshGradients`."""
+        before = parts.along_data.execution
         parts.lay_out(self.cut, self.mesh, taken, self._shard)
         blueprint = parts.blueprint
         assert blueprint is not None
@@ -112,6 +114,8 @@ class Division:
             averages=averages,
             device=self._session.device,
         )
+        if self.execution is not None and before is not None:
+            self.execution.passed = before.passed
         self.pipeline: Pipeline | None = None
         if blueprint.split is not None:
             line = self._groups["pipeline"]
@@ -126,6 +130,12 @@ class Division:
                 plain=unparallelize,
                 inside=lambda run, last: run_inside(parts.module, run, last=last),
             )
+        parts.along_data.free()
+
+    @property
+    def execution(self) -> ShardedExecution | None:
+        """See `AlongData`."""
+        return self._parts.along_data.execution
 
     def release(self) -> None:
         """torch forgets its groups."""
@@ -140,6 +150,27 @@ class Division:
         if self.cut.axes.replica_size > 1:
             seed_generators((self._seed, self._session.steps, self.cut.at.data))
 
+    def begin_step(self, number: int) -> None:
+        """Step number `number` of this model."""
+        self.forget()
+        self.gradients.begin()
+        self.buffers.commit()
+        if self.execution is not None:
+            self.execution.begin_step(number)
+
+    def begin_pass(self, step: Step) -> None:
+        """Before a replica's pass in a step, or before it takes part in others'.
+
+        Raises:
+            MembershipChanged: the group is over.
+        """
+        if self.execution is None:
+            return
+        weight = step.micro_batch if step.in_micro_batches or step.share is None else step.share.weight
+        self.execution.factor = self.gradients.factor(weight or 0.0)
+        if step.in_micro_batches:
+            self.execution.learn_passes(self.replicas)
+
     def train_on(self, micro_batches: Sequence[MicroBatch], loss: Loss | None, *, everywhere: bool) -> torch.Tensor | None:
         """Takes a batch through the pipeline, and its gradients and changes of buffers into the module. Returns its loss; unless
         `everywhere` only where the last stage is, elsewhere None.
@@ -149,6 +180,7 @@ class Division:
         """
         assert self.pipeline is not None
         self._micro_batches, self._weighed_changes = micro_batches, torch.zeros(self.buffers.size, dtype=torch.float64)
+        self._parts.along_data.gather()
         take = self.pipeline.train_on if everywhere else self.pipeline.take_through
         result = take(micro_batches, loss)
         self.pipeline.end_accumulation()
@@ -178,11 +210,24 @@ class Division:
         if self.gradients.sums_passes:
             self._sum_shared()
             self.gradients.sum_pass()
+        if self.pipeline is not None:
+            self._parts.along_data.free()
 
     def take_part(self) -> None:
         """In a pass of other replicas, for which this one has no samples."""
-        if self.gradients.sums_passes:
-            self.gradients.sum_pass()
+        if self.pipeline is not None:
+            self._parts.along_data.gather()
+            self._parts.along_data.free()
+        self.gradients.take_part()
+
+    def predict(self, inputs: Any) -> Any:
+        """Takes inputs through the pipeline. Raises MembershipChanged."""
+        assert self.pipeline is not None
+        self._parts.along_data.gather()
+        try:
+            return self.pipeline.predict(inputs)
+        finally:
+            self._parts.along_data.free()
 
     def sum_gradients(self) -> None:
         """Over the stages that share a parameter, and over the replicas.
@@ -216,18 +261,28 @@ class Division:
         for parameter in self._parts.parameters.values():
             parameter.grad = None
         self.gradients.forget()
+        self._parts.along_data.free()
 
     def _collected(self) -> Mapping[str, torch.Tensor | None]:
         """This rank's part of the gradients that lie in the module, which keeps none."""
-        found: dict[str, torch.Tensor | None] = {}
-        for name, parameter in self._parts.parameters.items():
-            gradient, parameter.grad = parameter.grad, None
-            if isinstance(gradient, DTensor):
-                if gradient.placements != parameter.placements:
-                    gradient = gradient.redistribute(placements=parameter.placements)
-                gradient = gradient.to_local()
-            found[name] = gradient
-        return found
+        return {name: taken_gradient(parameter) for name, parameter in self._parts.parameters.items()}
+
+
+def _in_shards(sharding: Sharding, line: Shards, collectives: PartCollectives, parts: ModelParts) -> InShards:
+    assert parts.blueprint is not None
+    blocks = None
+    if sharding.blocks is not None:  # of the model as it was written: split layers have a class each
+        blocks = [(parts.module.get_submodule(one.name), one.names) for one in sharding.blocks(parts.template.module)]
+    return InShards(
+        parts.pieces,
+        parts.parameters,
+        parts.blueprint.kind,
+        stage=sharding.stage,
+        division=line,
+        collectives=collectives,
+        bucket_bytes=sharding.bucket_bytes,
+        blocks=blocks,
+    )
 
 
 def _lose(session: StrategySession, error: BaseException) -> bool:

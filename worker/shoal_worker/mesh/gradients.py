@@ -67,10 +67,19 @@ class MeshGradients(abc.ABC):
             gradient = found.get(name)
             if gradient is not None:
                 own = self.added(name)
-                own.add_(gradient.to(own.dtype), alpha=weight if self._averages else 1.0)
+                own.add_(gradient.to(own.dtype), alpha=self.factor(weight))
         self._presence += torch.tensor([found.get(name) is not None for name in self._pieces]).to(self._presence)
         self._changes.add_(changes.to(self._flat), alpha=weight)
         self._weight += weight
+
+    def factor(self, weight: float) -> float:
+        """Of the gradients of a pass that weighs so much."""
+        return weight if self._averages else float(weight > 0)
+
+    @property
+    def any_left(self) -> bool:
+        """Passes have left gradients here already, before `add`."""
+        return False
 
     sums_passes = False
     """The replicas sum each pass, which `sum_pass` does, instead of the step."""
@@ -79,6 +88,11 @@ class MeshGradients(abc.ABC):
     def sum_pass(self) -> None:
         """What was added since the last time is whole: also of what this rank shares with others of its replica. A failure marks the step
         lost."""
+
+    def take_part(self) -> None:
+        """In a pass of other replicas, for which this one has no samples."""
+        if self.sums_passes:
+            self.sum_pass()
 
     def sum_over(self, replicas: Group) -> None:
         """Of the step. Raises MembershipChanged."""

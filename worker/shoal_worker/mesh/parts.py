@@ -30,8 +30,8 @@ from shoal_worker.tensor_parallel.context import DropoutRandomness
 
 _ALONE = Axes(pipeline=1, tensor=1, data=1)
 
-Shard = Callable[[Mapping[str, nn.Parameter], Callable[[str], bool]], AlongData]
-"""Given the pieces, and which of them this rank counts for its replica."""
+Shard = Callable[["ModelParts"], AlongData]
+"""Takes over the pieces of a model that is laid out."""
 
 
 class ModelParts(StateInParts):
@@ -111,8 +111,7 @@ class ModelParts(StateInParts):
         here = {one.name: one for one in taken}
         self._put_values({name: one.value for name, one in here.items()})
         if shard is not None:
-            self.along_data = shard(self.pieces, self.counts)
-            self._show_pieces()
+            self.along_data = shard(self)
         self._point_optimizer({name: {**one.elements, **one.rest} for name, one in here.items() if name in self.pieces})
 
     def forget_before(self) -> None:
@@ -174,6 +173,7 @@ class ModelParts(StateInParts):
 
     def _strip(self) -> None:
         """The module as the user wrote it, without values."""
+        self.along_data.release()
         for part in self._checkpointed:
             part.__dict__.pop("forward", None)
         unparallelize(self.module)
@@ -208,14 +208,6 @@ class ModelParts(StateInParts):
                 assert isinstance(parameter, nn.Parameter)
                 self.pieces[name] = parameter
         self.along_data = Replicated(self.pieces)
-
-    def _show_pieces(self) -> None:
-        """The pieces have other memory: what the layers compute with is to have it too."""
-        named = named_tensors(self.module)
-        for name, piece in self.pieces.items():
-            parameter = named[name]
-            if isinstance(parameter, DTensor):
-                parameter._local_tensor = piece.detach()
 
     def counts(self, name: str) -> bool:
         """Whether this rank is the one, of the ranks of its replica that hold the same elements of a parameter, that counts them."""

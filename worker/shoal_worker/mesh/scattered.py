@@ -1,14 +1,14 @@
 """Gradients of a step that the replicas sum and cut: each keeps the sums of its shard, and of the shard that it mirrors.
 
-They are scattered after the passes, never from hooks in them: a pipeline's schedule adds up its own micro-batches, and may split backward
-passes in two, which hooks do not see. So what the stages share is summed first.
+Of a pipeline they are scattered after the passes, never from hooks in them: its schedule adds up its own micro-batches, and may split
+backward passes in two, which hooks do not see. So what the stages share is summed first.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from shoal_worker.elastic.group import Group
 from shoal_worker.mesh.gradients import MeshGradients
 from shoal_worker.sharding.collectives import Collectives
 from shoal_worker.sharding.division import Division
+from shoal_worker.sharding.execution import ShardedExecution
 from shoal_worker.sharding.gradients import CutGradients
 from shoal_worker.sharding.unit import Reducing, Stage, Unit
 
@@ -97,3 +98,36 @@ class ScatteredGradients(MeshGradients):
         """See `MeshGradients`."""
         for piece in (piece for unit in self._units for holding in unit.holdings for piece in holding.pieces):
             piece.grad = None
+
+
+class GradientsOfPasses(ScatteredGradients):
+    """Of units that are gathered block by block: their gradients are reduced in the backward passes themselves, and freed there."""
+
+    def __init__(self, *args: Any, execution: ShardedExecution, **kwargs: Any) -> None:
+        """As `ScatteredGradients`. `execution`: of the units."""
+        super().__init__(*args, **kwargs)
+        self._execution = execution
+
+    def sum_pass(self) -> None:
+        """See `MeshGradients`: it was begun in the pass."""
+
+    def take_part(self) -> None:
+        """See `MeshGradients`."""
+        self._execution.take_part()
+
+    def sum_over(self, replicas: Group) -> None:
+        """See `MeshGradients`."""
+        self._execution.reduce_rest()
+        touched = [unit.touched[index] for unit, index in map(self._places.__getitem__, self.names)]
+        self._presence += torch.tensor(touched).to(self._presence)
+        super().sum_over(replicas)
+
+    @property
+    def any_left(self) -> bool:
+        """See `MeshGradients`."""
+        return any(any(unit.touched) for unit in self._units)
+
+    def forget(self) -> None:
+        """See `MeshGradients`."""
+        super().forget()
+        self._execution.settle()

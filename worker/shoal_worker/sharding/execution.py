@@ -84,6 +84,8 @@ class ShardedExecution:
         """Those of the last one that came to its end."""
         self._all_know = False
         """The ranks of this group all know the collectives of a pass."""
+        self._asked = False
+        """They have asked each other in this step."""
         self._hooks: list[RemovableHandle] = []
         for unit in self._reduced:
             for index, leaf in enumerate(unit.leaves):
@@ -137,8 +139,9 @@ class ShardedExecution:
         Raises:
             MembershipChanged: the group is over.
         """
-        if self._all_know or group.world_size == 1:
+        if self._all_know or self._asked or group.world_size == 1:
             return
+        self._asked = True
         told = [json.loads(each) for each in group.exchange(json.dumps(self.passed).encode())]
         known = next((each for each in told if each), None)
         if known is None:
@@ -175,6 +178,12 @@ class ShardedExecution:
             self._reduce_ready(all_of_them=True)
         while self._on_their_way:
             self._on_their_way.popleft().wait()
+
+    def begin_step(self, number: int) -> None:
+        """Step number `number` of this model begins: see `forget`."""
+        self.forget()
+        self.issued.begin(number)
+        self._asked = False
 
     def settle(self) -> None:
         """Collectives on their way are waited for. Whether they fail is all the same by now."""

@@ -342,5 +342,7 @@ def taken_gradient(leaf: torch.Tensor) -> torch.Tensor | None:
     mesh: a collective of them."""
     gradient, leaf.grad = leaf.grad, None
     if isinstance(leaf, DTensor) and isinstance(gradient, DTensor):
-        return gradient.redistribute(placements=leaf.placements).to_local() if gradient.placements != leaf.placements else gradient.to_local()
+        if gradient.placements != leaf.placements:
+            gradient = gradient.redistribute(placements=leaf.placements)
+        return gradient.to_local()
     return gradient

@@ -172,9 +172,7 @@ class DividedModel(ModelInParts[ModelParts, Closing]):
         return self._division is not None and self._division.pipeline is not None and self.module is self._held.module
 
     def _through_pipeline(self, inputs: Any) -> Any:
-        pipeline = self._divided.pipeline
-        assert pipeline is not None
-        return pipeline.predict(inputs)
+        return self._divided.predict(inputs)
 
     @property
     def in_parts(self) -> bool:

@@ -5,19 +5,21 @@ Memory and bytes are the product and the sum of the three: docs/strategies/hybri
 
 from __future__ import annotations
 
+import functools
 from typing import ClassVar, Final
 
 from shoal_common.errors import ConfigurationError
 
 from shoal_worker.mesh.axes import Axes
 from shoal_worker.mesh.division import Sharding
+from shoal_worker.sharding.partition import by_modules
 from shoal_worker.sharding.unit import Stage
 from shoal_worker.strategies.divided import PIPELINE_OPTIONS, TENSOR_OPTIONS
 from shoal_worker.strategies.mesh import MeshModel
 from shoal_worker.strategies.pipeline import PipelineOptimizer
 from shoal_worker.strategies.tensor import checked_size
 
-_ALONG_DATA: Final = {"ddp": None, "zero1": Stage.OPTIMIZER, "zero2": Stage.GRADIENTS}
+_ALONG_DATA: Final = {"ddp": None, "zero1": Stage.OPTIMIZER, "zero2": Stage.GRADIENTS, "fsdp": Stage.PARAMETERS}
 _SIZES = frozenset({"pipeline_parallel_size", "tensor_parallel_size", "data_parallel_size"})
 
 
@@ -25,19 +27,23 @@ class HybridShardedModel(MeshModel):
     """`pipeline_parallel_size` x `tensor_parallel_size` ranks hold a replica; `data_parallel_size=-1`: as many as there can be.
 
     `data_parallel_strategy`: "ddp", replicas hold their own gradients and optimizer state; "zero1", each holds a share of the optimizer
-    state; "zero2", and of the summed gradients. (Rajbhandari et al., "ZeRO", SC 2020, section 5.)
+    state; "zero2", and of the summed gradients; "fsdp", and of the parameters, which are gathered for the passes: block by block, or in a
+    pipeline all of a rank's stages. (Rajbhandari et al., "ZeRO", SC 2020, section 5.)
     """
 
     strategy: ClassVar[str] = "hybrid"
+    settings: ClassVar[frozenset[str]] = frozenset({"shard_modules"})
     options: ClassVar[frozenset[str]] = _SIZES | TENSOR_OPTIONS | PIPELINE_OPTIONS | {"data_parallel_strategy"}
 
     def initialize_sharding(self) -> None:
         """See `MeshModel`."""
         along_data = self._options.get("data_parallel_strategy", "ddp")
         if along_data not in list(_ALONG_DATA):
+            raise ConfigurationError(f"data_parallel_strategy={along_data!r}: expected one of {', '.join(_ALONG_DATA)}")
+        if self.config.shard_modules is not None and (along_data != "fsdp" or self.pipelined):
             raise ConfigurationError(
-                f"data_parallel_strategy={along_data!r}: expected one of {', '.join(_ALONG_DATA)}; the parameters of a rank's "
-                "part are whole on it: where they are to be cut as well, take zero3, fsdp or hsdp, without tensor and pipeline axes"
+                f"shard_modules={self.config.shard_modules!r} with data_parallel_strategy={along_data!r} and pipeline_parallel_size="
+                f'{self._size("pipeline_parallel_size")}: only "fsdp" without a pipeline gathers parameters by modules; leave it out'
             )
         if self.pipelined and self._options.get("sequence_dimension") is not None:
             raise ConfigurationError(
@@ -59,7 +65,14 @@ class HybridShardedModel(MeshModel):
     def sharding(self) -> Sharding | None:
         """See `MeshModel`."""
         stage = _ALONG_DATA[self._options.get("data_parallel_strategy", "ddp")]
-        return None if stage is None else Sharding(stage=stage, bucket_bytes=self.config.bucket_cap_mb << 20)
+        if stage is None:
+            return None
+        blocks = None
+        if stage is Stage.PARAMETERS and not self.pipelined:
+            blocks = functools.partial(
+                by_modules, shard_modules=self.config.shard_modules, at_least=self.config.minimum_parameter_group_size
+            )
+        return Sharding(stage=stage, bucket_bytes=self.config.bucket_cap_mb << 20, blocks=blocks)
 
     def axes_for(self, world_size: int) -> Axes:
         """See `MeshModel`."""

@@ -24,6 +24,7 @@ from shoal_worker.elastic.step import CONTROL_LENGTH, Step
 from shoal_worker.failpoints import failpoint
 from shoal_worker.mesh.division import Division, alone
 from shoal_worker.pipelining.micro_batches import cut_batch
+from shoal_worker.sharding.issued import IssuedCollectives
 from shoal_worker.strategies.base import call_module, loss_of
 from shoal_worker.strategies.closing import Closing
 from shoal_worker.strategies.divided import DividedModel
@@ -69,7 +70,15 @@ class MeshModel(DividedModel):
                 "the gradients of this step are reduced already, by train_step, clip_grad_norm_, synchronize_gradients or a GradScaler: do "
                 "all backward passes of a step before; to accumulate, give micro_batch_size= to the loader and loop over loader.steps()"
             )
+        self._prepare_pass(step)
         return True
+
+    def _prepare_pass(self, step: Step) -> None:
+        if self._division is not None and step.lost is None:
+            try:
+                self._division.begin_pass(step)
+            except MembershipChanged as error:
+                self._session.mark_lost(error)
 
     def _take_pass(self, inputs: Any, targets: Any, loss_fn: Callable[[Any, Any], torch.Tensor] | None) -> torch.Tensor | None:
         if self.pipelined:
@@ -162,8 +171,11 @@ class MeshModel(DividedModel):
     @torch.no_grad()
     def regroup(self, group: Group) -> None:
         """See `Replica`."""
-        told = [json.loads(each) for each in group.exchange(json.dumps(self.in_parts).encode())]
-        if any(told):
+        execution = self._division.execution if self._division is not None else None
+        issued = execution.issued.encode().decode() if execution is not None else ""
+        told = [json.loads(each) for each in group.exchange(json.dumps([self.in_parts, issued]).encode())]
+        IssuedCollectives.compare([each.encode() for _, each in told], self.strategy)
+        if any(in_parts for in_parts, _ in told):
             self._lay_out(group, gathered=True)
 
     def _lay_out(self, group: Group, *, gathered: bool) -> None:
@@ -208,9 +220,7 @@ class MeshModel(DividedModel):
                 return
         division = self._divided
         self._check_training()
-        division.forget()
-        division.gradients.begin()
-        division.buffers.commit()
+        division.begin_step(self._applied + 1)
         step = self._session.step
         if step is not None and step.source is None:
             division.seed_step()
@@ -236,6 +246,7 @@ class MeshModel(DividedModel):
         try:
             if not step.in_micro_batches:
                 division.add(share.weight)
+            self._prepare_pass(step)
             for _ in range(share.most_micro_batches - (share.micro_batches or 0)):
                 division.take_part()
             division.sum_gradients()
@@ -244,20 +255,23 @@ class MeshModel(DividedModel):
             self._sealed = True
             failpoint("sharded.sealed")
             norm = division.gradients.squared_norm()
-            summed = torch.tensor([*session.control_word(), norm], dtype=torch.float64, device=division.all.device)
+            issued = division.execution.issued.word() if division.execution is not None else []
+            summed = torch.tensor([*session.control_word(), norm, *issued], dtype=torch.float64, device=division.all.device)
             division.all.all_reduce(summed)
             failpoint("reduction.completed")
         except MembershipChanged as error:
             session.mark_lost(error)
             return
-        *word, norm = summed.tolist()
-        assert len(word) == CONTROL_LENGTH
+        word, (norm, *issued) = summed.tolist()[:CONTROL_LENGTH], summed.tolist()[CONTROL_LENGTH:]
+        if issued:
+            IssuedCollectives.check(issued, self.strategy)
         self._close(Closing(number=self._applied + 1, squared_norm=norm, divisor=division.gradients.divisor), word)
 
     @property
     def _has_gradients(self) -> bool:
         step = self._session.step
-        return (step is not None and step.control is not None) or any(p.grad is not None for p in self.module.parameters())
+        left = self._division is not None and self._division.gradients.any_left
+        return left or (step is not None and step.control is not None) or any(p.grad is not None for p in self.module.parameters())
 
     @torch.no_grad()
     def discard_step(self) -> None:

@@ -42,8 +42,6 @@ class ShardedParametersModel(CutModel):
         """Weight of the micro-batches of this rank in this step."""
         self._changes: torch.Tensor | None = None
         """By how much they changed the buffers, weighted."""
-        self._prepared = False
-        """This rank has gone into the first collective of the step in progress."""
 
     # ------------------------------------------------------------------------------------------------------------- training
 
@@ -87,11 +85,8 @@ class ShardedParametersModel(CutModel):
         if self._compression is not None:
             total = step.share.total_weight if step.share is not None and step.in_micro_batches else None
             self._compression.weigh(total or 1.0 if self.config.loss_reduction == "mean" else 1.0)
-        if self._prepared or self.stage is not Stage.PARAMETERS or not step.in_micro_batches:
-            return
-        self._prepared = True
         group = self._session.group
-        if group is None or step.lost is not None:
+        if group is None or step.lost is not None or self.stage is not Stage.PARAMETERS or not step.in_micro_batches:
             return
         try:
             self._execution.learn_passes(group)
@@ -150,9 +145,8 @@ class ShardedParametersModel(CutModel):
         step, group = self._session.step, self._session.group
         assert step is not None
         self._check_training()
-        self._execution.forget()
-        self._execution.issued.begin(self._applied + 1)
-        self._weights, self._changes, self._sealed, self._shown, self._prepared = 0.0, None, False, False, False
+        self._execution.begin_step(self._applied + 1)
+        self._weights, self._changes, self._sealed, self._shown = 0.0, None, False, False
         if self._held.whole:
             hosts = [peer.host for peer in group.generation.peers] if group is not None else [""]
             self._held.cut_whole(number=step.placement.generation, rank=step.placement.rank, hosts=hosts)

@@ -202,7 +202,7 @@ def part() -> set[Cell]:
 _NOT_IN_PARTS = "take zero1, zero2, zero3, fsdp or hsdp, whose optimizer state is in shards"
 _FLAT = "parameters are cut into flat pieces, and Adafactor is not known to treat each element by itself"
 _WHOLE_BATCHES = "deterministic=True needs micro-batches, whose results do not depend on the number of ranks"
-_SPLIT = ("tensor", "tensor_data", "hybrid", "hybrid_zero1")
+_SPLIT = ("tensor", "tensor_data", "hybrid", "hybrid_zero1", "hybrid_fsdp")
 _IN_SHARDS = ("zero1", "zero2", "zero3", "fsdp", "hsdp")
 REFUSED_VARIATIONS: Final[Mapping[tuple[str, str], str]] = {
     **{(name, "sparse"): "EmbeddingBag with sparse=True needs the whole table on one rank" for name in _SPLIT},
@@ -212,9 +212,10 @@ REFUSED_VARIATIONS: Final[Mapping[tuple[str, str], str]] = {
     **{(name, "reduce_dtype"): 'use gradient_compression="bf16", or take zero1' for name in ROWS if name not in _IN_SHARDS},
     **{
         (name, "shard_modules"): "take zero3, fsdp or hsdp, which gather parameters by modules, or leave it out"
-        for name in ROWS
-        if name not in ("zero3", "fsdp", "hsdp")
+        for name, row in ROWS.items()
+        if row.strategy not in ("zero3", "fsdp", "hsdp", "hybrid")
     },
+    **{(name, "shard_modules"): "gathers parameters by modules; leave it out" for name in ("hybrid", "hybrid_zero1", "hybrid_zero2")},
     **{(name, "whole_batches"): _DIVIDED if row.divided else _WHOLE_BATCHES for name, row in ROWS.items()},
     ("local_sgd", "whole_batches"): _APART,
     ("local_sgd", "sum"): 'loss_reduction="sum": local_sgd averages parameters, not gradients; let the loss be a mean',

@@ -1,4 +1,5 @@
-"""A training script for tensor, pipeline and hybrid: STRATEGY with OPTIONS (JSON); says what it ends with as one JSON line in OUTPUT."""
+"""A training script for tensor, pipeline and hybrid: STRATEGY with OPTIONS (JSON), perhaps in micro-batches of MICRO samples; says what it
+ends with as one JSON line in OUTPUT."""
 
 import json
 import logging
@@ -13,22 +14,30 @@ import torch
 from tests.unit.worker_strategies import mesh_models as models
 
 
-def train(strategy: str, options: dict[str, Any], epochs: int, hold: Path | None = None, checkpoints: str | None = None) -> dict[str, Any]:
+def train(
+    strategy: str,
+    options: dict[str, Any],
+    epochs: int,
+    hold: Path | None = None,
+    checkpoints: str | None = None,
+    micro: int | None = None,
+) -> dict[str, Any]:
     """One rank's part; what it ends with."""
     net = models.make()
     optimizer = models.OPTIMIZERS["adamw"](net.parameters())
     model, optimizer = shoal.as_distributed(net, optimizer, strategy=strategy, minimum_parameter_group_size=64, **options)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.98)
     shoal.register_state(scheduler=scheduler)
-    loader = shoal.ElasticDataLoader(models.data(), global_batch_size=models.BATCH)
+    loader = shoal.ElasticDataLoader(models.data(), global_batch_size=models.BATCH, micro_batch_size=micro)
     validation = shoal.ElasticDataLoader(models.data(), global_batch_size=5, train=False)
     if checkpoints is not None:
         shoal.resume(checkpoints)
     lost = 0
     evaluations = []
     for _ in loader.epochs(epochs):
-        for x, y in loader:
-            model.train_step(x, y, models.loss_of)
+        for step in loader.steps() if micro else ([batch] for batch in loader):
+            for x, y in step:
+                model.train_step(x, y, models.loss_of)
             if hold is not None:
                 pace_s = 0.3 if hold.exists() else 0.002
                 time.sleep(pace_s)  # waits for nothing: slow steps, so that what the test waits for happens before the end
@@ -57,7 +66,8 @@ def main() -> None:
     output = Path(os.environ["OUTPUT"])
     shoal.init()
     options, epochs = json.loads(os.environ["OPTIONS"]), int(os.environ["EPOCHS"])
-    result = train(os.environ["STRATEGY"], options, epochs, output / "hold", os.environ.get("CHECKPOINTS"))
+    micro = int(os.environ["MICRO"]) if "MICRO" in os.environ else None
+    result = train(os.environ["STRATEGY"], options, epochs, output / "hold", os.environ.get("CHECKPOINTS"), micro)
     (output / f"{os.environ['SHOAL_MEMBER_ID']}.json").write_text(json.dumps(result))
 
 

@@ -42,8 +42,10 @@ def start(running: Cluster, workers: int, **failing: str) -> None:
         running.start(index, **({"SHOAL_FAILPOINTS": failing[f"of_{index}"]} if f"of_{index}" in failing else {}))
 
 
-def hybrid_of_four(zygote: Zygote, directory: Path, **options: Any) -> AbstractContextManager[Cluster]:
+def hybrid_of_four(zygote: Zygote, directory: Path, micro: int | None = None, **options: Any) -> AbstractContextManager[Cluster]:
     settings = {"EPOCHS": str(EPOCHS), "STRATEGY": "hybrid", "OPTIONS": json.dumps(options)}
+    if micro is not None:
+        settings["MICRO"] = str(micro)
     return cluster(zygote, directory, max_workers=4, script=SCRIPT, **settings)
 
 
@@ -109,6 +111,29 @@ def test_a_second_death_while_the_ranks_are_divided_anew_loses_nothing_of_which_
     with hybrid_of_four(zygote, tmp_path, tensor_parallel_size=2, data_parallel_strategy=along_data) as running:
         start(running, 4, of_2="sharded.sealed@7=kill", of_1="mesh.dividing@2=kill")
         check_same_run(running.finish(0, 3), alone, running)
+
+
+@pytest.mark.matrix
+def test_ranks_without_samples_learn_no_pass_that_was_lost(zygote: Zygote, tmp_path: Path, alone: dict[str, Any]) -> None:
+    """There are two micro-batches for four replicas: two of them repeat what the others have done."""
+    with hybrid_of_four(zygote, tmp_path, micro=4, data_parallel_strategy="fsdp") as running:
+        start(running, 4, of_3="session.after_commit@1=kill")
+        check_same_run(running.finish(0, 1, 2), alone, running)
+
+
+@pytest.mark.matrix
+def test_replicas_on_several_hosts_learn_the_passes_together(zygote: Zygote, tmp_path: Path, alone: dict[str, Any]) -> None:
+    """Ranks of a host are neighbours: after the join the replicas of one part have known the passes, and those of the other have not."""
+    with hybrid_of_four(zygote, tmp_path, micro=2, tensor_parallel_size=2, data_parallel_strategy="fsdp") as running:
+        with running.held():
+            for index, host in enumerate("ab"):
+                running.start(index, SHOAL_HOST=host)
+            running.wait_steps(2)
+            for index, host in enumerate("ab", start=2):
+                running.start(index, SHOAL_HOST=host)
+            for joiner in (2, 3):
+                running.wait_ranked(joiner)
+        check_same_run(running.finish(0, 1, 2, 3), alone, running)
 
 
 @pytest.mark.matrix

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from shoal_common.errors import MembershipChanged
+from shoal_common.errors import MembershipChanged, PreconditionError
 from shoal_worker.sharding.execution import ShardedExecution
 from shoal_worker.sharding.partition import alike, by_bytes, by_modules
 from shoal_worker.sharding.unit import Stage, Unit
@@ -160,6 +160,7 @@ def test_sharded_parameters_are_held_by_their_owners_alone_between_steps() -> No
         for unit in execution.units:
             unit.cut(ranks.world_size, ranks.rank, None)
         execution.free_all()
+        execution.factor = 1.0
         loss_of(model, batch(0)).backward()
         whole = sum(p.untyped_storage().nbytes() for p in model.parameters())
         return whole, sum(piece.numel() for unit in execution.units for piece in unit.own.pieces)
@@ -185,7 +186,34 @@ def test_sums_that_fail_after_the_step_was_given_up_are_forgotten_like_others() 
     execution = ShardedExecution(units_of(model, Stage.GRADIENTS), Ranks(0, 1, [None], threading.Barrier(1)), Stage.GRADIENTS)
     for unit in execution.units:
         unit.cut(1, 0, None)
+    execution.factor = 1.0
     loss_of(model, batch(0)).backward()
     given_up = True
     execution.forget()
     assert not any(unit.has_gradient() for unit in execution.units)
+
+
+def test_the_collectives_of_a_pass_in_which_the_step_was_lost_are_not_repeated_by_others() -> None:
+    class Ranks(RankThread):
+        lost = False
+
+    ranks = Ranks(0, 1, [None], threading.Barrier(1))
+    model = make()
+    execution = ShardedExecution(units_of(model, Stage.PARAMETERS), ranks, Stage.PARAMETERS)
+    for unit in execution.units:
+        unit.cut(1, 0, None)
+    execution.free_all()
+    for lost in (False, True):
+        ranks.lost, execution.factor = lost, 1.0
+        passed = execution.passed
+        loss_of(model, batch(0)).backward()
+        assert execution.passed
+        assert not lost or execution.passed == passed
+
+
+def test_a_backward_pass_outside_of_a_step_is_refused() -> None:
+    model = make()
+    execution = ShardedExecution(units_of(model, Stage.GRADIENTS), RankThread(0, 1, [None], threading.Barrier(1)), Stage.GRADIENTS)
+    execution.forget()
+    with pytest.raises(PreconditionError, match=r"Call model\.train\(\)"):
+        loss_of(model, batch(0)).backward()

@@ -155,6 +155,24 @@ def test_a_grad_scaler_unscales_on_all_ranks_and_skips_what_overflowed(options: 
     assert norms[0] == pytest.approx(float(torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)))
 
 
+@pytest.mark.parametrize("options", [{"strategy": "zero3"}, {"strategy": "hybrid", "data_parallel_strategy": "fsdp"}])
+def test_a_grad_scaler_on_a_rank_without_samples_finds_what_the_others_have_summed(options: dict[str, Any]) -> None:
+    def rank() -> torch.Tensor:
+        model, optimizer = distribute(**options)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        for x, y in shoal.ElasticDataLoader(models.data(), global_batch_size=2, shuffle=False):
+            scaler.scale(models.loss_of(model(x), y)).backward()
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        return model.full_state_dict()["head.weight"]
+
+    (expected,) = shoal.launch(rank, world_size=1)
+    for own in shoal.launch(rank, world_size=3):
+        torch.testing.assert_close(own, expected, rtol=0, atol=1e-10)
+
+
 def test_a_grad_scaler_with_a_pipeline_is_refused() -> None:
     def rank() -> None:
         model, optimizer = distribute(strategy="pipeline")

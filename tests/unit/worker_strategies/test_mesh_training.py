@@ -129,6 +129,7 @@ def test_ranks_train_as_one_process_does(
         (2, {"strategy": "hybrid", **GRID}, "2 ranks make 0 replica.* start a multiple of 4"),
         (1, {"strategy": "hybrid", "data_parallel_strategy": "zero3"}, "data_parallel_strategy='zero3': expected one of ddp, zero1"),
         (2, {"strategy": "hybrid", "shard_modules": ["blocks.0"], **ZERO2}, "shard_modules=.*'zero2'.* leave it out"),
+        (2, {"strategy": "hybrid", "shard_modules": ["nope"], **FSDP}, "shard_modules='nope': the model has no such module"),
         (2, {"strategy": "hybrid", "pipeline_parallel_size": 2, "shard_modules": ["blocks.0"], **FSDP}, "shard_modules=.* leave it out"),
         (1, {"strategy": "hybrid", **GRID, "sequence_dimension": 1}, "sequence_dimension=1 with pipeline_parallel_size=2"),
         (1, {"strategy": "hybrid", "tensor_parallel_size": 0}, "tensor_parallel_size=0: expected a number of ranks, at least 1"),
@@ -210,6 +211,47 @@ def test_without_a_loader_the_ranks_of_a_replica_draw_alike(world: int, options:
         torch.testing.assert_close(norm, results[0][1], rtol=0, atol=0)
         assert drawn[0] != drawn[1]
         assert (drawn == results[0][0]) == (replica == 0)
+
+
+@pytest.mark.parametrize("options", [{"strategy": "zero1"}, {"strategy": "zero3"}, {"strategy": "hybrid", **FSDP}])
+def test_a_model_in_eval_mode_can_be_trained(options: dict[str, Any]) -> None:
+    """As it is when dropout and norms are to stay as they were trained."""
+
+    def rank() -> dict[str, torch.Tensor]:
+        net = models.make()
+        model, stepper = shoal.as_distributed(net, models.OPTIMIZERS["sgd"](net.parameters()), minimum_parameter_group_size=64, **options)
+        model.eval()
+        for x, y in shoal.ElasticDataLoader(models.data(), global_batch_size=models.BATCH, shuffle=False):
+            models.loss_of(model(x), y).backward()
+            assert stepper.step()
+            stepper.zero_grad()
+        return model.full_state_dict()
+
+    (expected,) = shoal.launch(rank, world_size=1)
+    for state in shoal.launch(rank, world_size=2):
+        for name, value in expected.items():
+            torch.testing.assert_close(state[name], value, rtol=0, atol=1e-10)
+
+
+def test_frozen_parameters_are_held_in_shards_after_the_first_step_too() -> None:
+    def rank() -> list[int]:
+        net = models.make()
+        for parameter in net.blocks[0].parameters():
+            parameter.requires_grad_(False)
+        trained = [p for p in net.parameters() if p.requires_grad]
+        model, stepper = shoal.as_distributed(
+            net, models.OPTIMIZERS["sgd"](trained), minimum_parameter_group_size=64, strategy="hybrid", **FSDP
+        )
+        held = []
+        for step in shoal.ElasticDataLoader(models.data(), global_batch_size=models.BATCH, micro_batch_size=2).steps():
+            for x, y in step:
+                models.loss_of(model(x), y).backward()
+            assert stepper.step()
+            held.append(sum(p.untyped_storage().nbytes() for p in model.module.parameters()))
+        return held
+
+    for held in shoal.launch(rank, world_size=2):
+        assert held == [0] * len(held)
 
 
 def test_weights_that_a_pipeline_cannot_cut_are_refused_by_name() -> None:

@@ -218,7 +218,7 @@ class InShards(AlongData):
 
     def updated(self) -> None:
         """See `AlongData`."""
-        for unit in self._trained:
+        for unit in self.units:
             unit.changed()
         if self._stage is not Stage.PARAMETERS:
             self.gather()

@@ -168,8 +168,8 @@ class Division:
             return
         weight = step.micro_batch if step.in_micro_batches or step.share is None else step.share.weight
         self.execution.factor = self.gradients.factor(weight or 0.0)
-        if step.in_micro_batches:
-            self.execution.learn_passes(self.replicas)
+        if step.in_micro_batches and self.replicas.world_size > 1:
+            self.execution.learn_passes(self.all)  # or some lines of replicas might know, and others not
 
     def train_on(self, micro_batches: Sequence[MicroBatch], loss: Loss | None, *, everywhere: bool) -> torch.Tensor | None:
         """Takes a batch through the pipeline, and its gradients and changes of buffers into the module. Returns its loss; unless

@@ -125,7 +125,7 @@ class GradientsOfPasses(ScatteredGradients):
     @property
     def any_left(self) -> bool:
         """See `MeshGradients`."""
-        return any(any(unit.touched) for unit in self._units)
+        return self._execution.came
 
     def forget(self) -> None:
         """See `MeshGradients`."""

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, Literal
 
 import torch
-from shoal_common.errors import MembershipChanged
+from shoal_common.errors import MembershipChanged, PreconditionError
 from torch import nn
 from torch.autograd import Variable
 from torch.utils import _pytree as pytree
@@ -55,8 +55,10 @@ class ShardedExecution:
         self.units = [unit for _, own in units for unit in own]
         self._reduced = [unit for unit in reversed(self.units) if unit.trained]
         """In the order of reduction."""
-        self.factor = 1.0
-        """What the gradients that come weigh."""
+        self.factor: float | None = None
+        """What the gradients that come weigh; None: none are due."""
+        self.came = False
+        """Some gradient has come since the last `forget`, whatever it weighs."""
         self.reduces_in_backward = True
         """Gradients are reduced as they become ready; else when `reduce_rest` is called."""
         self.issued = IssuedCollectives()
@@ -117,8 +119,7 @@ class ShardedExecution:
     def applied(self) -> None:
         """The optimizer has updated the shards. Where parameters are whole on every rank they are fetched."""
         for unit in self.units:
-            if unit.trained:
-                unit.changed()
+            unit.changed()
         if self._stage is not Stage.PARAMETERS:
             self.gather_all()
         self._visited = []
@@ -196,6 +197,7 @@ class ShardedExecution:
     def forget(self) -> None:
         """As `settle`, and nothing is added up."""
         self.settle()
+        self.came, self.factor = False, None
         for unit in self.units:
             unit.forget_gradients()
 
@@ -239,8 +241,14 @@ class ShardedExecution:
                 unit.free()
 
     def gradient_ready(self, unit: Unit, index: int) -> None:
-        """A parameter has its gradient of this backward pass."""
+        """A parameter has its gradient of this backward pass. Raises PreconditionError: it is no pass of a step."""
+        if self.factor is None:
+            raise PreconditionError(
+                "a backward pass outside of a step: the model was in eval mode when the step was to begin, and so did not begin it. Call "
+                "model.train(), and eval() on the parts that are to stay in that mode, or take batches from a loader of Shoal's"
+            )
         self._enter_backward()
+        self.came = True
         unit.add_gradient(index, self.factor)
         self._ready[unit] = self._ready.get(unit, 0) + 1
         if self._stage is not Stage.PARAMETERS and self.reduces_in_backward and self._is_ready(unit):
@@ -278,7 +286,9 @@ class ShardedExecution:
             self._reduce_ready(all_of_them=True)
         self._leave_backward()
         self.free_all()
-        self._whole_pass, self._pass = self._pass, []
+        if not self._collectives.lost:  # else some were issued twice, and some not at all
+            self._whole_pass = self._pass
+        self._pass = []
 
     def _leave_backward(self) -> None:
         self._in_backward = False

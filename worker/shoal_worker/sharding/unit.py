@@ -271,11 +271,13 @@ class Unit:
             self._full.untyped_storage().resize_(0)
 
     def changed(self) -> None:
-        """The optimizer has updated the pieces: what was gathered before is stale."""
+        """The optimizer has stepped: what was gathered before is stale, but for what is not trained."""
         self.finish_gathering()
         self.resident = False
         if self.stage is Stage.PARAMETERS:
             self.free()
+        elif not self.trained:
+            return
         elif self.layout.world_size > 1 or self._apart:
             self._gathered = False
 

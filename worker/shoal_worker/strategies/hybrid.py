@@ -51,6 +51,8 @@ class HybridShardedModel(MeshModel):
                 f"{self._size('pipeline_parallel_size')}: what stages hand on is whole; leave one of the two out"
             )
         super().initialize_sharding()
+        if self.sharding is not None and self.sharding.blocks is not None:
+            self.sharding.blocks(self._template.module)
 
     @property
     def pipelined(self) -> bool:

@@ -49,6 +49,9 @@ class MeshModel(DividedModel):
             ConfigurationError: in training, of a pipeline: only train_step can take a batch through it.
         """
         training = self.module.training and torch.is_grad_enabled()
+        if torch.is_grad_enabled() and not training and not self.pipelined:
+            step = self._session.step  # such as of a model whose dropout and norms are to stay in eval mode
+            training = step is not None and step.control is None
         if training and self.pipelined:
             raise ConfigurationError(
                 f"model(x) with strategy={self.strategy!r}: in training a pipeline takes a batch through both passes at once; "

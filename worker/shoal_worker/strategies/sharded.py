@@ -47,12 +47,15 @@ class ShardedParametersModel(CutModel):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward pass; in training its backward pass reduces the gradients over all ranks."""
-        if self.module.training and torch.is_grad_enabled():
+        in_step = self._session.step
+        if torch.is_grad_enabled() and (self.module.training or (in_step is not None and in_step.control is None)):
             step = self._session.ensure_step()
             if step.source is not None:  # else this may be a dry run before the loop, and no step
                 check_reproducible(self.config, step)
-            if step is self._session.step:  # else it is a joiner's pass ahead of its loop
+            if step is self._session.step:
                 self._weigh(step)
+            else:  # a joiner's pass ahead of its loop
+                self._execution.factor = 0.0
         if self.config.param_dtype is not None:
             args, kwargs = in_dtype((args, kwargs), self.config.param_dtype)
         return self._call(*args, **kwargs)
@@ -222,7 +225,7 @@ class ShardedParametersModel(CutModel):
 
     @property
     def _has_gradients(self) -> bool:
-        return any(self._gradients.touched)
+        return self._execution.came
 
     def _seal(self) -> bool:
         """Passes the summed gradients on to the buddy. False: the step is lost."""

@@ -33,8 +33,8 @@ def make_job(shared_coordinator: Coordinator, client: CoordinatorClient) -> Iter
     """Creates jobs with ids of their own."""
     jobs: list[Job] = []
 
-    def make(*, smallest: int = 1, largest: int = 4, **more: Any) -> Job:
-        job = create_job(shared_coordinator, client, smallest=smallest, largest=largest, **more)
+    def make(**settings: Any) -> Job:
+        job = create_job(shared_coordinator, client, **settings)
         jobs.append(job)
         return job
 

@@ -56,7 +56,7 @@ class Worker(threading.Thread):
 
     def stop(self) -> None:
         self._stop_requested.set()
-        self.join(20)
+        self.join(60)
         assert not self.is_alive()
 
     def _reborn(self) -> str:

@@ -24,7 +24,7 @@ def restarted(coordinator: Coordinator) -> None:
 def test_a_killed_coordinator_comes_back_and_members_keep_their_places(make_coordinator: MakeCoordinator, tmp_path: Path) -> None:
     coordinator = make_coordinator("--redis", f"embedded://{tmp_path}/data")
     with coordinator.client() as client:
-        job = create_job(coordinator, client, smallest=2, largest=3, join_grace_ms=300)
+        job = create_job(coordinator, client, smallest=2, largest=3)
         a, b = job.form("a", "b")
         before = a.generation()
         coordinator.kill()
@@ -53,7 +53,7 @@ def test_a_killed_coordinator_comes_back_and_members_keep_their_places(make_coor
 def test_a_member_learns_after_a_restart_what_it_missed(make_coordinator: MakeCoordinator, own_redis: EmbeddedRedis) -> None:
     coordinator = make_coordinator("--redis", own_redis.url)
     with coordinator.client() as client:
-        job = create_job(coordinator, client, join_grace_ms=300)
+        job = create_job(coordinator, client, together=2)
         _, b = job.form("a", "b")
         client.drain_member(job.job_id, member_id="b")
         b.told("drain")
@@ -97,7 +97,7 @@ def test_a_generation_that_was_forming_ends_as_one_that_all_agree_on(make_coordi
 def test_members_have_a_whole_lease_to_come_back(make_coordinator: MakeCoordinator, own_redis: EmbeddedRedis) -> None:
     coordinator = make_coordinator("--redis", own_redis.url)
     with coordinator.client() as client:
-        job = create_job(coordinator, client, join_grace_ms=300, lease_ms=600)
+        job = create_job(coordinator, client, together=2, lease_ms=2000)
         job.form("a", "b")
         coordinator.kill()
         restarted(coordinator)
@@ -118,10 +118,12 @@ def test_members_have_a_whole_lease_to_come_back(make_coordinator: MakeCoordinat
 def test_a_pause_longer_than_a_lease_costs_nobody_their_place(make_coordinator: MakeCoordinator, own_redis: EmbeddedRedis) -> None:
     coordinator = make_coordinator("--redis", own_redis.url)
     with coordinator.client() as client:
-        job = create_job(coordinator, client, join_grace_ms=300, lease_ms=500)
+        job = create_job(coordinator, client, together=2, lease_ms=1500)
         a, b = job.form("a", "b")
         coordinator.process.kill(signal.SIGSTOP)
-        time.sleep(1.3)  # waits for nothing: the length of the pause is the case, and pauses below 1.2 s are not told
+        time.sleep(
+            2.0
+        )  # waits for nothing: the length of the pause is the case: longer than the lease, and than the 1.2 s from which it is told
         coordinator.process.kill(signal.SIGCONT)
         for member in (a, b):
             member.beat(1, step=5)
@@ -134,7 +136,7 @@ def test_a_pause_longer_than_a_lease_costs_nobody_their_place(make_coordinator: 
 def test_a_stopped_coordinator_sends_its_members_to_the_next_one(make_coordinator: MakeCoordinator, own_redis: EmbeddedRedis) -> None:
     coordinator = make_coordinator("--redis", own_redis.url)
     with coordinator.client() as client:
-        job = create_job(coordinator, client, join_grace_ms=300)
+        job = create_job(coordinator, client, together=2)
         a, b = job.form("a", "b")
         assert coordinator.terminate() == 0
         for member in (a, b):
@@ -152,7 +154,7 @@ def test_a_stopped_coordinator_sends_its_members_to_the_next_one(make_coordinato
 def test_a_second_coordinator_takes_over_and_the_first_one_ends(make_coordinator: MakeCoordinator, own_redis: EmbeddedRedis) -> None:
     first = make_coordinator("--redis", own_redis.url)
     with first.client() as client:
-        job = create_job(first, client, join_grace_ms=300)
+        job = create_job(first, client, together=2)
         a, b = job.form("a", "b")
         second = make_coordinator("--redis", own_redis.url)
         with second.client() as other:
@@ -167,7 +169,8 @@ def test_a_second_coordinator_takes_over_and_the_first_one_ends(make_coordinator
             assert taken_over.get().generation.number == 1
             a_again = taken_over.join("a", last=1)
             b_again = taken_over.join("b", last=1)
-            b_again.welcome()
+            for member in (a_again, b_again):
+                member.welcome()
             b_again.kill()
             assert ids(a_again.generation(lambda g: g.number == 2)) == ["a"]
             taken_over.close()
@@ -182,9 +185,9 @@ def test_a_coordinator_with_nothing_to_write_finds_out_too(make_coordinator: Mak
 def test_changes_wait_while_redis_is_away_and_nothing_is_lost(make_coordinator: MakeCoordinator, tmp_path: Path) -> None:
     redis = EmbeddedRedis(tmp_path / "away")
     try:
-        coordinator = make_coordinator("--redis", redis.url, "--request-timeout", "300ms")
+        coordinator = make_coordinator("--redis", redis.url, "--request-timeout", "1s")
         with coordinator.client(attempts=1) as client:
-            job = create_job(coordinator, client, join_grace_ms=300)
+            job = create_job(coordinator, client, together=3)
             a, b, c = job.form("a", "b", "c")
             redis.close()
 
@@ -220,7 +223,7 @@ def test_a_redis_that_lost_everything_is_filled_again_from_memory(make_coordinat
 
     coordinator = make_coordinator("--redis", own_redis.url)
     with coordinator.client() as client, redis.Redis.from_url(own_redis.url) as raw:
-        job = create_job(coordinator, client, join_grace_ms=300)
+        job = create_job(coordinator, client, together=2)
         a, b = job.form("a", "b")
         raw.flushall()
         b.kill()
@@ -267,7 +270,7 @@ def test_a_job_survives_with_its_spec_and_closed_state(make_coordinator: MakeCoo
 def test_a_job_that_nobody_is_in_is_forgotten_after_the_retention(make_coordinator: MakeCoordinator, own_redis: EmbeddedRedis) -> None:
     import redis
 
-    coordinator = make_coordinator("--redis", own_redis.url, "--job-retention", "1s")
+    coordinator = make_coordinator("--redis", own_redis.url, "--job-retention", "2s")
     with coordinator.client() as client, redis.Redis.from_url(own_redis.url) as raw:
         occupied, finished = create_job(coordinator, client), create_job(coordinator, client)
         occupied.form("a")

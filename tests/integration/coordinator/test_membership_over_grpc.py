@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Callable
 
 from shoal_common.errors import PreconditionError, StaleGenerationError
@@ -15,6 +14,11 @@ from shoal_protos.v1 import coordinator_pb2 as pb
 from tests.integration.coordinator.harness import DONOR_KEY, Coordinator, Job, create_job, eventually, ids
 
 MakeJob = Callable[..., Job]
+
+
+def endings(job: Job) -> list[tuple[str, str]]:
+    """Members that were lost, and how."""
+    return [(event.member_id, event.attributes["ending"]) for event in job.events() if event.kind == "member_lost"]
 
 
 def test_a_generation_is_written_when_the_world_is_full_and_says_who_is_where(make_job: MakeJob) -> None:
@@ -51,10 +55,18 @@ def test_a_generation_is_written_when_the_world_is_full_and_says_who_is_where(ma
 
 
 def test_the_grace_gathers_those_who_come_a_little_later(make_job: MakeJob) -> None:
-    job = make_job(smallest=1, largest=4, join_grace_ms=400)
-    a, b = job.start("a", "b")
+    job = make_job(together=2)
+    (a,) = job.start("a")
+    eventually(lambda: job.phase_of("a") == "ready", "a to be ready, which alone would do")
+    assert job.get().generation.number == 0
+    (b,) = job.start("b")
     assert ids(a.generation()) == ["a", "b"]
     assert b.generation().number == 1
+
+
+def test_a_job_begins_with_those_who_are_there_when_the_grace_is_over(make_job: MakeJob) -> None:
+    (a,) = make_job(join_grace_ms=100).start("a")
+    assert ids(a.generation()) == ["a"]
 
 
 def test_members_below_the_minimum_stand_by(make_job: MakeJob) -> None:
@@ -67,7 +79,7 @@ def test_members_below_the_minimum_stand_by(make_job: MakeJob) -> None:
 
 
 def test_a_broken_stream_shrinks_the_world_at_once(make_job: MakeJob) -> None:
-    job = make_job(join_grace_ms=300)
+    job = make_job(together=3)
     a, b, c = job.form("a", "b", "c")
     b.kill()
     generation = a.generation(lambda g: g.number == 2)
@@ -104,11 +116,9 @@ def test_sigkill_of_a_member_process_is_noticed_by_its_stream(make_job: MakeJob)
             a.beat(joined.number)
         finally:
             victim.kill()
-            killed_at = time.monotonic()
     shrunk = a.generation(lambda g: g.number > joined.number)
     assert ids(shrunk) == ["a"]
-    # No figure is asserted on a busy machine, but a lease (10 s) or a keepalive (20 s) must not be what noticed it.
-    assert a.seen_at[-1] - killed_at < 5
+    assert endings(job) == [("victim", "stream_broken")]
 
 
 def test_a_joiner_is_taken_at_the_border_and_interrupts_nobody(make_job: MakeJob) -> None:
@@ -124,7 +134,7 @@ def test_a_joiner_is_taken_at_the_border_and_interrupts_nobody(make_job: MakeJob
 
 
 def test_a_drained_member_leaves_and_the_others_go_on(make_job: MakeJob) -> None:
-    job = make_job(join_grace_ms=300)
+    job = make_job(together=2)
     a, b = job.form("a", "b")
     assert job.client.drain_member(job.job_id, rank=1, reason="the host goes down").member_id == "b"
     assert b.told("drain").reason == "the host goes down"
@@ -140,7 +150,7 @@ def test_a_drained_member_leaves_and_the_others_go_on(make_job: MakeJob) -> None
 
 
 def test_a_reported_exit_shrinks_the_world_and_ends_the_session(make_job: MakeJob) -> None:
-    job = make_job(join_grace_ms=300)
+    job = make_job(together=2)
     a, b = job.form("a", "b")
     assert job.client.report_exit(job.job_id, "b", exit_code=137, signal=9).was_member
     assert ids(a.generation(lambda g: g.number == 2)) == ["a"]
@@ -152,7 +162,7 @@ def test_a_reported_exit_shrinks_the_world_and_ends_the_session(make_job: MakeJo
 
 
 def test_a_member_without_heartbeats_loses_its_lease(make_job: MakeJob) -> None:
-    job = make_job(lease_ms=500, join_grace_ms=100)
+    job = make_job(together=2, lease_ms=1500)
     a, b = job.form("a", "b")
 
     def beaten() -> bool:
@@ -166,7 +176,7 @@ def test_a_member_without_heartbeats_loses_its_lease(make_job: MakeJob) -> None:
 
 
 def test_a_failed_collective_without_a_death_reforms_everyone(make_job: MakeJob) -> None:
-    job = make_job(join_grace_ms=300)
+    job = make_job(together=2)
     a, b = job.form("a", "b")
     a.fail(1)
     assert ids(a.generation(lambda g: g.number == 2)) == ["a", "b"]
@@ -179,7 +189,7 @@ def test_a_failed_collective_without_a_death_reforms_everyone(make_job: MakeJob)
 
 
 def test_stop_reaches_everyone_and_closes_the_job(make_job: MakeJob) -> None:
-    job = make_job(smallest=1, largest=2, join_grace_ms=300)
+    job = make_job(together=2)
     a, b = job.form("a", "b")
     (waiting,) = job.start("c")
     assert waiting.told("standby").reason == "the world is full: 2 members"
@@ -197,7 +207,7 @@ def test_stop_reaches_everyone_and_closes_the_job(make_job: MakeJob) -> None:
 
 
 def test_members_that_finish_one_after_another_interrupt_nobody(make_job: MakeJob) -> None:
-    job = make_job(join_grace_ms=300)
+    job = make_job(together=2)
     a, b = job.form("a", "b")
     c = job.join("c")
     c.welcome()
@@ -227,9 +237,9 @@ def test_a_member_that_opens_a_second_stream_goes_on_there(make_job: MakeJob) ->
 def test_within_the_reconnect_grace_a_broken_stream_decides_nothing(
     make_coordinator: Callable[..., Coordinator], own_redis: EmbeddedRedis
 ) -> None:
-    coordinator = make_coordinator("--redis", own_redis.url, "--reconnect-grace", "400ms")
+    coordinator = make_coordinator("--redis", own_redis.url, "--reconnect-grace", "1200ms")
     with coordinator.client() as client:
-        job = create_job(coordinator, client, join_grace_ms=300)
+        job = create_job(coordinator, client, together=2)
         a, b = job.form("a", "b")
         b.kill()
         back = job.join("b", last=1)
@@ -243,7 +253,7 @@ def test_within_the_reconnect_grace_a_broken_stream_decides_nothing(
 
 
 def test_streams_that_all_break_together_are_the_networks_fault_and_leases_decide(make_job: MakeJob) -> None:
-    job = make_job(lease_ms=700, join_grace_ms=300)
+    job = make_job(together=3, lease_ms=1500)
     members = job.form("a", "b", "c")
     for member in members:
         member.cut()
@@ -259,17 +269,17 @@ def test_streams_that_all_break_together_are_the_networks_fault_and_leases_decid
     eventually(beaten, "c's lease to end")
     generation = a.generation(lambda g: g.number == 2)
     assert ids(generation) == ["a", "b"]
-    lost = [(event.member_id, event.attributes["ending"]) for event in job.events() if event.kind == "member_lost"]
-    assert lost == [("c", "lease_expired")]
+    assert endings(job) == [("c", "lease_expired")]
 
 
 def test_deaths_behind_a_failed_collective_are_not_taken_for_the_networks_fault(make_job: MakeJob) -> None:
-    job = make_job(join_grace_ms=300)
+    job = make_job(together=3)
     a, b, c = job.form("a", "b", "c")
     b.cut()
     c.cut()
     a.fail(1)
-    assert ids(a.generation(lambda g: g.number == 2)) == ["a"]
+    a.generation(lambda g: ids(g) == ["a"])
+    assert sorted(endings(job)) == [("b", "stream_broken"), ("c", "stream_broken")]
 
 
 def test_a_stranger_that_claims_an_old_generation_is_refused(make_job: MakeJob) -> None:

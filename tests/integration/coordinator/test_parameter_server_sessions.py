@@ -88,7 +88,7 @@ TENSORS = [pb.TensorSpec(name="big", shape=[3, 1 << 20], dtype="float32"), pb.Te
 
 
 def test_servers_take_places_and_hear_who_trains(make_job: MakeJob, make_server: MakeServer) -> None:
-    job = make_job(parameter_servers=2, join_grace_ms=300)
+    job = make_job(parameter_servers=2, together=2)
     first = make_server(job, "s0")
     assert first.told("welcome").server_index == 0
     assert first.told("welcome").spec.parameter_servers == 2
@@ -144,7 +144,7 @@ def test_a_lost_server_keeps_its_place_for_its_return(make_job: MakeJob, make_se
 
 
 def test_a_server_without_heartbeats_loses_its_lease(make_job: MakeJob, make_server: MakeServer) -> None:
-    job = make_job(parameter_servers=2, lease_ms=500)
+    job = make_job(parameter_servers=2, lease_ms=1500)
     beating, silent = make_server(job, "s0"), make_server(job, "s1")
     silent.told("welcome")
 
@@ -168,7 +168,7 @@ def test_servers_are_told_when_the_job_is_over(make_job: MakeJob, make_server: M
 
 
 def test_batches_are_leased_once_and_those_of_the_dead_again(make_job: MakeJob) -> None:
-    job = make_job(join_grace_ms=300)
+    job = make_job(together=2)
     a, b = job.form("a", "b")
 
     def lease(member: str, want: int, finished: tuple[int, ...] = (), **more: Any) -> pb.LeaseBatchesResponse:

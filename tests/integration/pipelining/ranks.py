@@ -71,7 +71,7 @@ def run_case(rank: int, directory: str, case: str, pipeline: int, data: int, arg
         backend = GlooBackend()
         if size > 1:
             store = dist.FileStore(str(Path(directory) / name), size)
-            backend.initialize(rank=own, world_size=size, store=store, timeout=timedelta(seconds=20), hostname="127.0.0.1")
+            backend.initialize(rank=own, world_size=size, store=store, timeout=timedelta(seconds=120), hostname="127.0.0.1")
         groups.append(backend)
     line, column = (one.process_group if one.is_initialized else None for one in groups)
     with warnings.catch_warnings():

@@ -60,7 +60,7 @@ def test_a_stage_that_fails_ends_all_ranks_of_all_replicas_with_its_reason(sched
     others = [error for rank, error in errors.items() if rank not in first]
     assert all(isinstance(error, MembershipChanged) for error in others), errors
     assert any("out of order" in str(error) for error in others)
-    assert time.monotonic() - begun < 5  # not the groups' timeout
+    assert time.monotonic() - begun < 60  # the groups' timeout is 120 s
 
 
 def test_ranks_that_were_given_different_batches_are_told_so() -> None:

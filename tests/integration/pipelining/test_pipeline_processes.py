@@ -51,4 +51,4 @@ def test_no_rank_waits_for_one_that_fails_or_dies(run: Run, schedule: str, how: 
     results = run("break_down", 4, dying=[1] if how == "dies" else [], schedule=schedule, how=how)
     expected = dict.fromkeys(results, "GroupEndedError") | ({1: "ArithmeticError"} if how == "raises" else {})
     assert {rank: one["error"] for rank, one in results.items()} == expected
-    assert all(one["seconds"] < 5 for one in results.values()), results  # the groups' timeout is 20 s
+    assert all(one["seconds"] < 50 for one in results.values()), results  # the groups' timeout is 120 s

@@ -12,7 +12,7 @@ from shoal_worker.backends.inmemory import InMemoryBackend
 
 from tests.ranks.threads import errors_of_threads, run_threads
 
-_TIMEOUT = timedelta(seconds=10)
+_TIMEOUT = timedelta(seconds=120)
 
 Body = Callable[[int, int, Any, Any], Any]
 """Of a rank: its stage rank, its replica, the pipeline group, the data group or None."""

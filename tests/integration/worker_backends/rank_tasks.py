@@ -22,15 +22,17 @@ from shoal_worker.store import RedisStore
 from tests.integration.worker_backends.conformance import check_backend, failures
 from tests.ranks.tasks import say
 
+_PATIENCE = timedelta(seconds=60)
+
 
 @contextlib.contextmanager
 def group(
-    url: str, prefix: str, rank: int, world_size: int, *, timeout_s: float = 60.0, connect_timeout_s: float = 5.0
+    url: str, prefix: str, rank: int, world_size: int, *, timeout_s: float = 300.0, connect_timeout_s: float = 60.0
 ) -> Iterator[GlooBackend]:
     """A formed group. Waits first for all processes to be up."""
-    store = RedisStore(url, prefix, timeout=timedelta(seconds=10))
+    store = RedisStore(url, prefix, timeout=_PATIENCE)
     backend = GlooBackend()
-    store.barrier("up", world_size, timedelta(seconds=30))
+    store.barrier("up", world_size, _PATIENCE)
     backend.initialize(
         rank=rank,
         world_size=world_size,
@@ -56,7 +58,7 @@ def conform_backend(url: str, prefix: str, rank: int, world_size: int) -> None:
 
 def conform_torch(init_method: str, rank: int, world_size: int) -> dict[str, str]:
     """torch on the backend shoal_gloo; the checks that failed, and how."""
-    dist.init_process_group("shoal_gloo", init_method=init_method, rank=rank, world_size=world_size, timeout=timedelta(seconds=20))
+    dist.init_process_group("shoal_gloo", init_method=init_method, rank=rank, world_size=world_size, timeout=_PATIENCE)
     try:
         return failures()
     finally:
@@ -79,7 +81,7 @@ def survive(
 
     Says `formed` first, and `reducing` once a first collective went well. With `abort_when_told` a thread waits for the key `abort`.
     """
-    signals = RedisStore(url, prefix + ":signals", timeout=timedelta(seconds=20))
+    signals = RedisStore(url, prefix + ":signals", timeout=_PATIENCE)
     with group(url, prefix, rank, world_size) as backend:
         backend.all_reduce(torch.ones(1))
         aborter = threading.Thread(target=_abort_when_told, args=(signals, backend))
@@ -161,11 +163,13 @@ def try_to_connect(url: str, prefix: str, rank: int, world_size: int, connect_ti
 def cycle(url: str, prefix: str, rank: int, world_size: int, cycles: int) -> dict[str, Any]:
     """Groups made and aborted in the middle of a collective, again and again; what is open and running before and after."""
     before = _usage()
-    base = RedisStore(url, prefix, timeout=timedelta(seconds=30))
+    base = RedisStore(url, prefix, timeout=_PATIENCE)
     for number in range(cycles):
         base.barrier(f"start {number}", world_size)
         backend = GlooBackend()
-        backend.initialize(rank=rank, world_size=world_size, store=base.with_prefix(f"{prefix}:{number}"), timeout=timedelta(seconds=20))
+        backend.initialize(
+            rank=rank, world_size=world_size, store=base.with_prefix(f"{prefix}:{number}"), timeout=_PATIENCE, connect_timeout=_PATIENCE
+        )
         backend.all_reduce(torch.ones(1))
         if rank == number % world_size:
             backend.abort("this cycle is over")
@@ -173,7 +177,7 @@ def cycle(url: str, prefix: str, rank: int, world_size: int, cycles: int) -> dic
             backend.all_reduce(torch.ones(1 << 16))
         backend.shutdown()
     base.close()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while any(after > most for after, most in zip(_usage().values(), before.values(), strict=True)) and time.monotonic() < deadline:
         time.sleep(0.01)
     return {"before": before, "after": _usage()}
@@ -181,11 +185,13 @@ def cycle(url: str, prefix: str, rank: int, world_size: int, cycles: int) -> dic
 
 def leave_in_order(url: str, prefix: str, rank: int, world_size: int, cycles: int) -> None:
     """Groups that all ranks leave as soon as they have the last collective's result: that must disturb nobody who is still at it."""
-    base = RedisStore(url, prefix, timeout=timedelta(seconds=30))
+    base = RedisStore(url, prefix, timeout=_PATIENCE)
     base.barrier("up", world_size)
     for number in range(cycles):
         backend = GlooBackend()
-        backend.initialize(rank=rank, world_size=world_size, store=base.with_prefix(f"{prefix}:{number}"), timeout=timedelta(seconds=20))
+        backend.initialize(
+            rank=rank, world_size=world_size, store=base.with_prefix(f"{prefix}:{number}"), timeout=_PATIENCE, connect_timeout=_PATIENCE
+        )
         total = torch.ones(1 << 18)
         backend.all_reduce(total)
         backend.shutdown()
@@ -202,12 +208,12 @@ def _usage() -> dict[str, int]:
 
 def abort_torch_group(url: str, init_method: str, rank: int, world_size: int) -> str:
     """torch's default group: aborted from a thread while all wait for a rank that never comes."""
-    dist.init_process_group("shoal_gloo", init_method=init_method, rank=rank, world_size=world_size, timeout=timedelta(seconds=20))
+    dist.init_process_group("shoal_gloo", init_method=init_method, rank=rank, world_size=world_size, timeout=_PATIENCE)
     try:
         dist.all_reduce(torch.ones(1))
         if rank == world_size - 1:
             say(event="idle")
-            RedisStore(url, init_method, timeout=timedelta(seconds=20)).get("over")
+            RedisStore(url, init_method, timeout=_PATIENCE).get("over")
             return "idle"
         threading.Timer(0.1, dist.group.WORLD.abort).start()
         try:

@@ -13,12 +13,12 @@ import psutil
 from shoal_worker.store import RedisStore
 
 Ranks = Callable[[int], list[Any]]
-_AT_ONCE_S = 5.0
-"""Milliseconds on a free machine. What it must not be is the groups' timeout, 60 s."""
+_AT_ONCE_S = 50.0
+"""Milliseconds on a free machine. What it must not be is the groups' timeout, 300 s."""
 
 
 def _signals(url: str, prefix: str) -> RedisStore:
-    return RedisStore(url, prefix + ":signals", timeout=timedelta(seconds=20))
+    return RedisStore(url, prefix + ":signals", timeout=timedelta(seconds=60))
 
 
 def test_survivors_of_a_kill_are_out_at_once_and_form_the_next_group(ranks: Ranks, redis_url: str, prefix: str) -> None:
@@ -85,7 +85,7 @@ def test_a_peer_that_dies_while_connecting_holds_nobody_longer_than_the_connect_
     for member in members[:2]:
         outcome = member.result()
         assert outcome["error"] in ("DeadlineError", "GroupEndedError"), outcome
-        assert outcome["after_s"] < 3.5
+        assert outcome["after_s"] < 30.0  # not the groups' timeout, 300 s
 
 
 def test_thirty_groups_made_and_aborted_leave_no_descriptor_and_no_thread(ranks: Ranks, redis_url: str, prefix: str) -> None:
@@ -114,7 +114,7 @@ def test_torchs_default_group_on_shoal_gloo_can_be_aborted(ranks: Ranks, redis_u
     members[2].event("idle")
     for member in members[:2]:
         said = member.result()  # its own abort, or its peer's
-        assert "the process group was aborted" in said or "Connection closed by peer" in said
+        assert any(words in said for words in ("the process group was aborted", "Connection closed by peer", "connection to a peer ended"))
     signals = RedisStore(redis_url, init_method)
     signals.set("over", "")
     assert members[2].result() == "idle"

@@ -14,10 +14,10 @@ from typing import TypeVar
 import pytest
 from shoal_common.errors import MembershipChanged
 from shoal_common.redis import EmbeddedRedis
-from shoal_worker.store import RedisStore, StoreAbortedError, StoreTimeoutError, StoreUnavailableError
+from shoal_worker.store import RedisStore, StoreAbortedError, StoreTimeoutError, StoreUnavailableError, redis_store
 
 T = TypeVar("T")
-_DEADLINE_S = 10.0
+_DEADLINE_S = 60.0
 
 
 @pytest.fixture
@@ -78,8 +78,11 @@ def test_every_kind_of_write_wakes_a_wait(store: RedisStore, threads: ThreadPool
     assert _result(waiting) == b"1"
 
 
-def test_a_wake_up_needs_no_second_look_by_the_clock(store: RedisStore, threads: ThreadPoolExecutor) -> None:
-    """Twenty hand-overs in a row: with polling at the store's 0.5 s they would take 10 s."""
+def test_a_wake_up_needs_no_second_look_by_the_clock(
+    store: RedisStore, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twenty hand-overs in a row, each of which would end at the store's deadline."""
+    monkeypatch.setattr(redis_store, "_RECHECK_S", 1000.0)
 
     def answer() -> None:
         for turn in range(20):
@@ -87,12 +90,10 @@ def test_a_wake_up_needs_no_second_look_by_the_clock(store: RedisStore, threads:
             store.set(f"back {turn}", "x")
 
     answering = threads.submit(answer)
-    started = time.monotonic()
     for turn in range(20):
         store.set(f"ball {turn}", "x")
         store.get(f"back {turn}")
     _result(answering)
-    assert time.monotonic() - started < 2.0
 
 
 def test_many_waits_on_one_key_all_wake(store: RedisStore, threads: ThreadPoolExecutor) -> None:
@@ -121,7 +122,7 @@ def test_a_blocked_queue_pop_returns_what_is_pushed(store: RedisStore, threads: 
 
 def test_a_barrier_holds_until_all_have_come(store: RedisStore, redis_url: str, threads: ThreadPoolExecutor) -> None:
     other = RedisStore(redis_url, store.prefix)
-    first = threads.submit(store.barrier, "b", 2, timedelta(seconds=10))
+    first = threads.submit(store.barrier, "b", 2, timedelta(seconds=60))
     _eventually(_blocked_on(store, "b/last_member"))
     assert not first.done()
     other.barrier("b", 2)
@@ -176,7 +177,7 @@ def test_who_asks_to_be_called_on_an_abort_is_called_once_also_when_late(store: 
 
 def test_a_wait_survives_a_restart_of_the_server_also_one_that_begins_while_it_is_away(tmp_path: Path, threads: ThreadPoolExecutor) -> None:
     server = EmbeddedRedis(tmp_path)
-    opened = RedisStore(server.url, "p", timeout=timedelta(seconds=20))
+    opened = RedisStore(server.url, "p", timeout=timedelta(seconds=60))
     port = server.port
     try:
         waiting = threads.submit(opened.get, "key")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -83,7 +82,7 @@ def test_a_member_of_a_generation_that_is_news_here_waits_for_the_coordinators_w
     with ThreadPoolExecutor(1) as pool:
         pushing = pool.submit(joiner.push, 1.0)
         cluster.coordinator.members(2, "a", "b", "joiner")
-        assert {each.version for each in pushing.result(30)} == {2}
+        assert {each.version for each in pushing.result(60)} == {2}
 
 
 def test_ssp_holds_the_fast_until_the_slow_come_up(cluster) -> None:
@@ -99,7 +98,7 @@ def test_ssp_holds_the_fast_until_the_slow_come_up(cluster) -> None:
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(lambda: fast.pull(wait=LONG))
         slow.push(1.0)
-        waiting.result(30)
+        waiting.result(60)
     assert dict(client.get_server().clocks) == {"a": 2, "b": 1}
 
 
@@ -111,7 +110,7 @@ def test_ssp_holds_nobody_up_for_members_that_are_gone(cluster) -> None:
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(lambda: fast.pull(wait=LONG))
         cluster.coordinator.members(2, "a")
-        waiting.result(30)
+        waiting.result(60)
 
 
 def test_a_worker_killed_in_the_middle_of_a_push_leaves_whole_partitions_and_holds_nobody_up(cluster, tmp_path) -> None:
@@ -132,7 +131,7 @@ def test_a_worker_killed_in_the_middle_of_a_push_leaves_whole_partitions_and_hol
             process.kill()
             process.wait()
             cluster.coordinator.members(2, "a")
-            waiting.result(30)
+            waiting.result(60)
     finally:
         process.kill()
         process.wait()
@@ -221,7 +220,7 @@ def test_a_server_of_a_job_that_was_made_anew_ends_and_says_so(cluster) -> None:
 
 
 def test_a_server_that_stops_does_not_wait_for_those_who_wait(cluster) -> None:
-    client = cluster.server()
+    client = cluster.server(drain_timeout=timedelta(minutes=10))
     cluster.member(client).initialize(np.zeros(1))
     cluster.trainable(client, bound=0)
     fast = cluster.member(client)
@@ -232,11 +231,9 @@ def test_a_server_that_stops_does_not_wait_for_those_who_wait(cluster) -> None:
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(lambda: fast.pull(wait=timedelta(minutes=10)))
         cluster.wait_until(lambda: client.get_server().clocks["a"] == 1, "the clock")
-        begun = time.monotonic()
-        cluster.running.stop()
+        cluster.running.stop()  # long before drain_timeout
         with pytest.raises(UnavailableError):
-            waiting.result(30)
-    assert time.monotonic() - begun < 9  # drain_timeout is 10 s
+            waiting.result(60)
 
 
 def test_a_map_with_other_partitions_than_those_held_is_refused(cluster) -> None:

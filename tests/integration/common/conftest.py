@@ -40,17 +40,17 @@ class Running:
         return f"127.0.0.1:{self.port}"
 
     def settings(self, **more: Any) -> ChannelSettings:
-        return ChannelSettings(**{"address": self.address, "deadline": timedelta(seconds=20), **more})
+        return ChannelSettings(**{"address": self.address, "deadline": timedelta(seconds=60), **more})
 
     def client(self, **more: Any) -> CoordinatorClient:
         return CoordinatorClient(self.settings(**more))
 
     def run(self, coroutine: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(30)
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(60)
 
     def counted(self, expected: float, name: str, **labels: str) -> bool:
-        """Whether the metric gets this value within 10 s: the server counts a call after the caller has its answer."""
-        deadline = time.monotonic() + 10
+        """Whether the metric gets this value within 30 s: the server counts a call after the caller has its answer."""
+        deadline = time.monotonic() + 30
         while self.registry.get_sample_value(name, {"grpc_service": COORDINATOR, **labels}) != expected:
             if time.monotonic() > deadline:
                 return False
@@ -102,7 +102,7 @@ def serve() -> Iterator[Callable[..., Running]]:
         )
         background = _Loop()
         loops.append(background)
-        port = asyncio.run_coroutine_threadsafe(server.start(), background.loop).result(30)
+        port = asyncio.run_coroutine_threadsafe(server.start(), background.loop).result(60)
         running = Running(server, port, background.loop, registry)
         started.append(running)
         return running

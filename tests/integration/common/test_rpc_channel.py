@@ -98,13 +98,13 @@ def test_a_server_that_comes_back_is_found_again_by_the_same_client(serve):
         with pytest.raises(UnavailableError, match=f"GetJob at {first.address}"):
             client.get_job("mnist")
         serve(Flaky(failures=0), listen=first.address)
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while True:
             try:
                 assert client.get_job("mnist").now_unix_ms == 1
                 break
             except UnavailableError:
-                assert time.monotonic() < deadline, "not found again within 20 s"
+                assert time.monotonic() < deadline, "not found again within 60 s"
 
 
 # ------------------------------------------------------------------------------------------------------------ deadlines
@@ -232,13 +232,15 @@ def test_a_servers_keepalive_limit_is_what_it_was_set_to(serve):
     fast = {"keepalive": timedelta(milliseconds=50), "attempts": 1}
     allowing = serve(Flaky(0), shortest_keepalive=timedelta(milliseconds=10))
     with allowing.client(**fast) as client:
-        events = client.watch_events("mnist", follow=True, deadline=timedelta(milliseconds=700))
+        events = client.watch_events("mnist", follow=True)
         assert next(events).event_id == "1-0"
-        with pytest.raises(DeadlineError):
-            next(events)
+        canceller = threading.Timer(0.7, events.cancel)  # no wait for a condition: time for a dozen pings
+        canceller.start()
+        assert list(events) == []
+        canceller.join()
     forbidding = serve(Flaky(0), shortest_keepalive=timedelta(seconds=60))
     with forbidding.client(**fast) as client:
-        events = client.watch_events("mnist", follow=True, deadline=timedelta(seconds=20))
+        events = client.watch_events("mnist", follow=True, deadline=timedelta(seconds=60))
         assert next(events).event_id == "1-0"
         with pytest.raises(ShoalError, match=r"Too many pings|too_many_pings"):
             next(events)
@@ -252,16 +254,14 @@ def test_a_peer_that_stops_answering_is_noticed_by_keepalive(tmp_path):
     try:
         port = int(server.stdout.readline())
         settings = ChannelSettings(
-            address=f"127.0.0.1:{port}", keepalive=timedelta(milliseconds=300), keepalive_timeout=timedelta(milliseconds=300)
+            address=f"127.0.0.1:{port}", keepalive=timedelta(milliseconds=300), keepalive_timeout=timedelta(seconds=2)
         )
         with CoordinatorClient(settings) as client:
-            events = client.watch_events("mnist", follow=True)
+            events = client.watch_events("mnist", follow=True, deadline=timedelta(seconds=90))
             assert next(events).event_id == "1-0"
             os.kill(server.pid, signal.SIGSTOP)
-            start = time.monotonic()
-            with pytest.raises(UnavailableError):
+            with pytest.raises(UnavailableError):  # and not the deadline
                 next(events)
-            assert time.monotonic() - start < 10
     finally:
         server.kill()
         server.wait(10)

@@ -127,10 +127,10 @@ def _check_worker(url: str) -> None:
     for prefix in ("shoal:{train}:store:1-abc", "shoal:{train}:group:abc", "shoal:{train}:rendezvous"):
         store = RedisStore(url, prefix)
         with store.watch_writes("key") as written:
-            assert written.wait(10), "it may not listen"
+            assert written.wait(60), "it may not listen"
             written.clear()
             store.set("key", "1")
-            assert written.wait(10), "it hears nothing"
+            assert written.wait(60), "it hears nothing"
         store.queue_push("queue", "item")
         assert (store.queue_pop("queue"), store.add("number", 2), store.num_keys(), store.delete_key("key")) == (b"item", 2, 2, True)
         store.discard()

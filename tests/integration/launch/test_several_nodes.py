@@ -28,7 +28,7 @@ def endpoint(shell: Shell, tmp_path: Path) -> Iterator[str]:
     arguments = ["--redis", f"embedded://{directory / 'redis'}"]
     service = Service("coordinator", "shoal_coordinator", arguments, directory=directory, environment=shell.environment)
     service.start()
-    service.wait_ready(timedelta(seconds=30))
+    service.wait_ready(timedelta(seconds=90))
     yield service.address
     stop_all([service.child], grace=timedelta(seconds=10))
     service.release()
@@ -146,6 +146,6 @@ def test_a_coordinator_that_is_not_there_is_told_with_the_remedy(shell: Shell) -
 
 def test_launchers_that_do_not_come_together_in_time_say_so(shell: Shell, endpoint: str) -> None:
     script = shell.script(PLACE)
-    status, _, err = shell.run("run", "--nnodes", "2", "--rdzv-endpoint", endpoint, "--rdzv-conf", "join_timeout=1", script)
+    status, _, err = shell.run("run", "--nnodes", "2", "--rdzv-endpoint", endpoint, "--rdzv-conf", "join_timeout=2", script)
     assert status == 1
-    assert "2 launchers for job default did not come together within 1 s" in err
+    assert "2 launchers for job default did not come together within 2 s" in err

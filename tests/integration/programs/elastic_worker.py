@@ -74,7 +74,7 @@ class Member:
                 self.leave()
 
     def run(self) -> None:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 90
         with CoordinatorClient(ChannelSettings(address=os.environ["SHOAL_COORDINATOR"])) as client:
             while not self.left:
                 try:

@@ -43,9 +43,13 @@ def test_workers_start_with_rank_0s_weights_and_reach_the_solution_together(clus
 def test_a_killed_workers_batches_are_done_by_others_who_do_not_notice(cluster: Make) -> None:
     running = cluster(together=3)
     victim = running.start_worker(epochs=2, hold_at=[3])
-    others = [running.start_worker(epochs=2) for _ in range(2)]
+    # Held, or they could do all batches before the victim comes to its fourth.
+    others = [running.start_worker(epochs=2, hold_at=[4]) for _ in range(2)]
     victim.wait_step(3)
     victim.process.kill()
+    for worker in others:
+        worker.wait_step(4)
+        worker.go(4)
     results = [worker.result() for worker in others]
 
     assert victim.process.wait() == -signal.SIGKILL

@@ -28,7 +28,7 @@ class Cluster:
         *,
         min_workers: int = 1,
         max_workers: int = 3,
-        join_grace_ms: int = 30_000,
+        join_grace_ms: int = 120_000,
         lease_ms: int = 5000,
         stall_timeout_ms: int = 0,
         script: Path | None = None,

@@ -17,7 +17,7 @@ from tests.zygote.children import eventually
 
 def pace(hold: Path, step: int) -> None:
     """Steps are slow while a test holds the run, and slower towards its end, so that what it waits for happens before that."""
-    time.sleep(0.002 if not hold.exists() else 0.1 if step < 12 else 0.6)
+    time.sleep(0.002 if not hold.exists() else 0.1 if step < 12 else 0.6 if step < 24 else 4.0)
 
 
 def correct(model: nn.Module, batch: list[torch.Tensor]) -> dict[str, float]:

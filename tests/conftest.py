@@ -24,7 +24,8 @@ from shoal_common.redis import EmbeddedRedis
 from tests.ranks.processes import mpi_ranks, nursery, rank_pool, take_ranks  # noqa: F401 - fixtures
 from tests.zygote.children import zygote  # noqa: F401 - a fixture
 
-_GRACE_S = 5.0
+_THREADS_GRACE_S = 5.0
+_GRACE_S = 30.0
 _MARK = "SHOAL_PYTEST_RUN"
 
 
@@ -38,7 +39,7 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     """The interpreter would wait for a thread that a test left stuck, for ever: name it, and end with the tests' own status."""
-    deadline = time.monotonic() + _GRACE_S
+    deadline = time.monotonic() + _THREADS_GRACE_S
     others = [t for t in threading.enumerate() if t is not threading.main_thread() and not t.daemon]
     for thread in others:
         thread.join(max(0.0, deadline - time.monotonic()))
@@ -52,7 +53,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def leftover_processes() -> Iterator[None]:
-    """Fails the run when a process that a test started is still there at its end. Processes already on their way out get 5 s.
+    """Fails the run when a process that a test started is still there at its end. Processes already on their way out get 30 s.
 
     Descendants are found by their parents, and orphans (whose parent died, so that nobody's child they are) by an environment variable
     that all inherit.

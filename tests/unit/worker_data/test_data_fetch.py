@@ -164,7 +164,8 @@ def test_a_change_to_the_dataset_between_epochs_reaches_the_data_workers(clock):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_after_an_error_in_the_dataset_the_loop_can_be_entered_again_where_it_was(clock, workers, tmp_path):
+def test_after_an_error_in_the_dataset_the_loop_can_be_entered_again_where_it_was(clock, workers, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 100.0)  # how long torch waits for one that was not told to end
     broken = tmp_path / "broken"
     broken.touch()
 
@@ -180,7 +181,7 @@ def test_after_an_error_in_the_dataset_the_loop_can_be_entered_again_where_it_wa
         run_epoch(loader, clock)
     broken.unlink()
     assert [batch.tolist() for batch in run_epoch(loader, clock)] == [[2, 3]]
-    assert time.monotonic() - started < 4, "the data workers were not told to end"
+    assert time.monotonic() - started < 50, "the data workers were not told to end"
 
 
 def test_no_data_worker_is_left_when_an_iteration_ends_or_is_left(clock):
@@ -231,9 +232,8 @@ def test_data_workers_die_at_once_with_a_killed_rank():
         process.kill()
         process.wait()
         process.stdout.close()
-    started = time.monotonic()
-    _, alive = psutil.wait_procs(workers, timeout=3)
-    assert not alive, f"still there after {time.monotonic() - started:.1f} s"
+    _, alive = psutil.wait_procs(workers, timeout=30)  # they would wait for batches to make for ever
+    assert not alive
 
 
 class WorkerFacts(Dataset):

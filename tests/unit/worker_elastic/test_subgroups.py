@@ -22,7 +22,9 @@ from torch import nn
 from torch.distributed import HashStore, PrefixStore
 
 WORLD = 4
-TIMEOUT = timedelta(seconds=5)
+CONNECT_TIMEOUT = timedelta(seconds=10)
+"""Gloo's thread that waits for a rank which never comes lives for so long."""
+TIMEOUT = timedelta(seconds=60)
 BACKENDS = [InMemoryBackend, GlooBackend]
 
 
@@ -33,7 +35,7 @@ def ranks(make_backend: Callable[[], CommunicationBackend], do: Callable[[Group]
         make_backend=make_backend,
         store=lambda name: PrefixStore(name, store),
         hostname="127.0.0.1",
-        connect_timeout=TIMEOUT,
+        connect_timeout=CONNECT_TIMEOUT,
         collective_timeout=TIMEOUT,
     )
     peers = tuple(Peer(rank=rank, member_id=str(rank), host="", donor_address="", joining=False) for rank in range(WORLD))
@@ -47,14 +49,14 @@ def ranks(make_backend: Callable[[], CommunicationBackend], do: Callable[[Group]
             results[rank] = do(group)
         except Exception as error:  # told to the test
             results[rank] = error
-        done.wait(20)
+        done.wait(60)
         group.close()
 
     threads = [threading.Thread(target=be, args=(rank,)) for rank in range(WORLD)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(60)
     return results
 
 

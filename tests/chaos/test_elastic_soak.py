@@ -38,8 +38,8 @@ def test_a_long_run_under_a_schedule_of_faults_ends_as_if_there_had_been_none(
         living = [0, 1, 2]
         for index in living:
             running.start(index)
-        running.wait_steps(5)
         with running.held():
+            running.wait_steps(5)
             for _ in range(FAULTS):
                 living = _strike(running, schedule, living)
                 target = running.steps() + schedule.randint(1, 4)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from shoal_worker.settings import WorkerSettings
 from torch import nn
 
 from tests.integration.worker_elastic.local_sgd_simulation import RECIPES, Recipe
+from tests.integration.worker_elastic.pacing import pace
 
 CHECKPOINT_AT = 11
 """Steps before the checkpoint: inside of a round."""
@@ -77,8 +77,7 @@ def train(recipe: Recipe) -> dict[str, Any]:
             optimizer.zero_grad()
             for x, y in step if recipe.micro else [step]:
                 nn.functional.mse_loss(model(x), y).backward()
-            if hold.exists():
-                time.sleep(0.2)  # waits for nothing: a slow step, so that what the test waits for happens before the end
+            pace(hold, loader.global_step, recipe.epochs * len(loader))
             lost += not optimizer.step()
             schedule.step()
             bytes_by_step.append(sum(_sent[before:]))

@@ -4,13 +4,13 @@ ends with as one JSON line in OUTPUT."""
 import json
 import logging
 import os
-import time
 from pathlib import Path
 from typing import Any
 
 import shoal
 import torch
 
+from tests.integration.worker_elastic.pacing import pace
 from tests.unit.worker_strategies import mesh_models as models
 
 
@@ -39,8 +39,7 @@ def train(
             for x, y in step:
                 model.train_step(x, y, models.loss_of)
             if hold is not None:
-                pace_s = 0.3 if hold.exists() else 0.002
-                time.sleep(pace_s)  # waits for nothing: slow steps, so that what the test waits for happens before the end
+                pace(hold, loader.global_step, epochs * len(loader))
             model.clip_grad_norm_(models.MAX_NORM)
             lost += not optimizer.step()
             scheduler.step()

@@ -4,7 +4,6 @@ import hashlib
 import json
 import logging
 import os
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,12 +11,8 @@ import shoal
 import torch
 from torch import nn
 
+from tests.integration.worker_elastic.pacing import pace
 from tests.zygote.children import eventually
-
-
-def pace(hold: Path, step: int) -> None:
-    """Steps are slow while a test holds the run, and slower towards its end, so that what it waits for happens before that."""
-    time.sleep(0.002 if not hold.exists() else 0.1 if step < 12 else 0.6 if step < 24 else 4.0)
 
 
 def correct(model: nn.Module, batch: list[torch.Tensor]) -> dict[str, float]:
@@ -55,7 +50,7 @@ def main(arguments: Sequence[str]) -> None:
             for step in loader.steps():
                 for inputs, labels in step:
                     nn.functional.cross_entropy(model(inputs), labels).backward()
-                pace(hold, loader.global_step)
+                pace(hold, loader.global_step, epochs * len(loader))
                 model.clip_grad_norm_(1.0)
                 lost += not optimizer.step()
                 per_step.step()
@@ -64,7 +59,7 @@ def main(arguments: Sequence[str]) -> None:
             for inputs, labels in loader:
                 optimizer.zero_grad()
                 nn.functional.cross_entropy(model(inputs), labels).backward()
-                pace(hold, loader.global_step)
+                pace(hold, loader.global_step, epochs * len(loader))
                 lost += not optimizer.step()
                 per_step.step()
         evaluations.append(shoal.evaluate(model, validation, correct))

@@ -11,7 +11,7 @@ import shoal
 import torch
 from torch import nn
 
-from tests.integration.worker_elastic.train import correct, pace
+from tests.integration.worker_elastic.train import correct
 
 logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
 torch.set_num_threads(1)
@@ -27,7 +27,6 @@ def train(loader: shoal.ElasticDataLoader, most: int) -> None:
     for step in loader.steps():
         for x, y in step:
             nn.functional.cross_entropy(model(x), y).backward()
-        pace(hold, loader.global_step)
         optimizer.step()
         optimizer.zero_grad()
         if loader.step == most:
@@ -35,7 +34,6 @@ def train(loader: shoal.ElasticDataLoader, most: int) -> None:
 
 
 output = Path(os.environ["OUTPUT"])
-hold = output / "hold"
 look = os.environ.get("LOOK") == "1"
 shoal.init()
 torch.manual_seed(0)

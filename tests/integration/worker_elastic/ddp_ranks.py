@@ -64,7 +64,7 @@ def main() -> None:
         with CoordinatorClient(ChannelSettings(address=os.environ["SHOAL_COORDINATOR"])) as client:
             for number in range(len(CASES)):
                 client.create_job(
-                    pb.JobSpec(job_id=f"job-{number}", min_workers=1, max_workers=WORLD, join_grace_ms=30_000, lease_ms=15_000)
+                    pb.JobSpec(job_id=f"job-{number}", min_workers=1, max_workers=WORLD, join_grace_ms=120_000, lease_ms=15_000)
                 )
     wanted = os.environ.get("CASES", "")
     outcomes = {name: outcome(name) for name in CASES if wanted in name}

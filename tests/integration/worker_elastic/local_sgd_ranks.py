@@ -34,7 +34,7 @@ def main() -> None:
         with CoordinatorClient(ChannelSettings(address=os.environ["SHOAL_COORDINATOR"])) as client:
             for name in names if len(names) > 1 else ():
                 world = int(os.environ["WORLD"])
-                client.create_job(pb.JobSpec(job_id=name, min_workers=1, max_workers=world, join_grace_ms=30_000, lease_ms=15_000))
+                client.create_job(pb.JobSpec(job_id=name, min_workers=1, max_workers=world, join_grace_ms=120_000, lease_ms=15_000))
     results = {}
     for name in names:
         open_session(WorkerSettings(job_id=name) if len(names) > 1 else None)

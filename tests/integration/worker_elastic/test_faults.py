@@ -148,7 +148,7 @@ def test_a_worker_that_hangs_is_put_out_and_the_others_go_on(
     zygote: Zygote, tmp_path: Path, fault_free: dict[str, Any], failpoint: str
 ) -> None:
     # A stopped process loses its lease; one whose heartbeats go on is found by its peers' time-out.
-    limits = {"lease_ms": 2000, "stall_timeout_ms": 1000, "SHOAL_COLLECTIVE_TIMEOUT_S": "30" if failpoint.endswith("stop") else "1"}
+    limits = {"lease_ms": 3000, "stall_timeout_ms": 2000, "SHOAL_COLLECTIVE_TIMEOUT_S": "60" if failpoint.endswith("stop") else "2"}
     with cluster(zygote, tmp_path, **limits, EPOCHS=str(EPOCHS), MICRO="1") as running:
         running.start(0)
         running.start(1, SHOAL_FAILPOINTS=failpoint)

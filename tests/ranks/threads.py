@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
-_PATIENCE_S = 30.0
+_PATIENCE_S = 60.0
 
 Bodies = Sequence[Callable[[], Any]]
 

@@ -13,7 +13,7 @@ from shoal_worker.backends.gloo import GlooBackend
 from shoal_worker.backends.interruptible import BROADCASTS_FROM_BYTES
 from torch._C._distributed_c10d import AllgatherOptions
 
-_DEADLINE_S = 20.0
+_DEADLINE_S = 60.0
 _ELEMENTS = BROADCASTS_FROM_BYTES // 4
 
 

@@ -17,7 +17,7 @@ from shoal_worker.backends.nccl import NCCLBackend
 from torch._C._distributed_c10d import AllreduceOptions, Store, Work
 from torch.distributed import distributed_c10d
 
-_PATIENCE_S = 10.0
+_PATIENCE_S = 60.0
 
 
 class Kernel(Work):

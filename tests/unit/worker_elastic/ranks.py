@@ -28,7 +28,7 @@ from shoal_worker.settings import WorkerSettings
 from shoal_worker.strategies.materialize import materialize
 from torch import nn
 
-_PATIENCE_S = 20.0
+_PATIENCE_S = 60.0
 
 
 class Room:
@@ -131,7 +131,7 @@ class Member:
         self.next: list[RoomGroup] = []
         link = SimpleNamespace(newest=1, newest_generation=None, refused=None, stopped=None, draining=None, ready=lambda: None)
         self.membership = SimpleNamespace(link=link, group=None, form=self._form, failed=lambda error: None)
-        settings, metrics = WorkerSettings(rendezvous_timeout_s=5, collective_timeout_s=5), WorkerMetrics()
+        settings, metrics = WorkerSettings(rendezvous_timeout_s=60, collective_timeout_s=60), WorkerMetrics()
         self.formation = Formation(
             cast(Membership, self.membership),
             self.held,

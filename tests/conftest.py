@@ -16,6 +16,7 @@ from collections.abc import Iterator
 # Before anything imports torch: ranks are processes of one thread each, and what they are compared with must sum in the same order.
 os.environ["OMP_NUM_THREADS"] = "1"
 
+import hypothesis
 import psutil
 import pytest
 import redis
@@ -23,6 +24,10 @@ from shoal_common.redis import EmbeddedRedis
 
 from tests.ranks.processes import mpi_ranks, nursery, rank_pool, take_ranks  # noqa: F401 - fixtures
 from tests.zygote.children import zygote  # noqa: F401 - a fixture
+
+# Hypothesis has a deadline of 200 ms for each example, and another for making them: on a busy machine both are chance.
+hypothesis.settings.register_profile("unhurried", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("unhurried")
 
 _THREADS_GRACE_S = 5.0
 _GRACE_S = 30.0

@@ -117,7 +117,7 @@ def refused(path: Path) -> str:
     return caught.value.reason
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(data=st.data())
 def test_one_changed_bit_is_noticed_wherever_it_is(tmp_path, image, data) -> None:
     path = tmp_path / "snapshot"
@@ -129,7 +129,7 @@ def test_one_changed_bit_is_noticed_wherever_it_is(tmp_path, image, data) -> Non
     assert refused(path) in {"SNAPSHOT_CORRUPT", "SNAPSHOT_FOREIGN"}
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(data=st.data())
 def test_a_truncated_or_lengthened_file_is_refused(tmp_path, image, data) -> None:
     path = tmp_path / "snapshot"

@@ -228,7 +228,7 @@ def pristine(tmp_path_factory):
     return write(tmp_path_factory.mktemp("pristine"), sample_state())
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(data=st.data())
 def test_one_flipped_bit_anywhere_is_found_or_changes_nothing(pristine, tmp_path_factory, data):
     damaged = tmp_path_factory.mktemp("damaged") / "step-1"

@@ -189,7 +189,7 @@ def test_a_directory_that_not_all_ranks_see_is_refused_or_the_first_rank_writes_
 # ------------------------------------------------------------------------------------------------------------------ damage
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(data=st.data())
 def test_one_flipped_bit_or_a_cut_anywhere_is_found(
     saved: tuple[Path, dict[str, Any]], tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

@@ -73,10 +73,10 @@ def received_bytes(port_of_redis: int) -> int:
 
 @contextmanager
 def group(url: str, prefix: str, rank: int, world_size: int) -> Iterator[CountingBackend]:
-    store = RedisStore(url, prefix, timeout=timedelta(seconds=20))
+    store = RedisStore(url, prefix, timeout=timedelta(seconds=60))
     backend = CountingBackend()
-    store.barrier("up", world_size, timedelta(seconds=30))
-    backend.initialize(rank=rank, world_size=world_size, store=store, timeout=timedelta(seconds=20))
+    store.barrier("up", world_size, timedelta(seconds=60))
+    backend.initialize(rank=rank, world_size=world_size, store=store, timeout=timedelta(seconds=60))
     try:
         yield backend
     finally:
@@ -100,6 +100,7 @@ def summed(name: str, backend: CountingBackend, port_of_redis: int) -> dict[str,
     results, errors = [], []
     backend.barrier()
     asked, received = backend.asked, received_bytes(port_of_redis)
+    backend.barrier()  # nobody sends before all have counted
     for step in range(STEPS):
         started = [
             reduction.start(gradient(backend.rank, step, backend.world_size) * (index + 1), backend, index=index, step=step, shapes=SHAPES)

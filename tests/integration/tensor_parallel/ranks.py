@@ -23,7 +23,7 @@ _meshes: dict[int, DeviceMesh] = {}
 def join(rank: int, directory: str) -> None:
     """A task: forms the world, whose ranks meet in `directory`."""
     store = dist.FileStore(str(Path(directory) / "store"), WORLD)
-    dist.init_process_group("shoal_gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=20))
+    dist.init_process_group("shoal_gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=60))
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     _meshes.update({2: grid["tp"], 4: init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))})
     state_cases.replicas = grid["dp"].get_group()

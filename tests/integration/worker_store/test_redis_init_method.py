@@ -47,7 +47,7 @@ def test_ranks_of_one_round_share_a_store_of_their_own(redis_url: str) -> None:
     with ThreadPoolExecutor() as threads:
 
         def join(rank: int) -> RedisStore:
-            opened, given, size = next(dist.rendezvous(f"{url}&rank={rank}", timeout=timedelta(seconds=10)))
+            opened, given, size = next(dist.rendezvous(f"{url}&rank={rank}", timeout=timedelta(seconds=60)))
             assert (given, size) == (rank, 2)
             return opened
 

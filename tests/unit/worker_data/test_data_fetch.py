@@ -17,8 +17,6 @@ from shoal_worker.elastic.contract import Placement
 from shoal_worker.elastic.randomness import seed_generators
 from torch.utils.data import Dataset, TensorDataset, default_collate, get_worker_info
 
-pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")  # more data workers than there are cores
-
 
 class Noisy(Dataset):
     """Draws from all three global generators, as augmentations do."""

@@ -14,6 +14,7 @@ from collections.abc import Callable
 import psutil
 import pytest
 import redis
+from shoal.launcher.ports import ReservedPort
 from shoal_common.errors import ConfigurationError, UnavailableError
 from shoal_common.redis import EmbeddedRedis
 from shoal_common.redis.embedded import find_server_binary
@@ -51,10 +52,10 @@ def test_what_was_written_is_there_after_a_kill_and_a_restart(tmp_path):
 
 
 def test_a_restart_can_keep_the_port(tmp_path):
-    with EmbeddedRedis(tmp_path) as first:
-        port = first.port
-    with EmbeddedRedis(tmp_path, port=port) as second:
-        assert second.url == f"redis://127.0.0.1:{port}"
+    with ReservedPort() as reserved:
+        for _ in range(2):
+            with EmbeddedRedis(tmp_path, port=reserved.port) as server:
+                assert server.url == f"redis://127.0.0.1:{reserved.port}"
 
 
 def test_every_write_is_on_disk_before_it_is_answered():

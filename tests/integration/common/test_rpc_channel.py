@@ -15,6 +15,7 @@ from datetime import timedelta
 import grpc
 import pytest
 from prometheus_client import CollectorRegistry
+from shoal.launcher.ports import ReservedPort
 from shoal_common.clients import CoordinatorClient
 from shoal_common.errors import DeadlineError, ShoalError, UnavailableError
 from shoal_common.rpc.channel import ChannelSettings, aio_channel
@@ -90,8 +91,10 @@ def test_other_errors_are_not_repeated(serve):
     assert flaky.calls == 1
 
 
-def test_a_server_that_comes_back_is_found_again_by_the_same_client(serve):
-    first = serve(Flaky(failures=0))
+def test_a_server_that_comes_back_is_found_again_by_the_same_client(serve, request):
+    reserved = ReservedPort()
+    request.addfinalizer(reserved.close)
+    first = serve(Flaky(failures=0), listen=f"127.0.0.1:{reserved.port}")
     with first.client(**SHORT) as client:
         assert client.get_job("mnist").now_unix_ms == 1
         first.run(first.server.drain_and_stop())

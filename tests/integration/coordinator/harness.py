@@ -12,6 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from shoal.launcher.ports import ReservedPort
 from shoal_common.clients import CoordinatorClient
 from shoal_common.errors import ShoalError
 from shoal_common.rpc.channel import ChannelSettings
@@ -24,20 +25,21 @@ DONOR_KEY = "0123456789abcdef" * 2
 
 
 class Coordinator:
-    """One coordinator process, which can be ended and started again."""
+    """One coordinator process, which can be ended and started again: on the same port, which nobody else gets meanwhile."""
 
     def __init__(self, zygote: Zygote, directory: Path, *flags: str, environment: Mapping[str, str] | None = None) -> None:
         self._zygote = zygote
         self._flags = flags
+        self._reserved = ReservedPort()
         self._port_file = directory / f"ports-{uuid.uuid4().hex}.json"
         self._log = directory / "coordinator.log"
         self._environment = environment or {}
         self.ports: dict[str, Any] = {}
         self.process: Child
 
-    def start(self, *more: str, wait: bool = True) -> Coordinator:
+    def start(self, *, wait: bool = True) -> Coordinator:
         self._port_file.unlink(missing_ok=True)
-        arguments = ["--port-file", str(self._port_file), *self._flags, *more]
+        arguments = ["--port-file", str(self._port_file), "--listen", f"127.0.0.1:{self._reserved.port}", *self._flags]
         self.process = self._zygote.start("coordinator", arguments, output=self._log, **self._environment)
         if wait:
             self.wait_ready()
@@ -63,6 +65,7 @@ class Coordinator:
     def close(self) -> None:
         if not self.process.ended.is_set():
             self.terminate()
+        self._reserved.close()
 
     @property
     def log(self) -> str:

@@ -90,7 +90,7 @@ def test_no_number_is_given_twice_whoever_dies(make_coordinator: Callable[..., C
                 eventually(lambda before=before: number_of(client, job) > before, "a generation after a death")
                 random.choice(workers).kill()
                 coordinator.kill()
-                coordinator.start("--listen", coordinator.ports["grpc"])
+                coordinator.start()
             eventually(lambda: agreed(job, workers), "all to agree")
         finally:
             for worker in workers:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from shoal.launcher.ports import ReservedPort
 from shoal_common.errors import ShoalError, UnavailableError, UnknownResourceError
 from shoal_common.redis import EmbeddedRedis
 from shoal_protos.v1 import coordinator_pb2 as pb
@@ -14,11 +15,6 @@ from shoal_protos.v1 import coordinator_pb2 as pb
 from tests.integration.coordinator.harness import Coordinator, Job, create_job, eventually, ids
 
 MakeCoordinator = Callable[..., Coordinator]
-
-
-def restarted(coordinator: Coordinator) -> None:
-    """The same coordinator again, on the same port and Redis."""
-    coordinator.start("--listen", coordinator.ports["grpc"])
 
 
 def test_a_killed_coordinator_comes_back_and_members_keep_their_places(make_coordinator: MakeCoordinator, tmp_path: Path) -> None:
@@ -30,7 +26,7 @@ def test_a_killed_coordinator_comes_back_and_members_keep_their_places(make_coor
         coordinator.kill()
         for member in (a, b):
             assert isinstance(member.end(), UnavailableError)
-        restarted(coordinator)
+        coordinator.start()
 
         a_again, b_again = job.join("a", last=1), job.join("b", last=1)
         for member in (a_again, b_again):
@@ -58,7 +54,7 @@ def test_a_member_learns_after_a_restart_what_it_missed(make_coordinator: MakeCo
         client.drain_member(job.job_id, member_id="b")
         b.told("drain")
         coordinator.kill()
-        restarted(coordinator)
+        coordinator.start()
         a_again, b_again = job.join("a", last=1), job.join("b", last=1)
         assert ids(a_again.generation()) == ["a"]
         assert b_again.told("drain").reason == "drained"
@@ -77,7 +73,7 @@ def test_a_generation_that_was_forming_ends_as_one_that_all_agree_on(make_coordi
         a.beat(forming.number)
         coordinator.kill()
         c.kill()
-        restarted(coordinator)
+        coordinator.start()
 
         a_again, b_again, d_again = job.join("a", last=forming.number), job.join("b", last=1), job.join("d", last=forming.number)
         assert b_again.generation() == forming
@@ -100,7 +96,7 @@ def test_members_have_a_whole_lease_to_come_back(make_coordinator: MakeCoordinat
         job = create_job(coordinator, client, together=2, lease_ms=2000)
         job.form("a", "b")
         coordinator.kill()
-        restarted(coordinator)
+        coordinator.start()
         a_again = job.join("a", last=1)
         a_again.welcome()
         assert job.phase_of("b") == "ranked"
@@ -143,7 +139,7 @@ def test_a_stopped_coordinator_sends_its_members_to_the_next_one(make_coordinato
             error = member.end()
             assert isinstance(error, UnavailableError)
             assert error.reason == "COORDINATOR_STOPPING"
-        restarted(coordinator)
+        coordinator.start()
         for name in ("a", "b"):
             job.join(name, last=1).welcome()
         assert job.get().generation.number == 1
@@ -183,7 +179,8 @@ def test_a_coordinator_with_nothing_to_write_finds_out_too(make_coordinator: Mak
 
 
 def test_changes_wait_while_redis_is_away_and_nothing_is_lost(make_coordinator: MakeCoordinator, tmp_path: Path) -> None:
-    redis = EmbeddedRedis(tmp_path / "away")
+    reserved = ReservedPort()
+    redis = EmbeddedRedis(tmp_path / "away", port=reserved.port)
     try:
         coordinator = make_coordinator("--redis", redis.url, "--request-timeout", "1s")
         with coordinator.client(attempts=1) as client:
@@ -207,7 +204,7 @@ def test_changes_wait_while_redis_is_away_and_nothing_is_lost(make_coordinator: 
             assert isinstance(error, UnavailableError)
             assert error.reason == "QUEUE_LIMIT"
 
-            redis = EmbeddedRedis(tmp_path / "away", port=redis.port)
+            redis = EmbeddedRedis(tmp_path / "away", port=reserved.port)
             a.generation(lambda g: "b" not in ids(g))
             # The drain was asked for and not taken back: it is done, although its caller was told that it may not be.
             assert a.told("drain").reason == "drained"
@@ -216,6 +213,7 @@ def test_changes_wait_while_redis_is_away_and_nothing_is_lost(make_coordinator: 
             job.close()
     finally:
         redis.close()
+        reserved.close()
 
 
 def test_a_redis_that_lost_everything_is_filled_again_from_memory(make_coordinator: MakeCoordinator, own_redis: EmbeddedRedis) -> None:
@@ -229,20 +227,19 @@ def test_a_redis_that_lost_everything_is_filled_again_from_memory(make_coordinat
         b.kill()
         assert ids(a.generation(lambda g: g.number == 2)) == ["a"]
         coordinator.kill()
-        restarted(coordinator)
+        coordinator.start()
         job.join("a", last=2).welcome()
         assert job.get().generation.number == 2
         job.close()
 
 
 def test_the_coordinator_waits_for_redis_at_its_start(make_coordinator: MakeCoordinator, tmp_path: Path) -> None:
-    with EmbeddedRedis(tmp_path / "late") as first:
-        port = first.port
-    coordinator = make_coordinator("--redis", f"redis://127.0.0.1:{port}", wait=False)
-    eventually(lambda: "waiting for Redis" in coordinator.log, "the first attempt")
-    with EmbeddedRedis(tmp_path / "late", port=port):
-        coordinator.wait_ready()
-        coordinator.close()
+    with ReservedPort() as reserved:
+        coordinator = make_coordinator("--redis", f"redis://127.0.0.1:{reserved.port}", wait=False)
+        eventually(lambda: "waiting for Redis" in coordinator.log, "the first attempt")
+        with EmbeddedRedis(tmp_path / "late", port=reserved.port):
+            coordinator.wait_ready()
+            coordinator.close()
 
 
 def refusal(call: Callable[[], object]) -> ShoalError:
@@ -261,7 +258,7 @@ def test_a_job_survives_with_its_spec_and_closed_state(make_coordinator: MakeCoo
         client.stop_job(job.job_id, reason="done")
         before = job.get()
         coordinator.kill()
-        restarted(coordinator)
+        coordinator.start()
         after = job.get()
         assert (after.spec, after.phase) == (before.spec, pb.JOB_PHASE_FINISHED)
         assert [summary.job_id for summary in client.list_jobs().jobs] == [job.job_id]
@@ -301,6 +298,6 @@ def test_a_job_that_is_dropped_while_no_coordinator_lives_is_not_missed(
         create_job(coordinator, client)
         coordinator.kill()
         eventually(lambda: not raw.keys("shoal:{*"), "Redis to drop the job")
-        restarted(coordinator)
+        coordinator.start()
         assert list(client.list_jobs().jobs) == []
         assert raw.smembers("shoal:jobs") == set()

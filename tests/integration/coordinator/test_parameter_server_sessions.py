@@ -208,7 +208,7 @@ def test_leases_outlive_the_coordinator(make_coordinator: Callable[..., Coordina
         given = client.lease_batches(job.job_id, "a", loader="l", epoch=0, batches_in_epoch=9, want=3)
         assert list(given.batches) == [0, 1, 2]
         coordinator.kill()
-        coordinator.start("--listen", coordinator.ports["grpc"])
+        coordinator.start()
         job.join("a", last=1).welcome()
         more = client.lease_batches(job.job_id, "a", loader="l", epoch=0, batches_in_epoch=9, want=2, finished=[0, 1, 2])
         assert list(more.batches) == [3, 4]

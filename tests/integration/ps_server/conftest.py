@@ -25,6 +25,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+from shoal.launcher.ports import ReservedPort
 from shoal_common.clients.parameter_server import ParameterServerClient
 from shoal_common.errors import ShoalError
 from shoal_common.rpc.channel import ChannelSettings
@@ -61,7 +62,7 @@ class ScriptedCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
         self.tokens: queue.Queue[str] = queue.Queue()
         self.refusal: ShoalError | None = None
         """What registrations are answered with."""
-        self.port = 0
+        self._reserved = ReservedPort()  # for the next start
         self._members = (0, ())
         self._outbox: queue.Queue[coordinator_pb2.ServerDirective | None] = queue.Queue()
         self._server: grpc.Server | None = None
@@ -71,9 +72,10 @@ class ScriptedCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
         """Serves; returns host:port."""
         self._server = grpc.server(ThreadPoolExecutor(8))
         coordinator_pb2_grpc.add_CoordinatorServicer_to_server(self, self._server)
-        self.port = self._server.add_insecure_port(f"127.0.0.1:{self.port}")
+        address = f"127.0.0.1:{self._reserved.port}"
+        self._server.add_insecure_port(address)
         self._server.start()
-        return f"127.0.0.1:{self.port}"
+        return address
 
     def stop(self) -> None:
         """Breaks every session, as a coordinator's death does."""
@@ -81,6 +83,10 @@ class ScriptedCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
             self._outbox.put(None)
             self._server.stop(None).wait(5)
             self._server = None
+
+    def close(self) -> None:
+        self.stop()
+        self._reserved.close()
 
     def members(self, generation: int, *member_ids: str) -> None:
         """Tells the server of a generation, now and at every reconnection."""
@@ -308,7 +314,7 @@ class Cluster:
             client.close()
         for running in self._running:
             running.stop()
-        self.coordinator.stop()
+        self.coordinator.close()
 
 
 class _Running:

@@ -102,7 +102,7 @@ def test_leases_survive_a_restart_of_the_coordinator(cluster: Make, zygote: Zygo
         coordinator.terminate()
         for worker in workers:
             worker.go(4)
-        coordinator.start("--listen", coordinator.address)
+        coordinator.start()
         assert sum(worker.result()["steps"] for worker in workers) == 2 * BATCHES
         assert audit(running.records).exactly_once
     finally:

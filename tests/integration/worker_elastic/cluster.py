@@ -51,8 +51,8 @@ class Cluster:
         self.coordinator = Coordinator(zygote, directory, "--redis", f"embedded://{directory / 'valkey'}")
         self._start_coordinator()
 
-    def _start_coordinator(self, *flags: str) -> None:
-        self.address = self.coordinator.start(*flags).address
+    def _start_coordinator(self) -> None:
+        self.address = self.coordinator.start().address
         self.client = CoordinatorClient(ChannelSettings(address=self.address))
         spec = pb.JobSpec(
             job_id="job",
@@ -113,7 +113,7 @@ class Cluster:
         """SIGKILL, and a new one at the same address over the same data."""
         self.coordinator.kill()
         self.client.close()
-        self._start_coordinator("--listen", self.address)
+        self._start_coordinator()
 
     def finish(self, *expected_to_end_well: int, may_end_well: bool = False) -> list[dict[str, Any]]:
         """Waits for all workers, and returns what those that are expected to end well say. `may_end_well`: so may others (drained ones)."""
@@ -130,6 +130,7 @@ class Cluster:
             worker.kill()  # a stopped process, too
             worker.wait()
         self.coordinator.kill()
+        self.coordinator.close()
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import pytest
+from shoal.launcher.ports import ReservedPort
 from shoal_common.errors import MembershipChanged
 from shoal_common.redis import EmbeddedRedis
 from shoal_worker.store import RedisStore, StoreAbortedError, StoreTimeoutError, StoreUnavailableError, redis_store
@@ -176,21 +177,22 @@ def test_who_asks_to_be_called_on_an_abort_is_called_once_also_when_late(store: 
 
 
 def test_a_wait_survives_a_restart_of_the_server_also_one_that_begins_while_it_is_away(tmp_path: Path, threads: ThreadPoolExecutor) -> None:
-    server = EmbeddedRedis(tmp_path)
+    reserved = ReservedPort()
+    server = EmbeddedRedis(tmp_path, port=reserved.port)
     opened = RedisStore(server.url, "p", timeout=timedelta(seconds=60))
-    port = server.port
     try:
         waiting = threads.submit(opened.get, "key")
         _eventually(_blocked_on(opened, "key"))
         server.close()
         begun_away = threads.submit(opened.get, "other")
         _eventually(lambda: bool(_waits(opened, "other")))
-        server = EmbeddedRedis(tmp_path, port=port)
+        server = EmbeddedRedis(tmp_path, port=reserved.port)
         opened.multi_set(["key", "other"], ["1", "2"])
         assert (_result(waiting), _result(begun_away)) == (b"1", b"2")
     finally:
         opened.close()
         server.close()
+        reserved.close()
 
 
 def test_a_server_that_is_gone_is_named_when_the_call_cannot_wait(tmp_path: Path) -> None:

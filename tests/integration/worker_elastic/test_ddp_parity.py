@@ -16,7 +16,7 @@ from tests.zygote.children import Zygote
 def outcomes(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     """By rank and case. All cases run in one pair of processes, one after the other."""
     script = Path(__file__).with_name("ddp_ranks.py")
-    with cluster(zygote, tmp_path_factory.mktemp("ddp"), max_workers=WORLD, script=script, SHOAL_RENDEZVOUS_TIMEOUT_S="20") as running:
+    with cluster(zygote, tmp_path_factory.mktemp("ddp"), max_workers=WORLD, script=script, SHOAL_RENDEZVOUS_TIMEOUT_S="60") as running:
         for index in range(WORLD):
             running.start(index)
         for index in range(WORLD):

@@ -4,6 +4,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.integration.worker_elastic import few_micro_batches, sharded_state
@@ -115,30 +116,33 @@ def test_a_worker_killed_while_its_shard_of_a_checkpoint_is_written_leaves_the_o
     assert len(list((checkpoints / "step-10").glob("shard-*-of-00003.safetensors"))) == 3
 
 
-def kill_two_neighbours(running: Cluster, failpoint: str) -> None:
-    """Ranks 1 and 2 of four: one mirrors the other's shard."""
+def kill_two_neighbours(running: Cluster, moment: str) -> None:
+    """Ranks 1 and 2 of four, when both are at that moment: one mirrors the other's shard."""
+    neighbours = (1, 2)
     for index in range(4):
-        running.start(index, **({"SHOAL_FAILPOINTS": failpoint} if index in (1, 2) else {}))
+        running.start(index, **({"SHOAL_FAILPOINTS": f"{moment}=stop"} if index in neighbours else {}))
+    processes = [psutil.Process(running.workers[index].pid) for index in neighbours]
+    eventually(lambda: all(process.status() == psutil.STATUS_STOPPED for process in processes), f"both at {moment}")
+    for index in neighbours:
+        running.signal(index, signal.SIGKILL)
 
 
 def test_two_neighbours_that_die_at_once_are_a_loss_that_is_named(zygote: Zygote, tmp_path: Path) -> None:
-    with cluster(zygote, tmp_path, max_workers=4, EPOCHS=str(EPOCHS), MICRO="1", STRATEGY="zero3") as running:
-        kill_two_neighbours(running, "session.before_apply@15=kill")
+    with cluster(zygote, tmp_path, max_workers=4, lease_ms=60_000, EPOCHS=str(EPOCHS), MICRO="1", STRATEGY="zero3") as running:
+        kill_two_neighbours(running, "session.before_apply@15")
         for index in (0, 3):
             eventually(running.workers[index].ended.is_set, "the survivors' end")
         output = "".join(path.read_text() for path in tmp_path.rglob("*.log"))
         assert "nobody holds the shards" in output
 
 
-@pytest.mark.parametrize(
-    "failpoint", ["session.before_apply@15=kill", pytest.param("session.after_commit@15=kill", marks=pytest.mark.matrix)]
-)
+@pytest.mark.parametrize("moment", ["session.before_apply@15", pytest.param("session.after_commit@15", marks=pytest.mark.matrix)])
 def test_two_neighbours_that_die_at_once_take_the_run_back_to_the_newest_checkpoint(
-    zygote: Zygote, tmp_path: Path, alone: dict[str, Any], failpoint: str
+    zygote: Zygote, tmp_path: Path, alone: dict[str, Any], moment: str
 ) -> None:
     settings = {"EPOCHS": str(EPOCHS), "MICRO": "1", "STRATEGY": "zero3", "CHECKPOINTS": str(tmp_path / "checkpoints")}
-    with cluster(zygote, tmp_path, max_workers=4, **settings) as running:
-        kill_two_neighbours(running, failpoint)
+    with cluster(zygote, tmp_path, max_workers=4, lease_ms=60_000, **settings) as running:
+        kill_two_neighbours(running, moment)
         for result in running.finish(0, 3):
             assert {name: result[name] for name in ("steps", "digest", "lr", "evaluations")} == {
                 name: alone[name] for name in ("steps", "digest", "lr", "evaluations")

@@ -21,7 +21,7 @@ from shoal_common.processes import tied_to_parent
 
 _ROOT = Path(__file__).parents[2]
 _STUB = Path(__file__).with_name("mpi_stub.py")
-_PATIENCE_S = 60.0
+_PATIENCE_S = 100.0
 
 
 class Rank:

@@ -198,7 +198,7 @@ def test_up_on_a_terminal_shows_the_members_below_the_output(shell: Shell, elast
         seen += os.read(ours, 65536)
     finish.touch()
     seen += read_to_end(ours)
-    assert command.wait(30) == 0, seen.decode()
+    assert command.wait(90) == 0, seen.decode()
 
 
 def read_to_end(terminal: int) -> bytes:

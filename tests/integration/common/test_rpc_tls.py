@@ -13,7 +13,7 @@ from shoal_common.security import TlsSettings, TokenTable
 from shoal_protos.v1 import coordinator_pb2 as pb
 from shoal_protos.v1 import coordinator_pb2_grpc
 
-QUICK = {"attempts": 1, "deadline": timedelta(seconds=10)}
+QUICK = {"attempts": 1, "deadline": timedelta(seconds=60)}
 
 
 class Answering(coordinator_pb2_grpc.CoordinatorServicer):

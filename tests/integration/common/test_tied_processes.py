@@ -15,12 +15,12 @@ _SLEEPER = [sys.executable, "-c", "import time; print('up', flush=True); time.sl
 
 def test_the_program_takes_the_wrappers_place():
     done = subprocess.Popen(tied_to_parent([sys.executable, "-c", "import os; print(os.getpid())"]), stdout=subprocess.PIPE, text=True)
-    output, _ = done.communicate(timeout=30)
+    output, _ = done.communicate(timeout=60)
     assert int(output) == done.pid
 
 
 def test_its_exit_status_is_the_programs():
-    assert subprocess.run(tied_to_parent(["sh", "-c", "exit 7"]), timeout=30, check=False).returncode == 7
+    assert subprocess.run(tied_to_parent(["sh", "-c", "exit 7"]), timeout=60, check=False).returncode == 7
 
 
 def test_the_chosen_signal_comes_when_the_starting_thread_ends():
@@ -32,19 +32,19 @@ def test_the_chosen_signal_comes_when_the_starting_thread_ends():
         children.append(subprocess.Popen(tied_to_parent(_SLEEPER, death_signal=signal.SIGTERM), stdout=subprocess.PIPE, text=True))
         assert children[0].stdout
         assert children[0].stdout.readline() == "up\n"
-        release.wait(30)
+        release.wait(60)
 
     starter = threading.Thread(target=start)
     starter.start()
     release.set()
-    starter.join(30)
+    starter.join(60)
     with children[0] as child:
-        assert child.wait(10) == -signal.SIGTERM
+        assert child.wait(60) == -signal.SIGTERM
 
 
 def test_a_child_whose_parent_is_gone_already_does_not_start():
     command = tied_to_parent(["true"])
     command[command.index(str(os.getpid()))] = "1"
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode != 0
     assert "the parent process is gone" in done.stderr

@@ -15,7 +15,7 @@ MakeJob = Callable[..., Job]
 
 
 def page(coordinator: Coordinator, path: str) -> str:
-    with urlopen(f"http://{coordinator.ports['http']}{path}", timeout=10) as answer:
+    with urlopen(f"http://{coordinator.ports['http']}{path}", timeout=60) as answer:
         return str(answer.read().decode())
 
 

@@ -61,7 +61,7 @@ def test_a_forked_child_that_ends_takes_nothing_away(temporary: Path) -> None:
         "if not child: sys.exit(0)\n"
         "os.waitpid(child, 0); print(own.path.exists())"
     )
-    answer = subprocess.check_output([sys.executable, "-c", script], env={"TMPDIR": str(temporary)}, text=True, timeout=20)
+    answer = subprocess.check_output([sys.executable, "-c", script], env={"TMPDIR": str(temporary)}, text=True, timeout=60)
     assert answer == "True\n"
     assert list(temporary.iterdir()) == []
 

@@ -65,7 +65,7 @@ class Collector:
 
     def wait_for(self, text: bytes) -> None:
         with self._changed:
-            assert self._changed.wait_for(lambda: text in self.lines[Stream.OUT], timeout=10), f"no {text!r} in {self.lines}"
+            assert self._changed.wait_for(lambda: text in self.lines[Stream.OUT], timeout=60), f"no {text!r} in {self.lines}"
 
 
 def source(prefix: bytes = b"", *, console: bool = True, file: Path | None = None) -> tuple[Source, int]:
@@ -84,8 +84,8 @@ def test_each_line_carries_its_rank_and_no_line_is_torn() -> None:
     for writer in writers:
         writer.start()
     for writer in writers:
-        writer.join(10)
-    pump.close(timedelta(seconds=10))
+        writer.join(60)
+    pump.close(timedelta(seconds=60))
     lines = seen.lines[Stream.OUT].splitlines()
     assert sorted(lines) == sorted(b"[%d]: line %d of %d" % (rank, number, rank) for rank in range(4) for number in range(500))
 
@@ -105,7 +105,7 @@ def test_finish_takes_what_is_there_and_does_not_wait_for_a_pipe_that_another_pr
     os.write(descriptor, b"last words")
     pump.finish(one)
     pump.say("after\n")
-    pump.close(timedelta(seconds=10))
+    pump.close(timedelta(seconds=60))
     os.close(descriptor)
     assert seen.lines == {Stream.OUT: b"last words\n", Stream.ERR: b"after\n"}
 
@@ -118,7 +118,7 @@ def test_output_appears_while_the_process_runs() -> None:
     os.write(descriptor, b"now\n")
     seen.wait_for(b"[0]: now\n")
     os.close(descriptor)
-    pump.close(timedelta(seconds=10))
+    pump.close(timedelta(seconds=60))
 
 
 def test_a_file_gets_the_bytes_as_they_were_and_the_console_may_be_left_out(tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ def test_a_file_gets_the_bytes_as_they_were_and_the_console_may_be_left_out(tmp_
     pump.attach(one)
     os.write(descriptor, b"\x00raw\r\nno end")
     os.close(descriptor)
-    pump.close(timedelta(seconds=10))
+    pump.close(timedelta(seconds=60))
     assert log.read_bytes() == b"\x00raw\r\nno end"
     assert seen.lines[Stream.OUT] == b""
 

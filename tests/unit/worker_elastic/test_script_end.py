@@ -40,5 +40,5 @@ SOURCE = Path(__file__).parents[3] / "worker" / "shoal_worker" / "elastic" / "sc
 def test_a_script_that_ended_badly_is_told_from_one_that_ended_well(ending: str, status: int, failure: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(PRELUDE.format(path=str(SOURCE)) + ending)
-    ended = subprocess.run([sys.executable, "-S", script], capture_output=True, text=True, check=False, timeout=30)
+    ended = subprocess.run([sys.executable, "-S", script], capture_output=True, text=True, check=False, timeout=60)
     assert (ended.returncode, ended.stdout.strip()) == (status, failure), ended.stderr

@@ -49,7 +49,7 @@ def outcome_of(channel: grpc.Channel, method: str, *requests: bytes) -> Outcome:
     kind = f"{'stream' if descriptor.client_streaming else 'unary'}_{'stream' if descriptor.server_streaming else 'unary'}"
     call: Any = getattr(channel, kind)(f"/{SERVICE}/{method}", bytes, bytes)
     try:
-        answer = call(iter(requests) if descriptor.client_streaming else requests[0], timeout=10)
+        answer = call(iter(requests) if descriptor.client_streaming else requests[0], timeout=60)
         if descriptor.server_streaming:
             list(answer)
     except grpc.RpcError as error:

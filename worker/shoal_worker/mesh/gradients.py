@@ -7,28 +7,32 @@ The training thread owns it.
 from __future__ import annotations
 
 import abc
+import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Final
 
 import torch
 from torch import nn
 
 from shoal_worker.elastic.group import Group
 
+_SMALLEST: Final = 1e-12
+"""A norm in float32 below it may miss squares that float32 has rounded to nought."""
+
 
 class MeshGradients(abc.ABC):
     """Of one division of the ranks."""
 
-    def __init__(self, pieces: Mapping[str, nn.Parameter], *, sums: int, buffers: int, averages: bool, device: torch.device) -> None:
-        """`sums`: elements of gradients that travel with the rest. `buffers`: elements of them. `averages`: losses are means, so gradients
-        weigh what their samples do."""
+    def __init__(self, pieces: Mapping[str, nn.Parameter], *, buffers: int, averages: bool, device: torch.device) -> None:
+        """`buffers`: elements of them. `averages`: losses are means, so gradients weigh what their samples do."""
         self._pieces = {name: piece for name, piece in pieces.items() if piece.requires_grad}
         self._averages = averages
         wide = any(piece.dtype == torch.float64 for piece in self._pieces.values())
-        sizes = [sums, buffers, len(self._pieces), 1]
+        sizes = [buffers, len(self._pieces), 1]
         self._flat = torch.zeros(sum(sizes), dtype=torch.float64 if wide else torch.float32, device=device)
         parts: Sequence[torch.Tensor] = self._flat.split(sizes)
-        self._sums, self._changes, self._presence, self._weight = parts
+        self._changes, self._presence, self._weight = parts
 
     @abc.abstractmethod
     def added(self, name: str) -> torch.Tensor:
@@ -66,11 +70,15 @@ class MeshGradients(abc.ABC):
         for name in self._pieces:
             gradient = found.get(name)
             if gradient is not None:
-                own = self.added(name)
-                own.add_(gradient.to(own.dtype), alpha=self.factor(weight))
+                self.add_one(name, gradient, self.factor(weight))
         self._presence += torch.tensor([found.get(name) is not None for name in self._pieces]).to(self._presence)
         self._changes.add_(changes.to(self._flat), alpha=weight)
         self._weight += weight
+
+    def add_one(self, name: str, gradient: torch.Tensor, factor: float) -> None:
+        """A parameter's gradient, which nobody changes any more, times `factor`."""
+        own = self.added(name)
+        own.add_(gradient.to(own.dtype), alpha=factor)
 
     def factor(self, weight: float) -> float:
         """Of the gradients of a pass that weighs so much."""
@@ -137,34 +145,85 @@ class MeshGradients(abc.ABC):
 
 
 class ReplicatedGradients(MeshGradients):
-    """Each replica has them whole. They lie in one flat vector with the rest, so that the replicas' sum is one all-reduce."""
+    """Each replica has them whole. Where there are several they lie in one flat vector with the rest, so that their sum is one all-reduce.
+
+    What a step's first pass leaves is kept as it is, with its factor: most steps have one pass, and then what adding it to noughts would
+    cost is saved. It is never written to, since autograd may have given its memory to two parameters.
+    """
 
     def __init__(
         self, pieces: Mapping[str, nn.Parameter], *, counts: Callable[[str], bool], buffers: int, averages: bool, device: torch.device
     ) -> None:
         """`counts(name)`: this rank counts the parameter in the norm."""
-        sizes = [piece.numel() for piece in pieces.values() if piece.requires_grad]
-        super().__init__(pieces, sums=sum(sizes), buffers=buffers, averages=averages, device=device)
-        parts: Sequence[torch.Tensor] = self._sums.split(sizes)
-        self._own = {name: part.view(piece.shape) for (name, piece), part in zip(self._pieces.items(), parts, strict=True)}
+        super().__init__(pieces, buffers=buffers, averages=averages, device=device)
         self._counted = [name for name in self._pieces if counts(name)]
+        self._first: dict[str, tuple[torch.Tensor, float]] = {}
+        """Of parameters to which one gradient was added."""
+        self._sums: dict[str, torch.Tensor] = {}
+        """Of others."""
+
+    def begin(self) -> None:
+        """See `MeshGradients`."""
+        super().begin()
+        self._first.clear()
+        self._sums.clear()
 
     def added(self, name: str) -> torch.Tensor:
         """See `MeshGradients`."""
-        return self._own[name]
+        if name in self._first:
+            gradient, factor = self._first.pop(name)
+            self._sums[name] = gradient * factor
+        elif name not in self._sums:
+            self._sums[name] = self._flat.new_zeros(self._pieces[name].shape)
+        return self._sums[name]
+
+    def add_one(self, name: str, gradient: torch.Tensor, factor: float) -> None:
+        """See `MeshGradients`."""
+        if name in self._first or name in self._sums:
+            super().add_one(name, gradient, factor)
+        else:
+            self._first[name] = gradient.to(self._flat.dtype), factor
 
     def sum_pass(self) -> None:
         """See `MeshGradients`: not wanted."""
 
+    def sum_over(self, replicas: Group) -> None:
+        """See `MeshGradients`."""
+        if replicas.world_size == 1:
+            return
+        *parts, rest = self._together.split([*(piece.numel() for piece in self._pieces.values()), self._flat.numel()])
+        together = {name: part.view(piece.shape) for (name, piece), part in zip(self._pieces.items(), parts, strict=True)}
+        for name, part in together.items():
+            if name in self._first:
+                gradient, factor = self._first.pop(name)
+                torch.mul(gradient, factor, out=part)
+            else:
+                part.copy_(self.added(name))
+        rest.copy_(self._flat)
+        replicas.all_reduce(self._together)
+        self._flat.copy_(rest)
+        self._sums = together
+
+    @functools.cached_property
+    def _together(self) -> torch.Tensor:
+        return self._flat.new_empty(sum(piece.numel() for piece in self._pieces.values()) + self._flat.numel())
+
+    def _added_times(self, name: str) -> tuple[torch.Tensor, float]:
+        """What was added is the tensor times the number."""
+        return self._first[name] if name in self._first else (self.added(name), 1.0)
+
     def squared_norm(self) -> float:
         """See `MeshGradients`."""
-        return sum(_squared_norm(self._own[name]) for name in self._counted)
+        return _squared_norm(map(self._added_times, self._counted))
 
     def hand_out(self, divisor: float) -> None:
         """See `MeshGradients`."""
         present = self.present
         for name, piece in self._pieces.items():
-            piece.grad = self._own[name].div(divisor).to(piece.dtype) if present[name] else None
+            piece.grad = None
+            if present[name]:
+                gradient, factor = self._added_times(name)
+                piece.grad = gradient.div(divisor / factor).to(piece.dtype)
 
     def scale(self, factor: float) -> None:
         """See `MeshGradients`."""
@@ -174,7 +233,7 @@ class ReplicatedGradients(MeshGradients):
 
     def own_norm(self) -> float:
         """See `MeshGradients`."""
-        return math.sqrt(sum(_squared_norm(p.grad) for p in self._pieces.values() if p.grad is not None))
+        return math.sqrt(_squared_norm((p.grad, 1.0) for p in self._pieces.values() if p.grad is not None))
 
     def forget(self) -> None:
         """See `MeshGradients`."""
@@ -182,6 +241,19 @@ class ReplicatedGradients(MeshGradients):
             piece.grad = None
 
 
-def _squared_norm(gradient: torch.Tensor) -> float:
-    """In float64: the squares of large gradients are beyond float32."""
-    return float(torch.linalg.vector_norm(gradient, dtype=torch.float64)) ** 2
+def _squared_norm(terms: Iterable[tuple[torch.Tensor, float]]) -> float:
+    """Of tensors times numbers. By rows in float32, and over the rows in float64: longer sums of float32 lose digits, and all of it in
+    float64 takes several times as long. Where squares are beyond float32, in float64 after all."""
+    terms = list(terms)
+    rows = [_norms(tensor.flatten(1) if tensor.dim() > 1 else tensor).mul_(factor).reshape(-1) for tensor, factor in terms]
+    if not rows:
+        return 0.0
+    norm = float(torch.linalg.vector_norm(torch.cat(rows), dtype=torch.float64))
+    if not _SMALLEST < norm < math.inf:
+        norms = (float(torch.linalg.vector_norm(tensor, dtype=torch.float64)) * factor for tensor, factor in terms)
+        return sum(one * one for one in norms)
+    return norm * norm
+
+
+def _norms(rows: torch.Tensor) -> torch.Tensor:
+    return torch.linalg.vector_norm(rows, dim=-1, dtype=torch.promote_types(rows.dtype, torch.float32))

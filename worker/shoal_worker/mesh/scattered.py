@@ -42,7 +42,7 @@ class ScatteredGradients(MeshGradients):
         device: torch.device,
     ) -> None:
         """`units`: trained ones, of `pieces`. `counted`: those of which this rank counts its shard in the norm."""
-        super().__init__(pieces, sums=0, buffers=buffers, averages=averages, device=device)
+        super().__init__(pieces, buffers=buffers, averages=averages, device=device)
         self.sums_passes = stage > Stage.OPTIMIZER
         self._units, self._counted = units, counted
         self._cut = CutGradients(units, exact=False)

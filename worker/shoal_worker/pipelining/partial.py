@@ -42,6 +42,9 @@ def _as_it_is(run: Callable[[], Any], _: bool) -> Any:
 class PartialModel(nn.Module):
     """One stage's part. Its parameters and buffers are the original model's own."""
 
+    _modes: Sequence[tuple[nn.Module, nn.Module]]
+    """Each module of its own, and the one of the whole model that it is in training mode with."""
+
     def forward(self, received: Border | None, call: Call) -> Any:
         """What the next stage gets, as a Border; the model's output on the last stage. `received`: None on the first stage."""
         raise NotImplementedError
@@ -51,9 +54,11 @@ class PartialModel(nn.Module):
         """Those that have values here."""
         return [p for p in self.parameters() if not p.is_meta]
 
-    def follow_modes(self, module: nn.Module) -> None:
+    def follow_modes(self) -> None:
         """Takes over which parts of the whole model are in training mode."""
-        raise NotImplementedError
+        for mine, original in self._modes:
+            if mine.training != original.training:  # setting a module's attribute takes longer than all else here
+                mine.training = original.training
 
 
 def partial_model(
@@ -70,7 +75,7 @@ def partial_model(
     plan = split.stages[stage]
     if split.blocks.form is Form.CHAIN:
         blocks = [(name, module.get_submodule(name)) for name in plan.modules]
-        return _ChainPart(blocks, last=stage == len(split.stages) - 1, inside=inside or _as_it_is)
+        return _ChainPart(module, blocks, last=stage == len(split.stages) - 1, inside=inside or _as_it_is)
     try:
         return _LayeredPart(module, split, stage, plain or (lambda _: None), inside or _as_it_is)
     except (TypeError, RuntimeError) as error:
@@ -80,8 +85,9 @@ def partial_model(
 
 
 class _ChainPart(PartialModel):
-    def __init__(self, blocks: Sequence[tuple[str, nn.Module]], *, last: bool, inside: Inside) -> None:
+    def __init__(self, module: nn.Module, blocks: Sequence[tuple[str, nn.Module]], *, last: bool, inside: Inside) -> None:
         super().__init__()
+        self._modes = [(self, module)]  # the blocks are the model's own
         self._inside = inside
         self._names = [name for name, _ in blocks]
         self.blocks = nn.ModuleList(module for _, module in blocks)
@@ -102,9 +108,6 @@ class _ChainPart(PartialModel):
             value = block(value)
         return value
 
-    def follow_modes(self, module: nn.Module) -> None:
-        self.training = module.training  # the blocks are the model's own
-
 
 class _StageEnds(BaseException):
     """Raised where the next stage's part begins, through the model's forward. Not an Exception, so that no handler of the model takes
@@ -122,6 +125,16 @@ class _Run:
     """What is still to be put in place."""
 
 
+@dataclass
+class _State:
+    """What a stage's forwards change. Not in the module itself: setting an attribute of one takes long."""
+
+    run: _Run | None = None
+    wrapped: int = 0
+    given: int = 0
+    """How this model's layers wrap what they hand on: see `Border`."""
+
+
 class _LayeredPart(PartialModel):
     def __init__(self, module: nn.Module, split: Split, stage: int, plain: Callable[[nn.Module], None], inside: Inside) -> None:
         super().__init__()
@@ -129,12 +142,11 @@ class _LayeredPart(PartialModel):
         blocks, plan = split.blocks, split.stages[stage]
         layers = blocks.blocks[blocks.has_embedding : len(blocks.blocks) - blocks.has_head]
         self._is_last = plan.last == len(blocks.blocks)
-        self._run: _Run | None = None
-        self._wrapped = self._given = 0
-        """How this model's layers wrap what they hand on."""
+        self._state = _State()
         own = set(plan.modules)
         others = [name for block in blocks.blocks for name in block.names if name not in own]
         self.shell = _copy(module, split, stage, others, plain)
+        self._modes = [(self, module), *zip(self.shell.modules(), module.modules(), strict=True)]
         self._device = next((t.device for t in self.shell.parameters() if not t.is_meta), torch.device("cpu"))
         first, end = plan.first - blocks.has_embedding, plan.last - blocks.has_embedding
         for index, layer in enumerate(layers):
@@ -144,7 +156,7 @@ class _LayeredPart(PartialModel):
             self._stand_in(name)
 
     def forward(self, received: Border | None, call: Call) -> Any:
-        self._run = _Run(received)
+        self._state.run = _Run(received)
         try:
             output = self.shell(*call.args, **call.kwargs)
         except _StageEnds as ends:
@@ -152,7 +164,7 @@ class _LayeredPart(PartialModel):
             tensors = ends.border.tensors
             return replace(ends.border, tensors=self._inside(lambda: tensors, False))
         finally:
-            run, self._run = self._run, None
+            run, self._state.run = self._state.run, None
         if not self._is_last:
             raise ConfigurationError("the model's forward returned without running all of its layers: they cannot be put on several stages")
         self._check_values(tensors_in(output))
@@ -168,12 +180,6 @@ class _LayeredPart(PartialModel):
                     "the model's output needs values of earlier pipeline stages besides what the layers hand on (all hidden states, or a "
                     "connection around the layers): switch such outputs off, or give the model a method pipeline_blocks()"
                 )
-
-    def follow_modes(self, module: nn.Module) -> None:
-        self.training = module.training
-        for mine, original in zip(self.shell.modules(), module.modules(), strict=True):
-            if mine.training != original.training:  # setting a module's attribute takes longer than all else here
-                mine.training = original.training
 
     # ------------------------------------------------------------------------------------------------------------------ layers
 
@@ -238,7 +244,7 @@ class _LayeredPart(PartialModel):
         known = getattr(stand_in, "received", None)
         if known is not None:
             return known  # type: ignore[no-any-return]  # torch's attributes are untyped
-        run = self._run
+        run = self._state.run
         if run is None or run.received is None or not isinstance(stand_in, Placeholder):
             raise ConfigurationError(
                 f"layer {name!r} is called in a way that a pipeline stage cannot begin with (twice, with something that no module "
@@ -254,7 +260,7 @@ class _LayeredPart(PartialModel):
         """The next stage's first layer."""
         slot = _hidden_slot(args, kwargs)
         value = args[0] if slot is None else kwargs[slot]
-        raise _StageEnds(Border(tensors=(value,), wrapped=self._wrapped, given=self._given))
+        raise _StageEnds(Border(tensors=(value,), wrapped=self._state.wrapped, given=self._state.given))
 
     def _ending_after(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """The last layer, for a stage in front of one that has only what comes after the layers."""
@@ -268,12 +274,15 @@ class _LayeredPart(PartialModel):
     # ----------------------------------------------------------------------------------------------- modules before the layers
 
     def _stand_in(self, name: str) -> None:
-        """Makes a module that is on another stage give placeholders."""
+        """Makes a module that is on another stage give placeholders. What they look like follows from what it is given, and is kept for
+        the next time: micro-batches are alike."""
         module = self.shell.get_submodule(name)
         original = module.forward
         module.eval()
+        known: tuple[Any, Any] = (None, None)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
+            nonlocal known
             if self._running.received is None:
                 raise ConfigurationError(
                     f"{name!r} is on another pipeline stage, by its place among the model's submodules, but runs on this one: register "
@@ -282,19 +291,21 @@ class _LayeredPart(PartialModel):
                 )
             try:
                 with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-                    shapes = original(*_mapped(args, _shape_of), **_mapped(kwargs, _shape_of))
+                    kind = (module.training, _kind(args), _kind(kwargs))
+                    if kind != known[0]:
+                        known = (kind, original(*_mapped(args, _shape_of), **_mapped(kwargs, _shape_of)))
             except (RuntimeError, NotImplementedError) as error:
                 raise ConfigurationError(
                     f"{name!r} is on another pipeline stage and cannot be run for the shape of its output alone ({error}): "
                     "give the model a method pipeline_blocks()"
                 ) from error
-            return _mapped(shapes, lambda one: placeholder_like(one, self._device))
+            return _mapped(known[1], lambda one: placeholder_like(one, self._device))
 
         module.forward = forward
 
     @property
     def _running(self) -> _Run:
-        run = self._run
+        run = self._state.run
         if run is None:
             raise ConfigurationError("a layer of another pipeline stage ran outside of the stage's forward")
         return run
@@ -302,7 +313,7 @@ class _LayeredPart(PartialModel):
     def _record(self, layer: nn.Module, args: Any, output: Any) -> None:
         """Learns how this model's layers wrap their output."""
         border = _output_border(output)
-        self._wrapped, self._given = border.wrapped, border.given
+        self._state.wrapped, self._state.given = border.wrapped, border.given
 
 
 def _copy(module: nn.Module, split: Split, stage: int, others: Sequence[str], plain: Callable[[nn.Module], None]) -> nn.Module:
@@ -348,6 +359,17 @@ def _output_border(output: Any) -> Border:
 
 def _shape_of(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(tensor, device="meta")
+
+
+def _kind(value: Any) -> Any:
+    """Equal for what a module gives the same shapes for. What is not known to be alike is like nothing else."""
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.dtype
+    if isinstance(value, dict):
+        return [(key, _kind(one)) for key, one in value.items()]
+    if isinstance(value, tuple | list):
+        return type(value), [_kind(one) for one in value]
+    return (type(value), value) if value is None or isinstance(value, bool | int | float | str) else object()
 
 
 def _mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:

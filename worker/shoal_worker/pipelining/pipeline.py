@@ -329,7 +329,7 @@ class Pipeline:
 
     def _follow_modes(self) -> None:
         for part in self._parts.values():
-            part.follow_modes(self.module)
+            part.follow_modes()
 
     # ------------------------------------------------------------------------------------------------------------- evaluation
 

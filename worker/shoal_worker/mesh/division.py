@@ -192,7 +192,7 @@ class Division:
             return
         if moment == "before":
             self.buffers.put_back()
-        else:
+        elif self.buffers.size:
             self._weighed_changes += self.buffers.changes(self._weighed_changes) * self._micro_batches[index].weight
 
     def add(self, weight: float) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -164,7 +164,11 @@ class Engine:
             MembershipChanged: another rank failed or is gone.
             ConfigurationError: ranks were given different batches; the model or the loss does something that a pipeline cannot.
         """
-        with self._links.ending_on_failure("a pipeline step"), torch.set_grad_enabled(loss is not None):
+        with (
+            self._links.ending_on_failure("a pipeline step"),
+            torch.set_grad_enabled(loss is not None),
+            _generators_kept(micro_batches, self._links.device),
+        ):
             agree = self._agree(micro_batches)
             ran = _Pass(self, schedule, micro_batches, loss, scales, observe).run(agree)
             self._links.finish_sends()
@@ -251,9 +255,10 @@ class _Pass:
         arriving = self._arriving.pop((stage, index), None)
         received = None if arriving is None else arriving.wait()
         self._observe("before", stage, index)
-        with _seeded(batch.seed, stage, self._links.device):
-            output = self._stages[stage](None if received is None else _into_stage(received), batch.call)
-            outputs = self._finish(output, index) if stage == self._last else self._hand_on(output, stage, index)
+        if batch.seed is not None:  # what is drawn depends neither on the schedule, nor on which rank has the stage
+            seed_generators((batch.seed, stage))
+        output = self._stages[stage](None if received is None else _into_stage(received), batch.call)
+        outputs = self._finish(output, index) if stage == self._last else self._hand_on(output, stage, index)
         self._observe("after", stage, index)
         if self._loss is not None:
             self._held[stage, index] = _Held(() if received is None else received.tensors, outputs)
@@ -405,12 +410,8 @@ def _into_stage(received: Border) -> Border:
     return Border(tensors=tensors, wrapped=received.wrapped, given=received.given)
 
 
-@contextlib.contextmanager
-def _seeded(seed: int | None, stage: int, device: torch.device) -> Iterator[None]:
-    """Random numbers of one stage and micro-batch: they do not depend on the schedule, nor on which rank has the stage."""
-    if seed is None:
-        yield
-        return
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else [], enabled=True):
-        seed_generators((seed, stage))
-        yield
+def _generators_kept(micro_batches: Sequence[MicroBatch], device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """torch's go on afterwards as if no micro-batch had seeded them."""
+    seeded = any(one.seed is not None for one in micro_batches)
+    devices = [device] if device.type == "cuda" else []
+    return torch.random.fork_rng(devices=devices) if seeded else contextlib.nullcontext()

@@ -62,7 +62,8 @@ class CommittedBuffers:
 
     def put_back(self) -> None:
         """What they were when the last step was committed."""
-        self._write(self._committed)
+        if self._places:
+            self._write(self._committed)
 
     def changes(self, like: torch.Tensor) -> torch.Tensor:
         """By how much the buffers that all ranks must agree on have changed, flat, of the dtype and on the device of `like`.

@@ -256,4 +256,5 @@ def _squared_norm(terms: Iterable[tuple[torch.Tensor, float]]) -> float:
 
 
 def _norms(rows: torch.Tensor) -> torch.Tensor:
-    return torch.linalg.vector_norm(rows, dim=-1, dtype=torch.promote_types(rows.dtype, torch.float32))
+    norms: torch.Tensor = torch.linalg.vector_norm(rows, dim=-1, dtype=torch.promote_types(rows.dtype, torch.float32))
+    return norms

@@ -190,6 +190,29 @@ class _Checkpointed(Layer):
         return checkpoint(super().forward, hidden_states, use_reentrant=False)
 
 
+def test_a_stage_asks_what_another_stages_module_gives_once_for_inputs_of_one_kind() -> None:
+    shapes: list[tuple[int, ...]] = []
+
+    class Asked(nn.Embedding):
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            if ids.is_meta:
+                shapes.append(tuple(ids.shape))
+            return super().forward(ids)
+
+    class Plain(_Base):
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return self.head(self.run(self.embedding(ids)))
+
+    model = Plain()
+    model.embedding = Asked(WORDS, WIDTH)
+    split = split_model(model, 2, cut_points=["layers.1"])
+    parts = [partial_model(model, split, stage) for stage in range(2)]
+    for rows in (3, 3, 2, 2, 3):
+        ids = torch.randint(0, WORDS, (rows, 5))
+        assert torch.equal(parts[1](parts[0](None, Call.of(ids)), Call.of(ids)), model(ids))
+    assert shapes == [(3, 5), (2, 5), (3, 5)]
+
+
 def test_activation_checkpointing_around_and_within_layers_gives_the_same_gradients() -> None:
     """A layer that runs again in the backward pass, after the stage has seen another micro-batch, finds its own input."""
     torch.manual_seed(0)

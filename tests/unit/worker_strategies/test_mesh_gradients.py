@@ -108,3 +108,12 @@ def test_replicas_sum_what_each_has_with_and_without_several_passes() -> None:
                 assert got[name] is None
             else:
                 torch.testing.assert_close(got[name], (first + 2 * second + 2 * third) / 5)
+
+
+def test_a_sparse_gradient_is_added_to_noughts() -> None:
+    gradients, left = gradients_of(), found(0)
+    assert left["weight"] is not None
+    gradients.add(2.0, {**left, "weight": left["weight"].to_sparse()}, torch.zeros(0))
+    gradients.sum_over(alone())
+    assert gradients.squared_norm() > 0
+    torch.testing.assert_close(handed_out(gradients)["weight"], left["weight"])

@@ -179,7 +179,7 @@ class ReplicatedGradients(MeshGradients):
 
     def add_one(self, name: str, gradient: torch.Tensor, factor: float) -> None:
         """See `MeshGradients`."""
-        if name in self._first or name in self._sums:
+        if name in self._first or name in self._sums or gradient.layout is not torch.strided:  # sparse ones are made dense by adding them
             super().add_one(name, gradient, factor)
         else:
             self._first[name] = gradient.to(self._flat.dtype), factor

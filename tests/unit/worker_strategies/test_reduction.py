@@ -231,6 +231,12 @@ def test_what_is_too_little_to_send_goes_along() -> None:
     assert layout((10,), (5000,), (10,), minimum=20) == [[10, 5000, 10]]
 
 
+def test_two_mebibytes_go_in_one_bucket_and_more_begin_to_go_after_the_first() -> None:
+    assert layout((200_000,), (300_000,), cap=25 << 20) == [[300_000, 200_000]]
+    assert layout((300_000,), (300_000,), cap=25 << 20) == [[300_000], [300_000]]
+    assert layout((200_000,), (300_000,), cap=1 << 20) == [[300_000], [200_000]]
+
+
 def test_what_rides_along_is_never_rounded_to_half_precision() -> None:
     assert layout((10,), (20,), dtype=torch.bfloat16) == [[20, 10], []]
 

@@ -14,6 +14,8 @@ import torch
 
 _FIRST_BYTES = 1 << 20
 """The first bucket is closed once it holds so much: sending starts early."""
+_ONE_BYTES = 2 << 20
+"""Gradients of no more than this go in one all-reduce: a second one costs more than an early start gains (docs/decisions/0007)."""
 _LARGE_ELEMENTS = 1 << 14
 """From here on a gradient is copied and weighted by itself, as soon as it is whole; smaller ones all at once, which costs less each."""
 
@@ -130,13 +132,14 @@ def lay_out(
     kinds: dict[tuple[torch.dtype, torch.device], list[list[torch.Tensor]]] = {}
     for parameter in reversed(parameters):
         groups = kinds.setdefault((parameter.dtype, parameter.device), [[]])
-        size, more = _elements(groups[-1]) * parameter.element_size(), parameter.nbytes
+        size, more = _bytes(groups[-1]), parameter.nbytes
         full = size and (size + more > cap_bytes or (len(groups) == 1 and size >= _FIRST_BYTES))
         if full and _elements(groups[-1]) >= minimum_elements:
             groups.append([])
         groups[-1].append(parameter)
     for groups in kinds.values():
-        if len(groups) > 1 and _elements(groups[-1]) < minimum_elements:
+        small = len(groups) == 2 and sum(map(_bytes, groups)) <= min(_ONE_BYTES, cap_bytes)
+        if small or (len(groups) > 1 and _elements(groups[-1]) < minimum_elements):
             groups[-2].extend(groups.pop())
     planned = [(group, dtype, where) for (dtype, where), groups in kinds.items() for group in groups]
     if not planned or planned[-1][1] not in (riding_dtype, torch.float64):
@@ -156,6 +159,10 @@ def _dense(parameter: torch.Tensor) -> torch.Tensor:
 
 def _elements(parameters: Iterable[torch.Tensor]) -> int:
     return sum(p.numel() for p in parameters)
+
+
+def _bytes(parameters: Iterable[torch.Tensor]) -> int:
+    return sum(p.nbytes for p in parameters)
 
 
 def _laid_out_as(parameter: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:

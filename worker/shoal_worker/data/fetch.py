@@ -17,10 +17,11 @@ import multiprocessing
 import os
 import signal
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+import numpy as np
 import torch
 from shoal_common.errors import InternalError
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
@@ -154,20 +155,27 @@ class _Source(Dataset[Any]):
 
     def make(self, request: Request) -> Any:
         """The batch."""
+        columns = self._plain_columns()
+        if columns is not None:
+            # What stacking its rows would give, in a fifth of the time. It draws no random numbers, so none need a seed.
+            rows = torch.from_numpy(np.array(request.indices))
+            return [column.index_select(0, rows) for column in columns]
         if self._keep:
             with seeded(request.key):
                 return self._collated(request)
         seed(request.key)
         return self._collated(request)
 
-    def _collated(self, request: Request) -> Any:
+    def _plain_columns(self) -> Sequence[torch.Tensor] | None:
+        """The tensors of which a batch is the rows; None: the dataset and the collate function are to be asked."""
         dataset = self._dataset
         if self._collate is default_collate and type(dataset) is TensorDataset and all(t.layout is torch.strided for t in dataset.tensors):
-            # What stacking its rows would give, in a fifth of the time.
-            rows = torch.tensor(request.indices)
-            return [column[rows] for column in dataset.tensors]
-        many = getattr(dataset, "__getitems__", None)
-        return self._collate(many(list(request.indices)) if callable(many) else [dataset[index] for index in request.indices])
+            return dataset.tensors
+        return None
+
+    def _collated(self, request: Request) -> Any:
+        many = getattr(self._dataset, "__getitems__", None)
+        return self._collate(many(list(request.indices)) if callable(many) else [self._dataset[index] for index in request.indices])
 
 
 def _as_it_is(made: tuple[Request, Any]) -> tuple[Request, Any]:

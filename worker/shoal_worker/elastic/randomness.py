@@ -31,7 +31,7 @@ def seed_generators(key: Sequence[int]) -> None:
     """
     seed = derive_seed(key)
     torch.default_generator.manual_seed(seed)
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():
         torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(seed)
     np.random.seed(seed % 2**32)  # NumPy takes 32 bits; an array of several takes six times as long
     random.seed(seed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -51,6 +52,20 @@ def test_small_and_large_gathers_can_be_under_way_together(pair: list[GlooBacken
         for size in (1, _ELEMENTS, 3, 2 * _ELEMENTS + 1):
             outputs.append(torch.empty(2, size))
             handles.append(backend.all_gather(outputs[-1], torch.full((size,), float(rank)), async_op=True))
+    for handle in handles:
+        handle.wait()
+    assert all(output[0].eq(0).all() and output[1].eq(1).all() for output in outputs)
+
+
+def test_connections_within_a_host_take_little_at_once_to_send(pair: list[GlooBackend]) -> None:
+    """What goes out in one call goes out under a lock that Gloo's other thread spins for (decision 90)."""
+    sockets = [copy for backend in pair if backend._group is not None for copy in backend._group._sockets._copies]
+    assert len(sockets) == 2
+    assert {one.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) for one in sockets} == {512 << 10}
+    handles, outputs = [], []
+    for rank, backend in enumerate(pair):
+        outputs.append(torch.empty(2, 1 << 20))
+        handles.append(backend.all_gather(outputs[-1], torch.full((1 << 20,), float(rank)), async_op=True))
     for handle in handles:
         handle.wait()
     assert all(output[0].eq(0).all() and output[1].eq(1).all() for output in outputs)

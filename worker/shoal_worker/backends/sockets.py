@@ -29,6 +29,12 @@ Endpoint = tuple[str, int]
 GRACE_S: Final = 0.25
 """How much later than its first rank the last one may complete a collective."""
 
+_SEND_BYTES: Final = 1 << 18
+"""What a connection within this host takes at once to send; the kernel doubles it for its own needs.
+
+By default it takes 4 MiB, copied under a lock for which Gloo's other thread spins in epoll_wait meanwhile: a quarter of all processor time
+(docs/decisions/0090). Between hosts more has to be under way, and the kernel's own measure stays."""
+
 _SCANNING: Final = threading.Lock()
 """Held during a look at all sockets, which copies each for a moment: no other look may take those for sockets."""
 
@@ -65,6 +71,8 @@ class GroupSockets:
                 remote = _remote(copy)
                 if remote is not None and (copy.getsockname()[:2] == listener.endpoint or remote in peers):
                     self._copies.append(copy)
+                    if remote[0] == copy.getsockname()[0]:
+                        copy.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BYTES)
                     self._originals.append((descriptor, os.fstat(copy.fileno()).st_ino))
                 else:
                     copy.close()

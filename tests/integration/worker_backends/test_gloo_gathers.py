@@ -1,4 +1,4 @@
-"""All-gathers that go by broadcasts: they end with their group as every collective does, and refuse what Gloo refuses."""
+"""All-gathers that are not Gloo's own: they end with their group as every collective does, and refuse what Gloo refuses."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ _DEADLINE_S = 60.0
 _ELEMENTS = BROADCASTS_FROM_BYTES // 4
 
 
-@pytest.fixture
-def pair() -> Iterator[list[GlooBackend]]:
-    """Two ranks in this process."""
-    store, backends = dist.HashStore(), [GlooBackend(), GlooBackend()]
-    with ThreadPoolExecutor(2) as pool:
-        forming = [pool.submit(backend.initialize, rank=rank, world_size=2, store=store) for rank, backend in enumerate(backends)]
+@pytest.fixture(params=[2, 3])
+def group(request: pytest.FixtureRequest) -> Iterator[list[GlooBackend]]:
+    """Ranks in this process. Two exchange what they gather; more broadcast it."""
+    size: int = request.param
+    store, backends = dist.HashStore(), [GlooBackend() for _ in range(size)]
+    with ThreadPoolExecutor(size) as pool:
+        forming = [pool.submit(backend.initialize, rank=rank, world_size=size, store=store) for rank, backend in enumerate(backends)]
         for one in forming:
             one.result(_DEADLINE_S)
     yield backends
@@ -32,12 +33,12 @@ def pair() -> Iterator[list[GlooBackend]]:
 
 
 @pytest.mark.parametrize("aborting", [0, 1], ids=["own abort", "peer's abort"])
-def test_an_abort_ends_an_all_gather_and_its_future(pair: list[GlooBackend], aborting: int) -> None:
-    output, given = torch.empty(2 * _ELEMENTS), torch.ones(_ELEMENTS)
-    work = pair[0].process_group.all_gather_single(output, given, AllgatherOptions())
+def test_an_abort_ends_an_all_gather_and_its_future(group: list[GlooBackend], aborting: int) -> None:
+    output, given = torch.empty(len(group) * _ELEMENTS), torch.ones(_ELEMENTS)
+    work = group[0].process_group.all_gather_single(output, given, AllgatherOptions())
     future = work.get_future()
     assert not work.is_completed()
-    pair[aborting].abort("generation 9 began")
+    group[aborting].abort("generation 9 began")
     with pytest.raises(MembershipChanged, match="generation 9 began" if aborting == 0 else "was lost|ended|failed|closed"):
         work.wait()
     with pytest.raises(RuntimeError, match="GroupEndedError"):
@@ -46,32 +47,32 @@ def test_an_abort_ends_an_all_gather_and_its_future(pair: list[GlooBackend], abo
     assert not work.is_success()
 
 
-def test_small_and_large_gathers_can_be_under_way_together(pair: list[GlooBackend]) -> None:
+def test_small_and_large_gathers_can_be_under_way_together(group: list[GlooBackend]) -> None:
     handles, outputs = [], []
-    for rank, backend in enumerate(pair):
+    for rank, backend in enumerate(group):
         for size in (1, _ELEMENTS, 3, 2 * _ELEMENTS + 1):
-            outputs.append(torch.empty(2, size))
+            outputs.append(torch.empty(len(group), size))
             handles.append(backend.all_gather(outputs[-1], torch.full((size,), float(rank)), async_op=True))
     for handle in handles:
         handle.wait()
-    assert all(output[0].eq(0).all() and output[1].eq(1).all() for output in outputs)
+    assert all(part.eq(rank).all() for output in outputs for rank, part in enumerate(output))
 
 
-def test_connections_within_a_host_take_little_at_once_to_send(pair: list[GlooBackend]) -> None:
+def test_connections_within_a_host_take_little_at_once_to_send(group: list[GlooBackend]) -> None:
     """What goes out in one call goes out under a lock that Gloo's other thread spins for (decision 90)."""
-    sockets = [copy for backend in pair if backend._group is not None for copy in backend._group._sockets._copies]
-    assert len(sockets) == 2
+    sockets = [copy for backend in group if backend._group is not None for copy in backend._group._sockets._copies]
+    assert len(sockets) >= len(group) * (len(group) - 1)
     assert {one.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) for one in sockets} == {512 << 10}
     handles, outputs = [], []
-    for rank, backend in enumerate(pair):
-        outputs.append(torch.empty(2, 1 << 20))
+    for rank, backend in enumerate(group):
+        outputs.append(torch.empty(len(group), 1 << 20))
         handles.append(backend.all_gather(outputs[-1], torch.full((1 << 20,), float(rank)), async_op=True))
     for handle in handles:
         handle.wait()
-    assert all(output[0].eq(0).all() and output[1].eq(1).all() for output in outputs)
+    assert all(part.eq(rank).all() for output in outputs for rank, part in enumerate(output))
 
 
-def test_outputs_of_another_size_are_refused(pair: list[GlooBackend]) -> None:
-    outputs = [torch.empty(_ELEMENTS), torch.empty(_ELEMENTS + 1)]
+def test_outputs_of_another_size_are_refused(group: list[GlooBackend]) -> None:
+    outputs = [torch.empty(_ELEMENTS) for _ in group[1:]] + [torch.empty(_ELEMENTS + 1)]
     with pytest.raises(RuntimeError, match="invalid tensor size"):
-        pair[0].process_group.allgather([outputs], [torch.ones(_ELEMENTS)], AllgatherOptions())
+        group[0].process_group.allgather([outputs], [torch.ones(_ELEMENTS)], AllgatherOptions())

@@ -36,7 +36,7 @@ from shoal_worker.backends.works import InterruptibleWork, Transfer, end_works
 _MANY: Final = 64
 
 BROADCASTS_FROM_BYTES: Final = 1 << 18
-"""All-gathers of so many bytes on (the gathered whole) go by broadcasts (docs/decisions/0090)."""
+"""All-gathers of so many bytes on (the gathered whole) go by broadcasts, or by an exchange (docs/decisions/0090)."""
 
 _SOURCE_LOCATION: Final = re.compile(r"^\[[^\]]*\] ")
 
@@ -114,20 +114,20 @@ class InterruptibleGroup(ForwardingGroup):
         reaper.drop(references, when=self._idle)
 
     # Gloo's all-gather passes parts around a ring, one step after the other. Broadcasts from all ranks at once send as many bytes, and none
-    # waits for another.
+    # waits for another; between two ranks an exchange is one collective instead of two.
 
     def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: AllgatherOptions | None = None) -> Work:
         """`ProcessGroup.allgather`, interruptible."""
-        if len(inputs) != 1 or not self._gathers_by_broadcasts(outputs[0], inputs[0]):
+        if len(inputs) != 1 or not self._gathers_at_once(outputs[0], inputs[0]):
             return self._issue("allgather", (outputs, inputs, opts or AllgatherOptions()), {})
-        return self._broadcast_all(outputs[0], inputs[0], outputs)
+        return self._gather_at_once(outputs[0], inputs[0], outputs)
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: AllgatherOptions | None = None) -> Work:
         """`ProcessGroup.all_gather_single`, interruptible."""
         parts = output.view(self.size(), -1).unbind(0) if output.is_contiguous() and output.numel() % self.size() == 0 else []
-        if not self._gathers_by_broadcasts(parts, input):
+        if not self._gathers_at_once(parts, input):
             return self._issue("all_gather_single", (output, input, opts or AllgatherOptions()), {})
-        return self._broadcast_all(parts, input, [output])
+        return self._gather_at_once(parts, input, [output])
 
     _allgather_base: Any = all_gather_single
 
@@ -173,7 +173,7 @@ class InterruptibleGroup(ForwardingGroup):
 
     # How collectives are followed.
 
-    def _gathers_by_broadcasts(self, parts: Sequence[torch.Tensor], input: torch.Tensor) -> bool:
+    def _gathers_at_once(self, parts: Sequence[torch.Tensor], input: torch.Tensor) -> bool:
         """Whether that is quicker, or works at all: what does not fit together is left to Gloo to refuse."""
         return (
             self.size() > 1
@@ -182,17 +182,31 @@ class InterruptibleGroup(ForwardingGroup):
             and all(part.is_contiguous() and part.numel() == input.numel() and part.dtype == input.dtype for part in parts)
         )
 
-    def _broadcast_all(self, parts: Sequence[torch.Tensor], input: torch.Tensor, value: Any) -> Work:
-        """Each rank's `input` to the part of that rank, everywhere."""
-        mine = parts[self.rank()]
-        if mine.data_ptr() != input.data_ptr():
-            mine.data.copy_(input.data.view_as(mine) if input.is_contiguous() else input.data.reshape(mine.shape))
+    def _gather_at_once(self, parts: Sequence[torch.Tensor], input: torch.Tensor, value: Any) -> Work:
+        """Each rank's `input` to the part of that rank, everywhere. This rank copies its own while the others' are on their way."""
+        mine, given = parts[self.rank()].data, input.data
+        if not given.is_contiguous():
+            given = mine.copy_(given.reshape(mine.shape))
+        directly = self.size() == 2 and given.is_cpu
+        work = self._exchange(parts, given, value) if directly else AllOf(self._broadcasts(parts, given), value)
+        if mine.data_ptr() != given.data_ptr():
+            mine.copy_(given.view_as(mine))
+        return work
+
+    def _broadcasts(self, parts: Sequence[torch.Tensor], given: torch.Tensor) -> list[Work]:
         works = []
         for rank, part in enumerate(parts):
             options = BroadcastOptions()
             options.rootRank = rank
-            works.append(self._issue("broadcast", ([part], options), {}))
-        return AllOf(works, value)
+            works.append(self._issue("broadcast", ([given if rank == self.rank() else part], options), {}))
+        return works
+
+    def _exchange(self, parts: Sequence[torch.Tensor], given: torch.Tensor, value: Any) -> Work:
+        """Two ranks send each other what they give, in one collective."""
+        peer = 1 - self.rank()
+        sizes = [0, 0]
+        sizes[peer] = given.numel()
+        return self._issue("all_to_all_single", (parts[peer].data.view(-1), given.view(-1), sizes, sizes), {}, lambda: value)
 
     def _reduce_scatter(self, outputs: list[torch.Tensor], parts: torch.Tensor, opts: ReduceScatterOptions | None) -> Work:
         """`parts`: (ranks, elements), the row of a rank is for it. The outputs hold one row between them."""

@@ -62,7 +62,7 @@ def test_connections_within_a_host_take_little_at_once_to_send(group: list[GlooB
     """What goes out in one call goes out under a lock that Gloo's other thread spins for (decision 90)."""
     sockets = [copy for backend in group if backend._group is not None for copy in backend._group._sockets._copies]
     assert len(sockets) >= len(group) * (len(group) - 1)
-    assert {one.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) for one in sockets} == {512 << 10}
+    assert {one.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) for one in sockets} == {1 << 20}
     handles, outputs = [], []
     for rank, backend in enumerate(group):
         outputs.append(torch.empty(len(group), 1 << 20))

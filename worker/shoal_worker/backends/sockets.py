@@ -29,7 +29,7 @@ Endpoint = tuple[str, int]
 GRACE_S: Final = 0.25
 """How much later than its first rank the last one may complete a collective."""
 
-_SEND_BYTES: Final = 1 << 18
+_SEND_BYTES: Final = 1 << 19
 """What a connection within this host takes at once to send; the kernel doubles it for its own needs.
 
 By default it takes 4 MiB, copied under a lock for which Gloo's other thread spins in epoll_wait meanwhile: a quarter of all processor time

@@ -133,6 +133,8 @@ class NodeSession:
                 yield pb.MemberMessage(heartbeat=pb.Heartbeat(generation=self.works_in))
                 continue
             if leave is not None:
+                # Where its workers work comes first: as the end of an older generation's, this one's would stop those who came since.
+                yield pb.MemberMessage(heartbeat=pb.Heartbeat(generation=self.works_in))
                 yield pb.MemberMessage(leave=leave)
             return
 

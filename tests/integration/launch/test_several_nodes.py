@@ -110,7 +110,7 @@ def test_a_launcher_that_comes_later_enlarges_the_world_of_a_plain_script(shell:
     second.wait_for(lambda: len(places(second)) == 1, "the second launcher's worker")
     first.wait_for(lambda: len(places(first)) == 2, "the first launcher's second start")
     (shell.directory / "done").touch()
-    assert [first.wait(), second.wait()] == [0, 0]
+    assert [first.wait(), second.wait()] == [0, 0], [first.stderr, second.stderr]
     assert sorted([places(first)[1][:2], places(second)[0][:2]]) == [["0", "2"], ["1", "2"]]
 
 

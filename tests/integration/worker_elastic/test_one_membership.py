@@ -67,6 +67,26 @@ def test_two_members_that_cannot_reach_each_other_are_kept_apart(job: Job) -> No
     membership.leave(pb.Leave.REASON_DRAINED)
 
 
+@pytest.mark.parametrize("job", [(1, 2)], indirect=True)
+def test_who_finishes_in_a_generation_that_it_has_just_entered_stops_nobody_there(job: Job) -> None:
+    membership = joined(job)
+    link = membership.link
+    (b,) = job.start("b")
+    assert link.wait_generation(after=0, timeout=60 * SECOND).number == 1
+    link.entered(1)
+    b.kill()
+    assert link.wait_generation(after=1, timeout=60 * SECOND).number == 2
+    link.entered(2)
+    (c,) = job.start("c")
+    assert link.wait_generation(after=2, timeout=60 * SECOND).number == c.generation().number == 3
+    link.entered(3)
+    membership.leave(pb.Leave.REASON_FINISHED)
+    c.beat(3)
+    c.leave(pb.Leave.REASON_FINISHED)
+    assert c.end() is None
+    assert c.kinds() == ["welcome", "generation"]
+
+
 @pytest.mark.parametrize("job", [(2, 3)], indirect=True)
 def test_in_a_job_that_stops_a_failure_is_answered_by_a_generation_or_by_the_word_that_there_will_be_none(job: Job) -> None:
     membership = joined(job)

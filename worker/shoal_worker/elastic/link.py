@@ -321,7 +321,7 @@ class CoordinatorLink:
                 elif self._failure is not said.failure:
                     said.failure = self._failure
                     message = pb.MemberMessage(collective_failure=said.failure)
-                elif self._leaving is not None:
+                elif self._leaving is not None and said.generation == self._generation:
                     message = pb.MemberMessage(leave=self._leaving)
                 elif said.generation == self._generation and self._changed.wait_for(
                     lambda: self._unsaid(said), self._heartbeat_interval_s()

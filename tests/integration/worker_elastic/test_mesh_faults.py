@@ -124,7 +124,9 @@ def test_ranks_without_samples_learn_no_pass_that_was_lost(zygote: Zygote, tmp_p
 @pytest.mark.matrix
 def test_replicas_on_several_hosts_learn_the_passes_together(zygote: Zygote, tmp_path: Path, alone: dict[str, Any]) -> None:
     """Ranks of a host are neighbours: after the join the replicas of one part have known the passes, and those of the other have not."""
-    with hybrid_of_four(zygote, tmp_path, micro=2, tensor_parallel_size=2, data_parallel_strategy="fsdp") as running:
+    options = json.dumps({"tensor_parallel_size": 2, "data_parallel_strategy": "fsdp"})
+    settings = {"EPOCHS": str(EPOCHS), "STRATEGY": "hybrid", "OPTIONS": options, "MICRO": "2"}
+    with cluster(zygote, tmp_path, min_workers=2, max_workers=4, join_grace_ms=1000, script=SCRIPT, **settings) as running:
         with running.held():
             for index, host in enumerate("ab"):
                 running.start(index, SHOAL_HOST=host)
@@ -139,6 +141,8 @@ def test_replicas_on_several_hosts_learn_the_passes_together(zygote: Zygote, tmp
 @pytest.mark.matrix
 def test_a_model_of_which_a_part_is_lost_goes_back_to_the_newest_checkpoint(zygote: Zygote, tmp_path: Path, alone: dict[str, Any]) -> None:
     checkpoints = {"CHECKPOINTS": str(tmp_path / "checkpoints")}
-    with cluster(zygote, tmp_path, script=SCRIPT, EPOCHS=str(EPOCHS), STRATEGY="tensor", OPTIONS="{}", **checkpoints) as running:
+    with cluster(
+        zygote, tmp_path, max_workers=2, script=SCRIPT, EPOCHS=str(EPOCHS), STRATEGY="tensor", OPTIONS="{}", **checkpoints
+    ) as running:
         start(running, 2, of_1="session.before_apply@7=kill")
         check_same_run(running.finish(0), alone, running)

@@ -117,9 +117,8 @@ def test_a_pause_longer_than_a_lease_costs_nobody_their_place(make_coordinator: 
         job = create_job(coordinator, client, together=2, lease_ms=1500)
         a, b = job.form("a", "b")
         coordinator.process.kill(signal.SIGSTOP)
-        time.sleep(
-            2.0
-        )  # waits for nothing: the length of the pause is the case: longer than the lease, and than the 1.2 s from which it is told
+        # Waits for nothing: the pause is the case, longer than the lease, and than the 1.2 s from which it is told.
+        time.sleep(2.0)
         coordinator.process.kill(signal.SIGCONT)
         for member in (a, b):
             member.beat(1, step=5)

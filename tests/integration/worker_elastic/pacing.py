@@ -12,4 +12,4 @@ def pace(hold: Path, step: int, steps: int) -> None:
     slowness_s = 0.15 if 3 * step < steps else 0.6 if 3 * step < 2 * steps else 3.0
     over = time.monotonic() + slowness_s
     while hold.exists() and time.monotonic() < over:
-        time.sleep(0.01)
+        time.sleep(0.01)  # a file tells nobody that it is gone

@@ -186,6 +186,12 @@ class ModelInParts(ShardedModel, Generic[State, Closed]):
         loss = torch.zeros((), dtype=torch.float64, device=session.device) if told is None else told.detach()
         return loss if mean is None else loss.new_tensor(mean)
 
+    @property
+    def _trains(self) -> bool:
+        """A forward pass that begins now is one of training; so it is in eval mode, too, in a step whose gradients are not reduced yet."""
+        step = self._session.step
+        return torch.is_grad_enabled() and (self.module.training or (step is not None and step.control is None))
+
     def synchronize_gradients(self) -> None:
         """Ends the step's reduction."""
         self.finish_reduction()

@@ -48,11 +48,8 @@ class MeshModel(DividedModel):
         Raises:
             ConfigurationError: in training, of a pipeline: only train_step can take a batch through it.
         """
-        training = self.module.training and torch.is_grad_enabled()
-        if torch.is_grad_enabled() and not training and not self.pipelined:
-            step = self._session.step  # such as of a model whose dropout and norms are to stay in eval mode
-            training = step is not None and step.control is None
-        if training and self.pipelined:
+        training = self._trains
+        if training and self.module.training and self.pipelined:
             raise ConfigurationError(
                 f"model(x) with strategy={self.strategy!r}: in training a pipeline takes a batch through both passes at once; "
                 "call loss = model.train_step(x, y, loss_fn) in the place of the forward pass, the loss and backward()"
@@ -265,7 +262,8 @@ class MeshModel(DividedModel):
         except MembershipChanged as error:
             session.mark_lost(error)
             return
-        word, (norm, *issued) = summed.tolist()[:CONTROL_LENGTH], summed.tolist()[CONTROL_LENGTH:]
+        told = summed.tolist()
+        word, norm, issued = told[:CONTROL_LENGTH], told[CONTROL_LENGTH], told[CONTROL_LENGTH + 1 :]
         if issued:
             IssuedCollectives.check(issued, self.strategy)
         self._close(Closing(number=self._applied + 1, squared_norm=norm, divisor=division.gradients.divisor), word)

@@ -47,8 +47,7 @@ class ShardedParametersModel(CutModel):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward pass; in training its backward pass reduces the gradients over all ranks."""
-        in_step = self._session.step
-        if torch.is_grad_enabled() and (self.module.training or (in_step is not None and in_step.control is None)):
+        if self._trains:
             step = self._session.ensure_step()
             if step.source is not None:  # else this may be a dry run before the loop, and no step
                 check_reproducible(self.config, step)

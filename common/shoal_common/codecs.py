@@ -170,7 +170,7 @@ def _decode_topk(data: memoryview, out: Values) -> None:
 def _decode_randomk(data: memoryview, out: Values) -> None:
     start, stride = (int(number) for number in np.frombuffer(data, _U8, 2))
     values = np.frombuffer(data, _F4, offset=RANDOMK_HEADER_BYTES)
-    if values.size and (start >= out.size or stride >= max(2, out.size) or math.gcd(stride, out.size) != 1):
+    if start >= max(1, out.size) or stride >= max(2, out.size) or math.gcd(stride, out.size) != 1:  # said rightly also of no values
         raise InvalidRequestError(
             f"a RANDOMK payload starts at {start} with stride {stride} in {out.size} values; expected a start below that, and a stride "
             "below it without a common divisor",

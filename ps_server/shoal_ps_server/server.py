@@ -22,6 +22,7 @@ from shoal_common.errors import ConfigurationError, UnavailableError
 from shoal_common.rpc.channel import ChannelSettings
 from shoal_common.rpc.server import RpcServer, ServerSettings
 from shoal_common.settings import secret_value
+from shoal_common.tasks import end_tasks
 from shoal_common.telemetry import HttpServer, serve_metrics
 
 from shoal_ps_server.consistency.clocks import Clocks
@@ -215,9 +216,7 @@ class ParameterServer:
             reason = f"the job is over: {held.result()}" if held in done else "asked to"
             logger.info("stopping", extra={"reason": reason})
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await end_tasks(tasks)
 
     def _server_settings(self) -> ServerSettings:
         settings = self._settings

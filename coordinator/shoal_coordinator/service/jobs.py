@@ -9,6 +9,7 @@ import secrets
 from datetime import timedelta
 
 from shoal_common.errors import InternalError, PreconditionError, ShoalError, UnavailableError, UnknownResourceError
+from shoal_common.tasks import end_tasks
 
 from shoal_coordinator.membership.effects import Record
 from shoal_coordinator.membership.reasons import Refusal
@@ -89,9 +90,7 @@ class Jobs:
         self.closing = True
         for loop in self._loops.values():
             loop.fail(error)
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end_tasks(self._tasks.copy())
 
     async def _create(self, spec: JobSpec) -> bool:
         stored = await self._store.claim(spec.job_id)

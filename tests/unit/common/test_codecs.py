@@ -184,11 +184,18 @@ def test_topk_places_that_contradict_themselves_are_refused(damage):
     assert refusal.value.reason == "PAYLOAD_INVALID"
 
 
+@pytest.mark.parametrize("kept", [0, 10])
 @pytest.mark.parametrize(("start", "stride"), [(300, 7), (0, 300), (0, 0), (1, 6), (2**63, 1), (0, 2**64 - 1)])
-def test_randomk_places_that_repeat_or_lie_outside_are_refused(start, stride):
-    payload = start.to_bytes(8, "little") + stride.to_bytes(8, "little") + bytes(40)
+def test_randomk_places_that_repeat_or_lie_outside_are_refused(start, stride, kept):
+    payload = start.to_bytes(8, "little") + stride.to_bytes(8, "little") + bytes(4 * kept)
     with pytest.raises(InvalidRequestError, match="RANDOMK"):
         decoded(pb.CODEC_RANDOMK, payload, 300)
+
+
+@pytest.mark.parametrize(("start", "stride"), [(1, 1), (0, 2), (2**63, 1)])
+def test_randomk_of_no_values_has_no_other_places_either(start, stride):
+    with pytest.raises(InvalidRequestError, match="RANDOMK"):
+        decoded(pb.CODEC_RANDOMK, start.to_bytes(8, "little") + stride.to_bytes(8, "little"), 0)
 
 
 def test_a_refused_payload_allocates_nothing_to_speak_of():

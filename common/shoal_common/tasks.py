@@ -1,0 +1,23 @@
+"""Ending tasks of an event loop that work in rounds until they are cancelled."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection
+from typing import Any, Final
+
+_AGAIN_S: Final = 0.2
+
+
+async def end_tasks(tasks: Collection[asyncio.Task[Any]]) -> None:
+    """Cancels tasks until all have ended; how they end, an error included, is for whoever awaits them.
+
+    Once may not be enough: a cancellation that meets the end of what the task awaits can be lost on the way. Python 3.11's
+    asyncio.wait_for loses it (python/cpython issue 86296), and redis-py sends every command through that.
+    """
+    pending = set(tasks)
+    while pending:
+        for task in pending:
+            task.cancel()
+        _, pending = await asyncio.wait(pending, timeout=_AGAIN_S)
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -77,6 +77,30 @@ def test_a_broken_replicas_other_rank_is_a_spare_until_a_joiner_makes_it_whole(
         check_same_run(results, alone, running)
 
 
+def test_a_rank_left_over_at_the_start_is_a_spare_until_a_joiner_makes_a_replica_with_it(
+    zygote: Zygote, tmp_path: Path, alone: dict[str, Any]
+) -> None:
+    settings = {"EPOCHS": str(EPOCHS), "STRATEGY": "hybrid", "OPTIONS": json.dumps({"tensor_parallel_size": 2})}
+    with cluster(zygote, tmp_path, min_workers=3, max_workers=4, join_grace_ms=1, script=SCRIPT, **settings) as running:
+        with running.held():
+            start(running, 3)
+            running.wait_steps(2)
+            assert "it is a spare" in running.said()
+            running.start(3)
+            running.wait_ranked(3)
+        results = running.finish(0, 1, 2, 3)
+        assert [result["replicas"] for result in results] == [2] * 4
+        check_same_run(results, alone, running)
+
+
+def test_fewer_ranks_than_a_replica_has_are_refused(zygote: Zygote, tmp_path: Path) -> None:
+    settings = {"EPOCHS": "1", "STRATEGY": "tensor", "OPTIONS": json.dumps({"tensor_parallel_size": 4})}
+    with cluster(zygote, tmp_path, join_grace_ms=1, script=SCRIPT, **settings) as running:
+        running.start(0)
+        running.finish()
+        assert "1 rank(s) are fewer than the 4 that hold one replica" in running.said()
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize("failpoint", ["sharded.sealed@7=kill", "session.before_apply@7=kill", "session.in_operation@2=kill"])
 @pytest.mark.parametrize("along_data", ["ddp", "zero1", "fsdp"])

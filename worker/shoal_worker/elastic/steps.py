@@ -82,6 +82,14 @@ class Steps:
             )
         if step is not None and step.source is source and self._borders.settled(step.placement):
             return step.placement
+        step = self._begin(source)
+        while self._held.replica.idle:  # the run's first step divides the ranks, and this one is left over
+            step = self._begin(source)
+        self._progress.entered()
+        return step.placement
+
+    def _begin(self, source: StepSource | None) -> Step:
+        """Settles the border, and begins a step."""
         self.current = None
         if self._departure.stopped is not None:
             raise StopTraining(self._departure.stopped)
@@ -96,8 +104,7 @@ class Steps:
         self._held.went_back = False
         self._held.registered.step_begins()
         self._held.replica.step_begins()
-        self._progress.entered()
-        return step.placement
+        return step
 
     def enter_epochs(self, source: StepSource) -> int:
         """See `StepClock`."""

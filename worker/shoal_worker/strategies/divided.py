@@ -127,6 +127,11 @@ class DividedModel(ModelInParts[ModelParts, Closing]):
                 f"{world} ranks make {axes.data} replica(s) of pipeline {axes.pipeline} x tensor {axes.tensor} = {axes.replica_size}, and "
                 f"{world - axes.working} would be left over for good: start a multiple of {axes.replica_size}"
             )
+        if axes.data == 0:
+            raise ConfigurationError(
+                f"{world} rank(s) are fewer than the {axes.replica_size} that hold one replica (pipeline {axes.pipeline} x tensor "
+                f"{axes.tensor}): let the job begin with {axes.replica_size} at least (--nproc-per-node, MIN of --nnodes MIN:MAX)"
+            )
 
     def _most_cut(self, candidates: Iterable[Axes]) -> Axes:
         """The first that is possible. Given from the largest size down, the answer never holds more of the model on a rank because ranks

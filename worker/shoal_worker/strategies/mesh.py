@@ -218,6 +218,8 @@ class MeshModel(DividedModel):
             except MembershipChanged as error:
                 self._session.mark_lost(error)
                 return
+        if self.idle:
+            return
         division = self._divided
         self._check_training()
         division.begin_step(self._applied + 1)

@@ -11,15 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from shoal_common.errors import InternalError, MembershipChanged
+from shoal_common.errors import ConfigurationError, InternalError, MembershipChanged
 from shoal_protos.v1 import coordinator_pb2 as pb
+from shoal_worker.backends.base import CommunicationBackend
+from shoal_worker.elastic.connecting import connect
 from shoal_worker.elastic.contract import Drained, StopTraining
-from shoal_worker.elastic.generation import Generation
+from shoal_worker.elastic.generation import Generation, Peer
 from shoal_worker.elastic.link import CoordinatorLink, MemberIdentity
 from shoal_worker.elastic.membership import Membership
 from shoal_worker.elastic.reach import unreachable
 from shoal_worker.elastic.transfer import StateDonor
 from shoal_worker.settings import WorkerSettings
+from shoal_worker.store.redis_store import RedisStore
 
 from tests.integration.coordinator.harness import Coordinator, Job, create_job, eventually
 from tests.zygote.children import Zygote
@@ -48,6 +51,26 @@ def test_peers_that_take_connections_are_told_from_those_that_do_not(caplog: pyt
         assert unreachable(peers, timeout=SECOND * 60, given_up=lambda: True) == []
     there.close()
     assert not caplog.records
+
+
+def test_a_backend_that_cannot_work_here_is_no_failure_to_try_again(redis_url: str) -> None:
+    def make_backend() -> CommunicationBackend:
+        raise ConfigurationError("backend='nccl': no CUDA device")
+
+    peers = tuple(Peer(rank=rank, member_id=f"{rank}", host="h", donor_address="127.0.0.1:1", joining=False) for rank in (0, 1))
+    RedisStore(redis_url, "prefix", timeout=SECOND).add("arrived", 1)  # the peer
+    with pytest.raises(ConfigurationError, match="no CUDA device"):
+        connect(
+            Generation(number=1, nonce="0" * 32, peers=peers, rank=0, interrupts_below=0),
+            make_backend=make_backend,
+            store_url=redis_url,
+            prefix="prefix",
+            host="127.0.0.1",
+            arrival_timeout=10 * SECOND,
+            connect_timeout=SECOND,
+            collective_timeout=SECOND,
+            announce=lambda forming: None,
+        )
 
 
 @pytest.mark.parametrize("job", [(1, 2)], indirect=True)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
-from shoal_common.errors import MembershipChanged, ShoalError
+from shoal_common.errors import ConfigurationError, MembershipChanged, ShoalError
 from torch._C._distributed_c10d import Store
 
 from shoal_worker.backends.base import CommunicationBackend
@@ -74,6 +74,7 @@ def connect(
 
     Raises:
         MembershipChanged: given up, a peer went away, not all arrived within `arrival_timeout` or connected within `connect_timeout`.
+        ConfigurationError: the backend does not work here, nor would it in a later generation.
     """
     if generation.world_size == 1:
         announce(Forming(generation, None))
@@ -93,7 +94,7 @@ def connect(
         store.wait(["complete"], arrival_timeout)
         backend = make_backend()
         opening.initialize(backend, generation, store)
-    except MembershipChanged:
+    except (MembershipChanged, ConfigurationError):
         raise
     except (RuntimeError, ShoalError) as error:
         raise MembershipChanged(f"generation {generation.number} did not form: {brief(error)}") from error

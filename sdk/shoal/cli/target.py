@@ -15,6 +15,7 @@ from shoal_common.errors import ConfigurationError, DeadlineError, ShoalError, U
 from shoal_common.rpc.channel import ChannelSettings
 
 from shoal.launcher.credentials import channel_settings
+from shoal.launcher.jobs import launchers_job_id
 from shoal.launcher.registry import ClusterRecord, newest_cluster, running_clusters
 
 _MOST_NAMED = 5
@@ -65,9 +66,10 @@ def _tell_others(shown: ClusterRecord) -> None:
 
 
 def _only_job(client: CoordinatorClient, address: str) -> str:
-    jobs = [str(summary.job_id) for summary in client.list_jobs().jobs]
+    jobs = {str(summary.job_id) for summary in client.list_jobs().jobs}
+    jobs -= {launchers_job_id(job) for job in jobs}
     if not jobs:
         raise UnknownResourceError(f"the coordinator at {address} has no jobs", reason="JOB_UNKNOWN")
     if len(jobs) > 1:
         raise ConfigurationError(f"the coordinator at {address} has {len(jobs)} jobs: name one with --job ({', '.join(sorted(jobs)[:10])})")
-    return jobs[0]
+    return jobs.pop()

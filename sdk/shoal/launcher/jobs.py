@@ -45,6 +45,11 @@ class JobSettings:
         )
 
 
+def launchers_job_id(job_id: str) -> str:
+    """The job in which the launchers of a job on several machines agree (docs/decisions/0064)."""
+    return f"{job_id}.nodes"
+
+
 def new_job_id(program: str) -> str:
     """A fresh id that a person recognizes: `train-3f9a1c` for `examples/train.py`."""
     stem = re.sub(r"[^A-Za-z0-9._-]+", "-", PurePath(program).stem).lstrip("._-") or "job"

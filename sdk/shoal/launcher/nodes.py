@@ -23,7 +23,7 @@ from shoal_protos.v1 import coordinator_pb2 as pb
 from shoal.launcher.agent import Ending
 from shoal.launcher.credentials import channel_settings
 from shoal.launcher.environment import NodePlacement
-from shoal.launcher.jobs import JobSettings
+from shoal.launcher.jobs import JobSettings, launchers_job_id
 from shoal.launcher.node_session import NodeSession, Standing
 from shoal.launcher.ports import ReservedPort
 from shoal.launcher.reporter import ExitReporter
@@ -46,7 +46,7 @@ class SharedSite:
         self._settings = settings
         self._client = CoordinatorClient(channel_settings(settings.endpoint))
         self._nodes_job = JobSettings(
-            job_id=f"{settings.job_id}.nodes",
+            job_id=launchers_job_id(settings.job_id),
             min_workers=settings.nodes.least,
             max_workers=settings.nodes.most,
             join_grace=settings.effective_join_grace,

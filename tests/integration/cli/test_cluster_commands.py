@@ -55,10 +55,12 @@ def test_status_shows_the_members_of_the_newest_cluster(shared_shell: Shell, clu
     assert {"rank", "phase", "host", "pid", "generation", "step", "samples/s", "loss"} <= set(out.split())
 
 
-def test_a_coordinator_can_be_named(shared_shell: Shell, cluster: Command) -> None:
+def test_a_coordinator_can_be_named_and_the_job_of_launchers_is_not_taken_for_one_of_workers(shared_shell: Shell, cluster: Command) -> None:
     (record,) = (shared_shell.directory / "runtime" / "shoal").glob("*.json")
     address = json.loads(record.read_text())["coordinator"]
     elsewhere = {"XDG_RUNTIME_DIR": str(shared_shell.directory / "other")}
+    with CoordinatorClient(ChannelSettings(address=address)) as client:  # as with --nnodes
+        client.create_job(JobSpec(job_id="digits.nodes", min_workers=1, max_workers=2))
     assert shared_shell.run("status", "--coordinator", address, **elsewhere)[0] == 0
     assert shared_shell.run("status", "--job", "digits", SHOAL_COORDINATOR=address, **elsewhere)[0] == 0
     status, _, err = shared_shell.run("status", "--coordinator", address, "--job", "other", **elsewhere)

@@ -70,7 +70,7 @@ class ServerSettings:
         if lacking and not address.is_loopback and not self.insecure:
             raise ConfigurationError(
                 f"listen={self.listen!r} can be reached from other machines, without {' and '.join(lacking)}; "
-                "configure them, listen on 127.0.0.1, or say insecure=True"
+                "configure them, listen on 127.0.0.1, or allow it (--insecure)"
             )
         if self.drain_timeout < timedelta(0):
             raise ConfigurationError(f"drain_timeout={self.drain_timeout}: expected zero or more")

@@ -29,7 +29,9 @@ MaxRestarts = Annotated[
 ]
 Coordinator = Annotated[
     str | None,
-    typer.Option(help="HOST:PORT of the coordinator. Default: that of the newest cluster on this machine.", envvar="SHOAL_COORDINATOR"),
+    typer.Option(
+        help="HOST:PORT of the coordinator, its token in SHOAL_TOKEN. Default: that of the newest cluster here.", envvar="SHOAL_COORDINATOR"
+    ),
 ]
 Job = Annotated[str | None, typer.Option(help="The job's id. Default: the only one there.", envvar="SHOAL_JOB_ID")]
 Rank = Annotated[int, typer.Argument(help="A rank, as `shoal status` shows it.", min=0, show_default=False)]

@@ -35,7 +35,10 @@ def run(
     rdzv_endpoint: Annotated[
         str,
         typer.Option(
-            help="HOST:PORT of the coordinator that all machines reach.", envvar="PET_RDZV_ENDPOINT", show_envvar=False, show_default=False
+            help="HOST:PORT of the coordinator that all machines reach, its token in SHOAL_TOKEN.",
+            envvar="PET_RDZV_ENDPOINT",
+            show_envvar=False,
+            show_default=False,
         ),
     ] = "",
     rdzv_id: Annotated[

@@ -24,7 +24,7 @@ _SIZES = frozenset({"pipeline_parallel_size", "tensor_parallel_size", "data_para
 
 
 class HybridShardedModel(MeshModel):
-    """`pipeline_parallel_size` x `tensor_parallel_size` ranks hold a replica; `data_parallel_size=-1`: as many as there can be.
+    """`pipeline_parallel_size` x `tensor_parallel_size` ranks hold a replica; `data_parallel_size`: the most; -1: as many as there can be.
 
     `data_parallel_strategy`: "ddp", replicas hold their own gradients and optimizer state; "zero1", each holds a share of the optimizer
     state; "zero2", and of the summed gradients; "fsdp", and of the parameters, which are gathered for the passes: block by block, or in a

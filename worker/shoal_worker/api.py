@@ -95,6 +95,7 @@ def as_distributed(
         ConfigurationError: an unknown strategy, backend or option, or values that cannot work together.
         PreconditionError: called a second time in this process.
     """
+    _check_kinds(model, optimizer, config)
     session = current_session()
     check_own(model)
     model_class, optimizer_class = registry.find(strategy)
@@ -109,6 +110,20 @@ def as_distributed(
         model_class, optimizer_class, model, optimizer, session, config, backend=backend, options=specific
     )
     return distributed if wrapped is None else (distributed, wrapped)
+
+
+def _check_kinds(model: object, optimizer: object, config: object) -> None:
+    """Raises ConfigurationError for what is no module, optimizer or configuration, or a module that synchronizes by itself."""
+    if not isinstance(model, nn.Module):
+        raise ConfigurationError(
+            f"as_distributed: model is of {type(model).__name__}; expected as_distributed(model, optimizer), an nn.Module first"
+        )
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise ConfigurationError("as_distributed: the model is in a DistributedDataParallel, which would synchronize too; pass its .module")
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigurationError(f"as_distributed: optimizer={optimizer!r}; expected an optimizer made from model.parameters(), or None")
+    if config is not None and not isinstance(config, ShardingConfiguration):
+        raise ConfigurationError(f"as_distributed: config={config!r}; expected a ShardingConfiguration, or its fields as keyword arguments")
 
 
 def as_distributed_for_high_bandwidth(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **options: Any) -> Any:
@@ -193,6 +208,7 @@ def resume(directory: str | Path) -> bool:
 
     Raises:
         CorruptDataError: the newest checkpoint is damaged, of another model or of a newer release; nothing is changed.
+        ConfigurationError: `directory` is itself one checkpoint, or a file.
     """
     return load_newest(current_session(), Path(directory))
 

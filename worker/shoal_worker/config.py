@@ -57,10 +57,13 @@ class ShardingConfiguration:
     state is cut."""
 
     def __post_init__(self) -> None:
-        if self.bucket_cap_mb < 1:
-            raise ConfigurationError(f"bucket_cap_mb={self.bucket_cap_mb}: expected at least 1 MiB")
-        if self.minimum_parameter_group_size < 1:
-            raise ConfigurationError(f"minimum_parameter_group_size={self.minimum_parameter_group_size}: expected at least 1 element")
+        for field, unit in (("bucket_cap_mb", "MiB"), ("minimum_parameter_group_size", "elements")):
+            value = getattr(self, field)
+            if not isinstance(value, int) or value < 1:
+                raise ConfigurationError(f"{field}={value!r}: expected a whole number of {unit}, at least 1")
+        for field in ("auto_sync_gradients", "deterministic"):
+            if not isinstance(getattr(self, field), bool):
+                raise ConfigurationError(f"{field}={getattr(self, field)!r}: expected True or False")
         if self.loss_reduction not in ("mean", "sum"):
             raise ConfigurationError(f'loss_reduction={self.loss_reduction!r}: expected "mean" or "sum"')
         if not (self.offload in (None, "cpu") or isinstance(self.offload, Path)):

@@ -161,6 +161,8 @@ class _Progress:
 
 def fit(session: Session, model: ShardedModel, optimizer: ShardedOptimizer, data: OptimizationInputData) -> OptimizationResult:
     """See `ShardedOptimizer.optimize`."""
+    if not isinstance(data, OptimizationInputData):
+        raise ConfigurationError(f"optimize({type(data).__name__}): expected a shoal.OptimizationInputData")
     if model.config.loss_reduction != "mean":
         raise ConfigurationError(
             f"optimize() with loss_reduction={model.config.loss_reduction!r}: what it tells and decides by are means over samples; leave "

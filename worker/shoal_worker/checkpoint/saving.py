@@ -16,8 +16,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal_common.errors import ConfigurationError, CorruptDataError
+from shoal_common.errors import ConfigurationError, CorruptDataError, ShoalError
 
+from shoal_worker.checkpoint import manifest
 from shoal_worker.checkpoint.company import DISK_PATIENCE, in_company, on_first
 from shoal_worker.checkpoint.directories import remove
 from shoal_worker.checkpoint.files import begin, latest, read_checkpoint, write_checkpoint, write_sharded
@@ -197,7 +198,7 @@ def load_newest(session: Session, directory: Path) -> bool:
         captured, told = on_first(channel, lambda: _read(directory)) or (None, {})
         told = json.loads(channel.exchange(json.dumps(told).encode())[0])
         if told["error"] is not None:
-            raise CorruptDataError(told["error"], reason=told["reason"])
+            raise _refusal(told)
         if told["found"]:
             session.replace_state(channel, captured)
         return bool(told["found"])
@@ -229,7 +230,7 @@ def _go_back(session: Session, directory: Path) -> str | None:
 def _load_alone(session: Session, directory: Path) -> None:
     captured, told = _read(directory)
     if told["error"] is not None:
-        raise CorruptDataError(told["error"], reason=told["reason"])
+        raise _refusal(told)
     if captured is not None:
         session.restore_alone(captured)
 
@@ -237,6 +238,9 @@ def _load_alone(session: Session, directory: Path) -> None:
 def _read(directory: Path) -> tuple[dict[str, Any] | None, dict[str, Any]]:
     """The newest checkpoint, and what to tell the other ranks about it."""
     found = latest(directory)
+    if found is None and (directory.is_file() or (directory / manifest.NAME).is_file()):
+        what = f"resume({str(directory)!r}): expected the directory that was given to save_checkpoint, whose newest checkpoint is taken"
+        return None, {"found": False, "error": f"{what}; found one checkpoint, or a file", "reason": ConfigurationError.default_reason}
     if found is None:
         return None, {"found": False, "error": None}
     try:
@@ -245,3 +249,9 @@ def _read(directory: Path) -> tuple[dict[str, Any] | None, dict[str, Any]]:
         return None, {"found": True, "error": str(error), "reason": error.reason}
     captured = {name: state.pop(name) for name in list(state) if name in _FILES}
     return {"replica": state, **captured}, {"found": True, "error": None}
+
+
+def _refusal(told: dict[str, Any]) -> ShoalError:
+    """What a rank raises when the one that reads has told of an error."""
+    kind = ConfigurationError if told["reason"] == ConfigurationError.default_reason else CorruptDataError
+    return kind(told["error"], reason=told["reason"])

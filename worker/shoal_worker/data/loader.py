@@ -16,7 +16,7 @@ nothing about membership and reduces nothing. None of its parts refers to it: wh
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, SupportsIndex
 
 from shoal_common.errors import ConfigurationError, InternalError
 from torch.utils.data import default_collate
@@ -185,6 +185,8 @@ class ElasticDataLoader:
         Ends early when the job is stopped.
         """
         self._refuse_evaluation("epochs()")
+        if not isinstance(n, SupportsIndex):
+            raise ConfigurationError(f"epochs({n!r}): expected a whole number")
         return self._iterations.epochs(self, n)
 
     def __iter__(self) -> Iterator[Any]:

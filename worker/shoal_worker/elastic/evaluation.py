@@ -73,7 +73,7 @@ def evaluate(session: Session, model: nn.Module, batches: Batches, fn: Callable[
 
     def compute(numbers: Iterable[int]) -> None:
         for number, batch in batches.read(numbers):
-            results[number] = {name: float(value) for name, value in fn(model, batch).items()}
+            results[number] = _sums(fn(model, batch))
             session.progress.entered()
 
     def body(channel: Channel) -> Sums:
@@ -92,6 +92,15 @@ def evaluate(session: Session, model: nn.Module, batches: Batches, fn: Callable[
             return _total(results.values())
         total: Sums = session.operation("evaluate", body)
         return total
+
+
+def _sums(told: Any) -> Sums:
+    try:
+        return {name: float(value) for name, value in told.items()}
+    except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+        raise ConfigurationError(
+            f'evaluate: fn returned {told!r}; expected a dict of sums over the batch, such as {{"correct": 12, "samples": 32}}'
+        ) from error
 
 
 def _total(all_sums: Iterable[Sums]) -> Sums:

@@ -57,6 +57,10 @@ class PipelineSettings:
     reduce_dtype: torch.dtype | None = None
     """What gradients are summed in over the data axis; None: their own."""
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.micro_batches, int) or self.micro_batches < 1:
+            raise ConfigurationError(f"micro_batches={self.micro_batches!r}: expected a whole number, at least 1")
+
 
 @dataclass
 class _Step:

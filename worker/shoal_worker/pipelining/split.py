@@ -137,6 +137,8 @@ def balanced_borders(sizes: Sequence[int], parts: int) -> list[tuple[int, int]]:
 
 def _named_borders(blocks: Blocks, stages: int, cut_points: Sequence[str]) -> list[tuple[int, int]]:
     names = [block.name for block in blocks.blocks]
+    if isinstance(cut_points, str):
+        raise ConfigurationError(f"cut_points={cut_points!r}: expected a list of names of submodules")
     if len(cut_points) != stages - 1:
         raise ConfigurationError(f"cut_points={list(cut_points)}: {stages} stages need {stages - 1} of them")
     unknown = [name for name in cut_points if name not in names[1:]]

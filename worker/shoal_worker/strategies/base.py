@@ -291,15 +291,22 @@ def loss_of(output: Any, targets: Any, loss_fn: Callable[[Any, Any], torch.Tenso
     """The loss of an output: `loss_fn(output, targets)`, or the output's `.loss`.
 
     Raises:
-        ConfigurationError: there is neither.
+        ConfigurationError: there is neither, or it is no one number.
     """
     if loss_fn is not None:
-        return loss_fn(output, targets)
+        return _one_number(loss_fn(output, targets))
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if not isinstance(loss, torch.Tensor):
         raise ConfigurationError(
             f"train_step without loss_fn needs an output with a .loss tensor; the model returned {type(output).__name__}"
         )
+    return _one_number(loss)
+
+
+def _one_number(loss: Any) -> torch.Tensor:
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(loss)
+        raise ConfigurationError(f"the loss is {found}: expected a tensor of one element, such as the mean over the batch")
     return loss
 
 

@@ -83,7 +83,10 @@ class DividedModel(ModelInParts[ModelParts, Closing]):
             ),
             pipelined=self.pipelined,
         )
-        self._dropout = DropoutRandomness(own.get("dropout", DropoutRandomness.PER_SHARD))
+        dropout = own.get("dropout", DropoutRandomness.PER_SHARD)
+        if dropout not in list(DropoutRandomness):
+            raise ConfigurationError(f"dropout={dropout!r}: expected one of {', '.join(DropoutRandomness)}")
+        self._dropout = DropoutRandomness(dropout)
         self._division: Division | None = None
         """None until the first step, in a spare, and where laying it out has failed."""
         self._standing_in: list[nn.Module] = []

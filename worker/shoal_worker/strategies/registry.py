@@ -42,7 +42,7 @@ def find(name: str) -> tuple[type[ShardedModel], type[ShardedOptimizer]]:
     Raises:
         ConfigurationError: there is none of that name.
     """
-    if name not in _STRATEGIES:
+    if not isinstance(name, str) or name not in _STRATEGIES:
         raise ConfigurationError(f"strategy={name!r}: expected one of {', '.join(_STRATEGIES)}")
     module_name, model, optimizer = _STRATEGIES[name]
     module = importlib.import_module(module_name)

@@ -1,0 +1,90 @@
+"""What people pass by mistake gets one error, which says what was expected."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import shoal
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import TensorDataset
+
+X, Y = torch.randn(8, 4, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 2
+
+
+def make(**options: Any) -> tuple[Any, Any]:
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1), **options)
+    return model, optimizer
+
+
+def given(model: Any, optimizer: Any = None, **options: Any) -> Callable[[], Any]:
+    return lambda: shoal.as_distributed(model, optimizer, **options)
+
+
+def train_with(loss_fn: Any) -> None:
+    model, _ = make()
+    for x, y in shoal.ElasticDataLoader(TensorDataset(X, Y), global_batch_size=4):
+        model.train_step(x, y, loss_fn)
+
+
+def evaluate_with(result: Any) -> None:
+    model, _ = make()
+    shoal.evaluate(model, shoal.ElasticDataLoader(TensorDataset(X, Y), global_batch_size=4, train=False), lambda model, batch: result)
+
+
+LINEAR = nn.Linear(2, 2)
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (given(torch.optim.SGD(LINEAR.parameters(), 0.1), LINEAR), "model is of SGD; expected as_distributed(model, optimizer)"),
+        (given(LINEAR, "adamw"), "optimizer='adamw'; expected an optimizer made from model.parameters()"),
+        (given(LINEAR, torch.optim.SGD), "expected an optimizer made from model.parameters()"),
+        (given(LINEAR, config={"deterministic": True}), "config={'deterministic': True}; expected a ShardingConfiguration"),
+        (given(LINEAR, strategy=["ddp"]), "strategy=['ddp']: expected one of ddp"),
+        (given(LINEAR, bucket_cap_mb="25"), "bucket_cap_mb='25': expected a whole number of MiB, at least 1"),
+        (given(LINEAR, deterministic="no"), "deterministic='no': expected True or False"),
+        (lambda: make(strategy="tensor", dropout="same"), "dropout='same': expected one of per_shard, as_one_process"),
+        (lambda: make(strategy="pipeline", micro_batches="4"), "micro_batches='4': expected a whole number, at least 1"),
+        (lambda: train_with(lambda out, y: functional.cross_entropy(out, y, reduction="none")), "the loss is a tensor of shape (4,)"),
+        (lambda: train_with(lambda out, y: 0.5), "the loss is 0.5: expected a tensor of one element"),
+        (lambda: evaluate_with(3), "evaluate: fn returned 3; expected a dict of sums"),
+        (lambda: evaluate_with({"right": X}), "expected a dict of sums"),
+        (lambda: make()[1].optimize({"epochs": 3}), "optimize(dict): expected a shoal.OptimizationInputData"),
+        (lambda: list(shoal.ElasticDataLoader(TensorDataset(X), global_batch_size=4).epochs("3")), "epochs('3'): expected a whole number"),  # type: ignore[arg-type]  # the mistake
+    ],
+)
+def test_what_was_given_and_expected_is_said(call: Callable[[], Any], says: str) -> None:
+    with pytest.raises(shoal.ConfigurationError, match=re.escape(says)):
+        shoal.launch(call, world_size=1)
+
+
+def test_cut_points_are_a_list() -> None:
+    with pytest.raises(shoal.ConfigurationError, match="cut_points='1': expected a list"):
+        shoal.launch(lambda: make(strategy="pipeline", cut_points="1"), world_size=2)
+
+
+def test_a_model_in_torchs_ddp_is_refused() -> None:
+    with pytest.raises(shoal.ConfigurationError, match=r"pass its \.module"):
+        shoal.launch(lambda: shoal.as_distributed(nn.parallel.DistributedDataParallel(nn.Linear(2, 2))), world_size=1)
+
+
+def test_one_checkpoint_is_not_taken_for_a_directory_of_them(tmp_path: Path) -> None:
+    """It would begin from nothing, and say nothing."""
+
+    def save() -> None:
+        make()
+        shoal.save_checkpoint(tmp_path)
+
+    def resume() -> bool:
+        make()
+        return shoal.resume(tmp_path / "step-0")
+
+    shoal.launch(save, world_size=2)
+    with pytest.raises(shoal.ConfigurationError, match="expected the directory that was given to save_checkpoint"):
+        shoal.launch(resume, world_size=2)

@@ -25,9 +25,9 @@ def test_ranks_agree_only_at_one_place(ranks: list[Place]) -> None:
     assert agree(summed(ranks)) == (len(set(ranks)) == 1)
 
 
-@pytest.mark.parametrize("field", ["number", "epoch", "step"])
+@pytest.mark.parametrize("field", ["number", "epoch", "step", "dealing"])
 def test_one_of_a_thousand_ranks_that_is_a_little_off_is_found(field: str) -> None:
-    place = Place("loader", 126, 126, 126)
+    place = Place("loader", 126, 126, 126, 126)
     assert not agree(summed([place] * 999 + [place._replace(**{field: 127})]))
 
 

@@ -88,3 +88,21 @@ def test_one_checkpoint_is_not_taken_for_a_directory_of_them(tmp_path: Path) -> 
     shoal.launch(save, world_size=2)
     with pytest.raises(shoal.ConfigurationError, match="expected the directory that was given to save_checkpoint"):
         shoal.launch(resume, world_size=2)
+
+
+@pytest.mark.parametrize("differing", ["seed", "global_batch_size"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "tensor"])
+def test_ranks_whose_loaders_deal_otherwise_are_stopped_by_the_first_steps(strategy: str, differing: str) -> None:
+    """They would count samples twice and leave others out, and say nothing."""
+
+    def rank() -> None:
+        model, optimizer = make(strategy=strategy)
+        loader = shoal.ElasticDataLoader(TensorDataset(X, Y), **{"global_batch_size": 2, "seed": 0, differing: 2 + shoal.rank()})
+        for x, y in loader:
+            model.train_step(x, y, functional.cross_entropy)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    with pytest.raises(shoal.PreconditionError, match="or deal it otherwise") as failure:
+        shoal.launch(rank, world_size=2)
+    assert failure.value.reason == "RANKS_DIVERGED"

@@ -91,6 +91,7 @@ class ElasticDataLoader:
         self.dataset = dataset
         size = global_batch_size or batch_size or 0
         self._micro_batch_size = micro_batch_size
+        self._dealing = repr((len(dataset), size, micro_batch_size, seed, shuffle, drop_last))
         orders = EpochOrders(dataset_length=len(dataset), seed=seed, shuffle=train and shuffle, sampler=sampler)
         self._dealer = Dealer(orders, batch_size=size, micro_batch_size=micro_batch_size, drop_last=drop_last, seed=seed)
         self._course = Course(orders)
@@ -133,6 +134,11 @@ class ElasticDataLoader:
     def name(self) -> str:
         """Stable over restarts, unique among the training loaders of a session."""
         return self._introduction.name
+
+    @property
+    def dealing(self) -> str:
+        """See `StepSource.dealing`."""
+        return self._dealing
 
     @property
     def epoch(self) -> int:

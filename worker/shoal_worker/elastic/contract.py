@@ -149,6 +149,11 @@ class StepSource(Protocol):
         ...
 
     @property
+    def dealing(self) -> str:
+        """What its batches follow from, beside the cursor: the same on all ranks."""
+        ...
+
+    @property
     def epoch(self) -> int:
         """The epoch that the cursor is in."""
         ...

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import xxhash
 from shoal_common.errors import ConfigurationError, PreconditionError
 
 from shoal_worker.elastic.contract import StepSource
@@ -101,7 +102,8 @@ class HeldState:
         """Where the script stands when it takes a step of `source`."""
         if source is None:
             return Place("", 0, 0, 0)
-        return Place(source.name, self._numbers[source.name], source.epoch, source.step)
+        dealing = xxhash.xxh3_64_intdigest(f"{source.dealing} {source.step}".encode())
+        return Place(source.name, self._numbers[source.name], source.epoch, source.step, dealing)
 
     def enter_epochs(self, source: StepSource) -> int:
         """The script is at the head of a loop over epochs of `source`. Returns the epoch that the loop begins with.

@@ -1,7 +1,7 @@
 """Where the user's script stands among its training loops: in which loader, which epoch, which step.
 
-All ranks must stand at one place when they take a step together. So a place rides, as a few small numbers, in the control word of each
-step; and a joiner is told its peers' place when it is fed, so that its script passes over every loop before it. Pure.
+All ranks must stand at one place when they take a step together, and deal its samples alike. So a place rides, as a few small numbers, in
+the control word of each step; and a joiner is told its peers' place when it is fed, so that its script passes over every loop before it. Pure.
 """
 
 from __future__ import annotations
@@ -25,10 +25,12 @@ class Place(NamedTuple):
     epoch: int
     step: int
     """In the epoch."""
+    dealing: int = 0
+    """Digest of what the loader deals by, and of the step: where one does not tell ranks' loaders apart, that of the next step does."""
 
     def word(self) -> list[float]:
         """What this rank adds to the control word. From the ranks' sum, `agree` says whether all added the same."""
-        values = [number % _RANGE for number in self[1:]]
+        values = [number % _RANGE for number in (self.number + self.dealing, self.epoch, self.step)]
         return [1.0, *map(float, values), *(float(value * value) for value in values)]
 
 

@@ -235,7 +235,8 @@ class Steps:
             place = self._held.place(step.source)
             raise PreconditionError(
                 f"the ranks' scripts went different ways: this one takes step {place.step} of epoch {place.epoch} of loader "
-                f"{place.loader!r}, others take another one; every rank must iterate over the same loaders in the same order",
+                f"{place.loader!r}, others take another one or deal it otherwise; every rank must iterate over the same loaders in the "
+                "same order, made with datasets of one length and the same sizes, seed, shuffle and drop_last",
                 reason="RANKS_DIVERGED",
             )
         failpoint("session.before_apply")

@@ -1,7 +1,8 @@
 """Where the user's script stands among its training loops: in which loader, which epoch, which step.
 
 All ranks must stand at one place when they take a step together, and deal its samples alike. So a place rides, as a few small numbers, in
-the control word of each step; and a joiner is told its peers' place when it is fed, so that its script passes over every loop before it. Pure.
+the control word of each step; and a joiner is told its peers' place when it is fed, so that its script passes over every loop before it.
+Pure.
 """
 
 from __future__ import annotations

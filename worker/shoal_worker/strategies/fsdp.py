@@ -19,4 +19,4 @@ class FSDPModel(ZeRO3Model):
 
 
 class FSDPOptimizer(ShardedParametersOptimizer):
-    """See the module."""
+    """The user's optimizer, stepped on this rank's shard."""

@@ -55,4 +55,4 @@ class HSDPModel(ZeRO3Model):
 
 
 class HSDPOptimizer(ShardedParametersOptimizer):
-    """See the module."""
+    """The user's optimizer, stepped on this rank's shard."""

@@ -88,4 +88,4 @@ class HybridShardedModel(MeshModel):
 
 
 class HybridShardedOptimizer(PipelineOptimizer):
-    """See the module."""
+    """The user's optimizer, stepped on what this rank holds of its replica."""

@@ -61,4 +61,4 @@ class PipelineOptimizer(ShardedParametersOptimizer):
 
 
 class PipelineParallelOptimizer(PipelineOptimizer):
-    """See the module."""
+    """The user's optimizer, stepped on the parameters of this rank's stages."""

@@ -43,7 +43,7 @@ class TensorParallelModel(MeshModel):
 
 
 class TensorParallelOptimizer(ShardedParametersOptimizer):
-    """See the module."""
+    """The user's optimizer, stepped on this rank's part of each layer."""
 
 
 def checked_size(option: str, value: object) -> int:

@@ -26,4 +26,4 @@ class ZeRO1Model(ShardedParametersModel):
 
 
 class ZeRO1Optimizer(ShardedParametersOptimizer):
-    """See the module."""
+    """The user's optimizer, stepped on this rank's share of the parameters; the others are fetched."""

@@ -21,4 +21,4 @@ class ZeRO2Model(ZeRO1Model):
 
 
 class ZeRO2Optimizer(ShardedParametersOptimizer):
-    """See the module."""
+    """The user's optimizer, stepped on this rank's share of the parameters; the others are fetched."""

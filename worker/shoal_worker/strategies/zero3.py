@@ -27,4 +27,4 @@ class ZeRO3Model(ShardedParametersModel):
 
 
 class ZeRO3Optimizer(ShardedParametersOptimizer):
-    """See the module."""
+    """The user's optimizer, stepped on this rank's shard."""

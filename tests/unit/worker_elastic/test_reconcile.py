@@ -2,7 +2,7 @@
 
 from hypothesis import given
 from hypothesis import strategies as st
-from shoal_worker.elastic.reconcile import Standing, StateName, reconcile
+from shoal_worker.elastic.reconcile import Interrupted, Standing, StateName, reconcile
 
 
 def standing(
@@ -12,6 +12,7 @@ def standing(
     spectator: bool = False,
     poisoned: bool = False,
     operations: int = 0,
+    interrupted: tuple[int, bool] | None = None,
 ) -> Standing:
     return Standing(
         state=None if state is None else StateName(*state),
@@ -19,6 +20,7 @@ def standing(
         spectator=spectator,
         poisoned=poisoned,
         operations=operations,
+        interrupted=None if interrupted is None else Interrupted(*interrupted),
     )
 
 
@@ -72,6 +74,24 @@ def test_a_rank_behind_gets_the_results_that_followed_the_step_it_missed() -> No
     assert plan.results_from == 0
 
 
+IN_OPERATION, IN_STEP = (3, True), (3, False)
+
+
+def test_ranks_of_one_state_in_an_operation_and_in_a_step_of_one_group_went_different_ways() -> None:
+    assert reconcile([standing((1, 5), interrupted=IN_OPERATION), standing((1, 5), interrupted=IN_STEP)]).apart == (0,)
+    assert reconcile([standing((1, 5), interrupted=IN_OPERATION)] * 2).apart == ()
+    assert reconcile([standing((1, 5), interrupted=IN_STEP)] * 2).apart == ()
+
+
+def test_ranks_that_a_fault_has_parted_did_not_go_different_ways() -> None:
+    behind = standing((1, 4), interrupted=IN_STEP)
+    further = standing((1, 5), interrupted=IN_STEP, operations=1)
+    of_another_group = standing((1, 5), interrupted=(2, False))
+    spectator = standing(None, interrupted=IN_STEP, spectator=True)
+    for other in (behind, further, of_another_group, spectator, standing((1, 5))):
+        assert reconcile([standing((1, 5), interrupted=IN_OPERATION), other]).apart == ()
+
+
 standings = st.lists(
     st.builds(
         standing,
@@ -80,6 +100,7 @@ standings = st.lists(
         spectator=st.booleans(),
         poisoned=st.booleans(),
         operations=st.integers(0, 3),
+        interrupted=st.none() | st.tuples(st.integers(1, 3), st.booleans()),
     ),
     min_size=1,
     max_size=6,

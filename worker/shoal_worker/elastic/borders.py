@@ -130,7 +130,7 @@ class Borders:
     def recover(self, reason: str) -> None:
         """A step was lost: forms the next generation, and brings this rank to its state. Raises StopTraining."""
         assert self._formation is not None
-        self._formation.recover(MembershipChanged(reason))
+        self._formation.recover(MembershipChanged(reason), in_operation=False)
 
     def leave_peers(self) -> None:
         """This process left its job: what comes is a world of one."""

@@ -29,7 +29,7 @@ from shoal_worker.elastic.member import Member
 from shoal_worker.elastic.operations import GroupChannel, spectate
 from shoal_worker.elastic.place import Place
 from shoal_worker.elastic.progress import ProgressMeter
-from shoal_worker.elastic.reconcile import STANDING_LENGTH, Reconciliation, Standing, StateName, reconcile
+from shoal_worker.elastic.reconcile import STANDING_LENGTH, Interrupted, Reconciliation, Standing, StateName, reconcile
 from shoal_worker.failpoints import failpoint
 from shoal_worker.metrics import WorkerMetrics
 from shoal_worker.settings import WorkerSettings
@@ -127,12 +127,15 @@ class Formation:
             self._metrics.recovery_seconds.observe(time.monotonic() - self._failed_at)
             self._failed_at = None
 
-    def recover(self, error: BaseException) -> None:
+    def recover(self, error: BaseException, *, in_operation: bool | None = None) -> None:
         """A group failed under this rank: ends it, so that no peer waits in it meanwhile, reports it and forms the next one. Raises as
-        `reform`."""
+        `reform`. `in_operation`: in one between steps; False: in a step; None: in neither."""
         self.failed_now()
+        self._held.interrupted = None
         if self.group is not None:
             self.group.abort(str(error))
+            if in_operation is not None:
+                self._held.interrupted = Interrupted(self.group.generation.number, in_operation)
         self.membership.failed(error)
         self.reform()
 
@@ -171,6 +174,7 @@ class Formation:
                     ) from error
             else:
                 self.border_due = False
+                self._held.interrupted = None
                 self._progress.entered()
                 self._metrics.generation_formed(group.generation, time.monotonic() - started)
                 return
@@ -186,6 +190,14 @@ class Formation:
                 f"the state {plan.newest} is lost: no rank that holds it can give it (an update failed half way on each); "
                 "restart from a checkpoint"
             )
+        if plan.apart:
+            raise PreconditionError(
+                f"the ranks' scripts went different ways: ranks {list(plan.apart)} were in an operation between steps, others in a step; "
+                "every rank must call evaluate, save_checkpoint, should_early_stop and the loader's iterations in the same order",
+                reason="RANKS_DIVERGED",
+            )
+        if plan.behind or plan.results_from is not None:
+            held.interrupted = None
         if plan.behind and plan.donors:
             self._catch_up(group, plan)
         if plan.results_from is not None:

@@ -19,7 +19,7 @@ from shoal_common.errors import ConfigurationError, PreconditionError
 from shoal_worker.elastic.contract import StepSource
 from shoal_worker.elastic.operations import Operations
 from shoal_worker.elastic.place import Place
-from shoal_worker.elastic.reconcile import Standing, StateName
+from shoal_worker.elastic.reconcile import Interrupted, Standing, StateName
 from shoal_worker.elastic.registered import RegisteredState
 from shoal_worker.elastic.replica import Replica
 
@@ -46,6 +46,8 @@ class HeldState:
         self.went_back = False
         """Committed steps were undone, and the next step has not begun: the script stands somewhere after the steps that it will redo, and
         its peers' scripts somewhere else."""
+        self.interrupted: Interrupted | None = None
+        """See `Standing`. Until the next group is formed."""
         self.registered = RegisteredState()
         self.operations = Operations()
         self._replica: Replica | None = None
@@ -183,6 +185,7 @@ class HeldState:
         kept, loops = self._kept, self._loops_to_enter
         if kept is None:
             return
+        self.interrupted = None  # of ranks that have undone different numbers of steps nothing follows from it
         undone = self.name != kept.name
         self.registered.go_back(kept.captured["registered"], undone=undone)
         self._restore_rest(kept.captured, contextlib.ExitStack())
@@ -228,4 +231,5 @@ class HeldState:
             spectator=not self.live,
             poisoned=self.torn,
             operations=self.operations.finished,
+            interrupted=self.interrupted,
         )

@@ -22,6 +22,14 @@ class StateName(NamedTuple):
     step: int
 
 
+class Interrupted(NamedTuple):
+    """What a rank was in when its group failed."""
+
+    generation: int
+    in_operation: bool
+    """Between steps; else in a step."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Standing:
     """What one rank says of itself when a generation forms."""
@@ -36,26 +44,30 @@ class Standing:
     """An update raised half way through: it must not give its state to anyone."""
     operations: int
     """Operations between steps that it has finished since its state was committed."""
+    interrupted: Interrupted | None = None
+    """None: in nothing, or it has taken a state or results since, and its script stands where theirs did."""
 
     def encode(self) -> list[int]:
         """As integers, for an all-gather of int64."""
         state = self.state or StateName(-1, -1)
-        return [state.generation, state.step, int(self.attached), int(self.spectator), int(self.poisoned), self.operations]
+        flags = [int(self.attached), int(self.spectator), int(self.poisoned)]
+        return [*state, *flags, self.operations, *(self.interrupted or (-1, 0))]
 
     @classmethod
     def decode(cls, values: Sequence[int]) -> Standing:
         """Inverse of `encode`."""
-        generation, step, attached, spectator, poisoned, operations = values
+        generation, step, attached, spectator, poisoned, operations, interrupted_in, in_operation = values
         return cls(
             state=None if generation < 0 else StateName(generation, step),
             attached=bool(attached),
             spectator=bool(spectator),
             poisoned=bool(poisoned),
             operations=operations,
+            interrupted=None if interrupted_in < 0 else Interrupted(interrupted_in, bool(in_operation)),
         )
 
 
-STANDING_LENGTH = 6
+STANDING_LENGTH = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +84,9 @@ class Reconciliation:
     """Ranks that take it at the next border."""
     results_from: int | None
     """A rank that has the results of all operations that a donor finished since; None: all are equally far, no results need to travel."""
+    apart: tuple[int, ...]
+    """Ranks that were in an operation, after the same ones and on the same state, while others of their group were in a step: the ranks'
+    scripts went different ways, and would wait for each other in the next generation as well. Empty: none."""
 
     @property
     def state_lost(self) -> bool:
@@ -97,4 +112,12 @@ def reconcile(standings: Sequence[Standing]) -> Reconciliation:
         behind=behind,
         spectators=tuple(r for r, s in enumerate(standings) if s.spectator),
         results_from=furthest if uneven and operations > 0 else None,
+        apart=() if uneven else _apart(standings),
     )
+
+
+def _apart(standings: Sequence[Standing]) -> tuple[int, ...]:
+    """For ranks of one state."""
+    interrupted = {r: s.interrupted for r, s in enumerate(standings) if s.interrupted is not None and not s.spectator}
+    in_step = {each.generation for each in interrupted.values() if not each.in_operation}
+    return tuple(r for r, each in interrupted.items() if each.in_operation and each.generation in in_step)

@@ -270,7 +270,7 @@ class Session:
                 result = body(channel)
             except GROUP_LOST as error:
                 try:
-                    formation.recover(error)
+                    formation.recover(error, in_operation=True)
                 except StopTraining as stop:
                     # The job is stopped and the group is gone: there is no other to do it with.
                     self._departure.obey(stop)

@@ -44,6 +44,8 @@ class SnapshotKeeper:
         self._state = state
         self._metrics = metrics
         self._writing = asyncio.Lock()
+        self._on_disk: asyncio.Future[int] | None = None
+        """The thread that writes, or wrote last."""
         self._last: tuple[object, ...] = ()
 
     async def write(self) -> Written:
@@ -60,8 +62,12 @@ class SnapshotKeeper:
                 raise PreconditionError("this server holds no partitions yet: declare the job's tensors first", reason="TENSORS_UNDECLARED")
             started = time.perf_counter()
             image = ServerImage(state=state, partitions=await self._capture())
+            if self._on_disk is not None:
+                # Cancelling whoever waited for it did not end it, and it writes the same temporary file.
+                await asyncio.wait([self._on_disk])
+            self._on_disk = asyncio.get_running_loop().run_in_executor(None, write_snapshot, self._directory.snapshot, image)
             try:
-                nbytes = await asyncio.to_thread(write_snapshot, self._directory.snapshot, image)
+                nbytes = await asyncio.shield(self._on_disk)
             except OSError as error:
                 self._metrics.snapshot_failures.inc()
                 raise UnavailableError(

@@ -1,0 +1,69 @@
+"""Snapshots are written one after the other, also when nobody waits for the first one any more."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from pathlib import Path
+
+import torch
+from prometheus_client import CollectorRegistry
+from shoal_common.tasks import end_tasks
+from shoal_ps_server.metrics import Metrics
+from shoal_ps_server.snapshot.directory import DataDirectory
+from shoal_ps_server.snapshot.image import ServerState
+from shoal_ps_server.snapshot.keeper import SnapshotKeeper
+
+
+def test_the_last_snapshot_waits_for_one_that_was_cancelled_halfway(make, tmp_path) -> None:
+    """As when a server is told to stop while it writes its periodic one."""
+    spec, directory = make.spec(), DataDirectory(tmp_path)
+    shard = make.shard(spec)
+    # The first write stands still in opening this, until somebody reads it; then it fails, since a pipe cannot be synced.
+    standstill = Path(f"{directory.snapshot}.{os.getpid()}.tmp")
+    os.mkfifo(standstill)
+
+    async def test() -> None:
+        keeper = SnapshotKeeper(directory=directory, shard=shard, state=lambda: _state(make.layout(spec)), metrics=_metrics())
+        threads = threading.active_count()
+        first = asyncio.create_task(keeper.write())
+        while threading.active_count() == threads:
+            await asyncio.sleep(0)
+        await end_tasks([first])
+        shard.push(make.upload(torch.ones(6), spec))
+        last = asyncio.create_task(keeper.write())
+        for _ in range(100):  # rounds of the loop, in which it could begin
+            await asyncio.sleep(0)
+        writing = threading.active_count() - threads
+        with standstill.open("rb") as pipe:
+            pipe.read()
+        await last
+        assert writing == 1
+
+    async def in_time() -> None:
+        async with asyncio.timeout(30):
+            await test()
+
+    with directory:
+        asyncio.run(in_time())
+        found = directory.read(job_id="job", server_id="server")
+    assert found is not None
+    assert found.partitions[0].version == 2
+
+
+def _metrics() -> Metrics:
+    return Metrics(CollectorRegistry())
+
+
+def _state(layout) -> ServerState:
+    return ServerState(
+        job_id="job",
+        server_id="server",
+        layout=layout,
+        configuration=None,
+        generation=1,
+        members=frozenset(),
+        put_out={},
+        slowest_clock=0,
+    )

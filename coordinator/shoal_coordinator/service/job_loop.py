@@ -220,6 +220,10 @@ class JobLoop:
                 policy=self._policy,
             )
             await self._commit(decided, events=len(batch))
+        except asyncio.CancelledError:
+            if self._failure is not None:  # what had left the queue by then
+                _answer_all(batch, self._failure)
+            raise
         except Exception as error:
             _answer_all(batch, error if isinstance(error, ShoalError) else InternalError(f"a membership decision failed: {error!r}"))
             raise

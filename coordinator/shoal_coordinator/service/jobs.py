@@ -113,6 +113,8 @@ class Jobs:
         return True
 
     def _start(self, stored: Stored) -> None:
+        if self.closing:  # since this job was asked for: nobody would end its loop and its sessions
+            raise UnavailableError("this coordinator is stopping; ask again", reason=Refusal.COORDINATOR_STOPPING)
         loop = JobLoop(stored, store=self._store, clock=self._clock, policy=self._policy, metrics=self._metrics)
         job_id = stored.state.spec.job_id
         self._loops[job_id] = loop

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
+import signal
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
 from datetime import timedelta
+from typing import Any, TypeVar
 
 import pytest
 from prometheus_client import CollectorRegistry
 from shoal_common.errors import UnavailableError
-from shoal_coordinator.membership.spec import Policy
+from shoal_common.redis import EmbeddedRedis
+from shoal_coordinator.membership.events import StopRequested
+from shoal_coordinator.membership.reasons import Refusal
+from shoal_coordinator.membership.spec import JobSpec, Policy
 from shoal_coordinator.metrics import CoordinatorMetrics
 from shoal_coordinator.service import jobs as jobs_module
 from shoal_coordinator.service.clock import Clock
@@ -17,6 +25,8 @@ from shoal_coordinator.service.jobs import Jobs
 from shoal_coordinator.state.store import JobStore
 
 _ROUNDS = 8
+_STOPPING = UnavailableError("this coordinator is stopping")
+T = TypeVar("T")
 
 
 def test_jobs_end_at_any_moment_of_an_answer_from_redis(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,15 +35,58 @@ def test_jobs_end_at_any_moment_of_an_answer_from_redis(redis_url: str, monkeypa
     moments = random.Random(1)
 
     async def round_() -> None:
-        store = await JobStore.open(redis_url)
-        clock = Clock(await store.now_unix_ms())
-        metrics = CoordinatorMetrics(CollectorRegistry())
-        jobs = Jobs(store, clock=clock, policy=Policy(), metrics=metrics, retention=timedelta(days=1))
-        await jobs.load()
-        await asyncio.sleep(moments.uniform(0.001, 0.005))
-        async with asyncio.timeout(30):
-            await jobs.close(UnavailableError("this coordinator is stopping"))
-        await store.close()
+        async with _jobs(redis_url) as jobs:
+            await jobs.load()
+            await asyncio.sleep(moments.uniform(0.001, 0.005))
+            async with asyncio.timeout(30):
+                await jobs.close(_STOPPING)
 
     for _ in range(_ROUNDS):
         asyncio.run(round_())
+
+
+def test_what_waits_for_redis_is_told_at_once_that_the_coordinator_stops(own_redis: EmbeddedRedis) -> None:
+    """A request whose commit is under way, and one that was queued meanwhile."""
+
+    async def test() -> None:
+        async with _jobs(own_redis.url) as jobs:
+            await jobs.create(JobSpec(job_id="job", min_workers=1, max_workers=1), timeout_s=30)
+            os.kill(own_redis.pid, signal.SIGSTOP)
+            asked = [await _begun(jobs.get("job").ask(StopRequested(reason="a test"), timeout_s=600)) for _ in range(2)]
+            async with asyncio.timeout(30):
+                await jobs.close(_STOPPING)
+                assert await asyncio.gather(*asked, return_exceptions=True) == [_STOPPING, _STOPPING]
+            os.kill(own_redis.pid, signal.SIGCONT)
+
+    asyncio.run(test())
+
+
+def test_no_job_starts_in_a_coordinator_that_stops(own_redis: EmbeddedRedis) -> None:
+    async def test() -> None:
+        async with _jobs(own_redis.url) as jobs:
+            os.kill(own_redis.pid, signal.SIGSTOP)
+            created = await _begun(jobs.create(JobSpec(job_id="job", min_workers=1, max_workers=1), timeout_s=600))
+            await jobs.close(_STOPPING)
+            os.kill(own_redis.pid, signal.SIGCONT)
+            with pytest.raises(UnavailableError) as caught:
+                await created
+            assert caught.value.reason == Refusal.COORDINATOR_STOPPING
+            assert jobs.states() == []
+
+    asyncio.run(test())
+
+
+@asynccontextmanager
+async def _jobs(redis_url: str) -> AsyncIterator[Jobs]:
+    store = await JobStore.open(redis_url)
+    metrics = CoordinatorMetrics(CollectorRegistry())
+    yield Jobs(store, clock=Clock(await store.now_unix_ms()), policy=Policy(), metrics=metrics, retention=timedelta(days=1))
+    await store.close()
+
+
+async def _begun(coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    """As a task that has come to where it waits for Redis."""
+    task = asyncio.create_task(coroutine)
+    for _ in range(20):
+        await asyncio.sleep(0)
+    return task

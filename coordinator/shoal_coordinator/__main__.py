@@ -13,22 +13,25 @@ import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import Final
 from urllib.parse import urlsplit
 
-from shoal_common.errors import ShoalError
+from shoal_common.errors import ShoalError, UnavailableError
 from shoal_common.redis import EmbeddedRedis
 from shoal_common.telemetry import configure_logging
 
 from shoal_coordinator.settings import CoordinatorSettings, parse_command_line
 
+_REDIS_CHECK_INTERVAL_S: Final = 0.5
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0 after SIGTERM or SIGINT; 1, with one line on stderr, if it could not serve or was replaced."""
+    """Returns the exit status: 0 after SIGTERM or SIGINT; 1, with one line on stderr, if it could not serve (any more) or was replaced."""
     try:
         settings = parse_command_line(arguments)
         configure_logging("coordinator", settings.log_level)
-        with _redis(settings.redis.get_secret_value()) as redis_url:
-            asyncio.run(_serve(settings, redis_url))
+        with _own_redis(settings.redis.get_secret_value()) as own_redis:
+            asyncio.run(_serve(settings, own_redis))
     except ShoalError as error:
         print(f"shoal-coordinator: {error}", file=sys.stderr)  # noqa: T201 - it may have no logging yet
         return 1
@@ -36,26 +39,45 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 @contextmanager
-def _redis(url: str) -> Iterator[str]:
-    """The URL of the Redis to use: that of one of our own for embedded://, which starts while the rest of the program is imported."""
+def _own_redis(url: str) -> Iterator[EmbeddedRedis | None]:
+    """The server of our own that embedded:// asks for, started while the rest of the program is imported; None: somebody else runs it."""
     if urlsplit(url).scheme != "embedded":
-        yield url
+        yield None
         return
     with ThreadPoolExecutor(max_workers=1) as starter:
         starting = starter.submit(EmbeddedRedis.from_url, url)
         import shoal_coordinator.server  # noqa: F401 - see above
     with starting.result() as server:
-        yield server.url
+        yield server
 
 
-async def _serve(settings: CoordinatorSettings, redis_url: str) -> None:
+async def _serve(settings: CoordinatorSettings, own_redis: EmbeddedRedis | None) -> None:
     from shoal_coordinator.server import serve
 
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    await serve(settings, redis_url, stop)
+    if own_redis is None:
+        await serve(settings, settings.redis.get_secret_value(), stop)
+        return
+    lost = asyncio.create_task(_lost(own_redis, stop))
+    await serve(settings, own_redis.url, stop)
+    if lost.done() and lost.result():
+        raise UnavailableError(
+            f"the embedded Redis server (pid {own_redis.pid}) has ended; its last words: {own_redis.last_words()}. Start the coordinator "
+            "again: it finds what was written, unless its data was temporary",
+            reason="REDIS_UNAVAILABLE",
+        )
+
+
+async def _lost(own_redis: EmbeddedRedis, stop: asyncio.Event) -> bool:
+    """Stops this coordinator when its Redis has ended: only a coordinator that starts brings that back. False: it was to stop anyway."""
+    while own_redis.alive:
+        await asyncio.sleep(_REDIS_CHECK_INTERVAL_S)
+    unasked = not stop.is_set()
+    stop.set()
+    return unasked
 
 
 if __name__ == "__main__":

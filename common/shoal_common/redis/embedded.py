@@ -91,6 +91,10 @@ class EmbeddedRedis:
     def alive(self) -> bool:
         return not self._closed and not self._child.ended.is_set()
 
+    def last_words(self) -> str:
+        """The end of the server's log, on one line."""
+        return self._child.log_tail()
+
     def close(self) -> None:
         """Stops the server, SIGTERM first, and waits for its end; deletes a temporary directory."""
         if self._closed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections.abc import Callable
@@ -9,7 +10,7 @@ from pathlib import Path
 
 from shoal.launcher.ports import ReservedPort
 from shoal_common.errors import ShoalError, UnavailableError, UnknownResourceError
-from shoal_common.redis import EmbeddedRedis
+from shoal_common.redis import EmbeddedRedis, connect
 from shoal_protos.v1 import coordinator_pb2 as pb
 
 from tests.integration.coordinator.harness import Coordinator, Job, create_job, eventually, ids
@@ -44,6 +45,20 @@ def test_a_killed_coordinator_comes_back_and_members_keep_their_places(make_coor
         assert a_again.kinds() == ["welcome", "generation"]
         assert [event.kind for event in job.events()].count("generation_formed") == 2
         job.close()
+
+
+def test_a_coordinator_whose_own_redis_has_ended_ends_and_finds_everything_when_it_starts_again(
+    make_coordinator: MakeCoordinator, tmp_path: Path
+) -> None:
+    coordinator = make_coordinator("--redis", f"embedded://{tmp_path}/data")
+    with coordinator.client() as client:
+        job = create_job(coordinator, client)
+        with connect(coordinator.ports["redis"]) as redis:
+            os.kill(redis.info("server")["process_id"], signal.SIGKILL)
+        assert coordinator.process.wait() == 1
+        assert "shoal-coordinator: the embedded Redis server (pid" in coordinator.log
+        coordinator.start()
+        assert job.get().spec.job_id == job.job_id
 
 
 def test_a_member_learns_after_a_restart_what_it_missed(make_coordinator: MakeCoordinator, own_redis: EmbeddedRedis) -> None:

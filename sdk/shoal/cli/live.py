@@ -5,6 +5,7 @@ A thread of its own asks the coordinator twice a second; the output pump's threa
 
 from __future__ import annotations
 
+import sys
 import threading
 from types import TracebackType
 from typing import Final, Self
@@ -26,7 +27,9 @@ class LiveView:
         self._coordinator = coordinator
         self._job_id = job_id
         self._fallback = fallback
-        self._console = Console()
+        # What this terminal's encoding lacks becomes a question mark: an error would end the pump's thread, and workers stop at full pipes.
+        terminal = open(Stream.OUT, "w", encoding=sys.stdout.encoding, errors="replace", closefd=False)  # noqa: SIM115 - for good
+        self._console = Console(file=terminal)
         self._live = Live(Text("starting", style="dim"), console=self._console, auto_refresh=False, transient=True)
         """Not transient once there is something that is worth to stay."""
         self._closed = threading.Event()

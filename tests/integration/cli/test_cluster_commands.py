@@ -8,6 +8,7 @@ import pty
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -184,19 +185,24 @@ def test_up_without_a_terminal_is_a_run_that_ends_with_the_script(shell: Shell) 
 
 
 def test_up_on_a_terminal_shows_the_members_below_the_output(shell: Shell, elastic_worker: Path) -> None:
+    """Also output that the terminal's encoding cannot express."""
+    worker = shell.script(
+        f"import os, runpy\nos.write(1, b'\\xe2\\x86\\x92\\n')\nrunpy.run_path({str(elastic_worker)!r}, run_name='__main__')\n"
+    )
     finish = shell.directory / "finish"
     ours, theirs = pty.openpty()
-    environment = {**shell.environment, "COLUMNS": "120", "LINES": "40", "TERM": "xterm"}
+    environment = {**shell.environment, "COLUMNS": "120", "LINES": "40", "TERM": "xterm", "PYTHONIOENCODING": "ascii"}
     command = subprocess.Popen(
-        [sys.executable, "-m", "shoal", "up", "--workers", "2", str(elastic_worker), str(finish)],
+        [sys.executable, "-m", "shoal", "up", "--workers", "2", str(worker), str(finish)],
         stdin=subprocess.DEVNULL,
         stdout=theirs,
         stderr=theirs,
         env=environment,
     )
     os.close(theirs)
-    seen = b""
+    seen, deadline = b"", time.monotonic() + 60
     while any(expected not in seen for expected in (b"samples/s", b"2 of 2 workers have a rank", b"generation 1 rank 1 of 2")):
+        assert time.monotonic() < deadline, seen[-2000:].decode()  # the table comes again and again
         seen += os.read(ours, 65536)
     finish.touch()
     seen += read_to_end(ours)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -10,7 +11,7 @@ from datetime import timedelta
 from typing import Final, NoReturn
 
 from shoal.launcher.agent import Agent, RunResult, Site
-from shoal.launcher.output import ConsoleWriter, OutputPump, Stream, Writer
+from shoal.launcher.output import ConsoleWriter, OutputPump, Stream, TerminalStuckError, Writer
 from shoal.launcher.settings import RunSettings
 from shoal.launcher.standalone import StandaloneSite
 from shoal.launcher.summary import failure_summary, survived_summary
@@ -29,6 +30,14 @@ def run_to_exit(settings: RunSettings, *, live: bool = False) -> NoReturn:
     """Runs, and exits with the run's status. `live`: under a table, if standard output is a terminal."""
     if settings.workers > 1 and "OMP_NUM_THREADS" not in os.environ:
         tell("OMP_NUM_THREADS is not set: each worker gets 1 thread; set it to what suits your script")
+    try:
+        result = _run(settings, live=live)
+    except TerminalStuckError as error:
+        _leave(error)
+    sys.exit(result.exit_code)
+
+
+def _run(settings: RunSettings, *, live: bool) -> RunResult:
     with ExitStack() as stack:
         pump: OutputPump
 
@@ -45,7 +54,14 @@ def run_to_exit(settings: RunSettings, *, live: bool = False) -> NoReturn:
         stack.callback(pump.close, _LAST_OUTPUT_TIMEOUT)
         result = Agent(settings, site, pump=pump, note=note, colour=_coloured()).run()
         _tell_result(settings, result, pump, note)
-    sys.exit(result.exit_code)
+    return result
+
+
+def _leave(error: TerminalStuckError) -> NoReturn:
+    """All that was started has ended. Nothing may be written to this terminal any more, not even what the interpreter would flush."""
+    if not Stream.ERR.is_terminal and select.select([], [Stream.ERR], [], 0)[1]:
+        os.write(Stream.ERR, f"shoal: {error}\n".encode())
+    os._exit(1)
 
 
 def _site(settings: RunSettings, note: Note) -> Site:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from datetime import timedelta
 from types import TracebackType
 from typing import Final, Self
 
@@ -14,9 +15,11 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from shoal.launcher.output import Stream, Writer
+from shoal.launcher.output import Stream, TerminalStuckError, Writer
 
 _INTERVAL_S: Final = 0.5
+_LAST_TABLE_TIMEOUT: Final = timedelta(seconds=20)
+"""Longer than the call to the coordinator that it may wait for."""
 
 
 class LiveView:
@@ -49,7 +52,11 @@ class LiveView:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self._closed.set()
-        self._thread.join()
+        if isinstance(error, TerminalStuckError):
+            return  # what follows would be stuck as well
+        self._thread.join(_LAST_TABLE_TIMEOUT.total_seconds())
+        if self._thread.is_alive():
+            raise TerminalStuckError(f"the terminal did not take the last table within {_LAST_TABLE_TIMEOUT.total_seconds():g} s")
         self._live.stop()
 
     def _follow(self) -> None:

@@ -86,6 +86,12 @@ def rank_prefix(rank: int, *, colour: bool) -> bytes:
     return b"\x1b[%dm[%d]:\x1b[0m " % (_COLOURS[rank % len(_COLOURS)], rank)
 
 
+class TerminalStuckError(DeadlineError):
+    """The terminal does not take what is written to it: it was stopped (Ctrl-S), or nobody reads it."""
+
+    default_reason = "TERMINAL_STUCK"
+
+
 class ConsoleWriter:
     """Writes to this process's standard output and error, past Python's buffers. A stream whose reader is gone is dropped: losing the
     terminal must not end the training."""
@@ -142,11 +148,11 @@ class OutputPump:
         self._order(lambda: self._write(Stream.ERR, text.encode()))
 
     def close(self, timeout: timedelta) -> None:
-        """Moves what is left and ends the thread. Raises DeadlineError when the terminal does not take the output in time."""
+        """Moves what is left and ends the thread. Raises TerminalStuckError when the terminal does not take the output in time."""
         self._order(self._begin_closing)
         self._thread.join(timeout.total_seconds())
         if self._thread.is_alive():
-            raise DeadlineError(f"the terminal did not take the workers' last output within {timeout.total_seconds():g} s")
+            raise TerminalStuckError(f"the terminal did not take the workers' last output within {timeout.total_seconds():g} s")
         os.close(self._wakeup)
         self._selector.close()
 

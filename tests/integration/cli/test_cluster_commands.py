@@ -209,6 +209,25 @@ def test_up_on_a_terminal_shows_the_members_below_the_output(shell: Shell, elast
     assert command.wait(90) == 0, seen.decode()
 
 
+def test_a_terminal_that_stands_still_does_not_hold_up_the_end(shell: Shell) -> None:
+    script = shell.script("print('x' * 1_000_000)")
+    shortly = "from datetime import timedelta; import shoal.cli.console as c; c._LAST_OUTPUT_TIMEOUT = timedelta(seconds=1)"
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", f"{shortly}; from shoal.cli import main; main()", "up", "--workers", "1", str(script)],
+        stdin=subprocess.DEVNULL,
+        stdout=theirs,
+        stderr=theirs,
+        env={**shell.environment, "TERM": "xterm"},
+    )
+    os.close(theirs)
+    try:
+        assert process.wait(60) == 1
+    finally:
+        process.kill()
+        os.close(ours)
+
+
 def read_to_end(terminal: int) -> bytes:
     """A terminal whose other side is closed gives EIO."""
     seen = b""

@@ -18,6 +18,7 @@ from typing import IO
 
 from shoal_common.clients.coordinator import CoordinatorClient
 from shoal_common.errors import DeadlineError, InternalError, ShoalError
+from shoal_common.processes import tied_to_parent
 from shoal_common.rpc.channel import ChannelSettings
 from shoal_protos.v1 import coordinator_pb2 as pb
 
@@ -103,7 +104,8 @@ def _command(plan: Plan, records: Path) -> list[str]:
 
 @contextlib.contextmanager
 def _process(command: list[str], environment: Mapping[str, str], log: IO[bytes]) -> Iterator[subprocess.Popen[bytes]]:
-    process = subprocess.Popen(command, env=dict(environment), stdout=log, stderr=subprocess.STDOUT)
+    tied = tied_to_parent(command, death_signal=signal.SIGTERM)  # the run then ends as it does when told to
+    process = subprocess.Popen(tied, env=dict(environment), stdout=log, stderr=subprocess.STDOUT)
     try:
         yield process
     finally:

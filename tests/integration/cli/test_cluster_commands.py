@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from shoal.launcher.registry import Registration
 from shoal_common.clients.coordinator import CoordinatorClient
@@ -176,6 +177,15 @@ main()
 """)
     command = shell.start_program(sys.executable, script, "--help")
     assert (command.wait(), command.stdout, command.stderr) == (130, "", "")
+
+
+def test_a_demo_that_is_killed_takes_its_run_with_it(shell: Shell) -> None:
+    demo = shell.start("demo", "--sync-epochs", "10000")
+    children = psutil.Process(demo.process.pid).children
+    demo.wait_for(children, "the demo's run to start")
+    run = children()[0]
+    demo.process.kill()
+    run.wait(30)
 
 
 def test_up_without_a_terminal_is_a_run_that_ends_with_the_script(shell: Shell) -> None:

@@ -22,7 +22,11 @@ from shoal_ps_server.settings import PsServerSettings, parse_command_line
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0 after SIGTERM, SIGINT or the end of the job; 1, with one line on stderr, if it could not serve."""
+    """Returns the exit status: 0 after SIGTERM, SIGINT or the end of the job; 1, with one line on stderr, if it could not serve.
+
+    Either signal ends the process at once while torch is loaded, which takes seconds: there is nothing to take down yet.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         settings = parse_command_line(arguments)
         configure_logging("ps-server", settings.log_level)
@@ -35,11 +39,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 async def _serve(settings: PsServerSettings) -> None:
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-
     # Only now: they bring torch, and --help or a wrong flag need not wait for it.
     import torch
 
@@ -51,6 +50,10 @@ async def _serve(settings: PsServerSettings) -> None:
     warm_up()
     # What the imports made stays for ever; looking through it again and again would hold up every call by 0.2 s.
     gc.freeze()
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
     with ExitStack() as stack:
         directory = None if settings.data_dir is None else stack.enter_context(DataDirectory(settings.data_dir))
         await ParameterServer(settings, directory).run(stop)

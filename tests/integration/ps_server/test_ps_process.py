@@ -103,6 +103,24 @@ def test_what_keeps_a_server_from_starting_is_one_line(start) -> None:
     assert process.log == f"shoal-ps-server: coordinator: Field required {remedy}\n"
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_torch_is_loaded_ends_the_server_at_once(number) -> None:
+    signalled_at_import = f"""
+import os, signal, sys
+
+class Signaller:
+    def find_spec(self, name, *_):
+        if name == "torch":
+            os.kill(os.getpid(), {int(number)})
+
+sys.meta_path.insert(0, Signaller())
+from shoal_ps_server.__main__ import main
+main(["--coordinator", "127.0.0.1:1", "--job", "job", "--server-id", "server"])
+"""
+    ended = subprocess.run([sys.executable, "-c", signalled_at_import], capture_output=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (-number, b"", b"")
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [

@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry
 from shoal_common.errors import ShoalError, UnavailableError
 from shoal_common.rpc.server import RpcServer, ServerSettings
 from shoal_common.settings import Address
+from shoal_common.tasks import end_tasks
 from shoal_common.telemetry.http import HttpRequest, HttpResponse, HttpServer, serve_metrics
 
 from shoal_coordinator.membership.reasons import Refusal
@@ -83,6 +84,16 @@ async def _until_stopped(stop: asyncio.Event, jobs: Jobs) -> None:
 
 async def _open_store(url: str, settings: CoordinatorSettings, stop: asyncio.Event) -> JobStore | None:
     """Waits for Redis to answer, for `redis_patience`. None: told to stop meanwhile."""
+    opening = asyncio.create_task(_opened_store(url, settings))
+    stopping = asyncio.create_task(stop.wait())
+    await asyncio.wait((opening, stopping), return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    if not opening.done():
+        await end_tasks([opening])
+    return None if opening.cancelled() else opening.result()
+
+
+async def _opened_store(url: str, settings: CoordinatorSettings) -> JobStore:
     deadline = asyncio.get_running_loop().time() + settings.redis_patience.total_seconds()
     while True:
         try:
@@ -91,12 +102,7 @@ async def _open_store(url: str, settings: CoordinatorSettings, stop: asyncio.Eve
             if asyncio.get_running_loop().time() >= deadline:
                 raise
             logger.warning("waiting for Redis: %s", error)
-        try:
-            async with asyncio.timeout(_REDIS_RETRY_S):
-                await stop.wait()
-                return None
-        except TimeoutError:
-            continue
+        await asyncio.sleep(_REDIS_RETRY_S)
 
 
 def _servicer(

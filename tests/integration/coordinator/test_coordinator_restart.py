@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +13,8 @@ from pathlib import Path
 from shoal.launcher.ports import ReservedPort
 from shoal_common.errors import ShoalError, UnavailableError, UnknownResourceError
 from shoal_common.redis import EmbeddedRedis, connect
+from shoal_coordinator.server import serve
+from shoal_coordinator.settings import CoordinatorSettings
 from shoal_protos.v1 import coordinator_pb2 as pb
 
 from tests.integration.coordinator.harness import Coordinator, Job, create_job, eventually, ids
@@ -263,6 +267,23 @@ def refusal(call: Callable[[], object]) -> ShoalError:
     except ShoalError as error:
         return error
     raise AssertionError("the call was granted")
+
+
+def test_a_coordinator_that_waits_for_a_mute_redis_stops_when_it_is_told_to() -> None:
+    """Sooner than Redis' answer could be given up, which takes 5 s for each attempt."""
+
+    async def test() -> None:
+        stop = asyncio.Event()
+        with socket.create_server(("127.0.0.1", 0)) as mute:
+            mute.setblocking(False)
+            serving = asyncio.create_task(serve(CoordinatorSettings(), f"redis://127.0.0.1:{mute.getsockname()[1]}", stop))
+            asked, _ = await asyncio.get_running_loop().sock_accept(mute)
+            stop.set()
+            with asked:
+                async with asyncio.timeout(4):
+                    await serving
+
+    asyncio.run(test())
 
 
 def test_a_job_survives_with_its_spec_and_closed_state(make_coordinator: MakeCoordinator, own_redis: EmbeddedRedis) -> None:

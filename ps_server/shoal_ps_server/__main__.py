@@ -26,7 +26,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Either signal ends the process at once while torch is loaded, which takes seconds: there is nothing to take down yet.
     """
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    for number in (signal.SIGTERM, signal.SIGINT):  # not by the default action, which the first process of a container does not have
+        signal.signal(number, lambda number, frame: os._exit(0))
     try:
         settings = parse_command_line(arguments)
         configure_logging("ps-server", settings.log_level)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import resource
 import socket
 import threading
 import time
@@ -55,6 +57,20 @@ def form(threads: Pool) -> Iterator[Form]:
         backend.shutdown()
 
 
+@pytest.fixture
+def many_descriptors() -> Iterator[None]:
+    """All descriptors below 1024 are taken, as in a process that holds many files or shared tensors."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+    taken = [os.open(os.devnull, os.O_RDONLY)]
+    while taken[-1] < 1024:
+        taken.append(os.dup(taken[0]))
+    yield
+    for descriptor in taken:
+        os.close(descriptor)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
 def _eventually(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + _DEADLINE_S
     while not condition():
@@ -99,6 +115,13 @@ def test_an_abort_ends_the_group_for_peers_that_wait_or_compute(form: Form, thre
     _eventually(lambda: not third.is_initialized)
     with pytest.raises(MembershipChanged, match="connection to a peer ended"):
         third.barrier()
+
+
+@pytest.mark.usefixtures("many_descriptors")
+def test_a_rank_with_many_open_files_notices_that_a_peer_has_gone(form: Form) -> None:
+    first, second = form(2)
+    first.abort("over")
+    _eventually(lambda: not second.is_initialized)
 
 
 def test_a_collective_that_a_peer_does_not_join_ends_at_the_groups_timeout(form: Form, threads: Pool) -> None:

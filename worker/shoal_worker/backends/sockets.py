@@ -130,7 +130,9 @@ def _watch(stop: int, copies: list[socket.socket], lost: Callable[[str], None]) 
                 poll.register(copy.fileno(), select.EPOLLRDHUP)
         del copies
         ended = [descriptor for descriptor, _ in poll.poll()]
-    if stop in ended or select.select([stop], [], [], GRACE_S)[0]:
+    stopping = select.poll()  # select() takes no descriptor above 1023
+    stopping.register(stop, select.POLLIN)
+    if stop in ended or stopping.poll(GRACE_S * 1000):
         return
     remote = names[ended[0]]
     lost("the connection to a peer ended" + (f" ({remote[0]}:{remote[1]})" if remote else ""))

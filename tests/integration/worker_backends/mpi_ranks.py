@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+import threading
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -109,6 +111,29 @@ def an_abort_is_heard_by_those_who_wait() -> None:
     backend.shutdown()
 
 
+def an_abort_is_heard_by_all_threads_that_look_at_once() -> None:
+    """One message tells it: a thread that finds it gone does not wait for another."""
+    for _ in range(12):
+        backend = MPIBackend()
+        backend.initialize()
+        if backend.rank == 1:
+            backend.abort("over")
+        else:
+            looking = [threading.Thread(target=_look_until_over, args=[backend], daemon=True) for _ in range(8)]
+            for thread in looking:
+                thread.start()
+            for thread in looking:
+                thread.join(20)
+            assert not any(thread.is_alive() for thread in looking), "a thread waits for the message that another one took"
+    dist.barrier()
+
+
+def _look_until_over(backend: MPIBackend) -> None:
+    while backend.is_initialized:
+        with contextlib.suppress(GroupEndedError):
+            backend.process_group.check_live()  # type: ignore[attr-defined]  # an MPIGroup
+
+
 def ranks_that_do_not_come_are_waited_for_no_longer_than_asked() -> None:
     """The last check: the others are left with a communicator that was never made."""
     if dist.get_rank() != 0:
@@ -157,6 +182,7 @@ MPI_CHECKS: dict[str, Callable[[], None]] = {
         a_process_of_mpiexec_is_a_rank_of_a_job,
         a_wait_ends_at_its_deadline,
         an_abort_is_heard_by_those_who_wait,
+        an_abort_is_heard_by_all_threads_that_look_at_once,
         ranks_that_do_not_come_are_waited_for_no_longer_than_asked,
     )
 }

@@ -91,9 +91,10 @@ class MPIGroup(PythonGroup):
         """Raises GroupEndedError when the group is over here, or another rank said so."""
         if self.reason is None:
             status = MPI.Status()
-            if self._comm.Iprobe(MPI.ANY_SOURCE, _ABORT_TAG, status):
+            told = self._comm.Improbe(MPI.ANY_SOURCE, _ABORT_TAG, status)  # taken at once: another thread may look, too
+            if told is not None:
                 message = bytearray(status.Get_count(MPI.BYTE))
-                self._comm.Recv([message, MPI.BYTE], status.Get_source(), _ABORT_TAG)
+                told.Recv([message, MPI.BYTE])
                 with self._lock:
                     self.reason = self.reason or message.decode()
         if self.reason is not None:

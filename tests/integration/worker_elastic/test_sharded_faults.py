@@ -116,6 +116,16 @@ def test_a_worker_killed_while_its_shard_of_a_checkpoint_is_written_leaves_the_o
     assert len(list((checkpoints / "step-10").glob("shard-*-of-00003.safetensors"))) == 3
 
 
+def test_a_checkpoint_does_not_wait_for_the_shard_of_a_dead_rank_in_a_job_on_hold(zygote: Zygote, tmp_path: Path) -> None:
+    """No generation without the dead rank comes: too few are left."""
+    with cluster(
+        zygote, tmp_path, min_workers=2, max_workers=2, EPOCHS="2", STRATEGY="zero3", CHECKPOINTS=str(tmp_path / "checkpoints")
+    ) as running:
+        running.start(0)
+        running.start(1, SHOAL_FAILPOINTS="checkpoint.shard_written@1=kill")
+        eventually(lambda: "is given up: a rank went away" in running.workers[0].said(), "the first rank to give the checkpoint up")
+
+
 def kill_two_neighbours(running: Cluster, moment: str) -> None:
     """Ranks 1 and 2 of four, when both are at that moment: one mirrors the other's shard."""
     neighbours = (1, 2)

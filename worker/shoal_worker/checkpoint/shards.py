@@ -43,6 +43,8 @@ SHARDED: Final = "sharded"
 _TIMEOUT = timedelta(minutes=30)
 """For the other ranks' shards."""
 _POLL = timedelta(milliseconds=20)
+_ASK_GONE = timedelta(seconds=0.5)
+"""Between two looks at whether a rank has gone: the coordinator is asked."""
 _DCP_KEY, _DCP_OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
 """Where torch.distributed.checkpoint looks for a tensor's offset (torch/distributed/checkpoint/_hf_utils.py)."""
 
@@ -123,6 +125,7 @@ class Shards:
             OSError: the directory cannot be read.
         """
         give_up_at = time.monotonic() + _TIMEOUT.total_seconds()
+        ask_at = 0.0
         notes: dict[int, dict[str, Any]] = {}
         while True:
             missing = [number for number in range(self.count) if number not in notes]
@@ -132,9 +135,11 @@ class Shards:
                     raise _not_written(temporary, f"shard {number + 1} failed: {note['error']}")
             if len(notes) == self.count:
                 return self._complete(temporary, notes)
-            if any(gone(number) and self._read_note(temporary, number) is None for number in missing if number not in notes):
-                _log.warning("%s is given up: a rank went away before its part was written", temporary)
-                return None
+            if time.monotonic() >= ask_at:
+                if any(gone(number) and self._read_note(temporary, number) is None for number in missing if number not in notes):
+                    _log.warning("%s is given up: a rank went away before its part was written", temporary)
+                    return None
+                ask_at = time.monotonic() + _ASK_GONE.total_seconds()
             if time.monotonic() > give_up_at:
                 raise _not_written(temporary, f"{self.count - len(notes)} shards did not come within {_TIMEOUT}; is the disk too slow?")
             time.sleep(_POLL.total_seconds())

@@ -155,8 +155,9 @@ class Membership:
     def has_left(self, member_id: str) -> bool:
         """See `Member`. One that was drained belongs to the job until it says goodbye. While the coordinator is away nobody is known to
         have left."""
-        newest = self.link.newest_generation
-        if newest is None or any(peer.member_id == member_id for peer in newest.peers):
+        newest, group = self.link.newest_generation, self._group
+        whole = group is not None and not group.ended  # else one may have left without a generation to follow: a job on hold, or ending
+        if newest is None or (whole and any(peer.member_id == member_id for peer in newest.peers)):
             return False
         try:
             job = self.link.client.get_job(self.link.identity.job_id)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Collection
 from typing import Any, Final
+
+logger = logging.getLogger(__name__)
 
 _AGAIN_S: Final = 0.2
 
@@ -20,4 +23,6 @@ async def end_tasks(tasks: Collection[asyncio.Task[Any]]) -> None:
         for task in pending:
             task.cancel()
         _, pending = await asyncio.wait(pending, timeout=_AGAIN_S)
+        if pending:
+            logger.info("cancelling again what has not ended: %s", ", ".join(sorted(task.get_name() for task in pending)))
     await asyncio.gather(*tasks, return_exceptions=True)

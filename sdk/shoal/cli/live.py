@@ -5,6 +5,7 @@ A thread of its own asks the coordinator twice a second; the output pump's threa
 
 from __future__ import annotations
 
+import io
 import sys
 import threading
 from datetime import timedelta
@@ -31,8 +32,9 @@ class LiveView:
         self._job_id = job_id
         self._fallback = fallback
         # What this terminal's encoding lacks becomes a question mark: an error would end the pump's thread, and workers stop at full pipes.
-        terminal = open(Stream.OUT, "w", encoding=sys.stdout.encoding, errors="replace", closefd=False)  # noqa: SIM115 - for good
-        self._console = Console(file=terminal)
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="replace")
+        self._console = Console()
         self._live = Live(Text("starting", style="dim"), console=self._console, auto_refresh=False, transient=True)
         """Not transient once there is something that is worth to stay."""
         self._closed = threading.Event()

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from shoal_common.errors import ConfigurationError, DeadlineError, InvalidRequestError
 from shoal_worker.backends import GroupEndedError
 from shoal_worker.backends.mpi import MPIBackend
+from shoal_worker.backends.mpi_group import MPIGroup
 from shoal_worker.elastic.current import set_session
 from shoal_worker.elastic.start import open_session
 
@@ -129,9 +130,11 @@ def an_abort_is_heard_by_all_threads_that_look_at_once() -> None:
 
 
 def _look_until_over(backend: MPIBackend) -> None:
+    group = backend.process_group
+    assert isinstance(group, MPIGroup)
     while backend.is_initialized:
         with contextlib.suppress(GroupEndedError):
-            backend.process_group.check_live()  # type: ignore[attr-defined]  # an MPIGroup
+            group.check_live()
 
 
 def ranks_that_do_not_come_are_waited_for_no_longer_than_asked() -> None:

@@ -7,6 +7,7 @@ service and has no defaults of theirs.
 from __future__ import annotations
 
 import re
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -51,6 +52,14 @@ class Address:
             return ip_address(self.host).is_loopback
         except ValueError:
             return False
+
+    def check_free(self) -> None:
+        """Raises ConfigurationError if nobody could listen here now."""
+        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+        try:
+            socket.create_server((self.host, self.port), family=family).close()
+        except OSError as error:
+            raise ConfigurationError(f"cannot listen on {self}: {error}; free the address, or use port 0 for one that is") from error
 
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"

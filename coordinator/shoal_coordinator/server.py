@@ -38,6 +38,7 @@ _REDIS_RETRY_S = 0.2
 
 async def serve(settings: CoordinatorSettings, redis_url: str, stop: asyncio.Event) -> None:
     """Serves until `stop` is set. Raises FencedError when another coordinator takes over; ShoalErrors when it cannot start."""
+    server_settings = _servable(settings)
     async with AsyncExitStack() as stack:
         store = await _open_store(redis_url, settings, stop)
         if store is None:
@@ -52,7 +53,7 @@ async def serve(settings: CoordinatorSettings, redis_url: str, stop: asyncio.Eve
         await jobs.load()
         servicer = _servicer(settings, jobs, store, clock, metrics, redis_url)
         rpc = RpcServer(
-            _server_settings(settings),
+            server_settings,
             service_name=SERVICE,
             register=partial(register, servicer),
             allowed_roles=ALLOWED_ROLES,
@@ -120,7 +121,12 @@ def _servicer(
     return CoordinatorServicer(jobs, store=store, clock=clock, members=members, servers=servers, request_timeout=settings.request_timeout)
 
 
-def _server_settings(settings: CoordinatorSettings) -> ServerSettings:
+def _servable(settings: CoordinatorSettings) -> ServerSettings:
+    """Raises ConfigurationError for what could not be served. Called before the store is opened: that takes over from one that serves."""
+    for address in (settings.listen, settings.http):
+        address.check_free()
+    if settings.tls is not None:
+        settings.tls.load()
     return ServerSettings(
         listen=str(settings.listen),
         tls=settings.tls,

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from shoal.launcher.ports import ReservedPort
 from shoal_common.errors import ShoalError, UnavailableError, UnknownResourceError
 from shoal_common.redis import EmbeddedRedis, connect
@@ -63,6 +64,20 @@ def test_a_coordinator_whose_own_redis_has_ended_ends_and_finds_everything_when_
         assert "shoal-coordinator: the embedded Redis server (pid" in coordinator.log
         coordinator.start()
         assert job.get().spec.job_id == job.job_id
+
+
+@pytest.mark.parametrize(("listen", "complaint"), [("taken", "cannot listen on"), ("0.0.0.0:0", "can be reached from other machines")])
+def test_one_that_could_not_serve_does_not_take_over_from_one_that_does(
+    make_coordinator: MakeCoordinator, own_redis: EmbeddedRedis, listen: str, complaint: str
+) -> None:
+    serving = make_coordinator("--redis", own_redis.url)
+    address = serving.address if listen == "taken" else listen
+    second = make_coordinator("--redis", own_redis.url, "--listen", address, wait=False)
+    assert second.process.wait() == 1
+    assert complaint in second.log
+    with serving.client() as client, connect(own_redis.url) as redis:
+        create_job(serving, client)
+        assert redis.get("shoal:coordinator:epoch") == b"1"
 
 
 def test_a_member_learns_after_a_restart_what_it_missed(make_coordinator: MakeCoordinator, own_redis: EmbeddedRedis) -> None:

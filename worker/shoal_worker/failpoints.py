@@ -6,8 +6,9 @@ heartbeats go on), `lose` (MembershipChanged, as if a peer had gone), `raise` (R
 look-up in a cache.
 
     compression.halfway         the first collectives of all compressed buckets are done on this rank, their second ones are under way
-    reduction.completed         a collective of the step's gradients is done on this rank
+    reduction.completed         the step's gradients are summed, and it is not sealed on this rank
     sharded.sealed              this rank's part of the summed gradients is with its buddy
+    step.closed                 the closing came back, and this rank has not looked at it
     mesh.dividing               this rank is about to connect the groups along the axes, its parts gathered
     session.before_apply        all collectives of the step are done, nothing is applied on this rank
     session.after_apply         applied, not yet committed: no loader has moved, nobody was told

@@ -32,7 +32,7 @@ class Strategy(Model):
         word = self.steps.control_word()
         word[0] += self.others[0]
         word[3] += self.others[1]
-        self.steps.require().take_control_word(word)
+        self.steps.require().decide(word)
 
 
 @pytest.fixture

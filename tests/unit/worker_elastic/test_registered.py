@@ -43,35 +43,12 @@ def test_a_copy_of_a_registered_scheduler_steps_itself_and_is_not_gated() -> Non
     assert (lr.last_epoch, copied.last_epoch) == (0, 1)
 
 
-def test_a_rank_that_took_its_peers_state_skips_the_advances_they_had_made() -> None:
-    donor, donors_lr = RegisteredState(), scheduler()
-    donor.register("lr", donors_lr)
-    donor.step_committed()
-    donors_lr.step()
-    taker, takers_lr = RegisteredState(), scheduler()
-    taker.register("lr", takers_lr)
-    taker.restore(donor.capture(), skip_advances=True)
-    takers_lr.step()
-    assert takers_lr.get_last_lr() == donors_lr.get_last_lr() == [0.5]
-
-
-def test_a_scheduler_that_advances_per_epoch_still_advances_after_a_step_was_taken_over() -> None:
-    donor, donors_lr = RegisteredState(), scheduler()
-    donor.register("lr", donors_lr)
-    donor.step_committed()  # captured in an operation at the end of the epoch, before the scheduler's turn
-    taker, takers_lr = RegisteredState(), scheduler()
-    taker.register("lr", takers_lr)
-    taker.restore(donor.capture(), skip_advances=True)
-    takers_lr.step()
-    assert takers_lr.get_last_lr() == [0.5]
-
-
 def test_a_state_waits_for_an_object_that_is_registered_later() -> None:
     donor, donors_lr = RegisteredState(), scheduler()
     donor.register("lr", donors_lr)
     donors_lr.step()
     taker = RegisteredState()
-    taker.restore(donor.capture(), skip_advances=False)
+    taker.restore(donor.capture())
     late = scheduler()
     taker.register("lr", late)
     assert late.last_epoch == donors_lr.last_epoch

@@ -25,7 +25,6 @@ class Training:
             self.registered.step_void()
         else:
             self.scaler.step(self.optimizer)
-            self.registered.step_committed()
         self.scaler.update()
 
 

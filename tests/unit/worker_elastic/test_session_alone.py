@@ -99,7 +99,7 @@ def test_a_step_that_the_ranks_took_at_different_places_is_refused_before_it_is_
     def reduce_with_a_rank_that_takes_the_next_step() -> None:
         step = steps.require()
         words = [step.control_word(border_wanted=False, stop_told=False, place=Place("loader", 1, 0, number)) for number in (0, 1)]
-        step.take_control_word([a + b for a, b in zip(*words, strict=True)])
+        step.decide([a + b for a, b in zip(*words, strict=True)])
 
     monkeypatch.setattr(model, "finish_reduction", reduce_with_a_rank_that_takes_the_next_step)
     for x, y in loader:

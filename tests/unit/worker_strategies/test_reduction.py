@@ -14,7 +14,7 @@ import torch
 from shoal_common.errors import ConfigurationError, MembershipChanged, PreconditionError
 from shoal_worker.config import ShardingConfiguration
 from shoal_worker.elastic.contract import Placement, Share
-from shoal_worker.elastic.step import CONTROL_LENGTH, Step
+from shoal_worker.elastic.step import Step, StepPhase
 from shoal_worker.strategies.accumulation import AccumulatedReduction
 from shoal_worker.strategies.buckets import lay_out
 from shoal_worker.strategies.buffers import CommittedBuffers
@@ -64,11 +64,8 @@ class OneStepSession:
         share = Share(weight=1.0, total_weight=2.0, micro_batches=micro_batches)
         self.step = Step(placement=Placement(generation=1, rank=0, world_size=2), source=None, share=share)
 
-    def control_word(self) -> list[float]:
-        return [1.0] * CONTROL_LENGTH
-
-    def take_control_word(self, summed: list[float]) -> None:
-        self.step.control = summed
+    def seal_step(self) -> None:
+        self.step.seal()
 
     def mark_lost(self, error: BaseException) -> None:
         self.step.lost = str(error)
@@ -125,7 +122,7 @@ def test_the_mean_gradient_is_in_grad_when_backward_returns() -> None:
     net(torch.ones(2, 530)).sum().backward()
     plain(torch.ones(2, 530)).sum().backward()
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(net.parameters(), plain.parameters(), strict=True))
-    assert session.step.control == [2.0] * CONTROL_LENGTH
+    assert session.step.phase is StepPhase.SEALED
 
 
 @pytest.mark.parametrize(("failing", "refusing"), [((0,), None), ((1, 2), None), ((), 2)])
@@ -150,7 +147,7 @@ def test_a_step_is_lost_only_when_nothing_of_it_is_in_flight(
             reduction.micro_batch_ends(1.0)
             reduction.finish()
     assert session.step.lost == "a peer went away"
-    assert session.step.control is None
+    assert session.step.phase is StepPhase.OPEN
     assert len(group.works) >= 2
     assert all(work.waited for work in group.works)
 
@@ -205,7 +202,7 @@ def test_a_backward_pass_on_another_thread_reduces_as_well() -> None:
     thread = threading.Thread(target=logits.sum().backward)
     thread.start()
     thread.join()
-    assert session.step.control is not None
+    assert session.step.phase is StepPhase.SEALED
     assert all(work.waited for work in group.works)
 
 

@@ -68,15 +68,19 @@ class Borders:
             return False
         if self._held.replica.idle:
             return self._stand_by(formation, source)
+        if self._held.in_round or formation.must_move:
+            return False  # of a round all ranks come to the end, whatever happens; and a step that is void here as well has to begin
         if not self._held.live:
             link.ready()
             formation.reform()
-        elif formation.border_due:
+        elif formation.stop_due:
             # Not whether this rank was told of a stop by now: others may not have been, and would go on without it.
-            self._leave_if_asked(formation, stop=(link.stopped or "the job is stopped") if formation.stop_due else None)
+            self._leave_if_asked(formation, stop=link.stopped or "the job is stopped")
+        elif formation.border_due:
+            self._leave_if_asked(formation, stop=None)
             formation.reform()
         else:
-            formation.recover_if_broken()
+            formation.settle()
         self._let_joiners_in(formation, source)
         return self._stand_by(formation, source)
 
@@ -105,7 +109,7 @@ class Borders:
             healthy = link.stopped is None and link.draining is None
         else:
             healthy = formation.healthy
-        return self._held.live and not formation.border_due and healthy and placement == self.placement
+        return self._held.live and not formation.border_due and not formation.stop_due and healthy and placement == self.placement
 
     def control_word(self, step: Step) -> list[float]:
         """What this rank adds to the step's control word: what it was told that the next border is to settle, and where it stands."""
@@ -127,10 +131,24 @@ class Borders:
         if self._formation is not None:
             self._formation.failed_now()
 
-    def recover(self, reason: str) -> None:
-        """A step was lost: forms the next generation, and brings this rank to its state. Raises StopTraining."""
-        assert self._formation is not None
-        self._formation.recover(MembershipChanged(reason), in_operation=False)
+    @property
+    def broken(self) -> bool:
+        """The group is over."""
+        return self._formation is not None and not self._formation.healthy
+
+    def ask(self, reason: str) -> None:
+        """The group of the step in progress failed: forms the next generation, which tells whether the step counts. Returns when this rank
+        knows. Raises StopTraining."""
+        formation = self._formation
+        if formation is not None:
+            formation.end_group(MembershipChanged(reason), in_operation=False)
+            formation.meet()
+
+    def step_ended(self) -> None:
+        """The script is about to be told of the outcome of a step: re-forms if the step's group failed. Raises StopTraining."""
+        formation = self._formation
+        if formation is not None and not self._held.replica.asynchronous and not self._held.in_round:
+            formation.settle()
 
     def leave_peers(self) -> None:
         """This process left its job: what comes is a world of one."""

@@ -16,13 +16,13 @@ from shoal_common.errors import PreconditionError
 
 
 class StepStatus(enum.Enum):
-    """What became of a step. True when committed, so that side effects can stand behind `if optimizer.step():`."""
+    """What became of a step: the same on every rank that survives it. True when committed, so that side effects can stand behind
+    `if optimizer.step():`."""
 
     COMMITTED = "committed"
-    """Every rank's part is in, and this rank has applied it."""
+    """Every rank's part is in, and every survivor has applied it or is about to."""
     LOST = "lost"
-    """This rank applied nothing. Either a fault made the step void and the loader hands out the same samples again, dealt anew; or the
-    step went through at the peers, this rank took their state, and the loader goes on after it."""
+    """A fault made the step void: no rank applied it, and the loader hands out the same samples again, dealt anew."""
 
     def __bool__(self) -> bool:
         return self is StepStatus.COMMITTED

@@ -1,12 +1,16 @@
-"""Forms generations until one stands and all its ranks hold one state, and lets joiners in.
+"""Forms generations until one stands and all its ranks are at one, and lets joiners in.
 
-- After a failure some ranks may have applied the step and others not. The highest state name wins, and those behind take the state of those
-  ahead, at once: their own step did not happen, so their code stands where the donors' stood.
+- The ranks of a new generation *meet*: each says how it stands, and all conclude the same (`reconcile.py`). If they are at one, the
+  generation *stands*: what is cut over the ranks is cut for these. If not, some have to move first, each in its own script: they get what
+  they need for that (the closing of a step that they are in doubt of, results of operations), and the group is given up; the others wait
+  for the next one. So when a generation stands, every member's script has been told of the same outcomes.
+- Nobody but a joiner takes a state from peers, and a rank whose peers read a checkpoint while it did not. A rank in doubt applies its own
+  step.
 - A joiner is a spectator of its first generation until all others stand at a border; there it is fed. So it never sees a state in the
   middle of the users' code between two steps.
 
-Owns who the spectators are, whether a border is due, and when the last failure was. All of it runs on the training thread, except that
-`failed_now` may be called from a collective's callback.
+Owns whether the group stands, who the spectators are, whether a border is due, and when the last failure was. All of it runs on the
+training thread, except that `failed_now` may be called from a collective's callback.
 """
 
 from __future__ import annotations
@@ -72,14 +76,19 @@ class Formation:
         self._metrics = metrics
         self._progress = progress
         self._spectators: tuple[int, ...] = ()
+        self.group: Group | None = None
+        """The group that stood last, or is about to stand; it may be over. None before the first. Strategies know no other: one whose ranks
+        have only met is the membership's still."""
+        self._stands = False
+        """What is cut over the ranks is cut for those of the group."""
+        self._met = False
+        """The ranks of the membership's group are at one, and it does not stand yet."""
+        self._outcomes_due = 0
+        """As many outcomes of steps some rank had been told of when the ranks met last."""
+        self._meeting_began = 0.0
         self._failed_at: float | None = None
 
     # ------------------------------------------------------------------------------------------------------------ who is here
-
-    @property
-    def group(self) -> Group | None:
-        """The group formed last; it may be broken. None before the first, and after one was left."""
-        return self.membership.group
 
     @property
     def working(self) -> Group | None:
@@ -90,8 +99,8 @@ class Formation:
     @property
     def generation(self) -> Generation | None:
         """The generation this process works in; None before the first."""
-        if self.membership.group is not None:
-            return self.membership.group.generation
+        if self.group is not None:
+            return self.group.generation
         return self.membership.link.newest_generation if self._held.live else None
 
     @property
@@ -103,8 +112,13 @@ class Formation:
 
     @property
     def healthy(self) -> bool:
-        """There is a group, and no collective has failed on it."""
-        return self.group is not None and self.group.broken is None
+        """There is a group that stands, and no collective has failed on it."""
+        return self._stands and self.group is not None and self.group.broken is None
+
+    @property
+    def must_move(self) -> bool:
+        """No generation can stand before this rank's script was told of more outcomes: the step that it begins next is void."""
+        return self._held.outcomes < self._outcomes_due
 
     def channel(self, kind: str) -> GroupChannel:
         """The members of the group, for one operation.
@@ -128,42 +142,59 @@ class Formation:
             self._failed_at = None
 
     def recover(self, error: BaseException, *, in_operation: bool | None = None) -> None:
-        """A group failed under this rank: ends it, so that no peer waits in it meanwhile, reports it and forms the next one. Raises as
-        `reform`. `in_operation`: in one between steps; False: in a step; None: in neither."""
+        """A group failed under this rank: ends it, and re-forms. Raises as `reform`. `in_operation`: see `end_group`."""
+        self.end_group(error, in_operation=in_operation)
+        self.reform()
+
+    def end_group(self, error: BaseException, *, in_operation: bool | None) -> None:
+        """A group failed under this rank: ends it, so that no peer waits in it meanwhile, and reports it. `in_operation`: in one between
+        steps; False: in a step; None: in neither. Raises MembershipChanged if there will be no other group."""
         self.failed_now()
+        self._stands = self._met = False
         self._held.interrupted = None
+        if self.membership.group is not None:
+            self.membership.group.abort(str(error))
         if self.group is not None:
             self.group.abort(str(error))
             if in_operation is not None:
                 self._held.interrupted = Interrupted(self.group.generation.number, in_operation)
         self.membership.failed(error)
-        self.reform()
 
-    def recover_if_broken(self) -> None:
-        """As `recover`, if a collective failed since the last border. Raises as `reform`."""
+    def settle(self) -> None:
+        """Returns when the group stands, or when this rank's script has to move first. Raises as `reform`."""
+        if self.must_move or self.healthy:
+            return
+        if self._met:
+            if not self.stand():
+                self.reform()
+            return
         group = self.group
-        if group is None or group.broken is not None:
-            self.recover(MembershipChanged(group.broken if group is not None and group.broken else "there is no group"))
+        self.recover(MembershipChanged(group.broken if group is not None and group.broken else "there is no group"))
 
     def reform(self) -> None:
-        """Forms newer generations until one stands and this rank's state agrees with its peers'.
+        """Forms newer generations until one stands, or until this rank's script has to move first.
 
         Raises:
             StopTraining: the job is stopped, or this member is to leave.
             DeadlineError: none formed within the rendezvous timeout.
             PreconditionError: the state is lost, or this member was put out.
         """
+        while self.meet():
+            if self.stand():
+                return
+
+    def meet(self) -> bool:
+        """Forms newer generations until the ranks of one are at one: True. False: this rank's script has to move first; its group is given
+        up. Raises as `reform`."""
         give_up_at = time.monotonic() + self._settings.rendezvous_timeout.total_seconds()
-        self._held.go_back()
+        self._stands = self._met = False
         while True:
-            started = time.monotonic()
+            self._meeting_began = time.monotonic()
             try:
                 group = self.membership.form()
                 if self._exchange is not None:
                     self._exchange.expect(group)  # ahead of the first exchange: a receiver asks after it
-                self._reconcile(group)
-                if self._held.has_replica and not self._spectators:
-                    self._held.replica.regroup(group)
+                moving = self._reconcile(group)
             except GROUP_LOST as error:
                 _log.info("a generation did not form: %s", error)
                 self.membership.failed(error)
@@ -172,14 +203,39 @@ class Formation:
                         f"no generation formed for {self._settings.rendezvous_timeout_s:.0f} s (SHOAL_RENDEZVOUS_TIMEOUT_S); "
                         f"the last try: {error}"
                     ) from error
-            else:
-                self.border_due = False
-                self._held.interrupted = None
-                self._progress.entered()
-                self._metrics.generation_formed(group.generation, time.monotonic() - started)
-                return
+                continue
+            if not moving:
+                self._met = True
+                return True
+            unequal = MembershipChanged(f"ranks {list(moving)} have to end a step first")
+            group.abort(str(unequal))
+            self.membership.failed(unequal)
+            if group.rank in moving:
+                return False
 
-    def _reconcile(self, group: Group) -> None:
+    def stand(self) -> bool:
+        """The ranks have met: what is cut over the ranks is cut for these. A collective. False: the group was lost on the way."""
+        held, group = self._held, self.membership.group
+        self._met = False
+        try:
+            if group is None or group.broken is not None:
+                raise MembershipChanged(group.broken if group is not None and group.broken is not None else "there is no group")
+            self.group = group
+            if held.has_replica and not self._spectators:
+                held.replica.regroup(group)
+        except GROUP_LOST as error:
+            _log.info("a generation did not form: %s", error)
+            self.membership.failed(error)
+            return False
+        self._stands = True
+        self.border_due = False
+        held.interrupted = None
+        self._progress.entered()
+        self._metrics.generation_formed(group.generation, time.monotonic() - self._meeting_began)
+        return True
+
+    def _reconcile(self, group: Group) -> tuple[int, ...]:
+        """Tells the ranks how this one stands, and gives and takes what follows from it. Returns the ranks that have to move first."""
         failpoint("session.before_reconcile")
         held = self._held
         gathered = group.all_gather_integers(held.standing().encode())
@@ -198,23 +254,32 @@ class Formation:
             )
         if plan.behind or plan.results_from is not None:
             held.interrupted = None
+        closing, results = b"", b""
+        if plan.decided and plan.donors:
+            closing = group.exchange(held.closing() if group.rank == plan.donors[0] else b"")[plan.donors[0]]
         if plan.behind and plan.donors:
             self._catch_up(group, plan)
         if plan.results_from is not None:
-            answers = group.exchange(held.operations.encode() if group.rank == plan.results_from else b"")
-            if group.rank in plan.behind:
-                held.operations.restart(answers[plan.results_from], passed=False)
-            elif group.rank not in plan.spectators:
-                held.operations.extend(answers[plan.results_from])
+            results = group.exchange(held.operations.encode() if group.rank == plan.results_from else b"")[plan.results_from]
+        # Nothing of what follows communicates: it is done on all ranks, or on none.
+        if group.rank in plan.decided:
+            held.decide(closing)
+            held.operations.await_results(results)
+        elif group.rank in plan.behind:
+            held.operations.restart(results, passed=False)
+        elif results and group.rank not in plan.spectators:
+            held.operations.extend(results)
+        if group.rank not in plan.spectators:
+            self._outcomes_due = held.outcomes if group.rank in plan.behind else plan.outcomes
         self._spectators = plan.spectators
+        return plan.moving
 
     def _catch_up(self, group: Group, plan: Reconciliation) -> None:
         held = self._held
         if group.rank in plan.behind:
             state = self._require_exchange().take(group, plan.donors)
             group.exchange(b"")
-            held.restore(state, skip_advances=True)
-            held.operations.restart(b"", passed=False)
+            held.restore(state)
             held.name, held.torn = plan.newest, False
             _log.info("took the peers' state %s", held.name)
         elif group.rank in plan.donors:
@@ -277,7 +342,7 @@ class Formation:
         else:
             state = self._require_exchange().take(group, [channel.members[0]])
             channel.exchange(b"")
-        held.restore(state, skip_advances=False)
+        held.restore(state)
         held.name = StateName(group.generation.number, int(state["steps"]))
         held.operations.committed()
 
@@ -287,7 +352,7 @@ class Formation:
         """At a border: joiners take the state and are members from here on. `place`: where this process's script stands. Returns where the
         peers stand if this process is a joiner and has any, else None. Raises as `reform`."""
         peers_at = None
-        while self._spectators:
+        while self._spectators and not self.must_move:
             group = self._require_group()
             started = time.monotonic()
             try:
@@ -314,14 +379,16 @@ class Formation:
                 held.name = StateName(group.generation.number, 0)
             captured = held.capture() if receivers else {}
             captured["operations"] = held.operations.encode()
+            captured["outcomes"] = held.outcomes
             captured["state"] = list(held.name)
             captured["place"] = list(place) if held.live else None
             self._require_exchange().give(group, captured, until=lambda: group.exchange(b""))
         else:
             state = self._require_exchange().take(group, donors)
             group.exchange(b"")
-            held.restore(state, skip_advances=False)
+            held.restore(state)
             held.operations.restart(state["operations"], passed=True)
+            held.outcomes = self._outcomes_due = state["outcomes"]
             held.name = StateName(*state["state"])
             peers_at = Place(*state["place"]) if state["place"] is not None else None
         held.replica.regroup(group)

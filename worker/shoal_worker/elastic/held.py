@@ -22,6 +22,9 @@ from shoal_worker.elastic.place import Place
 from shoal_worker.elastic.reconcile import Interrupted, Standing, StateName
 from shoal_worker.elastic.registered import RegisteredState
 from shoal_worker.elastic.replica import Replica
+from shoal_worker.elastic.step import Step
+from shoal_worker.state.serial import dump_tensors, load_tensors
+from shoal_worker.state.tree import flatten, unflatten
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +51,12 @@ class HeldState:
         its peers' scripts somewhere else."""
         self.interrupted: Interrupted | None = None
         """See `Standing`. Until the next group is formed."""
+        self.step: Step | None = None
+        """The step in progress."""
+        self.outcomes = 0
+        """Of steps, that the script was told of. A joiner counts on from its peers' count."""
+        self.control: list[float] = []
+        """The control word of the last step that was committed here."""
         self.registered = RegisteredState()
         self.operations = Operations()
         self._replica: Replica | None = None
@@ -97,6 +106,37 @@ class HeldState:
         self._numbers.setdefault(source.name, len(self._numbers) + 1)
         if source.name in self._waiting:
             source.load_state_dict(self._waiting.pop(source.name))
+
+    # --------------------------------------------------------------------------------------------------------------- steps
+
+    @property
+    def in_round(self) -> bool:
+        """Steps were committed that are this rank's alone: they wait for the end of the round (see `keep`)."""
+        return self._kept is not None and self._kept.name != self.name
+
+    def committed(self, step: Step) -> None:
+        """`step` was applied: the state has its name now."""
+        self.name = StateName(step.placement.generation, self.steps + 1)
+        self.step, self.control = None, step.control or []
+        self.outcomes += 1
+
+    def lost(self) -> None:
+        """The step in progress is void."""
+        self.step = None
+        self.outcomes += 1
+
+    def closing(self) -> bytes:
+        """What the closing of the last step committed told, for a rank that missed it."""
+        structure, tensors = flatten({"control": self.control, "closing": self.replica.closing()})
+        return dump_tensors(tensors, {"structure": structure})
+
+    def decide(self, closing: bytes) -> None:
+        """A peer saw the closing of the step in progress: what `closing` gave there."""
+        assert self.step is not None
+        tensors, metadata = load_tensors(closing)
+        told = unflatten(metadata["structure"], tensors)
+        self.step.decide(told["control"])
+        self.replica.take_closing(told["closing"])
 
     # --------------------------------------------------------------------------------------------------------------- place
 
@@ -151,12 +191,11 @@ class HeldState:
             "steps": self.steps,
         }
 
-    def restore(self, captured: Mapping[str, Any], *, skip_advances: bool) -> None:
-        """Takes over a captured state, but for its name. What refuses its part leaves all of the state as it was. `skip_advances`: see
-        `RegisteredState.restore`."""
+    def restore(self, captured: Mapping[str, Any]) -> None:
+        """Takes over a captured state, but for its name. What refuses its part leaves all of the state as it was."""
         with contextlib.ExitStack() as undo:
             undo.callback(self.registered.restoring())
-            self.registered.restore(captured["registered"], skip_advances=skip_advances)
+            self.registered.restore(captured["registered"])
             self._restore_rest(captured, undo)
             undo.pop_all()
 
@@ -173,7 +212,7 @@ class HeldState:
         self._loops, self._loops_to_enter = dict(captured["loops"]), dict(captured["loops"])
 
     def keep(self, replica: Mapping[str, Any]) -> None:
-        """Copies the committed state, to go back to when the group fails, until `release`. `replica`: as this rank alone has it."""
+        """Copies the committed state, to go back to when a step is void, until `release`. `replica`: as this rank alone has it."""
         self._kept = _Kept(name=self.name, captured=copy.deepcopy(self.capture(replica)), operations=self.operations.encode())
 
     def release(self) -> None:
@@ -181,17 +220,15 @@ class HeldState:
         self._kept = None
 
     def go_back(self) -> None:
-        """To the state that was kept, if one is. Steps committed since then are undone; the script stands where it stands."""
+        """To the state that was kept, if one is: the step in progress is void. Every rank goes back at the same place of its script."""
         kept, loops = self._kept, self._loops_to_enter
         if kept is None:
             return
-        self.interrupted = None  # of ranks that have undone different numbers of steps nothing follows from it
-        undone = self.name != kept.name
-        self.registered.go_back(kept.captured["registered"], undone=undone)
+        self.registered.restore(kept.captured["registered"])
         self._restore_rest(kept.captured, contextlib.ExitStack())
         self._loops_to_enter = loops
         self.operations.restart(kept.operations, passed=True)
-        self.name, self.torn, self.went_back = kept.name, False, undone
+        self.name, self.torn = kept.name, False
 
     def cannot_return(self, captured: Mapping[str, Any]) -> str | None:
         """Why the script cannot go on from a captured state that it has left behind; None: it can. It can take the steps of the loop that
@@ -225,8 +262,12 @@ class HeldState:
 
     def standing(self) -> Standing:
         """What this rank says of itself when a generation forms."""
+        step, name = self.step, self._kept.name if self._kept is not None else self.name
+        in_doubt = step is not None and step.in_doubt
         return Standing(
-            state=self.name if self.live else None,
+            state=name if self.live else None,
+            doubt=StateName(step.placement.generation, self.steps + 1) if step is not None and in_doubt else None,
+            outcomes=self.outcomes + (step is not None and step.handed_out),
             attached=self.has_replica,
             spectator=not self.live,
             poisoned=self.torn,

@@ -29,6 +29,8 @@ class Operations:
     def __init__(self) -> None:
         self._results: list[Any] = []
         self._position = 0
+        self._awaited: list[Any] = []
+        """Results after the next commit, that peers have already."""
 
     @property
     def finished(self) -> int:
@@ -49,7 +51,7 @@ class Operations:
 
     def committed(self) -> None:
         """A step was committed: numbering starts anew."""
-        self._results.clear()
+        self._results, self._awaited = self._awaited, []
         self._position = 0
 
     def encode(self) -> bytes:
@@ -59,6 +61,10 @@ class Operations:
     def extend(self, encoded: bytes) -> None:
         """Takes results from a rank that is further, or equally far."""
         self._results = json.loads(encoded)
+
+    def await_results(self, encoded: bytes) -> None:
+        """Takes results of operations after a step that this rank is about to commit, from a rank that has committed it."""
+        self._awaited = json.loads(encoded) if encoded else []
 
     def restart(self, encoded: bytes, *, passed: bool) -> None:
         """Takes another rank's results along with its state. `passed`: this rank's script is past these operations, too."""

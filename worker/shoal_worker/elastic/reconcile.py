@@ -1,12 +1,17 @@
-"""Who gives state to whom after a re-forming: a pure decision from what every rank says of itself.
+"""What the ranks of a new generation do about their standings: a pure decision from what every rank says of itself.
 
 Each rank of a new generation sends its `Standing` to all others (one all-gather), and every rank computes the same `Reconciliation` from
 the same list. No I/O, no torch.
+
+A generation stands only when all its members are at one: on one state, with equally many outcomes of steps behind or before them. Until
+then some have to move first, each in its own script: a rank in doubt, which is told that its step counts, has to apply it; a rank whose
+peers already lost the step that it has not begun has to begin it, and lose it as well. So every survivor's script sees the same outcomes
+in the same order, and whatever it advances by them stays alike.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -35,7 +40,11 @@ class Standing:
     """What one rank says of itself when a generation forms."""
 
     state: StateName | None
-    """Newest state it holds; None: none that counts (a fresh process)."""
+    """Newest state it holds that is not its own alone; None: none that counts (a fresh process)."""
+    doubt: StateName | None = None
+    """What the state would be called if the step in progress counted, which this rank has sealed and does not know. None: there is none."""
+    outcomes: int = 0
+    """Outcomes of steps that its script has been told of, with that of the step in progress."""
     attached: bool
     """It has a model, so that it can take a state."""
     spectator: bool
@@ -49,16 +58,19 @@ class Standing:
 
     def encode(self) -> list[int]:
         """As integers, for an all-gather of int64."""
-        state = self.state or StateName(-1, -1)
         flags = [int(self.attached), int(self.spectator), int(self.poisoned)]
-        return [*state, *flags, self.operations, *(self.interrupted or (-1, 0))]
+        names = [*(self.state or (-1, -1)), *(self.doubt or (-1, -1))]
+        return [*names, self.outcomes, *flags, self.operations, *(self.interrupted or (-1, 0))]
 
     @classmethod
     def decode(cls, values: Sequence[int]) -> Standing:
         """Inverse of `encode`."""
-        generation, step, attached, spectator, poisoned, operations, interrupted_in, in_operation = values
+        generation, step, doubt_generation, doubt_step, outcomes, attached, spectator, poisoned, operations, *interrupted = values
+        interrupted_in, in_operation = interrupted
         return cls(
             state=None if generation < 0 else StateName(generation, step),
+            doubt=None if doubt_generation < 0 else StateName(doubt_generation, doubt_step),
+            outcomes=outcomes,
             attached=bool(attached),
             spectator=bool(spectator),
             poisoned=bool(poisoned),
@@ -67,7 +79,7 @@ class Standing:
         )
 
 
-STANDING_LENGTH = 8
+STANDING_LENGTH = 11
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,10 +90,16 @@ class Reconciliation:
     """The state all go on from; None: nobody holds one."""
     donors: tuple[int, ...]
     """Ranks that hold it and may give it; ascending."""
+    decided: tuple[int, ...]
+    """Ranks whose step in doubt is the one that led to `newest`: it counts."""
     behind: tuple[int, ...]
-    """Ranks that must take it now, because they hold an older one or none."""
+    """Ranks that must take the state now: they hold an older one, or none, and no step in progress leads them to the newest."""
+    moving: tuple[int, ...]
+    """Ranks whose scripts have to move before the generation can stand; empty: it stands."""
+    outcomes: int
+    """What all members' count of outcomes has to become."""
     spectators: tuple[int, ...]
-    """Ranks that take it at the next border."""
+    """Ranks that take the state at the next border."""
     results_from: int | None
     """A rank that has the results of all operations that a donor finished since; None: all are equally far, no results need to travel."""
     apart: tuple[int, ...]
@@ -96,28 +114,32 @@ class Reconciliation:
 
 def reconcile(standings: Sequence[Standing]) -> Reconciliation:
     """Decides, from the standings in rank order. Every rank must pass the same list."""
-    holders = [s.state for s in standings if s.state is not None and not s.spectator]
-    newest = max(holders, default=None)
-    current = tuple(r for r, s in enumerate(standings) if newest is not None and s.state == newest and not s.spectator)
+    members = [r for r, s in enumerate(standings) if not s.spectator]
+    newest = max((state for r in members if (state := standings[r].state) is not None), default=None)
+    current = tuple(r for r in members if newest is not None and standings[r].state == newest)
     donors = tuple(r for r in current if not standings[r].poisoned)
-    behind = tuple(
-        r for r, s in enumerate(standings) if newest is not None and s.attached and not s.spectator and (s.state != newest or s.poisoned)
-    )
+    decided = tuple(r for r in members if newest is not None and standings[r].doubt == newest and not standings[r].poisoned)
+    behind = tuple(r for r in members if newest is not None and standings[r].attached and (r not in donors and r not in decided))
+    outcomes = max((standings[r].outcomes for r in members), default=0)
+    moving = tuple(r for r in members if r in decided or (r not in behind and standings[r].outcomes < outcomes))
     operations = max((standings[r].operations for r in donors), default=0)
     uneven = bool(behind) or any(standings[r].operations != operations for r in donors)
     furthest = next((r for r in donors if standings[r].operations == operations), None)
     return Reconciliation(
         newest=newest,
         donors=donors,
+        decided=decided,
         behind=behind,
+        moving=moving,
+        outcomes=outcomes,
         spectators=tuple(r for r, s in enumerate(standings) if s.spectator),
         results_from=furthest if uneven and operations > 0 else None,
-        apart=() if uneven else _apart(standings),
+        apart=_apart({r: standings[r] for r in donors}, operations),
     )
 
 
-def _apart(standings: Sequence[Standing]) -> tuple[int, ...]:
-    """For ranks of one state."""
-    interrupted = {r: s.interrupted for r, s in enumerate(standings) if s.interrupted is not None and not s.spectator}
+def _apart(holders: Mapping[int, Standing], operations: int) -> tuple[int, ...]:
+    """Of ranks of one state: those in an operation that no other has finished, while another is in the step that follows."""
+    interrupted = {r: s.interrupted for r, s in holders.items() if s.interrupted is not None and s.operations == operations}
     in_step = {each.generation for each in interrupted.values() if not each.in_operation}
     return tuple(r for r, each in interrupted.items() if each.in_operation and each.generation in in_step)

@@ -35,10 +35,6 @@ class RegisteredState:
     def __init__(self) -> None:
         self._objects: dict[str, Stateful] = {}
         self._pending: dict[str, Any] = {}
-        self._calls: dict[str, int] = {}
-        """Advances since the last commit."""
-        self._skip: dict[str, int] = {}
-        """Advances still to be ignored after this rank took a state in which its peers had made them already."""
         self._void = False
         """The last step was void: ignore every advance until the next step begins."""
 
@@ -74,30 +70,21 @@ class RegisteredState:
         return math.prod(float(value.get_scale()) for value in self._objects.values() if hasattr(value, "get_scale"))
 
     def capture(self) -> dict[str, Any]:
-        """State and advances of all objects."""
-        return {
-            "states": {name: value.state_dict() for name, value in self._objects.items()} | self._pending,
-            "calls": dict(self._calls),
-        }
+        """The state of all objects."""
+        return {"states": {name: value.state_dict() for name, value in self._objects.items()} | self._pending}
 
-    def restore(self, captured: Mapping[str, Any], *, skip_advances: bool) -> None:
-        """Loads a captured state. States of names that are not registered yet wait for them.
-
-        `skip_advances`: the user's loop on this rank will still make the calls that the donor's loop had made when it was captured.
-        """
+    def restore(self, captured: Mapping[str, Any]) -> None:
+        """Loads a captured state. States of names that are not registered yet wait for them."""
         states = dict(captured["states"])
         for name, value in self._objects.items():
             if name in states:
                 value.load_state_dict(states.pop(name))
         self._pending = states
-        self._calls = {}
-        self._skip = dict(captured["calls"]) if skip_advances else {}
-        self._void = False
 
     def restoring(self) -> Callable[[], None]:
         """A call that puts back what all objects have now, as far as they take it, after a `restore` that was refused."""
         before = {name: copy.deepcopy(value.state_dict()) for name, value in self._objects.items()}
-        pending, calls, skip, void = self._pending, self._calls, self._skip, self._void
+        pending = self._pending
 
         def put_back() -> None:
             for name, state in before.items():
@@ -105,25 +92,13 @@ class RegisteredState:
                     self._objects[name].load_state_dict(state)
                 except Exception as error:  # a user's own; the others are put back all the same
                     _log.warning("the registered state %r could not be put back: %s", name, error)
-            self._pending, self._calls, self._skip, self._void = pending, calls, skip, void
+            self._pending = pending
 
         return put_back
-
-    def go_back(self, captured: Mapping[str, Any], *, undone: bool) -> None:
-        """Loads a state of this rank's own: the advances that it counts were made. `undone`: those that the script makes before its next
-        step belong to a step that is to be done again."""
-        void = self._void or undone
-        self.restore(captured, skip_advances=False)
-        self._calls, self._void = dict(captured["calls"]), void
 
     def step_begins(self) -> None:
         """The next step begins: advances count again."""
         self._void = False
-        self._skip.clear()
-
-    def step_committed(self) -> None:
-        """The step's own advances come next."""
-        self._calls.clear()
 
     def step_void(self) -> None:
         """The step was lost: its advances must not count."""
@@ -140,10 +115,6 @@ class RegisteredState:
                 if method == "update":
                     value._per_optimizer_states.clear()  # as its update() ends, or the next step would count as the second
                 return None
-            if self._skip.get(name, 0) > 0:
-                self._skip[name] -= 1
-                return None
-            self._calls[name] = self._calls.get(name, 0) + 1
             return advance(*args, **kwargs)  # bound before the class changed
 
         # A class of its own, not an attribute of the instance: schedulers put their instance attributes into state_dict().

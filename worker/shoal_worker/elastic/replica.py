@@ -7,13 +7,15 @@ The order of calls in one step, all on the training thread:
 
     step_begins
       micro_batch_begins, [forward and backward], micro_batch_ends(weight)     once per micro-batch of this rank, perhaps never
-      finish_reduction                                                         may come several times; the first one reduces
+      finish_reduction                                                         may come several times; the first one reduces and closes
+        take_closing                                                           where only a peer saw the closing
     commit_step                                                                after `apply` returned, or
-    discard_step                                                               when the step is lost or was not meant
+    discard_step                                                               when the step is void or was not meant
 
-In between a strategy asks for `session.step`, reduces over `session.group`, lets the control word ride along (`control_word`,
-`take_control_word`), and marks the step lost when a collective fails, instead of raising out of a backward pass. Its optimizer's `step()`
-is `session.finish_step(apply)`.
+In between a strategy asks for `session.step`, reduces over `session.group`, and marks the step lost when a collective fails, instead of
+raising out of a backward pass. When the sums are there it calls `seal_step`; then it sums the control word in the closing, one small
+all-reduce (`control_word`, `take_control_word`); and at the end of `finish_reduction` it calls `settle_step`, which finds out from the
+survivors what became of a step whose group failed. Its optimizer's `step()` is `session.finish_step(apply)`.
 """
 
 from __future__ import annotations
@@ -115,7 +117,15 @@ class Replica(Protocol):
         ...
 
     def finish_reduction(self) -> None:
-        """Blocks until the gradients of all ranks are summed, or the step is marked lost."""
+        """Blocks until the gradients of all ranks are summed and the step is closed, or until the survivors agree that it is void."""
+        ...
+
+    def closing(self) -> dict[str, Any]:
+        """What the closing of the last step committed told, beside the control word, for a rank that sealed the step and missed it."""
+        ...
+
+    def take_closing(self, told: Mapping[str, Any]) -> None:
+        """The step in progress is sealed here, and a peer saw its closing: what `closing` gave there. Its group is over."""
         ...
 
     def discard_step(self) -> None:
@@ -176,12 +186,22 @@ class StrategySession(Protocol):
         """What this rank adds to the step's control word: CONTROL_LENGTH numbers, to be summed over the ranks once per step."""
         ...
 
+    def seal_step(self) -> None:
+        """The gradients are summed: this rank has all that it needs to apply the step."""
+        ...
+
     def take_control_word(self, summed: Sequence[float]) -> None:
-        """The sum came back. From any thread, while the training thread waits for it."""
+        """The closing came back: the step counts, whatever fails from here on."""
         ...
 
     def mark_lost(self, error: BaseException) -> None:
-        """A collective of the step failed: nothing may be applied. From any thread."""
+        """A collective of the step failed: nothing more is sent in it. Changes nothing once the closing was seen. From any thread."""
+        ...
+
+    def settle_step(self) -> None:
+        """Returns when it is known what becomes of the step in progress. If its group failed before this rank saw the closing, forms the
+        next generation and asks there: the step is decided if a survivor saw the closing, else void. On the training thread, outside of
+        passes."""
         ...
 
     def finish_reduction_if_whole(self) -> None:
@@ -189,12 +209,13 @@ class StrategySession(Protocol):
         ...
 
     def finish_step(self, apply: Callable[[], None]) -> StepStatus:
-        """Ends the step: calls `apply`, which updates the parameters, if every rank's part is in; else re-forms."""
+        """Ends the step: calls `apply`, which updates the parameters, if the step counts. Every survivor gets the same answer."""
         ...
 
     def keep(self, replica: Mapping[str, Any]) -> None:
-        """Copies the committed state. The steps committed from here on are undone when the group fails, until `release`: the loader hands
-        out their samples again. `replica`: model and optimizer as this rank has them, for `restore`. In `step_begins`."""
+        """Copies the committed state. The steps committed from here on are this rank's alone, and are undone by the next step that is
+        void, until `release`: the loader hands out their samples again. `replica`: model and optimizer as this rank has them, for
+        `restore`. In `step_begins`."""
         ...
 
     def release(self) -> None:

@@ -219,13 +219,21 @@ class Session:
         """What this rank adds to the step's control word."""
         return self.clock.control_word()
 
+    def seal_step(self) -> None:
+        """The gradients are summed: this rank has all that it needs to apply the step."""
+        self.clock.require().seal()
+
     def take_control_word(self, summed: Sequence[float]) -> None:
-        """The control word came back: the same on all ranks."""
-        self.clock.require().take_control_word(summed)
+        """The closing came back: the step counts, whatever fails from here on."""
+        self.clock.require().decide(summed)
 
     def mark_lost(self, error: BaseException) -> None:
         """A collective of the step failed. May be called from a collective's callback."""
         self.clock.mark_lost(error)
+
+    def settle_step(self) -> None:
+        """Returns when it is known what becomes of the step in progress. See `Steps.settle`."""
+        self.clock.settle()
 
     def finish_reduction_if_whole(self) -> None:
         """Inside one plain batch: its backward pass was the whole of this rank's part, so the sum over the ranks is due."""
@@ -263,8 +271,6 @@ class Session:
             if known:
                 return result
             try:
-                if self._departure.stopped is not None and not formation.healthy:
-                    return body(LocalChannel())  # the run is over here, and whoever forms a group now goes on with it
                 channel = formation.channel(kind)
                 failpoint("session.in_operation")
                 result = body(channel)
@@ -323,7 +329,7 @@ class Session:
 
     def restore_alone(self, captured: Mapping[str, Any]) -> None:
         """Takes over a checkpoint's state in this process alone; peers will get it from here."""
-        self._held.restore(captured, skip_advances=False)
+        self._held.restore(captured)
         self._held.name = StateName(self.generation, int(captured["steps"]))
 
     def on_state_lost(self, fallback: Callable[[], None]) -> None:

@@ -1,12 +1,17 @@
-"""The step in progress, and the control word that rides in its last all-reduce.
+"""The step in progress, and the control word that rides in its closing.
 
-The training thread owns a step. A collective's callback, on a thread of the process group, may mark it lost or hand it its control word
-while the training thread waits for that collective.
+A step ends the same way under every strategy. First the gradients are summed: a rank that has all it needs to apply the step has *sealed*
+it. Then comes the closing, one small all-reduce: who has its sum knows that every rank has sealed, so the step counts, whatever fails
+afterwards. A rank that sealed and then lost the closing is in doubt, until a peer of the next generation tells whether it saw the closing.
+
+The training thread owns a step. A collective's callback, on a thread of the process group, may mark it lost while the training thread
+waits for that collective.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import enum
 from collections.abc import Sequence
 
 from shoal_common.errors import PreconditionError
@@ -16,6 +21,19 @@ from shoal_worker.elastic.place import PLACE_WORD_LENGTH, Place, agree
 
 CONTROL_LENGTH = 4 + PLACE_WORD_LENGTH
 """Numbers in a control word. Summed over the ranks as float32 at least, so whole numbers up to 2^24 are exact."""
+
+
+class StepPhase(enum.Enum):
+    """How far a step has come on this rank."""
+
+    OPEN = "open"
+    """Its gradients are not summed, or not all: no rank can have seen the closing."""
+    SEALED = "sealed"
+    """This rank has all that it needs to apply it. Whether every rank has, only the closing tells."""
+    DECIDED = "decided"
+    """The closing was seen, here or by a surviving peer: the step counts."""
+    VOID = "void"
+    """No survivor saw the closing: no rank applies it."""
 
 
 @dataclasses.dataclass
@@ -39,8 +57,9 @@ class Step:
     """Batches of this rank that the user's loop has got."""
     micro_batches_weight: float = 0.0
     """Weight of the micro-batches of this rank that are done."""
+    phase: StepPhase = StepPhase.OPEN
     lost: str | None = None
-    """Why the step is void; None: it is not."""
+    """Why its group is over, of a step that is not decided: nothing more is sent in it. None: the group works, or the step is decided."""
     control: list[float] | None = None
     """The control word summed over all ranks; None: not reduced yet."""
     loss: float | None = None
@@ -70,9 +89,34 @@ class Step:
         loss = self.loss * weight if self.loss is not None and weight > 0 else 0.0
         return [float(border_wanted), loss, weight, float(stop_told), *place.word()]
 
-    def take_control_word(self, summed: Sequence[float]) -> None:
-        """The control word came back: the same on all ranks."""
-        self.control = list(summed)
+    def fail(self, reason: str) -> None:
+        """A collective of the step failed. Of a step whose outcome is known, that changes nothing."""
+        if self.phase in (StepPhase.OPEN, StepPhase.SEALED) and self.lost is None:
+            self.lost = reason
+
+    def seal(self) -> None:
+        """The gradients are summed, and this rank has all that it needs to apply the step."""
+        if self.phase is StepPhase.OPEN and self.lost is None:
+            self.phase = StepPhase.SEALED
+
+    def decide(self, summed: Sequence[float]) -> None:
+        """The closing was seen, by this rank or by a peer that survived: the step counts. `summed`: its control word, the same on all
+        ranks."""
+        self.control, self.phase, self.lost = list(summed), StepPhase.DECIDED, None
+
+    def void(self) -> None:
+        """No survivor saw the closing."""
+        self.phase, self.lost = StepPhase.VOID, self.lost or "void"
+
+    @property
+    def undecided(self) -> bool:
+        """Its group is over, and what became of the step is not known here."""
+        return self.lost is not None and self.phase is not StepPhase.VOID
+
+    @property
+    def in_doubt(self) -> bool:
+        """It may have been applied by a peer."""
+        return self.lost is not None and self.phase is StepPhase.SEALED
 
     @property
     def border_wanted(self) -> bool:

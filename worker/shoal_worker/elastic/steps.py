@@ -1,9 +1,10 @@
 """The steps of the run: begins them at borders, commits those whose every part is in, and voids the others.
 
 - A step begins at a border (`borders.py`), where the membership may change: when the last step's control word said so, on all ranks.
-- A step is applied on a rank only when all its collectives completed, so every member's part is in it. There is no vote (`formation.py`).
-- A failure inside a step never raises out of the user's forward or backward pass. It marks the step lost; `finish` then re-forms and says
-  LOST, and the loader deals the same samples again.
+- A step counts when a rank that survives has seen its closing (`step.py`): then every survivor applies it, and its script is told
+  COMMITTED. Else none does, all are told LOST, and the loader deals the same samples again. There is no vote.
+- A failure inside a step never raises out of the user's forward or backward pass. Where the reduction is to be finished (`settle`), the
+  survivors form the next generation and tell each other what they saw (`formation.py`); `finish` returns when that generation stands.
 
 This is the `StepClock` of the loaders; strategies reach it through the session (`replica.py`). Owns the step in progress, and whether
 a joiner's script has come to its peers' loop yet. All of it runs on the training thread, except `mark_lost` and what a collective's
@@ -26,7 +27,6 @@ from shoal_worker.elastic.formation import Formation
 from shoal_worker.elastic.held import HeldState
 from shoal_worker.elastic.progress import ProgressMeter
 from shoal_worker.elastic.randomness import seed_generators
-from shoal_worker.elastic.reconcile import StateName
 from shoal_worker.elastic.step import Step
 from shoal_worker.failpoints import failpoint
 from shoal_worker.metrics import WorkerMetrics
@@ -48,8 +48,6 @@ class Steps:
         metrics: WorkerMetrics,
     ) -> None:
         """`formation`: None in a world of one. `operation(kind)` returns when all ranks have called it."""
-        self.current: Step | None = None
-        """The step in progress."""
         self.replaying = False
         """A joiner's script has not come to its first live batch: what it asks for is answered locally."""
         self.load_checkpoint: Callable[[], str | None] | None = None
@@ -57,9 +55,16 @@ class Steps:
         self._held = held
         self._borders = Borders(held, formation)
         self._departure = departure
+        self._stop: StopTraining | None = None
+        """Came while the survivors asked each other about the step in progress."""
         self._operation = operation
         self._progress = progress
         self._metrics = metrics
+
+    @property
+    def current(self) -> Step | None:
+        """The step in progress."""
+        return self._held.step
 
     # ------------------------------------------------------------------------------------------------ StepClock: the loaders
 
@@ -73,7 +78,7 @@ class Steps:
         if step is not None and (step.left or (step.source is None and source is not None)):
             # A batch that was only looked at, or a forward pass before the loop (a dry run, a summary): nobody means to finish it.
             self._held.replica.discard_step()
-            step = self.current = None
+            step = self._held.step = None
         if step is not None and step.handed_out:
             raise PreconditionError(
                 "the next batch was asked for, but optimizer.step() was not called for the last one; call it once per iteration, or make "
@@ -90,7 +95,7 @@ class Steps:
 
     def _begin(self, source: StepSource | None) -> Step:
         """Settles the border, and begins a step."""
-        self.current = None
+        self._held.step = None
         if self._departure.stopped is not None:
             raise StopTraining(self._departure.stopped)
         try:
@@ -100,7 +105,7 @@ class Steps:
                 self._departure.exit_drained(str(stop))
             self._departure.obey(stop)
             raise
-        step = self.current = Step(placement=self._borders.placement, source=source)
+        step = self._held.step = Step(placement=self._borders.placement, source=source)
         self._held.went_back = False
         self._held.registered.step_begins()
         self._held.replica.step_begins()
@@ -208,9 +213,23 @@ class Steps:
     def mark_lost(self, error: BaseException) -> None:
         """A collective of the step failed. May be called from a collective's callback."""
         step = self.current
-        if step is not None and step.lost is None:
-            step.lost = str(error)
+        if step is not None:
+            step.fail(str(error))
             self._borders.failed()
+
+    def settle(self) -> None:
+        """Returns when it is known what becomes of the step in progress: see `StrategySession.settle_step`. Raises ShoalError."""
+        step = self.current
+        if step is None or not step.undecided or self._stop is not None:
+            return
+        try:
+            if not self._held.in_round or self._borders.broken:
+                self._borders.ask(step.lost or "lost")
+        except StopTraining as stop:
+            self._stop = stop
+            _log.warning("step %d: nobody is left to tell whether it counts: %s", self._held.steps, stop)
+        if step.undecided:
+            step.void()
 
     def finish_reduction_if_whole(self) -> None:
         """Inside one plain batch: its backward pass was the whole of this rank's part, so the sum over the ranks is due."""
@@ -230,7 +249,8 @@ class Steps:
         self.end_micro_batch()
         self._held.replica.finish_reduction()
         if step.lost is not None:
-            return self._lose(step)
+            self._lose(step)
+            return StepStatus.LOST
         if not step.ranks_agree:
             place = self._held.place(step.source)
             raise PreconditionError(
@@ -245,6 +265,7 @@ class Steps:
             failpoint("session.after_apply")
         self._commit(step)
         failpoint("session.after_commit")
+        self._end()
         return StepStatus.COMMITTED
 
     def give_up(self, stop: StopTraining) -> StepStatus:
@@ -265,31 +286,39 @@ class Steps:
 
     def _commit(self, step: Step) -> None:
         held = self._held
-        held.name = StateName(step.placement.generation, held.steps + 1)
-        self.current = None
+        held.committed(step)
         self.replaying = False
         held.replica.commit_step()
         samples = 0
         if step.source is not None:
             samples = step.source.committed(step.placement)
             self._progress.epoch = step.source.epoch
-        held.registered.step_committed()
-        held.operations.committed()
+        if not held.in_round:
+            held.operations.committed()
         self._progress.committed(steps=held.steps, samples=samples, loss=step.mean_loss)
         self._borders.committed(step)
 
-    def _lose(self, step: Step) -> StepStatus:
-        """The step is void on this rank: nothing was applied. Re-forms, which may bring this rank the state that its peers reached."""
-        self._void()
+    def _lose(self, step: Step) -> None:
+        """The step is void, on this rank as on all."""
+        held = self._held
+        _log.warning("step %d is lost: %s", held.steps, step.lost)
         self._metrics.steps_lost.inc()
-        _log.warning("step %d is lost: %s", self._held.steps, step.lost)
+        self._void()
+        held.go_back()
+        held.lost()
+        self._end()
+
+    def _end(self) -> None:
+        """The step has its outcome here. Re-forms, where its group failed, before the script is told."""
+        stop, self._stop = self._stop, None
         try:
-            self._borders.recover(step.lost or "lost")
-        except StopTraining as stop:
-            self._departure.obey(stop)
+            if stop is not None:
+                raise stop
+            self._borders.step_ended()
+        except StopTraining as asked:
+            self._departure.obey(asked)
         except StateLostError as lost:
             self._go_back(lost)
-        return StepStatus.LOST
 
     def _settle(self, source: StepSource | None) -> bool:
         """As `Borders.settle`. Raises StateLostError as well."""
@@ -312,8 +341,8 @@ class Steps:
             )
 
     def _void(self) -> None:
-        self.current = None
         self._held.replica.discard_step()
+        self._held.step = None
         self._held.registered.step_void()
 
     def _sum_weights(self, weight: float) -> float:

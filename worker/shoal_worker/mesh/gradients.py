@@ -51,8 +51,8 @@ class MeshGradients(abc.ABC):
         """What was handed out."""
 
     @abc.abstractmethod
-    def own_norm(self) -> float:
-        """Of what was handed out here of this rank's own."""
+    def norm_here(self) -> float:
+        """Of what was handed out here."""
 
     @abc.abstractmethod
     def forget(self) -> None:
@@ -231,7 +231,7 @@ class ReplicatedGradients(MeshGradients):
             if piece.grad is not None:
                 piece.grad.mul_(factor)
 
-    def own_norm(self) -> float:
+    def norm_here(self) -> float:
         """See `MeshGradients`."""
         return math.sqrt(_squared_norm((p.grad, 1.0) for p in self._pieces.values() if p.grad is not None))
 

@@ -90,9 +90,9 @@ class ScatteredGradients(MeshGradients):
         """See `MeshGradients`."""
         self._cut.scale(factor)
 
-    def own_norm(self) -> float:
+    def norm_here(self) -> float:
         """See `MeshGradients`."""
-        return self._cut.own_norm()
+        return self._cut.norm_here()
 
     def forget(self) -> None:
         """See `MeshGradients`."""

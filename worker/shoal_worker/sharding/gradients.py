@@ -76,9 +76,10 @@ class CutGradients:
                     if piece.grad is not None:
                         piece.grad.mul_(factor)
 
-    def own_norm(self) -> float:
-        """Of what was handed out of this rank's own shard."""
-        gradients = [piece.grad for unit in self._trained for piece in unit.own.pieces if piece.grad is not None]
+    def norm_here(self) -> float:
+        """Of what was handed out: of this rank's own shard, and of the one that it mirrors."""
+        pieces = (piece for unit in self._trained for holding in unit.holdings for piece in holding.pieces)
+        gradients = [piece.grad for piece in pieces if piece.grad is not None]
         return math.sqrt(sum(float(_squared_norm(g)) for g in gradients))
 
 

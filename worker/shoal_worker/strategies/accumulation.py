@@ -14,7 +14,7 @@ import torch
 from shoal_common.errors import ConfigurationError
 from torch import nn
 
-from shoal_worker.elastic.step import CONTROL_LENGTH
+from shoal_worker.elastic.step import StepPhase
 from shoal_worker.strategies.compressed import GradientCompression, check_floating
 from shoal_worker.strategies.flight import Flight
 
@@ -91,11 +91,10 @@ class AccumulatedReduction:
         """Reduces over all ranks and leaves the mean gradient in `.grad`; or marks the step lost."""
         session = self._session
         step = session.step
-        if step is None or step.lost is not None or step.control is not None:
+        if step is None or step.lost is not None or step.phase is not StepPhase.OPEN:
             return
         if not self._open:
             self._start()  # a rank without micro-batches takes part with weight nought
-        self._control.copy_(torch.tensor(session.control_word()))
         if session.elastic:
             self._send(step.share.total_weight if step.share is not None else None)
             if not self._flight.land():
@@ -105,7 +104,7 @@ class AccumulatedReduction:
             here = count > 0 or (self._compression is not None and bool(summed.any()))  # earlier steps have left something out
             mean = summed.div_(divisor).to(parameter.dtype) if here else None  # where the dtype is the same, no copy
             parameter.grad = mean.to_sparse(1) if mean is not None and id(parameter) in self._sparse_ids else mean
-        session.take_control_word(self._control.tolist())
+        session.seal_step()
 
     def _send(self, total_weight: float | None) -> None:
         if self._compression is None:
@@ -137,9 +136,9 @@ class AccumulatedReduction:
             raise ConfigurationError("complex parameters cannot be trained in micro-batches: use the loader without micro_batch_size=")
         self._parameters = trained
         wide = self._config.deterministic or self._buffers.dtype == torch.float64 or any(p.dtype == torch.float64 for p in trained)
-        sizes = [*(p.numel() for p in trained), self._buffers.size, len(trained), 1, CONTROL_LENGTH]
+        sizes = [*(p.numel() for p in trained), self._buffers.size, len(trained), 1]
         self._flat = torch.zeros(sum(sizes), dtype=torch.float64 if wide else torch.float32, device=trained[0].device)
-        *sums, self._buffer_changes, self._presence, self._weight_sum, self._control = self._flat.split(sizes)
+        *sums, self._buffer_changes, self._presence, self._weight_sum = self._flat.split(sizes)
         self._grad_sums = [total.view_as(p) for total, p in zip(sums, trained, strict=True)]
         if self._compression is not None:
             check_floating(self._compression.compressor.name, trained)

@@ -152,7 +152,7 @@ class AsyncSGDModel(WholeModel):
         assert self._schedule is not None
         self._require_optimizer().load_state_dict({"state": {}, "param_groups": state["groups"]})
         self._schedule.adopt(state["revision"])
-        self._session.registered.restore(state["registered"], skip_advances=False)
+        self._session.registered.restore(state["registered"])
 
     def _own_state(self) -> dict[str, Any]:
         return {

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 import torch
 
-from shoal_worker.state.in_parts import Settings
-
 
 @dataclass(kw_only=True)
 class Closing:
@@ -21,12 +19,6 @@ class Closing:
     """Of the summed gradients."""
     squared_norm: float
     """Of the gradients, before the divisor."""
-    scale: float = 1.0
-    """Of the gradients, by clipping."""
-    skipped: bool = False
-    """A GradScaler found infinities: the step counts, but nothing is updated."""
-    settings: Settings | None = None
-    """Of the parameter groups, when the step was applied."""
 
     @property
     def norm(self) -> float:

@@ -1,8 +1,7 @@
 """Compressed gradients in step with the session: what compression leaves behind counts when a step does, and is saved and restored.
 
 One for each model that has `gradient_compression=`. Strategies send their buckets through it (`Flight`, sharding's collectives) and tell it
-how each step ended. Which ranks' parts a lost step had is known only afterwards: proposals of a lost step are kept until this rank learns,
-by the state that its peers give it, that they applied the step; else the next step begins without them (docs/decisions/0098, 0125).
+how each step ended: what it proposed to leave behind counts if the step does (docs/decisions/0098, 0125).
 
 Belongs to the training thread, or to the thread that runs the backward pass while the training thread waits for that.
 """
@@ -45,8 +44,6 @@ class GradientCompression:
         """Elements of each bucket."""
         self._units = 1.0
         """What a gradient of 1 counts in the residuals: a GradScaler's scale, times the weight that sums are divided by afterwards."""
-        self._undecided = False
-        """A step was lost here that the peers may have applied."""
 
     # ------------------------------------------------------------------------------------------------------------- sending
 
@@ -100,9 +97,8 @@ class GradientCompression:
     # --------------------------------------------------------------------------------------------------------------- steps
 
     def step_begins(self) -> None:
-        """The next step begins: one that was lost before has been found to be void."""
+        """The next step begins: what an earlier one proposed and did not commit never was."""
         self._reduction.rollback()
-        self._undecided = False
 
     def commit(self, *, unusable: bool = False) -> None:
         """The step counts. `unusable`: a GradScaler found infinities, and its gradients were applied nowhere."""
@@ -110,11 +106,10 @@ class GradientCompression:
             self._reduction.rollback()
         else:
             self._reduction.commit()
-        self._undecided = False
 
-    def lost(self) -> None:
-        """The step was not applied here."""
-        self._undecided = True
+    def void(self) -> None:
+        """The step counts nowhere."""
+        self._reduction.rollback()
 
     # --------------------------------------------------------------------------------------------------------------- state
 
@@ -162,16 +157,10 @@ class GradientCompression:
     def restore(self, state: Mapping[str, Any] | None) -> None:
         """Takes over what a peer captured or a checkpoint assembled; None: the checkpoint is of a run that did not compress.
 
-        A peer's: if it is the state after the step that was lost here, this rank's part is in that step, and what it left out counts. A
-        checkpoint's: rank r takes over what was owed by the saved ranks r, r + n, r + 2n, ... of n ranks now. So all that is owed is kept,
-        and a rank beyond the saved ones owes nothing.
+        A checkpoint's: rank r takes over what was owed by the saved ranks r, r + n, r + 2n, ... of n ranks now. So all that is owed is
+        kept, and a rank beyond the saved ones owes nothing.
         """
-        applied = self._undecided and state is not None and state["steps"] == self._session.steps + 1
-        if applied:
-            self._reduction.commit()
-        else:
-            self._reduction.rollback()
-        self._undecided = False
+        self._reduction.rollback()
         if state is not None:
             self._reduction.load_shared_state_dict(_flat(state["shared"]))
         if state is None or "ranks" in state:

@@ -13,12 +13,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
-from shoal_common.errors import ConfigurationError, PreconditionError
+from shoal_common.errors import ConfigurationError, MembershipChanged, PreconditionError
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from shoal_worker.elastic.contract import Leases, StepStatus
 from shoal_worker.elastic.group import Channel
+from shoal_worker.elastic.step import StepPhase
+from shoal_worker.failpoints import failpoint
 from shoal_worker.state.optimizer import check_fits
 from shoal_worker.strategies.accumulation import AccumulatedReduction
 from shoal_worker.strategies.base import call_module, check_optimizer_covers, check_reproducible, loss_of
@@ -86,6 +88,11 @@ class DDPModel(WholeModel):
             check_reproducible(self.config, step)
         if self._in_micro_batches:
             return False
+        if step.phase is StepPhase.DECIDED:
+            raise PreconditionError(
+                "the gradients of this step are reduced already, by train_step, clip_grad_norm_ or synchronize_gradients: do all backward "
+                "passes of a step before; to accumulate, give micro_batch_size= to the loader and loop over loader.steps()"
+            )
         if self._session.elastic:
             self._reduction().prepare()
         return self._session.elastic
@@ -134,7 +141,7 @@ class DDPModel(WholeModel):
         self._reduce_what_is_left()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """See `ShardedModel`. The gradients are whole on every rank, so this needs no communication."""
+        """See `ShardedModel`. Closes the step, if that is not done; the gradients are whole on every rank."""
         self.finish_reduction()
         return nn.utils.clip_grad_norm_(self.module.parameters(), max_norm, norm_type)
 
@@ -207,12 +214,34 @@ class DDPModel(WholeModel):
         """See `Replica`."""
         step = self._session.step
         by_hand = not self.config.auto_sync_gradients and not self._in_micro_batches
-        if by_hand and step is not None and step.control is None and step.lost is None:
+        if by_hand and step is not None and step.phase is StepPhase.OPEN and step.lost is None:
             raise PreconditionError(
                 "auto_sync_gradients=False: call model.synchronize_gradients() after the backward pass, before clipping and "
                 "optimizer.step()"
             )
         self._reduce_what_is_left()
+        self._close()
+        self._session.settle_step()
+
+    def _close(self) -> None:
+        """The closing of the step (`elastic/step.py`)."""
+        session = self._session
+        step, group = session.step, session.group
+        if step is None or step.phase is not StepPhase.SEALED or step.lost is not None:
+            return
+        control = session.control_word()
+        if session.elastic:
+            try:
+                if group is None:
+                    raise MembershipChanged("there is no group")
+                summed = torch.tensor(control, dtype=torch.float64, device=group.device)
+                group.all_reduce(summed)
+                failpoint("step.closed")
+            except MembershipChanged as error:
+                session.mark_lost(error)
+                return
+            control = summed.tolist()
+        session.take_control_word(control)
 
     @property
     def holds_unreduced_gradients(self) -> bool:
@@ -220,7 +249,7 @@ class DDPModel(WholeModel):
         step = self._session.step
         if not self._session.elastic or step is None or step.lost is not None:
             return False
-        return step.control is None or (not self._in_micro_batches and self._reduction().pending)
+        return step.phase is StepPhase.OPEN or (not self._in_micro_batches and self._reduction().pending)
 
     @torch.no_grad()
     def _reduce_what_is_left(self) -> None:
@@ -237,9 +266,8 @@ class DDPModel(WholeModel):
                 )
             self._accumulation().finish()
         elif not self._session.elastic:
-            if not self.config.auto_sync_gradients:
-                self._session.take_control_word(self._session.control_word())  # it was called for
-        elif step.control is None or self._reduction().pending:
+            self._session.seal_step()
+        elif step.phase is StepPhase.OPEN or self._reduction().pending:
             self._reduction().synchronize()
 
     @torch.no_grad()
@@ -250,7 +278,7 @@ class DDPModel(WholeModel):
                 reduction.discard()
         self._step_buffers.put_back()
         if self._compression is not None:
-            self._compression.lost()
+            self._compression.void()
         for parameter in self.module.parameters():
             parameter.grad = None
 

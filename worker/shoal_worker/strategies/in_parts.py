@@ -3,12 +3,13 @@
 `cut_model.py` cuts a model's vectors over the ranks (zero1 and those like it), `divided.py` its layers and stages (tensor, pipeline,
 hybrid). Either way a step is applied on all ranks or on none:
 
-1. The gradients are summed. Each rank then has all that it, or who stands in for it, needs to apply the step: it is sealed.
+1. The gradients are summed. Each rank then has all that it, or the rank that mirrors it, needs to apply the step: it is sealed.
 2. The closing: one small all-reduce with the control word and the gradients' norm. Who has seen it knows that all ranks are sealed.
 3. Each rank updates what it holds.
 
-So after a failure either nobody has seen the closing, and the step is void, or somebody has: then those who have not get it from him, and
-apply the step too (`restore`). All of it runs on the training thread.
+So after a failure either no survivor has seen the closing, and the step is void, or one has: then the others get it from that one
+(`take_closing`), and go on as if they had seen it themselves. What is cut over the ranks is cut anew after the update. All of it runs on
+the training thread.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from shoal_common.errors import ConfigurationError, PreconditionError
 
 from shoal_worker.elastic.contract import Leases, Share
 from shoal_worker.elastic.group import Channel
-from shoal_worker.elastic.step import Step
+from shoal_worker.elastic.step import Step, StepPhase
 from shoal_worker.sharding.cut_state import check_elementwise
 from shoal_worker.state.in_parts import StateInParts
 from shoal_worker.strategies.base import ShardedModel, check_optimizer_covers, replaced_parameters
@@ -43,8 +44,8 @@ class Gradients(Protocol):
         """Multiplies them."""
         ...
 
-    def own_norm(self) -> float:
-        """Of those of them that are this rank's own."""
+    def norm_here(self) -> float:
+        """Of all that this rank has, mirrored ones too."""
         ...
 
 
@@ -97,8 +98,8 @@ class ModelInParts(ShardedModel, Generic[State, Closed]):
         """The optimizer has stepped."""
 
     @abc.abstractmethod
-    def _rolled_forward(self, closing: Closed) -> None:
-        """This rank has applied a step whose end it had missed. Its group is over."""
+    def _as_closing(self, told: Mapping[str, Any]) -> Closed:
+        """What `closing` gave on a peer."""
 
     # ---------------------------------------------------------------------------------------------------------------- start
 
@@ -119,12 +120,14 @@ class ModelInParts(ShardedModel, Generic[State, Closed]):
         """Steps that this rank has applied."""
         self._closing: Closed | None = None
         """Of the step in progress once it is closed, and of the last one until then."""
-        self._sealed = False
-        """This rank's part of the step in progress is where it is needed to apply it."""
+        self._clipped = 1.0
+        """By what clipping has scaled the gradients of the step in progress."""
         self._shown = False
-        """A GradScaler may have looked at the gradients of this step, and scaled them."""
+        """A GradScaler may have looked at them, and scaled them."""
         self._handed_out = 0.0
-        """Norm of this rank's gradients before it could, if so."""
+        """Norm of what this rank has of them before it could, if so."""
+        self._skipped = False
+        """A GradScaler found infinities in them: the step counts, but nothing is updated."""
         self._prepare()
         if has_values(self.module):
             self._build()
@@ -199,19 +202,35 @@ class ModelInParts(ShardedModel, Generic[State, Closed]):
     def finish_reduction(self) -> None:
         """See `Replica`."""
         step = self._session.step
-        if step is not None and step.share is not None and step.lost is None and step.control is None:
+        if step is not None and step.share is not None and step.lost is None and step.phase is StepPhase.OPEN:
             self._reduce(step, step.share)
+        self._session.settle_step()
 
     @abc.abstractmethod
     def _reduce(self, step: Step, share: Share) -> None:
         """Sums the gradients, seals and closes the step; or it is marked lost."""
 
+    def _begin_step(self) -> None:
+        """Nothing is known of the step that begins."""
+        self._clipped, self._shown, self._skipped = 1.0, False, False
+
     def _close(self, closing: Closed, control_word: Sequence[float]) -> None:
         """The closing came back."""
+        self._session.take_control_word(control_word)
+        self._take(closing)
+
+    def _take(self, closing: Closed) -> None:
         self._closing = closing
         self._hand_out(closing)
-        self._handed_out = self._gradients.own_norm() if self._shown else 0.0
-        self._session.take_control_word(control_word)
+        self._handed_out = self._gradients.norm_here() if self._shown else 0.0
+
+    def closing(self) -> dict[str, Any]:
+        """See `Replica`."""
+        return dict(vars(self._closing)) if self._closing is not None else {}
+
+    def take_closing(self, told: Mapping[str, Any]) -> None:
+        """See `Replica`."""
+        self._take(self._as_closing(told))
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
@@ -225,11 +244,10 @@ class ModelInParts(ShardedModel, Generic[State, Closed]):
         self.finish_reduction()
         step, closing, norm = self._session.step, self._closing, 0.0
         if step is not None and step.control is not None and closing is not None:  # else the step is lost
-            self.note_scale()
-            norm = closing.norm * closing.scale
+            norm = closing.norm * self._scaled_by
             scale = max_norm / (norm + 1e-6)
             if not scale >= 1.0:  # with a norm that is not a number, all become that
-                closing.scale *= scale
+                self._clipped *= scale
                 self.scale_gradients(scale)
         return torch.tensor(norm, dtype=torch.float64, device=self._session.device)
 
@@ -247,47 +265,25 @@ class ModelInParts(ShardedModel, Generic[State, Closed]):
         if self._closing is not None and step.control is not None and not math.isfinite(self._closing.norm):
             self.scale_gradients(math.nan)
 
-    def note_scale(self) -> None:
-        """A GradScaler's `unscale_` has scaled the gradients, all alike: who rolls the step forward must do the same."""
-        closing = self._closing
-        if not self._shown or closing is None:
-            return
-        before, now = self._handed_out, self._gradients.own_norm()
-        if before > 0 and math.isfinite(before) and math.isfinite(now):
-            closing.scale = now / before
+    @property
+    def _scaled_by(self) -> float:
+        """By what the gradients were scaled since they were handed out: by clipping, and by a GradScaler's `unscale_`, all alike."""
+        if self._shown:
+            before, now = self._handed_out, self._gradients.norm_here()
+            if before > 0 and math.isfinite(before) and math.isfinite(now):
+                return now / before
+        return self._clipped
 
     def skip(self) -> None:
         """The step is closed, but nothing is to be updated."""
-        assert self._closing is not None
-        self._closing.skipped = True
+        self._skipped = True
 
     def update(self, step: Callable[[], Any]) -> None:
         """Updates what this rank holds."""
-        assert self._closing is not None
-        self._closing.settings = self._held.settings
         step()
         self._applied += 1
         with torch.no_grad():
             self._updated()
-
-    def _applied_last(self) -> dict[str, Any]:
-        """Of the captured state, what `_roll_forward` needs on a peer."""
-        last = self._closing if self._closing is not None and self._closing.number == self._applied else None
-        return {"applied": self._applied, "closing": dict(vars(last)) if last is not None else None}
-
-    def _roll_forward(self, closing: Closed | None) -> None:
-        """Applies the one step that this rank has not. `closing`: of the last step that a peer has applied."""
-        if closing is None or closing.number != self._applied + 1 or not self._sealed:
-            raise PreconditionError(f"this rank has applied {self._applied} steps and its peers more: it cannot follow")
-        self._hand_out(closing)
-        self.scale_gradients(closing.scale)
-        held = self._held
-        if held.optimizer is not None and not closing.skipped:
-            assert closing.settings is not None
-            held.settings = closing.settings
-            held.optimizer.step()
-        self._rolled_forward(closing)
-        self._closing, self._sealed = closing, False  # a peer may yet need it from this rank
 
     def _check_training(self) -> None:
         for name, parameter, trained in self._trained():

@@ -5,9 +5,10 @@ meet every k steps. It is no exact substitute for ddp: with k = 1 and plain SGD 
 SGD Converges Fast and Communicates Little", ICLR 2019; McMahan et al., "Communication-Efficient Learning", AISTATS 2017, algorithm 1.)
 
 A *round* is the steps between two averages. Steps commit on each rank as they come, without a word to the others; a round is what commits
-on all. A failure inside of one puts every rank back to its start (`StrategySession.keep`): parameters, optimizer state, buffers, registered
-state and cursor, so the loader deals its samples again, to whatever ranks there are then. A round ends after `sync_every` steps or with the
-epoch, whichever is first, since a script cannot go back into a loop that it has left. Joins, drains and stops wait for its end.
+on all. A failure inside of one is acted upon at its end, where all ranks' scripts stand at one place: that step is void, and every rank is
+put back to the round's start (`StrategySession.keep`): parameters, optimizer state, buffers, registered state and cursor, so the loader
+deals its samples again, to whatever ranks there are then. A round ends after `sync_every` steps or with the epoch, whichever is first,
+since a script cannot go back into a loop that it has left. Joins, drains and stops wait for its end.
 
 Optimizer state stays each rank's own. One that has none (a joiner, one that was behind) gets the mean of the others'.
 """
@@ -26,7 +27,7 @@ from shoal_common.errors import MembershipChanged, PreconditionError
 from shoal_worker.elastic.contract import StepStatus
 from shoal_worker.elastic.group import Channel, Group, LocalChannel
 from shoal_worker.elastic.session import Session
-from shoal_worker.elastic.step import CONTROL_LENGTH, Step
+from shoal_worker.elastic.step import Step, StepPhase
 from shoal_worker.failpoints import failpoint
 from shoal_worker.strategies.accumulation import AccumulatedReduction
 from shoal_worker.strategies.averaging import Add, adding, mean_optimizer_state, weighted_mean
@@ -48,11 +49,8 @@ class _ThisRank:
     def step(self) -> Step | None:
         return self._session.step
 
-    def control_word(self) -> list[float]:
-        return [0.0] * CONTROL_LENGTH
-
-    def take_control_word(self, summed: object) -> None:
-        """It says nothing of the other ranks."""
+    def seal_step(self) -> None:
+        """What it sums says nothing of the other ranks."""
 
 
 class LocalSGDModel(DDPModel):
@@ -160,14 +158,22 @@ class LocalSGDModel(DDPModel):
         if self._in_micro_batches and not self._reduced:
             self._reduce_what_is_left()
             self._reduced = True
-        if self._averaging and step.control is None:
+        if self._averaging and step.phase is StepPhase.OPEN:
             try:
-                control = self._sum_round()
+                self._check_same_ranks(step)
+                self._sum_round()
                 failpoint("reduction.completed")
             except MembershipChanged as error:
                 self._session.mark_lost(error)
             else:
-                self._session.take_control_word(control)
+                self._session.seal_step()
+        self._close()
+        self._session.settle_step()
+
+    def _check_same_ranks(self, step: Step) -> None:
+        """Raises MembershipChanged if ranks that took part in the round are gone, and with them what they had trained."""
+        if step.placement.generation != self._round.generation:
+            raise MembershipChanged("the ranks have changed since the round began")
 
     def _add(self, tensor: torch.Tensor) -> None:
         if not self._session.elastic:
@@ -178,20 +184,19 @@ class LocalSGDModel(DDPModel):
         group.all_reduce(tensor)
 
     @torch.no_grad()
-    def _sum_round(self) -> list[float]:
-        """The round's average, and the control word. Raises MembershipChanged."""
+    def _sum_round(self) -> None:
+        """The round's average. Raises MembershipChanged."""
         session = self._session
         tensors = self._averaged()
         weight = self._round.weight + self._step_weight
-        known = torch.tensor([*session.control_word(), weight], dtype=torch.float64, device=tensors[0].device)
+        known = torch.tensor([weight], dtype=torch.float64, device=tensors[0].device)
         self._add(known)
-        *control, total = known.tolist()
+        total = float(known)
         share = weight / total if total > 0 else 1.0 / session.world_size
         self._average = list(zip(tensors, weighted_mean(tensors, share, self._add), strict=True))
         group = session.group
         if (self._rounds.average_optimizer_state or self._round.averages_state) and group is not None and self._optimizer is not None:
             self._mean_state = mean_optimizer_state(self._optimizer.state_dict()["state"], group.exchange, self._add, tensors[0].device)
-        return control
 
     def _averaged(self) -> list[torch.Tensor]:
         """What the round has changed: parameters, then statistics and counters in buffers."""
@@ -226,7 +231,7 @@ class LocalSGDModel(DDPModel):
             self._outer.round_begins(dict(self.module.named_parameters()))
             if self._session.elastic:
                 self._session.keep(self._captured())
-        self._round.step_begins(step.source, self.module)
+        self._round.step_begins(step.source, self.module, step.placement.generation)
 
     def micro_batch_ends(self, weight: float) -> None:
         """See `Replica`."""

@@ -131,11 +131,11 @@ class MeshModel(DividedModel):
             own = {"model": self.module.state_dict(), "optimizer": self._optimizer.state_dict() if self._optimizer is not None else None}
             unsaved = self._held.unsaved() if self._parts is not None else {}
             return own | {"buffers": unsaved} if unsaved else own
-        return {"unsaved": self._held.unsaved(), "settings": self._held.settings} | self._applied_last()
+        return {"unsaved": self._held.unsaved(), "settings": self._held.settings, "applied": self._applied}
 
     @torch.no_grad()
     def restore(self, state: Mapping[str, Any]) -> None:
-        """See `Replica`. A rank that holds a part applies the one step that it has not."""
+        """See `Replica`."""
         self._give_values(state)
         held = self._held
         if "model" in state:
@@ -147,14 +147,11 @@ class MeshModel(DividedModel):
             if state["optimizer"] is not None:
                 held.load_optimizer(state["optimizer"])
             self._closing = None
-        elif self._division is None or (state["applied"] != self._applied and not self._sealed):
-            self._release()
-            held.drop()  # nothing, or too old: what its peers hold comes when the ranks are divided
-            held.settings = state["settings"]
-            self._applied, self._closing = state["applied"], None
         else:
-            if state["applied"] != self._applied:
-                self._roll_forward(Closing(**state["closing"]) if state["closing"] is not None else None)
+            if self._division is None or state["applied"] != self._applied:
+                self._release()
+                held.drop()  # nothing, or too old: what its peers hold comes when the ranks are divided
+                self._closing = None
             held.settings = state["settings"]
             self._applied = state["applied"]
         self._commit_buffers()
@@ -165,8 +162,8 @@ class MeshModel(DividedModel):
     def _updated(self) -> None:
         self._held.along_data.updated()
 
-    def _rolled_forward(self, closing: Closing) -> None:
-        self.commit_step()
+    def _as_closing(self, told: Mapping[str, Any]) -> Closing:
+        return Closing(**told)
 
     @torch.no_grad()
     def regroup(self, group: Group) -> None:
@@ -186,7 +183,6 @@ class MeshModel(DividedModel):
         held, axes = self._held, self._divide(group.world_size)
         at = axes.at(group.rank)
         taken = held.take(group if gathered else LocalChannel(), axes, at)
-        self._sealed = False  # what became of the step before is settled
         division = Division(group, axes, self._session, self.sharding) if at is not None else None
         if division is not None:
             self._release()
@@ -210,7 +206,7 @@ class MeshModel(DividedModel):
     @torch.no_grad()
     def step_begins(self) -> None:
         """See `Replica`."""
-        self._shown, self._sealed = False, False
+        self._begin_step()
         self._standing_in.clear()
         if self._division is None:
             try:
@@ -254,13 +250,14 @@ class MeshModel(DividedModel):
             division.sum_gradients()
             if step.lost is not None:
                 return
-            self._sealed = True
+            failpoint("reduction.completed")
+            session.seal_step()
             failpoint("sharded.sealed")
             norm = division.gradients.squared_norm()
             issued = division.execution.issued.word() if division.execution is not None else []
             summed = torch.tensor([*session.control_word(), norm, *issued], dtype=torch.float64, device=division.all.device)
             division.all.all_reduce(summed)
-            failpoint("reduction.completed")
+            failpoint("step.closed")
         except MembershipChanged as error:
             session.mark_lost(error)
             return
@@ -278,7 +275,7 @@ class MeshModel(DividedModel):
 
     @torch.no_grad()
     def discard_step(self) -> None:
-        """See `Replica`. What is sealed is kept: it may yet turn out that the step is applied."""
+        """See `Replica`."""
         if self._division is None:
             for parameter in self.module.parameters():
                 parameter.grad = None
@@ -294,4 +291,3 @@ class MeshModel(DividedModel):
         division.buffers.commit()
         division.forget()
         self._held.forget_before()
-        self._sealed = False

@@ -10,8 +10,8 @@ torch's own reducer is not used: it completes no pass in which a parameter took 
 output; where ranks differed in that, their collectives did not match, and Gloo ended the processes. And its buckets follow the order of one
 rank's first pass, which a joiner does not share.
 
-The control word, and by how much the buffers changed, ride in the last bucket. With compression only gradients are compressed: all that
-rides along in any bucket is sent by itself, in one all-reduce.
+By how much the buffers changed rides in the last bucket. With compression only gradients are compressed: all that rides along in any
+bucket is sent by itself, in one all-reduce.
 
 Threads: hooks run where the backward pass does, while the training thread waits for it; all else on the training thread.
 """
@@ -29,7 +29,6 @@ from shoal_common.errors import ConfigurationError, PreconditionError
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from shoal_worker.elastic.step import CONTROL_LENGTH
 from shoal_worker.strategies.buckets import Bucket, Slot, lay_out
 from shoal_worker.strategies.compressed import GradientCompression, check_floating, memory_order
 from shoal_worker.strategies.flight import Flight
@@ -211,10 +210,6 @@ class OverlappedReduction:
         bucket.fill(factor, sums=self._sums)
         self._next += 1
         if self._next == len(self._buckets):
-            if self._word_in_memory is not None:
-                self._word_in_memory[:] = self._session.control_word()
-            else:
-                self._word.copy_(torch.tensor(self._session.control_word(), dtype=bucket.flat.dtype))
             if factor == 0.0:
                 self._changes.zero_()
             elif self._buffers.size:
@@ -227,7 +222,7 @@ class OverlappedReduction:
         if bucket.slots:
             self._flight.send_compressed(bucket.gradients, "buckets", self._next - 1, [memory_order(slot.view) for slot in bucket.slots])
         if self._next == len(self._buckets):
-            self._riding = torch.cat([each.tail.to(self._word) for each in self._buckets])
+            self._riding = torch.cat([each.tail.to(self._changes) for each in self._buckets])
             self._flight.send(self._riding)
 
     def _send_sparse(self, slot: Slot) -> None:
@@ -253,8 +248,8 @@ class OverlappedReduction:
             slot.summed = True
             if slot.parameter.grad is not None and slot.parameter.grad._nnz() == 0:
                 slot.parameter.grad = None
-        self._session.take_control_word(self._word.tolist())
         self._buffer_changes = self._changes
+        self._session.seal_step()
 
     @property
     def _share(self) -> Share:
@@ -279,7 +274,7 @@ class OverlappedReduction:
             device=trained[0].device,
             cap_bytes=self._config.bucket_cap_mb << 20,
             minimum_elements=self._config.minimum_parameter_group_size,
-            riding=CONTROL_LENGTH + self._buffers.size,
+            riding=self._buffers.size,
             riding_dtype=self._buffers.dtype,
         )
         if self._compression is not None:
@@ -287,9 +282,7 @@ class OverlappedReduction:
             places = {id(p): place for place, p in enumerate(self._parameters)}
             layout = [[places[id(slot.parameter)] for slot in bucket.slots] for bucket in self._buckets]
             self._compression.laid_out("buckets", layout, [bucket.gradients.numel() for bucket in self._buckets])
-        riding = self._buckets[-1].riding
-        self._word, self._changes = riding[:CONTROL_LENGTH], riding[CONTROL_LENGTH:]
-        self._word_in_memory = self._word.numpy() if self._word.device.type == "cpu" else None
+        self._changes = self._buckets[-1].riding
         self._forget_pass()
         slots = [(bucket, slot) for bucket in self._buckets for slot in bucket.slots]
         self._hooks = [hook for bucket, slot in [*slots, *((None, slot) for slot in self._sparse)] for hook in self._hook(bucket, slot)]

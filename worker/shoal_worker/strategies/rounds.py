@@ -82,16 +82,18 @@ class Round:
         """With the next step that commits."""
         self.averages_state = False
         """Its end averages the optimizer state too."""
+        self.generation = 0
+        """In which it began."""
         self._source: StepSource | None = None
 
-    def step_begins(self, source: StepSource | None, module: nn.Module) -> None:
+    def step_begins(self, source: StepSource | None, module: nn.Module, generation: int) -> None:
         """A step of `source`'s begins, which trains what of `module` asks for gradients.
 
         Raises:
             PreconditionError: the round has steps of another loader.
         """
         if self.steps == 0:
-            self.trained, self._source = {}, source
+            self.trained, self._source, self.generation = {}, source, generation
         elif source is not self._source:
             raise PreconditionError(
                 f"local_sgd: this step is of loader {source.name if source else ''!r}, but the round that it falls into began "

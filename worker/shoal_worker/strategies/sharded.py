@@ -101,11 +101,11 @@ class ShardedParametersModel(CutModel):
         """See `Replica`. Before the first step all of the state; from then on what every rank has of it."""
         if self._held.whole:
             return self._held.capture_whole()
-        return self._held.capture_common() | self._applied_last()
+        return self._held.capture_common() | {"applied": self._applied}
 
     @torch.no_grad()
     def restore(self, state: Mapping[str, Any]) -> None:
-        """See `Replica`. A rank that holds shards applies the one step that it has not."""
+        """See `Replica`."""
         self._give_values(state)
         if "model" in state:
             self._held.restore_whole(state)
@@ -114,7 +114,10 @@ class ShardedParametersModel(CutModel):
             self._closing = None
         else:
             if not self._held.whole and self._held.cut is not None and state["applied"] != self._applied:
-                self._roll_forward(CutClosing(**state["closing"]) if state["closing"] is not None else None)
+                raise PreconditionError(
+                    f"this rank has applied {self._applied} steps and its peers {state['applied']}: it holds shards of an older state, and "
+                    "cannot follow; let it end, and start another in its place"
+                )
             self._applied = state["applied"]
             self._held.restore_common(state)
         self._step_buffers.commit()
@@ -122,14 +125,8 @@ class ShardedParametersModel(CutModel):
     def _hand_out(self, closing: CutClosing) -> None:
         self._gradients.hand_out(closing.divisor, closing.present)
 
-    def _rolled_forward(self, closing: CutClosing) -> None:
-        self._held.updated()
-        for unit in self._held.trained:
-            unit.changed()
-        self._execution.forget()
-        self._held.committed()
-        if self._compression is not None:
-            self._compression.commit(unusable=closing.skipped)
+    def _as_closing(self, told: Mapping[str, Any]) -> CutClosing:
+        return CutClosing(**told)
 
     @torch.no_grad()
     def regroup(self, group: Group) -> None:
@@ -147,8 +144,9 @@ class ShardedParametersModel(CutModel):
         step, group = self._session.step, self._session.group
         assert step is not None
         self._check_training()
+        self._begin_step()
         self._execution.begin_step(self._applied + 1)
-        self._weights, self._changes, self._sealed, self._shown = 0.0, None, False, False
+        self._weights, self._changes = 0.0, None
         if self._held.whole:
             hosts = [peer.host for peer in group.generation.peers] if group is not None else [""]
             self._held.cut_whole(number=step.placement.generation, rank=step.placement.rank, hosts=hosts)
@@ -192,7 +190,7 @@ class ShardedParametersModel(CutModel):
             self._buffer_changes(step),
         )
         summed = summing.to_send(session.group.device if session.group is not None else "cpu")
-        if not self._collectives.all_reduce(summed).wait() or not self._passes("reduction.completed"):
+        if not self._collectives.all_reduce(summed).wait() or not self._passes("step.closed"):
             return
         word, issued, weights, norm, present, changes = summing.split(summed)
         IssuedCollectives.check(issued.tolist(), self.strategy)
@@ -228,8 +226,10 @@ class ShardedParametersModel(CutModel):
 
     def _seal(self) -> bool:
         """Passes the summed gradients on to the buddy. False: the step is lost."""
-        self._sealed = self._gradients.pass_on(self._collectives, self._held.division)
-        return self._sealed
+        if not self._gradients.pass_on(self._collectives, self._held.division) or not self._passes("reduction.completed"):
+            return False
+        self._session.seal_step()
+        return True
 
     def _updated(self) -> None:
         """Fetches the other ranks' pieces where parameters are whole on every rank."""
@@ -238,9 +238,8 @@ class ShardedParametersModel(CutModel):
 
     @torch.no_grad()
     def discard_step(self) -> None:
-        """See `Replica`. What is sealed is kept: it may yet turn out that the step is applied."""
-        if not self._sealed:
-            self._execution.forget()
+        """See `Replica`."""
+        self._execution.forget()
         self._step_buffers.put_back()
 
     @torch.no_grad()
@@ -252,5 +251,4 @@ class ShardedParametersModel(CutModel):
         self._step_buffers.commit()
         self._held.committed()
         if self._compression is not None:
-            self._compression.commit(unusable=self._closing.skipped)
-        self._sealed = False
+            self._compression.commit(unusable=self._skipped)

@@ -25,7 +25,6 @@ class ShardedParametersOptimizer(ElasticOptimizer):
 
     def _update(self, *, usable: bool) -> None:
         if usable:
-            self._model.note_scale()
             self.optimizer.step()
         else:
             self._model.skip()

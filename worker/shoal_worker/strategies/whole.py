@@ -29,6 +29,13 @@ class WholeModel(ShardedModel):
     def regroup(self, group: Group) -> None:
         """See `Replica`: every rank holds all of it."""
 
+    def closing(self) -> dict[str, Any]:
+        """See `Replica`: a rank that has the sums needs no more."""
+        return {}
+
+    def take_closing(self, told: Mapping[str, Any]) -> None:
+        """See `Replica`: it has the sums."""
+
     def load_full(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """See `ShardedModel`."""
         self._check_fits(tensors)

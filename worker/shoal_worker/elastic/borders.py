@@ -131,11 +131,6 @@ class Borders:
         if self._formation is not None:
             self._formation.failed_now()
 
-    @property
-    def broken(self) -> bool:
-        """The group is over."""
-        return self._formation is not None and not self._formation.healthy
-
     def ask(self, reason: str) -> None:
         """The group of the step in progress failed: forms the next generation, which tells whether the step counts. Returns when this rank
         knows. Raises StopTraining."""

@@ -56,7 +56,7 @@ class HeldState:
         self.outcomes = 0
         """Of steps, that the script was told of. A joiner counts on from its peers' count."""
         self.control: list[float] = []
-        """The control word of the last step that was committed here."""
+        """The control word of the last step that was closed and committed here."""
         self.registered = RegisteredState()
         self.operations = Operations()
         self._replica: Replica | None = None
@@ -117,7 +117,7 @@ class HeldState:
     def committed(self, step: Step) -> None:
         """`step` was applied: the state has its name now."""
         self.name = StateName(step.placement.generation, self.steps + 1)
-        self.step, self.control = None, step.control or []
+        self.step, self.control = None, step.control or self.control
         self.outcomes += 1
 
     def lost(self) -> None:

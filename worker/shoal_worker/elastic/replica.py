@@ -198,6 +198,10 @@ class StrategySession(Protocol):
         """A collective of the step failed: nothing more is sent in it. Changes nothing once the closing was seen. From any thread."""
         ...
 
+    def void_step(self, reason: str) -> None:
+        """The step in progress counts nowhere, as every rank concludes by itself."""
+        ...
+
     def settle_step(self) -> None:
         """Returns when it is known what becomes of the step in progress. If its group failed before this rank saw the closing, forms the
         next generation and asks there: the step is decided if a survivor saw the closing, else void. On the training thread, outside of

@@ -231,6 +231,12 @@ class Session:
         """A collective of the step failed. May be called from a collective's callback."""
         self.clock.mark_lost(error)
 
+    def void_step(self, reason: str) -> None:
+        """The step in progress counts nowhere, as every rank concludes by itself."""
+        step = self.clock.require()
+        step.fail(reason)
+        step.void()
+
     def settle_step(self) -> None:
         """Returns when it is known what becomes of the step in progress. See `Steps.settle`."""
         self.clock.settle()

@@ -223,8 +223,7 @@ class Steps:
         if step is None or not step.undecided or self._stop is not None:
             return
         try:
-            if not self._held.in_round or self._borders.broken:
-                self._borders.ask(step.lost or "lost")
+            self._borders.ask(step.lost or "lost")
         except StopTraining as stop:
             self._stop = stop
             _log.warning("step %d: nobody is left to tell whether it counts: %s", self._held.steps, stop)

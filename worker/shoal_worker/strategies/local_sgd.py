@@ -159,8 +159,10 @@ class LocalSGDModel(DDPModel):
             self._reduce_what_is_left()
             self._reduced = True
         if self._averaging and step.phase is StepPhase.OPEN:
+            if step.placement.generation != self._round.generation:  # what ranks had trained that are gone is gone as well
+                self._session.void_step("the ranks have changed since the round began")
+                return
             try:
-                self._check_same_ranks(step)
                 self._sum_round()
                 failpoint("reduction.completed")
             except MembershipChanged as error:
@@ -169,11 +171,6 @@ class LocalSGDModel(DDPModel):
                 self._session.seal_step()
         self._close()
         self._session.settle_step()
-
-    def _check_same_ranks(self, step: Step) -> None:
-        """Raises MembershipChanged if ranks that took part in the round are gone, and with them what they had trained."""
-        if step.placement.generation != self._round.generation:
-            raise MembershipChanged("the ranks have changed since the round began")
 
     def _add(self, tensor: torch.Tensor) -> None:
         if not self._session.elastic:

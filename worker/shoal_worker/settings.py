@@ -56,6 +56,8 @@ class WorkerSettings(BaseSettings):
     """Where to record every sample index handed out and every commit, as JSON lines; None: nowhere."""
     rendezvous_timeout_s: float = Field(default=900.0, gt=0)
     """Longest wait for a rank: at the start, for `min_workers`, and after failures."""
+    drain_grace_s: float = Field(default=1.0, ge=0)
+    """How long a worker that was asked to leave goes on with its peers, in case they are asked as well: then all stop at one border."""
     collective_timeout_s: float = Field(default=300.0, gt=0)
     """Longest a collective may take before a peer counts as stuck."""
     connect_timeout_s: float = Field(default=5.0, gt=0)

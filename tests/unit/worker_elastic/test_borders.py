@@ -40,7 +40,6 @@ def rank() -> SimpleNamespace:
     """One rank in a group of its own, between two steps."""
     strategy = Strategy(1.0)
     member = Member(strategy, state=StateName(1, 0))
-    member.membership.changes = False
     member.membership.left = []
     member.membership.leave_group = member.membership.left.append
     form([member], lambda m: m.formation.reform())
@@ -61,7 +60,7 @@ def take_step(rank: SimpleNamespace) -> StepStatus:
 
 def test_a_rank_that_was_told_of_a_stop_takes_one_more_step_with_those_that_were_not(rank: SimpleNamespace) -> None:
     assert take_step(rank)
-    rank.link.stopped, rank.membership.changes = "enough", True
+    rank.link.stopped = "enough"
     assert take_step(rank)  # its control word tells the others
     with pytest.raises(StopTraining, match="enough"):
         rank.steps.begin_step(None)
@@ -76,7 +75,7 @@ def test_a_rank_that_was_not_told_stops_with_the_others(rank: SimpleNamespace) -
 
 def test_a_member_that_was_put_out_lets_go_of_its_group_and_says_why(rank: SimpleNamespace) -> None:
     assert take_step(rank)
-    rank.link.refused, rank.membership.changes = PreconditionError("its lease expired", reason="LEASE_EXPIRED"), True
+    rank.link.refused = PreconditionError("its lease expired", reason="LEASE_EXPIRED")
     assert take_step(rank)
     with pytest.raises(PreconditionError, match="lease expired"):
         rank.steps.begin_step(None)

@@ -98,7 +98,10 @@ def test_a_step_that_the_ranks_took_at_different_places_is_refused_before_it_is_
 
     def reduce_with_a_rank_that_takes_the_next_step() -> None:
         step = steps.require()
-        words = [step.control_word(border_wanted=False, stop_told=False, place=Place("loader", 1, 0, number)) for number in (0, 1)]
+        words = [
+            step.control_word(border_wanted=False, stop_told=False, leaving=False, settings=0, place=Place("loader", 1, 0, number))
+            for number in (0, 1)
+        ]
         step.decide([a + b for a, b in zip(*words, strict=True)])
 
     monkeypatch.setattr(model, "finish_reduction", reduce_with_a_rank_that_takes_the_next_step)

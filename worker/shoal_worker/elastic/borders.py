@@ -1,11 +1,19 @@
 """The borders between steps: there, and only there, joiners come in, drained members go, and a broken group is formed anew.
 
-Holds the `Formation` until the process leaves its job, and owns where the peers stood when this joiner was fed. It takes no steps. All of
-it runs on the training thread, except `failed`, which a collective's callback may call.
+Who is asked to leave goes on for a moment (SHOAL_DRAIN_GRACE_S). If all ranks are asked within it, as when an allocation is taken back, all
+stop together: their scripts run on, and can save what they hold between them. Else it leaves by itself.
+
+Holds the `Formation` until the process leaves its job, and owns where the peers stood when this joiner was fed, and since when this process
+is asked to leave. It takes no steps. All of it runs on the training thread, except `failed`, which a collective's callback may call.
 """
 
 from __future__ import annotations
 
+import time
+from datetime import timedelta
+from typing import Any
+
+import xxhash
 from shoal_common.errors import MembershipChanged
 
 from shoal_worker.elastic.contract import Drained, Placement, StepSource, StopTraining
@@ -22,10 +30,12 @@ ALONE = Placement(generation=0, rank=0, world_size=1)
 class Borders:
     """Settles membership between two steps, and carries what a step's end means for the next border."""
 
-    def __init__(self, held: HeldState, formation: Formation | None) -> None:
+    def __init__(self, held: HeldState, formation: Formation | None, *, drain_grace: timedelta) -> None:
         """`formation`: None in a world of one."""
         self._held = held
         self._formation = formation
+        self._drain_grace = drain_grace
+        self._asked_at: float | None = None
         self._peers_at: Place | None = None
 
     @property
@@ -75,7 +85,7 @@ class Borders:
             formation.reform()
         elif formation.stop_due:
             # Not whether this rank was told of a stop by now: others may not have been, and would go on without it.
-            self._leave_if_asked(formation, stop=link.stopped or "the job is stopped")
+            self._leave_if_asked(formation, stop=link.stopped or link.draining or "the job is stopped")
         elif formation.border_due:
             self._leave_if_asked(formation, stop=None)
             formation.reform()
@@ -113,18 +123,34 @@ class Borders:
 
     def control_word(self, step: Step) -> list[float]:
         """What this rank adds to the step's control word: what it was told that the next border is to settle, and where it stands."""
-        membership = self._formation.membership if self._formation is not None else None
+        place, settings = self._held.place(step.source), _digest(self._held.registered.settings)
+        if self._formation is None:
+            return step.control_word(border_wanted=False, stop_told=False, leaving=False, settings=settings, place=place)
+        membership = self._formation.membership
+        link, group = membership.link, membership.group
         return step.control_word(
-            border_wanted=membership is not None and membership.changes,
-            stop_told=membership is not None and membership.link.stopped is not None,
-            place=self._held.place(step.source),
+            border_wanted=group is None or link.newest > group.generation.number or link.refused is not None or self._leaves_alone,
+            stop_told=link.stopped is not None,
+            leaving=link.draining is not None,
+            settings=settings,
+            place=place,
         )
+
+    @property
+    def _leaves_alone(self) -> bool:
+        """This process was asked to leave, long enough ago for its peers to have been asked as well."""
+        if self._formation is None or self._formation.membership.link.draining is None:
+            return False
+        if self._asked_at is None:
+            self._asked_at = time.monotonic()
+        return time.monotonic() - self._asked_at >= self._drain_grace.total_seconds()
 
     def committed(self, step: Step) -> None:
         """`step` is committed: its control word says what is due at the next border. A joiner is where its peers are."""
         self._peers_at = None
         if self._formation is not None:
-            self._formation.committed(border_due=step.border_wanted, stop_due=step.stop_told)
+            stops = step.stop_told or step.all_leave
+            self._formation.committed(border_due=step.border_wanted, stop_due=stops, preempted=step.all_leave and not step.stop_told)
 
     def failed(self) -> None:
         """A collective of the step failed. May be called from a collective's callback."""
@@ -156,5 +182,9 @@ class Borders:
             raise membership.link.refused
         if stop is not None:
             raise StopTraining(stop)
-        if membership.link.draining is not None:
+        if membership.link.draining is not None and (self._held.replica.asynchronous or self._leaves_alone):
             raise Drained(membership.link.draining)
+
+
+def _digest(settings: list[dict[str, Any]]) -> int:
+    return xxhash.xxh3_64_intdigest(repr(settings).encode())

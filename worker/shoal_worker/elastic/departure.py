@@ -34,14 +34,14 @@ class Departure:
         self._callbacks.append(callback)
 
     def obey(self, stop: StopTraining) -> None:
-        """Notes that the job stops. If this member alone leaves (`Drained`): ends the process.
+        """Notes that training stops. If this member alone leaves (`Drained`), and training has not stopped before: ends the process.
 
         Raises:
             SystemExit: status 0, drained.
         """
-        if isinstance(stop, Drained):
+        if self.stopped is None and isinstance(stop, Drained):
             self.exit_drained(str(stop))
-        self.stopped = str(stop)
+        self.stopped = self.stopped or str(stop)
 
     def exit_drained(self, reason: str) -> NoReturn:
         """Leaves the job and ends the process with status 0: the members that stay go on with the script."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import uuid
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import timedelta
 from typing import Final, NoReturn
 
@@ -69,8 +69,6 @@ class FixedLink:
 
 class FixedMembership:
     """One rank's place. A `Member`."""
-
-    changes = False
 
     def __init__(self, seat: Seat, donor_address: str, host: str = "") -> None:
         """`host`: where this rank runs; empty, as on all ranks: on one."""
@@ -144,6 +142,10 @@ class FixedMembership:
     def has_left(self, member_id: str) -> bool:
         """See `Member`. All have, once one has failed."""
         return self._turns is not None and self._turns.over is not None
+
+    def all_have(self, members: Collection[str], step: int) -> bool:
+        """See `Member`: none dies alone, so none is ever in doubt."""
+        return True
 
     def leave_group(self, reason: str) -> None:
         """See `Member`. The others fail when they need this rank, and not before."""

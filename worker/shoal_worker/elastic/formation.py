@@ -69,7 +69,9 @@ class Formation:
         self.border_due = False
         """The last step's control word said so, on all ranks alike: at the next border there is a newer generation to take."""
         self.stop_due = False
-        """The last step's control word said so: the run ends at the next border, on all ranks."""
+        """The last step's control word said so: training ends at the next border, on all ranks."""
+        self.preempted = False
+        """It ends because all ranks were asked to leave: the run is not finished."""
         self._held = held
         self._exchange = exchange
         self._settings = settings
@@ -104,6 +106,12 @@ class Formation:
         return self.membership.link.newest_generation if self._held.live else None
 
     @property
+    def members(self) -> list[str]:
+        """Who holds the state in the group that stood last, by member id."""
+        peers = self.group.generation.peers if self.group is not None else ()
+        return [peer.member_id for peer in peers if peer.rank not in self._spectators]
+
+    @property
     def is_first(self) -> bool:
         """The lowest rank that holds the state does what one rank does for all. Rank 0 may be a joiner that was not fed yet."""
         generation = self.generation
@@ -134,9 +142,9 @@ class Formation:
         """A failure was noticed: recovery is timed from the first one on."""
         self._failed_at = self._failed_at or time.monotonic()
 
-    def committed(self, *, border_due: bool, stop_due: bool) -> None:
+    def committed(self, *, border_due: bool, stop_due: bool, preempted: bool) -> None:
         """A step was committed; its control word asked for a border, for the end, or for nothing."""
-        self.border_due, self.stop_due = border_due, stop_due
+        self.border_due, self.stop_due, self.preempted = border_due, stop_due, preempted
         if self._failed_at is not None:
             self._metrics.recovery_seconds.observe(time.monotonic() - self._failed_at)
             self._failed_at = None

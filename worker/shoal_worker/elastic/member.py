@@ -6,7 +6,7 @@ A protocol, because there are two kinds of place: a member of a job has a coordi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import timedelta
 from typing import Protocol
 
@@ -66,11 +66,6 @@ class Member(Protocol):
         ...
 
     @property
-    def changes(self) -> bool:
-        """There is a newer generation, or this member is to leave: settle it at the next border."""
-        ...
-
-    @property
     def only_backend(self) -> str | None:
         """The one backend whose groups this place allows; None: any."""
         ...
@@ -105,6 +100,10 @@ class Member(Protocol):
 
     def has_left(self, member_id: str) -> bool:
         """Whether a member of a generation has left, or was put out. On any thread."""
+        ...
+
+    def all_have(self, members: Collection[str], step: int) -> bool:
+        """Whether all of these that belong to the run still are known to have committed `step`."""
         ...
 
     def leave_group(self, reason: str) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import timedelta
 
 from shoal_common.clients.coordinator import CoordinatorClient
@@ -65,13 +65,6 @@ class Membership:
     def group(self) -> Group | None:
         """The group formed last; it may be broken. None before the first and after `leave_group`."""
         return self._group
-
-    @property
-    def changes(self) -> bool:
-        """There is a newer generation, or this member is to leave: settle it at the next border."""
-        group, link = self._group, self.link
-        wanted = link.draining is not None or link.stopped is not None or link.refused is not None
-        return group is None or wanted or link.newest > group.generation.number
 
     def await_generation(self, timeout: timedelta | None = None) -> Generation:
         """See `Member`."""
@@ -164,6 +157,15 @@ class Membership:
         except (UnavailableError, DeadlineError):
             return False
         return all(m.member_id != member_id for m in job.members)
+
+    def all_have(self, members: Collection[str], step: int) -> bool:
+        """See `Member`. As far as heartbeats have told; nothing is known while the coordinator is away."""
+        try:
+            job = self.link.client.get_job(self.link.identity.job_id)
+        except (UnavailableError, DeadlineError):
+            return False
+        mine = self.link.identity.member_id
+        return all(m.progress.step >= step for m in job.members if m.member_id in members and m.member_id != mine)
 
     def leave_group(self, reason: str) -> None:
         """Lets go of the group, so that its sockets close and no peer waits for this process."""

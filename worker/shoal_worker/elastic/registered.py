@@ -1,8 +1,9 @@
-"""State that the user registered: sent to joiners, put back on a redo, saved in checkpoints.
+"""State that the user registered: sent to joiners and saved in checkpoints. Schedulers of the run's optimizer, gradient scalers and
+averaged models are registered by themselves.
 
-Schedulers and gradient scalers advance by a call that the user's loop makes after `optimizer.step()`. When the step was lost, that call
-must do nothing. So their `step` (of a scheduler) or `update` (of a scaler) is wrapped at registration, and the wrapper asks this class.
-All of it runs on the training thread.
+They advance by a call that the user's loop makes after `optimizer.step()`. When the step was lost, that call must do nothing. So their
+`step` (of a scheduler), `update` (of a scaler) or `update_parameters` (of an averaged model) is wrapped at registration, and the wrapper
+asks this class. All of it runs on the training thread.
 """
 
 from __future__ import annotations
@@ -11,14 +12,22 @@ import copy
 import functools
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Final, Protocol, runtime_checkable
 
+import torch
 from shoal_common.errors import ConfigurationError
+from torch.optim.lr_scheduler import LRScheduler
 
+from shoal_worker.elastic.advancing import NAMES, newly_made
 from shoal_worker.state.tree import flatten
 
 _log = logging.getLogger(__name__)
+
+_NO_SETTINGS: Final = frozenset({"params", "param_names"})
+_ADVANCES: Final = {"get_scale": "update", "update_parameters": "update_parameters", "": "step"}
+"""The method that advances an object, by what tells its kind."""
 
 
 @runtime_checkable
@@ -37,6 +46,21 @@ class RegisteredState:
         self._pending: dict[str, Any] = {}
         self._void = False
         """The last step was void: ignore every advance until the next step begins."""
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._by_itself: Counter[str] = Counter()
+        """How many of each kind were registered without being asked for."""
+        self._undecided: list[Any] = []
+        """Made before the optimizer was known."""
+
+    def advance_with(self, optimizer: torch.optim.Optimizer) -> None:
+        """`optimizer` is the run's, as the user made it: its schedulers are registered by themselves (`advancing.py`)."""
+        self._optimizer = optimizer
+
+    @property
+    def settings(self) -> list[dict[str, Any]]:
+        """Hyper-parameters of the run's optimizer, group by group: the same on all ranks."""
+        groups = self._optimizer.param_groups if self._optimizer is not None else []
+        return [{name: _plain(value) for name, value in group.items() if name not in _NO_SETTINGS} for group in groups]
 
     def register(self, name: str, value: object) -> None:
         """Adds `value` under `name`; a state that waited under that name is loaded into it.
@@ -53,11 +77,13 @@ class RegisteredState:
             raise ConfigurationError(f"register_state({name}=...): the name {name!r} is taken by another object; choose another name")
         if name in self._objects:
             return
+        for known in [known for known, one in self._objects.items() if one is value]:  # registered by itself
+            del self._objects[known]
         flatten({name: value.state_dict()})  # says now what could not be sent or saved later
         self._objects[name] = value
-        advance = "update" if hasattr(value, "get_scale") else "step"
+        advance = next(method for marker, method in _ADVANCES.items() if hasattr(value, marker) or not marker)
         if callable(getattr(value, advance, None)):
-            self._gate(name, value, advance)
+            self._gate(value, advance)
         if name in self._pending:
             value.load_state_dict(self._pending.pop(name))
 
@@ -71,10 +97,12 @@ class RegisteredState:
 
     def capture(self) -> dict[str, Any]:
         """The state of all objects."""
+        self.find_new()
         return {"states": {name: value.state_dict() for name, value in self._objects.items()} | self._pending}
 
     def restore(self, captured: Mapping[str, Any]) -> None:
         """Loads a captured state. States of names that are not registered yet wait for them."""
+        self.find_new()
         states = dict(captured["states"])
         for name, value in self._objects.items():
             if name in states:
@@ -83,6 +111,7 @@ class RegisteredState:
 
     def restoring(self) -> Callable[[], None]:
         """A call that puts back what all objects have now, as far as they take it, after a `restore` that was refused."""
+        self.find_new()
         before = {name: copy.deepcopy(value.state_dict()) for name, value in self._objects.items()}
         pending = self._pending
 
@@ -99,12 +128,43 @@ class RegisteredState:
     def step_begins(self) -> None:
         """The next step begins: advances count again."""
         self._void = False
+        self.find_new()
+
+    def find_new(self) -> None:
+        """Registers what the script has made of its own accord and what belongs to the run: see `advancing.py`."""
+        made = newly_made()
+        if not made and (not self._undecided or self._optimizer is None):
+            return
+        candidates, self._undecided = [*self._undecided, *made], []
+        for one in candidates:
+            if self._optimizer is None:
+                self._undecided.append(one)
+            elif self._belongs(one):
+                self._register_by_itself(one)
+
+    def _belongs(self, one: Any) -> bool:
+        if not isinstance(one, LRScheduler):
+            return True
+        optimizer = getattr(one, "optimizer", None)
+        return optimizer is not None and getattr(optimizer, "optimizer", optimizer) is self._optimizer
+
+    def _register_by_itself(self, one: Any) -> None:
+        kind = next(name for made, name in NAMES.items() if isinstance(one, made))
+        name = f"shoal.{kind}.{self._by_itself[kind]}"
+        self._by_itself[kind] += 1
+        if any(known is one for known in self._objects.values()):
+            return
+        try:
+            self.register(name, one)
+        except ConfigurationError as error:
+            _log.warning("%s is not sent to joiners and not saved: %s", type(one).__name__, error)
 
     def step_void(self) -> None:
         """The step was lost: its advances must not count."""
+        self.find_new()
         self._void = True
 
-    def _gate(self, name: str, value: Any, method: str) -> None:
+    def _gate(self, value: Any, method: str) -> None:
         advance, kind = getattr(value, method), type(value)
 
         @functools.wraps(advance)
@@ -119,3 +179,7 @@ class RegisteredState:
 
         # A class of its own, not an attribute of the instance: schedulers put their instance attributes into state_dict().
         value.__class__ = type(kind.__name__, (kind,), {method: gated, "__module__": kind.__module__, "__qualname__": kind.__qualname__})
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, torch.Tensor) else value

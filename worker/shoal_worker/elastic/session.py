@@ -16,10 +16,12 @@ on theirs, `mark_lost`, and the check that `fence` gives.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any
+from datetime import timedelta
+from typing import Any, Final
 
 import torch
 from shoal_common.errors import PreconditionError, ShoalError
@@ -48,6 +50,10 @@ from shoal_worker.state.part import StatePart
 
 _log = logging.getLogger(__name__)
 
+_LAST_STEP_PATIENCE: Final = timedelta(seconds=30)
+_LOOK: Final = timedelta(seconds=0.05)
+"""How often a rank that leaves looks whether its peers have committed the last step. They tell the coordinator with each heartbeat."""
+
 
 class Session:
     """One process's training run. The `StrategySession` of its strategy; `clock` is the `StepClock` of its loaders."""
@@ -67,7 +73,15 @@ class Session:
             membership.link.progress = self.progress.message
             self._formation = Formation(membership, self._held, self._exchange, settings=settings, metrics=metrics, progress=self.progress)
         self._departure = Departure(membership, self._held)
-        self.clock = Steps(self._held, self._formation, self._departure, operation=self._confirm, progress=self.progress, metrics=metrics)
+        self.clock = Steps(
+            self._held,
+            self._formation,
+            self._departure,
+            operation=self._confirm,
+            progress=self.progress,
+            metrics=metrics,
+            drain_grace=timedelta(seconds=settings.drain_grace_s),
+        )
 
     # ------------------------------------------------------------------------------------------------------------ identity
 
@@ -371,8 +385,9 @@ class Session:
                 failed = failed or "the script came to its end without a step of the loop in which its peers are"
             if failed is None:
                 self._await_the_others()
-            reason = pb.Leave.REASON_FAILED if failed is not None else pb.Leave.REASON_FINISHED
-            self._departure.say_goodbye(reason, failed or "")
+            preempted = self._formation is not None and self._formation.preempted and self._departure.stopped is not None
+            good = pb.Leave.REASON_DRAINED if preempted else pb.Leave.REASON_FINISHED
+            self._departure.say_goodbye(pb.Leave.REASON_FAILED if failed is not None else good, failed or "")
         if self._exchange is not None:
             self._exchange.close()
         self._membership = self._formation = self._exchange = None
@@ -380,11 +395,29 @@ class Session:
         self.clock.leave_peers()
 
     def _await_the_others(self) -> None:
-        """Where the state is in parts, nobody goes while another may still need his."""
-        held = self._held
-        if not held.has_replica or not held.replica.in_parts or self.is_joining or self._departure.stopped is not None:
+        """Nobody goes while another may still need it: its part of the state, or its word that the last step counts."""
+        held, formation = self._held, self._formation
+        if formation is None or not held.has_replica or held.replica.asynchronous or self.is_joining or held.steps == 0:
             return
         try:
-            self._confirm("end of the run")
+            if held.replica.in_parts and self._departure.stopped is None:
+                self._confirm("end of the run")
+            elif held.operations.finished == 0:  # else all have ended the last step, or could not have taken part
+                self._await_last_step(formation)
         except (ShoalError, StopTraining) as error:  # what was to be kept together is not needed any more
             _log.info("the ranks did not end together: %s", error)
+
+    def _await_last_step(self, formation: Formation) -> None:
+        """Returns when all peers have committed the last step. One that is in doubt of it asks in the next generation, which this rank
+        forms with it. Not while the coordinator is away for longer than _LAST_STEP_PATIENCE."""
+        give_up_at = time.monotonic() + _LAST_STEP_PATIENCE.total_seconds()
+        while not formation.membership.all_have(formation.members, self._held.steps):
+            formation.settle()
+            if time.monotonic() > give_up_at:
+                _log.warning(
+                    "leaving, although not all peers are known to have committed step %d after %.0f s",
+                    self._held.steps,
+                    _LAST_STEP_PATIENCE.total_seconds(),
+                )
+                return
+            time.sleep(_LOOK.total_seconds())

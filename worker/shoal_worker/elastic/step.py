@@ -13,14 +13,21 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Sequence
+from typing import Final
 
 from shoal_common.errors import PreconditionError
 
 from shoal_worker.elastic.contract import Placement, Share, StepSource, WeighRows
 from shoal_worker.elastic.place import PLACE_WORD_LENGTH, Place, agree
 
-CONTROL_LENGTH = 4 + PLACE_WORD_LENGTH
-"""Numbers in a control word. Summed over the ranks as float32 at least, so whole numbers up to 2^24 are exact."""
+_OWN: Final = 5
+"""Numbers of a control word that are the step's own; the others say where the script stands."""
+_SETTINGS: Final = 4
+"""Numbers that say whether the ranks' optimizers have the same settings: two digits of a digest of them, and their squares."""
+_BASE: Final = 1 << 20
+"""Of those digits: their squares, summed over 1000 ranks, are exact."""
+CONTROL_LENGTH: Final = _OWN + _SETTINGS + PLACE_WORD_LENGTH
+"""Numbers in a control word. Summed over the ranks as float64, so whole numbers up to 2^53 are exact."""
 
 
 class StepPhase(enum.Enum):
@@ -80,14 +87,16 @@ class Step:
                 reason="STEP_NOT_WHOLE",
             )
 
-    def control_word(self, *, border_wanted: bool, stop_told: bool, place: Place) -> list[float]:
+    def control_word(self, *, border_wanted: bool, stop_told: bool, leaving: bool, settings: int, place: Place) -> list[float]:
         """What this rank adds: a border is wanted; its loss times its weight; that weight, if it told a loss; it was told that the job
-        stops; where its script stands."""
+        stops; it was asked to leave; a digest of its optimizer's settings; where its script stands."""
         weight = 0.0
         if self.share is not None and self.loss is not None:
             weight = self.micro_batches_weight if self.in_micro_batches else self.share.weight
         loss = self.loss * weight if self.loss is not None and weight > 0 else 0.0
-        return [float(border_wanted), loss, weight, float(stop_told), *place.word()]
+        digits = (float(settings % _BASE), float(settings // _BASE % _BASE))
+        own = (float(border_wanted), loss, weight, float(stop_told), float(leaving))
+        return [*own, *digits, *(digit * digit for digit in digits), *place.word()]
 
     def fail(self, reason: str) -> None:
         """A collective of the step failed. Of a step whose outcome is known, that changes nothing."""
@@ -129,9 +138,24 @@ class Step:
         return self.control is not None and self.control[3] > 0
 
     @property
+    def all_leave(self) -> bool:
+        """Every rank was asked to leave, as in an allocation that is taken back: they stop at the next border, together."""
+        return self.control is not None and self.control[4] == self.control[_OWN + _SETTINGS]
+
+    @property
     def ranks_agree(self) -> bool:
         """All ranks that took part meant the same step."""
-        return self.control is None or agree(self.control[4:])
+        return self.control is None or agree(self.control[_OWN + _SETTINGS :])
+
+    @property
+    def settings_agree(self) -> bool:
+        """The optimizers of all ranks that took part have the same settings: the mean of squares is the square of the mean for equal
+        numbers only."""
+        if self.control is None:
+            return True
+        first, second, first_squared, second_squared = map(int, self.control[_OWN : _OWN + _SETTINGS])
+        ranks = int(self.control[_OWN + _SETTINGS])
+        return ranks * first_squared == first * first and ranks * second_squared == second * second
 
     @property
     def mean_loss(self) -> float | None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 
 import torch
 from shoal_common.errors import MembershipChanged, PreconditionError
@@ -46,14 +47,15 @@ class Steps:
         operation: Callable[[str], object],
         progress: ProgressMeter,
         metrics: WorkerMetrics,
+        drain_grace: timedelta = timedelta(0),
     ) -> None:
-        """`formation`: None in a world of one. `operation(kind)` returns when all ranks have called it."""
+        """`formation`: None in a world of one. `operation(kind)` returns when all ranks have called it. `drain_grace`: see `Borders`."""
         self.replaying = False
         """A joiner's script has not come to its first live batch: what it asks for is answered locally."""
         self.load_checkpoint: Callable[[], str | None] | None = None
         """Puts the newest checkpoint in the place of a lost state, with all ranks. Returns why it cannot; None: it has."""
         self._held = held
-        self._borders = Borders(held, formation)
+        self._borders = Borders(held, formation, drain_grace=drain_grace)
         self._departure = departure
         self._stop: StopTraining | None = None
         """Came while the survivors asked each other about the step in progress."""
@@ -256,6 +258,13 @@ class Steps:
                 f"the ranks' scripts went different ways: this one takes step {place.step} of epoch {place.epoch} of loader "
                 f"{place.loader!r}, others take another one or deal it otherwise; every rank must iterate over the same loaders in the "
                 "same order, made with datasets of one length and the same sizes, seed, shuffle and drop_last",
+                reason="RANKS_DIVERGED",
+            )
+        if not step.settings_agree:
+            raise PreconditionError(
+                f"the ranks' optimizers have different settings; this one's are {self._held.registered.settings}. Hyper-parameters that "
+                "change in training must change alike on all ranks, also on one that joins: use a scheduler, which is sent to it, or "
+                "compute them from loader.global_step",
                 reason="RANKS_DIVERGED",
             )
         failpoint("session.before_apply")

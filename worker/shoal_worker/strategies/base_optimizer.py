@@ -33,6 +33,7 @@ class ShardedOptimizer(ForwardingOptimizer, abc.ABC):
         self._model = model
         self._session = session
         self.defaults = optimizer.defaults
+        session.registered.advance_with(optimizer)
         self._patch_step_hooks()
 
     def _patch_step_hooks(self) -> None:

@@ -1,0 +1,148 @@
+"""The outcome of a step is the group's, whatever shape the user's loop has: every survivor's script is told the same outcomes, and what it
+advances by them stays alike. Each run ends bit for bit as one worker's without a fault, and every sample counts exactly once."""
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from shoal_worker.checkpoint.files import latest, read_checkpoint
+from shoal_worker.data.record import audit
+
+from tests.integration.worker_elastic.cluster import Cluster, cluster
+from tests.integration.worker_elastic.shapes import EPOCHS, STEPS
+from tests.zygote.children import Zygote
+
+SCRIPT = Path(__file__).with_name("shapes.py")
+ALL = EPOCHS * STEPS
+
+
+@pytest.fixture(scope="module")
+def alone(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Any]]:
+    """What one worker ends with that nothing happens to, by shape and strategy."""
+    known: dict[tuple[str, str], dict[str, Any]] = {}
+
+    def run(shape: str, strategy: str = "ddp") -> dict[str, Any]:
+        if (shape, strategy) not in known:
+            directory = tmp_path_factory.mktemp(f"{shape}-{strategy}")
+            with cluster(zygote, directory, max_workers=1, script=SCRIPT, SHAPE=shape, STRATEGY=strategy) as running:
+                running.start(0)
+                (known[shape, strategy],) = running.finish(0)
+        return known[shape, strategy]
+
+    return run
+
+
+def check_alike(results: list[dict[str, Any]], expected: dict[str, Any], running: Cluster) -> None:
+    """Survivors were told the same, and hold what the run without a fault ended with."""
+    told = {str(result["outcomes"]) for result in results}
+    assert len(told) == 1, told
+    for result in results:
+        for name in ("steps", "count", "digest", "average", "lr", "scale", "evaluations"):
+            assert result[name] == expected[name], name
+    verdict = audit(running.records)
+    assert all(epoch.exactly_once for epoch in verdict.epochs[:-1]), verdict
+
+
+@pytest.mark.parametrize(
+    "strategy", ["zero3", pytest.param("fsdp", marks=pytest.mark.matrix), pytest.param("zero2", marks=pytest.mark.matrix)]
+)
+def test_a_step_that_was_closed_counts_though_a_peer_dies_before_the_script_ends_it(
+    zygote: Zygote, tmp_path: Path, alone: Callable[..., dict[str, Any]], strategy: str
+) -> None:
+    """The gradients are handed out when the closing comes back; a forward pass without gradients meets the death."""
+    with cluster(zygote, tmp_path, script=SCRIPT, SHAPE="no_grad", STRATEGY=strategy) as running:
+        for index in range(3):
+            running.start(index, **({"DIE": "clipped:5"} if index == 1 else {}))
+        check_alike(running.finish(0, 2), alone("no_grad", strategy), running)
+
+
+@pytest.mark.parametrize(
+    ("shape", "strategy"),
+    [
+        ("flat", "ddp"),
+        ("ema", "ddp"),
+        ("scaler", "ddp"),
+        pytest.param("clip", "ddp", marks=pytest.mark.matrix),
+        pytest.param("scaler", "zero2", marks=pytest.mark.matrix),
+        pytest.param("clip", "zero3", marks=pytest.mark.matrix),
+        pytest.param("evaluate", "zero1", marks=pytest.mark.matrix),
+        pytest.param("save", "ddp", marks=pytest.mark.matrix),
+    ],
+)
+def test_what_a_script_advances_stays_alike_when_one_rank_misses_the_closing_of_a_step(
+    zygote: Zygote, tmp_path: Path, alone: Callable[..., dict[str, Any]], shape: str, strategy: str
+) -> None:
+    """A scheduler, a moving average and a GradScaler that nobody registered, and a counter behind `if optimizer.step()`."""
+    with cluster(zygote, tmp_path, script=SCRIPT, SHAPE=shape, STRATEGY=strategy) as running:
+        for index in range(3):
+            running.start(index, SHOAL_FAILPOINTS="step.closed@6=lose" if index == 1 else "")
+        check_alike(running.finish(0, 1, 2), alone(shape, strategy), running)
+
+
+@pytest.mark.parametrize("shape", ["flat", pytest.param("scaler", marks=pytest.mark.matrix)])
+def test_a_joiner_gets_the_schedulers_and_scalers_that_nobody_registered(
+    zygote: Zygote, tmp_path: Path, alone: Callable[..., dict[str, Any]], shape: str
+) -> None:
+    with cluster(zygote, tmp_path, script=SCRIPT, SHAPE=shape, min_workers=2, max_workers=2) as running:
+        with running.held():
+            running.start(0)
+            running.start(1)
+            running.wait_steps(3)
+            running.signal(1, signal.SIGKILL)
+            running.start(2)
+            running.wait_ranked(2)
+        expected = alone(shape)
+        for result in running.finish(0, 2):
+            assert [result[name] for name in ("digest", "lr", "scale")] == [expected[name] for name in ("digest", "lr", "scale")]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2"])
+def test_a_loop_left_by_break_ends_with_the_last_step_on_every_rank(
+    zygote: Zygote, tmp_path: Path, alone: Callable[..., dict[str, Any]], strategy: str
+) -> None:
+    """The rank that is in doubt of the last step asks peers that are on their way out."""
+    with cluster(zygote, tmp_path, script=SCRIPT, SHAPE="break", STRATEGY=strategy) as running:
+        for index in range(3):
+            running.start(index, SHOAL_FAILPOINTS=f"step.closed@{ALL - 3}=lose" if index == 0 else "")
+        check_alike(running.finish(0, 1, 2), alone("break", strategy), running)
+
+
+def wait_for_preemption(running: Cluster) -> None:
+    running.wait_steps(2)
+    for index in range(3):
+        running.signal(index, signal.SIGTERM)
+
+
+def newest_step(running: Cluster) -> int:
+    found = latest(running.output / "checkpoints")
+    assert found is not None
+    return int(read_checkpoint(found).state["steps"])
+
+
+@pytest.mark.parametrize("strategy", ["zero2", pytest.param("ddp", marks=pytest.mark.matrix)])
+def test_when_all_ranks_are_asked_to_leave_they_stop_at_one_border_and_save_together(zygote: Zygote, tmp_path: Path, strategy: str) -> None:
+    with cluster(zygote, tmp_path, script=SCRIPT, SHAPE="stop", STRATEGY=strategy, SHOAL_DRAIN_GRACE_S="20") as running:
+        with running.held():
+            for index in range(3):
+                running.start(index)
+            wait_for_preemption(running)
+            results = running.finish(0, 1, 2)
+        assert len({r["steps"] for r in results}) == len({r["digest"] for r in results}) == 1
+        assert 0 < results[0]["steps"] < ALL
+        assert newest_step(running) == results[0]["steps"]
+
+
+@pytest.mark.parametrize("strategy", ["zero2", pytest.param("ddp", marks=pytest.mark.matrix)])
+def test_a_death_while_the_job_stops_leaves_all_shards_to_be_saved(zygote: Zygote, tmp_path: Path, strategy: str) -> None:
+    with cluster(zygote, tmp_path, script=SCRIPT, SHAPE="stop", STRATEGY=strategy) as running:
+        with running.held():
+            for index in range(3):
+                running.start(index)
+            running.wait_steps(2)
+            running.client.stop_job("job", reason="test")
+            running.signal(1, signal.SIGKILL)
+            results = running.finish(0, 2)
+        assert len({r["steps"] for r in results}) == len({r["digest"] for r in results}) == 1
+        assert newest_step(running) == results[0]["steps"]

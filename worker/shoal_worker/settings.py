@@ -52,6 +52,9 @@ class WorkerSettings(BaseSettings):
     """Redis of the rendezvous stores, if other than what the coordinator tells."""
     metrics_listen: str | None = None
     """host:port to serve /metrics on (port 0: any); None: no metrics are served."""
+    allow_restart_from_scratch: bool = False
+    """Whether to begin again at step 0 when every process that held the state is gone and no checkpoint was taken up. Else that is an
+    error, PROGRESS_LOST."""
     record_dir: Path | None = None
     """Where to record every sample index handed out and every commit, as JSON lines; None: nowhere."""
     rendezvous_timeout_s: float = Field(default=900.0, gt=0)

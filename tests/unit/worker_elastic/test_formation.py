@@ -1,6 +1,6 @@
 """When a generation forms: whose state counts, who gives it to whom, and who speaks for all."""
 
-from functools import partial
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -27,7 +27,7 @@ def border(member: Member) -> Place | None:
     return member.formation.let_joiners_in(BORDER)
 
 
-def test_a_rank_that_missed_a_step_takes_the_state_of_those_that_applied_it() -> None:
+def test_a_rank_that_holds_an_older_state_takes_that_of_the_others() -> None:
     members = [Member(Model(5.0), state=NEW), Member(Model(4.0), state=OLD), Member(Model(5.0), state=NEW)]
     assert form(members, reform) == [None] * 3
     assert [m.model.value for m in members] == [5.0] * 3
@@ -123,6 +123,19 @@ def test_ranks_at_different_loops_refuse_to_feed_a_joiner() -> None:
 def test_joiners_that_find_nobody_start_from_the_checkpoint() -> None:
     members = [Member(Model(1.0), live=False), Member(Model(2.0), live=False)]
     for member in members:
-        member.formation.fallback = partial(member.model.restore, Model(7.0).capture())
+        member.formation.fallback = lambda member=member: member.model.restore(Model(7.0).capture()) is None
     assert form(members, border) == [None, None]
     assert [m.model.value for m in members] == [7.0, 7.0]
+
+
+@pytest.mark.parametrize("reads", [lambda: False, None], ids=["no-checkpoint", "no-resume"])
+def test_joiners_that_find_neither_the_state_nor_a_checkpoint_do_not_begin_at_step_0_without_a_word(
+    reads: Callable[[], bool] | None,
+) -> None:
+    members = [Member(Model(1.0), live=False), Member(Model(2.0), live=False)]
+    for member in members:
+        member.formation.fallback = reads
+    outcomes = form(members, border)
+    assert [getattr(o, "reason", None) for o in outcomes] == ["PROGRESS_LOST"] * 2
+    assert "shoal.resume" in str(outcomes[0])
+    assert not any(m.held.live for m in members)

@@ -13,9 +13,13 @@ def standing(
     poisoned: bool = False,
     operations: int = 0,
     interrupted: tuple[int, bool] | None = None,
+    doubt: tuple[int, int] | None = None,
+    outcomes: int = 0,
 ) -> Standing:
     return Standing(
         state=None if state is None else StateName(*state),
+        doubt=None if doubt is None else StateName(*doubt),
+        outcomes=outcomes,
         attached=attached,
         spectator=spectator,
         poisoned=poisoned,
@@ -29,7 +33,26 @@ def test_equal_states_need_nothing() -> None:
     assert (plan.donors, plan.behind, plan.results_from) == ((0, 1), (), None)
 
 
-def test_a_rank_that_missed_the_last_step_takes_it_from_all_that_applied_it() -> None:
+def test_a_rank_in_doubt_of_the_step_that_its_peers_closed_applies_it_before_the_generation_stands() -> None:
+    plan = reconcile([standing((1, 6), outcomes=6), standing((1, 5), doubt=(1, 6), outcomes=6)])
+    assert (plan.decided, plan.behind, plan.moving) == ((1,), (), (1,))
+
+
+def test_a_step_whose_closing_no_survivor_saw_is_void_on_all_at_once() -> None:
+    plan = reconcile([standing((1, 5), doubt=(1, 6), outcomes=6), standing((1, 5), outcomes=6), standing((1, 5), doubt=(1, 6), outcomes=6)])
+    assert (plan.newest, plan.decided, plan.moving) == (StateName(1, 5), (), ())
+
+
+def test_a_rank_that_has_not_begun_the_step_that_its_peers_lost_has_to_lose_it_too() -> None:
+    plan = reconcile([standing((1, 6), outcomes=7), standing((1, 6), outcomes=6)])
+    assert (plan.moving, plan.outcomes) == ((1,), 7)
+
+
+def test_a_joiner_need_not_have_been_told_of_anything() -> None:
+    assert reconcile([standing((1, 6), outcomes=7), standing(None, spectator=True)]).moving == ()
+
+
+def test_a_rank_of_an_older_state_that_is_not_in_doubt_takes_the_newest_from_all_that_hold_it() -> None:
     plan = reconcile([standing((1, 6)), standing((1, 5)), standing((1, 6))])
     assert plan.newest == StateName(1, 6)
     assert plan.donors == (0, 2)
@@ -101,6 +124,8 @@ standings = st.lists(
         poisoned=st.booleans(),
         operations=st.integers(0, 3),
         interrupted=st.none() | st.tuples(st.integers(1, 3), st.booleans()),
+        doubt=st.none() | st.tuples(st.integers(1, 3), st.integers(0, 3)),
+        outcomes=st.integers(0, 3),
     ),
     min_size=1,
     max_size=6,
@@ -122,6 +147,17 @@ def test_donors_hold_the_newest_state_whole_and_nobody_both_gives_and_takes(rank
         if s.state is not None and not s.spectator:
             assert plan.newest is not None
             assert s.state <= plan.newest
+
+
+@given(standings)
+def test_nobody_waits_for_ranks_that_do_not_move_and_each_that_holds_too_little_is_told_what_to_do(ranks: list[Standing]) -> None:
+    plan = reconcile(ranks)
+    members = [r for r, s in enumerate(ranks) if not s.spectator]
+    assert set(plan.moving) <= set(members)
+    assert not set(plan.decided) & set(plan.behind)
+    if not plan.moving:
+        assert {ranks[r].outcomes for r in members if r not in plan.behind} <= {plan.outcomes}
+        assert not plan.decided
 
 
 @given(standings)

@@ -17,8 +17,9 @@ from torch._C._distributed_c10d import Work
 from shoal_worker.backends.errors import GroupEndedError
 from shoal_worker.backends.gloo_threads import wait_until_asleep
 
-_MOMENT_S: Final = 0.1
-"""The longest such moment. Operations that Gloo tells of a broken connection end within a millisecond, or some under load."""
+_MOMENT_S: Final = 10.0
+"""The longest such moment. Operations that Gloo tells of a broken connection end within a millisecond, or some under load; as long as a
+thread of Gloo's runs, it may write into tensors that a redo of the step would use."""
 
 _WHILE: Final = timedelta(milliseconds=10)
 """How long a wait stays in C++ before it looks whether the group was ended."""

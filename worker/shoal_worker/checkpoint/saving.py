@@ -227,12 +227,14 @@ def _go_back(session: Session, directory: Path) -> str | None:
     return None if answer is None else str(answer)
 
 
-def _load_alone(session: Session, directory: Path) -> None:
+def _load_alone(session: Session, directory: Path) -> bool:
+    """Whether there was a checkpoint."""
     captured, told = _read(directory)
     if told["error"] is not None:
         raise _refusal(told)
     if captured is not None:
         session.restore_alone(captured)
+    return captured is not None
 
 
 def _read(directory: Path) -> tuple[dict[str, Any] | None, dict[str, Any]]:

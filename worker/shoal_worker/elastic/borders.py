@@ -171,6 +171,11 @@ class Borders:
         if formation is not None and not self._held.replica.asynchronous and not self._held.in_round:
             formation.settle()
 
+    def went_back(self) -> None:
+        """All ranks have taken the state of a checkpoint in the place of one that was lost."""
+        if self._formation is not None:
+            self._formation.went_back()
+
     def leave_peers(self) -> None:
         """This process left its job: what comes is a world of one."""
         self._formation = None

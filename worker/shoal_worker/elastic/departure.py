@@ -44,16 +44,19 @@ class Departure:
         self.stopped = self.stopped or str(stop)
 
     def exit_drained(self, reason: str) -> NoReturn:
-        """Leaves the job and ends the process with status 0: the members that stay go on with the script."""
+        """Leaves the job and ends the process with status 0: the members that stay go on with the script. They do not wait for what this
+        process still writes."""
         _log.info("leaving: %s", reason)
         self.stopped = reason  # at the script's end there is nobody to wait for
         for source in self._held.sources:
             source.leaving()
+        if self._membership is not None and not (self._held.has_replica and self._held.replica.asynchronous):
+            self._membership.leave(pb.Leave.REASON_DRAINED, reason)
         self.say_goodbye(pb.Leave.REASON_DRAINED, reason)
         raise SystemExit(0)
 
     def say_goodbye(self, reason: pb.Leave.Reason, detail: str = "") -> None:
-        """Leaves the job."""
+        """Leaves the job, once everything is done that is to be done before. Where it has left already, does that."""
         while self._callbacks:
             self._callbacks.pop()()
         if self._membership is not None:

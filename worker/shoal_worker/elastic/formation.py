@@ -16,6 +16,7 @@ training thread, except that `failed_now` may be called from a collective's call
 from __future__ import annotations
 
 import contextlib
+import enum
 import json
 import logging
 import time
@@ -25,6 +26,7 @@ from typing import Any
 
 from shoal_common.errors import ConfigurationError, DeadlineError, MembershipChanged, PreconditionError, UnavailableError
 
+from shoal_worker.elastic.contract import StateLostError
 from shoal_worker.elastic.exchange import StateExchange
 from shoal_worker.elastic.generation import Generation
 from shoal_worker.elastic.group import Group
@@ -49,6 +51,15 @@ _SPARE_LOOK = timedelta(seconds=0.2)
 """How often a spare looks whether its peers are there."""
 
 
+class _Offer(enum.IntEnum):
+    """What a rank gives to joiners."""
+
+    NOTHING = 0
+    STATE = 1
+    NOTHING_DONE = 2
+    """A state in which no step was taken, since the one that the job had is lost."""
+
+
 class Formation:
     """The ranks that work together now, and how they came to."""
 
@@ -64,8 +75,9 @@ class Formation:
     ) -> None:
         """`exchange`: None for strategies without a process group."""
         self.membership = membership
-        self.fallback: Callable[[], None] | None = None
-        """Loads the newest checkpoint into this process; called if every process that held the state is gone."""
+        self.fallback: Callable[[], bool] | None = None
+        """Loads the newest checkpoint into this process, and says whether there was one; called if every process that held the state is
+        gone."""
         self.border_due = False
         """The last step's control word said so, on all ranks alike: at the next border there is a newer generation to take."""
         self.stop_due = False
@@ -178,6 +190,11 @@ class Formation:
             return
         group = self.group
         self.recover(MembershipChanged(group.broken if group is not None and group.broken else "there is no group"))
+
+    def went_back(self) -> None:
+        """All ranks of the group have taken the state of a checkpoint in the place of one that was lost: it can stand now."""
+        group = self.group
+        self._met = not self._stands and group is not None and group is self.membership.group and group.broken is None
 
     def reform(self) -> None:
         """Forms newer generations until one stands, or until this rank's script has to move first.
@@ -367,6 +384,10 @@ class Formation:
                 peers_at = self._feed_spectators(group, place)
             except GROUP_LOST as error:
                 self.recover(error)
+            except StateLostError:
+                if group.rank not in self._spectators:
+                    raise
+                # The members go back to a checkpoint, and come to this border again with a state that is whole.
             else:
                 self._metrics.join_seconds.observe(time.monotonic() - started)
         return peers_at
@@ -374,14 +395,16 @@ class Formation:
     def _feed_spectators(self, group: Group, place: Place) -> Place | None:
         """Everybody is here when the first exchange is over."""
         held = self._held
-        donating = self._meet_at_border(group, place)
+        offer = self._meet_at_border(group, place)
         peers_at = None
         failpoint("session.at_border")
-        flags = [row[0] for row in group.all_gather_integers([int(donating)])]
-        donors = [r for r, flag in enumerate(flags) if flag]
+        offers = [_Offer(row[0]) for row in group.all_gather_integers([offer])]
+        donors = [r for r, each in enumerate(offers) if each in (_Offer.STATE, _Offer.NOTHING_DONE)]
         receivers = [r for r in self._spectators if r not in donors]
         if not donors:
             raise PreconditionError("no rank can give its state to the joiners; restart from a checkpoint")
+        if _Offer.NOTHING_DONE in offers:
+            self._check_may_begin_anew()
         if group.rank in donors:
             if held.name is None:
                 held.name = StateName(group.generation.number, 0)
@@ -404,8 +427,8 @@ class Formation:
         self._spectators = ()
         return peers_at
 
-    def _meet_at_border(self, group: Group, place: Place) -> bool:
-        """Returns when all members stand at the border; True if this rank gives its state there."""
+    def _meet_at_border(self, group: Group, place: Place) -> _Offer:
+        """Returns when all members stand at the border: what this rank gives there."""
         if group.rank not in self._spectators:
             places = [json.loads(told) for told in self.channel(_BORDER).exchange(json.dumps(place).encode())]
             if any(other != list(place) for other in places):
@@ -414,15 +437,25 @@ class Formation:
                     "iterate over the same loaders in the same order",
                     reason="RANKS_DIVERGED",
                 )
-            return not self._held.torn
+            return _Offer.NOTHING if self._held.torn else _Offer.STATE
         if len(self._spectators) < group.world_size:
             spectate(group, self._spectators, _BORDER)
-            return False
+            return _Offer.NOTHING
         # Nobody who held the state is left: the lowest rank starts again, from the newest checkpoint if the script resumes from one.
-        first = group.rank == self._spectators[0]
-        if first and self.fallback is not None:
-            self.fallback()
-        return first
+        if group.rank != self._spectators[0]:
+            return _Offer.NOTHING
+        return _Offer.STATE if self.fallback is not None and self.fallback() else _Offer.NOTHING_DONE
+
+    def _check_may_begin_anew(self) -> None:
+        """Raises PreconditionError (PROGRESS_LOST), on all ranks alike, unless that is allowed."""
+        what = "every process that held the state of the run is gone, and no checkpoint was taken up: training begins anew, at step 0"
+        if not self._settings.allow_restart_from_scratch:
+            raise PreconditionError(
+                f"{what}. That loses all progress: save checkpoints, and call shoal.resume(...) before the loop; or allow it by "
+                "`shoal run --allow-restart-from-scratch` (SHOAL_ALLOW_RESTART_FROM_SCRATCH=1)",
+                reason="PROGRESS_LOST",
+            )
+        _log.warning("%s, as SHOAL_ALLOW_RESTART_FROM_SCRATCH allows", what)
 
     # -------------------------------------------------------------------------------------------------------------- invariants
 

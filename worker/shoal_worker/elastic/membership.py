@@ -43,6 +43,8 @@ class Membership:
         self._group: Group | None = None
         self._forming: Forming | None = None
         self._left = 0
+        self._drained = False
+        """It has left by itself while the others went on."""
         self.link = CoordinatorLink(client, identity, on_generation=self._interrupt, on_stop_now=self._give_up_forming)
         self.make_backend: Callable[[], CommunicationBackend] | None = None
         """Makes the backend of the next group; set before the first `form`."""
@@ -136,6 +138,8 @@ class Membership:
             StaleGenerationError: it does not.
         """
         identity = self.link.identity
+        if self._drained:
+            return  # it left by itself: what it held then was the job's
         try:
             job = self.link.client.get_job(identity.job_id)
         except (UnavailableError, DeadlineError):
@@ -150,7 +154,7 @@ class Membership:
         have left."""
         newest, group = self.link.newest_generation, self._group
         whole = group is not None and not group.ended  # else one may have left without a generation to follow: a job on hold, or ending
-        if newest is None or (whole and any(peer.member_id == member_id for peer in newest.peers)):
+        if self._drained or newest is None or (whole and any(peer.member_id == member_id for peer in newest.peers)):
             return False
         try:
             job = self.link.client.get_job(self.link.identity.job_id)
@@ -180,7 +184,8 @@ class Membership:
                 _log.warning("closing the group of generation %d took %.1f s", group.generation.number, elapsed)
 
     def leave(self, reason: pb.Leave.Reason, detail: str = "") -> None:
-        """Ends the session with the coordinator and lets go of the group."""
+        """Ends the session with the coordinator and lets go of the group. Idempotent."""
+        self._drained = self._drained or reason == pb.Leave.REASON_DRAINED
         self.link.leave(reason, detail, timeout=timedelta(seconds=5))
         self.leave_group("this member left")
 

@@ -352,8 +352,9 @@ class Session:
         self._held.restore(captured)
         self._held.name = StateName(self.generation, int(captured["steps"]))
 
-    def on_state_lost(self, fallback: Callable[[], None]) -> None:
-        """`fallback` loads the newest checkpoint into this process; it is called if every process that held the state is gone."""
+    def on_state_lost(self, fallback: Callable[[], bool]) -> None:
+        """`fallback` loads the newest checkpoint into this process, and says whether there was one; it is called if every process that held
+        the state is gone."""
         if self._formation is not None:
             self._formation.fallback = fallback
 

@@ -342,11 +342,22 @@ class Steps:
             raise lost
         _log.warning("%s; going back to the newest checkpoint", lost)
         with self._held.going_back():
-            why_not = self.load_checkpoint()
+            why_not = self._load_checkpoint(self.load_checkpoint)
         if why_not is not None:
             raise StateLostError(
                 f"{lost}. The newest checkpoint cannot take its place in the running script: {why_not}", reason=lost.reason
             )
+
+    def _load_checkpoint(self, load: Callable[[], str | None]) -> str | None:
+        """Again, if the ranks change on the way: each change finds the state lost again, and those who have read it are ahead."""
+        while True:
+            try:
+                why_not = load()
+            except StateLostError as again:
+                _log.info("the ranks changed while they went back to a checkpoint: %s", again)
+            else:
+                self._borders.went_back()
+                return why_not
 
     def _void(self) -> None:
         self._held.replica.discard_step()

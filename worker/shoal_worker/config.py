@@ -39,6 +39,10 @@ class ShardingConfiguration:
     """Sum micro-batch gradients in float64, so that the result is bitwise the same for any world size. Needs `micro_batch_size` on the
     loader."""
 
+    consistency_check_every: int = 100
+    """After how many steps ranks compare digests of what they hold in common (replicas, mirrored shards), so that a fault of memory or
+    arithmetic stops the run with the rank's name instead of ending up in the model; 0: never. Reads all of a rank's state once."""
+
     param_dtype: torch.dtype | None = None
     """What parameters and inputs are computed with, and parameters fetched in (torch.bfloat16, say); each rank updates its shards in the
     parameters' own dtype. None: that. Not for ddp, which has `torch.autocast`."""
@@ -61,6 +65,9 @@ class ShardingConfiguration:
             value = getattr(self, field)
             if not isinstance(value, int) or value < 1:
                 raise ConfigurationError(f"{field}={value!r}: expected a whole number of {unit}, at least 1")
+        every = self.consistency_check_every
+        if not isinstance(every, int) or isinstance(every, bool) or every < 0:
+            raise ConfigurationError(f"consistency_check_every={every!r}: expected a whole number of steps, or 0 for never")
         for field in ("auto_sync_gradients", "deterministic"):
             if not isinstance(getattr(self, field), bool):
                 raise ConfigurationError(f"{field}={getattr(self, field)!r}: expected True or False")

@@ -55,6 +55,8 @@ class HeldState:
         """The step in progress."""
         self.outcomes = 0
         """Of steps, that the script was told of. A joiner counts on from its peers' count."""
+        self.compared = 0
+        """Steps that were committed when the last one was closed: see `Steps._compare_replicas`."""
         self.control: list[float] = []
         """The control word of the last step that was closed and committed here."""
         self.registered = RegisteredState()
@@ -208,6 +210,7 @@ class HeldState:
                 source.load_state_dict(waiting.pop(source.name))
         self.replica.restore(captured["replica"])
         self._kept, self.went_back = None, False
+        self.compared = captured["steps"]
         self._waiting = waiting
         self._loops, self._loops_to_enter = dict(captured["loops"]), dict(captured["loops"])
 

@@ -70,6 +70,16 @@ class Replica(Protocol):
         """No rank has all of the state."""
         ...
 
+    @property
+    def consistency_check_every(self) -> int:
+        """After how many steps ranks compare what they hold in common; 0: never."""
+        ...
+
+    def in_common(self) -> Mapping[str, int]:
+        """Digests of what this rank holds that others hold as well, after a step that all have applied, by a name that says what it is of:
+        equal on all ranks that hold it."""
+        ...
+
     def capture(self) -> dict[str, Any]:
         """The committed state of model and optimizer, buffers included. Shares memory with them."""
         ...

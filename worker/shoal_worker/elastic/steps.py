@@ -14,6 +14,7 @@ callback writes into the step.
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -22,6 +23,7 @@ import torch
 from shoal_common.errors import MembershipChanged, PreconditionError
 
 from shoal_worker.elastic.borders import ALONE, Borders
+from shoal_worker.elastic.consistency import disagreement
 from shoal_worker.elastic.contract import Leases, Placement, Share, StateLostError, StepSource, StepStatus, StopTraining, WeighRows
 from shoal_worker.elastic.departure import Departure
 from shoal_worker.elastic.formation import Formation
@@ -273,8 +275,30 @@ class Steps:
             failpoint("session.after_apply")
         self._commit(step)
         failpoint("session.after_commit")
+        if step.control is not None:
+            self._compare_replicas()
         self._end()
         return StepStatus.COMMITTED
+
+    def _compare_replicas(self) -> None:
+        """After every so many steps: compares what ranks hold in common. Raises PreconditionError (REPLICAS_DIVERGED), on all of them."""
+        held, group = self._held, self._borders.group
+        every, before = held.replica.consistency_check_every, held.compared
+        held.compared = held.steps
+        if every == 0 or held.steps // every == before // every or group is None or group.world_size == 1:
+            return
+        try:
+            told = [json.loads(each) for each in group.exchange(json.dumps(dict(held.replica.in_common())).encode())]
+        except MembershipChanged:
+            return  # the step counts all the same; its end notices the failure
+        apart = disagreement(told)
+        if apart is not None:
+            raise PreconditionError(
+                f"after step {held.steps} {apart}: memory or arithmetic has failed there, or the script has changed values on some ranks "
+                "alone. Go back to a checkpoint of before, on other machines (compared every "
+                f"{every} steps: consistency_check_every=)",
+                reason="REPLICAS_DIVERGED",
+            )
 
     def give_up(self, stop: StopTraining) -> StepStatus:
         """The run ended for this member while a step of asynchronous training was in progress."""

@@ -14,6 +14,7 @@ import torch
 from shoal_common.errors import ConfigurationError, PreconditionError
 from torch import nn
 
+from shoal_worker.elastic.consistency import digest_of, state_tensors
 from shoal_worker.elastic.group import Channel, Group, LocalChannel
 from shoal_worker.sharding.assembling import assemble, own_runs
 from shoal_worker.sharding.division import Division, among_all
@@ -129,6 +130,20 @@ class CutState(StateInParts):
     def committed(self) -> None:
         """A step was applied on this cut: the one before is no longer of use."""
         self._before = None
+
+    def in_common(self) -> dict[str, int]:
+        """Digests of what other ranks hold as well: shards that are mirrored, and parameters that are whole on every rank."""
+        state = self.optimizer.state if self.optimizer is not None else {}
+        shards: dict[int, list[torch.Tensor]] = {}
+        for unit in self.units:
+            for holding in unit.holdings:
+                if holding.position is not None:
+                    pieces = [piece for piece in holding.pieces if piece.numel()]
+                    shards.setdefault(holding.position, []).extend([*pieces, *state_tensors(state, pieces)])
+        digests = {f"shard {position}": digest_of(tensors) for position, tensors in sorted(shards.items())}
+        if self._stage is not Stage.PARAMETERS:
+            digests["the parameters"] = digest_of(parameter for unit in self.units for parameter in unit.parameters)
+        return digests
 
     def _held(self, keys: Sequence[Mapping[str, torch.dtype]]) -> list[Held]:
         """The cuts of which this rank holds shards."""

@@ -156,6 +156,15 @@ class ShardedModel(nn.Module, abc.ABC):
         """See `Replica`: all do."""
         return group
 
+    @property
+    def consistency_check_every(self) -> int:
+        """See `Replica`."""
+        return self.config.consistency_check_every
+
+    def in_common(self) -> Mapping[str, int]:
+        """See `Replica`: nothing that others hold."""
+        return {}
+
     def part(self, channel: Channel) -> StatePart | None:
         """This rank's part of the state, where no rank has all of it: see `Replica`."""
         return None

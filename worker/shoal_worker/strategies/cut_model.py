@@ -6,7 +6,7 @@ every rank alike.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
@@ -123,6 +123,10 @@ class CutModel(ModelInParts[CutState, CutClosing]):
         """See `Replica`."""
         part = self._held.part(channel)
         return part if part is None or self._compression is None else self._compression.part(part, channel)
+
+    def in_common(self) -> Mapping[str, int]:
+        """See `Replica`: shards with the ranks that mirror them, and what is whole on every rank."""
+        return self._held.in_common() if self._parts is not None and not self._parts.whole else {}
 
     def whole_for(self, channel: Channel) -> AbstractContextManager[None]:
         """See `ShardedModel`."""

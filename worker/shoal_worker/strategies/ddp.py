@@ -17,6 +17,7 @@ from shoal_common.errors import ConfigurationError, MembershipChanged, Precondit
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from shoal_worker.elastic.consistency import digest_of, state_tensors
 from shoal_worker.elastic.contract import Leases, StepStatus
 from shoal_worker.elastic.group import Channel
 from shoal_worker.elastic.step import StepPhase
@@ -183,6 +184,12 @@ class DDPModel(WholeModel):
         if self._compression is not None:
             self._compression.restore(state.get("compression"))
         self._step_buffers.commit()
+
+    def in_common(self) -> Mapping[str, int]:
+        """See `Replica`: all of it."""
+        optimizer = self._optimizer
+        moments = state_tensors(optimizer.state, self.module.parameters()) if optimizer is not None else ()
+        return {"the model": digest_of(_saved(self.module)), "the optimizer's state": digest_of(moments)}
 
     def has_values(self) -> bool:
         """See `Replica`."""
@@ -351,6 +358,10 @@ class DDPOptimizer(ElasticOptimizer):
 
     def synchronize_optimizer_state(self) -> None:
         """With ddp the optimizer state is equal on all ranks after every step: nothing to do."""
+
+
+def _saved(module: nn.Module) -> Iterator[torch.Tensor]:
+    return (value for value in module.state_dict().values() if isinstance(value, torch.Tensor))
 
 
 def _check_module(module: nn.Module) -> None:

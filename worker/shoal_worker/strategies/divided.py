@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
+from shoal_worker.elastic.consistency import digest_of, state_tensors
 from shoal_worker.elastic.group import Channel
 from shoal_worker.mesh.axes import Axes
 from shoal_worker.mesh.blueprint import Blueprint, Template, meta_copy
@@ -222,6 +223,18 @@ class DividedModel(ModelInParts[ModelParts, Closing]):
         unsaved = self._held.unsaved()
         whole = self._held.assemble(channel)
         return whole | {"buffers": unsaved} if unsaved else whole
+
+    def in_common(self) -> Mapping[str, int]:
+        """See `Replica`: this rank's part, with the other replicas' ranks that hold the same."""
+        division, held = self._division, self._held
+        if division is None:
+            return {}
+        at = division.cut.at
+        digests = {}
+        for position, runs in held.along_data.runs(held.optimizer).items():
+            tensors = [[run.value, *state_tensors({name: run.state}, [name])] for name, run in sorted(runs.items())]
+            digests[f"part {at.pipeline}.{at.tensor}, shard {position}"] = digest_of(tensor for each in tensors for tensor in each)
+        return digests
 
     @contextlib.contextmanager
     def whole_for(self, channel: Channel) -> Iterator[None]:

@@ -291,6 +291,10 @@ class LocalSGDModel(DDPModel):
         self._outer.momentum = {name: value.clone() for name, value in state.get("outer_momentum", {}).items()}
         self._round_over()
 
+    def in_common(self) -> Mapping[str, int]:
+        """See `Replica`: the average. The optimizer's state is each rank's own."""
+        return {name: digest for name, digest in super().in_common().items() if name == "the model"}
+
     def regroup(self, group: Group) -> None:
         """See `Replica`. A rank without optimizer state gets the mean of the others'."""
         if self._optimizer is None:

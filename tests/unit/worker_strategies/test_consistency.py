@@ -1,0 +1,70 @@
+"""Values that change on one rank alone, as when its memory fails, stop the run with that rank's name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import shoal
+import torch
+from shoal_common.errors import ConfigurationError, ShoalError
+from shoal_worker.elastic.consistency import disagreement
+from torch import nn
+
+STRATEGIES: dict[str, tuple[int, dict[str, Any]]] = {
+    "ddp": (3, {}),
+    "zero1": (3, {}),
+    "zero2": (3, {}),
+    "zero3": (3, {}),
+    "hsdp": (4, {"shard_size": 2}),
+    "hybrid": (4, {"tensor_parallel_size": 2}),
+    "local_sgd": (3, {"sync_every": 2}),
+}
+
+
+def train(strategy: str, options: dict[str, Any], broken: int | None) -> int:
+    """A run of eight steps in which a bit of one rank's state flips after the third. Returns the steps that it took."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    model, optimizer = shoal.as_distributed(
+        net, torch.optim.Adam(net.parameters(), 1e-2), strategy=strategy, consistency_check_every=4, **options
+    )
+    x = torch.randn(96, 8, generator=torch.Generator().manual_seed(1))
+    loader = shoal.ElasticDataLoader(torch.utils.data.TensorDataset(x), global_batch_size=12)
+    for (batch,) in loader:
+        model.train_step(batch, loss_fn=lambda output, _: output.square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        if shoal.rank() == broken and loader.global_step == 3:
+            piece = next(p for group in optimizer.optimizer.param_groups for p in group["params"] if p.numel())
+            state = optimizer.optimizer.state[piece]["exp_avg"] if strategy != "local_sgd" else piece.data
+            state.view(-1)[0] += 1e-3
+    return loader.global_step
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_rank_whose_values_change_by_themselves_is_named_and_the_run_stops(strategy: str) -> None:
+    world, options = STRATEGIES[strategy]
+    if strategy == "local_sgd":  # its average takes the damage over, alike on all ranks
+        assert shoal.launch(train, strategy, options, 1, world_size=world) == [8] * world
+        return
+    with pytest.raises(ShoalError, match="after step 4") as stopped:
+        shoal.launch(train, strategy, options, 1, world_size=world)
+    assert "rank 1" in str(stopped.value) or "ranks [" in str(stopped.value)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_sound_ranks_agree(strategy: str) -> None:
+    world, options = STRATEGIES[strategy]
+    assert shoal.launch(train, strategy, options, None, world_size=world) == [8] * world
+
+
+def test_the_rank_that_differs_from_the_rest_is_named() -> None:
+    assert disagreement([{"a": 1}, {"a": 1}, {"a": 2}]) == "rank 2, of ranks [0, 1, 2], holds other values of a than the rest"
+    assert disagreement([{"a": 1}, {"a": 2}, {"b": 5}]) == "ranks [0, 1] hold different values of a"
+    assert disagreement([{"a": 1, "b": 7}, {"a": 1}, {"b": 7}]) is None
+
+
+def test_a_number_of_steps_that_is_none_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="consistency_check_every=-1: expected a whole number of steps"):
+        shoal.ShardingConfiguration(consistency_check_every=-1)

@@ -126,7 +126,9 @@ class Member:
         self.model = model
         self.held = HeldState(live=live)
         self.held.set_replica(cast(Any, model))
-        self.held.name, self.held.torn = state, torn
+        self.held.name = state
+        if torn:
+            self.held.phase.tear()
         self.donor = StateDonor("127.0.0.1")
         self.group: RoomGroup | None = None
         self.next: list[RoomGroup] = []
@@ -157,7 +159,7 @@ def form(members: Sequence[Member], work: Callable[[Member], Any]) -> list[Any]:
                 member_id=str(r),
                 host="localhost",
                 donor_address=members[r].donor.address,
-                joining=not members[r].held.live,
+                joining=not members[r].held.phase.holds_state,
             )
             for r in range(len(members))
         )

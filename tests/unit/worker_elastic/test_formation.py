@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 from shoal_common.errors import ConfigurationError, MembershipChanged, PreconditionError
+from shoal_worker.elastic.phase import Phase
 from shoal_worker.elastic.place import Place
 from shoal_worker.elastic.reconcile import StateName
 
@@ -38,7 +39,7 @@ def test_a_rank_whose_update_raised_half_way_takes_the_state_anew() -> None:
     members = [Member(Model(-1.0), state=NEW, torn=True), Member(Model(5.0), state=NEW)]
     assert form(members, reform) == [None] * 2
     assert members[0].model.value == 5.0
-    assert not members[0].held.torn
+    assert members[0].held.phase.now is not Phase.TORN
 
 
 def test_a_state_that_every_holder_has_torn_is_said_to_be_lost_on_all_ranks() -> None:
@@ -53,7 +54,7 @@ def test_a_state_that_every_holder_has_torn_is_not_given_to_joiners() -> None:
     members = [Member(Model(-1.0), state=NEW, torn=True), Member(Model(0.0), live=False)]
     outcomes = form(members, border)
     assert [str(o) for o in outcomes] == ["no rank can give its state to the joiners; restart from a checkpoint"] * 2
-    assert not members[1].held.live
+    assert not members[1].held.phase.holds_state
 
 
 @pytest.mark.parametrize("first_is_joiner", [False, True])
@@ -90,7 +91,7 @@ def test_a_joiner_on_the_meta_device_gets_its_values_from_its_peers() -> None:
     assert form(members, border) == [None, BORDER]
     assert members[1].model.value == 5.0
     assert members[1].held.name == NEW
-    assert members[1].held.live
+    assert members[1].held.phase.holds_state
 
 
 def test_a_joiner_never_speaks_for_all_before_it_was_fed() -> None:
@@ -117,7 +118,7 @@ def test_ranks_at_different_loops_refuse_to_feed_a_joiner() -> None:
 
     outcomes = form(members, at_its_place)
     assert [getattr(o, "reason", None) for o in outcomes[:2]] == ["RANKS_DIVERGED"] * 2
-    assert not members[2].held.live
+    assert not members[2].held.phase.holds_state
 
 
 def test_joiners_that_find_nobody_start_from_the_checkpoint() -> None:
@@ -138,4 +139,4 @@ def test_joiners_that_find_neither_the_state_nor_a_checkpoint_do_not_begin_at_st
     outcomes = form(members, border)
     assert [getattr(o, "reason", None) for o in outcomes] == ["PROGRESS_LOST"] * 2
     assert "shoal.resume" in str(outcomes[0])
-    assert not any(m.held.live for m in members)
+    assert not any(m.held.phase.holds_state for m in members)

@@ -56,6 +56,9 @@ class CheckpointSaver:
         """One rank's part of a save. Returns when the state is copied. Raises what an earlier save on this rank raised."""
         if session.is_joining:
             return
+        if session.has_left:
+            _log.info("nothing is saved: this process has left its job, and its peers go on with the state")
+            return
         session.go_back_by(lambda: _go_back(session, directory))
         copy = _Copy(session, directory, sharded)
 
@@ -146,7 +149,7 @@ class _Copy:
 
     def is_gone(self, shard: int) -> bool:
         """The rank that writes it left the run. On any thread."""
-        return self.session.has_left(self._writers[shard])
+        return self.session.is_gone(self._writers[shard])
 
     def _take_part(self, part: StatePart, channel: Channel) -> None:
         shards = Shards.take(StatePart(state=part.state.pop("replica") | part.state, count=part.count, shards=part.shards))

@@ -61,9 +61,8 @@ class Borders:
         at = self._peers_at
         return at is not None and (at.loader, at.epoch) != (source.name, epoch)
 
-    def settle(self, source: StepSource | None) -> bool:
-        """Settles what has come up since the last border: the next step is one of `source`. Returns whether this process was a spare
-        meanwhile: its script is somewhere before its peers', as a joiner's is.
+    def settle(self, source: StepSource | None) -> None:
+        """Settles what has come up since the last border: the next step is one of `source`. Waits while this process is a spare.
 
         Raises:
             StopTraining: the job is stopped, or (`Drained`) this member leaves it.
@@ -71,16 +70,17 @@ class Borders:
         """
         formation = self._formation
         if formation is None:
-            return False
+            return
         link = formation.membership.link
         if self._held.replica.asynchronous:
             self._leave_if_asked(formation, stop=link.stopped)
-            return False
+            return
         if self._held.replica.idle:
-            return self._stand_by(formation, source)
+            self._stand_by(formation, source)
+            return
         if self._held.in_round or formation.must_move:
-            return False  # of a round all ranks come to the end, whatever happens; and a step that is void here as well has to begin
-        if not self._held.live:
+            return  # of a round all ranks come to the end, whatever happens; and a step that is void here as well has to begin
+        if not self._held.phase.holds_state:
             link.ready()
             formation.reform()
         elif formation.stop_due:
@@ -92,16 +92,13 @@ class Borders:
         else:
             formation.settle()
         self._let_joiners_in(formation, source)
-        return self._stand_by(formation, source)
+        self._stand_by(formation, source)
 
-    def _stand_by(self, formation: Formation, source: StepSource | None) -> bool:
-        """While this process is a spare. False: it is none."""
-        stood_by = False
+    def _stand_by(self, formation: Formation, source: StepSource | None) -> None:
+        """While this process is a spare."""
         while self._held.replica.idle:
-            stood_by = True
             formation.stand_by()
             self._let_joiners_in(formation, source)
-        return stood_by
 
     def _let_joiners_in(self, formation: Formation, source: StepSource | None) -> None:
         fed = formation.let_joiners_in(self._held.place(source))
@@ -119,7 +116,8 @@ class Borders:
             healthy = link.stopped is None and link.draining is None
         else:
             healthy = formation.healthy
-        return self._held.live and not formation.border_due and not formation.stop_due and healthy and placement == self.placement
+        quiet = healthy and not formation.border_due and not formation.stop_due
+        return self._held.phase.holds_state and quiet and placement == self.placement
 
     def control_word(self, step: Step) -> list[float]:
         """What this rank adds to the step's control word: what it was told that the next border is to settle, and where it stands."""

@@ -26,8 +26,11 @@ class Departure:
         self._membership = membership
         self._held = held
         self._callbacks: list[Callable[[], None]] = []
-        self.stopped: str | None = None
+
+    @property
+    def stopped(self) -> str | None:
         """Why no further step begins here; None: steps go on. Operations between steps still work."""
+        return self._held.phase.stopped
 
     def on_leave(self, callback: Callable[[], None]) -> None:
         """`callback` is called once, before this process says goodbye."""
@@ -41,13 +44,13 @@ class Departure:
         """
         if self.stopped is None and isinstance(stop, Drained):
             self.exit_drained(str(stop))
-        self.stopped = self.stopped or str(stop)
+        self._held.phase.stop(str(stop))
 
     def exit_drained(self, reason: str) -> NoReturn:
         """Leaves the job and ends the process with status 0: the members that stay go on with the script. They do not wait for what this
         process still writes."""
         _log.info("leaving: %s", reason)
-        self.stopped = reason  # at the script's end there is nobody to wait for
+        self._held.phase.leave(reason)  # at the script's end there is nobody to wait for
         for source in self._held.sources:
             source.leaving()
         if self._membership is not None and not (self._held.has_replica and self._held.replica.asynchronous):

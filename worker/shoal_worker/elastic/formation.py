@@ -33,6 +33,7 @@ from shoal_worker.elastic.group import Group
 from shoal_worker.elastic.held import HeldState
 from shoal_worker.elastic.member import Member
 from shoal_worker.elastic.operations import GroupChannel, spectate
+from shoal_worker.elastic.phase import Phase
 from shoal_worker.elastic.place import Place
 from shoal_worker.elastic.progress import ProgressMeter
 from shoal_worker.elastic.reconcile import STANDING_LENGTH, Interrupted, Reconciliation, Standing, StateName, reconcile
@@ -115,7 +116,7 @@ class Formation:
         """The generation this process works in; None before the first."""
         if self.group is not None:
             return self.group.generation
-        return self.membership.link.newest_generation if self._held.live else None
+        return self.membership.link.newest_generation if self._held.phase.holds_state else None
 
     @property
     def members(self) -> list[str]:
@@ -305,7 +306,7 @@ class Formation:
             state = self._require_exchange().take(group, plan.donors)
             group.exchange(b"")
             held.restore(state)
-            held.name, held.torn = plan.newest, False
+            held.name = plan.newest
             _log.info("took the peers' state %s", held.name)
         elif group.rank in plan.donors:
             self._require_exchange().give(group, held.capture(), until=lambda: group.exchange(b""))
@@ -314,7 +315,7 @@ class Formation:
 
     def stand_by(self) -> None:
         """This rank is a spare. Waits for the next generation, in which it is one that joins. Raises as `reform`."""
-        self._held.live = False
+        self._held.phase.set_aside()
         _log.info("no whole replica can be made with this rank: it is a spare until the membership changes")
         while True:
             with contextlib.suppress(DeadlineError):
@@ -412,7 +413,7 @@ class Formation:
             captured["operations"] = held.operations.encode()
             captured["outcomes"] = held.outcomes
             captured["state"] = list(held.name)
-            captured["place"] = list(place) if held.live else None
+            captured["place"] = list(place) if held.phase.holds_state else None
             self._require_exchange().give(group, captured, until=lambda: group.exchange(b""))
         else:
             state = self._require_exchange().take(group, donors)
@@ -423,7 +424,7 @@ class Formation:
             held.name = StateName(*state["state"])
             peers_at = Place(*state["place"]) if state["place"] is not None else None
         held.replica.regroup(group)
-        held.live = True
+        held.phase.feed()
         self._spectators = ()
         return peers_at
 
@@ -437,7 +438,7 @@ class Formation:
                     "iterate over the same loaders in the same order",
                     reason="RANKS_DIVERGED",
                 )
-            return _Offer.NOTHING if self._held.torn else _Offer.STATE
+            return _Offer.NOTHING if self._held.phase.now is Phase.TORN else _Offer.STATE
         if len(self._spectators) < group.world_size:
             spectate(group, self._spectators, _BORDER)
             return _Offer.NOTHING

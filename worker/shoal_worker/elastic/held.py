@@ -18,6 +18,7 @@ from shoal_common.errors import ConfigurationError, PreconditionError
 
 from shoal_worker.elastic.contract import StepSource
 from shoal_worker.elastic.operations import Operations
+from shoal_worker.elastic.phase import Phase, ScriptPhase
 from shoal_worker.elastic.place import Place
 from shoal_worker.elastic.reconcile import Interrupted, Standing, StateName
 from shoal_worker.elastic.registered import RegisteredState
@@ -40,15 +41,9 @@ class HeldState:
     """What this process would go on from."""
 
     def __init__(self, *, live: bool) -> None:
-        self.live = live
-        """It is the job's state. False in a joiner until it was fed."""
+        self.phase = ScriptPhase(live=live)
         self.name: StateName | None = None
         """None: it has no name yet, so it counts for nothing."""
-        self.torn = False
-        """An update raised half way through: it must not be given to anyone."""
-        self.went_back = False
-        """Committed steps were undone, and the next step has not begun: the script stands somewhere after the steps that it will redo, and
-        its peers' scripts somewhere else."""
         self.interrupted: Interrupted | None = None
         """See `Standing`. Until the next group is formed."""
         self.step: Step | None = None
@@ -209,7 +204,8 @@ class HeldState:
                 undo.callback(source.load_state_dict, source.state_dict())
                 source.load_state_dict(waiting.pop(source.name))
         self.replica.restore(captured["replica"])
-        self._kept, self.went_back = None, False
+        self._kept = None
+        self.phase.mend()
         self.compared = captured["steps"]
         self._waiting = waiting
         self._loops, self._loops_to_enter = dict(captured["loops"]), dict(captured["loops"])
@@ -231,7 +227,7 @@ class HeldState:
         self._restore_rest(kept.captured, contextlib.ExitStack())
         self._loops_to_enter = loops
         self.operations.restart(kept.operations, passed=True)
-        self.name, self.torn = kept.name, False
+        self.name = kept.name
 
     def cannot_return(self, captured: Mapping[str, Any]) -> str | None:
         """Why the script cannot go on from a captured state that it has left behind; None: it can. It can take the steps of the loop that
@@ -254,26 +250,26 @@ class HeldState:
         yield
         self._loops_to_enter = loops
         self.registered.step_void()
-        self.went_back = True
+        self.phase.go_back()
 
     @contextlib.contextmanager
     def changing(self) -> Iterator[None]:
         """While open, parameters change: whoever raises in here leaves the state torn."""
-        self.torn = True
+        self.phase.tear()
         yield
-        self.torn = False
+        self.phase.mend()
 
     def standing(self) -> Standing:
         """What this rank says of itself when a generation forms."""
         step, name = self.step, self._kept.name if self._kept is not None else self.name
         in_doubt = step is not None and step.in_doubt
         return Standing(
-            state=name if self.live else None,
+            state=name if self.phase.holds_state else None,
             doubt=StateName(step.placement.generation, self.steps + 1) if step is not None and in_doubt else None,
             outcomes=self.outcomes + (step is not None and step.handed_out),
             attached=self.has_replica,
-            spectator=not self.live,
-            poisoned=self.torn,
+            spectator=not self.phase.holds_state,
+            poisoned=self.phase.now is Phase.TORN,
             operations=self.operations.finished,
             interrupted=self.interrupted,
         )

@@ -36,6 +36,7 @@ from shoal_worker.elastic.group import Channel, Group, LocalChannel
 from shoal_worker.elastic.held import HeldState
 from shoal_worker.elastic.member import Member
 from shoal_worker.elastic.operations import Body, GroupChannel
+from shoal_worker.elastic.phase import Phase
 from shoal_worker.elastic.progress import ProgressMeter
 from shoal_worker.elastic.reconcile import StateName
 from shoal_worker.elastic.registered import RegisteredState
@@ -103,12 +104,17 @@ class Session:
     @property
     def is_joining(self) -> bool:
         """This process replays its script and has not come to its first live batch; or it is a spare, and will."""
-        return self.clock.replaying or (self._held.has_replica and self._held.replica.idle)
+        return self._held.phase.replaying or (self._held.has_replica and self._held.replica.idle)
 
     @property
     def is_redoing(self) -> bool:
         """Committed steps were undone, and this process's script has not come to the loader's next one: it is ahead of its state."""
-        return self._held.went_back
+        return self._held.phase.now is Phase.RETURNED
+
+    @property
+    def has_left(self) -> bool:
+        """This process has said goodbye to its job, which goes on without it: what it holds is nobody's."""
+        return self._held.phase.now is Phase.LEFT
 
     @property
     def group(self) -> Group | None:
@@ -179,9 +185,8 @@ class Session:
             _log.warning("the run is over, there is nothing left to join")
             raise SystemExit(0) from refusal
         if joining:
-            self.clock.replaying = True
             return
-        self._held.live = True
+        self._held.phase.begin()
         self._await_rank(membership)
 
     def attach(self, replica: Replica) -> None:
@@ -197,11 +202,11 @@ class Session:
             return
         membership.serve(replica)
         if replica.asynchronous:
-            if not held.live:
+            if not held.phase.holds_state:
                 self._await_rank(membership)
-                held.live, self.clock.replaying = True, False
+                held.phase.begin()
             held.name = StateName(0, 0)
-        elif held.live:
+        elif held.phase.holds_state:
             try:
                 formation.synchronize_first()
             except StopTraining as stop:
@@ -284,7 +289,7 @@ class Session:
         undone: all ranks hold one state then, but their scripts will come here again, each at its time.
         """
         formation = self._formation
-        if formation is None or self.is_joining or self._held.replica.asynchronous:
+        if formation is None or self.is_joining or self.has_left or self._held.replica.asynchronous:
             return body(LocalChannel())
         while not self.is_redoing:
             known, result = self._held.operations.take_known()
@@ -331,7 +336,7 @@ class Session:
         generation = self._generation
         return generation.me.member_id if generation is not None else ""
 
-    def has_left(self, member_id: str) -> bool:
+    def is_gone(self, member_id: str) -> bool:
         """Whether a member of a former generation belongs to the run no more. On any thread."""
         membership = self._membership
         return membership is not None and membership.has_left(member_id)
@@ -381,7 +386,7 @@ class Session:
     def close(self, *, failed: str | None = None) -> None:
         """Leaves the job: finished, or failed with a reason. What is called afterwards finds a world of one."""
         if self._membership is not None:
-            if self.clock.replaying and self._held.live and self._departure.stopped is None:
+            if self._held.phase.now is Phase.ARRIVING:
                 # It has a rank, and its peers wait for it. Were it told as the script's good end, the run would be over for all.
                 failed = failed or "the script came to its end without a step of the loop in which its peers are"
             if failed is None:
@@ -392,7 +397,6 @@ class Session:
         if self._exchange is not None:
             self._exchange.close()
         self._membership = self._formation = self._exchange = None
-        self._held.live = True
         self.clock.leave_peers()
 
     def _await_the_others(self) -> None:

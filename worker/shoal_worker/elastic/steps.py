@@ -52,8 +52,6 @@ class Steps:
         drain_grace: timedelta = timedelta(0),
     ) -> None:
         """`formation`: None in a world of one. `operation(kind)` returns when all ranks have called it. `drain_grace`: see `Borders`."""
-        self.replaying = False
-        """A joiner's script has not come to its first live batch: what it asks for is answered locally."""
         self.load_checkpoint: Callable[[], str | None] | None = None
         """Puts the newest checkpoint in the place of a lost state, with all ranks. Returns why it cannot; None: it has."""
         self._held = held
@@ -103,14 +101,14 @@ class Steps:
         if self._departure.stopped is not None:
             raise StopTraining(self._departure.stopped)
         try:
-            self.replaying = self._settle(source) or self.replaying
+            self._settle(source)
         except StopTraining as stop:
-            if self.replaying or self._held.replica.idle:  # it holds no state that the rest of its script could say anything of
+            if self._held.phase.replaying or self._held.replica.idle:  # it holds no state that the rest of its script could say anything of
                 self._departure.exit_drained(str(stop))
             self._departure.obey(stop)
             raise
         step = self._held.step = Step(placement=self._borders.placement, source=source)
-        self._held.went_back = False
+        self._held.phase.resume()
         self._held.registered.step_begins()
         self._held.replica.step_begins()
         return step
@@ -119,7 +117,7 @@ class Steps:
         """See `StepClock`."""
         if self._departure.stopped is not None:
             raise StopTraining(self._departure.stopped)
-        if not self._held.live or self._held.replica.asynchronous:
+        if not self._held.phase.holds_state or self._held.replica.asynchronous:
             self.begin_step(source)
         return self._held.enter_epochs(source)
 
@@ -129,7 +127,7 @@ class Steps:
 
     def is_elsewhere(self, source: StepSource, epoch: int) -> bool:
         """See `StepClock`."""
-        return self.replaying and self._borders.peers_elsewhere(source, epoch)
+        return self._held.phase.replaying and self._borders.peers_elsewhere(source, epoch)
 
     def assign(self, share: Share) -> None:
         """See `StepClock`."""
@@ -138,8 +136,9 @@ class Steps:
             share = dataclasses.replace(share, total_weight=self._sum_weights(share.weight))
         step.share = share
         step.handed_out = True
-        if self.replaying:
-            step.first_live, self.replaying = True, False
+        if self._held.phase.replaying:
+            step.first_live = True
+            self._held.phase.arrive()
             self._held.arrived()
 
     def begin_micro_batch(self, *, index: int, weight: float, key: Sequence[int], weigh: WeighRows | None) -> None:
@@ -174,7 +173,8 @@ class Steps:
         step = self.current
         if step is not None and step.source is source and step.handed_out:
             step.left = True
-            self.replaying = step.first_live  # its script is ahead of the loop still
+            if step.first_live:
+                self._held.phase.fall_behind()
 
     def end_epoch(self, source: StepSource) -> None:
         """See `StepClock`."""
@@ -309,17 +309,16 @@ class Steps:
     @property
     def _rehearsing(self) -> bool:
         """This is a joiner's script ahead of its loop. One without loaders of Shoal's has its first step where it calls the model."""
-        return self.replaying and self.current is None and bool(self._held.sources)
+        return self._held.phase.replaying and self.current is None and bool(self._held.sources)
 
     def leave_peers(self) -> None:
         """This process left its job: what comes is a world of one."""
         self._borders.leave_peers()
-        self.replaying = False
+        self._held.phase.begin()
 
     def _commit(self, step: Step) -> None:
         held = self._held
         held.committed(step)
-        self.replaying = False
         held.replica.commit_step()
         samples = 0
         if step.source is not None:
@@ -352,13 +351,13 @@ class Steps:
         except StateLostError as lost:
             self._go_back(lost)
 
-    def _settle(self, source: StepSource | None) -> bool:
+    def _settle(self, source: StepSource | None) -> None:
         """As `Borders.settle`. Raises StateLostError as well."""
         try:
-            return self._borders.settle(source)
+            self._borders.settle(source)
         except StateLostError as lost:
             self._go_back(lost)
-            return self._borders.settle(source)
+            self._borders.settle(source)
 
     def _go_back(self, lost: StateLostError) -> None:
         """To the newest checkpoint: the steps since then are undone, and the loader deals their samples again. Raises StateLostError."""

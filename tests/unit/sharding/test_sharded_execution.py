@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from shoal_common.errors import MembershipChanged, PreconditionError
+from shoal_worker.sharding.elsewhere import inside
 from shoal_worker.sharding.execution import ShardedExecution
 from shoal_worker.sharding.partition import alike, by_bytes, by_modules
 from shoal_worker.sharding.unit import Stage, Unit
@@ -162,7 +163,8 @@ def test_sharded_parameters_are_held_by_their_owners_alone_between_steps() -> No
         execution.free_all()
         execution.factor = 1.0
         loss_of(model, batch(0)).backward()
-        whole = sum(p.untyped_storage().nbytes() for p in model.parameters())
+        with inside():
+            whole = sum(p.untyped_storage().nbytes() for p in model.parameters())
         return whole, sum(piece.numel() for unit in execution.units for piece in unit.own.pieces)
 
     results = run_ranks(3, held)

@@ -12,6 +12,7 @@ import shoal
 import torch
 from shoal_common.errors import ConfigurationError, LimitError
 from shoal_worker.elastic.formation import GROUP_LOST
+from shoal_worker.sharding.elsewhere import inside
 from shoal_worker.sharding.homes import FileHome
 from shoal_worker.sharding.unit import Stage, Unit
 from torch import nn
@@ -71,7 +72,8 @@ def differences(state: State, plain: State) -> list[float]:
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
 def test_param_dtype_is_what_is_computed_with_and_not_what_is_updated(strategy: str, plain: State) -> None:
     def look(model: Any, optimizer: Any) -> Any:
-        held = sum(p.untyped_storage().nbytes() for p in {p.untyped_storage().data_ptr(): p for p in model.module.parameters()}.values())
+        with inside():
+            held = sum({s.data_ptr(): s.nbytes() for s in (p.untyped_storage() for p in model.module.parameters())}.values())
         return {p.dtype for p in model.module.parameters()}, {p.dtype for p in model.local_shard.values()}, held
 
     state, (computed, updated, held) = launch(strategy, look, param_dtype=torch.bfloat16)

@@ -10,6 +10,7 @@ import shoal
 import torch
 from shoal_common.errors import ConfigurationError, MembershipChanged
 from shoal_worker.elastic.current import current_session
+from shoal_worker.sharding.elsewhere import inside
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial
 from torch.utils.data import TensorDataset
@@ -247,7 +248,8 @@ def test_frozen_parameters_are_held_in_shards_after_the_first_step_too() -> None
             for x, y in step:
                 models.loss_of(model(x), y).backward()
             assert stepper.step()
-            held.append(sum(p.untyped_storage().nbytes() for p in model.module.parameters()))
+            with inside():
+                held.append(sum(p.untyped_storage().nbytes() for p in model.module.parameters()))
         return held
 
     for held in shoal.launch(rank, world_size=2):
@@ -275,6 +277,7 @@ def test_a_step_that_is_given_up_reduces_no_gradients_over_a_group_that_is_over(
         )
         for x, y in shoal.ElasticDataLoader(models.data(), global_batch_size=models.BATCH):
             models.loss_of(model(x), y).backward()
+            model(x)  # in which parameters are open to be given a gradient that is no sum yet
             split = next(p for p in model.module.parameters() if isinstance(p, DTensor))
             split.grad = DTensor.from_local(torch.ones(split.shape, dtype=split.dtype), split.device_mesh, [Partial()], run_check=False)
             session = current_session()

@@ -19,6 +19,7 @@ from shoal_worker.mesh.gradients import MeshGradients, ReplicatedGradients
 from shoal_worker.mesh.scattered import GradientsOfPasses, ScatteredGradients
 from shoal_worker.sharding.collectives import Collectives
 from shoal_worker.sharding.division import Division
+from shoal_worker.sharding.elsewhere import Whereabouts
 from shoal_worker.sharding.execution import ShardedExecution
 from shoal_worker.sharding.optimizer_state import ShardedOptimizerState
 from shoal_worker.sharding.unit import Stage, Unit
@@ -141,6 +142,7 @@ class InShards(AlongData):
         collectives: Collectives,
         bucket_bytes: int,
         blocks: Sequence[tuple[nn.Module, Sequence[str]]] | None,
+        whereabouts: Whereabouts,
     ) -> None:
         """Takes the pieces' memory over. They are whole until `free`.
 
@@ -151,18 +153,31 @@ class InShards(AlongData):
             bucket_bytes: what is gathered and reduced at once, where it is not by blocks.
             blocks: with `Stage.PARAMETERS`, modules that are gathered in their passes, the outermost first, with the names of their
                 pieces; None: all are, by `gather`.
+            whereabouts: of the model's hidden parameters.
         """
         super().__init__(pieces)
         self._stage, self._division, self._collectives = stage, division, collectives
 
         def units(names: Iterable[str], cap: float) -> list[Unit]:
             alike = _alike({name: pieces[name] for name in names}, kind, cap)
-            return [Unit(own[0], [pieces[n] for n in own], own, stage=stage, wide=False, leaves=[leaves[n] for n in own]) for own in alike]
+            return [
+                Unit(
+                    own[0],
+                    [pieces[n] for n in own],
+                    own,
+                    stage=stage,
+                    wide=False,
+                    leaves=[leaves[n] for n in own],
+                    whereabouts=whereabouts,
+                )
+                for own in alike
+            ]
 
         if blocks is None:
             self.units = units(pieces, bucket_bytes)
         else:
-            self.execution = ShardedExecution([(module, units(names, _NO_CAP)) for module, names in blocks], collectives, stage)
+            made = [(module, units(names, _NO_CAP)) for module, names in blocks]
+            self.execution = ShardedExecution(made, collectives, stage, whereabouts)
             self.units = self.execution.units
         for unit in self.units:
             unit.cut(division.shards, division.position(collectives.rank), division.mirrored(collectives.rank))

@@ -32,6 +32,7 @@ from shoal_worker.pipelining.pipeline import Pipeline
 from shoal_worker.sharding.collectives import PartCollectives
 from shoal_worker.sharding.division import Division as Shards
 from shoal_worker.sharding.division import among_all
+from shoal_worker.sharding.elsewhere import drop_gradient
 from shoal_worker.sharding.execution import ShardedExecution
 from shoal_worker.sharding.partition import Group as Block
 from shoal_worker.sharding.unit import Stage, taken_gradient
@@ -131,6 +132,7 @@ class Division:
                 inside=lambda run, last: run_inside(parts.module, run, last=last),
             )
         parts.along_data.free()
+        parts.hide()
 
     @property
     def execution(self) -> ShardedExecution | None:
@@ -259,9 +261,16 @@ class Division:
     def forget(self) -> None:
         """The step's gradients: those handed out, and what lies in the module. Communicates nothing: the group may be over by now."""
         for parameter in self._parts.parameters.values():
-            parameter.grad = None
+            drop_gradient(parameter)
         self.gradients.forget()
         self._parts.along_data.free()
+
+    def drop_gradients(self) -> None:
+        """Those that passes of the step in progress have left, and what was handed out."""
+        self.forget()
+        self.gradients.begin()
+        if self.execution is not None:
+            self.execution.drop_gradients()
 
     def _collected(self) -> Mapping[str, torch.Tensor | None]:
         """This rank's part of the gradients that lie in the module, which keeps none."""
@@ -282,6 +291,7 @@ def _in_shards(sharding: Sharding, line: Shards, collectives: PartCollectives, p
         collectives=collectives,
         bucket_bytes=sharding.bucket_bytes,
         blocks=blocks,
+        whereabouts=parts.whereabouts,
     )
 
 

@@ -19,9 +19,11 @@ from shoal_worker.mesh.along_data import AlongData, Replicated, State
 from shoal_worker.mesh.axes import Axes, Coordinate
 from shoal_worker.mesh.blueprint import Blueprint, Template
 from shoal_worker.mesh.gathering import Cut, Held, Run, Whole, gather, is_element
+from shoal_worker.mesh.hidden import HiddenParameters
 from shoal_worker.mesh.step_group import GroupMesh
 from shoal_worker.pipelining.partial import empty_on
 from shoal_worker.pipelining.split import named_tensors
+from shoal_worker.sharding.elsewhere import Whereabouts
 from shoal_worker.state.in_parts import StateInParts
 from shoal_worker.strategies.activation_checkpointing import checkpoint_activations
 from shoal_worker.strategies.materialize import unsaved_buffers
@@ -38,9 +40,16 @@ class ModelParts(StateInParts):
     """The state of one model and of the optimizer over it."""
 
     def __init__(
-        self, module: nn.Module, template: Template, device: torch.device, *, dropout: DropoutRandomness, checkpointed: Sequence[str]
+        self,
+        module: nn.Module,
+        template: Template,
+        device: torch.device,
+        *,
+        dropout: DropoutRandomness,
+        checkpointed: Sequence[str],
+        whereabouts: Whereabouts,
     ) -> None:
-        """`checkpointed`: modules whose activations are computed again in the backward pass."""
+        """`checkpointed`: modules whose activations are computed again in the backward pass. `whereabouts`: of what is hidden."""
         self.module = module
         self.template = template
         self.cut: Cut | None = None
@@ -54,6 +63,8 @@ class ModelParts(StateInParts):
         """What is here of each piece."""
         self._group_names: list[list[str]] = []
         """The parameters of the optimizer's groups, in the user's order."""
+        self.whereabouts = whereabouts
+        self.hidden = HiddenParameters({}, whereabouts)
         self._device = device
         self._dropout = dropout
         self._checkpointed = [module.get_submodule(name) for name in checkpointed]
@@ -134,6 +145,15 @@ class ModelParts(StateInParts):
         self.pieces, self.parameters, self.along_data = {}, {}, Replicated({})
         self._point_optimizer({})
         self.cut = self.blueprint = None
+        self.hide()
+
+    def hide(self) -> None:
+        """The module is laid out: between passes torch's own calls find what is said in `HiddenParameters`."""
+        named = named_tensors(self.module)
+        self.hidden = HiddenParameters(
+            {name: named[name] for name in self.template.names if name in self.template.parameter_names}, self.whereabouts
+        )
+        self.hidden.hide()
 
     def held(self) -> list[Held]:
         """For `gather`: the newest first."""
@@ -174,6 +194,8 @@ class ModelParts(StateInParts):
     def _strip(self) -> None:
         """The module as the user wrote it, without values."""
         self.along_data.release()
+        self.hidden.release()
+        self.hidden = HiddenParameters({}, self.whereabouts)
         for part in self._checkpointed:
             part.__dict__.pop("forward", None)
         unparallelize(self.module)

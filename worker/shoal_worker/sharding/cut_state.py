@@ -18,6 +18,7 @@ from shoal_worker.elastic.consistency import digest_of, state_tensors
 from shoal_worker.elastic.group import Channel, Group, LocalChannel
 from shoal_worker.sharding.assembling import assemble, own_runs
 from shoal_worker.sharding.division import Division, among_all
+from shoal_worker.sharding.elsewhere import inside
 from shoal_worker.sharding.execution import ShardedExecution
 from shoal_worker.sharding.optimizer_state import ShardedOptimizerState
 from shoal_worker.sharding.resharding import VALUES, WHOLE, Cut, Held, division_cut, hold, reshard
@@ -157,7 +158,7 @@ class CutState(StateInParts):
         parameters = {name for name, _ in self.module.named_parameters(remove_duplicate=False)}
         return {
             "unsaved": unsaved_buffers(self.module),
-            "buffers": {name: value for name, value in self.module.state_dict().items() if name not in parameters},
+            "buffers": {name: value for name, value in self._named_tensors().items() if name not in parameters},
             "settings": self.settings,
             "scalars": [self._state.scalars(unit) for unit in self.units],
             "keys": [{k: str(v).removeprefix("torch.") for k, v in self._state.element_keys(unit).items()} for unit in self.units],
@@ -228,7 +229,7 @@ class CutState(StateInParts):
     def values(self, channel: Channel) -> dict[str, torch.Tensor]:
         """See `StateInParts`."""
         if self.cut is None:
-            return self.module.state_dict()
+            return self._named_tensors()
         return self._named(self._whole_values(channel))
 
     def _whole_values(self, channel: Channel) -> list[dict[str, torch.Tensor]]:
@@ -269,8 +270,13 @@ class CutState(StateInParts):
     def _shapes(self) -> dict[str, torch.Size]:
         shapes = {id(p): shape for unit in self.units for p, shape in zip(unit.parameters, unit.layout.shapes, strict=True)}
         parameters = dict(self.module.named_parameters(remove_duplicate=False))
-        named = self.module.state_dict()
+        named = self._named_tensors()
         return {name: shapes[id(parameters[name])] if name in parameters else value.shape for name, value in named.items()}
+
+    def _named_tensors(self) -> dict[str, Any]:
+        """The module's state dict, with what is here of its parameters: perhaps nothing."""
+        with inside():
+            return dict(self.module.state_dict())
 
     def _named(self, wholes: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         """The module's state dict with these values of its parameters."""
@@ -280,5 +286,5 @@ class CutState(StateInParts):
             for parameter, view in zip(unit.parameters, unit.layout.views(whole[VALUES]), strict=True)
         }
         parameters = dict(self.module.named_parameters(remove_duplicate=False))
-        named = self.module.state_dict()
+        named = self._named_tensors()
         return {name: views[id(parameters[name])] if name in parameters else value for name, value in named.items()}

@@ -17,18 +17,19 @@ from __future__ import annotations
 import contextlib
 import json
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any, Final, Literal
+from collections.abc import Sequence
+from typing import Any, Final
 
 import torch
 from shoal_common.errors import MembershipChanged, PreconditionError
 from torch import nn
 from torch.autograd import Variable
-from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from shoal_worker.elastic.group import Group
 from shoal_worker.sharding.collectives import Collectives
+from shoal_worker.sharding.elsewhere import Whereabouts
+from shoal_worker.sharding.hooks import AfterForward, BeforeForward, GradientHook, Hide, Show, when_gradients_come
 from shoal_worker.sharding.issued import IssuedCollectives
 from shoal_worker.sharding.unit import Reducing, Stage, Unit
 
@@ -36,7 +37,7 @@ _IN_FLIGHT: Final = 2
 """Reductions on their way at once; each holds a whole gradient of its unit."""
 
 
-class _Block:
+class Block:
     """A module that is gathered at once, by its units."""
 
     def __init__(self, units: Sequence[Unit]) -> None:
@@ -48,10 +49,18 @@ class _Block:
 class ShardedExecution:
     """Runs the units of one module."""
 
-    def __init__(self, units: Sequence[tuple[nn.Module, Sequence[Unit]]], collectives: Collectives, stage: Stage) -> None:
-        """`units`: the modules that are units, outermost first, with their parameters' units (one for each dtype; trained and frozen)."""
+    def __init__(
+        self,
+        units: Sequence[tuple[nn.Module, Sequence[Unit]]],
+        collectives: Collectives,
+        stage: Stage,
+        whereabouts: Whereabouts | None = None,
+    ) -> None:
+        """`units`: the modules that are units, outermost first, with their parameters' units (one for each dtype; trained and frozen).
+        `whereabouts`: of the model's hidden parameters; None: they are of no model."""
         self._collectives = collectives
         self._stage = stage
+        self._whereabouts = whereabouts or Whereabouts()
         self.units = [unit for _, own in units for unit in own]
         self._reduced = [unit for unit in reversed(self.units) if unit.trained]
         """In the order of reduction."""
@@ -64,12 +73,12 @@ class ShardedExecution:
         self.issued = IssuedCollectives()
         """Those of the step, where units are gathered in passes."""
         self._numbers = {unit: number for number, unit in enumerate(self.units)}
-        modules = [(module, _Block(list(own))) for module, own in units]
+        modules = [(module, Block(list(own))) for module, own in units]
         self._blocks = [block for _, block in modules]
         self._root = self._blocks[0]
-        self._order: list[_Block] = []
+        self._order: list[Block] = []
         """Blocks in the order of the last forward pass, for prefetching."""
-        self._visited: list[_Block] = []
+        self._visited: list[Block] = []
         self.pinned = False
         """What is gathered stays until `free_all`."""
         self._in_backward = False
@@ -91,11 +100,14 @@ class ShardedExecution:
         self._hooks: list[RemovableHandle] = []
         for unit in self._reduced:
             for index, leaf in enumerate(unit.leaves):
-                self._hooks.append(leaf.register_post_accumulate_grad_hook(_GradientHook(self, unit, index)))
+                self._hooks.append(leaf.register_post_accumulate_grad_hook(GradientHook(self, unit, index)))
         if stage is Stage.PARAMETERS:
             for module, block in modules:
-                self._hooks.append(module.register_forward_pre_hook(_BeforeForward(self, block), prepend=True, with_kwargs=True))
-                self._hooks.append(module.register_forward_hook(_AfterForward(self, block), always_call=True))
+                self._hooks.append(module.register_forward_pre_hook(BeforeForward(self, block), prepend=True, with_kwargs=True))
+                self._hooks.append(module.register_forward_hook(AfterForward(self, block), always_call=True))
+        elif any(unit.apart for unit in self.units):
+            self._hooks.append(units[0][0].register_forward_pre_hook(Show(self), prepend=True))
+            self._hooks.append(units[0][0].register_forward_hook(Hide(self), always_call=True))
 
     def release(self) -> None:
         """The modules and parameters are another's from here on."""
@@ -183,6 +195,7 @@ class ShardedExecution:
     def begin_step(self, number: int) -> None:
         """Step number `number` of this model begins: see `forget`."""
         self.forget()
+        self.drop_gradients()
         self.issued.begin(number)
         self._asked = False
 
@@ -198,8 +211,21 @@ class ShardedExecution:
         """As `settle`, and nothing is added up."""
         self.settle()
         self.came, self.factor = False, None
+        self._whereabouts.pending = False
         for unit in self.units:
             unit.forget_gradients()
+
+    def drop_gradients(self) -> None:
+        """The parameters' gradients are no more: those of the last step, or those that the step in progress is to begin without."""
+        if self._whereabouts.pending:
+            self.forget()
+        for unit in self._reduced:
+            unit.hidden.drop_gradients()
+
+    def show_gradients(self) -> None:
+        """A forward pass of training begins."""
+        for unit in self._reduced:
+            unit.hidden.show_gradients()
 
     def regrouped(self) -> None:
         """There is another group: its ranks need not have made the same passes."""
@@ -209,7 +235,7 @@ class ShardedExecution:
 
     # ---------------------------------------------------------------------------------------------------------- for the hooks
 
-    def before_forward(self, block: _Block, inputs: Any) -> None:
+    def before_forward(self, block: Block, inputs: Any) -> None:
         """A module that is a block is about to compute."""
         if block is self._root and not self._in_backward:
             self._visited, self._pass = [], []
@@ -218,7 +244,7 @@ class ShardedExecution:
             return
         if torch.is_grad_enabled():
             block.open += 1
-            _when_gradients_come(inputs, lambda _: self._after_backward_of(block), mode="all")
+            when_gradients_come(inputs, lambda _: self._after_backward_of(block), mode="all")
         if block is not self._order_at(len(self._visited)):
             del self._order[len(self._visited) :]
             self._order.append(block)
@@ -227,13 +253,13 @@ class ShardedExecution:
         if following is not None:
             self._start(following.units)
 
-    def after_forward(self, block: _Block, output: Any) -> None:
+    def after_forward(self, block: Block, output: Any) -> None:
         """It has computed."""
         is_root = block is self._root
         if self._in_backward:
             return
         if torch.is_grad_enabled():
-            _when_gradients_come(output, lambda _: self._before_backward(block), mode="any")
+            when_gradients_come(output, lambda _: self._before_backward(block), mode="any")
         else:
             is_root = False  # nobody will come back to it
         if not is_root and not self.pinned:
@@ -248,7 +274,7 @@ class ShardedExecution:
                 "model.train(), and eval() on the parts that are to stay in that mode, or take batches from a loader of Shoal's"
             )
         self._enter_backward()
-        self.came = True
+        self.came = self._whereabouts.pending = True
         unit.add_gradient(index, self.factor)
         self._ready[unit] = self._ready.get(unit, 0) + 1
         if self._stage is not Stage.PARAMETERS and self.reduces_in_backward and self._is_ready(unit):
@@ -256,14 +282,14 @@ class ShardedExecution:
 
     # --------------------------------------------------------------------------------------------------------------- backward
 
-    def _before_backward(self, block: _Block) -> None:
+    def _before_backward(self, block: Block) -> None:
         self._enter_backward()
         self._gather(block.units)
         position = next((i for i, visited in enumerate(self._order) if visited is block), 0)
         if position > 0 and self._order[position - 1] is not self._order[0]:
             self._start(self._order[position - 1].units)
 
-    def _after_backward_of(self, block: _Block) -> None:
+    def _after_backward_of(self, block: Block) -> None:
         """The gradients have left a module: all of its own are there (autograd runs the nodes made last first, and accumulates at once)."""
         self._enter_backward()
         block.open -= 1
@@ -279,6 +305,7 @@ class ShardedExecution:
         if not self._in_backward:
             self._in_backward = True
             self._next = 0
+            self.show_gradients()
             Variable._execution_engine.queue_callback(self._after_backward)
 
     def _after_backward(self) -> None:
@@ -286,6 +313,8 @@ class ShardedExecution:
             self._reduce_ready(all_of_them=True)
         self._leave_backward()
         self.free_all()
+        for unit in self._reduced:
+            unit.hidden.hide_gradients()
         if not self._collectives.lost:  # else some were issued twice, and some not at all
             self._whole_pass = self._pass
         self._pass = []
@@ -320,7 +349,7 @@ class ShardedExecution:
         if self._stage is Stage.PARAMETERS and not (kind == "gather" and unit.resident) and not self._collectives.lost:
             self.issued.add(kind, self._numbers[unit])
 
-    def _order_at(self, position: int) -> _Block | None:
+    def _order_at(self, position: int) -> Block | None:
         return self._order[position] if position < len(self._order) else None
 
     def _start(self, units: Sequence[Unit]) -> None:
@@ -332,49 +361,3 @@ class ShardedExecution:
         self._start(units)
         for unit in units:
             unit.finish_gathering()
-
-
-def _when_gradients_come(tree: Any, call: Callable[[Any], None], *, mode: Literal["any", "all"]) -> None:
-    """Calls `call` once in a backward pass: when any, or all, of the tensors in `tree` that want a gradient get theirs."""
-    leaves = [tree] if isinstance(tree, torch.Tensor) else pytree.tree_leaves(tree)
-    found = [t for t in leaves if isinstance(t, torch.Tensor) and t.requires_grad]
-    if len(found) == 1:
-        found[0].register_hook(call)  # what the other comes down to, at a tenth of its price
-    elif found:
-        torch.autograd.graph.register_multi_grad_hook(found, call, mode=mode)
-
-
-class _GradientHook:
-    def __init__(self, execution: ShardedExecution, unit: Unit, index: int) -> None:
-        self._execution, self._unit, self._index = execution, unit, index
-
-    def __call__(self, parameter: torch.Tensor) -> None:
-        self._execution.gradient_ready(self._unit, self._index)
-
-
-class _Hook:
-    """Of this module's; a copy of it (`clone`) has none."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
-        return _do_nothing
-
-
-def _do_nothing(*_args: Any, **_kwargs: Any) -> None: ...
-
-
-class _BeforeForward(_Hook):
-    def __init__(self, execution: ShardedExecution, block: _Block) -> None:
-        self._execution, self._block = execution, block
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's is untyped
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self._execution.before_forward(self._block, args[0] if len(args) == 1 and not kwargs else (args, kwargs))
-
-
-class _AfterForward(_Hook):
-    def __init__(self, execution: ShardedExecution, block: _Block) -> None:
-        self._execution, self._block = execution, block
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's is untyped
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._execution.after_forward(self._block, output)

@@ -29,6 +29,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shoal_worker.sharding.collectives import Collectives, Pending
+from shoal_worker.sharding.elsewhere import Leaves, Place, Whereabouts, drop_gradient, gradient_of, is_hidden
 from shoal_worker.sharding.homes import Home
 from shoal_worker.sharding.layout import Piece, UnitLayout, layout_of
 
@@ -94,6 +95,7 @@ class Unit:
         reduce_dtype: torch.dtype | None = None,
         home: Home | None = None,
         leaves: Sequence[torch.Tensor] | None = None,
+        whereabouts: Whereabouts | None = None,
     ) -> None:
         """Takes the parameters' memory over, whole; `cut` or `adopt` comes next.
 
@@ -106,6 +108,7 @@ class Unit:
             reduce_dtype: of gradients on the wire; None: that of the sum.
             home: where shards are kept; None: beside the parameters.
             leaves: where autograd leaves gradients: DTensors around the parameters, or the parameters; None: these.
+            whereabouts: of the model's hidden parameters; None: they are of no model.
         """
         self.name = name
         self.parameters = tuple(parameters)
@@ -122,12 +125,16 @@ class Unit:
         """Of gradients, in the sum."""
         self._wire_dtype = reduce_dtype or self.sum_dtype
         self._whole_dtype = param_dtype if param_dtype is not None and self.dtype.is_floating_point else self.dtype
-        self._apart = stage is Stage.PARAMETERS or self.home.apart or self._whole_dtype != self.dtype
+        self.apart = stage is Stage.PARAMETERS or self.home.apart or self._whole_dtype != self.dtype
         """Shards have memory of their own."""
         self.layout = layout_of(self.parameters, 1)
         self.own, self.mirror = Holding(self), Holding(self)
         self.touched = [False] * len(self.parameters)
         """Which parameters got a gradient in this step."""
+        whereabouts = whereabouts or Whereabouts()
+        shapes = (None if isinstance(leaf, DTensor) else shape for leaf, shape in zip(self.leaves, self.layout.shapes, strict=True))
+        self.hidden = Leaves(self.leaves, [Place(name, whereabouts, shape) for name, shape in zip(names, shapes, strict=True)])
+        """What torch's own calls find in the leaves while the values, or the gradients, are elsewhere."""
         self.compressed: Callable[[torch.Tensor, torch.Tensor], Pending] | None = None
         """In the place of the collectives' reduce-scatter."""
         self.resident = False
@@ -166,9 +173,8 @@ class Unit:
         self.finish_gathering()
         self._replace(self.layout.over(world_size), self._whole_dtype)
         self._hold(position, mirrored, shards.__getitem__)
-        self._gathered = world_size == 1 and not self._apart
-        if self.stage is Stage.PARAMETERS:
-            self.free()
+        self._gathered = world_size == 1 and not self.apart
+        self.free()
 
     def make_whole(self, flat: torch.Tensor | None = None) -> None:
         """Holds all of it here, as a world of one would, with these values, or any."""
@@ -207,6 +213,7 @@ class Unit:
         self._show()
 
     def _show(self) -> None:
+        self.hidden.show()
         self._point(self._views)
 
     def _point(self, memory: Sequence[torch.Tensor]) -> None:
@@ -223,7 +230,7 @@ class Unit:
         for holding, where in ((self.own, position), (self.mirror, mirrored)):
             if where is None:
                 shard = self.home.empty(0, self.dtype)
-            elif self._apart:
+            elif self.apart:
                 shard = self.home.empty(self.layout.shard_numel, self.dtype)
                 shard.zero_()
             else:
@@ -261,14 +268,27 @@ class Unit:
             self._sent = None
 
     def free(self) -> None:
-        """Gives back the whole parameters' memory, where parameters are sharded."""
+        """Gives back the whole parameters' memory, where parameters are sharded. Elsewhere it stays; if it is a copy of shards that are
+        updated apart, nobody is to take it for them."""
         uncut = self.own.shard is self._full  # there is no other copy
-        if self.stage is not Stage.PARAMETERS or self._gathering is not None or uncut:
+        if uncut or not self.apart:
             return
-        self._gathered = False
-        if self._full.untyped_storage().nbytes() and not self.resident:
-            self._point([self._full[:0]] * len(self.parameters))  # whoever looks now finds nothing, instead of memory that is gone
-            self._full.untyped_storage().resize_(0)
+        if self.stage is not Stage.PARAMETERS:
+            self.hidden.hide()
+        elif self._gathering is None:
+            self._gathered = False
+            if self._full.untyped_storage().nbytes() and not self.resident:
+                self._point([self._full[:0]] * len(self.parameters))
+                self.hidden.hide()
+                self._full.untyped_storage().resize_(0)
+
+    @property
+    def moved(self) -> str | None:
+        """Name of a parameter that somebody has put elsewhere than where the ranks' values come, if there is one."""
+        for name, view, parameter in zip(self.parameter_names, self._views, self.parameters, strict=True):
+            if not is_hidden(parameter) and (parameter.data_ptr() != view.data_ptr() or parameter.dtype != view.dtype):
+                return name
+        return None
 
     def changed(self) -> None:
         """The optimizer has stepped: what was gathered before is stale, but for what is not trained."""
@@ -278,7 +298,7 @@ class Unit:
             self.free()
         elif not self.trained:
             return
-        elif self.layout.world_size > 1 or self._apart:
+        elif self.layout.world_size > 1 or self.apart:
             self._gathered = False
 
     # -------------------------------------------------------------------------------------------------------------- gradients
@@ -286,7 +306,10 @@ class Unit:
     def add_gradient(self, index: int, factor: float) -> None:
         """Takes over the gradient of one parameter, weighted by `factor`; nought: it may hold anything, NaN among it."""
         gradient = taken_gradient(self.leaves[index])
-        if gradient is None or factor == 0.0:
+        if gradient is None:
+            return
+        self.hidden.gradient_taken(index)
+        if factor == 0.0:
             return
         self.touched[index] = True
         self.added(index).add_(gradient.to(self.sum_dtype), alpha=factor)
@@ -317,7 +340,7 @@ class Unit:
         self._gradient = None
         self.touched = [False] * len(self.parameters)
         for leaf in self.leaves:
-            leaf.grad = None
+            drop_gradient(leaf)
         for holding in self.holdings:
             holding.forget_gradients()
 
@@ -342,7 +365,8 @@ class Reducing:
 def taken_gradient(leaf: torch.Tensor) -> torch.Tensor | None:
     """This rank's part of the gradient that autograd has left, which is left no longer. Of a DTensor it may be summed over the ranks of its
     mesh: a collective of them."""
-    gradient, leaf.grad = leaf.grad, None
+    gradient = gradient_of(leaf)
+    drop_gradient(leaf)
     if isinstance(leaf, DTensor) and isinstance(gradient, DTensor):
         if gradient.placements != leaf.placements:
             gradient = gradient.redistribute(placements=leaf.placements)

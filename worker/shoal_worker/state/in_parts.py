@@ -39,6 +39,11 @@ class StateInParts(abc.ABC):
         for group, own in zip(self.optimizer.param_groups if self.optimizer is not None else [], settings, strict=True):
             group.update(own)
 
+    @property
+    def optimized(self) -> list[torch.Tensor]:
+        """What the optimizer updates."""
+        return [piece for group in (self.optimizer.param_groups if self.optimizer is not None else []) for piece in group["params"]]
+
     @abc.abstractmethod
     def _shapes(self) -> Mapping[str, torch.Size]:
         """Of the tensors of the model's state dict when they are whole."""

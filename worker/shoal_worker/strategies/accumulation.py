@@ -102,7 +102,8 @@ class AccumulatedReduction:
         divisor = 1.0 if self._sums else float(self._weight_sum) or 1.0
         for parameter, summed, count in zip(self._parameters, self._grad_sums, self._presence.tolist(), strict=True):
             here = count > 0 or (self._compression is not None and bool(summed.any()))  # earlier steps have left something out
-            mean = summed.div_(divisor).to(parameter.dtype) if here else None  # where the dtype is the same, no copy
+            # Where the dtype is the same it is no copy, but another object: users may give `.grad` other memory.
+            mean = summed.div_(divisor).to(parameter.dtype).detach() if here else None
             parameter.grad = mean.to_sparse(1) if mean is not None and id(parameter) in self._sparse_ids else mean
         session.seal_step()
 

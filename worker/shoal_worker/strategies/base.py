@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import torch
-from shoal_common.errors import ConfigurationError, UnavailableError
+from shoal_common.errors import ConfigurationError, PreconditionError, UnavailableError
 from torch import nn
 
 from shoal_worker.checkpoint.company import on_first
@@ -25,6 +25,7 @@ from shoal_worker.elastic.group import Channel, Group
 from shoal_worker.elastic.modes import evaluating
 from shoal_worker.elastic.session import Session
 from shoal_worker.elastic.step import Step
+from shoal_worker.sharding.elsewhere import blank_copies
 from shoal_worker.state.part import StatePart
 from shoal_worker.state.serial import dump_tensors, load_tensors, read_tensors, write_file
 from shoal_worker.strategies.activation_checkpointing import checkpoint_activations
@@ -206,11 +207,26 @@ class ShardedModel(nn.Module, abc.ABC):
     def clone(self) -> nn.Module:
         """A copy of the whole model as it is now, to keep, evaluate or save. It takes no part in training. Every rank calls it."""
         state = self.full_state_dict()
-        copied = copy.deepcopy(self.module)
+        copied = copy.deepcopy(self.module, blank_copies(self.module))
         for name, tensor in copied.state_dict(keep_vars=True).items():
             if isinstance(tensor, torch.Tensor):
                 tensor.data = state[name]  # in place of what lies here, which may be a part, or nothing
         return copied
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        """A clone: what AveragedModel and other keepers of moving averages ask for. Every rank calls it."""
+        return self.clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refused: what pickle would write is this rank's process as well.
+
+        Raises:
+            PreconditionError: always.
+        """
+        raise PreconditionError(
+            f"a model with strategy={self.strategy!r} cannot be pickled (torch.save(model) does): save model.full_state_dict() or "
+            "model.clone(), or call model.save_model(path), on every rank"
+        )
 
     # ---------------------------------------------------------------------------------------------------------------- files
 

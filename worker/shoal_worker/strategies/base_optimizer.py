@@ -127,6 +127,17 @@ class ShardedOptimizer(ForwardingOptimizer, abc.ABC):
 
         return fit(self._session, self._model, self, data)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refused: what pickle would write is what this rank has, and its process as well.
+
+        Raises:
+            PreconditionError: always.
+        """
+        raise PreconditionError(
+            f"an optimizer with strategy={self._model.strategy!r} cannot be pickled or copied (torch.save(optimizer) pickles): save "
+            "optimizer.state_dict() or optimizer.serialize(), on every rank"
+        )
+
     @abc.abstractmethod
     def synchronize_parameters(self) -> None:
         """Brings the ranks' parameters together, where they may differ between steps; else there is nothing to do."""

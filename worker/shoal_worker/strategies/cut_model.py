@@ -19,6 +19,7 @@ from shoal_worker.sharding.collectives import SessionCollectives
 from shoal_worker.sharding.compressing import CompressedScatter
 from shoal_worker.sharding.cut_state import CutState
 from shoal_worker.sharding.division import Division, among_all
+from shoal_worker.sharding.elsewhere import refuse_loading
 from shoal_worker.sharding.execution import ShardedExecution
 from shoal_worker.sharding.gradients import CutGradients
 from shoal_worker.sharding.homes import home_of
@@ -79,12 +80,15 @@ class CutModel(ModelInParts[CutState, CutClosing]):
             param_dtype=config.param_dtype,
             reduce_dtype=config.reduce_dtype,
             home=home_of(config.offload, part.parameters[0].device),
+            whereabouts=self._whereabouts,
         )
 
     def _make_state(self) -> CutState:
         units = [(group.module, [self._unit(part) for part in alike(group)]) for group in self.groups()]
-        self._execution = ShardedExecution(units, self._collectives, self.stage)
+        self._execution = ShardedExecution(units, self._collectives, self.stage, self._whereabouts)
         state = CutState(self.module, self._execution, self.stage, self.divide)
+        if any(unit.apart for unit in state.units):
+            refuse_loading(self.module)
         if self._compression is not None:
             for number, unit in enumerate(state.trained):
                 check_floating(self._compression.compressor.name, unit.parameters)
@@ -104,6 +108,16 @@ class CutModel(ModelInParts[CutState, CutClosing]):
         for unit in self._held.units:
             for name, parameter in zip(unit.parameter_names, unit.parameters, strict=True):
                 yield name, parameter, unit.trained
+
+    def _check_training(self) -> None:
+        super()._check_training()
+        moved = next(filter(None, (unit.moved for unit in self._held.units)), None)
+        if moved is not None:
+            raise ConfigurationError(
+                f"parameter {moved!r} was given other memory or another dtype after as_distributed (by module.half() or p.data = ..., "
+                f"say): with strategy={self.strategy!r} it would be trained no more; convert the module before as_distributed, and set "
+                "values with model.with_parameters(values)"
+            )
 
     def _parameter_names(self) -> dict[str, str]:
         first = {id(p): name for name, p in self.module.named_parameters()}

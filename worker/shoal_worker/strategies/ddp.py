@@ -319,10 +319,6 @@ class DDPModel(WholeModel):
         """A copy of the whole model as it is now, to keep, evaluate or save. It takes no part in training."""
         return type(self)(copy.deepcopy(self.module), self._session, self.config, backend=self.backend_name)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> DDPModel:
-        """A clone: what AveragedModel and other keepers of moving averages ask for."""
-        return self.clone()
-
     def gather_full_parameters(self) -> dict[str, torch.Tensor]:
         """See `ShardedModel`."""
         return {name: p.detach().clone() for name, p in self.module.named_parameters()}

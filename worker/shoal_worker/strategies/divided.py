@@ -25,6 +25,7 @@ from shoal_worker.mesh.division import Division, Sharding
 from shoal_worker.mesh.gradients import MeshGradients
 from shoal_worker.mesh.parts import ModelParts
 from shoal_worker.pipelining.pipeline import PipelineSettings
+from shoal_worker.sharding.elsewhere import refuse_loading
 from shoal_worker.strategies.base import call_module
 from shoal_worker.strategies.closing import Closing
 from shoal_worker.strategies.in_parts import ModelInParts
@@ -90,12 +91,22 @@ class DividedModel(ModelInParts[ModelParts, Closing]):
         self._dropout = DropoutRandomness(dropout)
         self._division: Division | None = None
         """None until the first step, in a spare, and where laying it out has failed."""
+        self._in_passes = False
+        """Between a forward pass and its backward pass."""
         self._standing_in: list[nn.Module] = []
         """One at most. In a list, or it would be a part of this module."""
         self._axes: dict[int, Axes] = {}
 
     def _make_state(self) -> ModelParts:
-        return ModelParts(self.module, self._template, self._session.device, dropout=self._dropout, checkpointed=self._checkpointed)
+        refuse_loading(self.module)
+        return ModelParts(
+            self.module,
+            self._template,
+            self._session.device,
+            dropout=self._dropout,
+            checkpointed=self._checkpointed,
+            whereabouts=self._whereabouts,
+        )
 
     @property
     def _divided(self) -> Division:
@@ -156,9 +167,22 @@ class DividedModel(ModelInParts[ModelParts, Closing]):
         """See `ShardedModel`. All ranks of a replica call it, with the same inputs, and get the same outputs."""
         if self._ahead:
             return call_module(self._stand_in().eval(), inputs)
-        if self._pipeline_here:
-            return self._through_pipeline(inputs)
-        return pytree.tree_map_only(DTensor, DTensor.full_tensor, super().predict(inputs))
+        with self._passing():
+            if self._pipeline_here:
+                return self._through_pipeline(inputs)
+            return pytree.tree_map_only(DTensor, DTensor.full_tensor, super().predict(inputs))
+
+    @contextlib.contextmanager
+    def _passing(self) -> Iterator[None]:
+        """While open, the module computes: nothing of its parameters is hidden."""
+        if self._parts is None or self._in_passes:
+            yield
+            return
+        self._parts.hidden.show()
+        try:
+            yield
+        finally:
+            self._parts.hidden.hide()
 
     @property
     def _ahead(self) -> bool:

@@ -28,10 +28,12 @@ from shoal_worker.elastic.contract import Leases, Share
 from shoal_worker.elastic.group import Channel
 from shoal_worker.elastic.step import Step, StepPhase
 from shoal_worker.sharding.cut_state import check_elementwise
+from shoal_worker.sharding.elsewhere import Whereabouts, guard_parts, inside
 from shoal_worker.state.in_parts import StateInParts
 from shoal_worker.strategies.base import ShardedModel, check_optimizer_covers, replaced_parameters
 from shoal_worker.strategies.closing import Closing
 from shoal_worker.strategies.materialize import has_values, materialize
+from shoal_worker.strategies.torch_calls import TorchCalls
 
 State = TypeVar("State", bound=StateInParts)
 Closed = TypeVar("Closed", bound=Closing)
@@ -49,7 +51,7 @@ class Gradients(Protocol):
         ...
 
 
-class ModelInParts(ShardedModel, Generic[State, Closed]):
+class ModelInParts(TorchCalls, Generic[State, Closed]):
     """A model of which a rank need not hold all."""
 
     asynchronous: ClassVar[bool] = False
@@ -128,6 +130,7 @@ class ModelInParts(ShardedModel, Generic[State, Closed]):
         """Norm of what this rank has of them before it could, if so."""
         self._skipped = False
         """A GradScaler found infinities in them: the step counts, but nothing is updated."""
+        self._whereabouts = Whereabouts(self.strategy)
         self._prepare()
         if has_values(self.module):
             self._build()
@@ -222,7 +225,8 @@ class ModelInParts(ShardedModel, Generic[State, Closed]):
     def _take(self, closing: Closed) -> None:
         self._closing = closing
         self._hand_out(closing)
-        self._handed_out = self._gradients.norm_here() if self._shown else 0.0
+        with inside():
+            self._handed_out = self._gradients.norm_here() if self._shown else 0.0
 
     def closing(self) -> dict[str, Any]:
         """See `Replica`."""
@@ -253,23 +257,28 @@ class ModelInParts(ShardedModel, Generic[State, Closed]):
 
     def scale_gradients(self, scale: float) -> None:
         """Of what this rank is to update."""
-        self._gradients.scale(scale)
+        with inside():
+            self._gradients.scale(scale)
 
     def show_to_scaler(self) -> None:
         """Before a GradScaler looks for infinities in what this rank is to update: what one rank found, all are to find."""
         step = self._session.step
-        if step is None or step.share is None or step.in_micro_batches or not self._has_gradients:
+        if step is None or step.share is None:
             return
-        self._shown = True
-        self.finish_reduction()
-        if self._closing is not None and step.control is not None and not math.isfinite(self._closing.norm):
-            self.scale_gradients(math.nan)
+        if not step.in_micro_batches and self._has_gradients:
+            self._shown = True
+            self.finish_reduction()
+            if self._closing is not None and step.control is not None and not math.isfinite(self._closing.norm):
+                self.scale_gradients(math.nan)
+        if self._parts is not None:
+            guard_parts(self._parts.optimized, guarded=True)
 
     @property
     def _scaled_by(self) -> float:
         """By what the gradients were scaled since they were handed out: by clipping, and by a GradScaler's `unscale_`, all alike."""
         if self._shown:
-            before, now = self._handed_out, self._gradients.norm_here()
+            with inside():
+                before, now = self._handed_out, self._gradients.norm_here()
             if before > 0 and math.isfinite(before) and math.isfinite(now):
                 return now / before
         return self._clipped
@@ -280,18 +289,21 @@ class ModelInParts(ShardedModel, Generic[State, Closed]):
 
     def update(self, step: Callable[[], Any]) -> None:
         """Updates what this rank holds."""
+        guard_parts(self._held.optimized, guarded=False)
         step()
         self._applied += 1
         with torch.no_grad():
             self._updated()
 
     def _check_training(self) -> None:
-        for name, parameter, trained in self._trained():
-            if parameter.requires_grad != trained:
-                raise ConfigurationError(
-                    f"parameter {name!r} has requires_grad={parameter.requires_grad}, and had {trained} at as_distributed: "
-                    f"with strategy {self.strategy!r} what is trained is fixed then; start the next phase in a new run, from a checkpoint"
-                )
+        with inside():
+            changed = next(((name, trained) for name, p, trained in self._trained() if p.requires_grad != trained), None)
+        if changed is not None:
+            name, trained = changed
+            raise ConfigurationError(
+                f"parameter {name!r} has requires_grad={not trained}, and had {trained} at as_distributed: "
+                f"with strategy {self.strategy!r} what is trained is fixed then; start the next phase in a new run, from a checkpoint"
+            )
 
     def lease_batches(self, *, loader: str, epoch: int, batches_in_epoch: int, finished: Sequence[int], want: int) -> Leases:
         """Refused: a step is all ranks'."""

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from shoal_common.errors import ConfigurationError, MembershipChanged, PreconditionError
+from torch.autograd import Variable
 
 from shoal_worker.elastic.contract import Share
 from shoal_worker.elastic.group import Group, LocalChannel
@@ -24,6 +25,8 @@ from shoal_worker.elastic.step import CONTROL_LENGTH, Step
 from shoal_worker.failpoints import failpoint
 from shoal_worker.mesh.division import Division, alone
 from shoal_worker.pipelining.micro_batches import cut_batch
+from shoal_worker.sharding.elsewhere import gradient_of, guard_parts
+from shoal_worker.sharding.hooks import when_gradients_come
 from shoal_worker.sharding.issued import IssuedCollectives
 from shoal_worker.strategies.base import call_module, loss_of
 from shoal_worker.strategies.closing import Closing
@@ -56,9 +59,19 @@ class MeshModel(DividedModel):
             )
         if self._ahead or (training and not self._begin_pass()):
             return self._stand_in()(*args, **kwargs)
-        if self._pipeline_here:
-            return self._through_pipeline(kwargs if kwargs and not args else args)
-        return self.module(*args, **kwargs)
+        with self._passing():
+            if self._pipeline_here:
+                return self._through_pipeline(kwargs if kwargs and not args else args)
+            output = self.module(*args, **kwargs)
+        if training and self._parts is not None:
+            self._parts.hidden.show()
+            self._in_passes = True
+            when_gradients_come(output, lambda _: Variable._execution_engine.queue_callback(self._after_passes), mode="any")
+        return output
+
+    def _after_passes(self) -> None:
+        self._in_passes = False
+        self._held.hidden.hide()
 
     def _begin_pass(self) -> bool:
         """Before passes of training. True if they are part of a step."""
@@ -103,7 +116,8 @@ class MeshModel(DividedModel):
             batches = [dataclasses.replace(one, weight=weight) for one, weight in zip(batches, weights, strict=True)]
         several = step is not None and step.in_micro_batches  # of which the closing tells but the mean
         try:
-            return self._division.train_on(batches, None if loss_fn is None else self._within_region(loss_fn), everywhere=several)
+            with self._passing():
+                return self._division.train_on(batches, None if loss_fn is None else self._within_region(loss_fn), everywhere=several)
         except MembershipChanged as error:
             self._session.mark_lost(error)
             return torch.zeros((), dtype=torch.float64)
@@ -157,7 +171,10 @@ class MeshModel(DividedModel):
         self._commit_buffers()
 
     def _hand_out(self, closing: Closing) -> None:
+        self._held.hidden.show_gradients()
         self._gradients.hand_out(closing.divisor)
+        self._held.hidden.handed_out()
+        guard_parts(self._held.optimized, guarded=True)
 
     def _updated(self) -> None:
         self._held.along_data.updated()
@@ -218,6 +235,7 @@ class MeshModel(DividedModel):
             return
         division = self._divided
         self._check_training()
+        self._held.hidden.drop_gradients()
         division.begin_step(self._applied + 1)
         step = self._session.step
         if step is not None and step.source is None:
@@ -232,6 +250,7 @@ class MeshModel(DividedModel):
         """See `Replica`."""
         step = self._session.step
         if self._division is not None and step is not None and step.lost is None:
+            self._held.hidden.show_gradients()
             try:
                 self._division.add(weight)
             except MembershipChanged as error:
@@ -241,6 +260,7 @@ class MeshModel(DividedModel):
     def _reduce(self, step: Step, share: Share) -> None:
         session = self._session
         division = self._divided
+        self._held.hidden.show_gradients()
         try:
             if not step.in_micro_batches:
                 division.add(share.weight)
@@ -271,7 +291,12 @@ class MeshModel(DividedModel):
     def _has_gradients(self) -> bool:
         step = self._session.step
         left = self._division is not None and self._division.gradients.any_left
-        return left or (step is not None and step.control is not None) or any(p.grad is not None for p in self.module.parameters())
+        return left or (step is not None and step.control is not None) or any(gradient_of(p) is not None for p in self.module.parameters())
+
+    def _drop_gradients(self) -> None:
+        self._held.hidden.drop_gradients()
+        if self._division is not None:
+            self._division.drop_gradients()
 
     @torch.no_grad()
     def discard_step(self) -> None:
@@ -281,6 +306,7 @@ class MeshModel(DividedModel):
                 parameter.grad = None
             return
         self._division.forget()
+        self._whereabouts.pending = False
         self._division.buffers.put_back()
 
     @torch.no_grad()
@@ -290,4 +316,6 @@ class MeshModel(DividedModel):
         division.buffers.apply(division.gradients.changes)
         division.buffers.commit()
         division.forget()
+        self._in_passes = self._whereabouts.pending = False
+        self._held.hidden.hide()
         self._held.forget_before()

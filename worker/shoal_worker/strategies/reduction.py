@@ -63,6 +63,9 @@ class OverlappedReduction:
         self._flight = Flight(session, compression)
         self._hooks: list[RemovableHandle] = []
         self._trained: list[bool] = []
+        self._places: list[torch.Tensor] = []
+        """Parameters, and where their gradients go."""
+        self._addresses: list[int] = []
         self._buffer_changes: torch.Tensor | None = None
         self._pending = False
         self._lay_out()
@@ -75,11 +78,12 @@ class OverlappedReduction:
         return self._pending
 
     def prepare(self) -> None:
-        """Before a forward pass: parameters may have been frozen or unfrozen since the last."""
+        """Before a forward pass: parameters may have been frozen, unfrozen or moved since the last, and torch forgets the hooks of one that
+        was given another dtype. What is in `.grad` is the place in its bucket, and may have been moved with it."""
         if torch._C._current_graph_task_id() < 0:  # else it is run again for a checkpoint, in the middle of a backward pass
             self._refuse_half_a_pass()
         self._end_awaited = False
-        if [p.requires_grad for p in self._parameters] != self._trained:
+        if [p.requires_grad for p in self._parameters] != self._trained or [t.data_ptr() for t in self._places] != self._addresses:
             if self._pending:
                 self.synchronize()
             self._lay_out()
@@ -285,6 +289,8 @@ class OverlappedReduction:
         self._changes = self._buckets[-1].riding
         self._forget_pass()
         slots = [(bucket, slot) for bucket in self._buckets for slot in bucket.slots]
+        self._places = [*self._parameters, *(slot.view for _, slot in slots)]
+        self._addresses = [tensor.data_ptr() for tensor in self._places]
         self._hooks = [hook for bucket, slot in [*slots, *((None, slot) for slot in self._sparse)] for hook in self._hook(bucket, slot)]
 
     def _hook(self, bucket: Bucket | None, slot: Slot) -> Iterator[RemovableHandle]:

@@ -72,6 +72,7 @@ class ShardedParametersModel(CutModel):
                 "backward passes of a step before"
             )
         share = step.share
+        self._execution.show_gradients()
         self._prepare_pass(step)
         if step.in_micro_batches:
             weight = step.micro_batch or 0.0
@@ -223,6 +224,9 @@ class ShardedParametersModel(CutModel):
     @property
     def _has_gradients(self) -> bool:
         return self._execution.came
+
+    def _drop_gradients(self) -> None:
+        self._execution.drop_gradients()
 
     def _seal(self) -> bool:
         """Passes the summed gradients on to the buddy. False: the step is lost."""

@@ -20,6 +20,10 @@ class ShardedParametersOptimizer(ElasticOptimizer):
     def param_groups(self, groups: list[dict[str, Any]]) -> None:
         self.optimizer.param_groups = groups
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's; see `ModelInParts.zero_grad`."""
+        self._model.zero_grad(set_to_none)
+
     def _apply(self) -> None:
         self._model.update(super()._apply)
 

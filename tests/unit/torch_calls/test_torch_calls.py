@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import shoal
 import torch
+from shoal_worker.strategies import registry
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 from tests.unit.torch_calls.calls import CALLS, KINDS, RIGHT, Call, world_of
+from tests.unit.torch_calls.page import page
 
 BATCH = 8
 STEPS = len(CALLS) + 2
@@ -124,3 +127,51 @@ def _cases() -> list[object]:
 def test_torchs_own_calls_are_right_or_name_what_to_call_instead(kind: str, row: str, micro: bool) -> None:
     for rank, wrong in enumerate(shoal.launch(lambda: run(kind, dict(KINDS[kind].rows[row]), micro=micro), world_size=world_of(row))):
         assert not wrong, f"rank {rank}: " + "\n".join(wrong)
+
+
+def test_the_committed_table_is_that_of_the_calls() -> None:
+    expected = page()
+    assert (Path(__file__).parents[3] / "docs" / "torch-calls.md").read_text() == expected, (
+        "run python -m tests.unit.torch_calls.page docs/torch-calls.md"
+    )
+
+
+def test_every_strategy_is_in_the_table() -> None:
+    assert {options["strategy"] for kind in KINDS.values() for options in kind.rows.values()} == set(registry.names()) - {"async_sgd"}
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "fsdp"])
+def test_a_penalty_on_parameters_that_are_freed_between_the_passes_is_refused_and_not_nought(strategy: str) -> None:
+    def rank() -> None:
+        net = network()
+        model, _ = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1), strategy=strategy, minimum_parameter_group_size=1)
+        for x, y in shoal.ElasticDataLoader(data(), global_batch_size=BATCH):
+            loss = functional.cross_entropy(model(x), y)
+            (loss + sum(p.square().sum() for p in model.parameters())).backward()
+
+    with pytest.raises(shoal.PreconditionError, match=r"model\.gather_full_parameters\(\)"):
+        shoal.launch(rank, world_size=2)
+
+
+@pytest.mark.parametrize("micro_batch_size", [None, 2])
+def test_ddp_reduces_gradients_that_were_given_other_memory(micro_batch_size: int | None) -> None:
+    """torch's `model.float()` gives parameters, and the gradients in them, other memory, and forgets the hooks of both."""
+
+    def rank() -> list[torch.Tensor]:
+        net = network()
+        model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1))
+        loader = shoal.ElasticDataLoader(data(), global_batch_size=BATCH, micro_batch_size=micro_batch_size)
+        for step in loader.steps() if micro_batch_size else ([batch] for batch in loader):
+            for x, y in step:
+                functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            if loader.global_step % 2:
+                model.float().double()
+            else:
+                for parameter in model.parameters():
+                    parameter.grad.data = parameter.grad.data.clone()
+            optimizer.zero_grad()
+        return [p.detach() for p in net.parameters()]
+
+    first, second = shoal.launch(rank, world_size=2)
+    assert all(map(torch.equal, first, second))

@@ -1,0 +1,75 @@
+"""docs/torch-calls.md: the table of calls.py, which the tests run. `python -m tests.unit.torch_calls.page PATH` writes it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from tests.unit.torch_calls.calls import CALLS, KINDS, RIGHT
+
+_TEXT = """# torch's own calls on a distributed model
+
+Scripts look into a model with torch's own functions: they clip `p.grad`, save `state_dict()`, count `p.numel()`. Under strategies that cut
+a model over ranks, what these look at is not on one rank, or not between passes. No such call is wrong without a word: it gives what one
+process would get, or it raises a `PreconditionError` (or `ConfigurationError`) that names what to call instead. Before the first step every
+rank holds all of the model, and every call works as in plain torch.
+
+This table is what the tests check (`tests/unit/torch_calls`): each call on a distributed model, with and without micro-batches, beside the
+same call in one process, and the training that follows. `right`: it gives, and does, the same. Else it raises, and names what stands there.
+`model` is what `as_distributed` returned, `module` the user's own. Under `local_sgd` one process is a rank by itself, within a round.
+
+{table}
+
+`async_sgd` is not in the tests of the table: a worker holds whole values, gradients of its own that nobody sums, and no optimizer state. So
+the calls are right for that worker, and values that a script sets are overwritten by the servers' with the next step.
+
+## Which rank calls
+
+`state_dict()`, `numel()` and the like are local. What gathers is a collective: every rank calls `model.full_state_dict()`,
+`model.gather_full_parameters()`, `model.clone()`, `copy.deepcopy(model)`, `AveragedModel(model)`, `optimizer.state_dict()`.
+
+```python
+state = model.full_state_dict()  # on every rank
+if shoal.rank() == 0:
+    torch.save(state, "model.pt")
+```
+
+What changes values (`load_state_dict`, `p.mul_`, `nn.init`) has to be done alike on every rank, as in torch's own data parallelism.
+
+## A moving average
+
+`AveragedModel(model)` is a copy of the whole model under every strategy. `update_parameters(model)` needs whole values on every rank, so
+where parameters are cut, do it with those:
+
+```python
+average = torch.optim.swa_utils.AveragedModel(model)
+...
+with torch.no_grad():
+    for kept, new in zip(average.parameters(), model.gather_full_parameters().values(), strict=True):
+        kept.lerp_(new, 0.001)
+```
+
+## Why
+
+A parameter whose values, or whose gradient, are elsewhere changes its class for that time: it still tells its shape and dtype, and raises
+where values are asked for. In passes it is a plain parameter, so `torch.compile`, checkpointing and autocast see nothing of it
+([decision 165](decisions/0165-parameters-that-are-elsewhere.md)).
+"""
+
+
+def page() -> str:
+    """The whole of docs/torch-calls.md."""
+    rows = [["", *(kind.says for kind in KINDS.values())], ["---"] * (1 + len(KINDS))]
+    for call in CALLS:
+        when = ", between `backward()` and `step()`" if call.gradients and "step()" not in call.says else ""
+        named = [call.expected(kind) for kind in KINDS]
+        rows.append([call.says + when, *(each if each is RIGHT else _remedy(each) for each in named)])
+    return _TEXT.format(table="\n".join(f"| {' | '.join(row)} |" for row in rows))
+
+
+def _remedy(named: str) -> str:
+    return f"raises: `{named.removesuffix('(')}`" if "." in named else f"raises: {named}"
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_text(page())

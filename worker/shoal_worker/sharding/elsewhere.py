@@ -272,6 +272,8 @@ class Leaves:
 
     def __init__(self, leaves: Sequence[torch.Tensor], places: Sequence[Place]) -> None:
         self._leaves = list(zip(leaves, places, strict=True))
+        self._without_gradients = False
+        """The gradients of some are hidden."""
 
     def hide(self) -> None:
         """The values of all are elsewhere."""
@@ -289,19 +291,29 @@ class Leaves:
 
     def hide_gradients(self) -> None:
         """A backward pass is over: who looks for the gradients that were taken is told where they are."""
+        self._without_gradients = True
         for leaf, place in self._leaves:
             if place.gradient:
                 hide_gradient(leaf, place)
 
     def show_gradients(self) -> None:
         """A pass begins: autograd is to find plain parameters."""
-        for leaf, place in self._leaves:
-            show_gradient(leaf, place)
+        if self._without_gradients:
+            self._without_gradients = False
+            for leaf, place in self._leaves:
+                show_gradient(leaf, place)
+
+    def forget_gradients(self) -> None:
+        """Autograd has left none, or none that was not taken."""
+        for leaf, _ in self._leaves:
+            if not isinstance(leaf, _Hidden):
+                leaf.grad = None
 
     def drop_gradients(self) -> None:
-        """There are no gradients, here or elsewhere."""
+        """There are no gradients elsewhere either."""
         for leaf, place in self._leaves:
-            drop_gradient(leaf, place)
+            if place.gradient or isinstance(leaf, _Hidden):
+                drop_gradient(leaf, place)
 
 
 def is_hidden(tensor: Any) -> bool:

@@ -339,8 +339,7 @@ class Unit:
         """Nothing is added up and nothing handed out."""
         self._gradient = None
         self.touched = [False] * len(self.parameters)
-        for leaf in self.leaves:
-            drop_gradient(leaf)
+        self.hidden.forget_gradients()
         for holding in self.holdings:
             holding.forget_gradients()
 

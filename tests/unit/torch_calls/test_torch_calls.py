@@ -51,7 +51,7 @@ def run(kind: str, options: dict[str, Any], *, micro: bool) -> list[str]:
     """Makes each call in a step of its own. Returns what was neither right nor refused as it should be."""
     net, plain, wrong = network(), Plain(), list[str]()
     model, optimizer = shoal.as_distributed(
-        net, torch.optim.SGD(net.parameters(), 0.1, momentum=0.9), minimum_parameter_group_size=1, **options
+        net, torch.optim.SGD(net.parameters(), 0.1, momentum=0.9), minimum_parameter_group_size=1, consistency_check_every=4, **options
     )
     loader = shoal.ElasticDataLoader(data(), global_batch_size=BATCH, micro_batch_size=2 if micro else None, shuffle=False)
     x, y = data().tensors

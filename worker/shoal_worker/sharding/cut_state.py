@@ -143,7 +143,8 @@ class CutState(StateInParts):
                     shards.setdefault(holding.position, []).extend([*pieces, *state_tensors(state, pieces)])
         digests = {f"shard {position}": digest_of(tensors) for position, tensors in sorted(shards.items())}
         if self._stage is not Stage.PARAMETERS:
-            digests["the parameters"] = digest_of(parameter for unit in self.units for parameter in unit.parameters)
+            with inside():
+                digests["the parameters"] = digest_of(parameter for unit in self.units for parameter in unit.parameters)
         return digests
 
     def _held(self, keys: Sequence[Mapping[str, torch.dtype]]) -> list[Held]:

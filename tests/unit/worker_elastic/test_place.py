@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from shoal_worker.elastic.place import PLACE_WORD_LENGTH, Place, agree
 
-places = st.builds(Place, st.just("loader"), st.integers(0, 127), st.integers(0, 127), st.integers(0, 127))
+places = st.builds(Place, st.just("loader"), st.integers(0, 127), st.integers(0, 127), st.integers(0, 2**14 - 1), st.integers(0, 2**28 - 1))
 
 
 def summed(ranks: list[Place]) -> list[float]:
@@ -31,6 +31,15 @@ def test_one_of_a_thousand_ranks_that_is_a_little_off_is_found(field: str) -> No
     assert not agree(summed([place] * 999 + [place._replace(**{field: 127})]))
 
 
+@pytest.mark.parametrize("off", [128, 128**2, 128**3, 127 * 128**3])
+def test_dealings_that_are_alike_in_most_digits_are_told_apart(off: int) -> None:
+    assert not agree(summed([Place("a", 1, 0, 0, 5)] * 999 + [Place("a", 1, 0, 0, 5 + off)]))
+
+
+def test_steps_that_are_one_or_many_rounds_of_a_digit_apart_are_told_apart() -> None:
+    assert not agree(summed([Place("a", 1, 0, 7), Place("a", 1, 0, 7 + 128)]))
+
+
 def test_large_numbers_wrap() -> None:
-    assert agree(summed([Place("a", 1, 1000, 10**6)] * 3))
+    assert agree(summed([Place("a", 1, 1000, 10**6, 2**64 - 1)] * 3))
     assert not agree(summed([Place("a", 1, 1000, 10**6), Place("a", 1, 1000, 10**6 + 1)]))

@@ -264,6 +264,7 @@ class _Counted:
 
     def __init__(self, batches: EvaluationBatches) -> None:
         self._batches = batches
+        self.dealing = batches.dealing
 
     def __len__(self) -> int:
         return len(self._batches)

@@ -161,3 +161,54 @@ def test_a_dataset_whose_fractions_machines_rounded_otherwise_is_the_same_one() 
         train(lambda: shoal.ElasticDataLoader(TensorDataset(features * (1 + 1e-7 * shoal.rank())), global_batch_size=16), epochs=1)
 
     shoal.launch(rank, world_size=2)
+
+
+def unequal_evaluation(kind: str) -> Any:
+    """Another loader on each rank."""
+    split = random_split(Numbers(), [100, 60], torch.Generator().manual_seed(shoal.rank()))[1]
+    made: dict[str, Callable[[], Any]] = {
+        "another split": lambda: shoal.ElasticDataLoader(split, global_batch_size=16, train=False),
+        "another split in torch's loader": lambda: torch.utils.data.DataLoader(split, batch_size=16),
+        "other sizes": lambda: shoal.ElasticDataLoader(Numbers(), global_batch_size=16 + shoal.rank(), train=False),
+        "another number of batches": lambda: [torch.zeros(1)] * (3 + shoal.rank()),
+        "another draw": lambda: shoal.ElasticDataLoader(
+            Numbers(), global_batch_size=16, train=False, sampler=Drawn(permuted, random.Random(shoal.rank()), held=False)
+        ),
+    }
+    return made[kind]()
+
+
+UNEQUAL_EVALUATIONS = {
+    "another split": "give random_split and whatever else draws samples a generator with the same seed",
+    "another split in torch's loader": "what is known of the dataset's samples",
+    "other sizes": "batch size: rank 0 has 16, rank 1 has 17",
+    "another number of batches": "number of batches: rank 0 has 3, rank 1 has 4",
+    "another draw": "what the sampler drew",
+}
+
+
+@pytest.mark.parametrize(("kind", "named"), UNEQUAL_EVALUATIONS.items())
+def test_ranks_that_would_evaluate_different_batches_are_told_so_by_the_name_of_the_difference(kind: str, named: str) -> None:
+    """Each computes its share of what it takes for the batches: some samples would count twice, others never."""
+
+    def rank() -> None:
+        shoal.init()
+        model = shoal.as_distributed(nn.Linear(1, 1))
+        shoal.evaluate(model, unequal_evaluation(kind), lambda net, batch: {"samples": len(batch)})
+
+    with pytest.raises(shoal.PreconditionError, match="they evaluate different batches .*" + re.escape(named)) as failure:
+        shoal.launch(rank, world_size=2)
+    assert failure.value.reason == "RANKS_DIVERGED"
+
+
+@pytest.mark.parametrize(
+    "sampler", [torch.utils.data.SubsetRandomSampler(range(SAMPLES)), torch.utils.data.WeightedRandomSampler([1.0] * SAMPLES, SAMPLES)]
+)
+def test_torchs_loader_with_a_sampler_that_draws_is_refused_for_an_evaluation(sampler: Any) -> None:
+    def rank() -> None:
+        model = shoal.as_distributed(nn.Linear(1, 1))
+        loader = torch.utils.data.DataLoader(Numbers(), batch_size=16, sampler=sampler)
+        shoal.evaluate(model, loader, lambda net, batch: {"samples": len(batch)})
+
+    with pytest.raises(shoal.ConfigurationError, match=f"draws its samples with {type(sampler).__name__}"):
+        shoal.launch(rank, world_size=1)

@@ -17,6 +17,11 @@ import torch
 import xxhash
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
+SAMPLES: Final = "what is known of the dataset's samples"
+"""In what a loader deals by: its dataset's identity."""
+DRAWN: Final = "what the sampler drew"
+"""In what a loader deals by: a digest of the epoch's order."""
+
 _ROWS: Final = 1 << 16
 """Of a tensor, evenly spaced, at most."""
 

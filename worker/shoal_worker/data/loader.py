@@ -28,7 +28,7 @@ from shoal_worker.data.dealer import Dealer
 from shoal_worker.data.delivery import Delivery
 from shoal_worker.data.evaluation import EvaluationBatches
 from shoal_worker.data.fetch import Fetcher
-from shoal_worker.data.identity import identity_of
+from shoal_worker.data.identity import DRAWN, SAMPLES, identity_of
 from shoal_worker.data.introduction import Introduction
 from shoal_worker.data.iteration import Iterations
 from shoal_worker.data.orders import EpochOrders
@@ -103,7 +103,7 @@ class ElasticDataLoader:
             "shuffle": shuffle,
             "drop_last": drop_last,
             "weight_fn": weight_fn is not None,
-            "what is known of the dataset's samples": identity_of(dataset),
+            SAMPLES: identity_of(dataset),
         }
         self._dealing: tuple[int, str] | None = None
         orders = EpochOrders(dataset_length=len(dataset), seed=seed, shuffle=train and shuffle, sampler=sampler)
@@ -157,7 +157,7 @@ class ElasticDataLoader:
         epoch = self.epoch
         if self._dealing is None or self._dealing[0] != epoch:
             drawn = self._orders.digest(epoch)
-            self._dealing = epoch, json.dumps({**self._arguments, "what the sampler drew": drawn})
+            self._dealing = epoch, json.dumps({**self._arguments, DRAWN: drawn})
         return self._dealing[1]
 
     @property

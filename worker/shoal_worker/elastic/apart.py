@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from shoal_common.errors import MembershipChanged, PreconditionError
 
+from shoal_worker.data.identity import DRAWN, SAMPLES
 from shoal_worker.elastic.contract import StepSource
 from shoal_worker.elastic.group import Group
 from shoal_worker.elastic.place import Place
@@ -24,9 +25,9 @@ COUNTING: Final = (
 """The usual cause, and its remedy."""
 
 _REMEDIES: Final = {
-    "what the sampler drew": "a sampler draws the same on every rank if its random numbers come from a generator that it holds as an "
+    DRAWN: "a sampler draws the same on every rank if its random numbers come from a generator that it holds as an "
     "attribute, or from the global ones of torch, NumPy or Python, and if it does not look at the rank",
-    "what is known of the dataset's samples": "every rank makes its dataset itself, so give random_split and whatever else draws samples a "
+    SAMPLES: "every rank makes its dataset itself, so give random_split and whatever else draws samples a "
     "generator with the same seed on every rank, and sort what a directory lists",
 }
 
@@ -41,15 +42,26 @@ def steps_apart(place: Place, source: StepSource | None, group: Group | None) ->
     return PreconditionError(f"the ranks' scripts went different ways: {_difference(everyones)}", reason=REASON)
 
 
+def evaluations_apart(dealings: Sequence[str]) -> PreconditionError:
+    """The error for ranks that would evaluate different batches. `dealings`: what each rank's follow from, in JSON; not all the same."""
+    what = _differences([json.loads(dealing) for dealing in dealings])
+    return PreconditionError(f"the ranks' scripts went different ways: they evaluate different batches {what}", reason=REASON)
+
+
 def _difference(everyones: Sequence[dict[str, Any]]) -> str:
     places = [tuple(each["place"]) for each in everyones]
     if len(set(places)) > 1:
-        return f"{_compare([_describe(place) for place in places])}; every rank must iterate over the same loaders in the same order. {COUNTING}"
-    dealings = [each["dealing"] for each in everyones]
+        different = _compare([_describe(place) for place in places])
+        return f"{different}; every rank must iterate over the same loaders in the same order. {COUNTING}"
+    return f"they deal {_describe(places[0])} differently {_differences([each['dealing'] for each in everyones])}"
+
+
+def _differences(dealings: Sequence[dict[str, Any]]) -> str:
+    """What differs, and what to do about it."""
     names = [name for name in dealings[0] if len({json.dumps(dealing.get(name)) for dealing in dealings}) > 1]
     what = "; ".join(f"{name}: {_compare([json.dumps(dealing.get(name)) for dealing in dealings])}" for name in names) or "unknown"
     remedies = [_REMEDIES[name] for name in names if name in _REMEDIES] or ["make the loader with the same arguments on every rank"]
-    return f"they deal {_describe(places[0])} differently ({what}); {'; '.join(remedies)}"
+    return f"({what}); {'; '.join(remedies)}"
 
 
 def _compare(values: Sequence[str]) -> str:

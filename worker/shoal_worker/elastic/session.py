@@ -69,6 +69,8 @@ class Session:
         self._exchange = StateExchange(donor, settings, metrics) if donor is not None else None
         self.donor = donor
         """Gives state to peers; None in a world of one."""
+        self.outcome: StepStatus | None = None
+        """Of the last step that the script finished."""
         self._formation: Formation | None = None
         if membership is not None:
             membership.link.progress = self.progress.message
@@ -266,11 +268,13 @@ class Session:
 
     def finish_step(self, apply: Callable[[], None]) -> StepStatus:
         """Applies the step if every member's part is in it; else re-forms. See `Steps.finish`."""
-        return self.clock.finish(apply)
+        self.outcome = self.clock.finish(apply)
+        return self.outcome
 
     def give_up_step(self, stop: StopTraining) -> StepStatus:
         """The run ended for this member while a step of asynchronous training was in progress."""
-        return self.clock.give_up(stop)
+        self.outcome = self.clock.give_up(stop)
+        return self.outcome
 
     def keep(self, replica: Mapping[str, Any]) -> None:
         """The steps committed from here on are undone when the group fails, until `release`. See `HeldState.keep`."""

@@ -67,6 +67,9 @@ class RoomGroup:
         self.broken: str | None = None
         self._numbers = itertools.count()
 
+    def meet(self) -> None:
+        self.exchange(b"")
+
     def exchange(self, payload: bytes) -> list[bytes]:
         return self._room.gather(next(self._numbers), self.rank, payload)
 

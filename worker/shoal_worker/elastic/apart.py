@@ -42,6 +42,17 @@ def steps_apart(place: Place, source: StepSource | None, group: Group | None) ->
     return PreconditionError(f"the ranks' scripts went different ways: {_difference(everyones)}", reason=REASON)
 
 
+def waits_apart(one: dict[str, Any], other: dict[str, Any]) -> PreconditionError:
+    """The error for ranks that wait for each other in different things. Each: its `rank`, and `what` it is in."""
+    ordered = sorted((one, other), key=lambda each: int(each["rank"]))
+    who = ", ".join(f"rank {each['rank']} is in {each['what']}" for each in ordered)
+    return PreconditionError(
+        f"the ranks' scripts went different ways ({who}), and would wait for each other for ever; every rank must take the same steps, and "
+        f"call evaluate, save_checkpoint, should_early_stop and the like in the same order between them. {COUNTING}",
+        reason=REASON,
+    )
+
+
 def evaluations_apart(dealings: Sequence[str]) -> PreconditionError:
     """The error for ranks that would evaluate different batches. `dealings`: what each rank's follow from, in JSON; not all the same."""
     what = _differences([json.loads(dealing) for dealing in dealings])

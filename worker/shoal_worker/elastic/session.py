@@ -35,7 +35,7 @@ from shoal_worker.elastic.generation import Generation
 from shoal_worker.elastic.group import Channel, Group, LocalChannel
 from shoal_worker.elastic.held import HeldState
 from shoal_worker.elastic.member import Member
-from shoal_worker.elastic.operations import Body, GroupChannel
+from shoal_worker.elastic.operations import Body, GroupChannel, Operations
 from shoal_worker.elastic.phase import Phase
 from shoal_worker.elastic.progress import ProgressMeter
 from shoal_worker.elastic.reconcile import StateName
@@ -44,6 +44,7 @@ from shoal_worker.elastic.replica import Replica
 from shoal_worker.elastic.step import Step
 from shoal_worker.elastic.steps import Steps
 from shoal_worker.elastic.transfer import StateDonor
+from shoal_worker.elastic.waiting import Where
 from shoal_worker.failpoints import failpoint
 from shoal_worker.metrics import WorkerMetrics
 from shoal_worker.settings import WorkerSettings
@@ -104,6 +105,11 @@ class Session:
         return self._held.registered
 
     @property
+    def operations(self) -> Operations:
+        """The operations between steps since the last commit."""
+        return self._held.operations
+
+    @property
     def is_joining(self) -> bool:
         """This process replays its script and has not come to its first live batch; or it is a spare, and will."""
         return self._held.phase.replaying or (self._held.has_replica and self._held.replica.idle)
@@ -150,6 +156,11 @@ class Session:
     def steps(self) -> int:
         """Committed steps of the run."""
         return self._held.steps
+
+    def on_waiting(self, where: Callable[[], Where | None]) -> None:
+        """`where` says where the script stands, when it waits for its peers: see `Waiting.where`."""
+        if self._formation is not None:
+            self._formation.where = where
 
     @property
     def strategy(self) -> str:
@@ -302,7 +313,8 @@ class Session:
             try:
                 channel = formation.channel(kind)
                 failpoint("session.in_operation")
-                result = body(channel)
+                with self.operations.in_progress(kind):
+                    result = body(channel)
             except GROUP_LOST as error:
                 try:
                     formation.recover(error, in_operation=True)

@@ -10,14 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-_BASE = 128
-"""Each number and its square are sent, and summed over up to 1000 ranks they must be exact in float32."""
-_STANDING = 4
-"""Digits that say where the script stands: the loader's, the epoch's, and two of the step's."""
-_DEALING = 4
-"""Digits of `Place.dealing`: of two that differ, one in 2^28 looks the same."""
+_BASE = 1 << 20
+"""Each number and its square are sent, and summed over up to 8192 ranks they are exact in float64."""
+_DEALING = 2
+"""Digits of `Place.dealing`: of two that differ, one in 2^40 looks the same."""
 
-PLACE_WORD_LENGTH = 1 + 2 * (_STANDING + _DEALING)
+PLACE_WORD_LENGTH = 1 + 2 * (3 + _DEALING)
 """Numbers that a place takes in a control word."""
 
 
@@ -36,16 +34,16 @@ class Place(NamedTuple):
 
     def word(self) -> list[float]:
         """What this rank adds to the control word. From the ranks' sum, `agree` says whether all added the same."""
-        standing = (self.number % _BASE, self.epoch % _BASE, *_digits(self.step, 2))
-        values = (*standing, *_digits(self.dealing, _DEALING))
+        values = (self.number % _BASE, self.epoch % _BASE, self.step % _BASE, *_digits(self.dealing, _DEALING))
         return [1.0, *map(float, values), *(float(value * value) for value in values)]
 
 
 def agree(summed: Sequence[float]) -> bool:
     """Whether all ranks added the same numbers to a word, such as `Place.word`: the mean of squares is the square of the mean for equal
-    numbers only. Loaders' numbers and epochs that differ by a multiple of 128, and steps that do by one of 16384, go unnoticed."""
-    count, half = summed[0], len(summed) // 2
-    return all(count * squares == total * total for total, squares in zip(summed[1 : 1 + half], summed[1 + half :], strict=True))
+    numbers only."""
+    count, *numbers = map(int, summed)  # their products are exact as integers only
+    half = len(numbers) // 2
+    return all(count * squares == total * total for total, squares in zip(numbers[:half], numbers[half:], strict=True))
 
 
 def _digits(value: int, count: int) -> list[int]:

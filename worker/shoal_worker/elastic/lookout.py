@@ -35,6 +35,7 @@ class Lookout:
     """Of one session that has peers."""
 
     def __init__(self, session: Session) -> None:
+        session.on_waiting(self._where)
         self._session = session
         self._over = threading.Event()
         self._told: Wait | None = None
@@ -42,7 +43,6 @@ class Lookout:
 
     def start(self) -> None:
         """Begins to look."""
-        self._session.on_waiting(self._where)
         self._thread.start()
 
     def close(self) -> None:
@@ -53,14 +53,17 @@ class Lookout:
 
     def _watch(self) -> None:
         while not self._over.wait(_LOOK_S):
-            group = self._session.group
-            if group is None or group.broken is not None:
-                continue
-            wait = group.waiting.now
-            if wait is not None and wait != self._told and time.monotonic() - wait.since > _PATIENCE_S:
-                self._told = wait
-                with contextlib.suppress(ShoalError, RuntimeError):  # the store is away, or the group is over: the waiting goes on
-                    self._look(group, wait)
+            self.look(time.monotonic())
+
+    def look(self, now: float) -> None:
+        """Looks once. `now`: time.monotonic()."""
+        group = self._session.group
+        wait = group.waiting.now if group is not None and group.broken is None else None
+        if group is None or wait is None or wait == self._told or now - wait.since <= _PATIENCE_S:
+            return
+        self._told = wait
+        with contextlib.suppress(ShoalError, RuntimeError):  # the store is away, or the group is over: the waiting goes on
+            self._compare(group, wait)
 
     def _where(self) -> Where | None:
         """See `Waiting.where`. On the training thread."""
@@ -73,7 +76,7 @@ class Lookout:
             return None
         return Where(at, f"a step of loader {step.source.name!r}" if step.source is not None else "a step", in_step=True)
 
-    def _look(self, group: Group, wait: Wait) -> None:
+    def _compare(self, group: Group, wait: Wait) -> None:
         mine: dict[str, Any] = {"rank": group.rank, "what": wait.where.what}
         first: dict[str, Any] = json.loads(group.waiting.note(wait.where.at, json.dumps(mine)))
         if first["what"] != mine["what"] and group.waiting.now is wait:

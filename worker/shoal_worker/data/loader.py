@@ -95,6 +95,7 @@ class ElasticDataLoader:
         self.dataset = dataset
         size = global_batch_size or batch_size or 0
         self._micro_batch_size = micro_batch_size
+        identity = identity_of(dataset)
         self._arguments = {
             "length of the dataset": len(dataset),
             "batch size": size,
@@ -103,10 +104,10 @@ class ElasticDataLoader:
             "shuffle": shuffle,
             "drop_last": drop_last,
             "weight_fn": weight_fn is not None,
-            SAMPLES: identity_of(dataset),
+            SAMPLES: identity,
         }
         self._dealing: tuple[int, str] | None = None
-        orders = EpochOrders(dataset_length=len(dataset), seed=seed, shuffle=train and shuffle, sampler=sampler)
+        orders = EpochOrders(dataset_length=len(dataset), identity=identity, seed=seed, shuffle=train and shuffle, sampler=sampler)
         self._orders = orders
         self._dealer = Dealer(orders, batch_size=size, micro_batch_size=micro_batch_size, drop_last=drop_last, seed=seed)
         self._course = Course(orders)
@@ -191,7 +192,8 @@ class ElasticDataLoader:
 
     @property
     def global_step(self) -> int:
-        """Steps committed so far, over all epochs; in the leased form those of this rank."""
+        """Steps committed so far, over all epochs: the count to go by for what happens every k steps, since it is the same on all ranks, also
+        on one that joined. In the leased form those of this rank."""
         return self._course.cursor.global_step
 
     @property
@@ -217,6 +219,9 @@ class ElasticDataLoader:
 
     def __iter__(self) -> Iterator[Any]:
         """This rank's batches, one a step; of an evaluation loader, every batch.
+
+        A loop may begin within an epoch (after a resume, in a joiner) and gets the batch of a lost step again, dealt anew: `enumerate` over
+        it numbers this process's iterations, and not the run's steps. Those are `global_step`.
 
         Raises:
             ConfigurationError: the loader has micro-batches; iterate `steps()`.

@@ -26,7 +26,8 @@ from shoal_worker.data.seeding import seeded
 class EpochOrders:
     """Keeps the order of the epoch asked for last."""
 
-    def __init__(self, *, dataset_length: int, seed: int, shuffle: bool, sampler: Iterable[int] | None) -> None:
+    def __init__(self, *, dataset_length: int, identity: str, seed: int, shuffle: bool, sampler: Iterable[int] | None) -> None:
+        """`identity`: of the dataset whose indices are ordered."""
         if isinstance(sampler, DistributedSampler):
             raise ConfigurationError(
                 "sampler=DistributedSampler(...): the loader deals samples to the ranks itself; leave sampler out, or give one that "
@@ -35,6 +36,7 @@ class EpochOrders:
         if isinstance(sampler, BatchSampler):
             raise ConfigurationError("sampler=BatchSampler(...): the loader cuts batches itself; give a sampler that draws single indices")
         self.dataset_length = dataset_length
+        self.identity = identity
         self._seed = seed
         self._shuffle = shuffle
         self._sampler = sampler

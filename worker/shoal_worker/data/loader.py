@@ -192,8 +192,8 @@ class ElasticDataLoader:
 
     @property
     def global_step(self) -> int:
-        """Steps committed so far, over all epochs: the count to go by for what happens every k steps, since it is the same on all ranks, also
-        on one that joined. In the leased form those of this rank."""
+        """Steps committed so far, over all epochs: the count to go by for what happens every k steps, since it is the same on all ranks,
+        also on one that joined. In the leased form those of this rank."""
         return self._course.cursor.global_step
 
     @property

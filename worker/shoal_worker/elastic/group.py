@@ -230,7 +230,7 @@ class Group:
             return
         options = BroadcastOptions()
         options.rootRank = source
-        with self._failures("broadcast"):
+        with self._failures("broadcast"), self.waiting:
             self._process_group.broadcast([tensor], options).wait()
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
@@ -249,7 +249,7 @@ class Group:
         Raises:
             MembershipChanged: it failed.
         """
-        with self._failures("all_reduce"):
+        with self._failures("all_reduce"), self.waiting:
             work.wait()
 
     @contextlib.contextmanager
@@ -259,7 +259,7 @@ class Group:
         Raises:
             MembershipChanged: the group is over, or a collective in there has failed.
         """
-        with self._failures(what):
+        with self._failures(what), self.waiting:
             if self._backend is None:
                 raise MembershipChanged(f"generation {self.generation.number} is over: {self._reason}")
             try:
@@ -278,7 +278,7 @@ class Group:
         if self.world_size == 1:
             self._check()
             return
-        with self._failures("barrier"):
+        with self._failures("barrier"), self.waiting:
             self._process_group.barrier(BarrierOptions()).wait()
 
     def exchange(self, payload: bytes) -> list[bytes]:
@@ -365,7 +365,7 @@ class Group:
         if self.world_size == 1:
             self._check()
             return [mine]
-        with self._failures("all_gather"):
+        with self._failures("all_gather"), self.waiting:
             outputs = [torch.empty_like(mine) for _ in range(self.world_size)]
             self._process_group.allgather([outputs], [mine], AllgatherOptions()).wait()
             return outputs
@@ -378,8 +378,7 @@ class Group:
     def _failures(self, what: str) -> Iterator[None]:
         self._check()
         try:
-            with self.waiting:
-                yield
+            yield
         except MembershipChanged as error:
             if self.waiting.verdict is not None:
                 raise self._ended(error) from error

@@ -71,10 +71,8 @@ class Lookout:
         operations, step = session.operations, session.step
         at = session.steps, operations.position
         if operations.running is not None:
-            return Where(at, operations.running, in_step=False)
-        if step is None:
-            return None
-        return Where(at, f"a step of loader {step.source.name!r}" if step.source is not None else "a step", in_step=True)
+            return Where(at, operations.running)
+        return Where(at, None, step.source) if step is not None else None
 
     def _compare(self, group: Group, wait: Wait) -> None:
         mine: dict[str, Any] = {"rank": group.rank, "what": wait.where.what}

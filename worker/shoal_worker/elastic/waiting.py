@@ -14,6 +14,7 @@ from typing import Final, NamedTuple
 
 from shoal_common.errors import ShoalError
 
+from shoal_worker.elastic.contract import StepSource
 from shoal_worker.store.redis_store import RedisStore
 
 At = tuple[int, int]
@@ -27,10 +28,17 @@ class Where(NamedTuple):
     """Where a script stands that waits for its peers, and in what."""
 
     at: At
-    what: str
-    """Such as "evaluate", or "a step of loader 'loader'"."""
-    in_step: bool
-    """In a step; else in an operation."""
+    operation: str | None
+    """The kind of the operation that it is in; None: a step."""
+    source: StepSource | None = None
+    """Whose step; None: a loop without a loader of Shoal's."""
+
+    @property
+    def what(self) -> str:
+        """Such as "evaluate", or "a step of loader 'loader'"."""
+        if self.operation is not None:
+            return self.operation
+        return f"a step of loader {self.source.name!r}" if self.source is not None else "a step"
 
 
 class Wait(NamedTuple):
@@ -57,9 +65,9 @@ class Waiting:
 
     def __enter__(self) -> None:
         where = self.where()
-        if where is None or (not where.in_step and where.at == self._stepped_at):
+        if where is None or (where.operation is not None and where.at == self._stepped_at):
             return
-        if where.in_step:
+        if where.operation is None:
             self._stepped_at = where.at
         self.now = Wait(time.monotonic(), where)
 

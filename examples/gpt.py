@@ -124,6 +124,8 @@ def train(model, optimizer, scheduler, loader, options):
             optimizer.zero_grad()
             if shoal.rank() == 0 and loader.global_step % 20 == 0:
                 print(f"step {loader.global_step}: {loss.item() / math.log(2):.2f} bits per byte", flush=True)
+            if options.checkpoints:
+                shoal.save_checkpoint(options.checkpoints, every_steps=50)
             if loader.global_step >= options.steps:
                 return loss.item() / math.log(2)
     return loss.item() / math.log(2)

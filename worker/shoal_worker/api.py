@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import torch
 from shoal_common.errors import ConfigurationError, PreconditionError
@@ -17,6 +17,7 @@ from shoal_worker.checkpoint.saving import CheckpointSaver, load_newest
 from shoal_worker.compression.optimizer import GradientCompressionOptimizer, take_apart
 from shoal_worker.config import ShardingConfiguration
 from shoal_worker.data.loader import ElasticDataLoader
+from shoal_worker.elastic.cadence import is_due
 from shoal_worker.elastic.contract import StepStatus
 from shoal_worker.elastic.current import current_session, find_session
 from shoal_worker.elastic.evaluation import IteratedBatches
@@ -161,7 +162,17 @@ def register_state(**objects: Any) -> None:
         session.registered.register(name, value)
 
 
-def evaluate(model: nn.Module, loader: Any, fn: Callable[[nn.Module, Any], Mapping[str, Any]]) -> dict[str, float]:
+@overload
+def evaluate(
+    model: nn.Module, loader: Any, fn: Callable[[nn.Module, Any], Mapping[str, Any]], *, every_steps: None = None
+) -> dict[str, float]: ...
+@overload
+def evaluate(
+    model: nn.Module, loader: Any, fn: Callable[[nn.Module, Any], Mapping[str, Any]], *, every_steps: int
+) -> dict[str, float] | None: ...
+def evaluate(
+    model: nn.Module, loader: Any, fn: Callable[[nn.Module, Any], Mapping[str, Any]], *, every_steps: int | None = None
+) -> dict[str, float] | None:
     """Evaluates on all ranks together: the sums of what `fn(model, batch)` gives, over every batch of `loader` once.
 
     `fn` returns sums (correct answers, samples, summed loss), not means. The model is in evaluation mode, without gradients. Call it on
@@ -171,12 +182,20 @@ def evaluate(model: nn.Module, loader: Any, fn: Callable[[nn.Module, Any], Mappi
         model: from `as_distributed`, or any module that is equal on all ranks.
         loader: an `ElasticDataLoader(train=False)`, or any loader with a length that gives the same batches on every rank.
         fn: called with the model and one batch.
+        every_steps: evaluate only behind a committed step whose number in the run is a multiple of this, else return None: for a call in
+            every iteration, behind `optimizer.step()`. All ranks decide alike, joiners too, and never twice for one step.
+
+    Raises:
+        ConfigurationError: a loader whose batches cannot be dealt, or not to all ranks alike; an `fn` that gives no sums.
+        PreconditionError: the ranks' loaders differ (RANKS_DIVERGED), or `every_steps` inside a step (STEP_NOT_FINISHED).
     """
+    if every_steps is not None and not is_due(current_session(), every_steps, "evaluate"):
+        return None
     batches = loader.evaluation_batches() if isinstance(loader, ElasticDataLoader) else IteratedBatches(loader)
     return _evaluate(current_session(), model, batches, fn)
 
 
-def save_checkpoint(directory: str | Path, *, keep: int = 3, sharded: bool | None = None) -> None:
+def save_checkpoint(directory: str | Path, *, keep: int = 3, sharded: bool | None = None, every_steps: int | None = None) -> None:
     """Saves model, optimizer, registered state and cursors, asynchronously and atomically. Call it on every rank, between steps.
 
     The state is copied before this returns; `directory/step-<n>` is written in the background, and renamed into place when it is whole. An
@@ -189,14 +208,19 @@ def save_checkpoint(directory: str | Path, *, keep: int = 3, sharded: bool | Non
         sharded: each rank writes what it holds, and nothing is gathered. None: where the state is in shards (zero1, zero2, zero3, fsdp,
             hsdp) and all ranks see the directory. False: the first rank gathers all and writes it. True: as None, but a directory that not
             all ranks see is an error.
+        every_steps: save only behind a committed step whose number in the run is a multiple of this: for a call in every iteration, behind
+            `optimizer.step()`. All ranks decide alike, joiners too, and never twice for one step.
 
     Raises:
+        PreconditionError (STEP_NOT_FINISHED): `every_steps` inside a step.
         ConfigurationError: `keep` below 1, or a directory that cannot be written, or is not shared.
         UnavailableError (CHECKPOINT_NOT_WRITTEN): an earlier save failed.
     """
     if keep < 1:
         raise ConfigurationError(f"save_checkpoint(keep={keep}): expected at least 1")
     session = current_session()
+    if every_steps is not None and not is_due(session, every_steps, "save_checkpoint"):
+        return
     CheckpointSaver.of(session).save(session, Path(directory), keep=keep, sharded=sharded)
 
 

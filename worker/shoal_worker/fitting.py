@@ -45,9 +45,8 @@ class EpochRecord:
     training_loss: float
     """Mean over the samples of the epoch that a rank still there knows of, each when its step was taken; NaN if there are none.
 
-    Left out are: samples of ranks that have gone since; those of a rank that missed the end of a step, and applied it because a peer had
-    (a roll-forward); those trained on before a resume. Steps that were undone by going back to a checkpoint count beside those that took
-    their place."""
+    Left out are: samples of ranks that have gone since, and those trained on before a resume. Steps that were undone by going back to a
+    checkpoint count beside those that took their place."""
     metric: float
     """Mean over the validation samples after the epoch; without any, `training_loss`."""
     improved: bool
@@ -264,6 +263,7 @@ class _Counted:
 
     def __init__(self, batches: EvaluationBatches) -> None:
         self._batches = batches
+        self.dealing = batches.dealing
 
     def __len__(self) -> int:
         return len(self._batches)

@@ -1,6 +1,8 @@
-"""Ranks whose scripts go different ways are told, and do not wait for each other again and again."""
+"""Ranks whose scripts go different ways are told, and do not wait for each other until a collective's timeout, or again and again."""
 
 from pathlib import Path
+
+import pytest
 
 from tests.integration.worker_elastic.cluster import cluster
 from tests.zygote.children import Zygote
@@ -8,10 +10,23 @@ from tests.zygote.children import Zygote
 SCRIPT = Path(__file__).parent / "evaluates_alone.py"
 
 
-def test_an_operation_of_all_ranks_that_one_does_alone_ends_the_run_with_one_clear_error(zygote: Zygote, tmp_path: Path) -> None:
-    with cluster(zygote, tmp_path, min_workers=2, max_workers=2, script=SCRIPT, SHOAL_COLLECTIVE_TIMEOUT_S="2") as running:
+@pytest.mark.parametrize("strategy", ["ddp", "zero3", "tensor"])
+def test_an_operation_of_all_ranks_that_one_does_alone_ends_the_run_with_one_clear_error(
+    zygote: Zygote, tmp_path: Path, strategy: str
+) -> None:
+    with cluster(zygote, tmp_path, min_workers=2, max_workers=2, script=SCRIPT, STRATEGY=strategy) as running:
         running.start(0)
         running.start(1)
         for worker in (running.workers[0], running.workers[1]):
-            assert worker.wait() == 1
-            assert "were in an operation between steps, others in a step; every rank must call evaluate" in worker.said()
+            assert worker.wait() == 1, worker.said()
+            assert "rank 0 is in evaluate, rank 1 is in a step of loader 'loader'" in worker.said()
+
+
+def test_an_operation_in_the_middle_of_a_step_is_not_taken_for_another_way(zygote: Zygote, tmp_path: Path) -> None:
+    """Rank 1 is late for the step's first collectives, and then for the operation: rank 0 waits for more than a second in both."""
+    environment = {"STRATEGY": "zero3", "IN_STEP": "1"}
+    with cluster(zygote, tmp_path, min_workers=2, max_workers=2, script=SCRIPT, **environment) as running:
+        running.start(0)
+        running.start(1)
+        for worker in (running.workers[0], running.workers[1]):
+            assert worker.wait() == 0, worker.said()

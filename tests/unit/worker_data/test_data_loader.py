@@ -7,6 +7,7 @@ from shoal_common.errors import ConfigurationError, CorruptDataError, InternalEr
 from shoal_worker.data.loader import ElasticDataLoader
 from shoal_worker.data.plan import permutation
 from shoal_worker.elastic.contract import Placement
+from torch.utils.data import Subset
 
 from tests.unit.worker_data.loaders import loader_of, run_epoch
 
@@ -344,6 +345,18 @@ def test_a_cursor_whose_rest_is_dropped_under_the_new_batch_size_moves_to_the_ne
     other.load_state_dict(loader.state_dict())
     assert run_epoch(other, clock) == []
     assert run_epoch(other, clock) == [list(range(8)), list(range(8, 16))]
+
+
+def test_a_cursor_within_an_epoch_of_another_split_of_the_dataset_is_refused(clock):
+    """As a joiner's is whose script splits without a seed: it alone ends then, and not its peers."""
+    loader, other = (loader_of(name=name, dataset=Subset(range(20), indices)) for name, indices in (("a", range(10)), ("b", range(10, 20))))
+    next(iter(loader))
+    loader.committed(clock.placement)
+    state = loader.state_dict()
+    with pytest.raises(ConfigurationError, match="identity="):
+        other.load_state_dict(state)
+    del state["identity"]  # as an earlier release wrote it
+    other.load_state_dict(state)
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from shoal_worker.elastic.membership import Membership
 from shoal_worker.elastic.progress import ProgressMeter
 from shoal_worker.elastic.reconcile import StateName
 from shoal_worker.elastic.transfer import StateDonor
+from shoal_worker.elastic.waiting import Waiting
 from shoal_worker.metrics import WorkerMetrics
 from shoal_worker.settings import WorkerSettings
 from shoal_worker.strategies.materialize import materialize
@@ -65,7 +66,11 @@ class RoomGroup:
         self.generation = generation
         self.rank, self.world_size = generation.rank, generation.world_size
         self.broken: str | None = None
+        self.waiting = Waiting(None)
         self._numbers = itertools.count()
+
+    def meet(self) -> None:
+        self.exchange(b"")
 
     def exchange(self, payload: bytes) -> list[bytes]:
         return self._room.gather(next(self._numbers), self.rank, payload)

@@ -6,12 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from shoal_worker.elastic.place import PLACE_WORD_LENGTH, Place, agree
 
-places = st.builds(Place, st.just("loader"), st.integers(0, 127), st.integers(0, 127), st.integers(0, 127))
+numbers = st.integers(0, 2**20 - 1)
+places = st.builds(Place, st.just("loader"), numbers, numbers, numbers, st.integers(0, 2**40 - 1))
 
 
 def summed(ranks: list[Place]) -> list[float]:
-    """As an all-reduce in float32 gives it."""
-    return torch.tensor([place.word() for place in ranks], dtype=torch.float32).sum(0).tolist()
+    """As an all-reduce in float64 gives it."""
+    return torch.tensor([place.word() for place in ranks], dtype=torch.float64).sum(0).tolist()
 
 
 @given(places, st.integers(1, 1000))
@@ -26,11 +27,17 @@ def test_ranks_agree_only_at_one_place(ranks: list[Place]) -> None:
 
 
 @pytest.mark.parametrize("field", ["number", "epoch", "step", "dealing"])
-def test_one_of_a_thousand_ranks_that_is_a_little_off_is_found(field: str) -> None:
-    place = Place("loader", 126, 126, 126, 126)
-    assert not agree(summed([place] * 999 + [place._replace(**{field: 127})]))
+def test_one_of_many_ranks_that_is_a_little_off_is_found(field: str) -> None:
+    most = 2**20 - 1
+    place = Place("loader", most, most, most, most)
+    assert not agree(summed([place] * 8191 + [place._replace(**{field: most - 1})]))
+
+
+@pytest.mark.parametrize("off", [1, 2**20 - 6, 2**20, 2**39])
+def test_dealings_that_are_alike_in_most_digits_are_told_apart(off: int) -> None:
+    assert not agree(summed([Place("a", 1, 0, 0, 5)] * 999 + [Place("a", 1, 0, 0, 5 + off)]))
 
 
 def test_large_numbers_wrap() -> None:
-    assert agree(summed([Place("a", 1, 1000, 10**6)] * 3))
-    assert not agree(summed([Place("a", 1, 1000, 10**6), Place("a", 1, 1000, 10**6 + 1)]))
+    assert agree(summed([Place("a", 1, 10**7, 10**7, 2**64 - 1)] * 3))
+    assert not agree(summed([Place("a", 1, 10**7, 10**7), Place("a", 1, 10**7, 10**7 + 1)]))

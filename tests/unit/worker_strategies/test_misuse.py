@@ -94,9 +94,9 @@ def test_one_checkpoint_is_not_taken_for_a_directory_of_them(tmp_path: Path) -> 
         shoal.launch(resume, world_size=2)
 
 
-@pytest.mark.parametrize("differing", ["seed", "global_batch_size"])
+@pytest.mark.parametrize(("differing", "named"), [("seed", "seed"), ("global_batch_size", "batch size")])
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "tensor"])
-def test_ranks_whose_loaders_deal_otherwise_are_stopped_by_the_first_steps(strategy: str, differing: str) -> None:
+def test_ranks_whose_loaders_deal_otherwise_are_stopped_by_the_first_step(strategy: str, differing: str, named: str) -> None:
     """They would count samples twice and leave others out, and say nothing."""
 
     def rank() -> None:
@@ -107,6 +107,6 @@ def test_ranks_whose_loaders_deal_otherwise_are_stopped_by_the_first_steps(strat
             optimizer.step()
             optimizer.zero_grad()
 
-    with pytest.raises(shoal.PreconditionError, match="or deal it otherwise") as failure:
+    with pytest.raises(shoal.PreconditionError, match=rf"deal .* differently \({named}: rank 0 has 2, rank 1 has 3\)") as failure:
         shoal.launch(rank, world_size=2)
     assert failure.value.reason == "RANKS_DIVERGED"

@@ -78,6 +78,7 @@ class Course:
             **self.cursor.to_state(),
             "next_epoch": self.next_epoch,
             **self._orders.arguments,
+            "identity": self._orders.identity,
             "order": self._orders.digest(self.cursor.epoch) if self.cursor.samples else None,
         }
 
@@ -105,6 +106,8 @@ class Course:
         here = {"length": arguments["length"], "order": self._orders.digest(cursor.epoch)}
         if not self._orders.drawn:
             here |= arguments
+        if "identity" in state:  # earlier releases did not write it
+            here["identity"] = self._orders.identity
         for field, value in here.items():
             if state.get(field) != value:
                 raise ConfigurationError(

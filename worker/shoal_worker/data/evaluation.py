@@ -17,7 +17,9 @@ from shoal_worker.data.orders import EpochOrders
 class EvaluationBatches:
     """Batches by number. Used by one thread at a time."""
 
-    def __init__(self, *, orders: EpochOrders, fetcher: Fetcher, size: int, seed: int) -> None:
+    def __init__(self, *, orders: EpochOrders, fetcher: Fetcher, size: int, seed: int, dealing: str) -> None:
+        """`dealing`: what the batches follow from, the same on all ranks."""
+        self.dealing = dealing
         self._orders = orders
         self._fetcher = fetcher
         self._length = len(orders.order(0))  # a sampler may draw fewer, or more, than its length says

@@ -15,6 +15,7 @@ nothing about membership and reduces nothing. None of its parts refers to it: wh
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, SupportsIndex
 
@@ -27,6 +28,7 @@ from shoal_worker.data.dealer import Dealer
 from shoal_worker.data.delivery import Delivery
 from shoal_worker.data.evaluation import EvaluationBatches
 from shoal_worker.data.fetch import Fetcher
+from shoal_worker.data.identity import DRAWN, SAMPLES, identity_of
 from shoal_worker.data.introduction import Introduction
 from shoal_worker.data.iteration import Iterations
 from shoal_worker.data.orders import EpochOrders
@@ -74,7 +76,9 @@ class ElasticDataLoader:
                 NumPy and Python, which are seeded for each batch; the same on every rank.
             shuffle: a new order each epoch; else the dataset's. Without effect beside `sampler` and with `train=False`.
             drop_last: leave out the last step of an epoch if it is short.
-            sampler: draws each epoch's indices instead, once per epoch; must draw the same on every rank.
+            sampler: draws each epoch's indices instead, once per epoch; must draw the same on every rank. So that it does, its
+                `set_epoch` is called, and the random generators that it holds and the global ones are seeded. Ranks that drew
+                differently are stopped in the epoch's first step (RANKS_DIVERGED).
             collate_fn: makes a batch of a list of samples; None: torch's `default_collate`.
             num_workers: processes that fetch ahead; 0: fetch in the loop.
             pin_memory: put batches in page-locked memory, where there is an accelerator.
@@ -91,8 +95,20 @@ class ElasticDataLoader:
         self.dataset = dataset
         size = global_batch_size or batch_size or 0
         self._micro_batch_size = micro_batch_size
-        self._dealing = repr((len(dataset), size, micro_batch_size, seed, shuffle, drop_last))
-        orders = EpochOrders(dataset_length=len(dataset), seed=seed, shuffle=train and shuffle, sampler=sampler)
+        identity = identity_of(dataset)
+        self._arguments = {
+            "length of the dataset": len(dataset),
+            "batch size": size,
+            "micro_batch_size": micro_batch_size,
+            "seed": seed,
+            "shuffle": shuffle,
+            "drop_last": drop_last,
+            "weight_fn": weight_fn is not None,
+            SAMPLES: identity,
+        }
+        self._dealing: tuple[int, str] | None = None
+        orders = EpochOrders(dataset_length=len(dataset), identity=identity, seed=seed, shuffle=train and shuffle, sampler=sampler)
+        self._orders = orders
         self._dealer = Dealer(orders, batch_size=size, micro_batch_size=micro_batch_size, drop_last=drop_last, seed=seed)
         self._course = Course(orders)
         if len(self.plan) == 0:
@@ -128,7 +144,8 @@ class ElasticDataLoader:
         if train:
             self._introduction.clock(self)
         else:
-            self._evaluation = EvaluationBatches(orders=orders, fetcher=fetcher, size=micro_batch_size or size, seed=seed)
+            batch = micro_batch_size or size
+            self._evaluation = EvaluationBatches(orders=orders, fetcher=fetcher, size=batch, seed=seed, dealing=self.dealing)
 
     @property
     def name(self) -> str:
@@ -138,7 +155,11 @@ class ElasticDataLoader:
     @property
     def dealing(self) -> str:
         """See `StepSource.dealing`."""
-        return self._dealing
+        epoch = self.epoch
+        if self._dealing is None or self._dealing[0] != epoch:
+            drawn = self._orders.digest(epoch)
+            self._dealing = epoch, json.dumps({**self._arguments, DRAWN: drawn})
+        return self._dealing[1]
 
     @property
     def epoch(self) -> int:
@@ -171,7 +192,8 @@ class ElasticDataLoader:
 
     @property
     def global_step(self) -> int:
-        """Steps committed so far, over all epochs; in the leased form those of this rank."""
+        """Steps committed so far, over all epochs: the count to go by for what happens every k steps, since it is the same on all ranks,
+        also on one that joined. In the leased form those of this rank."""
         return self._course.cursor.global_step
 
     @property
@@ -197,6 +219,9 @@ class ElasticDataLoader:
 
     def __iter__(self) -> Iterator[Any]:
         """This rank's batches, one a step; of an evaluation loader, every batch.
+
+        A loop may begin within an epoch (after a resume, in a joiner) and gets the batch of a lost step again, dealt anew: `enumerate` over
+        it numbers this process's iterations, and not the run's steps. Those are `global_step`.
 
         Raises:
             ConfigurationError: the loader has micro-batches; iterate `steps()`.

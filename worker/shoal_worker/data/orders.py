@@ -1,21 +1,23 @@
 """The order of the samples in each epoch: the plan's permutation, or what a user's sampler draws.
 
-A sampler is drawn once per epoch and process, and every rank must draw the same. So its `set_epoch` is called if it has one, its own
-torch generator is seeded if it has one, and the global generators are seeded while it is drawn. A sampler that differs all the same
-(one that looks at the rank, say) is found by the digest that travels in the loader's state.
+A sampler is drawn once per epoch and process, and every rank must draw the same, a joiner as well, which has drawn no epoch before. So
+its `set_epoch` is called if it has one, the random generators that it holds are seeded (torch's, NumPy's and Python's), and so are the
+global ones while it is drawn. A sampler that differs all the same (one that looks at the rank, or at a generator that it does not hold) is
+found by the digest of what it drew, which ranks compare in every step and which travels in the loader's state.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+import random
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
 import xxhash
 from shoal_common.errors import ConfigurationError
-from torch.utils.data import BatchSampler, DistributedSampler
+from torch.utils.data import BatchSampler, DistributedSampler, Sampler
 
 from shoal_worker.data.plan import Order, permutation
 from shoal_worker.data.seeding import seeded
@@ -24,7 +26,8 @@ from shoal_worker.data.seeding import seeded
 class EpochOrders:
     """Keeps the order of the epoch asked for last."""
 
-    def __init__(self, *, dataset_length: int, seed: int, shuffle: bool, sampler: Iterable[int] | None) -> None:
+    def __init__(self, *, dataset_length: int, identity: str, seed: int, shuffle: bool, sampler: Iterable[int] | None) -> None:
+        """`identity`: of the dataset whose indices are ordered."""
         if isinstance(sampler, DistributedSampler):
             raise ConfigurationError(
                 "sampler=DistributedSampler(...): the loader deals samples to the ranks itself; leave sampler out, or give one that "
@@ -33,6 +36,7 @@ class EpochOrders:
         if isinstance(sampler, BatchSampler):
             raise ConfigurationError("sampler=BatchSampler(...): the loader cuts batches itself; give a sampler that draws single indices")
         self.dataset_length = dataset_length
+        self.identity = identity
         self._seed = seed
         self._shuffle = shuffle
         self._sampler = sampler
@@ -86,9 +90,8 @@ class EpochOrders:
         if callable(set_epoch):
             set_epoch(epoch)
         with seeded(key):
-            generator = getattr(sampler, "generator", None)
-            if isinstance(generator, torch.Generator):
-                generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_()))
+            for generator in _generators_of(sampler):
+                _seed(generator, int(torch.empty((), dtype=torch.int64).random_()))
             drawn = list(sampler)
         try:
             order = np.fromiter((operator.index(index) for index in drawn), dtype=np.int64, count=len(drawn))
@@ -102,3 +105,25 @@ class EpochOrders:
                 f"expected 0 to {self.dataset_length - 1} for a dataset of {self.dataset_length}"
             )
         return order
+
+
+def _generators_of(sampler: object) -> Iterator[object]:
+    """The random generators that a sampler holds, and those that samplers within it do; `generator`, as torch's samplers call it, first."""
+    held = {"generator": getattr(sampler, "generator", None), **getattr(sampler, "__dict__", {})}
+    for each in held.values():
+        if isinstance(each, (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)):
+            yield each
+        elif isinstance(each, Sampler):
+            yield from _generators_of(each)
+
+
+def _seed(generator: object, seed: int) -> None:
+    match generator:
+        case torch.Generator():
+            generator.manual_seed(seed)
+        case np.random.Generator():
+            generator.bit_generator.state = type(generator.bit_generator)(seed).state
+        case np.random.RandomState():
+            generator.seed(seed % 2**32)
+        case random.Random():
+            generator.seed(seed)

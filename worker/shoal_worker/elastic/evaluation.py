@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from shoal_common.errors import ConfigurationError
 from torch import nn
-from torch.utils.data import DistributedSampler, RandomSampler
+from torch.utils.data import DistributedSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
+from shoal_worker.data.identity import SAMPLES, identity_of
+from shoal_worker.elastic.apart import evaluations_apart
 from shoal_worker.elastic.modes import evaluating
 
 if TYPE_CHECKING:
@@ -26,6 +28,11 @@ Sums = dict[str, float]
 
 class Batches(Protocol):
     """Batches by number."""
+
+    @property
+    def dealing(self) -> str:
+        """What the batches follow from, as a JSON object: the same on all ranks."""
+        ...
 
     def __len__(self) -> int: ...
     def read(self, numbers: Iterable[int]) -> Iterator[tuple[int, Any]]:
@@ -43,12 +50,15 @@ class IteratedBatches:
                 "use ElasticDataLoader(train=False)"
             )
         sampler = getattr(loader, "sampler", None)
-        if isinstance(sampler, (RandomSampler, DistributedSampler)):
+        if isinstance(sampler, (RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)):
             raise ConfigurationError(
                 f"evaluate: the loader draws its samples with {type(sampler).__name__}, so each rank has other batches, and some samples "
                 "would count twice, others never; make it with shuffle=False and without a sampler, or use ElasticDataLoader(train=False)"
             )
         self._loader = loader
+        dataset = getattr(loader, "dataset", None)
+        known = identity_of(dataset) if hasattr(dataset, "__len__") else None
+        self.dealing = json.dumps({"number of batches": len(loader), SAMPLES: known})
 
     def __len__(self) -> int:
         return len(self._loader)
@@ -77,7 +87,11 @@ def evaluate(session: Session, model: nn.Module, batches: Batches, fn: Callable[
             session.progress.entered()
 
     def body(channel: Channel) -> Sums:
-        held = {n for told in channel.exchange(json.dumps(sorted(results)).encode()) for n in json.loads(told)}
+        everyones_own = [json.loads(told) for told in channel.exchange(json.dumps([batches.dealing, sorted(results)]).encode())]
+        dealings = [dealing for dealing, _ in everyones_own]
+        if len(set(dealings)) > 1:
+            raise evaluations_apart(dealings)
+        held = {n for _, numbers in everyones_own for n in numbers}
         missing = [n for n in range(len(batches)) if n not in held]
         with session.whole_for(channel):
             compute(missing[channel.rank :: channel.world_size])

@@ -37,6 +37,7 @@ from shoal_worker.elastic.phase import Phase
 from shoal_worker.elastic.place import Place
 from shoal_worker.elastic.progress import ProgressMeter
 from shoal_worker.elastic.reconcile import STANDING_LENGTH, Interrupted, Reconciliation, Standing, StateName, reconcile
+from shoal_worker.elastic.waiting import Where
 from shoal_worker.failpoints import failpoint
 from shoal_worker.metrics import WorkerMetrics
 from shoal_worker.settings import WorkerSettings
@@ -79,6 +80,8 @@ class Formation:
         self.fallback: Callable[[], bool] | None = None
         """Loads the newest checkpoint into this process, and says whether there was one; called if every process that held the state is
         gone."""
+        self.where: Callable[[], Where | None] = lambda: None
+        """See `Waiting.where`."""
         self.border_due = False
         """The last step's control word said so, on all ranks alike: at the next border there is a newer generation to take."""
         self.stop_due = False
@@ -254,6 +257,7 @@ class Formation:
             self.membership.failed(error)
             return False
         self._stands = True
+        group.waiting.where = self.where
         self.border_due = False
         held.interrupted = None
         self._progress.entered()

@@ -21,11 +21,12 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
-from shoal_common.errors import ConfigurationError, MembershipChanged, ShoalError
-from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions, BroadcastOptions, ReduceScatterOptions, Store
+from shoal_common.errors import ConfigurationError, MembershipChanged, PreconditionError, ShoalError
+from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions, BarrierOptions, BroadcastOptions, ReduceScatterOptions, Store
 
 from shoal_worker.backends.base import CommunicationBackend
 from shoal_worker.elastic.generation import Generation
+from shoal_worker.elastic.waiting import Waiting
 from shoal_worker.store.redis_store import RedisStore
 
 if TYPE_CHECKING:
@@ -75,6 +76,8 @@ class Group:
         self._store = store
         self._opening = opening
         self._parent = parent
+        self.waiting: Waiting = parent.waiting if parent is not None else Waiting(store if isinstance(store, RedisStore) else None)
+        """What the training thread waits for in here."""
         self._parts: list[Group] = []
         self._reason: str | None = None
         self._lock = threading.Lock()
@@ -172,13 +175,8 @@ class Group:
         if self.world_size == 1:
             self._check()
             return None
-        self._check()
-        try:
+        with self._failures("all_reduce"):
             return self._process_group.allreduce([tensor], dist.AllreduceOptions())
-        except ShoalError:
-            raise
-        except _FAILURES as error:
-            raise self._over("all_reduce", error) from error
 
     def all_gather_async(self, full: torch.Tensor, shard: torch.Tensor) -> dist.Work:
         """Starts to fill the flat `full` with everybody's `shard`, by rank.
@@ -232,7 +230,7 @@ class Group:
             return
         options = BroadcastOptions()
         options.rootRank = source
-        with self._failures("broadcast"):
+        with self._failures("broadcast"), self.waiting:
             self._process_group.broadcast([tensor], options).wait()
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
@@ -251,13 +249,8 @@ class Group:
         Raises:
             MembershipChanged: it failed.
         """
-        self._check()
-        try:
+        with self._failures("all_reduce"), self.waiting:
             work.wait()
-        except ShoalError:
-            raise
-        except _FAILURES as error:
-            raise self._over("all_reduce", error) from error
 
     @contextlib.contextmanager
     def own_collectives(self, what: str) -> Iterator[CommunicationBackend]:
@@ -266,7 +259,7 @@ class Group:
         Raises:
             MembershipChanged: the group is over, or a collective in there has failed.
         """
-        with self._failures(what):
+        with self._failures(what), self.waiting:
             if self._backend is None:
                 raise MembershipChanged(f"generation {self.generation.number} is over: {self._reason}")
             try:
@@ -278,6 +271,15 @@ class Group:
         """Everybody's `values` (equally many on all ranks), in rank order."""
         mine = torch.tensor(values, dtype=torch.int64, device=self.device)
         return [t.tolist() for t in self._all_gather(mine)]
+
+    def meet(self) -> None:
+        """Returns when all ranks have called it. No step issues such a collective: ranks of which some are in a step and others here wait
+        for each other, and are not given each other's messages, at which Gloo would end the processes if they are of different sizes."""
+        if self.world_size == 1:
+            self._check()
+            return
+        with self._failures("barrier"), self.waiting:
+            self._process_group.barrier(BarrierOptions()).wait()
 
     def exchange(self, payload: bytes) -> list[bytes]:
         """Sends `payload` to all ranks and returns everybody's, in rank order. Two all-gathers: lengths, then bytes. Where few ranks have
@@ -363,30 +365,39 @@ class Group:
         if self.world_size == 1:
             self._check()
             return [mine]
-        with self._failures("all_gather"):
+        with self._failures("all_gather"), self.waiting:
             outputs = [torch.empty_like(mine) for _ in range(self.world_size)]
             self._process_group.allgather([outputs], [mine], AllgatherOptions()).wait()
             return outputs
 
     def _check(self) -> None:
         if self._reason is not None:
-            raise MembershipChanged(f"generation {self.generation.number} is over: {self._reason}")
+            raise self._ended(MembershipChanged(f"generation {self.generation.number} is over: {self._reason}"))
 
     @contextlib.contextmanager
     def _failures(self, what: str) -> Iterator[None]:
         self._check()
         try:
             yield
+        except MembershipChanged as error:
+            if self.waiting.verdict is not None:
+                raise self._ended(error) from error
+            raise
         except ShoalError:
             raise
         except _FAILURES as error:
             raise self._over(what, error) from error
 
-    def _over(self, what: str, error: Exception) -> MembershipChanged:
+    def _over(self, what: str, error: Exception) -> ShoalError:
         """What to raise for `error` of a collective: it ends the group."""
         reason = self._reason or f"{what} failed: {brief(error)}"
         self.abort(reason)  # closes the sockets, so that peers stuck in the same collective are freed as well
-        return MembershipChanged(f"generation {self.generation.number} is over: {reason}")
+        return self._ended(MembershipChanged(f"generation {self.generation.number} is over: {reason}"))
+
+    def _ended(self, error: MembershipChanged) -> ShoalError:
+        """What to raise for `error`, with which the group ended: if a rank found that their scripts went different ways, that."""
+        verdict = self.waiting.verdict
+        return error if verdict is None else PreconditionError(verdict, reason="RANKS_DIVERGED")
 
 
 def _shut_down(connection: socket.socket) -> None:

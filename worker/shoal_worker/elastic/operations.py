@@ -9,12 +9,14 @@ Results are JSON values: they travel between processes. All of it runs on the tr
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from shoal_common.errors import PreconditionError
 
+from shoal_worker.elastic.apart import COUNTING
 from shoal_worker.elastic.group import Channel, Group
 
 Body = Callable[[Channel], Any]
@@ -31,11 +33,27 @@ class Operations:
         self._position = 0
         self._awaited: list[Any] = []
         """Results after the next commit, that peers have already."""
+        self.running: str | None = None
+        """The kind of the operation that this rank is in, with its peers."""
 
     @property
     def finished(self) -> int:
         """How many results this rank has."""
         return len(self._results)
+
+    @property
+    def position(self) -> int:
+        """How many operations the script has passed since the last commit."""
+        return self._position
+
+    @contextlib.contextmanager
+    def in_progress(self, kind: str) -> Iterator[None]:
+        """While open, this rank is in an operation with its peers."""
+        self.running = kind
+        try:
+            yield
+        finally:
+            self.running = None
 
     def take_known(self) -> tuple[bool, Any]:
         """(True, result) if the next operation's result is known already, and moves past it; else (False, None)."""
@@ -97,6 +115,7 @@ class GroupChannel:
 
     def exchange(self, payload: bytes) -> list[bytes]:
         """Sends `payload` to all members and returns everybody's, in rank order."""
+        self._group.meet()
         answers = self._group.exchange(self._kind.encode() + b"\0" + payload)
         split = [answers[r].split(b"\0", 1) for r in self.members]
         kinds = {kind.decode() for kind, _ in split}
@@ -104,7 +123,7 @@ class GroupChannel:
             told = ", ".join(f"rank {r}: {answers[r].split(bytes(1), 1)[0].decode()}" for r in self.members)
             raise PreconditionError(
                 f"the ranks' scripts went different ways ({told}); every rank must call evaluate, save_checkpoint, should_early_stop and "
-                "the loader's iterations in the same order",
+                f"the loader's iterations in the same order. {COUNTING}",
                 reason="RANKS_DIVERGED",
             )
         return [body for _, body in split]
@@ -118,6 +137,7 @@ def spectate(group: Group, spectators: tuple[int, ...], border: str) -> None:
     """
     members = [r for r in range(group.world_size) if r not in spectators]
     while True:
+        group.meet()
         answers = group.exchange(_SPECTATOR.encode() + b"\0")
         if all(answers[r].startswith(border.encode() + b"\0") for r in members):
             return

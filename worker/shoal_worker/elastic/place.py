@@ -10,10 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-PLACE_WORD_LENGTH = 7
+_BASE = 1 << 20
+"""Each number and its square are sent, and summed over up to 8192 ranks they are exact in float64."""
+_DEALING = 2
+"""Digits of `Place.dealing`: of two that differ, one in 2^40 looks the same."""
+
+PLACE_WORD_LENGTH = 1 + 2 * (3 + _DEALING)
 """Numbers that a place takes in a control word."""
-_RANGE = 128
-"""Each number and its square are sent, and summed over up to 1000 ranks they must be exact in float32."""
 
 
 class Place(NamedTuple):
@@ -31,12 +34,18 @@ class Place(NamedTuple):
 
     def word(self) -> list[float]:
         """What this rank adds to the control word. From the ranks' sum, `agree` says whether all added the same."""
-        values = [number % _RANGE for number in (self.number + self.dealing, self.epoch, self.step)]
+        values = (self.number % _BASE, self.epoch % _BASE, self.step % _BASE, *_digits(self.dealing, _DEALING))
         return [1.0, *map(float, values), *(float(value * value) for value in values)]
 
 
 def agree(summed: Sequence[float]) -> bool:
-    """Whether all ranks that added their `Place.word` stand at one place: the mean of squares is the square of the mean for equal numbers
-    only. Places that differ by a multiple of 128 in each number go unnoticed."""
-    count, half = summed[0], len(summed) // 2
-    return all(count * squares == total * total for total, squares in zip(summed[1 : 1 + half], summed[1 + half :], strict=True))
+    """Whether all ranks added the same numbers to a word, such as `Place.word`: the mean of squares is the square of the mean for equal
+    numbers only."""
+    count, *numbers = map(int, summed)  # their products are exact as integers only
+    half = len(numbers) // 2
+    return all(count * squares == total * total for total, squares in zip(numbers[:half], numbers[half:], strict=True))
+
+
+def _digits(value: int, count: int) -> list[int]:
+    """The last `count` digits of `value`, the last one first."""
+    return [value // _BASE**index % _BASE for index in range(count)]

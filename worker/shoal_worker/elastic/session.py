@@ -35,7 +35,7 @@ from shoal_worker.elastic.generation import Generation
 from shoal_worker.elastic.group import Channel, Group, LocalChannel
 from shoal_worker.elastic.held import HeldState
 from shoal_worker.elastic.member import Member
-from shoal_worker.elastic.operations import Body, GroupChannel
+from shoal_worker.elastic.operations import Body, GroupChannel, Operations
 from shoal_worker.elastic.phase import Phase
 from shoal_worker.elastic.progress import ProgressMeter
 from shoal_worker.elastic.reconcile import StateName
@@ -44,6 +44,7 @@ from shoal_worker.elastic.replica import Replica
 from shoal_worker.elastic.step import Step
 from shoal_worker.elastic.steps import Steps
 from shoal_worker.elastic.transfer import StateDonor
+from shoal_worker.elastic.waiting import Where
 from shoal_worker.failpoints import failpoint
 from shoal_worker.metrics import WorkerMetrics
 from shoal_worker.settings import WorkerSettings
@@ -69,6 +70,8 @@ class Session:
         self._exchange = StateExchange(donor, settings, metrics) if donor is not None else None
         self.donor = donor
         """Gives state to peers; None in a world of one."""
+        self.outcome: StepStatus | None = None
+        """Of the last step that the script finished."""
         self._formation: Formation | None = None
         if membership is not None:
             membership.link.progress = self.progress.message
@@ -100,6 +103,11 @@ class Session:
     def registered(self) -> RegisteredState:
         """What the user registered."""
         return self._held.registered
+
+    @property
+    def operations(self) -> Operations:
+        """The operations between steps since the last commit."""
+        return self._held.operations
 
     @property
     def is_joining(self) -> bool:
@@ -148,6 +156,11 @@ class Session:
     def steps(self) -> int:
         """Committed steps of the run."""
         return self._held.steps
+
+    def on_waiting(self, where: Callable[[], Where | None]) -> None:
+        """`where` says where the script stands, when it waits for its peers: see `Waiting.where`."""
+        if self._formation is not None:
+            self._formation.where = where
 
     @property
     def strategy(self) -> str:
@@ -266,11 +279,13 @@ class Session:
 
     def finish_step(self, apply: Callable[[], None]) -> StepStatus:
         """Applies the step if every member's part is in it; else re-forms. See `Steps.finish`."""
-        return self.clock.finish(apply)
+        self.outcome = self.clock.finish(apply)
+        return self.outcome
 
     def give_up_step(self, stop: StopTraining) -> StepStatus:
         """The run ended for this member while a step of asynchronous training was in progress."""
-        return self.clock.give_up(stop)
+        self.outcome = self.clock.give_up(stop)
+        return self.outcome
 
     def keep(self, replica: Mapping[str, Any]) -> None:
         """The steps committed from here on are undone when the group fails, until `release`. See `HeldState.keep`."""
@@ -298,7 +313,8 @@ class Session:
             try:
                 channel = formation.channel(kind)
                 failpoint("session.in_operation")
-                result = body(channel)
+                with self.operations.in_progress(kind):
+                    result = body(channel)
             except GROUP_LOST as error:
                 try:
                     formation.recover(error, in_operation=True)

@@ -26,6 +26,7 @@ from shoal_worker.backends.mpi import own_seat
 from shoal_worker.elastic.current import find_session, set_session
 from shoal_worker.elastic.fixed import FixedMembership
 from shoal_worker.elastic.link import MemberIdentity
+from shoal_worker.elastic.lookout import Lookout
 from shoal_worker.elastic.membership import Membership
 from shoal_worker.elastic.script_end import ScriptEnd
 from shoal_worker.elastic.session import Session
@@ -96,6 +97,9 @@ def _open_member(settings: WorkerSettings, coordinator: str, metrics: WorkerMetr
         session = Session(settings, membership, donor, metrics)
         undo.callback(session.close, failed="it did not get as far as a rank")
         session.join()
+        lookout = Lookout(session)
+        lookout.start()
+        session.on_close(lookout.close)
         undo.pop_all()
     set_session(session)
     _Exit(session, membership, http).install()

@@ -22,6 +22,7 @@ from datetime import timedelta
 import torch
 from shoal_common.errors import MembershipChanged, PreconditionError
 
+from shoal_worker.elastic.apart import steps_apart
 from shoal_worker.elastic.borders import ALONE, Borders
 from shoal_worker.elastic.consistency import disagreement
 from shoal_worker.elastic.contract import Leases, Placement, Share, StateLostError, StepSource, StepStatus, StopTraining, WeighRows
@@ -255,13 +256,7 @@ class Steps:
             self._lose(step)
             return StepStatus.LOST
         if not step.ranks_agree:
-            place = self._held.place(step.source)
-            raise PreconditionError(
-                f"the ranks' scripts went different ways: this one takes step {place.step} of epoch {place.epoch} of loader "
-                f"{place.loader!r}, others take another one or deal it otherwise; every rank must iterate over the same loaders in the "
-                "same order, made with datasets of one length and the same sizes, seed, shuffle and drop_last",
-                reason="RANKS_DIVERGED",
-            )
+            raise steps_apart(self._held.place(step.source), step.source, self._borders.group)
         if not step.settings_agree:
             raise PreconditionError(
                 f"the ranks' optimizers have different settings; this one's are {self._held.registered.settings}. Hyper-parameters that "

@@ -1,0 +1,125 @@
+"""What happens every k steps: `every_steps=` of `save_checkpoint` and `evaluate`."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import shoal
+import torch
+from shoal_common.errors import ConfigurationError, PreconditionError
+from shoal_worker.elastic.current import current_session, set_session
+from torch import nn
+
+pytestmark = pytest.mark.usefixtures("fresh_session")
+
+DATA = torch.utils.data.TensorDataset(torch.arange(24.0).view(24, 1))
+
+
+def start(**options: Any) -> tuple[nn.Module, Any, shoal.ElasticDataLoader]:
+    net = nn.Linear(1, 1)
+    model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 1e-3))
+    return model, optimizer, shoal.ElasticDataLoader(DATA, **{"global_batch_size": 4, **options})
+
+
+def validation() -> shoal.ElasticDataLoader:
+    return shoal.ElasticDataLoader(DATA, global_batch_size=8, train=False)
+
+
+def count(model: nn.Module, batch: list[torch.Tensor]) -> dict[str, float]:
+    return {"samples": len(batch[0])}
+
+
+def take_step(model: nn.Module, optimizer: Any, batch: list[torch.Tensor]) -> shoal.StepStatus:
+    model(batch[0]).square().mean().backward()
+    status: shoal.StepStatus = optimizer.step()
+    optimizer.zero_grad()
+    return status
+
+
+def test_every_so_many_committed_steps_it_evaluates_and_else_says_none() -> None:
+    model, optimizer, loader = start()
+    found = {}
+    for _ in loader.epochs(2):
+        for batch in loader:
+            take_step(model, optimizer, batch)
+            found[loader.global_step] = shoal.evaluate(model, validation(), count, every_steps=5)
+    assert {step: told for step, told in found.items() if told is not None} == {5: {"samples": 24}, 10: {"samples": 24}}
+
+
+def test_every_so_many_committed_steps_it_saves_also_over_a_resume(tmp_path: Path) -> None:
+    for epochs in (1, 2):
+        model, optimizer, loader = start()
+        shoal.resume(tmp_path)
+        for _ in loader.epochs(epochs):
+            for batch in loader:
+                take_step(model, optimizer, batch)
+                shoal.save_checkpoint(tmp_path, keep=9, every_steps=4)
+        shoal.shutdown()
+        set_session(None)
+        if epochs == 1:
+            assert sorted(path.name for path in tmp_path.iterdir()) == ["step-4"]
+    # The second run began at the checkpoint of step 4, and took steps 5 to 12.
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-12", "step-4", "step-8"]
+
+
+def test_steps_are_counted_without_a_loader_of_shoals_and_in_micro_batches() -> None:
+    model, optimizer, loader = start(micro_batch_size=2)
+    evaluated = []
+    for step in loader.steps():
+        for (x,) in step:
+            model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        evaluated.append(shoal.evaluate(model, validation(), count, every_steps=3) is not None)
+    assert evaluated == [False, False, True] * 2
+    for batch in torch.utils.data.DataLoader(DATA, batch_size=4):
+        take_step(model, optimizer, batch)
+        evaluated.append(shoal.evaluate(model, validation(), count, every_steps=3) is not None)
+    assert evaluated == [False, False, True] * 4
+
+
+def test_it_is_not_due_again_when_the_step_after_it_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lost step leaves the run where it was: behind the step that it was due after."""
+    model, optimizer, loader = start()
+    session = current_session()
+    evaluated = []
+    for batch in loader:
+        take_step(model, optimizer, batch)
+        evaluated.append(shoal.evaluate(model, validation(), count, every_steps=2) is not None)
+        monkeypatch.setattr(session, "outcome", shoal.StepStatus.LOST)
+        assert shoal.evaluate(model, validation(), count, every_steps=2) is None
+    assert evaluated == [False, True] * 3
+
+
+def test_before_the_first_step_and_behind_a_batch_that_was_only_looked_at_nothing_is_due() -> None:
+    model, optimizer, loader = start()
+    assert shoal.evaluate(model, validation(), count, every_steps=1) is None
+    for batch in loader:
+        take_step(model, optimizer, batch)
+        break
+    assert shoal.evaluate(model, validation(), count, every_steps=1) is not None
+    next(iter(loader))
+    assert shoal.evaluate(model, validation(), count, every_steps=1) is None
+    assert shoal.evaluate(model, validation(), count) is not None
+
+
+def test_inside_a_step_it_is_refused_with_the_right_place(tmp_path: Path) -> None:
+    model, optimizer, loader = start()
+    for batch in loader:
+        with pytest.raises(PreconditionError, match=re.escape("save_checkpoint(every_steps=2) was called inside a step: call it between")):
+            shoal.save_checkpoint(tmp_path, every_steps=2)
+        take_step(model, optimizer, batch)
+        shoal.save_checkpoint(tmp_path, every_steps=2)
+    assert shoal.evaluate(model, validation(), count, every_steps=6) is not None
+
+
+@pytest.mark.parametrize("every", [0, -1, 2.5, True, "5"])
+def test_a_number_of_steps_is_a_whole_number(tmp_path: Path, every: Any) -> None:
+    model, *_ = start()
+    with pytest.raises(ConfigurationError, match=re.escape(f"evaluate(every_steps={every!r}): expected a whole number of at least 1")):
+        shoal.evaluate(model, validation(), count, every_steps=every)
+    with pytest.raises(ConfigurationError, match="save_checkpoint"):
+        shoal.save_checkpoint(tmp_path, every_steps=every)

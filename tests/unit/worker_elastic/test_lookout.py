@@ -1,0 +1,131 @@
+"""Who waits in vain: ranks that wait at one place of the run in different things, and nobody else."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from shoal_worker.elastic.lookout import Lookout
+from shoal_worker.elastic.operations import Operations
+from shoal_worker.elastic.waiting import Waiting
+from shoal_worker.store.errors import StoreUnavailableError
+from shoal_worker.store.redis_store import RedisStore
+
+
+class Notes:
+    """The part of a RedisStore that a group's notes are."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+        self.prefix = "store"
+        self._lock = threading.Lock()
+
+    def with_prefix(self, prefix: str) -> Notes:
+        return self
+
+    def set(self, key: str, value: str) -> None:
+        self.values[key] = value.encode()
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        with self._lock:
+            if not expected and key not in self.values:
+                self.values[key] = desired.encode()
+            return self.values.get(key, expected.encode())
+
+
+class Rank:
+    """One rank's session, as a lookout sees it."""
+
+    def __init__(self, number: int, notes: Notes) -> None:
+        self.steps, self.operations, self.step = 4, Operations(), None
+        self.waiting = Waiting(cast(RedisStore, notes))
+        self.ended: str | None = None
+        self.group = SimpleNamespace(rank=number, broken=None, waiting=self.waiting, abort=self._abort)
+        self.lookout = Lookout(cast(Any, self))
+
+    def _abort(self, reason: str) -> None:
+        self.ended = reason
+
+    def on_waiting(self, where: Any) -> None:
+        self.waiting.where = where
+
+    def steps_of(self, loader: str) -> None:
+        self.step = cast(Any, SimpleNamespace(source=SimpleNamespace(name=loader)))
+
+
+@contextmanager
+def evaluating(rank: Rank) -> Iterator[None]:
+    with rank.operations.in_progress("evaluate"), rank.waiting:
+        yield
+
+
+@pytest.fixture
+def ranks() -> list[Rank]:
+    notes = Notes()
+    return [Rank(number, notes) for number in range(2)]
+
+
+def look(*ranks: Rank, waited_s: float = 2.0) -> None:
+    for rank in ranks:
+        rank.lookout.look(time.monotonic() + waited_s)
+
+
+def test_a_rank_in_an_operation_and_one_in_a_step_are_told_who_is_in_what(ranks: list[Rank]) -> None:
+    one, other = ranks
+    other.steps_of("train")
+    with evaluating(one), other.waiting:
+        look(one, other, waited_s=0.5)
+        assert one.ended is other.ended is None
+        look(one, other)
+    assert (one.ended, other.ended) == (None, other.waiting.verdict)
+    assert one.waiting.verdict == other.waiting.verdict
+    assert other.ended is not None
+    assert "rank 0 is in evaluate, rank 1 is in a step of loader 'train'" in other.ended
+    assert "every_steps=" in other.ended
+
+
+def test_ranks_that_wait_in_the_same_thing_or_at_different_places_wait_on(ranks: list[Rank]) -> None:
+    one, other = ranks
+    with evaluating(one), evaluating(other):
+        look(one, other)
+    one.operations.keep(None)
+    one.steps_of("train")
+    with one.waiting, evaluating(other):  # the other one is behind
+        look(one, other)
+    assert one.ended is other.ended is one.waiting.verdict is other.waiting.verdict is None
+
+
+def test_an_operation_behind_collectives_of_its_step_is_not_compared(ranks: list[Rank]) -> None:
+    one, other = ranks
+    one.steps_of("train")
+    other.steps_of("train")
+    with one.waiting:
+        look(one)
+    with other.waiting:  # for a moment
+        pass
+    with evaluating(other):
+        look(other)
+    assert other.ended is other.waiting.verdict is None
+
+
+def test_at_a_border_nothing_is_compared(ranks: list[Rank]) -> None:
+    one, other = ranks
+    with one.waiting, evaluating(other):
+        look(one, other)
+    assert one.ended is other.ended is None
+
+
+def test_a_store_that_is_away_changes_nothing(ranks: list[Rank], monkeypatch: pytest.MonkeyPatch) -> None:
+    def away(*_: str) -> bytes:
+        raise StoreUnavailableError("Redis did not answer")
+
+    one, other = ranks
+    monkeypatch.setattr(Notes, "compare_set", away)
+    with evaluating(one):
+        look(one, other)
+    assert one.ended is one.waiting.verdict is None

@@ -1,0 +1,214 @@
+"""What ranks deal from is compared in every step: where it differs, samples would count twice and others never, without a word."""
+
+import itertools
+import random
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import shoal
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import Dataset, Sampler, Subset, TensorDataset, random_split
+
+SAMPLES = 160
+EVERY_NUMBER = torch.arange(SAMPLES)
+
+
+class Numbers(Dataset[torch.Tensor]):
+    """The numbers below 160. It tells nothing of itself but its length."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return EVERY_NUMBER[index]
+
+
+class Drawn(Sampler[int]):
+    """Draws by a generator of its own; `held`: one that it holds, so that it can be found."""
+
+    def __init__(self, draw: Callable[[Any], list[int]], generator: Any = None, *, held: bool = True) -> None:
+        self._held = generator if held else None
+        self._draw = (lambda: draw(self._held)) if held else (lambda: draw(generator))
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._draw())
+
+
+def permuted(generator: Any) -> list[int]:
+    if isinstance(generator, torch.Generator):
+        return torch.randperm(SAMPLES, generator=generator).tolist()
+    if isinstance(generator, random.Random):
+        return generator.sample(range(SAMPLES), SAMPLES)
+    return [int(index) for index in generator.permutation(SAMPLES)]
+
+
+def train(make_loader: Callable[[], shoal.ElasticDataLoader], *, epochs: int = 2) -> list[Counter[int]]:
+    """The samples of each epoch, on this rank."""
+    net = nn.Linear(1, 1)
+    model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1))
+    loader = make_loader()
+    seen: list[Counter[int]] = []
+    for _ in loader.epochs(epochs):
+        seen.append(Counter())
+        for batch in loader:
+            numbers = batch[0] if isinstance(batch, list) else batch
+            optimizer.zero_grad()
+            loss = functional.mse_loss(model(numbers.float().view(-1, 1)), torch.zeros(len(numbers), 1))
+            loss.backward()
+            optimizer.step()
+            seen[-1].update(numbers.tolist())
+    return seen
+
+
+def unequal_generator(kind: str) -> Any:
+    """Another one on each rank."""
+    number = 1000 + shoal.rank()
+    made = {
+        "torch": lambda: torch.Generator().manual_seed(number),
+        "numpy": lambda: np.random.default_rng(number),
+        "numpy's older": lambda: np.random.RandomState(number),
+        "python": lambda: random.Random(number),
+    }
+    return made[kind]()
+
+
+@pytest.mark.parametrize("kind", ["torch", "numpy", "numpy's older", "python"])
+def test_a_sampler_with_a_generator_of_its_own_draws_the_same_on_every_rank_and_another_order_in_each_epoch(kind: str) -> None:
+    def rank() -> list[Counter[int]]:
+        shoal.init()
+        sampler = Drawn(permuted, unequal_generator(kind))
+        return train(lambda: shoal.ElasticDataLoader(Numbers(), global_batch_size=16, sampler=sampler))
+
+    one, other = shoal.launch(rank, world_size=2)
+    for epoch in range(2):
+        assert one[epoch] + other[epoch] == Counter(range(SAMPLES))
+    assert one[0] != one[1]
+
+
+def unequal(kind: str) -> shoal.ElasticDataLoader:
+    """Another loader on each rank."""
+    drawn = random.Random(shoal.rank())
+    labels = torch.randint(10, (SAMPLES,), generator=torch.Generator().manual_seed(shoal.rank()))
+    made: dict[str, Callable[[], tuple[Any, dict[str, Any]]]] = {
+        "a generator out of sight": lambda: (Numbers(), {"sampler": Drawn(permuted, drawn, held=False)}),
+        "the rank": lambda: (Numbers(), {"sampler": range(shoal.rank(), SAMPLES, 2)}),
+        "another split": lambda: (random_split(Numbers(), [100, 60], torch.Generator().manual_seed(shoal.rank()))[0], {}),
+        "other labels": lambda: (TensorDataset(EVERY_NUMBER.float(), labels), {}),
+        "another length": lambda: (Subset(Numbers(), range(SAMPLES - shoal.rank())), {}),
+        "another seed": lambda: (Numbers(), {"seed": shoal.rank()}),
+    }
+    dataset, options = made[kind]()
+    return shoal.ElasticDataLoader(dataset, global_batch_size=16, **options)
+
+
+DIFFERENCES = {
+    "a generator out of sight": "what the sampler drew",
+    "the rank": "what the sampler drew",
+    "another split": "give random_split and whatever else draws samples a generator with the same seed",
+    "other labels": "what is known of the dataset's samples",
+    "another length": "length of the dataset: rank 0 has 160, rank 1 has 159",
+    "another seed": "seed: rank 0 has 0, rank 1 has 1",
+}
+
+
+@pytest.mark.parametrize(("kind", "named"), DIFFERENCES.items())
+def test_ranks_that_deal_differently_are_stopped_in_the_first_step_by_the_name_of_the_difference(kind: str, named: str) -> None:
+    steps: list[int] = []
+
+    def rank() -> None:
+        shoal.init()
+        loader = unequal(kind)
+        try:
+            train(lambda: loader)
+        finally:
+            steps.append(loader.global_step)
+
+    with pytest.raises(shoal.PreconditionError, match=re.escape(named)) as failure:
+        shoal.launch(rank, world_size=2)
+    assert failure.value.reason == "RANKS_DIVERGED"
+    assert steps == [0, 0]
+
+
+def test_a_sampler_that_draws_otherwise_in_a_later_epoch_is_found_in_its_first_step() -> None:
+    steps: list[int] = []
+
+    def rank() -> None:
+        shoal.init()
+        epochs = itertools.count()
+        by_hand = Drawn(lambda _: list(range(SAMPLES)) if next(epochs) == 0 or shoal.rank() == 0 else list(reversed(range(SAMPLES))))
+        loader = shoal.ElasticDataLoader(Numbers(), global_batch_size=16, sampler=by_hand)
+        try:
+            train(lambda: loader)
+        finally:
+            steps.append(loader.global_step)
+
+    with pytest.raises(shoal.PreconditionError, match="step 0 of epoch 1 of loader 'loader'"):
+        shoal.launch(rank, world_size=2)
+    assert steps == [10, 10]
+
+
+def test_a_dataset_whose_fractions_machines_rounded_otherwise_is_the_same_one() -> None:
+    features = torch.randn(SAMPLES, generator=torch.Generator().manual_seed(0))
+
+    def rank() -> None:
+        shoal.init()
+        train(lambda: shoal.ElasticDataLoader(TensorDataset(features * (1 + 1e-7 * shoal.rank())), global_batch_size=16), epochs=1)
+
+    shoal.launch(rank, world_size=2)
+
+
+def unequal_evaluation(kind: str) -> Any:
+    """Another loader on each rank."""
+    split = random_split(Numbers(), [100, 60], torch.Generator().manual_seed(shoal.rank()))[1]
+    made: dict[str, Callable[[], Any]] = {
+        "another split": lambda: shoal.ElasticDataLoader(split, global_batch_size=16, train=False),
+        "another split in torch's loader": lambda: torch.utils.data.DataLoader(split, batch_size=16),
+        "other sizes": lambda: shoal.ElasticDataLoader(Numbers(), global_batch_size=16 + shoal.rank(), train=False),
+        "another number of batches": lambda: [torch.zeros(1)] * (3 + shoal.rank()),
+        "another draw": lambda: shoal.ElasticDataLoader(
+            Numbers(), global_batch_size=16, train=False, sampler=Drawn(permuted, random.Random(shoal.rank()), held=False)
+        ),
+    }
+    return made[kind]()
+
+
+UNEQUAL_EVALUATIONS = {
+    "another split": "give random_split and whatever else draws samples a generator with the same seed",
+    "another split in torch's loader": "what is known of the dataset's samples",
+    "other sizes": "batch size: rank 0 has 16, rank 1 has 17",
+    "another number of batches": "number of batches: rank 0 has 3, rank 1 has 4",
+    "another draw": "what the sampler drew",
+}
+
+
+@pytest.mark.parametrize(("kind", "named"), UNEQUAL_EVALUATIONS.items())
+def test_ranks_that_would_evaluate_different_batches_are_told_so_by_the_name_of_the_difference(kind: str, named: str) -> None:
+    """Each computes its share of what it takes for the batches: some samples would count twice, others never."""
+
+    def rank() -> None:
+        shoal.init()
+        model = shoal.as_distributed(nn.Linear(1, 1))
+        shoal.evaluate(model, unequal_evaluation(kind), lambda net, batch: {"samples": len(batch)})
+
+    with pytest.raises(shoal.PreconditionError, match="they evaluate different batches .*" + re.escape(named)) as failure:
+        shoal.launch(rank, world_size=2)
+    assert failure.value.reason == "RANKS_DIVERGED"
+
+
+@pytest.mark.parametrize(
+    "sampler", [torch.utils.data.SubsetRandomSampler(range(SAMPLES)), torch.utils.data.WeightedRandomSampler([1.0] * SAMPLES, SAMPLES)]
+)
+def test_torchs_loader_with_a_sampler_that_draws_is_refused_for_an_evaluation(sampler: Any) -> None:
+    def rank() -> None:
+        model = shoal.as_distributed(nn.Linear(1, 1))
+        loader = torch.utils.data.DataLoader(Numbers(), batch_size=16, sampler=sampler)
+        shoal.evaluate(model, loader, lambda net, batch: {"samples": len(batch)})
+
+    with pytest.raises(shoal.ConfigurationError, match=f"draws its samples with {type(sampler).__name__}"):
+        shoal.launch(rank, world_size=1)

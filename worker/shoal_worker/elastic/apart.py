@@ -1,0 +1,88 @@
+"""What ranks are told whose scripts went different ways: RANKS_DIVERGED, with who is where, or what differs.
+
+A step's control word says only that they did (`place.py`); then all ranks know it, and tell each other the rest here. Used by the training
+thread.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any, Final
+
+from shoal_common.errors import MembershipChanged, PreconditionError
+
+from shoal_worker.data.identity import DRAWN, SAMPLES
+from shoal_worker.elastic.contract import StepSource
+from shoal_worker.elastic.group import Group
+from shoal_worker.elastic.place import Place
+
+REASON: Final = "RANKS_DIVERGED"
+COUNTING: Final = (
+    "A count of the script's own, such as enumerate(loader)'s or that of `if optimizer.step(): count += 1`, starts from nought in a "
+    "process that joins: what happens every k steps goes by loader.global_step, or by every_steps= of save_checkpoint and evaluate"
+)
+"""The usual cause, and its remedy."""
+
+_REMEDIES: Final = {
+    DRAWN: "a sampler draws the same on every rank if its random numbers come from a generator that it holds as an "
+    "attribute, or from the global ones of torch, NumPy or Python, and if it does not look at the rank",
+    SAMPLES: "every rank makes its dataset itself, so give random_split and whatever else draws samples a "
+    "generator with the same seed on every rank, and sort what a directory lists",
+}
+
+
+def steps_apart(place: Place, source: StepSource | None, group: Group | None) -> PreconditionError:
+    """The error for ranks whose control words did not agree. All ranks of `group` call it, each with its own place and source."""
+    told = {"place": place[:-1], "dealing": json.loads(source.dealing) if source is not None else {}}
+    try:
+        everyones = [json.loads(each) for each in group.exchange(json.dumps(told).encode())] if group is not None else [told]
+    except MembershipChanged:  # a peer has told its error and gone
+        everyones = [told]
+    return PreconditionError(f"the ranks' scripts went different ways: {_difference(everyones)}", reason=REASON)
+
+
+def waits_apart(one: dict[str, Any], other: dict[str, Any]) -> PreconditionError:
+    """The error for ranks that wait for each other in different things. Each: its `rank`, and `what` it is in."""
+    ordered = sorted((one, other), key=lambda each: int(each["rank"]))
+    who = ", ".join(f"rank {each['rank']} is in {each['what']}" for each in ordered)
+    return PreconditionError(
+        f"the ranks' scripts went different ways ({who}), and would wait for each other for ever; every rank must take the same steps, and "
+        f"call evaluate, save_checkpoint, should_early_stop and the like in the same order between them. {COUNTING}",
+        reason=REASON,
+    )
+
+
+def evaluations_apart(dealings: Sequence[str]) -> PreconditionError:
+    """The error for ranks that would evaluate different batches. `dealings`: what each rank's follow from, in JSON; not all the same."""
+    what = _differences([json.loads(dealing) for dealing in dealings])
+    return PreconditionError(f"the ranks' scripts went different ways: they evaluate different batches {what}", reason=REASON)
+
+
+def _difference(everyones: Sequence[dict[str, Any]]) -> str:
+    places = [tuple(each["place"]) for each in everyones]
+    if len(set(places)) > 1:
+        different = _compare([_describe(place) for place in places])
+        return f"{different}; every rank must iterate over the same loaders in the same order. {COUNTING}"
+    return f"they deal {_describe(places[0])} differently {_differences([each['dealing'] for each in everyones])}"
+
+
+def _differences(dealings: Sequence[dict[str, Any]]) -> str:
+    """What differs, and what to do about it."""
+    names = [name for name in dealings[0] if len({json.dumps(dealing.get(name)) for dealing in dealings}) > 1]
+    what = "; ".join(f"{name}: {_compare([json.dumps(dealing.get(name)) for dealing in dealings])}" for name in names) or "unknown"
+    remedies = [_REMEDIES[name] for name in names if name in _REMEDIES] or ["make the loader with the same arguments on every rank"]
+    return f"({what}); {'; '.join(remedies)}"
+
+
+def _compare(values: Sequence[str]) -> str:
+    """The first rank's value, and the first one that differs."""
+    other = next((rank for rank, value in enumerate(values) if value != values[0]), 0)
+    return f"rank 0 has {values[0]}, rank {other} has {values[other]}" if other else f"rank 0 has {values[0]}"
+
+
+def _describe(place: Sequence[Any]) -> str:
+    loader, number, epoch, step = place
+    if not loader:
+        return "a step of a loop without a loader of Shoal's"
+    return f"step {step} of epoch {epoch} of loader {loader!r}, the script's number {number},"

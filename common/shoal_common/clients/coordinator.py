@@ -38,9 +38,17 @@ class CoordinatorClient:
         return self._caller.unary("ListJobs", pb.ListJobsRequest(), pb.ListJobsResponse, deadline)
 
     def report_exit(
-        self, job_id: str, member_id: str, *, exit_code: int, signal: int = 0, deadline: timedelta | None = None
+        self,
+        job_id: str,
+        member_id: str,
+        *,
+        exit_code: int,
+        signal: int = 0,
+        failure: str = "",
+        deadline: timedelta | None = None,
     ) -> pb.ReportExitResponse:
-        request = pb.ReportExitRequest(job_id=job_id, member_id=member_id, exit_code=exit_code, signal=signal)
+        """`failure`: not empty, the job ends with it."""
+        request = pb.ReportExitRequest(job_id=job_id, member_id=member_id, exit_code=exit_code, signal=signal, failure=failure)
         return self._caller.unary("ReportExit", request, pb.ReportExitResponse, deadline)
 
     def drain_member(

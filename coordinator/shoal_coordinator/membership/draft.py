@@ -55,6 +55,7 @@ class Draft:
         self.layout = state.layout
         self.last_order = state.last_order
         self.accusations = state.accusations
+        self.ending = state.ending
         self.stop_reason = state.stop_reason
         self.departing = state.departing
         self.grace_until_ms = state.grace_until_ms
@@ -115,7 +116,8 @@ class Draft:
         self._changed_members.add(member_id)
         if self._departed is None:
             self._departed = dict(self._before.departed)
-        self._departed[member_id] = Departure(ending=ending, unix_ms=self.now.unix_ms)
+        place = self.place_of(member_id)
+        self._departed[member_id] = Departure(ending=ending, unix_ms=self.now.unix_ms, rank=-1 if place is None else place)
         self._changed_departed.add(member_id)
         while len(self._departed) > self.policy.most_departed:
             oldest = next(iter(self._departed))
@@ -212,6 +214,7 @@ class Draft:
             loaders=loaders if changed_loaders else self._before.loaders,
             last_order=self.last_order,
             accusations=self.accusations,
+            ending=self.ending,
             stop_reason=self.stop_reason,
             departing=self.departing,
             population=self._population,

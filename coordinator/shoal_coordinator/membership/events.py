@@ -74,6 +74,8 @@ class ExitReported:
     member_id: str
     exit_code: int
     signal: int
+    failure: str = ""
+    """Not empty: the job fails with it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from shoal_coordinator.membership.events import DrainRequested, Ending, ExitRepo
 from shoal_coordinator.membership.forming import holds_state
 from shoal_coordinator.membership.joining import has_place, live_member
 from shoal_coordinator.membership.reasons import Refusal
-from shoal_coordinator.membership.state import JobPhase, Member, MemberPhase
+from shoal_coordinator.membership.state import JobEnding, JobPhase, Member, MemberPhase
 
 _REFUSAL_OF: Mapping[Ending, Refusal] = {
     Ending.STREAM_BROKEN: Refusal.MEMBER_REPLACED,
@@ -67,6 +67,8 @@ class ExitNoted:
     """The outcome of ExitReported."""
 
     was_member: bool
+    rank: int
+    """-1: none, or not known."""
 
 
 def exit_reported(draft: Draft, event: ExitReported) -> ExitNoted:
@@ -77,7 +79,10 @@ def exit_reported(draft: Draft, event: ExitReported) -> ExitNoted:
     if known and not (clean and pulse is not None and pulse.attached):
         how = f"signal {event.signal}" if event.signal else f"exit code {event.exit_code}"
         member_lost(draft, MemberLost(member_id=event.member_id, ending=Ending.PROCESS_EXITED, detail=f"its process ended with {how}"))
-    return ExitNoted(was_member=known or event.member_id in draft.departed)
+    if event.failure:
+        _fail(draft, event.failure)
+    departure = draft.departed.get(event.member_id)
+    return ExitNoted(was_member=known or departure is not None, rank=departure.rank if departure is not None else -1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +113,7 @@ def stop_requested(draft: Draft, event: StopRequested) -> None:
     """Someone asks all members to leave at their next border. Asked again, or of a finished job, it changes nothing."""
     if draft.phase in (JobPhase.STOPPING, JobPhase.FINISHED):
         return
-    draft.phase = JobPhase.STOPPING
+    draft.phase, draft.ending = JobPhase.STOPPING, JobEnding.STOPPED
     draft.stop_reason = event.reason
     draft.records.append(Record(kind="stop_requested", attributes={"reason": event.reason}))
     for member in draft.members.values():
@@ -125,9 +130,19 @@ def last_one_left(draft: Draft) -> None:
     draft.effects.append(StopServers(reason=draft.stop_reason))
 
 
+def _fail(draft: Draft, failure: str) -> None:
+    """The job ends with an error. The first one counts, and it counts also where the job was to end well."""
+    if draft.ending is JobEnding.FAILED:
+        return
+    draft.records.append(Record(kind="job_failed", generation=draft.number, attributes={"reason": failure}))
+    stop_requested(draft, StopRequested(reason=failure))
+    draft.ending, draft.stop_reason = JobEnding.FAILED, failure
+
+
 def _finish(draft: Draft, reason: str) -> None:
     """The run is over. Members with a rank have confirmed the last step too and come to their end by themselves; the others are told."""
     draft.phase = JobPhase.FINISHED
+    draft.ending = draft.ending or JobEnding.COMPLETED
     draft.stop_reason = draft.stop_reason or reason
     draft.records.append(Record(kind="job_finished", generation=draft.number, attributes={"reason": reason}))
     for member in draft.members.values():

@@ -37,6 +37,15 @@ class JobPhase(enum.StrEnum):
     FINISHED = "finished"
 
 
+class JobEnding(enum.StrEnum):
+    """Values of shoal.v1.JobEnding, which describes them."""
+
+    NONE = ""
+    COMPLETED = "completed"
+    STOPPED = "stopped"
+    FAILED = "failed"
+
+
 class MemberPhase(enum.StrEnum):
     """Values of shoal.v1.MemberPhase, which describes them."""
 
@@ -102,6 +111,8 @@ class Departure:
     ending: str
     """How it ended: a value of events.Ending or events.LeaveReason."""
     unix_ms: int
+    rank: int = -1
+    """Its last one, if it was in the newest generation then; else -1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,6 +217,8 @@ class JobState:
     """The highest Member.ready_order given."""
     accusations: Mapping[Pair, int] = field(default_factory=dict)
     """How often two live members accused each other."""
+    ending: JobEnding = JobEnding.NONE
+    """NONE if and only if the phase is neither STOPPING nor FINISHED. What has FAILED stays so."""
     stop_reason: str = ""
     """Of phases STOPPING and FINISHED."""
     departing: bool = False

@@ -10,7 +10,7 @@ from shoal_protos.v1 import coordinator_pb2 as pb
 from shoal_coordinator.membership.pulse import Progress, Pulse, Pulses
 from shoal_coordinator.membership.shards import ShardLayout
 from shoal_coordinator.membership.spec import JobSpec
-from shoal_coordinator.membership.state import Cause, Generation, JobPhase, JobState, Member, MemberPhase, Server
+from shoal_coordinator.membership.state import Cause, Generation, JobEnding, JobPhase, JobState, Member, MemberPhase, Server
 from shoal_coordinator.state.store import StoredEvent
 
 JOB_PHASES: Final = {
@@ -18,6 +18,12 @@ JOB_PHASES: Final = {
     JobPhase.RUNNING: pb.JOB_PHASE_RUNNING,
     JobPhase.STOPPING: pb.JOB_PHASE_STOPPING,
     JobPhase.FINISHED: pb.JOB_PHASE_FINISHED,
+}
+JOB_ENDINGS: Final = {
+    JobEnding.NONE: pb.JOB_ENDING_UNSPECIFIED,
+    JobEnding.COMPLETED: pb.JOB_ENDING_COMPLETED,
+    JobEnding.STOPPED: pb.JOB_ENDING_STOPPED,
+    JobEnding.FAILED: pb.JOB_ENDING_FAILED,
 }
 MEMBER_PHASES: Final = {
     MemberPhase.JOINED: pb.MEMBER_PHASE_JOINED,
@@ -88,6 +94,8 @@ def job_message(state: JobState, pulses: Pulses, now_unix_ms: int) -> pb.GetJobR
         members=[_member_message(m, places.get(m.member_id, -1), pulses.members.get(m.member_id)) for m in members],
         servers=server_messages(state),
         now_unix_ms=now_unix_ms,
+        ending=JOB_ENDINGS[state.ending],
+        ending_reason=state.stop_reason,
     )
 
 

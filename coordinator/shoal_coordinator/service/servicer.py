@@ -69,7 +69,7 @@ class CoordinatorServicer:
         """A launcher saw a process end."""
         noted = await self._job(request).ask(requests.parse_exit(request), timeout_s=self._timeout_s, keep=True)
         assert isinstance(noted, ExitNoted)
-        return pb.ReportExitResponse(was_member=noted.was_member)
+        return pb.ReportExitResponse(was_member=noted.was_member, rank=noted.rank)
 
     async def DrainMember(self, request: pb.DrainMemberRequest, context: Any) -> pb.DrainMemberResponse:  # noqa: N802
         """Asks a member to leave."""

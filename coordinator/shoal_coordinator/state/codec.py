@@ -26,6 +26,7 @@ from shoal_coordinator.membership.state import (
     Departure,
     Generation,
     Identity,
+    JobEnding,
     JobPhase,
     JobState,
     Member,
@@ -121,6 +122,7 @@ def _header(state: JobState) -> dict[str, Any]:
         "format": FORMAT,
         "spec": asdict(state.spec),
         "phase": state.phase,
+        "ending": state.ending,
         "accusations": [[*pair, count] for pair, count in state.accusations.items()],
         **{name: getattr(state, name) for name in _HEADER},
     }
@@ -186,6 +188,7 @@ def _parse_header(value: Any) -> dict[str, Any]:
     return {
         "spec": JobSpec(**value["spec"]),
         "phase": JobPhase(value["phase"]),
+        "ending": JobEnding(value.get("ending", "")),
         "accusations": {(first, second): count for first, second, count in value["accusations"]},
         **{name: value[name] for name in _HEADER},
     }

@@ -15,6 +15,13 @@ class JobPhase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     JOB_PHASE_STOPPING: _ClassVar[JobPhase]
     JOB_PHASE_FINISHED: _ClassVar[JobPhase]
 
+class JobEnding(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    JOB_ENDING_UNSPECIFIED: _ClassVar[JobEnding]
+    JOB_ENDING_COMPLETED: _ClassVar[JobEnding]
+    JOB_ENDING_STOPPED: _ClassVar[JobEnding]
+    JOB_ENDING_FAILED: _ClassVar[JobEnding]
+
 class MemberPhase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     MEMBER_PHASE_UNSPECIFIED: _ClassVar[MemberPhase]
@@ -28,6 +35,10 @@ JOB_PHASE_WAITING: JobPhase
 JOB_PHASE_RUNNING: JobPhase
 JOB_PHASE_STOPPING: JobPhase
 JOB_PHASE_FINISHED: JobPhase
+JOB_ENDING_UNSPECIFIED: JobEnding
+JOB_ENDING_COMPLETED: JobEnding
+JOB_ENDING_STOPPED: JobEnding
+JOB_ENDING_FAILED: JobEnding
 MEMBER_PHASE_UNSPECIFIED: MemberPhase
 MEMBER_PHASE_JOINED: MemberPhase
 MEMBER_PHASE_READY: MemberPhase
@@ -74,20 +85,24 @@ class GetJobRequest(_message.Message):
     def __init__(self, job_id: _Optional[str] = ...) -> None: ...
 
 class GetJobResponse(_message.Message):
-    __slots__ = ("spec", "phase", "generation", "members", "servers", "now_unix_ms")
+    __slots__ = ("spec", "phase", "generation", "members", "servers", "now_unix_ms", "ending", "ending_reason")
     SPEC_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
     SERVERS_FIELD_NUMBER: _ClassVar[int]
     NOW_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
+    ENDING_FIELD_NUMBER: _ClassVar[int]
+    ENDING_REASON_FIELD_NUMBER: _ClassVar[int]
     spec: JobSpec
     phase: JobPhase
     generation: Generation
     members: _containers.RepeatedCompositeFieldContainer[MemberStatus]
     servers: _containers.RepeatedCompositeFieldContainer[ServerStatus]
     now_unix_ms: int
-    def __init__(self, spec: _Optional[_Union[JobSpec, _Mapping]] = ..., phase: _Optional[_Union[JobPhase, str]] = ..., generation: _Optional[_Union[Generation, _Mapping]] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., servers: _Optional[_Iterable[_Union[ServerStatus, _Mapping]]] = ..., now_unix_ms: _Optional[int] = ...) -> None: ...
+    ending: JobEnding
+    ending_reason: str
+    def __init__(self, spec: _Optional[_Union[JobSpec, _Mapping]] = ..., phase: _Optional[_Union[JobPhase, str]] = ..., generation: _Optional[_Union[Generation, _Mapping]] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., servers: _Optional[_Iterable[_Union[ServerStatus, _Mapping]]] = ..., now_unix_ms: _Optional[int] = ..., ending: _Optional[_Union[JobEnding, str]] = ..., ending_reason: _Optional[str] = ...) -> None: ...
 
 class ListJobsRequest(_message.Message):
     __slots__ = ()
@@ -340,22 +355,26 @@ class Standby(_message.Message):
     def __init__(self, reason: _Optional[str] = ...) -> None: ...
 
 class ReportExitRequest(_message.Message):
-    __slots__ = ("job_id", "member_id", "exit_code", "signal")
+    __slots__ = ("job_id", "member_id", "exit_code", "signal", "failure")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
     EXIT_CODE_FIELD_NUMBER: _ClassVar[int]
     SIGNAL_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     member_id: str
     exit_code: int
     signal: int
-    def __init__(self, job_id: _Optional[str] = ..., member_id: _Optional[str] = ..., exit_code: _Optional[int] = ..., signal: _Optional[int] = ...) -> None: ...
+    failure: str
+    def __init__(self, job_id: _Optional[str] = ..., member_id: _Optional[str] = ..., exit_code: _Optional[int] = ..., signal: _Optional[int] = ..., failure: _Optional[str] = ...) -> None: ...
 
 class ReportExitResponse(_message.Message):
-    __slots__ = ("was_member",)
+    __slots__ = ("was_member", "rank")
     WAS_MEMBER_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
     was_member: bool
-    def __init__(self, was_member: _Optional[bool] = ...) -> None: ...
+    rank: int
+    def __init__(self, was_member: _Optional[bool] = ..., rank: _Optional[int] = ...) -> None: ...
 
 class DrainMemberRequest(_message.Message):
     __slots__ = ("job_id", "member_id", "rank", "reason")

@@ -94,7 +94,7 @@ class Record:
 
     kind: str
     """job_created, member_joined, member_ready, member_lost, member_left, member_quarantined, drain_requested, generation_formed,
-    collective_failed, job_on_hold, stop_requested, job_finished, server_registered, server_lost or tensors_declared."""
+    collective_failed, job_on_hold, stop_requested, job_failed, job_finished, server_registered, server_lost or tensors_declared."""
     generation: int = 0
     member_id: str = ""
     attributes: Mapping[str, str] = field(default_factory=dict)

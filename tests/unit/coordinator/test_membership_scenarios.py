@@ -40,7 +40,7 @@ from shoal_coordinator.membership.pulse import Progress, Pulse, Pulses, attached
 from shoal_coordinator.membership.servers import Registered
 from shoal_coordinator.membership.shards import ShardLayout, TensorSpec
 from shoal_coordinator.membership.spec import JobSpec
-from shoal_coordinator.membership.state import Identity, JobState, Now
+from shoal_coordinator.membership.state import Identity, JobEnding, JobState, Now
 from shoal_coordinator.membership.transition import Outcome, Transition, next_wake_ms, transition
 from shoal_coordinator.state.codec import decode_state, encode_changes, everything
 
@@ -150,8 +150,8 @@ class Story:
     def left(self, member: str, reason: str) -> None:
         self.happen(MemberLeft(member_id=member, reason=LeaveReason(reason), detail=""))
 
-    def exit(self, member: str, code: str = "0", signal: str = "0") -> None:
-        self.happen(ExitReported(member_id=member, exit_code=int(code), signal=int(signal)))
+    def exit(self, member: str, code: str = "0", signal: str = "0", failure: str = "") -> None:
+        self.happen(ExitReported(member_id=member, exit_code=int(code), signal=int(signal), failure=failure))
 
     def detach(self, member: str) -> None:
         """The stream ends; within reconnect_grace that decides nothing."""
@@ -205,7 +205,8 @@ class Story:
 
     def status(self) -> None:
         phases = " ".join(f"{m.member_id}={m.phase}" for m in self.state.members.values())
-        self.out.append(f"{self.state.phase}, generation {self.state.number}: {phases}".rstrip(": "))
+        ending = ", failed" if self.state.ending is JobEnding.FAILED else ""
+        self.out.append(f"{self.state.phase}{ending}, generation {self.state.number}: {phases}".rstrip(": "))
 
     # ---------------------------------------------------------------------------------------------------------- decisions
 
@@ -242,7 +243,8 @@ def told_outcome(event: Event, outcome: Outcome) -> str | None:
         case Joined(replays=True):
             return f"{prefix}welcome, replays its script"
         case ExitNoted():
-            return f"{prefix}was {'a' if outcome.was_member else 'no'} member"
+            rank = f" of rank {outcome.rank}" if outcome.rank >= 0 else ""
+            return f"{prefix}was {'a' if outcome.was_member else 'no'} member{rank}"
         case Registered():
             return f"server {outcome.index}"
         case ShardLayout():

@@ -52,6 +52,9 @@ class WorkerSettings(BaseSettings):
     """Redis of the rendezvous stores, if other than what the coordinator tells."""
     metrics_listen: str | None = None
     """host:port to serve /metrics on (port 0: any); None: no metrics are served."""
+    member_file: Path | None = None
+    """Where to write "joined" when this process becomes a member of its job, and "finished" when it came to the end of its script as one:
+    its launcher has to know, also while nobody can reach the coordinator. None: nowhere."""
     allow_restart_from_scratch: bool = False
     """Whether to begin again at step 0 when every process that held the state is gone and no checkpoint was taken up. Else that is an
     error, PROGRESS_LOST."""
@@ -93,6 +96,12 @@ def mpi_world_size() -> int:
     """How many ranks MPI's launcher started, by what MPICH (and its kin) or Open MPI tell each of them; 1 without one."""
     told = os.environ.get("PMI_SIZE") or os.environ.get("OMPI_COMM_WORLD_SIZE") or ""
     return int(told) if told.isdecimal() else 1
+
+
+def error_file() -> Path | None:
+    """Where a launcher like torchrun looks for the exception that ended this process; None: it has named no file."""
+    told = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    return Path(told) if told else None
 
 
 def check_not_torchrun(settings: WorkerSettings) -> None:

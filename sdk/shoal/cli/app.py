@@ -1,8 +1,7 @@
 """The program: its commands, and how errors reach a person. Each command's flags are in its own module; what it needs is imported when it
 is called.
 
-Flags may be spelled with hyphens or underscores, as torchrun allows. Exit statuses: 0; the script's own for `run` and `up`; 2 for a command
-line that cannot work; 1 for everything else that went wrong.
+Flags may be spelled with hyphens or underscores, as torchrun allows. Exit statuses: docs/exit-status.md.
 """
 
 from __future__ import annotations

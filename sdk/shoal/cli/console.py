@@ -10,9 +10,10 @@ from contextlib import ExitStack
 from datetime import timedelta
 from typing import Final, NoReturn
 
-from shoal.launcher.agent import Agent, RunResult, Site
+from shoal.launcher.agent import Agent, RunResult
 from shoal.launcher.output import ConsoleWriter, OutputPump, Stream, TerminalStuckError, Writer
 from shoal.launcher.settings import RunSettings
+from shoal.launcher.site import Site
 from shoal.launcher.standalone import StandaloneSite
 from shoal.launcher.summary import failure_summary, survived_summary
 
@@ -70,12 +71,12 @@ def _site(settings: RunSettings, note: Note) -> Site:
     # Imported here: it brings gRPC's and the settings' modules, which a local run loads only once its workers are on their way.
     from shoal.launcher.nodes import SharedSite
 
-    return SharedSite(settings)
+    return SharedSite(settings, note=note)
 
 
 def _tell_result(settings: RunSettings, result: RunResult, pump: OutputPump, note: Note) -> None:
     if result.failures:
-        pump.say(failure_summary(settings.program, result.failures))
+        pump.say(failure_summary(settings.program, result.failures, result.survived))
     elif result.survived and result.exit_code == 0:
         note(survived_summary(result.survived))
 

@@ -21,10 +21,25 @@ MaxRestarts = Annotated[
     int | None,
     typer.Option(
         help="How often workers are started again: a plain script's all together, elastic ones each by itself. "
-        "Default: 0; 3 for elastic workers that a signal killed.",
+        "Default: 0; 3 for elastic workers that did not raise, but were killed or put out.",
         envvar="PET_MAX_RESTARTS",
         show_envvar=False,
         show_default=False,
+    ),
+]
+FailFast = Annotated[
+    bool,
+    typer.Option(
+        "--fail-fast/--no-fail-fast",
+        help="An elastic worker that raises, and is not started again, ends the job. Else the others go on, and the status is its own.",
+    ),
+]
+FromScratch = Annotated[
+    bool,
+    typer.Option(
+        "--allow-restart-from-scratch",
+        help="Begin again at step 0 when all workers that held the training state are dead and the script loads no checkpoint. "
+        "Else that is an error.",
     ),
 ]
 Coordinator = Annotated[

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from shoal_common.errors import ConfigurationError
 
-from shoal.cli.options import Arguments, MaxRestarts, Metrics, Module, RecordDirectory, Script, Servers
+from shoal.cli.options import Arguments, FailFast, FromScratch, MaxRestarts, Metrics, Module, RecordDirectory, Script, Servers
 from shoal.launcher.jobs import new_job_id
 from shoal.launcher.settings import LogSettings, NodeRange, RunSettings, parse_workers, worker_command
 
@@ -57,6 +57,8 @@ def run(
         ),
     ] = "",
     max_restarts: MaxRestarts = None,
+    fail_fast: FailFast = True,
+    allow_restart_from_scratch: FromScratch = False,
     monitor_interval: Annotated[
         float, typer.Option(help="Accepted for torchrun's sake: exits are noticed at once.", show_default=False)
     ] = 0,
@@ -118,11 +120,15 @@ def run(
         ),
     ] = None,
     shutdown_timeout: Annotated[
-        int,
+        int | None,
         typer.Option(
-            help="Seconds from SIGTERM to SIGKILL when workers are stopped.", envvar="PET_SHUTDOWN_TIMEOUT", show_envvar=False, min=0
+            help="Seconds from SIGTERM to SIGKILL when workers are stopped. Default: 30; 300 for elastic ones of a healthy run.",
+            envvar="PET_SHUTDOWN_TIMEOUT",
+            show_envvar=False,
+            show_default=False,
+            min=0,
         ),
-    ] = 30,
+    ] = None,
     servers: Servers = 0,
     record_dir: RecordDirectory = None,
     metrics: Metrics = True,
@@ -131,6 +137,8 @@ def run(
 
     The flags are torchrun's, and so are the variables that the workers get: a plain torchrun script runs unchanged. A script that calls
     shoal.init() is elastic: when a worker dies, the others go on and another takes its place. torchrun's PET_... variables are read too.
+
+    The status is 0 only if the script came to its end; else that of the script, or 75 (unfinished), 143 (preempted): docs/exit-status.md.
     """
     from shoal.cli.console import run_to_exit, tell
 
@@ -150,7 +158,9 @@ def run(
         endpoint=endpoint,
         servers=servers,
         max_restarts=max_restarts,
-        shutdown_grace=timedelta(seconds=shutdown_timeout),
+        fail_fast=fail_fast,
+        allow_restart_from_scratch=allow_restart_from_scratch,
+        shutdown_timeout=None if shutdown_timeout is None else timedelta(seconds=shutdown_timeout),
         node_rank=node_rank,
         master_address=master_addr,
         master_port=master_port,

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from shoal.cli.options import Arguments, MaxRestarts, Metrics, Module, RecordDirectory, Script, Servers
+from shoal.cli.options import Arguments, FailFast, FromScratch, MaxRestarts, Metrics, Module, RecordDirectory, Script, Servers
 
 
 def up(
@@ -16,6 +16,8 @@ def up(
     servers: Servers = 0,
     module: Module = False,
     max_restarts: MaxRestarts = None,
+    fail_fast: FailFast = True,
+    allow_restart_from_scratch: FromScratch = False,
     record_dir: RecordDirectory = None,
     metrics: Metrics = True,
 ) -> None:
@@ -34,6 +36,8 @@ def up(
         workers=workers,
         servers=servers,
         max_restarts=max_restarts,
+        fail_fast=fail_fast,
+        allow_restart_from_scratch=allow_restart_from_scratch,
         record_directory=record_dir,
         metrics=metrics,
     )

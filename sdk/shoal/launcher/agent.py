@@ -3,7 +3,7 @@
 The thread that calls `run` owns everything: an asyncio loop on it starts the processes, hears of their ends through pidfds, and acts as
 `policy` decides. RPCs that block go to a small pool of threads, and output to the pump's thread, so neither the coordinator's absence nor
 a terminal that stands still delays the notice of a death. Where the run takes place, alone or among launchers of other machines, is the
-`Site`'s business.
+`Site`'s business. Workers that live are stopped for what is known, never for what is not.
 """
 
 from __future__ import annotations
@@ -16,68 +16,36 @@ from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
-from enum import Enum, auto
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+from shoal_common.errors import ShoalError
+from shoal_common.exit_status import PUT_OUT
 from shoal_common.scratch import ScratchDirectory
 
 from shoal.launcher.environment import NodePlacement
 from shoal.launcher.output import OutputPump
-from shoal.launcher.policy import Action, RestartPolicy, WorkerExit
+from shoal.launcher.policy import Action, JobEnd, RestartPolicy, WorkerExit
 from shoal.launcher.process import ExitStatus, stop_all
 from shoal.launcher.settings import RunSettings
+from shoal.launcher.site import Ending, Site
+from shoal.launcher.summary import failure_line
 from shoal.launcher.workers import Worker, WorkerStarter
 
 if TYPE_CHECKING:
-    from shoal.launcher.reporter import ExitReport, ExitReporter
+    from shoal.launcher.reporter import ExitReport, ExitReporter, JobNews
+
+T = TypeVar("T")
 
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _KILL_TIMEOUT: Final = timedelta(seconds=10)
+_TELL_TIMEOUT: Final = timedelta(seconds=10)
+_NEWS_TIMEOUT: Final = timedelta(seconds=10)
+_PAUSE_S: Final = 0.5
+_REMINDER_S: Final = 10.0
+"""Between two lines that say who is waited for."""
 _REPLACEMENT_DELAY: Final = timedelta(milliseconds=250)
 """Between a worker's death and its replacement's start, while others run: a new process imports torch for a second or more, on the cores
 on which the others are forming their next generation."""
-
-
-class Ending(Enum):
-    """How a run ended, towards other launchers."""
-
-    FINISHED = auto()
-    """The script came to its end."""
-    FAILED = auto()
-    STOPPED = auto()
-    """By a signal: this launcher goes, the job may go on elsewhere."""
-
-
-class Site(Protocol):
-    """Where a run takes place: on a cluster of its own (`standalone`), or at a coordinator that several launchers share (`nodes`)."""
-
-    coordinator: str
-    """host:port, told to the workers."""
-
-    def begin(self) -> None:
-        """Starts what takes time. Called first, on the loop's thread."""
-        ...
-
-    async def open(self, launcher_id: str) -> ExitReporter:
-        """Waits until the coordinator is reachable and the job is known to it. Raises ShoalError."""
-        ...
-
-    async def keep(self) -> None:
-        """Looks after the site until cancelled; called once it is open."""
-        ...
-
-    async def place(self, *, again: bool) -> NodePlacement:
-        """This launcher's place at the next start of all its workers; may be called before the site is open. Waits for other launchers,
-        whose workers must start anew too if `again`. Raises ShoalError."""
-        ...
-
-    async def moved(self) -> None:
-        """Returns when the place given last does not hold any more, since launchers came or went."""
-        ...
-
-    def close(self, ending: Ending) -> None:
-        """Takes leave, and ends whatever the site started. Blocks. Raises ShoalError."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,11 +53,11 @@ class RunResult:
     """How a run ended."""
 
     exit_code: int
-    """0; else that of the first worker whose failure was not outlived, or 128 + the signal that ended the run."""
+    """See docs/exit-status.md."""
     failures: tuple[WorkerExit, ...]
     """Those that made it fail, first one first."""
     survived: tuple[WorkerExit, ...]
-    """Those that other workers outlived."""
+    """Those that a replacement, or other workers, made up for."""
 
 
 class Agent:
@@ -103,7 +71,7 @@ class Agent:
         self._note = note
         self._files = ScratchDirectory("run")
         self._starter = WorkerStarter(settings, coordinator=site.coordinator, directory=self._files.path, pump=pump, colour=colour)
-        self._policy = RestartPolicy(workers=settings.workers, max_restarts=settings.max_restarts)
+        self._policy = RestartPolicy(workers=settings.workers, max_restarts=settings.max_restarts, fail_fast=settings.fail_fast)
         self._workers: set[Worker] = set()
         self._asked_to_end: set[Worker] = set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -113,6 +81,10 @@ class Agent:
         self._signal: signal.Signals | None = None
         self._replacing: set[asyncio.Task[None]] = set()
         """Replacements that are about to start."""
+        self._telling: set[asyncio.Task[None]] = set()
+        """Other launchers are being told that the job has failed."""
+        self._why = ""
+        """Why the job ends, as the coordinator says it."""
         self._ending = False
         """The run is being ended: nothing is started any more."""
 
@@ -122,7 +94,10 @@ class Agent:
         ending = Ending.FAILED
         try:
             code = asyncio.run(self._run())
-            ending = Ending.STOPPED if self._signal is not None else Ending.FAILED if code else Ending.FINISHED
+            if code == 0:
+                ending = Ending.FINISHED
+            elif self._signal is not None or (self._policy.elastic and not self._policy.failures):
+                ending = Ending.STOPPED
         finally:
             self._end(ending)
         return RunResult(exit_code=code, failures=tuple(self._policy.failures), survived=tuple(self._policy.survived))
@@ -170,23 +145,37 @@ class Agent:
         if not task.cancelled() and (error := task.exception()) is not None and not self._finished.done():
             self._finished.set_exception(error)
 
-    def _finish(self, code: int) -> None:
-        if not self._finished.done():
-            self._finished.set_result(code)
-
     async def _open(self) -> None:
         self._reporter = await self._site.open(self._starter.launcher_id)
         self._spawn(self._follow_moves())
-        await self._site.keep()
+        try:
+            await self._site.keep()
+        except ShoalError:
+            self._ending = True
+            await self._stop_workers(self._settings.failure_grace)
+            raise
 
     async def _follow_moves(self) -> None:
-        assert self._reporter is not None
-        loop = asyncio.get_running_loop()
         while True:
             await self._site.moved()
             left = self._node
-            if not await loop.run_in_executor(self._threads, self._reporter.has_members):
+            if not await self._is_elastic():
                 await self._start_over(again=False, left=left)
+
+    async def _is_elastic(self) -> bool:
+        """Whether workers of this launcher have joined the job, once that is known. While nobody can say it, workers that live stay."""
+        while not self._policy.elastic:
+            news = await self._in_thread(self._reporter.news) if self._reporter is not None else None
+            if any(worker.has_joined for worker in self._workers) or (news is not None and news.ours):
+                self._policy.joined()
+            elif news is not None:
+                return False
+            else:
+                await asyncio.sleep(_PAUSE_S)
+        return True
+
+    async def _in_thread(self, call: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, call)
 
     # --------------------------------------------------------------------------------------------------------- signals
 
@@ -209,10 +198,10 @@ class Agent:
                 worker.child.kill()
             return
         self._signal = number
+        grace = self._settings.shutdown_grace(elastic=self._policy.elastic or any(worker.has_joined for worker in self._workers))
         if self._workers:
-            grace = self._settings.shutdown_grace.total_seconds()
-            self._note(f"{number.name}: the workers have {grace:g} s to end by themselves; once more kills them")
-        self._spawn(self._wind_down(128 + number))
+            self._note(f"{number.name}: the workers have {grace.total_seconds():g} s to end by themselves; once more kills them")
+        self._spawn(self._wind_down(grace))
 
     # --------------------------------------------------------------------------------------------------------- workers
 
@@ -222,11 +211,13 @@ class Agent:
         `left` is the place that does not hold any more; if there is another one by now, all is done.
         """
         async with self._changing:
+            if self._ending:
+                return
             if left is not None:
                 if left is not self._node:
                     return
                 self._note("the set of launchers has changed: starting all workers anew")
-            await self._stop_workers()
+            await self._stop_workers(self._settings.shutdown_grace(elastic=False))
             self._node = await self._site.place(again=again)
             if not self._ending:
                 self._policy.started_all()
@@ -247,7 +238,7 @@ class Agent:
         self._drain(worker)
         self._workers.discard(worker)
         worker.ended.set()
-        self._after_exit(worker.exit_record(status), report)
+        self._after_exit(worker, worker.exit_record(status, rank=report.rank if report is not None else -1), report)
 
     def _drain(self, worker: Worker) -> None:
         """Its last output comes before anything noted from now on. Does not wait for that: the terminal may stand still."""
@@ -255,54 +246,122 @@ class Agent:
             self._pump.finish(source)
 
     async def _report(self, worker: Worker, status: ExitStatus) -> ExitReport | None:
-        """What the coordinator says of it; None if it cannot have known it, or if that matters no more."""
-        if self._reporter is None:
+        """What the coordinator says of it; None if it cannot say, or if that matters no more."""
+        reporter = self._reporter
+        if reporter is None:
             return None
-        answer = asyncio.get_running_loop().run_in_executor(self._threads, self._reporter.report, worker.member_id, status)
+        answer = asyncio.ensure_future(self._in_thread(lambda: reporter.report(worker.member_id, status)))
         stopping = asyncio.ensure_future(self._stopping.wait())
         first: list[asyncio.Future[Any]] = [answer, stopping]
         await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
         return answer.result() if answer.done() else None
 
-    def _after_exit(self, worker: WorkerExit, report: ExitReport | None) -> None:
-        elastic, over = (report.elastic, report.over) if report is not None else (False, False)
-        action = self._policy.exited(worker, elastic=elastic, over=over)
-        what = f"rank {worker.rank} (pid {worker.pid}) ended with {worker.status}"
+    def _after_exit(self, worker: Worker, ended: WorkerExit, report: ExitReport | None) -> None:
+        policy = self._policy
+        if report is not None:
+            self._hear(report.job)
+        if ended.status.ok and worker.has_finished:
+            policy.finished()
+        action = policy.exited(ended, elastic=worker.has_joined or (report is not None and (report.was_member or report.job.ours > 0)))
+        if policy.fails_job and policy.fatal is ended:
+            self._tell_failure(worker, ended)
+        what = f"rank {ended.rank} (pid {ended.pid}) ended with {ended.status}"
         if action is Action.REPLACE:
-            self._replace(worker.index, what)
+            self._replace(ended.index, what, alone=report is not None and report.job.holders == 0)
         elif action is Action.RESTART_ALL:
             self._stopping.set()
-            self._note(f"{what}; starting all workers anew, restart {self._policy.restarts} of {self._settings.max_restarts}")
+            self._note(f"{what}; starting all workers anew, restart {policy.restarts} of {self._settings.max_restarts}")
             self._spawn(self._start_over(again=True))
         elif action is Action.STOP:
             self._stopping.set()
-            self._spawn(self._wind_down(worker.status.code))
+            if policy.elastic:
+                self._note(
+                    f"{what}: a worker that raised ends the job, since a restart would not cure that (--no-fail-fast, --max-restarts)"
+                )
+            self._spawn(self._wind_down(self._settings.failure_grace))
         elif not self._stopping.is_set():
-            if not self._workers and (over or not self._replacing):
-                if worker.status.ok and elastic and not over:
-                    self._note(f"job {self._settings.job_id} is not finished: its last workers here were asked to leave, and did")
-                self._finish(self._policy.exit_code)
-            elif not worker.status.ok:
+            if not self._workers and (policy.end.is_over or not self._replacing):
+                self._conclude(known=report is not None)
+            elif not ended.status.ok:
                 self._note(f"{what}; the others go on without it")
 
-    def _replace(self, index: int, what: str) -> None:
-        task = self._spawn(self._start_replacement(index, what))
+    def _replace(self, index: int, what: str, *, alone: bool) -> None:
+        task = self._spawn(self._start_replacement(index, what, alone=alone))
         self._replacing.add(task)
         task.add_done_callback(self._replacing.discard)
 
-    async def _start_replacement(self, index: int, what: str) -> None:
+    async def _start_replacement(self, index: int, what: str, *, alone: bool) -> None:
         if self._workers:
             await asyncio.sleep(_REPLACEMENT_DELAY.total_seconds())
-        replacement = self._start(index, restarts=self._policy.replaced(index))
-        self._note(f"{what}; the others go on, pid {replacement.child.pid} takes its place")
+        pid = self._start(index, restarts=self._policy.replaced(index)).child.pid
+        if alone:
+            self._note(
+                f"{what}; NO WORKER IS LEFT THAT HOLDS THE TRAINING STATE: pid {pid} goes on from a checkpoint, if its script loads one"
+            )
+        else:
+            self._note(f"{what}; the others go on, pid {pid} takes its place")
 
-    async def _wind_down(self, code: int) -> None:
+    # ---------------------------------------------------------------------------------------------------------- the end
+
+    def _conclude(self, *, known: bool) -> None:
+        """Nobody is left, and nobody is started any more. `known`: the coordinator has just said what is to be known of the job."""
+        policy, job = self._policy, self._settings.job_id
+        if policy.elastic and policy.end in (JobEnd.NONE, JobEnd.UNKNOWN) and not policy.failures:
+            if known:
+                self._note(f"job {job} is not finished: its last workers here were asked to leave, and did (exit status {PUT_OUT})")
+            else:
+                self._note(
+                    f"nobody can say whether job {job} is finished: its workers here ended, and {self._site.coordinator} does not answer"
+                )
+        self._finish_as_known()
+
+    def _tell_failure(self, worker: Worker, ended: WorkerExit) -> None:
+        """The coordinator, which stops all workers of the job, and the other launchers."""
+        reporter = self._reporter
+        if reporter is None:
+            return
+
+        def tell() -> None:
+            reporter.report(worker.member_id, ended.status, failure=failure_line(ended))
+            self._site.fail(failure_line(ended))
+
+        task = self._spawn(self._in_thread(tell))
+        self._telling.add(task)
+        task.add_done_callback(self._telling.discard)
+
+    async def _wind_down(self, grace: timedelta) -> None:
         self._ending = True
-        await self._stop_workers()
-        self._finish(code if self._signal is None else 128 + self._signal)
+        await self._stop_workers(grace)
+        await self._hear_the_end()
+        self._finish_as_known()
 
-    async def _stop_workers(self) -> None:
+    async def _hear_the_end(self) -> None:
+        """Others are told of a failure, and it is known whether the job is finished; or some seconds have passed."""
+        reporter = self._reporter
+        if self._telling:
+            await asyncio.wait(self._telling, timeout=_TELL_TIMEOUT.total_seconds())
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_NEWS_TIMEOUT.total_seconds()):
+                while reporter is not None and self._policy.elastic and not self._policy.end.is_over:
+                    news = await self._in_thread(reporter.news)
+                    if news is not None:
+                        self._hear(news)
+                        return
+                    await asyncio.sleep(_PAUSE_S)
+
+    def _hear(self, news: JobNews) -> None:
+        self._policy.heard(news.end)
+        self._why = news.why
+
+    def _finish_as_known(self) -> None:
+        code = self._policy.exit_code(signal_number=self._signal or 0)
+        if self._policy.end is JobEnd.FAILED and self._policy.fatal is None:
+            self._note(f"job {self._settings.job_id} has failed elsewhere: {self._why}")
+        if not self._finished.done():
+            self._finished.set_result(code)
+
+    async def _stop_workers(self, grace: timedelta) -> None:
         """SIGTERM, on which elastic workers leave at their next border, and SIGKILL after the grace."""
         self._policy.stopping()
         self._stopping.set()
@@ -311,16 +370,31 @@ class Agent:
         for worker in self._workers - self._asked_to_end:
             worker.child.send(signal.SIGTERM)
         self._asked_to_end |= self._workers
-        if not await self._all_ended(self._settings.shutdown_grace):
+        if not await self._all_ended(grace):
+            self._note(
+                f"killing {self._named()} after {grace.total_seconds():g} s (--shutdown-timeout): a checkpoint that is still being "
+                "written will not count, the one before it stays"
+            )
             for worker in self._workers:
                 worker.child.kill()
             await self._all_ended(_KILL_TIMEOUT)
 
     async def _all_ended(self, timeout: timedelta) -> bool:
-        waits = [asyncio.ensure_future(worker.ended.wait()) for worker in self._workers]
-        if not waits:
-            return True
-        _, pending = await asyncio.wait(waits, timeout=timeout.total_seconds())
-        for wait in pending:
-            wait.cancel()
-        return not pending
+        """Says every 10 s who is waited for."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout.total_seconds()
+        while waits := [asyncio.ensure_future(worker.ended.wait()) for worker in self._workers]:
+            left = deadline - loop.time()
+            _, pending = await asyncio.wait(waits, timeout=max(0.0, min(left, _REMINDER_S)))
+            for wait in pending:
+                wait.cancel()
+            if pending and left <= _REMINDER_S:
+                return False
+            if pending:
+                self._note(f"waiting for {self._named()} to end, for up to {left - _REMINDER_S:.0f} s more")
+        return True
+
+    def _named(self) -> str:
+        return ", ".join(
+            f"rank {worker.rank} (pid {worker.child.pid})" for worker in sorted(self._workers, key=lambda worker: worker.index)
+        )

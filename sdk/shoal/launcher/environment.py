@@ -46,9 +46,12 @@ class WorkerIdentity:
     job_id: str
     member_id: str
     launcher_id: str
+    member_file: Path
+    """The worker writes there that it is a member, and that it has finished."""
     metrics_listen: str | None
     """host:port, None: no metrics."""
     record_directory: Path | None
+    allow_restart_from_scratch: bool
 
 
 def torchrun_variables(
@@ -85,7 +88,10 @@ def shoal_variables(identity: WorkerIdentity, *, index: int) -> dict[str, str]:
         "SHOAL_MEMBER_ID": identity.member_id,
         "SHOAL_LAUNCHER_ID": identity.launcher_id,
         "SHOAL_LOCAL_INDEX": str(index),
+        "SHOAL_MEMBER_FILE": str(identity.member_file),
     }
+    if identity.allow_restart_from_scratch:
+        variables["SHOAL_ALLOW_RESTART_FROM_SCRATCH"] = "1"
     if identity.metrics_listen is not None:
         variables["SHOAL_METRICS_LISTEN"] = identity.metrics_listen
     if identity.record_directory is not None:

@@ -58,6 +58,8 @@ class ClusterKeeper:
             except ShoalError as error:
                 self._note(str(error))
             else:
+                if service is self._cluster.coordinator:
+                    await asyncio.to_thread(self._cluster.create_job)  # its data may be gone too; else this changes nothing
                 self._note(f"{service.name} (pid {pid}) ended ({status}) and serves again as pid {service.child.pid}")
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from shoal_common.clients.coordinator import CoordinatorClient
-from shoal_common.errors import DeadlineError, PreconditionError, ShoalError, UnavailableError
+from shoal_common.errors import DeadlineError, PreconditionError, ShoalError, UnavailableError, UnknownResourceError
 from shoal_common.settings import parse_address
 from shoal_protos.v1 import coordinator_pb2 as pb
 
@@ -26,16 +26,21 @@ _PAUSE_S: Final = 0.5
 _FIRST_INTERVAL_S: Final = 1.0
 _LEAVE_TIMEOUT_S: Final = 5.0
 _JOB_CLOSED: Final = "JOB_CLOSED"
+_GENERATION_UNKNOWN: Final = "GENERATION_UNKNOWN"
+"""The coordinator has lost its newest writes, or all."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Standing:
-    """What a launcher knows of its place. When it changes, plain workers start anew."""
+    """What a launcher knows of its place."""
 
     generation: int
     """The newest one it has had a place in; 0: none yet."""
     placement: NodePlacement | None
     """None: no place now."""
+    starts: tuple[str, ...] = ()
+    """For each node in rank order, a key that names this start of its workers. When they change, plain workers start anew;
+    the same ones in another generation mean that the coordinator had missed somebody who was there all the time."""
     why: str = ""
     """Why not, for people."""
 
@@ -43,8 +48,21 @@ class Standing:
 class NodeSession:
     """A launcher as a member that always wants a rank. Put out (it was silent for too long), it comes back as another member."""
 
-    def __init__(self, client: CoordinatorClient, *, job_id: str, launcher_id: str, address: str, on_change: Callable[[], None]) -> None:
-        """Opens the session. `address` is host:port for the first worker of all nodes, should this launcher become rank 0."""
+    def __init__(
+        self,
+        client: CoordinatorClient,
+        *,
+        job_id: str,
+        launcher_id: str,
+        address: str,
+        on_change: Callable[[], None],
+        on_job_lost: Callable[[], None],
+    ) -> None:
+        """Opens the session. `address` is host:port for the first worker of all nodes, should this launcher become rank 0.
+
+        Both are called on the session's thread. `on_job_lost` creates the job anew, since the coordinator does not know it any more; raises
+        ShoalError.
+        """
         self.standing = Standing(generation=0, placement=None, why="no word from the coordinator")
         self.stopped: str | None = None
         """Why the job was stopped."""
@@ -60,8 +78,10 @@ class NodeSession:
             pid=os.getpid(),
             launcher_id=launcher_id,
             donor_address=address,
+            donor_key=uuid.uuid4().hex,  # names this start of the workers, over all incarnations of the session
         )
         self._on_change = on_change
+        self._on_job_lost = on_job_lost
         self._outgoing: queue.SimpleQueue[pb.Leave | None] = queue.SimpleQueue()
         """Of the stream that is open: each has its own. None ends it."""
         self._interval_s = _FIRST_INTERVAL_S
@@ -86,9 +106,7 @@ class NodeSession:
         while not self._leaving.is_set() and self.error is None:
             self._outgoing = queue.SimpleQueue()
             try:
-                for directive in self._client.join_session(self._messages(self._outgoing)):
-                    self._heard(directive)
-                    self._on_change()
+                self._attend()
             except (UnavailableError, DeadlineError):
                 pass  # the coordinator is away, and knows this member when it comes back
             except ShoalError as error:
@@ -98,20 +116,36 @@ class NodeSession:
             self._on_change()
             self._leaving.wait(_PAUSE_S)
 
+    def _attend(self) -> None:
+        """One stream, from its beginning to its end. Raises what ends it."""
+        try:
+            for directive in self._client.join_session(self._messages(self._outgoing)):
+                self._heard(directive)
+                self._on_change()
+        except UnknownResourceError as error:
+            self._on_job_lost()
+            self._come_back(str(error))
+
     def _refused(self, error: ShoalError) -> None:
-        if not isinstance(error, PreconditionError) or error.reason == _JOB_CLOSED:
+        if error.reason == _JOB_CLOSED or (not isinstance(error, PreconditionError) and error.reason != _GENERATION_UNKNOWN):
             self.error = error
             return
+        self._come_back(str(error))
+
+    def _come_back(self, why: str) -> None:
+        """As another member, next."""
         self._join.member_id = str(uuid.uuid4())
-        self.standing = Standing(generation=0, placement=None, why=str(error))
+        self.standing = Standing(generation=0, placement=None, why=why)
 
     def _heard(self, directive: pb.MemberDirective) -> None:
         match directive.WhichOneof("directive"):
             case "welcome":
                 self._interval_s = directive.welcome.heartbeat_interval_ms / 1000
             case "generation":
-                placement = _placement(directive.generation, self._join.member_id)
-                self.standing = Standing(generation=directive.generation.number, placement=placement)
+                generation = directive.generation
+                placement = _placement(generation, self._join.member_id)
+                starts = tuple(rank.donor_key for rank in generation.ranks)
+                self.standing = Standing(generation=generation.number, placement=placement, starts=starts)
             case "standby":
                 self.standing = Standing(generation=self.standing.generation, placement=None, why=directive.standby.reason)
             case "stop":

@@ -1,8 +1,10 @@
 """A run on several machines, at a coordinator that all launchers share: `shoal run --rdzv-endpoint`.
 
 torchrun's variables (RANK, WORLD_SIZE, MASTER_ADDR) must agree on all machines before any worker starts. So the launchers are members of
-a job of their own, `<job>.nodes`, and take their node ranks from its generations: each new one is a new start of all plain workers.
-Elastic workers get their ranks from the job itself, and stay as they are.
+a job of their own, `<job>.nodes`, and take their node ranks from its generations: one with other launchers, or other starts of theirs, is a
+new start of all plain workers. Elastic workers get their ranks from the job itself, and stay as they are.
+
+Nothing ends because the coordinator is away, or has lost its data: the launchers wait for it, and create anew what it has lost.
 
 The site belongs to the event loop's thread; the session's thread only wakes it.
 """
@@ -12,15 +14,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Final
 
 from shoal_common.clients.coordinator import CoordinatorClient
-from shoal_common.errors import ConfigurationError, DeadlineError, PreconditionError, ShoalError, UnavailableError
+from shoal_common.errors import (
+    ConfigurationError,
+    DeadlineError,
+    PreconditionError,
+    ShoalError,
+    UnavailableError,
+    UnknownResourceError,
+)
 from shoal_common.settings import Address, parse_address
 from shoal_protos.v1 import coordinator_pb2 as pb
 
-from shoal.launcher.agent import Ending
 from shoal.launcher.credentials import channel_settings
 from shoal.launcher.environment import NodePlacement
 from shoal.launcher.jobs import JobSettings, launchers_job_id
@@ -28,22 +37,31 @@ from shoal.launcher.node_session import NodeSession, Standing
 from shoal.launcher.ports import ReservedPort
 from shoal.launcher.reporter import ExitReporter
 from shoal.launcher.settings import RunSettings
+from shoal.launcher.site import Ending
 
 _CONNECT_TIMEOUT: Final = timedelta(seconds=60)
+_CALL_DEADLINE: Final = timedelta(seconds=2)
 _RETRY_S: Final = 0.2
+_LOOK_S: Final = 5.0
+_REMINDER_S: Final = 10.0
+"""Between two lines that say who is waited for."""
+_WITHOUT_A_PLACE: Final = timedelta(seconds=60)
+"""So long plain workers go on while their launcher has no place among the others: after a cut, all may come back to where they were."""
 _DEFAULT_MASTER_PORT: Final = 29500
 
 
 class SharedSite:
-    """See `agent.Site`."""
+    """See `site.Site`."""
 
-    def __init__(self, settings: RunSettings) -> None:
-        """Raises ConfigurationError for addresses and certificates that cannot work."""
+    def __init__(self, settings: RunSettings, *, note: Callable[[str], None]) -> None:
+        """`note` tells a person what happens; called on any thread. Raises ConfigurationError for addresses and certificates that cannot
+        work."""
         assert settings.endpoint is not None
         if settings.master_address is not None and settings.node_rank is None:
             raise ConfigurationError("--master-addr without --node-rank: give both, or neither and let the launchers agree")
         self.coordinator = settings.endpoint
         self._settings = settings
+        self._note = note
         self._client = CoordinatorClient(channel_settings(settings.endpoint))
         self._nodes_job = JobSettings(
             job_id=launchers_job_id(settings.job_id),
@@ -54,10 +72,12 @@ class SharedSite:
         self._launcher_id = ""
         self._session: NodeSession | None = None
         self._port: ReservedPort | None = None
-        self._placed = 0
-        """Number of the generation that the last place was given in; 0 before the first."""
+        self._placed: tuple[str, ...] = ()
+        """`Standing.starts` of the place that the workers were started in last."""
         self._told: Standing | None = None
-        """What `moved` and `place` have told the agent; None before the first place."""
+        """What `moved` and `place` have told the agent last; None before the first place."""
+        self._left_alone = False
+        """The session was refused while workers ran: they go on, and nobody hears of launchers that come or go."""
 
     def begin(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -74,21 +94,26 @@ class SharedSite:
         return ExitReporter(self._client, job_id=self._settings.job_id, launcher_id=launcher_id)
 
     async def keep(self) -> None:
-        """Raises what ends this launcher's membership: its session was refused, or the job was stopped."""
+        """Raises PreconditionError when the job was stopped."""
+        while self._session is None:
+            await asyncio.sleep(_LOOK_S)
+            await asyncio.to_thread(self._look_for_job)
         while True:
-            if self._session is not None:
-                self._raise_if_over(self._session)
+            self._raise_if_stopped(self._session)
+            error = self._session.error
+            if error is not None and not self._session.is_closed and self._told is not None and not self._left_alone:
+                self._left_alone = True
+                self._note(f"the workers go on, but launchers that come or go are not noticed any more: {error}")
             await self._wait_for_change()
 
     async def place(self, *, again: bool) -> NodePlacement:
         await self._opened.wait()
         if self._settled:
             return self._settled_place()
-        if again and self._session is not None:
-            # A death, to the other launchers: they stop their workers and wait for a new generation, as this one does.
-            await asyncio.to_thread(self._session.leave, pb.Leave.REASON_FAILED, "its workers are started anew")
-            self._join()
+        if again:
+            await self._join_anew("its workers are started anew")
         timeout_s = self._settings.join_timeout.total_seconds()
+        reminder = self._loop.create_task(self._say_who_is_missing())
         try:
             async with asyncio.timeout(timeout_s):
                 return await self._agreed_place()
@@ -98,15 +123,34 @@ class SharedSite:
                 f"{self._settings.nodes.least} launchers for job {self._settings.job_id} did not come together within {timeout_s:g} s"
                 + (f" ({why})" if why else "")
             ) from None
+        finally:
+            reminder.cancel()
 
     async def moved(self) -> None:
+        alone_since: float | None = None
         while True:
-            session = self._session
-            if session is not None and self._told is not None and session.standing != self._told:
-                self._told = session.standing
-                session.works_in = self._told.generation
+            session, told = self._session, self._told
+            standing = session.standing if session is not None else None
+            if session is None or standing is None or told is None or (standing.placement is None and told.placement is None):
+                await self._wait_for_change()
+                continue
+            if standing.placement is None:
+                alone_since = self._loop.time() if alone_since is None else alone_since
+                left_s = alone_since + _WITHOUT_A_PLACE.total_seconds() - self._loop.time()
+                if left_s > 0:
+                    await self._wait_for_change(timeout_s=left_s)
+                    continue
+            alone_since = None
+            session.works_in = standing.generation
+            if standing.starts != told.starts:
+                self._told = standing
                 return
             await self._wait_for_change()
+
+    def fail(self, reason: str) -> None:
+        if self._session is not None:
+            with contextlib.suppress(ShoalError):
+                self._client.stop_job(self._nodes_job.job_id, reason=reason, deadline=_CALL_DEADLINE)
 
     def close(self, ending: Ending) -> None:
         try:
@@ -173,7 +217,47 @@ class SharedSite:
             launcher_id=self._launcher_id,
             address=str(Address(address, port)),
             on_change=self._wake,
+            on_job_lost=self._create_lost,
         )
+
+    async def _join_anew(self, why: str) -> None:
+        """A death, to the other launchers: they stop their workers and wait for a new generation, as this one does."""
+        assert self._session is not None
+        await asyncio.to_thread(self._session.leave, pb.Leave.REASON_FAILED, why)
+        self._join()
+
+    def _create_lost(self) -> None:
+        """The coordinator has lost its data. Any of the launchers creates the jobs anew; the others find them. Raises ShoalError."""
+        created = self._client.create_job(self._job().message(), deadline=_CALL_DEADLINE).created
+        if not self._settled:
+            created |= self._client.create_job(self._nodes_job.message(), deadline=_CALL_DEADLINE).created
+        if created:
+            self._note(
+                f"the coordinator at {self.coordinator} has lost its data, and job {self._settings.job_id} with it: created anew; "
+                "workers that live go on"
+            )
+
+    def _look_for_job(self) -> None:
+        with contextlib.suppress(ShoalError):  # away, say: asked again
+            try:
+                self._client.get_job(self._settings.job_id, deadline=_CALL_DEADLINE)
+            except UnknownResourceError:
+                self._create_lost()
+
+    async def _say_who_is_missing(self) -> None:
+        """A line every 10 s, until cancelled."""
+        while True:
+            await asyncio.sleep(_REMINDER_S)
+            self._note(await asyncio.to_thread(self._missing))
+
+    def _missing(self) -> str:
+        what = f"waiting for the launchers of job {self._settings.job_id}"
+        try:
+            job = self._client.get_job(self._nodes_job.job_id, deadline=_CALL_DEADLINE)
+        except ShoalError as error:
+            return f"{what}: the coordinator at {self.coordinator} does not say who is there ({error})"
+        hosts = sorted(member.host for member in job.members)
+        return f"{what}: {len(hosts)} of at least {self._settings.nodes.least} are there ({', '.join(hosts) or 'none'})"
 
     def _wake(self) -> None:
         """Called on the session's thread, which may outlast the loop."""
@@ -184,26 +268,33 @@ class SharedSite:
         while True:
             session = self._session
             assert session is not None, "joined before the site counted as open"
-            self._raise_if_over(session)
+            self._raise_if_stopped(session)
             if session.is_closed:
                 raise PreconditionError(f"job {self._settings.job_id} came to its end on another machine", reason="JOB_CLOSED")
+            if session.error is not None:
+                raise session.error
             standing = session.standing
-            if standing.placement is not None and standing.generation > self._placed:
-                self._placed = session.works_in = standing.generation
-                self._told = standing
+            if standing.placement is None:
+                await self._wait_for_change()
+            elif standing.starts == self._placed:
+                # The workers here were stopped, and this is where they were before: to the others too they have to be new ones.
+                await self._join_anew("its workers are started anew")
+            else:
+                self._told, self._placed = standing, standing.starts
+                session.works_in = standing.generation
                 return standing.placement
-            await self._wait_for_change()
 
-    def _raise_if_over(self, session: NodeSession) -> None:
-        if session.error is not None and not session.is_closed:
-            raise session.error
+    def _raise_if_stopped(self, session: NodeSession) -> None:
         if session.stopped is not None:
             raise PreconditionError(f"job {self._settings.job_id} was stopped: {session.stopped}", reason="JOB_STOPPED")
 
-    async def _wait_for_change(self) -> None:
-        """Until the session has heard something. Each waiter looks at the state before it waits, so they may share the event."""
+    async def _wait_for_change(self, *, timeout_s: float | None = None) -> None:
+        """Until the session has heard something, or the time is over. Each waiter looks at the state before it waits, so they may share the
+        event."""
         self._changed.clear()
-        await self._changed.wait()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._changed.wait()
 
     def _take_leave(self, session: NodeSession, ending: Ending) -> None:
         session.leave(*_LEAVES[ending])

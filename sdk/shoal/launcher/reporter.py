@@ -1,6 +1,7 @@
-"""Tells the coordinator of workers' exits: with waitpid the launcher knows of a death before anybody else does.
+"""Tells the coordinator of workers' exits, and asks it about the job: with waitpid the launcher knows of a death before anybody else does.
 
-Blocking calls, for threads of the launcher; a reporter has no state but its client.
+Blocking calls, for threads of the launcher; a reporter has no state but its client. What cannot be known now is None or JobEnd.UNKNOWN, and
+means nothing else: a coordinator that is away, or has lost its data, says nothing about who lives.
 """
 
 from __future__ import annotations
@@ -12,28 +13,45 @@ from datetime import timedelta
 from typing import Final
 
 from shoal_common.clients.coordinator import CoordinatorClient
-from shoal_common.errors import DeadlineError, ShoalError, UnavailableError
+from shoal_common.errors import DeadlineError, ShoalError, UnavailableError, UnknownResourceError
 from shoal_protos.v1 import coordinator_pb2 as pb
 
+from shoal.launcher.policy import JobEnd
 from shoal.launcher.process import ExitStatus
 
 _CALL_DEADLINE: Final = timedelta(seconds=2)
 _PATIENCE: Final = timedelta(seconds=60)
 _PAUSE_S: Final = 0.2
-_OVER: Final = (pb.JOB_PHASE_STOPPING, pb.JOB_PHASE_FINISHED)
+_LONGEST_TEXT: Final = 1024
+_ENDS: Final = {
+    pb.JOB_ENDING_UNSPECIFIED: JobEnd.NONE,
+    pb.JOB_ENDING_COMPLETED: JobEnd.COMPLETED,
+    pb.JOB_ENDING_STOPPED: JobEnd.STOPPED,
+    pb.JOB_ENDING_FAILED: JobEnd.FAILED,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobNews:
+    """What the coordinator says of the job."""
+
+    end: JobEnd
+    why: str
+    """For people."""
+    holders: int
+    """Members that have a rank: they hold the training state, or parts of it."""
+    ours: int
+    """Members that this launcher has started."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExitReport:
     """What the coordinator knows about a worker that has ended."""
 
-    elastic: bool
-    """It had joined the job, or others of this launcher have: the script is elastic."""
-    over: bool
-    """The job is finished or stops."""
-
-
-PLAIN: Final = ExitReport(elastic=False, over=False)
+    was_member: bool
+    rank: int
+    """Its last one; -1: none, or not known."""
+    job: JobNews
 
 
 class ExitReporter:
@@ -45,34 +63,37 @@ class ExitReporter:
         self._launcher_id = launcher_id
         self._closed = threading.Event()
 
-    def report(self, member_id: str, status: ExitStatus) -> ExitReport:
-        """Blocks until the coordinator has heard it: a millisecond, or up to a minute while it is away. A coordinator that cannot be
-        reached for so long, or refuses, leaves the worker a plain one."""
+    def report(self, member_id: str, status: ExitStatus, *, failure: str = "") -> ExitReport | None:
+        """Blocks until the coordinator has heard it: a millisecond, or up to a minute while it is away or does not know the job; then, or
+        if it refuses, None. `failure`: not empty, the job ends with it."""
         deadline = time.monotonic() + _PATIENCE.total_seconds()
         while True:
             try:
-                return self._report(member_id, status)
-            except (UnavailableError, DeadlineError):
+                return self._report(member_id, status, failure[:_LONGEST_TEXT])
+            except (UnavailableError, DeadlineError, UnknownResourceError):
                 if time.monotonic() > deadline or self._closed.wait(_PAUSE_S):
-                    return PLAIN
+                    return None
             except ShoalError:
-                return PLAIN
+                return None
 
-    def has_members(self) -> bool:
-        """Whether workers of this launcher are members of the job: the script is elastic. False while the coordinator is away."""
+    def news(self) -> JobNews | None:
+        """Of the job; None: the coordinator could not be asked, or does not know the job. Blocks for 2 s at most."""
         try:
-            return self._ours(self._client.get_job(self._job_id, deadline=_CALL_DEADLINE))
+            job = self._client.get_job(self._job_id, deadline=_CALL_DEADLINE)
         except ShoalError:
-            return False
+            return None
+        ours = sum(member.launcher_id == self._launcher_id for member in job.members)
+        return JobNews(end=_ENDS[job.ending], why=job.ending_reason, holders=sum(member.rank >= 0 for member in job.members), ours=ours)
 
     def close(self) -> None:
         """Reports in progress are given up."""
         self._closed.set()
 
-    def _report(self, member_id: str, status: ExitStatus) -> ExitReport:
-        response = self._client.report_exit(self._job_id, member_id, exit_code=status.code, signal=status.signal, deadline=_CALL_DEADLINE)
-        job = self._client.get_job(self._job_id, deadline=_CALL_DEADLINE)
-        return ExitReport(elastic=response.was_member or self._ours(job), over=job.phase in _OVER)
-
-    def _ours(self, job: pb.GetJobResponse) -> bool:
-        return any(member.launcher_id == self._launcher_id for member in job.members)
+    def _report(self, member_id: str, status: ExitStatus, failure: str) -> ExitReport:
+        response = self._client.report_exit(
+            self._job_id, member_id, exit_code=status.code, signal=status.signal, failure=failure, deadline=_CALL_DEADLINE
+        )
+        news = self.news()
+        if news is None:
+            raise UnavailableError("the coordinator went away between two calls")
+        return ExitReport(was_member=response.was_member, rank=response.rank, job=news)

@@ -20,6 +20,8 @@ from typing import Final
 from shoal_common.errors import ConfigurationError
 
 _MOST_WORKERS: Final = 10_000
+_PLAIN_GRACE: Final = timedelta(seconds=30)
+_ELASTIC_GRACE: Final = timedelta(minutes=5)
 _COUNT_DEVICES: Final = "import torch; print(torch.cuda.device_count())"
 
 
@@ -148,12 +150,16 @@ class RunSettings:
     """Parameter servers of the job; started here when there is no `endpoint`."""
     max_restarts: int | None = None
     """None: see `policy`."""
+    fail_fast: bool = True
+    """An elastic worker that raised, and is not started again, ends the job."""
+    allow_restart_from_scratch: bool = False
+    """Workers may begin at step 0 when every process that held the training state is gone, and no checkpoint was taken up."""
     join_grace: timedelta | None = None
     """How long a generation waits for more workers than the fewest; None: 30 s for a fixed number of nodes, else 5 s."""
     join_timeout: timedelta = timedelta(minutes=10)
     """How long the launchers wait for each other."""
-    shutdown_grace: timedelta = timedelta(seconds=30)
-    """From SIGTERM to SIGKILL."""
+    shutdown_timeout: timedelta | None = None
+    """From SIGTERM to SIGKILL; None: see `shutdown_grace`."""
     node_rank: int | None = None
     """With `master_address`: this launcher's place, settled beforehand. None: the launchers agree."""
     master_address: str | None = None
@@ -175,6 +181,8 @@ class RunSettings:
             raise ConfigurationError(f"{self.nodes.most} nodes of {self.workers} workers are more than {_MOST_WORKERS}, the most in a job")
         if self.max_restarts is not None and self.max_restarts < 0:
             raise ConfigurationError(f"--max-restarts {self.max_restarts}: expected 0 or more")
+        if self.shutdown_timeout is not None and self.shutdown_timeout < timedelta(0):
+            raise ConfigurationError(f"--shutdown-timeout {self.shutdown_timeout.total_seconds():g}: expected 0 seconds or more")
         if self.servers < 0:
             raise ConfigurationError(f"--servers {self.servers}: expected 0 or more")
         if self.master_port is not None and not 1 <= self.master_port <= 65535:
@@ -183,6 +191,18 @@ class RunSettings:
             raise ConfigurationError(
                 f"--node-rank {self.node_rank}: expected 0 to {self.nodes.most - 1}, since --nnodes is {self.nodes.most}"
             )
+
+    def shutdown_grace(self, *, elastic: bool) -> timedelta:
+        """From SIGTERM to SIGKILL when the launcher itself was asked to end. Elastic workers go to their next border, and may write a
+        checkpoint after it; whoever cannot wait so long sends its own SIGKILL (batch systems do)."""
+        if self.shutdown_timeout is not None:
+            return self.shutdown_timeout
+        return _ELASTIC_GRACE if elastic else _PLAIN_GRACE
+
+    @property
+    def failure_grace(self) -> timedelta:
+        """From SIGTERM to SIGKILL when the run has failed already."""
+        return self.shutdown_grace(elastic=False)
 
     @property
     def effective_join_grace(self) -> timedelta:

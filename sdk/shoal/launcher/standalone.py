@@ -10,20 +10,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shoal.launcher.agent import Ending
 from shoal.launcher.cluster import LocalCluster
 from shoal.launcher.environment import NodePlacement
 from shoal.launcher.jobs import JobSettings
 from shoal.launcher.keeper import ClusterKeeper
 from shoal.launcher.ports import ReservedPort
 from shoal.launcher.settings import RunSettings
+from shoal.launcher.site import Ending
 
 if TYPE_CHECKING:
     from shoal.launcher.reporter import ExitReporter
 
 
 class StandaloneSite:
-    """See `agent.Site`. Belongs to the event loop's thread."""
+    """See `site.Site`. Belongs to the event loop's thread."""
 
     def __init__(self, settings: RunSettings, *, note: Callable[[str], None], log_directory: Path | None = None) -> None:
         self._settings = settings
@@ -56,6 +56,9 @@ class StandaloneSite:
     async def moved(self) -> None:
         """Never: there is no other launcher."""
         await asyncio.Event().wait()
+
+    def fail(self, reason: str) -> None:
+        """Nobody else has to know."""
 
     def close(self, ending: Ending) -> None:
         self._release_port()

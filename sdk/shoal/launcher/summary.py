@@ -4,21 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from typing import Final
 
 from shoal.launcher.policy import WorkerExit
 
-_RULE = "=" * 60
-_LINE = "-" * 60
+_RULE: Final = "=" * 60
+_LINE: Final = "-" * 60
+_MOST_SURVIVED: Final = 10
 
 
-def failure_summary(program: str, failures: Sequence[WorkerExit]) -> str:
-    """The first failure is the cause; the others most likely follow from it."""
+def failure_summary(program: str, failures: Sequence[WorkerExit], survived: Sequence[WorkerExit] = ()) -> str:
+    """The first failure is the cause, with its traceback; the others most likely follow from it. `survived`: what was made up for."""
     first, *others = failures
-    lines = [_RULE, f"{program} FAILED", _LINE]
+    lines = [_RULE, f"{program} FAILED", _LINE, "First failure (most likely the cause of the others):", *_details(first)]
     if others:
-        lines += ["Later failures:", *(line for failure in others for line in _details(failure)), _LINE]
-    lines += ["First failure (most likely the cause of the others):", *_details(first), _RULE]
-    return "\n".join(lines) + "\n"
+        lines += [_LINE, "Later failures:", *(f"  {_moment(failure)} {failure_line(failure)}" for failure in others)]
+    if survived:
+        lines += [_LINE, "Failures on the way that were made up for, the newest last:"]
+        lines += [f"  {_moment(failure)} {failure_line(failure)}" for failure in survived[-_MOST_SURVIVED:]]
+    return "\n".join([*lines, _RULE]) + "\n"
 
 
 def survived_summary(survived: Sequence[WorkerExit]) -> str:
@@ -27,15 +31,24 @@ def survived_summary(survived: Sequence[WorkerExit]) -> str:
     return f"the run came to its end although {len(survived)} of its workers failed on the way: {names}"
 
 
+def failure_line(failure: WorkerExit) -> str:
+    """One line: who, where and how."""
+    message = failure.message.strip().partition("\n")[0]
+    return f"rank {failure.rank} on {failure.host} (pid {failure.pid}) ended with {failure.status}" + (f": {message}" if message else "")
+
+
+def _moment(failure: WorkerExit) -> str:
+    return datetime.fromtimestamp(failure.unix_s, UTC).astimezone().isoformat(sep=" ", timespec="milliseconds")
+
+
 def _details(failure: WorkerExit) -> list[str]:
-    moment = datetime.fromtimestamp(failure.unix_s, UTC).astimezone().isoformat(sep=" ", timespec="milliseconds")
     ending = f"{failure.status.code} ({failure.status})" if failure.status.signal else str(failure.status.code)
     lines = [
-        f"  time      : {moment}",
+        f"  time      : {_moment(failure)}",
         f"  host      : {failure.host}",
         f"  rank      : {failure.rank} (local_rank: {failure.index})",
         f"  exit code : {ending}, pid {failure.pid}",
     ]
-    if failure.message:
-        lines += ["  traceback :", *(f"    {line}" for line in failure.message.strip().splitlines())]
+    if text := failure.traceback or failure.message:
+        lines += ["  traceback :", *(f"    {line}" for line in text.strip().splitlines())]
     return lines

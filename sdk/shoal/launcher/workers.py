@@ -37,21 +37,40 @@ class Worker:
     member_id: str
     child: Child
     error_file: Path
+    member_file: Path
     sources: tuple[Source, ...]
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when its exit has been dealt with."""
 
-    def exit_record(self, status: ExitStatus) -> WorkerExit:
-        """The account of its end."""
+    @property
+    def has_joined(self) -> bool:
+        """It said that it is a member of the job: the script is elastic, whether or not the coordinator can be asked."""
+        return bool(self._said())
+
+    @property
+    def has_finished(self) -> bool:
+        """It said that it came to the end of its script, as a member that nobody had asked to leave or to stop."""
+        return self._said() == "finished"
+
+    def exit_record(self, status: ExitStatus, *, rank: int = -1) -> WorkerExit:
+        """The account of its end. `rank`: its last one, as far as the coordinator knows; -1: it does not."""
+        raised = _account(self.error_file)
         return WorkerExit(
             index=self.index,
-            rank=self.rank,
+            rank=next((known for known in (raised.rank, rank) if known >= 0), self.rank),
             pid=self.child.pid,
             status=status,
             host=socket.gethostname(),
-            unix_s=time.time(),
-            message=_account(self.error_file),
+            unix_s=raised.unix_s or time.time(),
+            message=raised.message,
+            traceback=raised.traceback,
         )
+
+    def _said(self) -> str:
+        try:
+            return self.member_file.read_text().strip()
+        except FileNotFoundError:
+            return ""
 
 
 class WorkerStarter:
@@ -72,7 +91,8 @@ class WorkerStarter:
         placement = WorkerPlacement(index=index, workers=self._settings.workers, node=node)
         member_id = str(uuid.uuid4())
         error_file = self._directory / f"error-{member_id}.json"
-        environment = self._environment(placement, member_id, restarts, error_file)
+        member_file = self._directory / f"member-{member_id}"
+        environment = self._environment(placement, member_id, restarts, error_file, member_file)
         child = Child(self._settings.command, environment=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         assert child.stdout is not None
         assert child.stderr is not None
@@ -80,20 +100,32 @@ class WorkerStarter:
             self._source(child.stdout, Stream.OUT, placement, restarts),
             self._source(child.stderr, Stream.ERR, placement, restarts),
         )
-        worker = Worker(index=index, rank=placement.rank, member_id=member_id, child=child, error_file=error_file, sources=sources)
+        worker = Worker(
+            index=index,
+            rank=placement.rank,
+            member_id=member_id,
+            child=child,
+            error_file=error_file,
+            member_file=member_file,
+            sources=sources,
+        )
         for source in sources:
             self._pump.attach(source)
         return worker
 
-    def _environment(self, placement: WorkerPlacement, member_id: str, restarts: int, error_file: Path) -> dict[str, str]:
+    def _environment(
+        self, placement: WorkerPlacement, member_id: str, restarts: int, error_file: Path, member_file: Path
+    ) -> dict[str, str]:
         settings = self._settings
         identity = WorkerIdentity(
             coordinator=self._coordinator,
             job_id=settings.job_id,
             member_id=member_id,
             launcher_id=self.launcher_id,
+            member_file=member_file,
             metrics_listen=metrics_listen(os.environ, index=placement.index, enabled=settings.metrics),
             record_directory=settings.record_directory,
+            allow_restart_from_scratch=settings.allow_restart_from_scratch,
         )
         return {
             **inherited(os.environ, workers=settings.workers, local=settings.endpoint is None),
@@ -118,11 +150,29 @@ class WorkerStarter:
         return Source(pipe=pipe, stream=stream, prefix=prefix, console=logs.to_console(index, streams), file=file)
 
 
-def _account(error_file: Path) -> str:
-    """What torch's `@record` wrote about an exception: the traceback. Empty where there is nothing, or nothing of that form."""
+@dataclass(frozen=True, kw_only=True)
+class _Account:
+    """What a worker wrote about the exception that ended it."""
+
+    message: str = ""
+    traceback: str = ""
+    rank: int = -1
+    unix_s: float = 0.0
+
+
+def _account(error_file: Path) -> _Account:
+    """In the form of torch's `@record`, with Shoal's rank and time beside it. Empty where there is nothing, or nothing of that form."""
     try:
         content = json.loads(error_file.read_text(errors="replace"))
         message = content["message"]
-        return str(message["extraInfo"]["py_callstack"]) if isinstance(message, dict) else str(message)
-    except (OSError, ValueError, KeyError, TypeError):
-        return ""
+        if not isinstance(message, dict):
+            return _Account(message=str(message), traceback=str(message))
+        own = content.get("shoal", {})
+        return _Account(
+            message=str(message["message"]),
+            traceback=str(message["extraInfo"]["py_callstack"]),
+            rank=int(own.get("rank", -1)),
+            unix_s=float(own.get("unix_s", 0.0)),
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return _Account()

@@ -1,7 +1,8 @@
 """A member of a job without torch: joins, says what it is told, and leaves when asked.
 
 It prints a line per generation, `generation G rank R of N`, and one when it leaves. On SIGTERM, a drain or a stop it leaves as drained;
-once the file named by its argument exists, as finished. Its heartbeats count steps.
+once the file named by its argument exists, as finished; as shoal's workers do, it tells its launcher so in a file. Its heartbeats count
+steps. Once a file raise-RANK is there beside the one to finish, with its rank in the job, it raises.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ class Member:
         self.generation = 0
         self.interval_s = 0.1
         self.left = False
+        self.rank = -1
+        self.stopped = False
+        self.raise_now = False
 
     def messages(self) -> Iterator[pb.MemberMessage]:
         self.streams += 1
@@ -49,6 +53,8 @@ class Member:
         while stream == self.streams:  # gRPC goes on drawing for a stream that broke
             if self.finish_file.exists() and self.generation:
                 self.leaving = pb.Leave.REASON_FINISHED
+            if self.finish_file.with_name(f"raise-{self.rank}").exists():
+                self.leaving, self.raise_now = pb.Leave.REASON_FAILED, True
             if self.leaving is not None:
                 self.left = True
                 yield pb.MemberMessage(leave=pb.Leave(reason=self.leaving))
@@ -67,13 +73,20 @@ class Member:
                 self.interval_s = min(0.1, directive.welcome.heartbeat_interval_ms / 1000)
             case "generation":
                 ranks = directive.generation.ranks
-                rank = next(rank.rank for rank in ranks if rank.member_id == self.member_id)
+                self.rank = next(rank.rank for rank in ranks if rank.member_id == self.member_id)
                 self.generation = directive.generation.number
-                print(f"generation {self.generation} rank {rank} of {len(ranks)}", flush=True)
-            case "drain" | "stop":
+                print(f"generation {self.generation} rank {self.rank} of {len(ranks)}", flush=True)
+            case "stop":
+                self.stopped = True
+                self.leave()
+            case "drain":
                 self.leave()
 
+    def tell_launcher(self, what: str) -> None:
+        Path(os.environ["SHOAL_MEMBER_FILE"]).write_text(what)
+
     def run(self) -> None:
+        self.tell_launcher("joined")
         deadline = time.monotonic() + 90
         with CoordinatorClient(ChannelSettings(address=os.environ["SHOAL_COORDINATOR"])) as client:
             while not self.left:
@@ -84,6 +97,10 @@ class Member:
                     if time.monotonic() > deadline:
                         raise SystemExit(str(error)) from error
                     time.sleep(0.02)
+        if self.raise_now:
+            raise ValueError(f"rank {self.rank} was asked to raise")
+        if self.leaving == pb.Leave.REASON_FINISHED and not self.stopped:
+            self.tell_launcher("finished")
         print("left", flush=True)
 
 

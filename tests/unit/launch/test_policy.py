@@ -5,20 +5,22 @@ from __future__ import annotations
 import signal
 
 import pytest
-from shoal.launcher.policy import ELASTIC_RESTARTS, Action, RestartPolicy, WorkerExit
+from shoal.launcher.policy import ELASTIC_RESTARTS, Action, JobEnd, RestartPolicy, WorkerExit
 from shoal.launcher.process import ExitStatus
+from shoal_common.exit_status import PREEMPTED, PUT_OUT
 
 KILLED = ExitStatus.from_returncode(-signal.SIGKILL)
 RAISED = ExitStatus.from_returncode(1)
 DONE = ExitStatus.from_returncode(0)
+OUT = ExitStatus(PUT_OUT)
 
 
-def ended(index: int, status: ExitStatus) -> WorkerExit:
-    return WorkerExit(index=index, rank=index, pid=1000 + index, status=status, host="here", unix_s=0.0)
+def ended(index: int, status: ExitStatus, *, unix_s: float = 0.0, message: str = "") -> WorkerExit:
+    return WorkerExit(index=index, rank=index, pid=1000 + index, status=status, host="here", unix_s=unix_s, message=message)
 
 
-def policy(max_restarts: int | None = None) -> RestartPolicy:
-    return RestartPolicy(workers=3, max_restarts=max_restarts)
+def policy(max_restarts: int | None = None, *, fail_fast: bool = True) -> RestartPolicy:
+    return RestartPolicy(workers=3, max_restarts=max_restarts, fail_fast=fail_fast)
 
 
 class TestPlainScript:
@@ -27,18 +29,18 @@ class TestPlainScript:
         assert story.exited(ended(1, ExitStatus(3)), elastic=False) is Action.STOP
         assert story.exited(ended(0, ExitStatus.from_returncode(-signal.SIGTERM)), elastic=False) is Action.NONE
         assert story.exited(ended(2, DONE), elastic=False) is Action.NONE
-        assert story.exit_code == 3
+        assert story.exit_code() == 3
 
     def test_success_of_all_is_zero(self) -> None:
         story = policy()
         assert [story.exited(ended(index, DONE), elastic=False) for index in range(3)] == [Action.NONE] * 3
-        assert story.exit_code == 0
+        assert story.exit_code() == 0
 
     def test_a_failure_after_others_have_succeeded_still_fails_the_run(self) -> None:
         story = policy()
         story.exited(ended(0, DONE), elastic=False)
         assert story.exited(ended(1, RAISED), elastic=False) is Action.STOP
-        assert story.exit_code == 1
+        assert story.exit_code() == 1
 
     def test_all_are_started_anew_as_often_as_allowed(self) -> None:
         story = policy(max_restarts=2)
@@ -54,7 +56,7 @@ class TestPlainScript:
         story.started_all()
         for index in range(3):
             story.exited(ended(index, DONE), elastic=False)
-        assert story.exit_code == 0
+        assert story.exit_code() == 0
         assert [failure.index for failure in story.survived] == [2]
 
     def test_those_that_fail_of_themselves_while_the_rest_is_stopped_are_told_too(self) -> None:
@@ -72,16 +74,17 @@ class TestElasticScript:
         assert story.replaced(1) == 1
         assert story.replaced(0) == 0
 
+    def test_a_worker_that_was_put_out_is_replaced_like_one_that_a_signal_killed(self) -> None:
+        story = policy()
+        assert story.exited(ended(1, OUT), elastic=True) is Action.REPLACE
+        assert policy(max_restarts=0).exited(ended(1, OUT), elastic=True) is Action.NONE
+
     def test_each_worker_is_replaced_so_often_and_then_the_others_go_on_without(self) -> None:
         story = policy()
         for _ in range(ELASTIC_RESTARTS):
             assert story.exited(ended(1, KILLED), elastic=True) is Action.REPLACE
         assert story.exited(ended(1, KILLED), elastic=True) is Action.NONE
         assert story.exited(ended(2, KILLED), elastic=True) is Action.REPLACE
-
-    def test_a_worker_that_raised_is_not_replaced_unless_asked_for(self) -> None:
-        assert policy().exited(ended(0, RAISED), elastic=True) is Action.NONE
-        assert policy(max_restarts=1).exited(ended(0, RAISED), elastic=True) is Action.REPLACE
 
     def test_no_restarts_asked_for_means_none(self) -> None:
         assert policy(max_restarts=0).exited(ended(0, KILLED), elastic=True) is Action.NONE
@@ -91,23 +94,137 @@ class TestElasticScript:
         story.exited(ended(1, KILLED), elastic=True)
         assert story.exited(ended(1, KILLED), elastic=False) is Action.REPLACE
 
-    def test_nobody_joins_a_job_that_is_over(self) -> None:
-        assert policy().exited(ended(1, KILLED), elastic=True, over=True) is Action.NONE
+    @pytest.mark.parametrize("end", [JobEnd.COMPLETED, JobEnd.STOPPED, JobEnd.FAILED])
+    def test_nobody_joins_a_job_that_is_over(self, end: JobEnd) -> None:
+        story = policy()
+        story.heard(end)
+        assert story.exited(ended(1, KILLED), elastic=True) is Action.NONE
 
     def test_what_the_others_outlive_is_no_failure_of_the_run(self) -> None:
         story = policy(max_restarts=0)
         story.exited(ended(1, KILLED), elastic=True)
+        story.heard(JobEnd.COMPLETED)
         story.exited(ended(0, DONE), elastic=True)
         story.exited(ended(2, DONE), elastic=True)
-        assert story.exit_code == 0
+        assert story.exit_code() == 0
         assert [failure.index for failure in story.survived] == [1]
 
     def test_a_drained_worker_does_not_excuse_what_fails_after_it(self) -> None:
         story = policy(max_restarts=0)
+        story.heard(JobEnd.NONE)
         story.exited(ended(0, DONE), elastic=True)
         story.exited(ended(1, KILLED), elastic=True)
-        story.exited(ended(2, RAISED), elastic=True)
-        assert story.exit_code == 137
+        story.exited(ended(2, KILLED), elastic=True)
+        assert story.exit_code() == 137
+
+
+class TestAnElasticWorkerThatRaised:
+    def test_ends_the_job_with_its_code(self) -> None:
+        story = policy()
+        assert story.exited(ended(1, ExitStatus(3)), elastic=True) is Action.STOP
+        assert story.fails_job
+        story.exited(ended(0, DONE), elastic=True)
+        story.heard(JobEnd.FAILED)
+        assert story.exit_code() == 3
+
+    def test_is_replaced_as_often_as_max_restarts_says_and_then_ends_the_job(self) -> None:
+        story = policy(max_restarts=2)
+        assert [story.exited(ended(1, RAISED), elastic=True) for _ in range(3)] == [Action.REPLACE, Action.REPLACE, Action.STOP]
+
+    def test_is_made_up_for_by_a_replacement_that_comes_to_the_end(self) -> None:
+        story = policy(max_restarts=1)
+        story.exited(ended(1, RAISED), elastic=True)
+        story.heard(JobEnd.COMPLETED)
+        for index in range(3):
+            story.exited(ended(index, DONE), elastic=True)
+        assert story.exit_code() == 0
+        assert [failure.index for failure in story.survived] == [1]
+
+    def test_is_never_outlived_where_the_others_may_go_on_without_it(self) -> None:
+        story = policy(fail_fast=False)
+        assert story.exited(ended(1, ExitStatus(3)), elastic=True) is Action.NONE
+        assert not story.fails_job
+        story.heard(JobEnd.COMPLETED)
+        story.exited(ended(0, DONE), elastic=True)
+        story.exited(ended(2, DONE), elastic=True)
+        assert story.exit_code() == 3
+        assert [failure.index for failure in story.failures] == [1]
+
+    def test_fails_the_run_also_when_another_has_come_to_the_end_before(self) -> None:
+        story = policy()
+        story.heard(JobEnd.COMPLETED)
+        story.exited(ended(0, DONE), elastic=True)
+        assert story.exited(ended(1, RAISED), elastic=True) is Action.NONE, "the others are about to end by themselves"
+        assert story.fails_job
+        story.exited(ended(2, DONE), elastic=True)
+        assert story.exit_code() == 1
+
+    def test_is_known_by_its_account_whatever_ended_the_process_after_it(self) -> None:
+        aborted = ended(1, ExitStatus.from_returncode(-signal.SIGABRT), message="ValueError: a bug")
+        story = policy()
+        assert story.exited(aborted, elastic=True) is Action.STOP
+        assert story.exit_code() == 134
+
+    def test_comes_before_what_follows_from_it_and_what_was_made_up_for_is_not_the_cause(self) -> None:
+        story = policy()
+        story.exited(ended(0, KILLED, unix_s=1.0), elastic=True)
+        story.exited(ended(1, RAISED, unix_s=8.0, message="RuntimeError: Connection closed by peer"), elastic=True)
+        story.exited(ended(0, OUT, unix_s=6.0), elastic=True)
+        story.exited(ended(2, ExitStatus(7), unix_s=7.0, message="ValueError: a bug"), elastic=True)
+        assert [failure.index for failure in story.failures] == [2, 1, 0]
+        assert [failure.unix_s for failure in story.survived] == [1.0]
+
+
+class TestWhatIsKnownOfTheJob:
+    def test_all_workers_asked_to_leave_is_not_the_end_of_the_job(self) -> None:
+        story = policy()
+        story.heard(JobEnd.NONE)
+        for index in range(3):
+            story.exited(ended(index, DONE), elastic=True)
+        assert story.exit_code() == PUT_OUT
+
+    def test_a_coordinator_that_cannot_be_asked_does_not_make_it_a_success(self) -> None:
+        story = policy()
+        for index in range(3):
+            story.exited(ended(index, DONE), elastic=True)
+        assert story.exit_code() == PUT_OUT
+
+    def test_a_worker_that_finished_knows_it_without_the_coordinator(self) -> None:
+        story = policy()
+        story.finished()
+        for index in range(3):
+            story.exited(ended(index, DONE), elastic=True)
+        assert story.exit_code() == 0
+
+    def test_a_job_that_was_over_stays_so_when_the_coordinator_loses_its_data(self) -> None:
+        story = policy()
+        story.heard(JobEnd.COMPLETED)
+        story.heard(JobEnd.NONE)
+        story.heard(JobEnd.UNKNOWN)
+        story.exited(ended(0, DONE), elastic=True)
+        assert story.exit_code() == 0
+
+    def test_a_failure_on_another_machine_fails_the_run_here(self) -> None:
+        story = policy()
+        story.exited(ended(0, DONE), elastic=True)
+        story.heard(JobEnd.FAILED)
+        assert story.exit_code() == 1
+
+    @pytest.mark.parametrize("end", [JobEnd.NONE, JobEnd.UNKNOWN, JobEnd.STOPPED])
+    def test_a_run_that_was_asked_to_end_and_is_not_finished_says_by_which_signal(self, end: JobEnd) -> None:
+        story = policy()
+        story.joined()
+        story.heard(end)
+        story.stopping()
+        story.exited(ended(0, DONE), elastic=True)
+        assert story.exit_code(signal_number=signal.SIGTERM) == PREEMPTED
+
+    def test_a_run_that_was_asked_to_end_and_finished_all_the_same_is_a_success(self) -> None:
+        story = policy()
+        story.stopping()
+        story.heard(JobEnd.COMPLETED)
+        story.exited(ended(0, DONE), elastic=True)
+        assert story.exit_code(signal_number=signal.SIGTERM) == 0
 
 
 @pytest.mark.parametrize(

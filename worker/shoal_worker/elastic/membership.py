@@ -51,6 +51,7 @@ class Membership:
 
     def join(self) -> pb.Welcome:
         """Opens the session with the coordinator. Raises what `CoordinatorLink.connect` raises."""
+        self._tell_launcher("joined")
         return self.link.connect(self._settings.rendezvous_timeout)
 
     @property
@@ -188,6 +189,13 @@ class Membership:
         self._drained = self._drained or reason == pb.Leave.REASON_DRAINED
         self.link.leave(reason, detail, timeout=timedelta(seconds=5))
         self.leave_group("this member left")
+        if reason == pb.Leave.REASON_FINISHED and self.link.stopped is None and self.link.refused is None:
+            self._tell_launcher("finished")
+
+    def _tell_launcher(self, what: str) -> None:
+        """Without the coordinator, who may be away."""
+        if self._settings.member_file is not None:
+            self._settings.member_file.write_text(what)
 
     def _announce(self, forming: Forming) -> None:
         with self._lock:

@@ -13,9 +13,14 @@ import threading
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
+from shoal_common.exit_status import PUT_OUT
+
+from shoal_worker.elastic.account import is_consequence, leave_account
+
 
 class ScriptEnd:
-    """Watches from `install` on."""
+    """Watches from `install` on. An exception that only tells what happened to others ends the process with PUT_OUT; of any other, an
+    account is left for the launcher."""
 
     def __init__(self) -> None:
         self._uncaught: str | None = None
@@ -44,6 +49,9 @@ class ScriptEnd:
     def _note_uncaught(self, kind: type[BaseException], value: BaseException, traceback: TracebackType | None) -> None:
         self._uncaught = f"{kind.__name__}: {value}"
         self._excepthook(kind, value, traceback)
+        if is_consequence(value):
+            raise SystemExit(PUT_OUT)  # the interpreter takes its status from a hook that raises it
+        leave_account(value, traceback)
 
     def _note_exit(self, status: Any = None, /) -> NoReturn:
         if threading.current_thread() is threading.main_thread():  # elsewhere it ends the thread alone

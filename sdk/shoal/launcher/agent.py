@@ -266,7 +266,7 @@ class Agent:
         action = policy.exited(ended, elastic=worker.has_joined or (report is not None and (report.was_member or report.job.ours > 0)))
         if policy.fails_job and policy.fatal is ended:
             self._tell_failure(worker, ended)
-        what = f"rank {ended.rank} (pid {ended.pid}) ended with {ended.status}"
+        what = f"{ended.who} (pid {ended.pid}) ended with {ended.status}"
         if action is Action.REPLACE:
             self._replace(ended.index, what, alone=report is not None and report.job.holders == 0)
         elif action is Action.RESTART_ALL:
@@ -276,9 +276,7 @@ class Agent:
         elif action is Action.STOP:
             self._stopping.set()
             if policy.elastic:
-                self._note(
-                    f"{what}: a worker that raised ends the job, since a restart would not cure that (--no-fail-fast, --max-restarts)"
-                )
+                self._note(f"{what}: it raised, and no restart cures that: the job ends (--no-fail-fast, --max-restarts)")
             self._spawn(self._wind_down(self._settings.failure_grace))
         elif not self._stopping.is_set():
             if not self._workers and (policy.end.is_over or not self._replacing):
@@ -296,9 +294,7 @@ class Agent:
             await asyncio.sleep(_REPLACEMENT_DELAY.total_seconds())
         pid = self._start(index, restarts=self._policy.replaced(index)).child.pid
         if alone:
-            self._note(
-                f"{what}; NO WORKER IS LEFT THAT HOLDS THE TRAINING STATE: pid {pid} goes on from a checkpoint, if its script loads one"
-            )
+            self._note(f"{what}; NOBODY IS LEFT WHO HOLDS THE TRAINING STATE: pid {pid} needs a checkpoint to go on from")
         else:
             self._note(f"{what}; the others go on, pid {pid} takes its place")
 

@@ -65,7 +65,9 @@ class WorkerExit:
     index: int
     """Of its launcher: 0 .. workers-1."""
     rank: int
-    """Its last rank in the job, as far as that is known; else the one it was told at its start."""
+    """Its last rank in the job, as far as that is known; else `started_as`."""
+    started_as: int
+    """The rank that it was told at its start, and that its output has in front."""
     pid: int
     status: ExitStatus
     host: str
@@ -74,6 +76,11 @@ class WorkerExit:
     message: str = ""
     """The exception that it did not catch, in a line or more; empty: none, or it could not say so."""
     traceback: str = ""
+
+    @property
+    def who(self) -> str:
+        """For people."""
+        return f"rank {self.rank}" + (f" (output [{self.started_as}])" if self.rank != self.started_as else "")
 
     @property
     def raised(self) -> bool:

@@ -27,14 +27,14 @@ def failure_summary(program: str, failures: Sequence[WorkerExit], survived: Sequ
 
 def survived_summary(survived: Sequence[WorkerExit]) -> str:
     """One line for a run that went through although workers failed."""
-    names = ", ".join(f"rank {failure.rank} (pid {failure.pid}, {failure.status})" for failure in survived)
+    names = ", ".join(f"{failure.who} (pid {failure.pid}, {failure.status})" for failure in survived)
     return f"the run came to its end although {len(survived)} of its workers failed on the way: {names}"
 
 
 def failure_line(failure: WorkerExit) -> str:
     """One line: who, where and how."""
     message = failure.message.strip().partition("\n")[0]
-    return f"rank {failure.rank} on {failure.host} (pid {failure.pid}) ended with {failure.status}" + (f": {message}" if message else "")
+    return f"{failure.who} on {failure.host} (pid {failure.pid}) ended with {failure.status}" + (f": {message}" if message else "")
 
 
 def _moment(failure: WorkerExit) -> str:
@@ -42,11 +42,12 @@ def _moment(failure: WorkerExit) -> str:
 
 
 def _details(failure: WorkerExit) -> list[str]:
+    told = failure.started_as
     ending = f"{failure.status.code} ({failure.status})" if failure.status.signal else str(failure.status.code)
     lines = [
         f"  time      : {_moment(failure)}",
         f"  host      : {failure.host}",
-        f"  rank      : {failure.rank} (local_rank: {failure.index})",
+        f"  rank      : {failure.rank} (local_rank: {failure.index})" + (f", output [{told}]" if told != failure.rank else ""),
         f"  exit code : {ending}, pid {failure.pid}",
     ]
     if text := failure.traceback or failure.message:

@@ -58,6 +58,7 @@ class Worker:
         return WorkerExit(
             index=self.index,
             rank=next((known for known in (raised.rank, rank) if known >= 0), self.rank),
+            started_as=self.rank,
             pid=self.child.pid,
             status=status,
             host=socket.gethostname(),

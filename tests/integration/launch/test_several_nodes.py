@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import signal
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -10,6 +12,9 @@ from typing import Any
 import pytest
 from shoal.launcher.cluster import Service
 from shoal.launcher.process import stop_all
+from shoal_common.clients.coordinator import CoordinatorClient
+from shoal_common.exit_status import PREEMPTED
+from shoal_common.rpc.channel import ChannelSettings
 
 Shell = Any  # of tests/integration/conftest.py
 Command = Any
@@ -20,18 +25,40 @@ print(*map(os.environ.get, ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK", "G
 """
 
 
+class Coordinator:
+    """One that belongs to no launcher, at an address that it keeps."""
+
+    def __init__(self, shell: Shell, directory: Path) -> None:
+        self.directory = directory
+        directory.mkdir()
+        arguments = ["--redis", f"embedded://{directory / 'redis'}"]
+        self.service = Service("coordinator", "shoal_coordinator", arguments, directory=directory, environment=shell.environment)
+        self.start()
+
+    def start(self) -> None:
+        self.service.start()
+        self.service.wait_ready(timedelta(seconds=90))
+
+    def lose_data(self) -> None:
+        """As when its disk is gone: it comes back and knows of nothing."""
+        stop_all([self.service.child], grace=timedelta(0))
+        shutil.rmtree(self.directory / "redis")
+        self.start()
+
+
 @pytest.fixture
-def endpoint(shell: Shell, tmp_path: Path) -> Iterator[str]:
+def coordinator(shell: Shell, tmp_path: Path) -> Iterator[Coordinator]:
+    running = Coordinator(shell, tmp_path / "coordinator")
+    yield running
+    stop_all([running.service.child], grace=timedelta(seconds=10))
+    running.service.release()
+
+
+@pytest.fixture
+def endpoint(coordinator: Coordinator) -> str:
     """Of a coordinator that belongs to no launcher."""
-    directory = tmp_path / "coordinator"
-    directory.mkdir()
-    arguments = ["--redis", f"embedded://{directory / 'redis'}"]
-    service = Service("coordinator", "shoal_coordinator", arguments, directory=directory, environment=shell.environment)
-    service.start()
-    service.wait_ready(timedelta(seconds=90))
-    yield service.address
-    stop_all([service.child], grace=timedelta(seconds=10))
-    service.release()
+    address: str = coordinator.service.address
+    return address
 
 
 def places(command: Command) -> list[list[str]]:
@@ -149,3 +176,66 @@ def test_launchers_that_do_not_come_together_in_time_say_so(shell: Shell, endpoi
     status, _, err = shell.run("run", "--nnodes", "2", "--rdzv-endpoint", endpoint, "--rdzv-conf", "join_timeout=2", script)
     assert status == 1
     assert "2 launchers for job default did not come together within 2 s" in err
+
+
+ELASTIC_AND_CUT_OFF = """
+import os, pathlib, time
+pathlib.Path(os.environ["SHOAL_MEMBER_FILE"]).write_text("joined")
+print("works", flush=True)
+while not pathlib.Path("done").exists(): time.sleep(0.01)
+pathlib.Path(os.environ["SHOAL_MEMBER_FILE"]).write_text("finished")
+"""
+
+
+def test_elastic_workers_that_the_coordinator_has_put_out_are_not_started_anew_when_launchers_come(shell: Shell, endpoint: str) -> None:
+    script = shell.script(ELASTIC_AND_CUT_OFF)
+    flags = ["run", "--nnodes", "1:2", "--rdzv-endpoint", endpoint, "--rdzv-conf", "last_call_timeout=0.1", script]
+    first = shell.start(*flags)
+    first.wait_for_output("works")
+    second = shell.start(*flags)
+    second.wait_for_output("works")
+    (shell.directory / "done").touch()
+    assert [first.wait(), second.wait()] == [0, 0], [first.stderr, second.stderr]
+    assert [node.stdout.count("works") for node in (first, second)] == [1, 1]
+    assert "anew" not in first.stderr + second.stderr
+
+
+def test_workers_go_on_when_the_coordinator_comes_back_without_its_data(shell: Shell, coordinator: Coordinator, endpoint: str) -> None:
+    script = shell.script(PLACE + "import pathlib, time\nwhile not pathlib.Path('done').exists(): time.sleep(0.01)\n")
+    nodes = [shell.start("run", "--nnodes", "2", "--rdzv-endpoint", endpoint, script) for _ in range(2)]
+    for node in nodes:
+        node.wait_for(lambda node=node: len(places(node)) == 1, "its worker")
+    coordinator.lose_data()
+    nodes[0].wait_for(lambda: any("has lost its data, and job default with it: created anew" in node.stderr for node in nodes), "the word")
+    with CoordinatorClient(ChannelSettings(address=endpoint)) as client:
+        nodes[0].wait_for(lambda: client.get_job("default.nodes").generation.number, "the launchers' next generation")
+    (shell.directory / "done").touch()
+    assert [node.wait() for node in nodes] == [0, 0], [node.stderr for node in nodes]
+    assert [len(places(node)) for node in nodes] == [1, 1]
+    assert "starting all workers" not in nodes[0].stderr + nodes[1].stderr
+
+
+@pytest.mark.parametrize("settled", [False, True])
+def test_a_worker_that_raises_ends_the_job_on_all_machines(shell: Shell, endpoint: str, elastic_worker: Path, settled: bool) -> None:
+    flags = ["--nnodes", "2" if settled else "1:2", "--rdzv-endpoint", endpoint, elastic_worker, shell.directory / "finish"]
+    first, second = (
+        shell.start("run", *(("--master-addr", "127.0.0.1", "--node-rank", str(rank)) if settled else ()), *flags) for rank in range(2)
+    )
+    for node in (first, second):
+        node.wait_for(lambda node=node: " of 2\n" in node.stdout, "both ranks")
+    raising, other = (first, second) if "rank 1 of 2" in first.stdout else (second, first)
+    (shell.directory / "raise-1").touch()
+    assert [raising.wait(), other.wait()] == [1, 1], [first.stderr, second.stderr]
+    assert "rank 1 on " in other.stderr
+    assert "ended with exit code 1" in other.stderr
+    assert "left" in other.stdout
+
+
+def test_launchers_of_a_preempted_allocation_all_say_so(shell: Shell, endpoint: str, elastic_worker: Path) -> None:
+    nodes = [shell.start("run", "--nnodes", "2", "--rdzv-endpoint", endpoint, elastic_worker, "never") for _ in range(2)]
+    for node in nodes:
+        node.wait_for(lambda node=node: " of 2\n" in node.stdout, "both ranks")
+    for node in nodes:
+        node.process.send_signal(signal.SIGTERM)
+    assert [node.wait() for node in nodes] == [PREEMPTED, PREEMPTED], [node.stderr for node in nodes]
+    assert all("left" in node.stdout for node in nodes)

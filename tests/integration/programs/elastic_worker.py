@@ -2,7 +2,7 @@
 
 It prints a line per generation, `generation G rank R of N`, and one when it leaves. On SIGTERM, a drain or a stop it leaves as drained;
 once the file named by its argument exists, as finished; as shoal's workers do, it tells its launcher so in a file. Its heartbeats count
-steps. Once a file raise-RANK is there beside the one to finish, with its rank in the job, it raises.
+steps. Once a file raise-RANK is there beside the one to finish, with its rank in the job, it raises. Put out, it ends with PUT_OUT.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from shoal_common.clients.coordinator import CoordinatorClient
-from shoal_common.errors import DeadlineError, UnavailableError, UnknownResourceError
+from shoal_common.errors import DeadlineError, PreconditionError, UnavailableError, UnknownResourceError
+from shoal_common.exit_status import PUT_OUT
 from shoal_common.rpc.channel import ChannelSettings
 from shoal_protos.v1 import coordinator_pb2 as pb
 
@@ -87,12 +88,15 @@ class Member:
 
     def run(self) -> None:
         self.tell_launcher("joined")
+        print("told", *(f"{name}={os.environ[name]}" for name in ("SHOAL_ALLOW_RESTART_FROM_SCRATCH",) if name in os.environ), flush=True)
         deadline = time.monotonic() + 90
         with CoordinatorClient(ChannelSettings(address=os.environ["SHOAL_COORDINATOR"])) as client:
             while not self.left:
                 try:
                     for directive in client.join_session(self.messages()):
                         self.heard(directive)
+                except PreconditionError as error:
+                    raise SystemExit(0 if error.reason == "JOB_CLOSED" else PUT_OUT) from error
                 except (UnavailableError, DeadlineError, UnknownResourceError) as error:
                     if time.monotonic() > deadline:
                         raise SystemExit(str(error)) from error

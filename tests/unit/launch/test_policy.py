@@ -16,7 +16,9 @@ OUT = ExitStatus(PUT_OUT)
 
 
 def ended(index: int, status: ExitStatus, *, unix_s: float = 0.0, message: str = "") -> WorkerExit:
-    return WorkerExit(index=index, rank=index, pid=1000 + index, status=status, host="here", unix_s=unix_s, message=message)
+    return WorkerExit(
+        index=index, rank=index, started_as=index, pid=1000 + index, status=status, host="here", unix_s=unix_s, message=message
+    )
 
 
 def policy(max_restarts: int | None = None, *, fail_fast: bool = True) -> RestartPolicy:

@@ -1,0 +1,116 @@
+"""What `shoal run` returns and says when workers of a job raise, are put out, or are asked to leave. docs/exit-status.md is the table."""
+
+from __future__ import annotations
+
+import re
+import signal
+import textwrap
+from pathlib import Path
+from typing import Any
+
+from shoal_common.clients.coordinator import CoordinatorClient
+from shoal_common.exit_status import PREEMPTED, PUT_OUT
+from shoal_common.rpc.channel import ChannelSettings
+
+Shell = Any  # of tests/integration/conftest.py
+Command = Any
+
+BUG = """
+    import torch, shoal
+    shoal.init()
+    model = torch.nn.Linear(4, 1)
+    model, optimizer = shoal.as_distributed(model, torch.optim.SGD(model.parameters(), 0.1))
+    loader = shoal.ElasticDataLoader(torch.utils.data.TensorDataset(torch.zeros(64, 4)), global_batch_size=4)
+    for epoch in loader.epochs(10_000):
+        for (rows,) in loader:
+            optimizer.zero_grad()
+            model(rows).sum().backward()
+            optimizer.step()
+            if loader.global_step == 5 and shoal.rank() == 1:
+                raise ValueError("a bug on one rank")
+"""
+
+
+def start(shell: Shell, worker: Path, *flags: str, workers: int = 2) -> Command:
+    """Starts a run, and waits until all have ranks in one generation."""
+    command = shell.start("run", "--standalone", "--nproc-per-node", str(workers), *flags, worker, shell.directory / "finish")
+    command.wait_for_output(*(f"[{rank}]: generation 1 rank {rank} of {workers}" for rank in range(workers)))
+    return command
+
+
+def test_a_bug_on_one_rank_ends_the_job_with_its_traceback_first_and_its_status(shell: Shell) -> None:
+    command = shell.start("run", "--standalone", "--nproc-per-node", "2", shell.script(textwrap.dedent(BUG)))
+    assert command.wait() == 1, command.stderr
+    assert "it raised, and no restart cures that: the job ends" in command.stderr
+    told = command.stderr.partition("First failure")[2]
+    assert re.search(r"rank +: 1 (.*\n)+.*ValueError: a bug on one rank", told), command.stderr
+    assert "Later failures" not in told
+
+
+def test_a_worker_that_raises_is_replaced_as_often_as_max_restarts_says(shell: Shell, elastic_worker: Path) -> None:
+    command = start(shell, elastic_worker, "--max-restarts", "1")
+    (shell.directory / "raise-1").touch()
+    command.wait_for(lambda: "ended with exit code 1; the others go on, pid" in command.stderr, "the replacement")
+    assert command.wait() == 1
+    assert "it raised, and no restart cures that: the job ends" in command.stderr
+    assert "[0]: left" in command.stdout
+
+
+def test_without_fail_fast_the_others_go_on_to_the_end_and_the_status_still_tells(shell: Shell, elastic_worker: Path) -> None:
+    command = start(shell, elastic_worker, "--no-fail-fast")
+    (shell.directory / "raise-1").touch()
+    command.wait_for_output("[0]: generation 2 rank 0 of 1")
+    command.wait_for(lambda: "exit code 1; the others go on without it" in command.stderr, "the launcher's word")
+    (shell.directory / "finish").touch()
+    assert command.wait() == 1
+    assert "FAILED" in command.stderr
+
+
+def test_a_worker_that_the_coordinator_put_out_is_replaced(shell: Shell, elastic_worker: Path) -> None:
+    command = start(shell, elastic_worker)
+    record = shell.cluster()
+    with CoordinatorClient(ChannelSettings(address=record.coordinator)) as client:
+        victim = client.get_job(record.job_id).members[1]
+        client.report_exit(record.job_id, victim.member_id, exit_code=1)  # as of a host that was lost, but it lives
+    command.wait_for_output("[0]: generation 2 rank 0 of 1", "[1]: generation 3 rank 1 of 2")
+    assert f"rank 1 (pid {victim.pid}) ended with exit code {PUT_OUT}; the others go on, pid" in command.stderr
+    (shell.directory / "finish").touch()
+    assert command.wait() == 0
+
+
+def test_a_run_whose_workers_were_all_drained_is_not_a_success(shell: Shell, elastic_worker: Path) -> None:
+    command = start(shell, elastic_worker)
+    record = shell.cluster()
+    with CoordinatorClient(ChannelSettings(address=record.coordinator)) as client:
+        for member in client.get_job(record.job_id).members:
+            client.drain_member(record.job_id, member_id=member.member_id)
+    assert command.wait() == PUT_OUT
+    assert "is not finished: its last workers here were asked to leave" in command.stderr
+
+
+def test_the_death_of_all_who_hold_the_state_is_said_loudly(shell: Shell, elastic_worker: Path) -> None:
+    command = start(shell, elastic_worker, "--allow-restart-from-scratch", workers=1)
+    for process in command.family():
+        if process.pid in shell.pids():
+            process.kill()
+    command.wait_for(lambda: "NOBODY IS LEFT WHO HOLDS THE TRAINING STATE" in command.stderr, "the launcher's word")
+    command.wait_for_output("[0]: generation 2 rank 0 of 1", "SHOAL_ALLOW_RESTART_FROM_SCRATCH=1")
+    (shell.directory / "finish").touch()
+    assert command.wait() == 0
+
+
+def test_a_preempted_run_says_so_and_names_those_who_did_not_leave_in_time(shell: Shell) -> None:
+    deaf = shell.script(
+        "import os, pathlib, signal, sys\n"
+        "pathlib.Path(os.environ['SHOAL_MEMBER_FILE']).write_text('joined')\n"
+        "signal.signal(signal.SIGTERM, lambda *_: print('heard', flush=True))\n"
+        "print('started', flush=True)\n"
+        "while True: signal.pause()\n"
+    )
+    command = shell.start("run", "--standalone", "--shutdown-timeout", "1", deaf)
+    command.wait_for_output("[0]: started")
+    command.wait_for(shell.cluster, "the cluster")
+    command.process.send_signal(signal.SIGTERM)
+    assert command.wait() == PREEMPTED
+    assert command.stdout.count("heard") == 1
+    assert re.search(r"killing rank 0 \(pid \d+\) after 1 s \(--shutdown-timeout\): a checkpoint that is still", command.stderr)

@@ -1,0 +1,80 @@
+"""What a process that did not catch an exception leaves to its launcher: an account, or an exit status that says it was no bug."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from shoal_common.errors import (
+    ConfigurationError,
+    MembershipChanged,
+    PreconditionError,
+    ShoalError,
+    StaleGenerationError,
+    UnavailableError,
+)
+from shoal_common.exit_status import PUT_OUT
+from shoal_worker.elastic.account import is_consequence
+
+SCRIPT = """
+from shoal_common.errors import MembershipChanged
+from shoal_worker.elastic.script_end import ScriptEnd
+ScriptEnd().install()
+raise {exception}
+"""
+
+
+def ended(exception: str, tmp_path: Path) -> tuple[int, str, Path]:
+    """Runs a script that raises it: its exit status, its standard error and where its account would be."""
+    account = tmp_path / "account.json"
+    environment = {**os.environ, "TORCHELASTIC_ERROR_FILE": str(account)}
+    script = SCRIPT.format(exception=exception)
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120, check=False)
+    return done.returncode, done.stderr, account
+
+
+def test_a_bug_leaves_an_account_in_the_form_of_torchs_record(tmp_path: Path) -> None:
+    status, said, account = ended("ValueError('a bug')", tmp_path)
+    assert (status, "ValueError: a bug" in said) == (1, True)
+    content = json.loads(account.read_text())
+    assert content["message"]["message"] == "ValueError: a bug"
+    assert "ValueError: a bug" in content["message"]["extraInfo"]["py_callstack"]
+    assert content["shoal"]["rank"] == -1
+
+
+def test_a_peers_death_that_raises_under_the_users_code_ends_the_process_with_a_status_of_its_own(tmp_path: Path) -> None:
+    status, said, account = ended("RuntimeError('the step failed') from MembershipChanged('a peer has gone')", tmp_path)
+    assert (status, "MembershipChanged: a peer has gone" in said) == (PUT_OUT, True)
+    assert not account.exists()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MembershipChanged("a peer has gone"),
+        UnavailableError("a server has gone"),
+        StaleGenerationError("late"),
+        PreconditionError("silent for 10 s", reason="LEASE_EXPIRED"),
+    ],
+)
+def test_what_happened_to_others_or_to_this_process_is_no_bug(error: ShoalError) -> None:
+    assert is_consequence(error)
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError("a bug"), ConfigurationError("lr=-1"), PreconditionError("all progress is lost", reason="PROGRESS_LOST")]
+)
+def test_what_a_replacement_would_do_again_is_one(error: Exception) -> None:
+    assert not is_consequence(error)
+
+
+def test_an_exception_that_hides_what_led_to_it_stands_for_itself() -> None:
+    error = ValueError("a bug")
+    error.__context__ = MembershipChanged("a peer has gone")
+    assert is_consequence(error)
+    error.__suppress_context__ = True  # raise ... from None
+    assert not is_consequence(error)

@@ -85,6 +85,8 @@ class Agent:
         """Other launchers are being told that the job has failed."""
         self._why = ""
         """Why the job ends, as the coordinator says it."""
+        self._holders: int | None = None
+        """How many members of the job hold the training state, as the coordinator said it last; None: it has not."""
         self._ending = False
         """The run is being ended: nothing is started any more."""
 
@@ -268,7 +270,7 @@ class Agent:
             self._tell_failure(worker, ended)
         what = f"{ended.who} (pid {ended.pid}) ended with {ended.status}"
         if action is Action.REPLACE:
-            self._replace(ended.index, what, alone=report is not None and report.job.holders == 0)
+            self._replace(ended.index, what)
         elif action is Action.RESTART_ALL:
             self._stopping.set()
             self._note(f"{what}; starting all workers anew, restart {policy.restarts} of {self._settings.max_restarts}")
@@ -284,16 +286,16 @@ class Agent:
             elif not ended.status.ok:
                 self._note(f"{what}; the others go on without it")
 
-    def _replace(self, index: int, what: str, *, alone: bool) -> None:
-        task = self._spawn(self._start_replacement(index, what, alone=alone))
+    def _replace(self, index: int, what: str) -> None:
+        task = self._spawn(self._start_replacement(index, what))
         self._replacing.add(task)
         task.add_done_callback(self._replacing.discard)
 
-    async def _start_replacement(self, index: int, what: str, *, alone: bool) -> None:
+    async def _start_replacement(self, index: int, what: str) -> None:
         if self._workers:
             await asyncio.sleep(_REPLACEMENT_DELAY.total_seconds())
         pid = self._start(index, restarts=self._policy.replaced(index)).child.pid
-        if alone:
+        if self._holders == 0:
             self._note(f"{what}; NOBODY IS LEFT WHO HOLDS THE TRAINING STATE: pid {pid} needs a checkpoint to go on from")
         else:
             self._note(f"{what}; the others go on, pid {pid} takes its place")
@@ -348,7 +350,7 @@ class Agent:
 
     def _hear(self, news: JobNews) -> None:
         self._policy.heard(news.end)
-        self._why = news.why
+        self._why, self._holders = news.why, news.holders
 
     def _finish_as_known(self) -> None:
         code = self._policy.exit_code(signal_number=self._signal or 0)

@@ -147,7 +147,8 @@ class RestartPolicy:
         self.elastic |= elastic
         if self._stopping:
             # Those that fail of themselves while the others are being stopped belong into the account.
-            if self._failures and not worker.status.ok and worker.status.signal not in _STOP_SIGNALS:
+            of_itself = bool(worker.message) or worker.status.signal not in _STOP_SIGNALS
+            if self._failures and not worker.status.ok and of_itself:
                 self._failures.append(worker)
             return Action.NONE
         if worker.status.ok:

@@ -66,7 +66,13 @@ def test_what_happened_to_others_or_to_this_process_is_no_bug(error: ShoalError)
 
 
 @pytest.mark.parametrize(
-    "error", [ValueError("a bug"), ConfigurationError("lr=-1"), PreconditionError("all progress is lost", reason="PROGRESS_LOST")]
+    "error",
+    [
+        ValueError("a bug"),
+        ConfigurationError("lr=-1"),
+        PreconditionError("all progress is lost", reason="PROGRESS_LOST"),
+        UnavailableError("the disk is full", reason="CHECKPOINT_NOT_WRITTEN"),
+    ],
 )
 def test_what_a_replacement_would_do_again_is_one(error: Exception) -> None:
     assert not is_consequence(error)

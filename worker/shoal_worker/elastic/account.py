@@ -18,15 +18,14 @@ from shoal_common.errors import MembershipChanged, ShoalError, StaleGenerationEr
 from shoal_worker.elastic.current import find_session
 from shoal_worker.settings import error_file
 
-_PUT_OUT: Final = ("MEMBER_REPLACED", "LEASE_EXPIRED", "PROCESS_EXITED", "MEMBER_STALLED")
-"""Reasons with which the coordinator ends the membership of a process that lives."""
+_HAPPENED: Final = ("MEMBER_REPLACED", "LEASE_EXPIRED", "PROCESS_EXITED", "MEMBER_STALLED", UnavailableError.default_reason)
+"""Reasons with which the coordinator ends the membership of a process that lives, and that of a service that cannot be reached."""
 
 
 def is_consequence(error: BaseException) -> bool:
     """Whether this exception, or one that led to it, says that peers or services went away, or that this process was put out."""
     return any(
-        isinstance(cause, MembershipChanged | UnavailableError | StaleGenerationError)
-        or (isinstance(cause, ShoalError) and cause.reason in _PUT_OUT)
+        isinstance(cause, MembershipChanged | StaleGenerationError) or (isinstance(cause, ShoalError) and cause.reason in _HAPPENED)
         for cause in _chain(error)
     )
 

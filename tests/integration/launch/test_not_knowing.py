@@ -1,0 +1,163 @@
+"""A launcher that cannot ask: a coordinator that does not answer is no word about who lives. In process, over workers that are real."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from shoal.launcher import nodes
+from shoal.launcher.agent import Agent
+from shoal.launcher.cluster import LocalCluster
+from shoal.launcher.environment import NodePlacement
+from shoal.launcher.jobs import JobSettings
+from shoal.launcher.nodes import SharedSite
+from shoal.launcher.output import OutputPump
+from shoal.launcher.policy import JobEnd
+from shoal.launcher.reporter import ExitReport, ExitReporter, JobNews
+from shoal.launcher.settings import NodeRange, RunSettings
+from shoal.launcher.site import Ending
+from shoal_common.errors import DeadlineError
+
+WAITS = """
+import pathlib, sys, time
+with open("started", "a") as file: file.write("x")
+while not pathlib.Path("done").exists(): time.sleep(0.01)
+"""
+_DEADLINE_S = 60
+
+
+class Reporter(ExitReporter):
+    """Answers with what it is told to; None: the coordinator is away."""
+
+    def __init__(self, *answers: JobNews | None) -> None:
+        self.answers = list(answers)
+
+    def news(self) -> JobNews | None:
+        return self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+
+    def report(self, member_id: str, status: Any, *, failure: str = "") -> ExitReport | None:
+        news = self.news()
+        return ExitReport(was_member=news.ours > 0, rank=-1, job=news) if news is not None else None
+
+    def close(self) -> None:
+        """Nothing is under way."""
+
+
+class MovingSite:
+    """The set of launchers changes once, right after the start."""
+
+    coordinator = "127.0.0.1:9"
+
+    def __init__(self, reporter: Reporter, after_moved: Callable[[], bool]) -> None:
+        self.reporter = reporter
+        self.after_moved = after_moved
+        self.asked_again = threading.Event()
+
+    def begin(self) -> None:
+        """Nothing takes time."""
+
+    async def open(self, launcher_id: str) -> ExitReporter:
+        return self.reporter
+
+    async def keep(self) -> None:
+        await asyncio.Event().wait()
+
+    async def place(self, *, again: bool) -> NodePlacement:
+        return NodePlacement(node_rank=0, node_count=1, master_address="127.0.0.1", master_port=1)
+
+    async def moved(self) -> None:
+        if self.asked_again.is_set():
+            await asyncio.Event().wait()
+        while not self.after_moved():
+            await asyncio.sleep(0.01)
+        self.asked_again.set()
+
+    def fail(self, reason: str) -> None:
+        """Nobody else has to know."""
+
+    def close(self, ending: Ending) -> None:
+        """Nothing was started."""
+
+
+def news(*, ours: int, end: JobEnd = JobEnd.NONE) -> JobNews:
+    return JobNews(end=end, why="", holders=ours, ours=ours)
+
+
+def run(directory: Path, monkeypatch: pytest.MonkeyPatch, *answers: JobNews | None, starts: int) -> tuple[int, int, str]:
+    """Exit status, how often the worker was started, and what the launcher said. The worker ends once all but the last answer were
+    given, and it was started `starts` times."""
+    monkeypatch.chdir(directory)
+    settings = RunSettings(command=(sys.executable, "-c", WAITS), program="waits", job_id="waits", workers=1)
+    said: list[str] = []
+    reporter = Reporter(*answers)
+    site = MovingSite(reporter, after_moved=Path("started").exists)
+    pump = OutputPump(lambda _stream, _data: None)
+
+    def settled() -> bool:
+        return site.asked_again.is_set() and len(reporter.answers) == 1 and len(Path("started").read_text()) >= starts
+
+    finisher = threading.Thread(target=_finish_when, args=(settled, directory))
+    finisher.start()
+    try:
+        result = Agent(settings, site, pump=pump, note=said.append, colour=False).run()
+    finally:
+        finisher.join()
+        pump.close(nodes._CONNECT_TIMEOUT)
+    return result.exit_code, len((directory / "started").read_text()), "\n".join(said)
+
+
+def _finish_when(condition: Callable[[], bool], directory: Path) -> None:
+    waiting = threading.Event()
+    for _ in range(_DEADLINE_S * 100):
+        if condition():
+            break
+        waiting.wait(0.01)
+    (directory / "done").touch()
+
+
+def test_workers_stay_while_the_coordinator_cannot_say_whether_they_are_members(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    members = news(ours=1)
+    status, starts, said = run(tmp_path, monkeypatch, None, None, members, news(ours=0, end=JobEnd.COMPLETED), starts=1)
+    assert (status, starts) == (0, 1), said
+    assert "anew" not in said
+
+
+def test_workers_of_a_plain_script_are_started_anew_once_that_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    status, starts, said = run(tmp_path, monkeypatch, None, news(ours=0), starts=2)
+    assert (status, starts) == (0, 2), said
+
+
+def test_who_waits_for_other_launchers_says_how_many_are_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nodes, "_REMINDER_S", 0.05)
+    said: list[str] = []
+    enough = asyncio.Event()
+
+    def note(text: str) -> None:
+        said.append(text)
+        enough.set()
+
+    async def wait_in_vain(site: SharedSite) -> None:
+        site.begin()
+        await site.open("launcher")
+        place = asyncio.ensure_future(site.place(again=False))
+        await asyncio.wait([place, asyncio.ensure_future(enough.wait())], return_when=asyncio.FIRST_COMPLETED)
+        place.cancel()
+        with pytest.raises((asyncio.CancelledError, DeadlineError)):
+            await place
+
+    with LocalCluster(JobSettings(job_id="other", min_workers=1, max_workers=1)) as cluster:
+        settings = RunSettings(
+            command=("true",), program="true", job_id="vain", workers=1, nodes=NodeRange(2, 2), endpoint=cluster.coordinator.address
+        )
+        site = SharedSite(settings, note=note)
+        try:
+            asyncio.run(wait_in_vain(site))
+        finally:
+            site.close(Ending.STOPPED)
+    assert said[0].startswith("waiting for the launchers of job vain: ")
+    assert " of at least 2 are there (" in said[0]

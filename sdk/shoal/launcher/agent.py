@@ -41,6 +41,7 @@ _KILL_TIMEOUT: Final = timedelta(seconds=10)
 _TELL_TIMEOUT: Final = timedelta(seconds=10)
 _NEWS_TIMEOUT: Final = timedelta(seconds=10)
 _PAUSE_S: Final = 0.5
+_SAME_SIGNAL_S: Final = 1.0
 _REMINDER_S: Final = 10.0
 """Between two lines that say who is waited for."""
 _REPLACEMENT_DELAY: Final = timedelta(milliseconds=250)
@@ -79,6 +80,8 @@ class Agent:
         self._reporter: ExitReporter | None = None
         self._node: NodePlacement | None = None
         self._signal: signal.Signals | None = None
+        self._signalled_at = 0.0
+        """On the loop's clock."""
         self._replacing: set[asyncio.Task[None]] = set()
         """Replacements that are about to start."""
         self._telling: set[asyncio.Task[None]] = set()
@@ -194,12 +197,15 @@ class Agent:
                 loop.remove_signal_handler(number)
 
     def _on_signal(self, number: signal.Signals) -> None:
+        now = asyncio.get_running_loop().time()
         if self._signal is not None:
+            if number is not signal.SIGINT and now < self._signalled_at + _SAME_SIGNAL_S:
+                return  # batch systems and supervisors may send theirs to several processes, each of which passes it on
             self._note(f"{number.name} again: killing the workers")
             for worker in self._workers:
                 worker.child.kill()
             return
-        self._signal = number
+        self._signal, self._signalled_at = number, now
         grace = self._settings.shutdown_grace(elastic=self._policy.elastic or any(worker.has_joined for worker in self._workers))
         if self._workers:
             self._note(f"{number.name}: the workers have {grace.total_seconds():g} s to end by themselves; once more kills them")
@@ -283,7 +289,7 @@ class Agent:
         elif not self._stopping.is_set():
             if not self._workers and (policy.end.is_over or not self._replacing):
                 self._conclude(known=report is not None)
-            elif not ended.status.ok:
+            elif not ended.left:
                 self._note(f"{what}; the others go on without it")
 
     def _replace(self, index: int, what: str) -> None:

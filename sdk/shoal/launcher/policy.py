@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Final
 
-from shoal_common.exit_status import PUT_OUT
+from shoal_common.exit_status import PREEMPTED, PUT_OUT
 
 from shoal.launcher.process import ExitStatus
 
@@ -83,9 +83,14 @@ class WorkerExit:
         return f"rank {self.rank}" + (f" (output [{self.started_as}])" if self.rank != self.started_as else "")
 
     @property
+    def left(self) -> bool:
+        """It ended well, or because it was asked to, and says so; not: SIGTERM killed it."""
+        return self.status.ok or (self.status.code == PREEMPTED and not self.status.signal and not self.message)
+
+    @property
     def raised(self) -> bool:
         """Its script failed, by an exception or an exit code of its own; whatever ended the process after that. Not: it was put out."""
-        return not self.status.ok and self.status.code != PUT_OUT and (bool(self.message) or not self.status.signal)
+        return not self.left and self.status.code != PUT_OUT and (bool(self.message) or not self.status.signal)
 
 
 class RestartPolicy:
@@ -148,10 +153,10 @@ class RestartPolicy:
         if self._stopping:
             # Those that fail of themselves while the others are being stopped belong into the account.
             of_itself = bool(worker.message) or worker.status.signal not in _STOP_SIGNALS
-            if self._failures and not worker.status.ok and of_itself:
+            if self._failures and not worker.left and of_itself:
                 self._failures.append(worker)
             return Action.NONE
-        if worker.status.ok:
+        if worker.status.ok or (self.elastic and worker.left):
             self._outlive()
             return Action.NONE
         action = self._after_elastic_failure(worker) if self.elastic else self._after_plain_failure()

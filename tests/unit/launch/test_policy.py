@@ -178,6 +178,13 @@ class TestAnElasticWorkerThatRaised:
 
 
 class TestWhatIsKnownOfTheJob:
+    def test_a_worker_that_left_because_it_was_asked_to_may_say_so_by_its_status(self) -> None:
+        story = policy()
+        assert story.exited(ended(1, ExitStatus(PREEMPTED)), elastic=True) is Action.NONE
+        story.heard(JobEnd.COMPLETED)
+        story.exited(ended(0, DONE), elastic=True)
+        assert (story.exit_code(), story.failures, story.survived) == (0, [], [])
+
     def test_all_workers_asked_to_leave_is_not_the_end_of_the_job(self) -> None:
         story = policy()
         story.heard(JobEnd.NONE)

@@ -29,7 +29,7 @@ from shoal.launcher.process import ExitStatus, stop_all
 from shoal.launcher.settings import RunSettings
 from shoal.launcher.site import Ending, Site
 from shoal.launcher.summary import failure_line
-from shoal.launcher.workers import Worker, WorkerStarter
+from shoal.launcher.workers import Worker, WorkerStarter, all_ended, named
 
 if TYPE_CHECKING:
     from shoal.launcher.reporter import ExitReport, ExitReporter, JobNews
@@ -42,8 +42,6 @@ _TELL_TIMEOUT: Final = timedelta(seconds=10)
 _NEWS_TIMEOUT: Final = timedelta(seconds=10)
 _PAUSE_S: Final = 0.5
 _SAME_SIGNAL_S: Final = 1.0
-_REMINDER_S: Final = 10.0
-"""Between two lines that say who is waited for."""
 _REPLACEMENT_DELAY: Final = timedelta(milliseconds=250)
 """Between a worker's death and its replacement's start, while others run: a new process imports torch for a second or more, on the cores
 on which the others are forming their next generation."""
@@ -156,6 +154,10 @@ class Agent:
         try:
             await self._site.keep()
         except ShoalError:
+            news = await self._in_thread(self._reporter.news)
+            if news is not None and news.end is JobEnd.COMPLETED and self._policy.elastic:
+                self._hear(news)
+                return  # the workers are coming to their end by themselves
             self._ending = True
             await self._stop_workers(self._settings.failure_grace)
             raise
@@ -318,7 +320,10 @@ class Agent:
                 self._note(
                     f"nobody can say whether job {job} is finished: its workers here ended, and {self._site.coordinator} does not answer"
                 )
-        self._finish_as_known()
+        if self._telling:
+            self._spawn(self._wind_down(timedelta(0)))
+        else:
+            self._finish_as_known()
 
     def _tell_failure(self, worker: Worker, ended: WorkerExit) -> None:
         """The coordinator, which stops all workers of the job, and the other launchers."""
@@ -374,31 +379,11 @@ class Agent:
         for worker in self._workers - self._asked_to_end:
             worker.child.send(signal.SIGTERM)
         self._asked_to_end |= self._workers
-        if not await self._all_ended(grace):
+        if not await all_ended(self._workers, grace, note=self._note):
             self._note(
-                f"killing {self._named()} after {grace.total_seconds():g} s (--shutdown-timeout): a checkpoint that is still being "
+                f"killing {named(self._workers)} after {grace.total_seconds():g} s (--shutdown-timeout): a checkpoint that is still being "
                 "written will not count, the one before it stays"
             )
             for worker in self._workers:
                 worker.child.kill()
-            await self._all_ended(_KILL_TIMEOUT)
-
-    async def _all_ended(self, timeout: timedelta) -> bool:
-        """Says every 10 s who is waited for."""
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + timeout.total_seconds()
-        while waits := [asyncio.ensure_future(worker.ended.wait()) for worker in self._workers]:
-            left = deadline - loop.time()
-            _, pending = await asyncio.wait(waits, timeout=max(0.0, min(left, _REMINDER_S)))
-            for wait in pending:
-                wait.cancel()
-            if pending and left <= _REMINDER_S:
-                return False
-            if pending:
-                self._note(f"waiting for {self._named()} to end, for up to {left - _REMINDER_S:.0f} s more")
-        return True
-
-    def _named(self) -> str:
-        return ", ".join(
-            f"rank {worker.rank} (pid {worker.child.pid})" for worker in sorted(self._workers, key=lambda worker: worker.index)
-        )
+            await all_ended(self._workers, _KILL_TIMEOUT, note=self._note)

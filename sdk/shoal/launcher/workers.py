@@ -9,9 +9,11 @@ import socket
 import subprocess
 import time
 import uuid
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
-from typing import IO
+from typing import IO, Final
 
 from shoal.launcher.environment import (
     NodePlacement,
@@ -26,6 +28,9 @@ from shoal.launcher.output import OutputPump, Source, Stream, rank_prefix
 from shoal.launcher.policy import WorkerExit
 from shoal.launcher.process import Child, ExitStatus
 from shoal.launcher.settings import RunSettings, Streams
+
+_REMINDER_S: Final = 10.0
+"""Between two lines that say who is waited for."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -149,6 +154,27 @@ class WorkerStarter:
             file = self._log_directory / f"attempt_{restarts}" / str(index) / f"std{stream.name.lower()}.log"
         prefix = rank_prefix(placement.rank, colour=self._colour)
         return Source(pipe=pipe, stream=stream, prefix=prefix, console=logs.to_console(index, streams), file=file)
+
+
+async def all_ended(workers: Collection[Worker], timeout: timedelta, *, note: Callable[[str], None]) -> bool:
+    """Waits until `workers`, which become fewer meanwhile, are none; False: some are left after `timeout`. Says every 10 s who they are."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + timeout.total_seconds()
+    while waits := [asyncio.ensure_future(worker.ended.wait()) for worker in workers]:
+        left_s = deadline - loop.time()
+        _, pending = await asyncio.wait(waits, timeout=max(0.0, min(left_s, _REMINDER_S)))
+        for wait in pending:
+            wait.cancel()
+        if pending and left_s <= _REMINDER_S:
+            return False
+        if pending:
+            note(f"waiting for {named(workers)} to end, for up to {left_s - _REMINDER_S:.0f} s more")
+    return True
+
+
+def named(workers: Iterable[Worker]) -> str:
+    """For people."""
+    return ", ".join(f"rank {worker.rank} (pid {worker.child.pid})" for worker in sorted(workers, key=lambda worker: worker.index))
 
 
 @dataclass(frozen=True, kw_only=True)

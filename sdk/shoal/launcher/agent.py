@@ -366,7 +366,7 @@ class Agent:
     def _finish_as_known(self) -> None:
         code = self._policy.exit_code(signal_number=self._signal or 0)
         if self._policy.end is JobEnd.FAILED and self._policy.fatal is None:
-            self._note(f"job {self._settings.job_id} has failed elsewhere: {self._why}")
+            self._note(f"job {self._settings.job_id} has failed: {self._why}; to run it again, give it another id (--rdzv-id)")
         if not self._finished.done():
             self._finished.set_result(code)
 

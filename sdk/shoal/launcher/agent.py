@@ -269,6 +269,7 @@ class Agent:
 
     def _after_exit(self, worker: Worker, ended: WorkerExit, report: ExitReport | None) -> None:
         policy = self._policy
+        self._holders = None
         if report is not None:
             self._hear(report.job)
         if ended.status.ok and worker.has_finished:

@@ -15,8 +15,8 @@ from shoal_common.rpc.channel import ChannelSettings
 Shell = Any  # of tests/integration/conftest.py
 Command = Any
 
-BUG = """
-    import torch, shoal
+TRAINING = """
+    import os, signal, torch, shoal
     shoal.init()
     model = torch.nn.Linear(4, 1)
     model, optimizer = shoal.as_distributed(model, torch.optim.SGD(model.parameters(), 0.1))
@@ -26,8 +26,7 @@ BUG = """
             optimizer.zero_grad()
             model(rows).sum().backward()
             optimizer.step()
-            if loader.global_step == 5 and shoal.rank() == 1:
-                raise ValueError("a bug on one rank")
+            if loader.global_step == 5:
 """
 
 
@@ -38,8 +37,18 @@ def start(shell: Shell, worker: Path, *flags: str, workers: int = 2) -> Command:
     return command
 
 
+BUG = "if shoal.rank() == 1: raise ValueError('a bug on one rank')"
+DEATH = "os.kill(os.getpid(), signal.SIGKILL)"
+
+
+def training(shell: Shell, at_step_5: str) -> Path:
+    """A script that trains for a long time, and does something at its fifth step."""
+    script: Path = shell.script(textwrap.dedent(TRAINING) + " " * 16 + at_step_5)
+    return script
+
+
 def test_a_bug_on_one_rank_ends_the_job_with_its_traceback_first_and_its_status(shell: Shell) -> None:
-    command = shell.start("run", "--standalone", "--nproc-per-node", "2", shell.script(textwrap.dedent(BUG)))
+    command = shell.start("run", "--standalone", "--nproc-per-node", "2", training(shell, BUG))
     assert command.wait() == 1, command.stderr
     assert "it raised, and no restart cures that: the job ends" in command.stderr
     told = command.stderr.partition("First failure")[2]
@@ -97,6 +106,12 @@ def test_the_death_of_all_who_hold_the_state_is_said_loudly(shell: Shell, elasti
     command.wait_for_output("[0]: generation 2 rank 0 of 1", "SHOAL_ALLOW_RESTART_FROM_SCRATCH=1")
     (shell.directory / "finish").touch()
     assert command.wait() == 0
+
+
+def test_training_that_would_begin_anew_at_step_0_fails_the_run(shell: Shell) -> None:
+    command = shell.start("run", "--standalone", training(shell, DEATH))
+    assert command.wait() == 1, command.stderr
+    assert re.search(r"First failure(.*\n)+.*every process that held the state of the run is gone(.*\n)+.*SIGKILL", command.stderr)
 
 
 def test_a_preempted_run_says_so_and_names_those_who_did_not_leave_in_time(shell: Shell) -> None:

@@ -7,16 +7,19 @@ import hashlib
 import json
 import os
 import signal
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import shoal
 import torch
+from shoal_common.clients.coordinator import CoordinatorClient
+from shoal_common.rpc.channel import ChannelSettings
+from shoal_worker.elastic.current import current_session
 from torch import nn
 
 from tests.integration.worker_elastic.pacing import pace
+from tests.zygote.children import eventually
 
 EPOCHS, STEPS = 3, 8
 """Epochs, and steps of one."""
@@ -67,8 +70,9 @@ def main(arguments: Sequence[str]) -> None:
     checkpoints = Path(os.environ["OUTPUT"], "checkpoints")
     outcomes: list[bool] = []
     evaluations: list[Any] = []
+    told: list[bool] = []
     count = 0
-    if shape == "save":
+    if shape in ("save", "preempted"):
         shoal.resume(checkpoints)
 
     def train(step: Any) -> bool:
@@ -78,6 +82,13 @@ def main(arguments: Sequence[str]) -> None:
             (scaler.scale(loss) if shape == "scaler" else loss).backward()
         number = loader.global_step
         pace(Path(os.environ["OUTPUT"], "hold"), number, EPOCHS * STEPS)
+        if shape == "asks" and number == 5 and not told:  # all are told before any closes the step
+            told.append(True)
+            if os.environ["SHOAL_LOCAL_INDEX"] == "0":
+                with CoordinatorClient(ChannelSettings(address=os.environ["SHOAL_COORDINATOR"])) as client:
+                    client.stop_job(os.environ["SHOAL_JOB_ID"], reason="a script asked")
+            membership = current_session().membership
+            eventually(lambda: membership is not None and membership.link.stopped, "the stop")
         if shape == "clip" or shape == "no_grad":
             model.clip_grad_norm_(1.0)
         die("clipped", number)
@@ -111,13 +122,16 @@ def main(arguments: Sequence[str]) -> None:
         if shape == "break" and loader.global_step == EPOCHS * STEPS - 3:
             break
 
+    die("left", 0)
+    if shape == "left":
+        group = current_session().group
+        eventually(lambda: group is not None and group.broken is not None, "a peer's end")
     if shape == "break" and strategy == "ddp":  # what a script does without another word to its peers
         state = {name: p.detach().clone() for name, p in model.named_parameters()}
     else:
         state = model.gather_full_parameters()
-    if shape == "stop":
+    if shape in ("stop", "left", "preempted"):
         shoal.save_checkpoint(checkpoints, keep=2)
-    time.sleep(float(os.environ.get("LINGER", "0")))
     result = {
         "member": os.environ["SHOAL_MEMBER_ID"],
         "rank": shoal.rank(),

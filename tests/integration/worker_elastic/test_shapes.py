@@ -135,14 +135,44 @@ def test_when_all_ranks_are_asked_to_leave_they_stop_at_one_border_and_save_toge
 
 
 @pytest.mark.parametrize("strategy", ["zero2", pytest.param("ddp", marks=pytest.mark.matrix)])
-def test_a_death_while_the_job_stops_leaves_all_shards_to_be_saved(zygote: Zygote, tmp_path: Path, strategy: str) -> None:
-    with cluster(zygote, tmp_path, script=SCRIPT, SHAPE="stop", STRATEGY=strategy) as running:
+def test_a_death_after_the_jobs_last_border_leaves_all_shards_to_be_saved(zygote: Zygote, tmp_path: Path, strategy: str) -> None:
+    """The survivors have noticed it before they save."""
+    with cluster(zygote, tmp_path, script=SCRIPT, SHAPE="left", STRATEGY=strategy) as running:
         with running.held():
             for index in range(3):
-                running.start(index)
+                running.start(index, **({"DIE": "left:0"} if index == 1 else {}))
             running.wait_steps(2)
             running.client.stop_job("job", reason="test")
-            running.signal(1, signal.SIGKILL)
             results = running.finish(0, 2)
         assert len({r["steps"] for r in results}) == len({r["digest"] for r in results}) == 1
         assert newest_step(running) == results[0]["steps"]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("zero2", marks=pytest.mark.matrix)])
+def test_a_stop_that_rides_in_a_step_that_one_rank_misses_ends_all_at_one_border(zygote: Zygote, tmp_path: Path, strategy: str) -> None:
+    with cluster(zygote, tmp_path, script=SCRIPT, SHAPE="asks", STRATEGY=strategy) as running:
+        for index in range(3):
+            running.start(index, SHOAL_FAILPOINTS="step.closed@7=lose" if index == 1 else "")
+        results = running.finish(0, 1, 2)
+        assert len({str(r["outcomes"]) for r in results}) == len({r["digest"] for r in results}) == 1
+        assert results[0]["steps"] == 7
+
+
+@pytest.mark.parametrize("strategy", ["zero2"])
+def test_a_job_begun_again_after_a_preemption_takes_each_sample_once(
+    zygote: Zygote, tmp_path: Path, alone: Callable[..., dict[str, Any]], strategy: str
+) -> None:
+    with cluster(zygote, tmp_path, script=SCRIPT, SHAPE="preempted", STRATEGY=strategy, SHOAL_DRAIN_GRACE_S="20") as running:
+        with running.held():
+            for index in range(3):
+                running.start(index)
+            wait_for_preemption(running)
+            first = running.finish(0, 1, 2)
+        assert 0 < first[0]["steps"] < ALL
+        for index in (3, 4, 5):
+            running.start(index)
+        again = running.finish(0, 1, 2, 3, 4, 5)[3:]
+        expected = alone("flat", strategy)
+        assert [(r["steps"], r["lr"]) for r in again] == [(expected["steps"], expected["lr"])] * 3
+        assert [r["digest"] for r in again] == [expected["digest"]] * 3
+        assert all(epoch.exactly_once for epoch in audit(running.records).epochs)

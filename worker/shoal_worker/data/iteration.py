@@ -67,10 +67,12 @@ class Iterations:
         epoch, before = course.next_iteration, course.cursor.global_step
         self._introduction.clock(source).loop_left(source)  # an older iterator that waits at a batch, if there is one
         self._delivery.failed = False
-        over = False
+        over = stopped_within = False
         try:
             yield from self._epoch_steps(source, epoch)
-            over = True
+            # One that training stopped in the middle of is neither over nor left: what is saved now goes on in it.
+            stopped_within = self._stopped and course.cursor.epoch == epoch
+            over = not stopped_within
         except GeneratorExit:
             # Left early. After an error in the dataset the loop may be entered again, and goes on with the epoch.
             over = course.cursor.global_step > before and not self._delivery.failed
@@ -78,7 +80,7 @@ class Iterations:
                 clock.loop_left(source)
             raise
         finally:
-            self.under_way = False
+            self.under_way = stopped_within
             if over:
                 course.end_iteration(epoch)
             self._fetcher.close()

@@ -18,7 +18,11 @@ from shoal_coordinator.membership.state import Departure, JobState, Member, Memb
 
 _MAPPINGS = frozenset({"members", "departed", "servers", "loaders", "population"})
 _WRITTEN_APART = frozenset({"generation", "layout"})
-_NOT_WRITTEN = frozenset({"population", "grace_until_ms", "incident", "formed_ms", "broken_streams", "fresh_failures"})
+IN_MEMORY = frozenset(
+    {"grace_until_ms", "incident", "formed_ms", "broken_streams", "recovery", "stall", "stragglers", "looked_ms", "fresh_failures"}
+)
+"""Fields of JobState that start afresh when the coordinator does."""
+_NOT_WRITTEN = IN_MEMORY | {"population"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +66,10 @@ class Draft:
         self.incident = state.incident
         self.formed_ms = state.formed_ms
         self.broken_streams = state.broken_streams
+        self.recovery = state.recovery
+        self.stall = state.stall
+        self.stragglers = state.stragglers
+        self.looked_ms = state.looked_ms
         self.fresh_failures = state.fresh_failures
 
         self.broken: list[str] = []
@@ -137,6 +145,10 @@ class Draft:
         """The newest generation a member is known to work in; 0: none."""
         pulse = self.pulses.members.get(member_id)
         return pulse.generation if pulse is not None else 0
+
+    def waited_ms(self, pulse: Pulse) -> int:
+        """For how long a member had waited for its peers of the newest generation when it was last heard of."""
+        return min(pulse.waited_ms, pulse.heard_ms - self.formed_ms) if self.formed_ms is not None else pulse.waited_ms
 
     def place_of(self, member_id: str) -> int | None:
         """A member's rank in the newest generation; None: it has none there."""
@@ -222,6 +234,10 @@ class Draft:
             incident=self.incident,
             formed_ms=self.formed_ms,
             broken_streams=self.broken_streams,
+            recovery=self.recovery,
+            stall=self.stall,
+            stragglers=self.stragglers,
+            looked_ms=self.looked_ms,
             fresh_failures=self.fresh_failures,
         )
         changes = Changes(

@@ -34,6 +34,14 @@ class SendStandby:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SendNotice:
+    """Tell the members of a generation what they wait for; an empty text: that is over."""
+
+    generation: Generation
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class SendDrain:
     """Tell a member to leave at its next border."""
 
@@ -84,7 +92,16 @@ class StopServers:
 
 
 Effect = (
-    AnnounceGeneration | SendGeneration | SendStandby | SendDrain | SendStop | EndSession | EndServerSession | SendMembers | StopServers
+    AnnounceGeneration
+    | SendGeneration
+    | SendStandby
+    | SendNotice
+    | SendDrain
+    | SendStop
+    | EndSession
+    | EndServerSession
+    | SendMembers
+    | StopServers
 )
 
 
@@ -94,7 +111,9 @@ class Record:
 
     kind: str
     """job_created, member_joined, member_ready, member_lost, member_left, member_quarantined, drain_requested, generation_formed,
-    collective_failed, job_on_hold, stop_requested, job_failed, job_finished, server_registered, server_lost or tensors_declared."""
+    """job_created, member_joined, member_ready, member_lost, member_left, member_quarantined, drain_requested, generation_formed,
+    collective_failed, job_on_hold, step_stands, straggler_found, generations_lost, stop_requested, job_failed, job_finished,
+    server_registered, server_lost or tensors_declared."""
     generation: int = 0
     member_id: str = ""
     attributes: Mapping[str, str] = field(default_factory=dict)

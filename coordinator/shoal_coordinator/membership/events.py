@@ -33,6 +33,8 @@ class MemberJoined:
 
     identity: Identity
     last_generation: int
+    last_world_size: int = 0
+    """Ranks of that generation; 0: not known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +51,13 @@ class MemberLost:
     member_id: str
     ending: Ending
     detail: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeaseEnded:
+    """A member has not been heard of for its lease, and still has not. Said again and again."""
+
+    member_id: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,6 +159,7 @@ Event = (
     MemberJoined
     | MemberReady
     | MemberLost
+    | LeaseEnded
     | StreamBroken
     | MemberLeft
     | ExitReported

@@ -13,6 +13,7 @@ from shoal_coordinator.membership.effects import Record, SendStop
 from shoal_coordinator.membership.events import CollectiveFailed, Ending, MemberLost
 from shoal_coordinator.membership.joining import has_place, live_member
 from shoal_coordinator.membership.leaving import member_lost
+from shoal_coordinator.membership.pulse import Pulse
 from shoal_coordinator.membership.reasons import Refusal
 from shoal_coordinator.membership.state import FailureReport, Incident, JobPhase, Member, MemberPhase, Pair
 
@@ -24,7 +25,7 @@ def collective_failed(draft: Draft, event: CollectiveFailed) -> None:
     incident with a generation. If none is, `incident_due` decides.
     """
     member = live_member(draft, event.member_id)
-    if event.generation > draft.number:
+    if event.generation > draft.number:  # who knows of a generation that Redis has lost says so when it joins
         raise InvalidRequestError(
             f"collective_failure.generation={event.generation}: the newest generation of job {draft.spec.job_id} is {draft.number}",
             reason=Refusal.GENERATION_UNKNOWN,
@@ -52,7 +53,8 @@ def collective_failed(draft: Draft, event: CollectiveFailed) -> None:
         draft.incident = Incident(generation=event.generation, opened_ms=draft.now.ms, due_ms=due_ms, reports={})
     # It may be the last report that was waited for.
     due_ms = min(draft.incident.due_ms, draft.now.ms + _settle_ms(draft))
-    draft.incident = replace(draft.incident, due_ms=due_ms, reports={**draft.incident.reports, event.member_id: report})
+    newest = max(event.generation, draft.incident.generation)
+    draft.incident = replace(draft.incident, generation=newest, due_ms=due_ms, reports={**draft.incident.reports, event.member_id: report})
 
 
 def incident_moot(draft: Draft) -> None:
@@ -72,20 +74,25 @@ def incident_due(draft: Draft) -> None:
     incident = draft.incident
     if incident is None or draft.broken or draft.now.ms < incident.due_ms:
         return
+    if _is_past(draft, incident):
+        draft.reasons.append(f"collective failure in generation {incident.generation} is over: all work in generation {draft.number}")
+        draft.incident = None
+        return
     if away := _away(draft, incident):
         _await_return(draft, incident, away)
         return
-    stuck = _stuck(draft, incident)
+    stuck = stuck_members(draft, incident)
     earliest_ms = incident.opened_ms + draft.policy.timeout_settle_ms
-    stalled = [m for m, moved_ms in stuck if draft.now.ms >= max(earliest_ms, moved_ms + draft.spec.stall_timeout_ms)]
+    stalled = [m for m, given_up_ms in stuck if draft.now.ms >= max(earliest_ms, given_up_ms)]
     if stuck and not stalled:
         # Looked at again with each heartbeat: it may move.
-        decided_ms = max(earliest_ms, min(moved_ms for _, moved_ms in stuck) + draft.spec.stall_timeout_ms)
+        decided_ms = max(earliest_ms, min(given_up_ms for _, given_up_ms in stuck))
         draft.incident = replace(incident, due_ms=min(decided_ms, draft.now.ms + draft.spec.heartbeat_interval_ms))
         return
     draft.incident = None
     for member_id in stalled:
-        detail = f"no progress for {draft.spec.stall_timeout_ms} ms while its peers waited in a collective"
+        moved_ms = pulse.moved_ms if (pulse := draft.pulse(member_id)) is not None else draft.now.ms
+        detail = f"no progress for {draft.now.ms - moved_ms} ms while its peers waited in a collective"
         member_lost(draft, MemberLost(member_id=member_id, ending=Ending.STALLED, detail=detail))
     if not stalled:
         _quarantine(draft, _mutual_accusations(incident))
@@ -112,10 +119,19 @@ def _await_return(draft: Draft, incident: Incident, away: dict[str, int]) -> Non
         draft.incident = replace(incident, due_ms=min(returned_ms, draft.now.ms + draft.spec.heartbeat_interval_ms))
 
 
-def _stuck(draft: Draft, incident: Incident) -> list[tuple[str, int]]:
-    """Members that peers timed out on, that reported nothing themselves and have not moved since; and when they last moved.
+def _is_past(draft: Draft, incident: Incident) -> bool:
+    """All members work in a generation that was written since."""
+    generation = draft.generation
+    if generation is None or incident.generation >= generation.number:
+        return False
+    return all(draft.works_in(rank.member_id) >= generation.number for rank in generation.ranks)
 
-    Each is judged by its own past: counts of progress begin with the process, so those of two members say nothing of who is ahead.
+
+def stuck_members(draft: Draft, incident: Incident) -> list[tuple[str, int]]:
+    """Members that peers timed out on, that reported nothing themselves and have not moved since; and until when they are waited for.
+
+    Each is judged by its own past: counts of progress begin with the process, so those of two members say nothing of who is ahead. One that
+    is out of a peer's reach, and is not heard of here either, is on a machine that was lost.
     """
     timed_out = [report for report in incident.reports.values() if report.timed_out]
     if not timed_out or draft.generation is None:
@@ -123,12 +139,20 @@ def _stuck(draft: Draft, incident: Incident) -> list[tuple[str, int]]:
     if all(report.suspects for report in timed_out):
         accused: Iterable[str] = sorted(frozenset().union(*(report.suspects for report in timed_out)))
     else:
-        accused = [rank.member_id for rank in draft.generation.ranks]
+        # Who joins with a generation that was written since was not in the one that failed.
+        later = incident.generation < draft.generation.number
+        accused = [rank.member_id for rank in draft.generation.ranks if not (later and rank.joining)]
+    named = frozenset().union(*(report.suspects for report in timed_out))
     return [
-        (member_id, pulse.moved_ms)
+        (member_id, min(_given_up_ms(draft, pulse, member_id in named), pulse.moved_ms + draft.spec.stall_timeout_ms))
         for member_id in accused
         if member_id not in incident.reports and (pulse := draft.pulse(member_id)) is not None and pulse.moved_ms <= incident.opened_ms
     ]
+
+
+def _given_up_ms(draft: Draft, pulse: Pulse, out_of_reach: bool) -> int:
+    lost = out_of_reach and pulse.silent_ms(draft.now.ms) > draft.spec.unheard_ms
+    return pulse.heard_ms + draft.policy.reconnect_ms if lost else pulse.moved_ms + draft.spec.stall_timeout_ms
 
 
 def _mutual_accusations(incident: Incident) -> list[Pair]:

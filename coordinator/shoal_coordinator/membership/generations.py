@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Final
 
+from shoal_coordinator.membership.absence import lose_absent, somebody_absent
 from shoal_coordinator.membership.draft import Draft
 from shoal_coordinator.membership.effects import Record, SendMembers, SendStandby, SendStop
 from shoal_coordinator.membership.failures import incident_moot
 from shoal_coordinator.membership.forming import draining_in_group, form, holds_state
+from shoal_coordinator.membership.recovery import is_recovering
 from shoal_coordinator.membership.state import Cause, JobPhase, Member, MemberPhase
+
+_MOST_NAMED: Final = 5
 
 
 def generation_due(draft: Draft) -> None:
     """Forms a generation if one is due, or puts the job on hold if the newest one is over and too few are left."""
     if draft.phase is JobPhase.FINISHED or draft.departing:
         incident_moot(draft)
+        return
+    if is_recovering(draft):
         return
     if draft.in_phase(MemberPhase.READY) == 0:
         draft.grace_until_ms = None
@@ -35,6 +42,7 @@ def _after_failure(draft: Draft) -> None:
 
     Members that drain stay for now: their border has not come, and the others may need their part of the state.
     """
+    lose_absent(draft)
     reason = "; ".join(draft.broken)
     draining = draining_in_group(draft)[: draft.spec.max_workers - draft.in_phase(MemberPhase.RANKED)]
     joiners = _joiners(draft, beside=len(draining))
@@ -65,7 +73,7 @@ def _at_border(draft: Draft) -> None:
         return
     leaving = len(draft.generation.ranks) - staying
     full = staying + joiners == draft.spec.max_workers
-    if (leaving or (joiners and (full or _grace_is_over(draft)))) and _may_supersede(draft):
+    if (leaving or (joiners and (full or _grace_is_over(draft)))) and _may_supersede(draft) and somebody_absent(draft) is None:
         form(draft, Cause.BORDER, f"{joiners} to join, {leaving} to leave", joiners=joiners)
 
 
@@ -113,10 +121,31 @@ def _standby_reason(draft: Draft, member: Member) -> str | None:
         return f"quarantined: {member.reason}"
     if draft.phase is not JobPhase.RUNNING:
         waiting = draft.in_phase(MemberPhase.READY) < draft.spec.min_workers
-        return f"waiting for {draft.spec.min_workers} members" if waiting else None
+        return _who_is_missing(draft) if waiting else None
     if draft.in_phase(MemberPhase.RANKED) >= draft.spec.max_workers:
         return f"the world is full: {draft.spec.max_workers} members"
+    if (absent := somebody_absent(draft)) is not None:
+        return f"member {absent.member_id} on {absent.identity.host} is not heard of: its peers train on, and their borders wait for it"
     return None
+
+
+def _who_is_missing(draft: Draft) -> str:
+    ready, joined = draft.in_phase(MemberPhase.READY), draft.in_phase(MemberPhase.JOINED)
+    parts = [f"waiting for {draft.spec.min_workers} members: {ready} ready"]
+    if joined:
+        parts.append(f"{joined} still starting")
+    gone = (
+        []
+        if draft.generation is None
+        else [
+            f"rank {place} on {rank.host} ({draft.departed[rank.member_id].ending.replace('_', ' ')})"
+            for place, rank in enumerate(draft.generation.ranks)
+            if rank.member_id in draft.departed
+        ]
+    )
+    if gone:
+        parts.append(f"gone {', '.join(gone[:_MOST_NAMED])}" + (f" and {len(gone) - _MOST_NAMED} more" if len(gone) > _MOST_NAMED else ""))
+    return ", ".join(parts)
 
 
 def _joiners(draft: Draft, *, beside: int = 0) -> int:

@@ -10,6 +10,7 @@ from shoal_coordinator.membership.draft import Draft
 from shoal_coordinator.membership.effects import Record, SendDrain, SendGeneration, SendStop
 from shoal_coordinator.membership.events import MemberJoined, MemberReady
 from shoal_coordinator.membership.reasons import Refusal
+from shoal_coordinator.membership.recovery import knows_of_lost, readmit
 from shoal_coordinator.membership.state import JobPhase, Member, MemberPhase
 
 
@@ -26,21 +27,24 @@ class Joined:
 def member_joined(draft: Draft, event: MemberJoined) -> Joined:
     """A process opened a session. Raises if its id has ended, belongs to another process, or the job takes nobody any more."""
     member_id = event.identity.member_id
-    if event.last_generation > draft.number:
+    if event.last_generation > draft.number + draft.policy.most_lost_generations:
         raise InvalidRequestError(
             f"member {member_id} has agreed to generation {event.last_generation}, but the newest one of job {draft.spec.job_id} is "
-            f"{draft.number}; was Redis restored from an older state? Start the job anew under another id",
+            f"{draft.number}: Redis cannot have lost so many",
             reason=Refusal.GENERATION_UNKNOWN,
         )
-    member = draft.members.get(member_id)
-    if member is not None:
-        return _member_resumed(draft, event, member)
     if member_id in draft.departed:
         raise PreconditionError(
             f"member {member_id} of job {draft.spec.job_id} is no member any more ({draft.departed[member_id].ending}); "
             "start the process anew, with a new member_id",
             reason=Refusal.MEMBER_REPLACED,
         )
+    member = draft.members.get(member_id)
+    if member is not None:
+        return _member_resumed(draft, event, member)
+    if draft.phase in (JobPhase.WAITING, JobPhase.RUNNING) and knows_of_lost(draft, event):
+        readmit(draft, event)
+        return Joined(replays=False, resumed=True)
     if event.last_generation > 0:
         raise StaleGenerationError(
             f"member {member_id} worked in generation {event.last_generation} of job {draft.spec.job_id}, but is no member of it now; "
@@ -71,6 +75,7 @@ def _member_resumed(draft: Draft, event: MemberJoined, member: Member) -> Joined
             "each process needs an id of its own",
             reason=Refusal.MEMBER_CONFLICT,
         )
+    knows_of_lost(draft, event)
     if before != after:
         draft.put_member(replace(member, identity=after))
     member_id = member.member_id

@@ -13,6 +13,7 @@ from shoal_coordinator.membership.events import DrainRequested, Ending, ExitRepo
 from shoal_coordinator.membership.forming import holds_state
 from shoal_coordinator.membership.joining import has_place, live_member
 from shoal_coordinator.membership.reasons import Refusal
+from shoal_coordinator.membership.recovery import is_recovering
 from shoal_coordinator.membership.state import JobEnding, JobPhase, Member, MemberPhase
 
 _REFUSAL_OF: Mapping[Ending, Refusal] = {
@@ -45,7 +46,9 @@ def member_left(draft: Draft, event: MemberLeft) -> None:
     if event.reason is LeaveReason.FAILED:
         member_lost(draft, MemberLost(member_id=event.member_id, ending=Ending.SCRIPT_FAILED, detail=event.detail or "its script raised"))
         return
-    if member.phase is MemberPhase.RANKED and event.reason is LeaveReason.FINISHED:
+    # One whose rank Redis has lost trains on in its place meanwhile.
+    has_rank = member.phase is MemberPhase.RANKED or (member.holds_state and is_recovering(draft))
+    if has_rank and event.reason is LeaveReason.FINISHED:
         if draft.phase is not JobPhase.FINISHED:
             reason = f"member {member.member_id} came to the end of its script"
             _finish(draft, reason)

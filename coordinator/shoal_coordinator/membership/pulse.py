@@ -8,6 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Final
+
+BUSY_CPU_S: Final = 0.5
+"""Processor time that tells a member which works from one that hangs: several times what its heartbeats take in a minute."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,6 +26,12 @@ class Progress:
     step_time_s: float = 0.0
     samples: int = 0
     staleness: float = 0.0
+    waiting_s: float = 0.0
+    waiting_in: str = ""
+    busy_time_s: float = 0.0
+    cpu_s: float = 0.0
+    busy_link: tuple[int, float] | None = None
+    """Rank and bytes a second."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,16 +41,31 @@ class Pulse:
     heard_ms: int
     moved_ms: int
     """When progress.sequence last grew, as seen here."""
+    active_ms: int = 0
+    """When it last moved, or was seen to have used BUSY_CPU_S more of a processor."""
+    active_cpu_s: float = 0.0
+    """progress.cpu_s then."""
     detached_ms: int | None = None
     """When its session's stream ended; None: it is open."""
     generation: int = 0
     """The newest generation it said it works in; 0: none yet, or none since this coordinator started."""
     progress: Progress = field(default_factory=Progress)
+    out_of_reach: tuple[int, ...] = ()
+    """Ranks of its generation that it could not reach when it last said so."""
 
     @property
     def attached(self) -> bool:
         """Its session's stream is open."""
         return self.detached_ms is None
+
+    @property
+    def waited_ms(self) -> int:
+        """For how long it had waited for its peers when it was last heard of; 0: it did not."""
+        return int(1000 * self.progress.waiting_s)
+
+    def silent_ms(self, now_ms: int) -> int:
+        """Since when it has not been heard of."""
+        return now_ms - self.heard_ms
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,21 +86,27 @@ class Pulses:
     servers: Mapping[str, ServerPulse] = field(default_factory=dict)
 
 
-def beaten(pulse: Pulse, now_ms: int, generation: int, progress: Progress) -> Pulse:
+def beaten(pulse: Pulse, now_ms: int, generation: int, progress: Progress, out_of_reach: tuple[int, ...] = ()) -> Pulse:
     """The pulse after a heartbeat. Generation and sequence never fall: heartbeats of an older stream may be late."""
     moved = progress.sequence > pulse.progress.sequence
+    active = moved or progress.cpu_s >= pulse.active_cpu_s + BUSY_CPU_S
     return Pulse(
         heard_ms=now_ms,
         moved_ms=now_ms if moved else pulse.moved_ms,
+        active_ms=now_ms if active else pulse.active_ms,
+        active_cpu_s=progress.cpu_s if active else pulse.active_cpu_s,
         detached_ms=pulse.detached_ms,
         generation=max(generation, pulse.generation),
         progress=progress if progress.sequence >= pulse.progress.sequence else pulse.progress,
+        out_of_reach=out_of_reach,
     )
 
 
 def attached(pulse: Pulse | None, now_ms: int) -> Pulse:
     """The pulse of a member whose stream has just opened; None: it is new."""
-    return Pulse(heard_ms=now_ms, moved_ms=now_ms) if pulse is None else replace(pulse, heard_ms=now_ms, detached_ms=None)
+    if pulse is None:
+        return Pulse(heard_ms=now_ms, moved_ms=now_ms, active_ms=now_ms)
+    return replace(pulse, heard_ms=now_ms, detached_ms=None)
 
 
 def detached(pulse: Pulse, now_ms: int) -> Pulse:

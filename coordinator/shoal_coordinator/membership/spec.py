@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-DEFAULT_LEASE_MS: Final = 10_000
+DEFAULT_LEASE_MS: Final = 30_000
 DEFAULT_STALL_TIMEOUT_MS: Final = 60_000
 LARGEST_WORLD: Final = 10_000
 
@@ -25,14 +25,20 @@ class JobSpec:
     join_grace_ms: int = 0
     """Wait for more joiners, from the first one on; 0 to 600000."""
     lease_ms: int = DEFAULT_LEASE_MS
-    """A member or server without a heartbeat for longer is put out; 500 to 600000."""
+    """A member without a heartbeat for longer is put out if its peers wait for it (absence.py), a server in any case; 500 to 600000."""
     stall_timeout_ms: int = DEFAULT_STALL_TIMEOUT_MS
-    """A member that peers wait for and that makes no progress for longer is put out; 1000 to 3600000."""
+    """A member that all its peers wait for and that makes no progress for longer is put out: at once if it uses no processor time, else
+    when their collective has run into its deadline; 1000 to 3600000."""
 
     @property
     def heartbeat_interval_ms(self) -> int:
         """A tenth of the lease, so that one lost or late heartbeat costs nobody their place; at least every second."""
         return max(50, min(1000, self.lease_ms // 10))
+
+    @property
+    def unheard_ms(self) -> int:
+        """A member that was heard of within this time is there."""
+        return 3 * self.heartbeat_interval_ms
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +56,17 @@ class Policy:
     reconnect_ms: int = 5_000
     """How long a member without a stream may take to come back while its peers cannot go on without it: twice the longest backoff of a
     member's link, and some. Else it has its whole lease."""
+    absence_ms: int = 300_000
+    """How long a member may be silent that nobody is known to wait for: the network between it and the coordinator may be cut while it
+    works on with its peers."""
+    explain_after_ms: int = 10_000
+    """A step that stands for so long is explained to all."""
+    explain_again_ms: int = 10_000
+    """How often, while it stands."""
+    look_ms: int = 1_000
+    """How often the core looks for steps that stand."""
+    most_lost_generations: int = 1_000_000
+    """A member that knows of a generation so far above the newest one is wrong; of one not so far, Redis has lost it."""
     longest_settle_ms: int = 5_000
     """Failures of fresh generations double the settle time up to this, so that a broken network does not make generations without end."""
     fresh_generation_ms: int = 10_000

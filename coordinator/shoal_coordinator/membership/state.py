@@ -191,6 +191,28 @@ def populate(members: Mapping[str, Member]) -> Mapping[MemberPhase, int]:
     return Counter(member.phase for member in members.values())
 
 
+@dataclass(frozen=True, kw_only=True)
+class Recovery:
+    """Members know of generations that Redis has lost: they go on in the newest of them until they are all back."""
+
+    known: int
+    """The newest generation that Redis had kept."""
+    newest: int
+    """The newest that a member knows."""
+    world_size: int
+    """Its ranks; 0: not known."""
+    until_ms: int | None
+    """When a generation is written at the latest, with those that are back by then. None: it was."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stall:
+    """A step that stands, as it was last explained."""
+
+    text: str
+    told_ms: int
+
+
 Pair = tuple[str, str]
 """Two member ids, the smaller first."""
 
@@ -234,6 +256,14 @@ class JobState:
     """In memory only. When the newest generation was written."""
     broken_streams: Mapping[str, int] = field(default_factory=dict)
     """In memory only. Members whose streams ended without a goodbye, and when (Now.ms), until it is decided what that means."""
+    recovery: Recovery | None = None
+    """In memory only. None: no member knew of a generation that Redis did not."""
+    stall: Stall | None = None
+    """In memory only. None: steps go on, as far as is known."""
+    stragglers: Mapping[str, str] = field(default_factory=dict)
+    """In memory only. Members that hold the others back, and how, for people."""
+    looked_ms: int | None = None
+    """In memory only. When it was last looked for steps that stand."""
     fresh_failures: int = 0
     """In memory only. Collectives that failed in generations one after another, each before Policy.fresh_generation_ms."""
 

@@ -3,13 +3,15 @@
 A killed process closes its connection at once, and so does a network that drops all of them; from here the one looks like the other. Told
 apart by the others: when most members' streams break together, that is the network, and their leases decide. One that breaks alone is a
 death, at once if a peer's collective failed as well, else when no other stream has broken for Policy.break_window_ms: nobody waits for
-the dead meanwhile, or he would have said so.
+the dead meanwhile, or he would have said so. A stream that ends long after its member was last heard of was given up by gRPC: a cut
+network, or a lost machine. That says no more than the silence before it did (absence.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+from shoal_coordinator.membership.absence import is_closed
 from shoal_coordinator.membership.draft import Draft
 from shoal_coordinator.membership.events import Ending, MemberLost, StreamBroken
 from shoal_coordinator.membership.leaving import member_lost
@@ -33,7 +35,7 @@ def streams_due(draft: Draft) -> None:
         if len(broken) > whole:
             draft.reasons.append(f"{len(broken)} streams broke together and {whole} did not: a fault of the network, leases decide")
         else:
-            _lose(draft, [member_id for member_id in broken if not _is_attached(draft, member_id)])
+            _lose(draft, [member_id for member_id in broken if _is_closed(draft, member_id)])
         broken = {}
     draft.broken_streams = broken
 
@@ -49,6 +51,11 @@ def _missed(draft: Draft, broken: Mapping[str, int]) -> list[str]:
 def _lose(draft: Draft, member_ids: list[str]) -> None:
     for member_id in member_ids:
         member_lost(draft, MemberLost(member_id=member_id, ending=Ending.STREAM_BROKEN, detail="its session's stream broke"))
+
+
+def _is_closed(draft: Draft, member_id: str) -> bool:
+    pulse = draft.pulse(member_id)
+    return pulse is None or is_closed(draft, pulse)
 
 
 def _is_attached(draft: Draft, member_id: str) -> bool:

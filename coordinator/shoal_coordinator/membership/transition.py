@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from shoal_common.errors import ShoalError
 
+from shoal_coordinator.membership.absence import leases_ended
 from shoal_coordinator.membership.draft import Changes, Draft
 from shoal_coordinator.membership.effects import Effect, Record
 from shoal_coordinator.membership.events import (
@@ -15,6 +16,7 @@ from shoal_coordinator.membership.events import (
     DrainRequested,
     Event,
     ExitReported,
+    LeaseEnded,
     MemberJoined,
     MemberLeft,
     MemberLost,
@@ -40,9 +42,11 @@ from shoal_coordinator.membership.leaving import (
     stop_requested,
 )
 from shoal_coordinator.membership.pulse import Pulses
+from shoal_coordinator.membership.recovery import recovery_due
 from shoal_coordinator.membership.servers import Registered, server_lost, server_registered, tensors_declared
 from shoal_coordinator.membership.shards import ShardLayout
 from shoal_coordinator.membership.spec import JobSpec, Policy
+from shoal_coordinator.membership.stalls import stalls_due
 from shoal_coordinator.membership.state import JobState, MemberPhase, Now
 from shoal_coordinator.membership.streams import stream_broken, streams_due
 
@@ -80,8 +84,11 @@ def transition(
     """
     draft = Draft(state, now=now, pulses=pulses, nonce=nonce, policy=policy or Policy())
     outcomes = tuple(_apply(draft, event) for event in events)
+    leases_ended(draft, [event for event in events if isinstance(event, LeaseEnded)])
     streams_due(draft)
     incident_due(draft)
+    stalls_due(draft)
+    recovery_due(draft)
     generation_due(draft)
     last_one_left(draft)
     after, changes = draft.freeze()
@@ -112,6 +119,8 @@ def next_wake_ms(state: JobState, now_ms: int, policy: Policy | None = None) -> 
 def _generation_wakes(state: JobState, policy: Policy) -> list[int]:
     """When a generation may become due."""
     wakes = [] if state.incident is None else [state.incident.due_ms]
+    if state.recovery is not None and state.recovery.until_ms is not None:
+        wakes.append(state.recovery.until_ms)
     if state.grace_until_ms is not None and state.in_phase(MemberPhase.READY):
         wakes.append(state.grace_until_ms)
     if state.formed_ms is not None and (state.in_phase(MemberPhase.READY) or state.in_phase(MemberPhase.DRAINING)):
@@ -134,6 +143,8 @@ def _handle(draft: Draft, event: Event) -> Granted:
             member_ready(draft, event)
         case MemberLost():
             member_lost(draft, event)
+        case LeaseEnded():
+            pass  # judged once all events are in: what peers say counts
         case StreamBroken():
             stream_broken(draft, event)
         case MemberLeft():

@@ -22,6 +22,7 @@ from shoal_coordinator.membership.events import (
     Ending,
     Event,
     ExitReported,
+    LeaseEnded,
     MemberLeft,
     MemberLost,
     ServerLost,
@@ -239,13 +240,8 @@ class JobLoop:
             return []
         lease_ms = self.state.spec.lease_ms
         self._next_scan_ms = now.ms + min(_LONGEST_SCAN_INTERVAL_MS, lease_ms // 10)
-        detail = f"no heartbeat for {lease_ms} ms"
-        members = [
-            MemberLost(member_id=member_id, ending=Ending.LEASE_EXPIRED, detail=detail)
-            for member_id in expired(self._members, now.ms, lease_ms)
-        ]
+        members = [LeaseEnded(member_id=member_id) for member_id in expired(self._members, now.ms, lease_ms)]
         servers = [ServerLost(server_id=server_id, ending=Ending.LEASE_EXPIRED) for server_id in expired(self._servers, now.ms, lease_ms)]
-        self._metrics.leases_expired.labels("member").inc(len(members))
         self._metrics.leases_expired.labels("server").inc(len(servers))
         return [*members, *servers]
 
@@ -305,7 +301,7 @@ class JobLoop:
     def _observe(self, batch: list[Submitted], decided: Transition) -> None:
         for reason in decided.reasons:
             logger.info("%s", reason, extra={"job_id": self.state.spec.job_id})
-        losses = [s.noticed_s for s in batch if isinstance(s.event, MemberLost | StreamBroken | ExitReported | MemberLeft)]
+        losses = [s.noticed_s for s in batch if isinstance(s.event, MemberLost | LeaseEnded | StreamBroken | ExitReported | MemberLeft)]
         if losses and self._loss_noticed_s is None:
             self._loss_noticed_s = min(losses)
         for effect in decided.effects:
@@ -318,6 +314,7 @@ class JobLoop:
         for member_id in decided.changes.departed:
             if (departure := self.state.departed.get(member_id)) is not None:
                 self._metrics.departures.labels(departure.ending).inc()
+                self._metrics.leases_expired.labels("member").inc(departure.ending == Ending.LEASE_EXPIRED)
         self._metrics.collective_failures.inc(sum(record.kind == "collective_failed" for record in decided.records))
         self._metrics.batches_leased.inc(sum(len(outcome.batches) for outcome in decided.outcomes if isinstance(outcome, Leased)))
 

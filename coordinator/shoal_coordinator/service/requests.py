@@ -40,6 +40,9 @@ _LEAVE_REASONS: Final = {
     pb.Leave.REASON_FINISHED: LeaveReason.FINISHED,
     pb.Leave.REASON_FAILED: LeaveReason.FAILED,
 }
+_LONGEST_NAME: Final = 64
+_MOST_OUT_OF_REACH: Final = 64
+_LONGEST_S: Final = 1e9
 _EVENT_ID: Final = re.compile(r"[0-9]{1,19}(-[0-9]{1,19})?")
 
 
@@ -69,12 +72,17 @@ def parse_join(message: pb.Join) -> tuple[str, MemberJoined]:
         donor_key=checks.secret("join.donor_key", message.donor_key),
         metrics_address=checks.address("join.metrics_address", message.metrics_address),
     )
-    last_generation = number("join.last_generation", message.last_generation)
-    return checks.job_id(message.job_id), MemberJoined(identity=identity, last_generation=last_generation)
+    event = MemberJoined(
+        identity=identity,
+        last_generation=number("join.last_generation", message.last_generation),
+        last_world_size=number("join.last_world_size", message.last_world_size, high=LARGEST_WORLD),
+    )
+    return checks.job_id(message.job_id), event
 
 
-def parse_heartbeat(message: pb.Heartbeat) -> tuple[int, Progress]:
-    """The generation the member works in, and its progress. Rates and losses are for people and may be anything.
+def parse_heartbeat(message: pb.Heartbeat) -> tuple[int, Progress, tuple[int, ...]]:
+    """The generation the member works in, its progress, and the ranks out of its reach. Rates and losses are for people and may be
+    anything; what is no time counts as none.
 
     Called for every heartbeat: one test for what is always right.
     """
@@ -92,8 +100,17 @@ def parse_heartbeat(message: pb.Heartbeat) -> tuple[int, Progress]:
         step_time_s=told.step_time_s,
         samples=told.samples,
         staleness=told.staleness,
+        waiting_s=_seconds(told.waiting_s),
+        waiting_in=told.waiting_in[:_LONGEST_NAME] or "a collective",
+        busy_time_s=_seconds(told.busy_time_s),
+        cpu_s=_seconds(told.cpu_s),
+        busy_link=(told.busy_link.rank, told.busy_link.bytes_per_s) if told.HasField("busy_link") else None,
     )
-    return message.generation, progress
+    return message.generation, progress, tuple(message.out_of_reach[:_MOST_OUT_OF_REACH])
+
+
+def _seconds(value: float) -> float:
+    return value if 0 <= value < _LONGEST_S else 0.0
 
 
 def parse_collective_failure(member_id: str, message: pb.CollectiveFailure) -> CollectiveFailed:

@@ -10,9 +10,10 @@ from shoal_protos.v1 import coordinator_pb2 as pb
 from shoal_coordinator.membership.pulse import Progress, Pulse, Pulses
 from shoal_coordinator.membership.shards import ShardLayout
 from shoal_coordinator.membership.spec import JobSpec
-from shoal_coordinator.membership.state import Cause, Generation, JobEnding, JobPhase, JobState, Member, MemberPhase, Server
+from shoal_coordinator.membership.state import Cause, Generation, JobEnding, JobPhase, JobState, Member, MemberPhase, Now, Server
 from shoal_coordinator.state.store import StoredEvent
 
+_SILENT_MS: Final = 5_000
 JOB_PHASES: Final = {
     JobPhase.WAITING: pb.JOB_PHASE_WAITING,
     JobPhase.RUNNING: pb.JOB_PHASE_RUNNING,
@@ -76,7 +77,7 @@ def generation_message(generation: Generation) -> pb.Generation:
     )
 
 
-def job_message(state: JobState, pulses: Pulses, now_unix_ms: int) -> pb.GetJobResponse:
+def job_message(state: JobState, pulses: Pulses, now: Now) -> pb.GetJobResponse:
     """All that can be seen of a job: members with a rank first. The generation goes without its nonce and the members' donor keys, with
     which a member's state can be fetched: those are told in members' own sessions only."""
     places = {} if state.generation is None or state.phase is JobPhase.WAITING else state.generation.rank_of
@@ -91,11 +92,12 @@ def job_message(state: JobState, pulses: Pulses, now_unix_ms: int) -> pb.GetJobR
         spec=spec_message(state.spec),
         phase=JOB_PHASES[state.phase],
         generation=generation,
-        members=[_member_message(m, places.get(m.member_id, -1), pulses.members.get(m.member_id)) for m in members],
+        members=[_member_message(m, places.get(m.member_id, -1), state, pulses, now) for m in members],
         servers=server_messages(state),
-        now_unix_ms=now_unix_ms,
+        now_unix_ms=now.unix_ms,
         ending=JOB_ENDINGS[state.ending],
         ending_reason=state.stop_reason,
+        waits_for=state.stall.text if state.stall is not None else "",
     )
 
 
@@ -140,8 +142,14 @@ def event_message(event: StoredEvent) -> pb.Event:
     )
 
 
-def _member_message(member: Member, rank: int, pulse: Pulse | None) -> pb.MemberStatus:
-    identity = member.identity
+def _note(state: JobState, member: Member, pulse: Pulse | None, now: Now) -> str:
+    if pulse is not None and pulse.silent_ms(now.ms) > max(state.spec.unheard_ms, _SILENT_MS):
+        return f"not heard of for {pulse.silent_ms(now.ms) // 1000} s"
+    return state.stragglers.get(member.member_id, "")
+
+
+def _member_message(member: Member, rank: int, state: JobState, pulses: Pulses, now: Now) -> pb.MemberStatus:
+    identity, pulse = member.identity, pulses.members.get(member.member_id)
     return pb.MemberStatus(
         member_id=identity.member_id,
         phase=MEMBER_PHASES[member.phase],
@@ -152,6 +160,7 @@ def _member_message(member: Member, rank: int, pulse: Pulse | None) -> pb.Member
         progress=_progress_message(pulse.progress if pulse is not None else Progress()),
         joined_unix_ms=member.joined_unix_ms,
         launcher_id=identity.launcher_id,
+        note=_note(state, member, pulse, now),
     )
 
 
@@ -165,6 +174,11 @@ def _progress_message(progress: Progress) -> pb.Progress:
         step_time_s=progress.step_time_s,
         samples=progress.samples,
         staleness=progress.staleness,
+        waiting_s=progress.waiting_s,
+        waiting_in=progress.waiting_in,
+        busy_time_s=progress.busy_time_s,
+        cpu_s=progress.cpu_s,
+        busy_link=None if progress.busy_link is None else pb.BusyLink(rank=progress.busy_link[0], bytes_per_s=progress.busy_link[1]),
     )
 
 

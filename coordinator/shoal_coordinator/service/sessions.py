@@ -18,6 +18,7 @@ from shoal_coordinator.membership.effects import (
     SendDrain,
     SendGeneration,
     SendMembers,
+    SendNotice,
     SendStandby,
     SendStop,
     StopServers,
@@ -69,6 +70,10 @@ class Sessions:
                 case SendStandby():
                     message = pb.MemberDirective(standby=pb.Standby(reason=effect.reason)).SerializeToString()
                     self._tell(effect.member_id, Slot.PLACEMENT, message)
+                case SendNotice(generation=generation):
+                    message = pb.MemberDirective(notice=pb.Notice(text=effect.text)).SerializeToString()
+                    for rank in generation.ranks:
+                        self._tell(rank.member_id, Slot.NOTICE, message)
                 case SendDrain():
                     message = pb.MemberDirective(drain=pb.Drain(reason=effect.reason)).SerializeToString()
                     self._tell(effect.member_id, Slot.DRAIN, message)

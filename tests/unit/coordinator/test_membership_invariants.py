@@ -9,6 +9,7 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from shoal_common.errors import InternalError, ShoalError
+from shoal_coordinator.membership.draft import IN_MEMORY
 from shoal_coordinator.membership.effects import AnnounceGeneration
 from shoal_coordinator.membership.events import (
     BatchesLeased,
@@ -17,6 +18,7 @@ from shoal_coordinator.membership.events import (
     Ending,
     Event,
     ExitReported,
+    LeaseEnded,
     LeaveReason,
     MemberJoined,
     MemberLeft,
@@ -29,7 +31,7 @@ from shoal_coordinator.membership.events import (
     TensorsDeclared,
 )
 from shoal_coordinator.membership.joining import Joined
-from shoal_coordinator.membership.pulse import Progress, Pulse, Pulses, attached, beaten, detached
+from shoal_coordinator.membership.pulse import Progress, Pulse, Pulses, attached, beaten, detached, expired
 from shoal_coordinator.membership.shards import TensorSpec
 from shoal_coordinator.membership.spec import JobSpec, Policy
 from shoal_coordinator.membership.state import Cause, Identity, JobPhase, JobState, MemberPhase, Now, populate
@@ -38,7 +40,6 @@ from shoal_coordinator.state.codec import decode_state, encode_changes, everythi
 
 POLICY = Policy(most_members=12, most_departed=6, most_loaders=2)
 NAMES = [f"m{number}" for number in range(10)]
-IN_MEMORY = ("grace_until_ms", "incident", "formed_ms", "broken_streams", "fresh_failures")
 
 names = st.sampled_from(NAMES)
 generations = st.integers(min_value=0, max_value=12)
@@ -74,12 +75,12 @@ class Membership(RuleBasedStateMachine):
 
     # ------------------------------------------------------------------------------------------------------------- events
 
-    @rule(name=names, host=st.sampled_from(["h1", "h2", "h10"]), last=st.sampled_from([0, 0, 0, 1]))
-    def join(self, name: str, host: str, last: int) -> None:
+    @rule(name=names, host=st.sampled_from(["h1", "h2", "h10"]), last=st.sampled_from([0, 0, 0, 1, 9]), of=st.sampled_from([0, 1, 2]))
+    def join(self, name: str, host: str, last: int, of: int = 0) -> None:
         identity = Identity(
             member_id=name, host=host, pid=1, launcher_id="l", local_index=NAMES.index(name) % 3, donor_address="", metrics_address=""
         )
-        self.happen(MemberJoined(identity=identity, last_generation=last))
+        self.happen(MemberJoined(identity=identity, last_generation=last, last_world_size=of))
 
     @rule(count=st.integers(min_value=1, max_value=5), first=st.integers(min_value=0, max_value=5), host=st.sampled_from(["h1", "h2"]))
     def start_several(self, count: int, first: int, host: str) -> None:
@@ -217,6 +218,19 @@ class Membership(RuleBasedStateMachine):
             self.detach(name)
             self.happen(StreamBroken(member_id=name))
 
+    @rule(name=names, waited=st.sampled_from([0.0, 2.0, 70.0]), out_of_reach=st.sampled_from([(), (0,), (1, 9)]))
+    def wait_for_peers(self, name: str, waited: float, out_of_reach: tuple[int, ...]) -> None:
+        if name in self.pulses:
+            pulse = self.pulses[name]
+            progress = replace(pulse.progress, waiting_s=waited, waiting_in="all_reduce", cpu_s=1.0, step_time_s=1.0, busy_link=(1, 1e6))
+            self.pulses[name] = beaten(pulse, self.ms, self.state.number, progress, out_of_reach)
+            self.transit()
+
+    @rule()
+    def look_at_leases(self) -> None:
+        for name in expired(self.pulses, self.ms, self.state.spec.lease_ms):
+            self.happen(LeaseEnded(member_id=name))
+
     @rule()
     def restart_coordinator(self) -> None:
         self.state = decode_state(self.disk)
@@ -245,14 +259,14 @@ class Membership(RuleBasedStateMachine):
 
     def check_generation(self, before: JobState, formed: list[object]) -> None:
         state = self.state
-        if state.number == before.number:
+        if state.generation is before.generation:
             assert not formed
-            assert state.generation is before.generation
+            assert state.number >= before.number
             return
         generation = state.generation
         assert generation is not None
         assert formed == [generation], "what is written is what is announced, and once"
-        assert generation.number == state.number == before.number + 1
+        assert generation.number == state.number > before.number
         assert not before.is_over
         ids = [rank.member_id for rank in generation.ranks]
         assert state.spec.min_workers <= len(ids) <= state.spec.max_workers
@@ -272,13 +286,18 @@ class Membership(RuleBasedStateMachine):
             old = [rank.member_id for rank in before.generation.ranks if rank.member_id in ids]
             assert [member_id for member_id in ids if member_id in old] == old, "survivors keep their order"
         assert generation.interrupts_below <= generation.number
-        assert (generation.cause is Cause.START) == (generation.number == 1)
+        assert generation.cause is not Cause.START or generation.number == 1
         if generation.cause is Cause.BORDER and before.generation is not None:
             left_out = {rank.member_id for rank in before.generation.ranks} - set(ids)
             assert all(state.members[m].phase is MemberPhase.DRAINING for m in left_out if m in state.members)
             assert all(m in state.members for m in left_out), "nobody who died is left out without an interruption"
 
     # --------------------------------------------------------------------------------------------------------- invariants
+
+    @property
+    def recovering(self) -> bool:
+        """A generation is due for those that know of a lost one, and is written when they are back."""
+        return self.state.recovery is not None and self.state.recovery.until_ms is not None
 
     @invariant()
     def nobody_who_left_comes_back(self) -> None:
@@ -296,7 +315,7 @@ class Membership(RuleBasedStateMachine):
                 assert member.member_id in ranks
             assert (member.phase is MemberPhase.QUARANTINED) == bool(member.apart_from)
             assert member.works_in == 0 or member.phase is MemberPhase.DRAINING
-        if state.phase is JobPhase.RUNNING:
+        if state.phase is JobPhase.RUNNING and not self.recovering:
             for member_id in ranks:
                 assert state.members[member_id].phase in (MemberPhase.RANKED, MemberPhase.DRAINING)
         if state.phase is JobPhase.WAITING:
@@ -305,7 +324,7 @@ class Membership(RuleBasedStateMachine):
     @invariant()
     def enough_ready_members_do_not_wait_longer_than_the_grace(self) -> None:
         state = self.state
-        if state.phase is JobPhase.WAITING and state.in_phase(MemberPhase.READY) >= state.spec.min_workers:
+        if state.phase is JobPhase.WAITING and state.in_phase(MemberPhase.READY) >= state.spec.min_workers and not self.recovering:
             assert state.grace_until_ms is not None
             assert state.grace_until_ms > self.ms
             assert next_wake_ms(state, self.ms, POLICY) is not None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from shoal_coordinator.membership.events import (
     Ending,
     Event,
     ExitReported,
+    LeaseEnded,
     LeaveReason,
     MemberJoined,
     MemberLeft,
@@ -44,6 +46,7 @@ from shoal_coordinator.membership.state import Identity, JobEnding, JobState, No
 from shoal_coordinator.membership.transition import Outcome, Transition, next_wake_ms, transition
 from shoal_coordinator.state.codec import decode_state, encode_changes, everything
 
+LOOK_MS = 1000
 SCENARIOS = sorted((Path(__file__).parent / "scenarios").glob("*.txt"))
 
 
@@ -56,6 +59,15 @@ def test_scenario_unfolds_as_written(path: Path) -> None:
     assert unfolded == written
 
 
+@dataclass
+class Acting:
+    """What a member does."""
+
+    what: str
+    since_ms: int
+    said: dict[str, str]
+
+
 class Story:
     """Runs the commands of one scenario."""
 
@@ -63,6 +75,7 @@ class Story:
         self.ms = 0
         self.state: JobState
         self.pulses: dict[str, Pulse] = {}
+        self.acting: dict[str, Acting] = {}
         self.collected: list[Event] | None = None
         self.out: list[str] = []
 
@@ -87,21 +100,25 @@ class Story:
     def job(self, **options: str) -> None:
         names = {"min": "min_workers", "max": "max_workers", "servers": "parameter_servers", "grace": "join_grace_ms"}
         names |= {"lease": "lease_ms", "stall": "stall_timeout_ms"}
+        self.ms = 0
         self.pulses = {}
+        self.acting = {}
         self.state = JobState(spec=JobSpec(job_id="digits", **{names[key]: int(value) for key, value in options.items()}))  # type: ignore[arg-type]
 
     def at(self, ms: str) -> None:
         while (due := self.next_deadline()) is not None and due <= int(ms):
             self.ms = due
-            gone = expired(self.pulses, self.ms, self.state.spec.lease_ms)
-            detail = f"no heartbeat for {self.state.spec.lease_ms} ms"
-            self.happen(*[MemberLost(member_id=m, ending=Ending.LEASE_EXPIRED, detail=detail) for m in gone])
+            self.happen(*[LeaseEnded(member_id=m) for m in expired(self.pulses, self.ms, self.state.spec.lease_ms)])
         self.ms = int(ms)
 
     def next_deadline(self) -> int | None:
-        leases = [pulse.heard_ms + self.state.spec.lease_ms + 1 for pulse in self.pulses.values()]
+        """The service looks at leases, and for steps that stand, twice a second; here it does when that can change something."""
+        ended = [pulse.heard_ms + self.state.spec.lease_ms + 1 for pulse in self.pulses.values()]
+        dues = [due if due > self.ms else self.ms + LOOK_MS for due in ended]
+        if any(pulse.waited_ms for pulse in self.pulses.values()) or self.state.stall is not None or self.state.incident is not None:
+            dues.append(self.ms + LOOK_MS)
         wake = next_wake_ms(self.state, self.ms)
-        return min([*leases, *([] if wake is None else [wake])], default=None)
+        return min([*dues, *([] if wake is None else [wake])], default=None)
 
     def together(self) -> None:
         """The events up to `end` are folded in one transition."""
@@ -117,7 +134,8 @@ class Story:
         self.pulses = {member_id: detached(attached(None, self.ms), self.ms) for member_id in self.state.members}
         self.happen()
 
-    def join(self, member: str, host: str = "h1", index: str = "0", pid: str = "1", last: str = "0") -> None:
+    def join(self, member: str, host: str = "h1", index: str = "0", pid: str = "1", last: str = "0", of: str = "0") -> None:
+        """`last`: the newest generation it knows; `of`: ranks of that."""
         identity = Identity(
             member_id=member,
             host=host,
@@ -127,7 +145,7 @@ class Story:
             donor_address=f"{host}:1",
             metrics_address="",
         )
-        self.happen(MemberJoined(identity=identity, last_generation=int(last)))
+        self.happen(MemberJoined(identity=identity, last_generation=int(last), last_world_size=int(of)))
 
     def ready(self, member: str) -> None:
         self.happen(MemberReady(member_id=member))
@@ -167,11 +185,52 @@ class Story:
                 )
             )
 
-    def beat(self, *members: str, generation: str = "0", sequence: str = "0") -> None:
+    def beat(
+        self,
+        *members: str,
+        generation: str = "0",
+        sequence: str = "0",
+        waited: str = "0",
+        cpu: str = "0",
+        step: str = "0",
+        busy: str = "0",
+        link: str = "",
+        unreached: str = "",
+    ) -> None:
+        """Heartbeats; `waited`, `step` (the time of one) and `busy` in seconds, `link`=rank:bytes-per-second, `unreached`=ranks."""
+        progress = Progress(
+            sequence=int(sequence),
+            waiting_s=float(waited),
+            waiting_in="all_reduce",
+            cpu_s=float(cpu),
+            step_time_s=float(step),
+            busy_time_s=float(busy),
+            busy_link=(int(link.split(":")[0]), float(link.split(":")[1])) if link else None,
+        )
+        out_of_reach = tuple(int(rank) for rank in unreached.split(",") if rank)
         for member in members:
-            before = self.pulses[member]
-            self.pulses[member] = beaten(before, self.ms, int(generation), Progress(sequence=int(sequence)))
+            self.pulses[member] = beaten(self.pulses[member], self.ms, int(generation), progress, out_of_reach)
         self.happen()
+
+    def does(self, what: str, *members: str, **said: str) -> None:
+        """From now on, while they `live`, members train (steps go on), work (none of their own ends), hang (no processor time either), wait
+        for peers, or are cut off; `said` goes into their heartbeats."""
+        for member in members:
+            self.acting[member] = Acting(what=what, since_ms=self.ms, said=said)
+
+    def live(self, ms: str) -> None:
+        """Up to `ms`, with a heartbeat a second from all that do something."""
+        while self.ms < int(ms):
+            self.at(str(min(self.ms + 1000, int(ms))))
+            for member in [m for m in self.acting if m in self.pulses and self.acting[m].what != "cut"]:
+                acting, before = self.acting[member], self.pulses[member].progress
+                waited = (self.ms - acting.since_ms) / 1000 if acting.what == "wait" else 0
+                sequence = before.sequence + (acting.what == "train")
+                cpu = before.cpu_s + (acting.what in ("train", "work"))
+                ranked = self.state.generation is not None and member in self.state.generation.rank_of
+                generation = self.state.number if ranked else 0
+                told = {"generation": str(generation), "sequence": str(sequence), "waited": str(waited), "cpu": str(cpu)}
+                self.beat(member, **told | acting.said)
 
     def drain(self, member: str | None = None, rank: str | None = None) -> None:
         self.happen(DrainRequested(member_id=member, rank=None if rank is None else int(rank), reason="asked to"))
@@ -266,6 +325,8 @@ def told_effect(effect: fx.Effect) -> str | None:
             return f"{effect.member_id}: generation {g.number} again"
         case fx.SendStandby():
             return f"{effect.member_id}: standby, {effect.reason}"
+        case fx.SendNotice():
+            return f"all: {effect.text or 'it goes on'}"
         case fx.SendDrain():
             return f"{effect.member_id}: drain, {effect.reason}"
         case fx.SendStop():

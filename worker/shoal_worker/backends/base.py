@@ -33,6 +33,8 @@ from torch._C._distributed_c10d import (
 
 from shoal_worker.backends.errors import GroupEndedError
 from shoal_worker.backends.handle import Handle
+from shoal_worker.backends.sockets import Traffic
+from shoal_worker.backends.waits import Waits
 
 DEFAULT_TIMEOUT: Final = timedelta(seconds=300)
 DEFAULT_CONNECT_TIMEOUT: Final = timedelta(seconds=5)
@@ -74,6 +76,8 @@ class CommunicationBackend(abc.ABC):
     """Whether the library knows AVERAGE; else it is a sum, divided afterwards."""
 
     def __init__(self) -> None:
+        self.waits = Waits()
+        """Notes the waits for the group's works; may be replaced before `initialize`."""
         self._process_group: dist.ProcessGroup | None = None
         self._rank = -1
         self._world_size = 0
@@ -110,6 +114,10 @@ class CommunicationBackend(abc.ABC):
         if self._process_group is None:
             raise PreconditionError(f"backend {self.name!r} is not initialized: call initialize() first", reason="BACKEND_NOT_INITIALIZED")
         return self._process_group
+
+    def traffic(self) -> dict[str, Traffic]:
+        """What the group's connections have sent so far, by the address they lead to; empty where that is not known."""
+        return {}
 
     def initialize(
         self,

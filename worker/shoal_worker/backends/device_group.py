@@ -23,6 +23,7 @@ from torch._C._distributed_c10d import Work
 from shoal_worker.backends.errors import GroupEndedError
 from shoal_worker.backends.interruptible import cause_of
 from shoal_worker.backends.named_group import ForwardingGroup
+from shoal_worker.backends.waits import Waits
 
 _PAUSE_S: Final = 20e-6
 
@@ -43,11 +44,12 @@ class DeviceWork(Work):
         """
         allowed = timeout or self._group.timeout
         deadline = time.monotonic() + allowed.total_seconds()
-        while not self._native.is_completed():
-            self._group.raise_if_ended()
-            if time.monotonic() > deadline:
-                self._group.abort(f"{self._name} on rank {self._group.rank()} of {self._group.size()} takes longer than {allowed}")
-            time.sleep(_PAUSE_S)
+        with self._group.waits.of(self._name):
+            while not self._native.is_completed():
+                self._group.raise_if_ended()
+                if time.monotonic() > deadline:
+                    self._group.abort(f"{self._name} on rank {self._group.rank()} of {self._group.size()} takes longer than {allowed}")
+                time.sleep(_PAUSE_S)
         self._group.raise_if_ended()
         try:
             self._native.wait()  # orders the caller's stream behind it, and raises what went wrong
@@ -85,9 +87,12 @@ class DeviceGroup(ForwardingGroup):
 
     backend_name: ClassVar[str] = "shoal_nccl"
 
-    def __init__(self, native: dist.ProcessGroup, *, name: str, timeout: timedelta, ended: Callable[[str], None]) -> None:
-        """`timeout`: the longest that a collective may take."""
+    def __init__(
+        self, native: dist.ProcessGroup, *, name: str, timeout: timedelta, ended: Callable[[str], None], waits: Waits | None = None
+    ) -> None:
+        """`timeout`: the longest that a collective may take. `waits` notes the waits for its works."""
         super().__init__(native.rank(), native.size(), name)
+        self.waits = waits or Waits()
         self.timeout = timeout
         self.reason: str | None = None
         """Why the group is over; None: it is not."""

@@ -20,6 +20,7 @@ from shoal_worker.backends.base import CommunicationBackend
 from shoal_worker.backends.forming import FormingGroup
 from shoal_worker.backends.interface import address_for
 from shoal_worker.backends.interruptible import InterruptibleGroup
+from shoal_worker.backends.sockets import Traffic
 from shoal_worker.store.redis_store import RedisStore
 
 
@@ -55,10 +56,15 @@ class GlooBackend(CommunicationBackend):
             if backend is not None:
                 backend.abort(reason)
 
-        group = InterruptibleGroup(formed.process_group, formed.sockets, ended)
+        group = InterruptibleGroup(formed.process_group, formed.sockets, ended, self.waits)
         self._group, self._store = group, store
         group.watch()
         return group
+
+    def traffic(self) -> dict[str, Traffic]:
+        """See `CommunicationBackend`."""
+        group = self._group
+        return group.traffic() if group is not None else {}
 
     def _break(self) -> None:
         forming, group, reason = self._forming, self._group, self._reason

@@ -30,7 +30,8 @@ from shoal_worker.backends.errors import GroupEndedError
 from shoal_worker.backends.named_group import ForwardingGroup
 from shoal_worker.backends.reductions import check_op, reduce_parts
 from shoal_worker.backends.scratch import Scratch
-from shoal_worker.backends.sockets import GroupSockets
+from shoal_worker.backends.sockets import GroupSockets, Traffic
+from shoal_worker.backends.waits import Waits
 from shoal_worker.backends.works import InterruptibleWork, Transfer, end_works
 
 _MANY: Final = 64
@@ -55,8 +56,12 @@ class InterruptibleGroup(ForwardingGroup):
 
     backend_name: ClassVar[str] = "shoal_gloo"
 
-    def __init__(self, native: dist.ProcessGroup, sockets: GroupSockets, ended: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self, native: dist.ProcessGroup, sockets: GroupSockets, ended: Callable[[str], None] | None = None, waits: Waits | None = None
+    ) -> None:
+        """`waits` notes the waits for its works."""
         super().__init__(native.rank(), native.size(), native.group_name)
+        self.waits = waits or Waits()
         self.reason: str | None = None
         """Why the group is over; None: it is not."""
         self._native: dist.ProcessGroup | None = native
@@ -95,6 +100,10 @@ class InterruptibleGroup(ForwardingGroup):
             threading.Thread(target=end_works, args=(unfinished, reason), name="shoal-gloo-abort", daemon=True).start()
         if self._ended is not None:
             self._ended(reason)
+
+    def traffic(self) -> dict[str, Traffic]:
+        """See `GroupSockets.traffic`."""
+        return self._sockets.traffic()
 
     def shutdown(self) -> None:
         """Ends the group and lets go of everything; what Gloo still has to do keeps it alive, but not the caller. Idempotent."""

@@ -63,7 +63,7 @@ class NCCLBackend(CommunicationBackend):
         kind = dist.ProcessGroup.BackendType.NCCL
         native._set_default_backend(kind)
         native._register_backend(device, kind, self._native)
-        self._group = DeviceGroup(native, name=f"shoal_nccl_{next(_NUMBERS)}", timeout=timeout, ended=self.abort)
+        self._group = DeviceGroup(native, name=f"shoal_nccl_{next(_NUMBERS)}", timeout=timeout, ended=self.abort, waits=self.waits)
         if self._reason is not None:  # ended while it connected, when there was nothing to break yet
             self._break()
         return self._group

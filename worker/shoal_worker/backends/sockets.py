@@ -17,6 +17,7 @@ import os
 import select
 import socket
 import stat
+import struct
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator
@@ -35,6 +36,12 @@ _SEND_BYTES: Final = 1 << 19
 By default it takes 4 MiB, copied under a lock for which Gloo's other thread spins in epoll_wait meanwhile: a quarter of all processor time
 (docs/decisions/0090). Between hosts more has to be under way, and the kernel's own measure stays."""
 
+_U64: Final = struct.Struct("=Q")
+_BYTES_ACKED_AT: Final = 120
+_BUSY_TIME_AT: Final = 168
+_TCP_INFO_BYTES: Final = 176
+"""Offsets in the kernel's struct tcp_info (linux/tcp.h), which only grows at its end."""
+
 _SCANNING: Final = threading.Lock()
 """Held during a look at all sockets, which copies each for a moment: no other look may take those for sockets."""
 
@@ -46,6 +53,15 @@ class Listener:
     descriptor: int
     inode: int
     endpoint: Endpoint
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """What a connection has sent, since it was made."""
+
+    acknowledged_bytes: int
+    busy_s: float
+    """For how long it had something to send, or waited to hear that it had come."""
 
 
 def listeners() -> dict[int, Listener]:
@@ -84,6 +100,18 @@ class GroupSockets:
 
     def __len__(self) -> int:
         return len(self._copies)
+
+    def traffic(self) -> dict[str, Traffic]:
+        """What the connections have sent so far, by the address they lead to; those to one address together. Any thread."""
+        found: dict[str, Traffic] = {}
+        for copy in self._copies:
+            with contextlib.suppress(OSError):  # closed meanwhile, or broken
+                sent, address = _sent(copy), copy.getpeername()[0]
+                before = found.get(address, Traffic(acknowledged_bytes=0, busy_s=0.0))
+                found[address] = Traffic(
+                    acknowledged_bytes=before.acknowledged_bytes + sent.acknowledged_bytes, busy_s=max(before.busy_s, sent.busy_s)
+                )
+        return found
 
     def shut_down(self) -> None:
         """Breaks every connection of the group. Never blocks; idempotent."""
@@ -158,6 +186,15 @@ def _tcp_copies() -> Iterator[tuple[int, socket.socket]]:
             yield descriptor, copy
         else:
             copy.close()
+
+
+def _sent(copy: socket.socket) -> Traffic:
+    """Raises OSError."""
+    told = copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+    if len(told) < _TCP_INFO_BYTES:  # a kernel before 4.10
+        return Traffic(acknowledged_bytes=0, busy_s=0.0)
+    (acknowledged,), (busy_us,) = _U64.unpack_from(told, _BYTES_ACKED_AT), _U64.unpack_from(told, _BUSY_TIME_AT)
+    return Traffic(acknowledged_bytes=acknowledged, busy_s=busy_us / 1e6)
 
 
 def _remote(copy: socket.socket) -> Endpoint | None:

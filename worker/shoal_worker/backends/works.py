@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import Work
 
 from shoal_worker.backends.errors import GroupEndedError
 from shoal_worker.backends.gloo_threads import wait_until_asleep
+from shoal_worker.backends.waits import Waits
 
 _MOMENT_S: Final = 10.0
 """The longest such moment. Operations that Gloo tells of a broken connection end within a millisecond, or some under load; as long as a
@@ -27,6 +28,8 @@ _WHILE: Final = timedelta(milliseconds=10)
 
 class Owner(Protocol):
     """The group that issued a work."""
+
+    waits: Waits
 
     def loss(self, name: str, error: RuntimeError) -> str | None:
         """Called with each failure: why the group is over, or None if it is not."""
@@ -50,6 +53,7 @@ class InterruptibleWork(Work):
         self._name = name
         self._native: Work | None = native
         self._group: Owner | None = group
+        self._waits = group.waits
         self._finish = finish
         self._over = False
         self._over_soon: threading.Event | None = None
@@ -70,10 +74,11 @@ class InterruptibleWork(Work):
         Raises GroupEndedError when the group is over, RuntimeError for other failures and when it takes longer than `timeout`.
         """
         deadline = time.monotonic() + timeout.total_seconds() if timeout else float("inf")
-        while not self._over:
-            self._wait_for_native()
-            if not self._over and time.monotonic() >= deadline:
-                raise RuntimeError(f"{self._name} takes longer than {timeout}")
+        with self._waits.of(self._name):
+            while not self._over:
+                self._wait_for_native()
+                if not self._over and time.monotonic() >= deadline:
+                    raise RuntimeError(f"{self._name} takes longer than {timeout}")
         self._raise_failure()
         return True
 
@@ -212,7 +217,8 @@ class Transfer(Work):
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Returns when the tensor was sent, or is there."""
         try:
-            return bool(self._native.wait(timeout or timedelta(0)))
+            with self._group.waits.of(self._name):
+                return bool(self._native.wait(timeout or timedelta(0)))
         except RuntimeError as error:
             self._group.raise_if_lost(self._name, error)
             raise

@@ -1,0 +1,105 @@
+"""Members that are not heard of: dead, hanging, or well and cut off from the coordinator only.
+
+Silence alone does not tell. A lease that has ended costs a member its place when somebody waits for it, or cannot go on without it; a
+member that its peers train with keeps it, for Policy.absence_ms at most. That they train with it is known without a word of its own: in
+synchronous training they commit no step without it, so they would wait.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shoal_coordinator.membership.draft import Draft
+from shoal_coordinator.membership.events import Ending, LeaseEnded, MemberLost
+from shoal_coordinator.membership.joining import has_place
+from shoal_coordinator.membership.leaving import member_lost
+from shoal_coordinator.membership.pulse import Pulse
+from shoal_coordinator.membership.state import Cause, JobPhase, Member, MemberPhase
+
+
+@dataclass(frozen=True, kw_only=True)
+class Heard:
+    """What those members of the newest generation that are heard of say of it."""
+
+    count: int
+    waited_ms: int
+    """For how long all of them have waited for their peers, at least; 0: one of them does not wait."""
+
+
+def heard_of(draft: Draft) -> Heard:
+    """Of the members of the newest generation."""
+    ranks = () if draft.generation is None else draft.generation.ranks
+    now_ms, unheard_ms = draft.now.ms, draft.spec.unheard_ms
+    pulses = [p for rank in ranks if (p := draft.pulse(rank.member_id)) is not None and p.silent_ms(now_ms) <= unheard_ms]
+    return Heard(count=len(pulses), waited_ms=min((draft.waited_ms(pulse) for pulse in pulses), default=0))
+
+
+def leases_ended(draft: Draft, events: list[LeaseEnded]) -> None:
+    """Puts out those that somebody waits for."""
+    if not events:
+        return
+    heard = heard_of(draft)
+    for event in events:
+        member, pulse = draft.members.get(event.member_id), draft.pulse(event.member_id)
+        if member is None or pulse is None or (why := _why_put_out(draft, member, pulse, heard)) is None:
+            continue
+        detail = f"no heartbeat for {pulse.silent_ms(draft.now.ms)} ms, {why}"
+        member_lost(draft, MemberLost(member_id=event.member_id, ending=Ending.LEASE_EXPIRED, detail=detail))
+
+
+def lose_absent(draft: Draft) -> None:
+    """A generation is due at once: those who would not hear of it are not waited for."""
+    now_ms = draft.now.ms
+    for member in [m for m in draft.members.values() if m.phase is MemberPhase.RANKED]:
+        pulse = draft.pulse(member.member_id)
+        if pulse is None:
+            continue
+        if pulse.silent_ms(now_ms) > draft.spec.lease_ms:
+            detail = f"no heartbeat for {pulse.silent_ms(now_ms)} ms, and its peers go on without it"
+            member_lost(draft, MemberLost(member_id=member.member_id, ending=Ending.LEASE_EXPIRED, detail=detail))
+        elif pulse.detached_ms is not None and now_ms >= pulse.detached_ms + draft.policy.reconnect_ms:
+            detail = f"its session's stream broke {now_ms - pulse.detached_ms} ms ago, and its peers go on without it"
+            member_lost(draft, MemberLost(member_id=member.member_id, ending=Ending.STREAM_BROKEN, detail=detail))
+
+
+def somebody_absent(draft: Draft) -> Member | None:
+    """A member with a rank that would not hear of a new generation: its peers could not come to a border without it."""
+    for member in draft.members.values():
+        pulse = draft.pulse(member.member_id)
+        if member.phase is MemberPhase.RANKED and pulse is not None and pulse.silent_ms(draft.now.ms) > draft.spec.lease_ms:
+            return member
+    return None
+
+
+def is_closed(draft: Draft, pulse: Pulse) -> bool:
+    """Its stream ended while it was heard of, as it does when a process ends; what a cut network ends was silent before."""
+    return pulse.detached_ms is not None and pulse.detached_ms - pulse.heard_ms <= draft.spec.unheard_ms
+
+
+def _why_put_out(draft: Draft, member: Member, pulse: Pulse, heard: Heard) -> str | None:
+    """None: nobody is known to miss it."""
+    if pulse.silent_ms(draft.now.ms) > draft.policy.absence_ms:
+        return "longer than any member may be silent"
+    if is_closed(draft, pulse):
+        return "since its session's stream was closed"
+    if draft.phase is JobPhase.FINISHED or draft.departing:
+        return "and the run is over"
+    if draft.spec.parameter_servers or draft.count_loaders():
+        return "and its batches wait for it"
+    if member.phase is MemberPhase.READY:
+        return "and it waits for a rank"
+    if not has_place(draft, member):
+        return None
+    return _why_missed(draft, member, pulse, heard)
+
+
+def _why_missed(draft: Draft, member: Member, pulse: Pulse, heard: Heard) -> str | None:
+    generation = draft.generation
+    if draft.incident is not None and draft.incident.reports.keys() - {member.member_id}:
+        return "and its peers' collective has failed"
+    awaited = generation is not None and generation.cause is not Cause.BORDER and pulse.generation < generation.number
+    if awaited and draft.formed_ms is not None and draft.now.ms > draft.formed_ms + draft.spec.lease_ms:
+        return f"and it has not come to generation {draft.number}"
+    if heard.count and heard.waited_ms >= draft.spec.lease_ms - draft.spec.unheard_ms:
+        return f"and all {heard.count} of its peers that are heard of wait"
+    return None

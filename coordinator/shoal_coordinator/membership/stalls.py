@@ -1,0 +1,178 @@
+"""Steps that stand: who waits for whom, told to all before anything is done about it; and the two cases that are decided here.
+
+Heartbeats say of each member whether its training thread waits for its peers, since when, and whom it cannot reach. So a step that stands
+explains itself: some wait, and the others are what they wait for; or all wait, and something between them is missing. Members that only
+accuse each other's connections end their group themselves and report it (failures.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from shoal_coordinator.membership.draft import Draft
+from shoal_coordinator.membership.effects import Record, SendNotice
+from shoal_coordinator.membership.events import Ending, MemberLost
+from shoal_coordinator.membership.failures import stuck_members
+from shoal_coordinator.membership.leaving import member_lost
+from shoal_coordinator.membership.pulse import Pulse
+from shoal_coordinator.membership.recovery import is_recovering
+from shoal_coordinator.membership.state import Generation, JobPhase, Stall
+from shoal_coordinator.membership.stragglers import find_stragglers
+
+_MOST_NAMED: Final = 4
+_SURELY_WAITS_MS: Final = 1_000
+"""A member that has waited for so long when it was last heard of waits; for less, it may be between two short waits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """One rank as it was last heard of."""
+
+    rank: int
+    member_id: str
+    host: str
+    pulse: Pulse
+    silent_ms: int
+    waited_ms: int
+    """For its peers of this generation."""
+
+    @property
+    def name(self) -> str:
+        return f"rank {self.rank} ({self.host})"
+
+
+def stalls_due(draft: Draft) -> None:
+    """Looks once a second; puts out who hangs or is on a lost machine, explains what stands, and names who holds the others back."""
+    generation = draft.generation
+    if draft.looked_ms is not None and draft.now.ms < draft.looked_ms + draft.policy.look_ms:
+        return
+    draft.looked_ms = draft.now.ms
+    if generation is None or draft.broken or is_recovering(draft) or draft.phase not in (JobPhase.RUNNING, JobPhase.STOPPING):
+        _tell(draft, generation, "")
+        return
+    places = _places(draft, generation)
+    _put_out_hung(draft, places)
+    if draft.broken:
+        _tell(draft, generation, "")
+        return
+    text = _explain_incident(draft, places) if draft.incident is not None else _explain(draft, places)
+    _tell(draft, generation, text)
+    if not text:
+        find_stragglers(draft, generation)
+
+
+def _places(draft: Draft, generation: Generation) -> list[Place]:
+    return [
+        Place(
+            rank=position,
+            member_id=rank.member_id,
+            host=rank.host,
+            pulse=pulse,
+            silent_ms=pulse.silent_ms(draft.now.ms),
+            waited_ms=draft.waited_ms(pulse),
+        )
+        for position, rank in enumerate(generation.ranks)
+        if (pulse := draft.pulse(rank.member_id)) is not None
+    ]
+
+
+def _divide(draft: Draft, places: Iterable[Place]) -> tuple[list[Place], list[Place], list[Place]]:
+    """Those that wait, those that do not, and those that are not heard of."""
+    waiting, working, silent = [], [], []
+    for place in places:
+        if place.silent_ms > draft.spec.unheard_ms:
+            silent.append(place)
+        elif place.waited_ms >= _SURELY_WAITS_MS:
+            waiting.append(place)
+        else:
+            working.append(place)
+    return waiting, working, silent
+
+
+def _put_out_hung(draft: Draft, places: Sequence[Place]) -> None:
+    waiting, working, silent = _divide(draft, places)
+    if not waiting:
+        return
+    stall_ms, now_ms = draft.spec.stall_timeout_ms, draft.now.ms
+    waited_ms = min(place.waited_ms for place in waiting)
+    if working and waited_ms >= stall_ms - draft.spec.unheard_ms:
+        for place in working:
+            if now_ms - place.pulse.active_ms > stall_ms and place.pulse.progress.cpu_s > 0:
+                detail = f"no progress and no processor time for {stall_ms} ms, while all others waited for it"
+                member_lost(draft, MemberLost(member_id=place.member_id, ending=Ending.STALLED, detail=detail))
+    if working:
+        return
+    for place in silent:
+        by = [other for other in waiting if place.rank in other.pulse.out_of_reach]
+        if by and place.silent_ms > draft.policy.reconnect_ms:
+            detail = f"no heartbeat for {place.silent_ms} ms, and {by[0].name}, which waits for it, does not reach it"
+            member_lost(draft, MemberLost(member_id=place.member_id, ending=Ending.LEASE_EXPIRED, detail=detail))
+
+
+def _explain(draft: Draft, places: Sequence[Place]) -> str:
+    """Empty: no step stands, as far as is known."""
+    waiting, working, silent = _divide(draft, places)
+    waited_ms = max((place.waited_ms for place in waiting), default=0)
+    if waited_ms < draft.policy.explain_after_ms:
+        return ""
+    longest = max(waiting, key=lambda place: place.waited_ms)
+    step = max(place.pulse.progress.step for place in places)
+    waited = f"waited {waited_ms // 1000} s in {longest.pulse.progress.waiting_in}"
+    head = f"generation {draft.number} stands at step {step}: {_names(waiting)} {waited}"
+    reach = _out_of_reach(places)
+    if not working and not silent:
+        return f"{head}, all at once, so something between them is missing or slow{reach or '; each reaches the others it looked for'}"
+    blamed = [f"{place.name}, not heard of for {place.silent_ms // 1000} s" for place in silent[:_MOST_NAMED]]
+    blamed += [f"{place.name}, {_what_it_does(draft, place)}" for place in working[: max(0, _MOST_NAMED - len(blamed))]]
+    more = len(silent) + len(working) - len(blamed)
+    return f"{head} for {' and for '.join(blamed)}{f' and {more} more' if more else ''}{reach}"
+
+
+def _what_it_does(draft: Draft, place: Place) -> str:
+    still_s, idle_s = (draft.now.ms - place.pulse.moved_ms) // 1000, (draft.now.ms - place.pulse.active_ms) // 1000
+    if place.pulse.generation < draft.number:
+        return f"which has not come to it from generation {place.pulse.generation}"
+    idle = f" and no processor time for {idle_s} s" if idle_s >= 5 and place.pulse.progress.cpu_s > 0 else ""
+    return f"which is in its own code, without progress for {still_s} s{idle}"
+
+
+def _out_of_reach(places: Sequence[Place]) -> str:
+    by_rank = {place.rank: place for place in places}
+    pairs = [(place, by_rank[rank]) for place in places for rank in place.pulse.out_of_reach if rank in by_rank]
+    told = [f"{one.name} does not reach {other.name}" for one, other in pairs[:_MOST_NAMED]]
+    return f"; {', '.join(told)}" if told else ""
+
+
+def _explain_incident(draft: Draft, places: Sequence[Place]) -> str:
+    incident = draft.incident
+    if incident is None or draft.now.ms < incident.opened_ms + draft.policy.reconnect_ms:
+        return ""
+    reporters = [place for place in places if place.member_id in incident.reports]
+    waited_for = dict(stuck_members(draft, incident))
+    stuck = [place for place in places if place.member_id in waited_for][:_MOST_NAMED]
+    told = [f"{place.name}, put out in {max(0, waited_for[place.member_id] - draft.now.ms) // 1000} s unless it moves" for place in stuck]
+    return f"a collective failed, and {_names(reporters)} waited for {' and for '.join(told) or 'those that do not come back'}"
+
+
+def _names(places: Sequence[Place]) -> str:
+    named = ", ".join(place.name for place in places[:_MOST_NAMED])
+    more = len(places) - _MOST_NAMED
+    return f"{named}{f' and {more} more' if more > 0 else ''} {'have' if len(places) > 1 else 'has'}"
+
+
+def _tell(draft: Draft, generation: Generation | None, text: str) -> None:
+    """To the log, to the events, and to all members of the generation."""
+    before = draft.stall
+    if generation is None or (not text and before is None):
+        draft.stall = None
+        return
+    if text and before is not None and draft.now.ms < before.told_ms + draft.policy.explain_again_ms:
+        return
+    draft.stall = Stall(text=text, told_ms=draft.now.ms) if text else None
+    draft.effects.append(SendNotice(generation=generation, text=text))
+    if text:
+        draft.reasons.append(text)
+    if text and before is None:
+        draft.records.append(Record(kind="step_stands", generation=draft.number, attributes={"reason": text}))

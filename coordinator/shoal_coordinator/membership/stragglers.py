@@ -1,0 +1,99 @@
+"""Members that hold the others back while steps go on: by what they compute, or by the connection they compute behind.
+
+In synchronous training all steps take equally long; who waits, waits for the slowest. So the slowest is the one that does not wait, by the
+part of a step in which a rank did not (Progress.busy_time_s). Behind a slow connection everybody waits, the slow one too: then it is the
+rank at which most of those connections end that had something to send all the time (Progress.busy_link).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from statistics import median
+from typing import Final
+
+from shoal_coordinator.membership.draft import Draft
+from shoal_coordinator.membership.effects import Record, SendNotice
+from shoal_coordinator.membership.pulse import Progress
+from shoal_coordinator.membership.state import Generation
+
+_SHARE_OF_STEP: Final = 0.2
+"""What the others would gain at least if the slowest were as quick as they are."""
+_LEAST_S: Final = 0.05
+_MOSTLY_WAITING: Final = 0.5
+_SLOW_STEP_S: Final = 0.5
+_SLOW_BYTES_PER_S: Final = 25e6
+"""200 Mbit/s: two ranks alone cannot say which of them is behind the slow connection, nor that it is slow but by this."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Told:
+    """One rank's account of its steps."""
+
+    rank: int
+    member_id: str
+    host: str
+    progress: Progress
+
+    @property
+    def name(self) -> str:
+        return f"rank {self.rank} ({self.host})"
+
+
+def find_stragglers(draft: Draft, generation: Generation) -> None:
+    """Notes who holds the others back, and tells when that has changed."""
+    told = [
+        Told(rank=position, member_id=rank.member_id, host=rank.host, progress=pulse.progress)
+        for position, rank in enumerate(generation.ranks)
+        if (pulse := draft.pulse(rank.member_id)) is not None and pulse.silent_ms(draft.now.ms) <= draft.spec.unheard_ms
+    ]
+    found = stragglers(told) if len(told) == len(generation.ranks) else {}
+    for member_id, text in found.items():
+        if member_id not in draft.stragglers:
+            draft.reasons.append(text)
+            draft.effects.append(SendNotice(generation=generation, text=text))
+            draft.records.append(Record(kind="straggler_found", generation=draft.number, member_id=member_id, attributes={"reason": text}))
+    if draft.stragglers and not found:
+        draft.effects.append(SendNotice(generation=generation, text=""))
+    draft.stragglers = found
+
+
+def stragglers(told: list[Told]) -> dict[str, str]:
+    """Member id -> how it holds the others back, for people. `told`: of all ranks of a generation."""
+    if len(told) < 2 or any(one.progress.step_time_s <= 0 for one in told):
+        return {}
+    return _by_computing(told) or _by_connection(told)
+
+
+def _by_computing(told: list[Told]) -> dict[str, str]:
+    found = {}
+    for one in told:
+        others_s = median(other.progress.busy_time_s for other in told if other is not one)
+        lost_s = one.progress.busy_time_s - others_s
+        if lost_s > max(_LEAST_S, _SHARE_OF_STEP * one.progress.step_time_s):
+            found[one.member_id] = (
+                f"the others wait for {one.name}: it works {_seconds(one.progress.busy_time_s)} of each step, they {_seconds(others_s)}"
+            )
+    return found
+
+
+def _by_connection(told: list[Told]) -> dict[str, str]:
+    step_s = median(one.progress.step_time_s for one in told)
+    waiting = median(1 - one.progress.busy_time_s / one.progress.step_time_s for one in told)
+    links = [(one.rank, *one.progress.busy_link) for one in told if one.progress.busy_link is not None]
+    if step_s < _SLOW_STEP_S or waiting < _MOSTLY_WAITING or len(links) < 2:
+        return {}
+    ends = Counter(end for source, target, _ in links for end in {source, target})
+    (first, count), *rest = ends.most_common()
+    rate = median(rate for _, _, rate in links)
+    where = f"{rate / 1e6:.2g} MB/s, always busy in steps of {_seconds(step_s)}"
+    if len(told) > 2 and all(others < count for _, others in rest):
+        return {one.member_id: f"the others wait for {one.name}: the connection to it takes {where}" for one in told if one.rank == first}
+    if len(told) == 2 and rate < _SLOW_BYTES_PER_S:
+        a, b = told
+        return dict.fromkeys((a.member_id, b.member_id), f"{a.name} and {b.name} wait for the connection between them: it takes {where}")
+    return {}
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.3g} s" if value >= 1 else f"{1000 * value:.0f} ms"

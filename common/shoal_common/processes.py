@@ -1,4 +1,4 @@
-"""Starting child processes that cannot outlive the process that started them.
+"""Starting child processes that cannot outlive the process that started them, and what children have used of processors.
 
 Linux only (prctl). Used for the embedded Redis-protocol server and by launchers. It does not supervise: restarting, output and exit
 codes are the caller's.
@@ -9,10 +9,12 @@ signal. Start such children from a thread that lives as long as they may.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 # Runs in the child, before the real program replaces it. A preexec_fn would do the same, but it runs between fork and exec in a copy of
 # a process that may have other threads, where it can deadlock. The parent may have died before prctl: then getppid() differs already.
@@ -34,3 +36,15 @@ def tied_to_parent(command: Sequence[str], *, death_signal: signal.Signals = sig
     Call this in the process that will start the command.
     """
     return [sys.executable, "-I", "-S", "-c", _TRAMPOLINE, str(int(death_signal)), str(os.getpid()), *command]
+
+
+def children_cpu_s() -> float:
+    """Processor time that the live children of this process have used, in seconds. Children that end on the way are left out."""
+    used = 0
+    for listing in Path("/proc/self/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # that thread has ended
+            for pid in listing.read_text().split():
+                with contextlib.suppress(OSError):
+                    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+                    used += int(fields[11]) + int(fields[12])  # utime and stime (proc(5))
+    return used / os.sysconf("SC_CLK_TCK")

@@ -28,6 +28,11 @@ class WorkerMetrics:
             buckets=(0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30),
             registry=self.registry,
         )
+        self.wait_seconds = Counter(
+            "shoal_worker_wait_seconds",
+            "Time in which this worker waited for its peers in collectives. The one that waits least holds the others back.",
+            registry=self.registry,
+        )
         self.reform_seconds = Histogram(
             "shoal_worker_reform_seconds",
             "Time to form a generation and reconcile state in it, once announced or awaited.",

@@ -68,6 +68,8 @@ class WorkerSettings(BaseSettings):
     """Longest a collective may take before a peer counts as stuck."""
     connect_timeout_s: float = Field(default=5.0, gt=0)
     """Longest time to connect the process group of a new generation."""
+    away_timeout_s: float = Field(default=86400.0, gt=0)
+    """Longest wait for a coordinator that is away, where training cannot go on without it. It does not count as waiting for a rank."""
 
     @property
     def tls(self) -> TlsSettings | None:
@@ -90,6 +92,11 @@ class WorkerSettings(BaseSettings):
     def connect_timeout(self) -> timedelta:
         """As a duration."""
         return timedelta(seconds=self.connect_timeout_s)
+
+    @property
+    def away_timeout(self) -> timedelta:
+        """As a duration."""
+        return timedelta(seconds=self.away_timeout_s)
 
 
 def mpi_world_size() -> int:

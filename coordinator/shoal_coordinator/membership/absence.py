@@ -83,7 +83,7 @@ def _why_put_out(draft: Draft, member: Member, pulse: Pulse, heard: Heard) -> st
     if is_closed(draft, pulse):
         return "since its session's stream was closed"
     if draft.phase is JobPhase.FINISHED or draft.departing:
-        return "and the run is over"
+        return None
     if draft.spec.parameter_servers or draft.count_loaders():
         return "and its batches wait for it"
     if member.phase is MemberPhase.READY:

@@ -57,6 +57,8 @@ class SendStop:
     reason: str
     now: bool
     """Neither a border nor another generation will come for it. False: at its next border, which a failure before it does not change."""
+    behind: bool = False
+    """It worked in a generation, and the newest one is without it: what it holds is old."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +112,6 @@ class Record:
     """One entry of the job's event log, written together with the state."""
 
     kind: str
-    """job_created, member_joined, member_ready, member_lost, member_left, member_quarantined, drain_requested, generation_formed,
     """job_created, member_joined, member_ready, member_lost, member_left, member_quarantined, drain_requested, generation_formed,
     collective_failed, job_on_hold, step_stands, straggler_found, generations_lost, stop_requested, job_failed, job_finished,
     server_registered, server_lost or tensors_declared."""

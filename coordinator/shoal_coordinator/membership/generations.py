@@ -10,6 +10,7 @@ from shoal_coordinator.membership.draft import Draft
 from shoal_coordinator.membership.effects import Record, SendMembers, SendStandby, SendStop
 from shoal_coordinator.membership.failures import incident_moot
 from shoal_coordinator.membership.forming import draining_in_group, form, holds_state
+from shoal_coordinator.membership.joining import stop_for
 from shoal_coordinator.membership.recovery import is_recovering
 from shoal_coordinator.membership.state import Cause, JobPhase, Member, MemberPhase
 
@@ -108,7 +109,7 @@ def _put_on_hold(draft: Draft, reason: str) -> None:
 def _tell_unplaced(draft: Draft) -> None:
     for member_id in draft.unplaced:
         if draft.phase is JobPhase.STOPPING:
-            draft.effects.append(SendStop(member_id=member_id, reason=draft.stop_reason, now=True))
+            draft.effects.append(stop_for(draft, draft.members[member_id]))
             continue
         reason = _standby_reason(draft, draft.members[member_id])
         if reason is not None:

@@ -85,7 +85,7 @@ def _member_resumed(draft: Draft, event: MemberJoined, member: Member) -> Joined
     if has_place(draft, member) and generation is not None and event.last_generation < generation.number:
         draft.effects.append(SendGeneration(member_id=member_id, generation=generation))
     if draft.phase is JobPhase.STOPPING or (draft.phase is JobPhase.FINISHED and member.phase is not MemberPhase.RANKED):
-        draft.effects.append(SendStop(member_id=member_id, reason=draft.stop_reason, now=not has_place(draft, member)))
+        draft.effects.append(stop_for(draft, member))
     elif member.phase in (MemberPhase.READY, MemberPhase.QUARANTINED):
         draft.unplaced[member_id] = None
     return Joined(replays=member.replays, resumed=True)
@@ -109,6 +109,15 @@ def has_place(draft: Draft, member: Member) -> bool:
     if member.phase is MemberPhase.DRAINING:
         return member.works_in == 0 and draft.place_of(member.member_id) is not None
     return member.phase is MemberPhase.RANKED
+
+
+def stop_for(draft: Draft, member: Member, reason: str | None = None) -> SendStop:
+    """Tells a member that the job stops, or is over. `reason`: None: that of the job."""
+    now = not has_place(draft, member)
+    # It worked in a generation, and others have gone on without it.
+    known = member.holds_state or draft.works_in(member.member_id) > 0
+    behind = now and known and draft.generation is not None and draft.place_of(member.member_id) is None and not member.works_in
+    return SendStop(member_id=member.member_id, reason=draft.stop_reason if reason is None else reason, now=now, behind=behind)
 
 
 def live_member(draft: Draft, member_id: str) -> Member:

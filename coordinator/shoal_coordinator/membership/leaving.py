@@ -11,7 +11,7 @@ from shoal_coordinator.membership.draft import Draft
 from shoal_coordinator.membership.effects import EndSession, Record, SendDrain, SendStop, StopServers
 from shoal_coordinator.membership.events import DrainRequested, Ending, ExitReported, LeaveReason, MemberLeft, MemberLost, StopRequested
 from shoal_coordinator.membership.forming import holds_state
-from shoal_coordinator.membership.joining import has_place, live_member
+from shoal_coordinator.membership.joining import has_place, live_member, stop_for
 from shoal_coordinator.membership.reasons import Refusal
 from shoal_coordinator.membership.recovery import is_recovering
 from shoal_coordinator.membership.state import JobEnding, JobPhase, Member, MemberPhase
@@ -120,7 +120,7 @@ def stop_requested(draft: Draft, event: StopRequested) -> None:
     draft.stop_reason = event.reason
     draft.records.append(Record(kind="stop_requested", attributes={"reason": event.reason}))
     for member in draft.members.values():
-        draft.effects.append(SendStop(member_id=member.member_id, reason=event.reason, now=not has_place(draft, member)))
+        draft.effects.append(stop_for(draft, member))
     draft.unplaced.clear()
 
 
@@ -150,7 +150,7 @@ def _finish(draft: Draft, reason: str) -> None:
     draft.records.append(Record(kind="job_finished", generation=draft.number, attributes={"reason": reason}))
     for member in draft.members.values():
         if member.phase in (MemberPhase.JOINED, MemberPhase.READY, MemberPhase.QUARANTINED):
-            draft.effects.append(SendStop(member_id=member.member_id, reason=reason, now=True))
+            draft.effects.append(stop_for(draft, member, reason))
     draft.unplaced.clear()
 
 

@@ -78,7 +78,9 @@ class Sessions:
                     message = pb.MemberDirective(drain=pb.Drain(reason=effect.reason)).SerializeToString()
                     self._tell(effect.member_id, Slot.DRAIN, message)
                 case SendStop():
-                    message = pb.MemberDirective(stop=pb.Stop(reason=effect.reason, now=effect.now)).SerializeToString()
+                    message = pb.MemberDirective(
+                        stop=pb.Stop(reason=effect.reason, now=effect.now, behind=effect.behind)
+                    ).SerializeToString()
                     self._tell(effect.member_id, Slot.STOP, message)
                 case EndSession():
                     mailbox = self.members.pop(effect.member_id, None)

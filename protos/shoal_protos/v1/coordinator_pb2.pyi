@@ -369,12 +369,14 @@ class Drain(_message.Message):
     def __init__(self, reason: _Optional[str] = ...) -> None: ...
 
 class Stop(_message.Message):
-    __slots__ = ("reason", "now")
+    __slots__ = ("reason", "now", "behind")
     REASON_FIELD_NUMBER: _ClassVar[int]
     NOW_FIELD_NUMBER: _ClassVar[int]
+    BEHIND_FIELD_NUMBER: _ClassVar[int]
     reason: str
     now: bool
-    def __init__(self, reason: _Optional[str] = ..., now: _Optional[bool] = ...) -> None: ...
+    behind: bool
+    def __init__(self, reason: _Optional[str] = ..., now: _Optional[bool] = ..., behind: _Optional[bool] = ...) -> None: ...
 
 class Standby(_message.Message):
     __slots__ = ("reason",)

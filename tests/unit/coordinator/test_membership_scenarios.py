@@ -330,7 +330,8 @@ def told_effect(effect: fx.Effect) -> str | None:
         case fx.SendDrain():
             return f"{effect.member_id}: drain, {effect.reason}"
         case fx.SendStop():
-            return f"{effect.member_id}: stop{' now' if effect.now else ''}, {effect.reason}"
+            how = (" now" if effect.now else "") + (", it is behind" if effect.behind else "")
+            return f"{effect.member_id}: stop{how}, {effect.reason}"
         case fx.EndSession():
             return f"{effect.member_id}: session ends" + ("" if effect.error is None else f", {effect.error.reason}")
         case fx.EndServerSession():

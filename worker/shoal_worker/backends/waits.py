@@ -18,6 +18,7 @@ class Waits:
         self._clock = clock
         self._since: tuple[float, str] | None = None
         self._total_s = 0.0
+        self._last_s = 0.0
 
     @contextmanager
     def of(self, what: str) -> Iterator[None]:
@@ -31,13 +32,19 @@ class Waits:
             yield
         finally:
             self._since = None
-            self._total_s += self._clock() - started
+            self._last_s = self._clock() - started
+            self._total_s += self._last_s
 
     @property
     def now(self) -> tuple[float, str]:
         """For how many seconds it has waited, and in what; (0, ""): it does not wait."""
         since = self._since
         return (self._clock() - since[0], since[1]) if since is not None else (0.0, "")
+
+    @property
+    def last_s(self) -> float:
+        """How long the wait that ended last had taken."""
+        return self._last_s
 
     @property
     def total_s(self) -> float:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import uuid
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from datetime import timedelta
 from typing import Final, NoReturn
 
@@ -28,6 +28,7 @@ from shoal_worker.backends.registry import backend_class
 from shoal_worker.elastic.connecting import Opening
 from shoal_worker.elastic.generation import Generation, Peer
 from shoal_worker.elastic.group import Group
+from shoal_worker.elastic.progress import ProgressMeter
 from shoal_worker.elastic.replica import Replica
 
 _TRAINED_BY: Final[weakref.WeakKeyDictionary[nn.Module, Seat]] = weakref.WeakKeyDictionary()
@@ -61,7 +62,6 @@ class FixedLink:
 
     def __init__(self, generation: Generation) -> None:
         self.newest_generation = generation
-        self.progress: Callable[[], pb.Progress] = pb.Progress
 
     def ready(self) -> None:
         """The rank is given."""
@@ -69,6 +69,8 @@ class FixedLink:
 
 class FixedMembership:
     """One rank's place. A `Member`."""
+
+    away_s = 0.0
 
     def __init__(self, seat: Seat, donor_address: str, host: str = "") -> None:
         """`host`: where this rank runs; empty, as on all ranks: on one."""
@@ -90,6 +92,9 @@ class FixedMembership:
     def group(self) -> Group | None:
         """See `Member`."""
         return self._group
+
+    def observe(self, progress: ProgressMeter) -> None:
+        """See `Member`: nobody asks."""
 
     def join(self) -> pb.Welcome:
         """See `Member`: nobody has trained before."""

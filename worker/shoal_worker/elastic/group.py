@@ -25,6 +25,7 @@ from shoal_common.errors import ConfigurationError, MembershipChanged, Precondit
 from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions, BarrierOptions, BroadcastOptions, ReduceScatterOptions, Store
 
 from shoal_worker.backends.base import CommunicationBackend
+from shoal_worker.backends.sockets import Traffic
 from shoal_worker.elastic.generation import Generation
 from shoal_worker.elastic.waiting import Waiting
 from shoal_worker.store.redis_store import RedisStore
@@ -108,6 +109,11 @@ class Group:
         """It is over, here or for a peer, as far as this rank has noticed without waiting for one."""
         backend = self._backend
         return self._reason is not None or (backend is not None and not backend.is_initialized)
+
+    def traffic(self) -> dict[str, Traffic]:
+        """What its connections have sent so far; see `CommunicationBackend.traffic`. Any thread."""
+        backend = self._backend
+        return backend.traffic() if backend is not None else {}
 
     @property
     def process_group(self) -> dist.ProcessGroup:

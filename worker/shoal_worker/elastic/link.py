@@ -4,8 +4,9 @@ Threads. The link's thread reads directives and reconnects; grpc's own thread dr
 none for an interval. The training thread calls the public methods. All shared fields are guarded by `_changed`, a condition
 that is notified at every change. Callbacks run on the link's thread and must not block.
 
-While the coordinator is away training goes on: the link reconnects, with backoff, for as long as it takes; only those who wait for a
-generation notice, by their own deadline.
+While the coordinator is away training goes on: the link reconnects, with backoff, for as long as it takes. Who waits for a generation then
+waits on, and says so every ten seconds: the time that the coordinator is away does not count against its deadline, up to a limit of its
+own. A coordinator that has lost the job is given it again.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from shoal_protos.v1 import coordinator_pb2 as pb
 
 from shoal_worker.elastic.contract import Drained, StopTraining
 from shoal_worker.elastic.generation import Generation
+from shoal_worker.elastic.waiting_lines import WaitingLines
 
 _log = logging.getLogger(__name__)
 
@@ -39,6 +41,7 @@ _FIRST_BACKOFF_S = 0.05
 _LONGEST_BACKOFF_S = 2.0
 _JOB_PATIENCE_S = 30.0
 _DRAIN_LOOK_S = 0.5
+_JOB_CLOSED = "JOB_CLOSED"
 _RETRYABLE = (UnavailableError, DeadlineError)
 
 
@@ -80,11 +83,13 @@ class CoordinatorLink:
         *,
         on_generation: Callable[[Generation], None],
         on_stop_now: Callable[[], None] = lambda: None,
+        away_limit: timedelta = timedelta(days=1),
     ) -> None:
         """Does not connect yet.
 
         Both are called on the link's thread before waiters wake. `on_generation`, for every new generation, interrupts what it ends;
-        `on_stop_now`, when neither a border nor a generation will come any more, what this member is forming.
+        `on_stop_now`, when neither a border nor a generation will come any more, what this member is forming. `away_limit`: how long a
+        wait for a generation goes on while the coordinator is away.
         """
         self.progress: Callable[[], pb.Progress] = lambda: pb.Progress(loss=float("nan"))
         """Asked for each heartbeat, on grpc's thread."""
@@ -92,6 +97,7 @@ class CoordinatorLink:
         self.identity = identity
         self._on_generation = on_generation
         self._on_stop_now = on_stop_now
+        self._away_limit_s = away_limit.total_seconds()
         self._changed = threading.Condition()
         self._welcome: pb.Welcome | None = None
         self._newest: Generation | None = None
@@ -99,13 +105,16 @@ class CoordinatorLink:
         self._stop: str | None = None
         self._stop_now = False
         self._standby: str | None = None
+        self._notice = ""
+        self._out_of_reach: tuple[int, ...] = ()
         self._fatal: ShoalError | None = None
         self._ready = False
         self._generation = 0
         self._failure: pb.CollectiveFailure | None = None
         self._leaving: pb.Leave | None = None
         self._streams = 0
-        self._away = False
+        self._away_since: float | None = None
+        self._away_s = 0.0
         self._ended = True
         self._thread = threading.Thread(target=self._run, name="shoal-link", daemon=True)
 
@@ -146,10 +155,10 @@ class CoordinatorLink:
 
         Raises:
             StopTraining: the job was stopped (`Drained`: this member is to leave).
-            DeadlineError: none came in time.
+            DeadlineError: none came in time, not counting the time that the coordinator was away.
             ShoalError: this member was put out.
         """
-        deadline = time.monotonic() + timeout.total_seconds()
+        started, away_before_s, lines = time.monotonic(), self.away_s, WaitingLines()
         with self._changed:
             while self._newest is None or self._newest.number <= after:
                 self._raise_if_over()
@@ -160,17 +169,26 @@ class CoordinatorLink:
                 if self._stop is not None and self._stop_now:
                     raise StopTraining(self._stop)
                 # In slices: SIGTERM marks the member as draining and cannot notify.
-                if not self._changed.wait(min(_DRAIN_LOOK_S, deadline - time.monotonic())) and time.monotonic() >= deadline:
+                left_s = started + timeout.total_seconds() + self.away_s - away_before_s - time.monotonic()
+                if left_s <= 0 or self._away_for_s() > self._away_limit_s:
                     raise DeadlineError(
-                        f"waited {timeout.total_seconds():.0f} s for a generation above {after} of job {self.identity.job_id!r}"
-                        f" ({self._standby or 'the coordinator has not said why there is none'})"
+                        f"waited {time.monotonic() - started:.0f} s for a generation above {after} of job {self.identity.job_id!r}"
+                        f" ({self._why_none()})"
                     )
+                self._changed.wait(min(_DRAIN_LOOK_S, left_s))
+                lines.say(f"a generation above {after}", self._why_none)
             return self._newest
 
+    def _why_none(self) -> str:
+        if self._away_since is not None:
+            return f"the coordinator ({self.client.address}) is away for {self._away_for_s():.0f} s; training goes on when it is back"
+        return self._notice or self._standby or "the coordinator has not said why there is none"
+
     def failed(self, generation: int, *, detail: str, timed_out: bool = False, suspects: Sequence[int] = ()) -> None:
-        """Reports a failed collective of `generation`, unless a newer generation is known already. `suspects`: ranks out of reach."""
+        """Reports a failed collective of `generation`, unless a newer generation that ended it is known already: one that is taken at the
+        next border does not help a rank that cannot come to that. `suspects`: ranks out of reach."""
         with self._changed:
-            if self._newest is None or self._newest.number == generation:
+            if self._newest is None or self._newest.interrupts_below <= generation:
                 self._failure = pb.CollectiveFailure(generation=generation, suspects=suspects, timed_out=timed_out, detail=detail[:1024])
                 self._changed.notify_all()
 
@@ -179,6 +197,24 @@ class CoordinatorLink:
         with self._changed:
             self._generation = generation
             self._changed.notify_all()
+
+    def cannot_reach(self, ranks: Sequence[int]) -> None:
+        """Ranks of the generation that took no connection when this member looked, while its collective stood: goes out with heartbeats."""
+        self._out_of_reach = tuple(ranks)
+
+    @property
+    def notice(self) -> str:
+        """What the coordinator last said that this member's generation waits for; empty: nothing."""
+        return self._notice
+
+    @property
+    def away_s(self) -> float:
+        """For how long the coordinator has been away, in all."""
+        return self._away_s + self._away_for_s()
+
+    def _away_for_s(self) -> float:
+        since = self._away_since
+        return time.monotonic() - since if since is not None else 0.0
 
     @property
     def store_url(self) -> str:
@@ -201,6 +237,12 @@ class CoordinatorLink:
     def refused(self) -> ShoalError | None:
         """Why the coordinator no longer counts this process as a member: it must not train on. None: it does."""
         return self._fatal
+
+    @property
+    def put_out(self) -> ShoalError | None:
+        """As `refused`, if it was a member and the job goes on or has gone on without it; other errors are not cured by another start."""
+        error = self._fatal
+        return error if self._welcome is not None and isinstance(error, PreconditionError) and error.reason != _JOB_CLOSED else None
 
     @property
     def draining(self) -> str | None:
@@ -229,7 +271,7 @@ class CoordinatorLink:
                 return
             self._leaving = pb.Leave(reason=reason, detail=detail[:1024])
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._ended or self._away, timeout.total_seconds())
+            self._changed.wait_for(lambda: self._ended or self._away_since is not None, timeout.total_seconds())
         self.client.close()
 
     # ---------------------------------------------------------------------------------------------------- the link's thread
@@ -260,12 +302,13 @@ class CoordinatorLink:
             except _RETRYABLE as error:
                 if self._over():
                     return
-                if not self._away:
+                if self._away_since is None:
                     _log.warning("no connection to the coordinator, training goes on without membership changes: %s", error)
                 self._set_away(True)
             except UnknownResourceError as error:
                 # Workers are started beside the coordinator, and may be there some moments before their job.
-                if self._over() or time.monotonic() > job_must_exist_at:
+                was_member = self._welcome is not None
+                if self._over() or (not self._give_job_again(error) if was_member else time.monotonic() > job_must_exist_at):
                     self._fail(error)
                     return
             except ShoalError as error:
@@ -277,13 +320,31 @@ class CoordinatorLink:
                 self._changed.wait_for(lambda: self._leaving is not None, backoff * jitter)
             backoff = min(2 * backoff, _LONGEST_BACKOFF_S)
 
+    def _give_job_again(self, error: UnknownResourceError) -> bool:
+        """The coordinator has lost all it knew, and this member was in the job: those that train are the job, and it goes on with them."""
+        welcome = self._welcome
+        if welcome is None or error.reason != "JOB_UNKNOWN":
+            return False
+        try:
+            created = self.client.create_job(welcome.spec).created
+        except _RETRYABLE:
+            return True
+        except ShoalError as refused:
+            _log.warning("the coordinator has lost job %r, and does not take it again: %s", self.identity.job_id, refused)
+            return False
+        if created:
+            _log.warning("the coordinator had lost job %r; it knows it again from this member", self.identity.job_id)
+        return True
+
     def _set_away(self, away: bool) -> None:
-        if self._away == away:
+        if (self._away_since is not None) == away:
             return
-        if not away:
-            _log.warning("the coordinator is back")
         with self._changed:
-            self._away = away
+            if away:
+                self._away_since = time.monotonic()
+            else:
+                _log.warning("the coordinator is back after %.0f s", self._away_for_s())
+                self._away_s, self._away_since = self.away_s, None
             self._changed.notify_all()
 
     def _messages(self) -> Iterator[pb.MemberMessage]:
@@ -292,7 +353,7 @@ class CoordinatorLink:
         What a member has to say is kept as state, not as a queue, and each stream says all of it: a message that was drawn for a stream
         that had just broken is said again on the next one.
         """
-        identity = self.identity
+        identity, newest = self.identity, self._newest
         with self._changed:
             self._streams += 1
             stream = self._streams
@@ -307,7 +368,8 @@ class CoordinatorLink:
                 donor_address=identity.donor_address,
                 donor_key=identity.donor_key,
                 metrics_address=identity.metrics_address,
-                last_generation=self.newest,
+                last_generation=newest.number if newest is not None else 0,
+                last_world_size=newest.world_size if newest is not None else 0,
             )
         )
         said = _Said(stream=stream)
@@ -330,7 +392,8 @@ class CoordinatorLink:
                 else:
                     # At once after a generation was entered: the coordinator writes no border for others before all are in.
                     said.generation = self._generation
-                    message = pb.MemberMessage(heartbeat=pb.Heartbeat(generation=self._generation, progress=self.progress()))
+                    heartbeat = pb.Heartbeat(generation=self._generation, progress=self.progress(), out_of_reach=self._out_of_reach)
+                    message = pb.MemberMessage(heartbeat=heartbeat)
             yield message
             if message.HasField("leave"):
                 return
@@ -346,7 +409,7 @@ class CoordinatorLink:
 
     def _no_generation_comes(self) -> bool:
         """As far as is known: the coordinator said so, or has put the job on hold, or is away."""
-        return self._stop_now or self._standby is not None or self._away
+        return self._stop_now or self._standby is not None or self._away_since is not None
 
     def _heartbeat_interval_s(self) -> float:
         return self._welcome.heartbeat_interval_ms / 1000 if self._welcome is not None else 1.0
@@ -359,7 +422,7 @@ class CoordinatorLink:
                 if self._newest is not None and generation.number <= self._newest.number:
                     return
                 self._newest = generation
-                self._standby = None
+                self._standby, self._notice, self._out_of_reach = None, "", ()
             elif kind == "welcome":
                 self._welcome = directive.welcome
             elif kind == "drain":
@@ -369,8 +432,14 @@ class CoordinatorLink:
                 self._stop_now = self._stop_now or directive.stop.now
             elif kind == "standby":
                 self._standby = directive.standby.reason
+            elif kind == "notice":
+                self._notice = directive.notice.text
+                if self._notice:
+                    _log.warning("%s", self._notice)
         if generation is not None:
             self._on_generation(generation)
+        if kind == "stop" and directive.stop.behind:
+            self._fail(PreconditionError(f"the run went on without it and ends: {directive.stop.reason}", reason="MEMBER_BEHIND"))
         if kind == "stop" and directive.stop.now:
             self._on_stop_now()
         with self._changed:

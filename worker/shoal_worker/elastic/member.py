@@ -6,7 +6,7 @@ A protocol, because there are two kinds of place: a member of a job has a coordi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from datetime import timedelta
 from typing import Protocol
 
@@ -15,14 +15,12 @@ from shoal_protos.v1 import coordinator_pb2 as pb
 
 from shoal_worker.elastic.generation import Generation
 from shoal_worker.elastic.group import Group
+from shoal_worker.elastic.progress import ProgressMeter
 from shoal_worker.elastic.replica import Replica
 
 
 class Notices(Protocol):
     """What this rank is told, and what it tells."""
-
-    progress: Callable[[], pb.Progress]
-    """Called for each report of this rank's."""
 
     @property
     def newest(self) -> int:
@@ -60,9 +58,18 @@ class Member(Protocol):
     @property
     def link(self) -> Notices: ...
 
+    def observe(self, progress: ProgressMeter) -> None:
+        """`progress` is this rank's: told to whoever asks after it. Before `join`."""
+        ...
+
     @property
     def group(self) -> Group | None:
         """The group formed last; it may be broken. None before the first and after `leave_group`."""
+        ...
+
+    @property
+    def away_s(self) -> float:
+        """For how long nobody could deal ranks, in all: the coordinator was away."""
         ...
 
     @property

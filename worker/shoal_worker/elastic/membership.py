@@ -18,12 +18,15 @@ from shoal_protos.v1 import coordinator_pb2 as pb
 
 from shoal_worker.backends.base import CommunicationBackend
 from shoal_worker.backends.registry import backend_class
+from shoal_worker.backends.waits import Waits
 from shoal_worker.elastic.connecting import Forming, connect
 from shoal_worker.elastic.generation import Generation
 from shoal_worker.elastic.group import Group
 from shoal_worker.elastic.link import CoordinatorLink, MemberIdentity
+from shoal_worker.elastic.progress import ProgressMeter
 from shoal_worker.elastic.reach import unreachable
 from shoal_worker.elastic.replica import Replica
+from shoal_worker.elastic.watch import LOOK_AFTER_S, Watch
 from shoal_worker.settings import WorkerSettings
 
 _log = logging.getLogger(__name__)
@@ -45,14 +48,37 @@ class Membership:
         self._left = 0
         self._drained = False
         """It has left by itself while the others went on."""
-        self.link = CoordinatorLink(client, identity, on_generation=self._interrupt, on_stop_now=self._give_up_forming)
+        self.waits = Waits()
+        self.link = CoordinatorLink(
+            client, identity, on_generation=self._interrupt, on_stop_now=self._give_up_forming, away_limit=settings.away_timeout
+        )
+        self._watch: Watch | None = None
         self.make_backend: Callable[[], CommunicationBackend] | None = None
         """Makes the backend of the next group; set before the first `form`."""
 
     def join(self) -> pb.Welcome:
         """Opens the session with the coordinator. Raises what `CoordinatorLink.connect` raises."""
         self._tell_launcher("joined")
-        return self.link.connect(self._settings.rendezvous_timeout)
+        welcome = self.link.connect(self._settings.rendezvous_timeout)
+        self._watch = Watch(self.link, self.waits, lambda: self._group)
+        self._watch.start()
+        return welcome
+
+    def observe(self, progress: ProgressMeter) -> None:
+        """`progress` is told to the coordinator. Before `join`."""
+        self.waits = progress.waits
+        self.link.progress = lambda: self._message(progress)
+
+    def _message(self, progress: ProgressMeter) -> pb.Progress:
+        message, watch = progress.message(), self._watch
+        if watch is not None and (busy := watch.busy_link) is not None:
+            message.busy_link.CopyFrom(busy)
+        return message
+
+    @property
+    def away_s(self) -> float:
+        """See `Member`."""
+        return self.link.away_s
 
     @property
     def only_backend(self) -> str | None:
@@ -88,11 +114,10 @@ class Membership:
             self.leave_group("re-forming")
             generation = self.link.wait_generation(after=self._left, timeout=self._settings.rendezvous_timeout, mid_step=True)
         self._left = generation.number
-        assert self.make_backend is not None
         try:
             group = connect(
                 generation,
-                make_backend=self.make_backend,
+                make_backend=self._make_backend,
                 store_url=self._settings.store_url or self.link.store_url,
                 prefix=f"shoal:{{{self.link.identity.job_id}}}:store:{generation.number}-{generation.nonce}",
                 host=self._host,
@@ -100,6 +125,7 @@ class Membership:
                 connect_timeout=self._settings.connect_timeout,
                 collective_timeout=self._settings.collective_timeout,
                 announce=self._announce,
+                waits=self.waits,
             )
         finally:
             with self._lock:
@@ -113,13 +139,21 @@ class Membership:
         _log.info("generation %d formed: rank %d of %d", generation.number, generation.rank, generation.world_size)
         return group
 
+    def _make_backend(self) -> CommunicationBackend:
+        assert self.make_backend is not None
+        backend = self.make_backend()
+        backend.waits = self.waits
+        return backend
+
     def failed(self, error: BaseException) -> None:
         """A collective of the current generation failed here, or it did not form: tells the coordinator, unless it knows already.
 
-        After a time-out or a failed forming, looks first whom this process cannot reach, for a second at most.
+        After a time-out, a failed forming or a collective that stood for long, looks first whom this process cannot reach, for a second at
+        most.
         """
         timed_out = isinstance(error.__cause__, TimeoutError) or "timed out" in str(error).lower()
-        suspects = self._out_of_reach() if timed_out or self._group is None else []
+        stood = self.waits.last_s >= LOOK_AFTER_S
+        suspects = self._out_of_reach() if timed_out or stood or self._group is None else []
         self.link.failed(self._left, detail=str(error), timed_out=timed_out, suspects=suspects)
 
     def _out_of_reach(self) -> list[int]:
@@ -187,6 +221,8 @@ class Membership:
     def leave(self, reason: pb.Leave.Reason, detail: str = "") -> None:
         """Ends the session with the coordinator and lets go of the group. Idempotent."""
         self._drained = self._drained or reason == pb.Leave.REASON_DRAINED
+        if self._watch is not None:
+            self._watch.close()
         self.link.leave(reason, detail, timeout=timedelta(seconds=5))
         self.leave_group("this member left")
         if reason == pb.Leave.REASON_FINISHED and self.link.stopped is None and self.link.refused is None:

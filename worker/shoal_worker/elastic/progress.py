@@ -12,12 +12,16 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from shoal_common.processes import children_cpu_s
 from shoal_protos.v1 import coordinator_pb2 as pb
 
+from shoal_worker.backends.waits import Waits
 from shoal_worker.metrics import WorkerMetrics
 
 _WINDOW_S = 1.0
 _MEDIAN_OF = 31
+_CPU_OF_CHILDREN_S = 5.0
+"""How often the processor time of child processes is added up: it takes a look at each."""
 
 
 class ProgressMeter:
@@ -35,7 +39,13 @@ class ProgressMeter:
         self._staleness = 0.0
         self._recent: deque[tuple[float, int]] = deque()
         self._step_times: deque[float] = deque(maxlen=_MEDIAN_OF)
+        self._busy_times: deque[float] = deque(maxlen=_MEDIAN_OF)
         self._last_commit: float | None = None
+        self._waited_s = 0.0
+        """Of all waits, at the last commit."""
+        self._cpu = ProcessorTime(clock)
+        self.waits = Waits(clock)
+        """Notes when this rank waits for its peers."""
         self.epoch = 0
         """The epoch of the loader in use; set by the session's owner."""
 
@@ -69,20 +79,32 @@ class ProgressMeter:
             while len(self._recent) > 2 and self._recent[0][0] < now - _WINDOW_S:
                 self._recent.popleft()
             last, self._last_commit = self._last_commit, now
+            waited_s, self._waited_s = self.waits.total_s - self._waited_s, self.waits.total_s
             if last is not None:
                 self._step_times.append(now - last)
+                self._busy_times.append(max(0.0, now - last - waited_s))
         if last is not None:
             self._metrics.step_seconds.observe(now - last)
+            self._metrics.wait_seconds.inc(waited_s)
         self._metrics.steps_committed.inc()
         self._metrics.samples.inc(samples)
         if loss is not None:
             self.told_loss(loss)
 
     def message(self) -> pb.Progress:
-        """A snapshot. While no step ends, the rate falls."""
+        """A snapshot. While no step ends, the rate falls and the time of a step grows."""
+        waiting_s, waiting_in = self.waits.now
         with self._lock:
+            now = self._clock()
+            running_s = now - self._last_commit if self._last_commit is not None else 0.0
+            waited_s = self.waits.total_s - self._waited_s + waiting_s
+            busy_times = list(self._busy_times)
             times, samples = list(self._step_times), [n for _, n in self._recent]
-            since_last = self._clock() - self._recent[-1][0] if samples else 0.0
+            since_last = now - self._recent[-1][0] if samples else 0.0
+            step_s = statistics.median(times) if times else 0.0
+            busy_s = statistics.median(busy_times) if times else 0.0
+            if times and running_s > 2 * step_s:  # the step in progress says more than those that were
+                step_s, busy_s = running_s, max(0.0, running_s - waited_s)
             span = max(self._recent[-1][0] - self._recent[0][0], since_last) if samples else 0.0
             return pb.Progress(
                 step=self._steps,
@@ -90,7 +112,27 @@ class ProgressMeter:
                 sequence=self._sequence,
                 samples_per_s=sum(samples[1:]) / span if span > 0 else 0.0,
                 loss=self._loss,
-                step_time_s=statistics.median(times) if times else 0.0,
+                step_time_s=step_s,
                 samples=self._samples,
                 staleness=self._staleness,
+                waiting_s=waiting_s,
+                waiting_in=waiting_in,
+                busy_time_s=busy_s,
+                cpu_s=self._cpu.seconds(),
             )
+
+
+class ProcessorTime:
+    """What this process and its children (a loader's workers) have used of processors: a process that hangs uses none."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._children_s = 0.0
+        self._looked_at: float | None = None
+
+    def seconds(self) -> float:
+        """Never falls: children that end keep what they had used when they were last looked at."""
+        if self._looked_at is None or self._clock() > self._looked_at + _CPU_OF_CHILDREN_S:
+            self._looked_at = self._clock()
+            self._children_s = max(self._children_s, children_cpu_s())
+        return time.process_time() + self._children_s

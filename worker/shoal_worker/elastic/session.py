@@ -74,7 +74,7 @@ class Session:
         """Of the last step that the script finished."""
         self._formation: Formation | None = None
         if membership is not None:
-            membership.link.progress = self.progress.message
+            membership.observe(self.progress)
             self._formation = Formation(membership, self._held, self._exchange, settings=settings, metrics=metrics, progress=self.progress)
         self._departure = Departure(membership, self._held)
         self.clock = Steps(

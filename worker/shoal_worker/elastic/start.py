@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import os
 import signal
 import socket
+import sys
 import threading
 from contextlib import ExitStack
 from datetime import timedelta
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import Final
 
 from shoal_common.allocator import keep_freed_memory
 from shoal_common.clients.coordinator import CoordinatorClient
-from shoal_common.errors import ConfigurationError
+from shoal_common.errors import ConfigurationError, ShoalError
+from shoal_common.exit_status import PUT_OUT
 from shoal_common.rpc.channel import ChannelSettings
 from shoal_common.settings import Address
 from shoal_common.telemetry import HttpServer, serve_metrics
@@ -137,10 +140,12 @@ class _Exit:
         self._membership = membership
         self._http = http
         self._script = ScriptEnd()
+        self._excepthook = sys.excepthook
 
     def install(self) -> None:
         """Hooks into exceptions, exit and SIGTERM."""
         self._script.install()
+        self._excepthook, sys.excepthook = sys.excepthook, self._note_uncaught
         atexit.register(self._leave)
         if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, self._drain)
@@ -148,12 +153,35 @@ class _Exit:
     def _leave(self) -> None:
         if find_session() is self._session:
             set_session(None)
-        stopped = self._session.membership is not None and self._membership.link.stopped is not None
-        self._session.close(failed=None if stopped else self._script.failure())
+        link = self._membership.link
+        stopped = self._session.membership is not None and link.stopped is not None
+        self._session.close(failed=str(link.put_out) if link.put_out else None if stopped else self._script.failure())
         if self._http is not None:
             self._http.close()
         if not reaper.wait(timedelta(seconds=5)):
             _log.warning("a process group is still being destroyed; leaving without it")
+        self._end_if_put_out()
+
+    def _note_uncaught(self, kind: type[BaseException], value: BaseException, traceback: TracebackType | None) -> None:
+        """That the coordinator has put this member out is no error of the script, so there is no traceback: `_leave` says it."""
+        if not (isinstance(value, ShoalError) and self._membership.link.put_out is not None):
+            self._excepthook(kind, value, traceback)
+
+    def _end_if_put_out(self) -> None:
+        """Ends the process with a status of its own, however its script ended: what it holds is not what the run came to."""
+        refused = self._membership.link.put_out
+        if refused is None:
+            return
+        print(  # noqa: T201 - where a traceback would have been
+            f"shoal: this worker was put out of job {self._membership.link.identity.job_id!r} and ends with status {PUT_OUT}, for its "
+            f"launcher to start it anew: {refused}",
+            file=sys.stderr,
+        )
+        logging.shutdown()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):  # closed
+                stream.flush()
+        os._exit(PUT_OUT)
 
     def _drain(self, _signal: int, _frame: FrameType | None) -> None:
         # The second SIGTERM ends the process at once.

@@ -1,0 +1,150 @@
+"""Watches the training thread while it waits for its peers: a collective that waits says nothing, and ends late.
+
+After ten seconds in one wait it looks whom this process cannot reach, tells the coordinator with the heartbeats, and says every ten seconds
+in the log what is waited for. A peer that is out of reach twice running ends the group, as the collective's own deadline would minutes
+later: the coordinator then keeps the two apart, or finds the peer's machine lost. It also measures which connections are always busy.
+
+A thread of its own; it never blocks for longer than a look takes.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Final
+
+from shoal_common.settings import parse_address
+from shoal_protos.v1 import coordinator_pb2 as pb
+
+from shoal_worker.backends.sockets import Traffic
+from shoal_worker.backends.waits import Waits
+from shoal_worker.elastic.generation import Generation
+from shoal_worker.elastic.group import Group
+from shoal_worker.elastic.link import CoordinatorLink
+from shoal_worker.elastic.reach import unreachable
+from shoal_worker.elastic.waiting_lines import WaitingLines
+
+_log = logging.getLogger(__name__)
+
+_TICK_S: Final = 1.0
+LOOK_AFTER_S: Final = 10.0
+"""A wait of so long is looked into."""
+_LOOK_AGAIN_S: Final = 5.0
+_REACH_TIMEOUT: Final = timedelta(seconds=1)
+_TRAFFIC_EVERY_S: Final = 5.0
+_MOSTLY: Final = 0.5
+_MOST_PEERS: Final = 64
+"""In larger worlds a rank looks only at the peers that collectives of rings and halves connect it with."""
+
+
+class Watch:
+    """Of one member's waits."""
+
+    def __init__(self, link: CoordinatorLink, waits: Waits, group: Callable[[], Group | None]) -> None:
+        """`group`: the one formed last."""
+        self._link = link
+        self._waits = waits
+        self._group = group
+        self._closed = threading.Event()
+        self._lines: WaitingLines | None = None
+        self._looked_at = 0.0
+        self._missed: tuple[int, frozenset[int]] = (0, frozenset())
+        """The generation of the last look, and who was out of reach then."""
+        self._traffic = BusyLinks()
+        self._thread = threading.Thread(target=self._run, name="shoal-watch", daemon=True)
+
+    def start(self) -> None:
+        """Begins to watch."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends the watch; does not wait for a look in progress."""
+        self._closed.set()
+
+    @property
+    def busy_link(self) -> pb.BusyLink | None:
+        """The connection of this rank's that had something to send for most of the last seconds; None: none had."""
+        return self._traffic.busiest
+
+    def _run(self) -> None:
+        while not self._closed.wait(_TICK_S):
+            group = self._group()
+            if group is None or group.broken is not None:
+                self._lines = None
+                continue
+            self._traffic.look(group.generation, group.traffic())
+            waited_s, what = self._waits.now
+            if waited_s < LOOK_AFTER_S:
+                if self._lines is not None:
+                    self._lines, self._missed = None, (0, frozenset())
+                    self._link.cannot_reach(())
+                continue
+            self._lines = self._lines or WaitingLines(said_before_s=LOOK_AFTER_S)
+            if time.monotonic() >= self._looked_at + _LOOK_AGAIN_S:
+                self._look(group, waited_s, what)
+                self._looked_at = time.monotonic()
+            self._lines.say(f"peers in {what}", self._why)
+
+    def _why(self) -> str:
+        _, missed = self._missed
+        if missed:
+            return f"out of reach: {self._names(missed)}"
+        return self._link.notice or "all are reached, so it is not known which of them is late"
+
+    def _names(self, ranks: frozenset[int]) -> str:
+        generation = self._link.newest_generation
+        hosts = {peer.rank: peer.host for peer in generation.peers} if generation is not None else {}
+        return ", ".join(f"rank {rank} ({hosts.get(rank, 'gone')})" for rank in sorted(ranks))
+
+    def _look(self, group: Group, waited_s: float, what: str) -> None:
+        generation = group.generation
+        peers = {rank: generation.peers[rank].donor_address for rank in neighbours(generation.rank, generation.world_size)}
+        given_up = lambda: group.broken is not None or self._closed.is_set()  # noqa: E731
+        missed = frozenset(unreachable({rank: a for rank, a in peers.items() if a}, timeout=_REACH_TIMEOUT, given_up=given_up))
+        number, before = self._missed
+        self._missed = (generation.number, missed)
+        self._link.cannot_reach(sorted(missed))
+        again = missed & before if number == generation.number else frozenset()
+        if again and self._waits.now[0] >= waited_s:
+            _log.warning("gives up generation %d: has waited %.0f s in %s, and cannot reach %s", number, waited_s, what, self._names(again))
+            group.abort(f"{what} timed out: {self._names(again)} out of reach for {_LOOK_AGAIN_S:.0f} s")
+
+
+class BusyLinks:
+    """Which connection of a group was busy, from one look to the next."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.busiest: pb.BusyLink | None = None
+        self._clock = clock
+        self._looked_at = 0.0
+        self._before: tuple[int, Mapping[str, Traffic]] = (0, {})
+
+    def look(self, generation: Generation, traffic: Mapping[str, Traffic]) -> None:
+        """Called often; compares every few seconds."""
+        now = self._clock()
+        passed_s = now - self._looked_at
+        number, before = self._before
+        if number == generation.number and passed_s < _TRAFFIC_EVERY_S:
+            return
+        self._looked_at, self._before = now, (generation.number, traffic)
+        self.busiest = None
+        if number != generation.number:
+            return
+        busy = {a: t.busy_s - before[a].busy_s for a, t in traffic.items() if a in before}
+        address = max(busy, key=busy.__getitem__, default="")
+        ranks = [p.rank for p in generation.peers if p.donor_address and parse_address(p.donor_address).host == address]
+        if not ranks or busy[address] < _MOSTLY * passed_s:
+            return
+        sent = traffic[address].acknowledged_bytes - before[address].acknowledged_bytes
+        self.busiest = pb.BusyLink(rank=ranks[0], bytes_per_s=sent / busy[address])
+
+
+def neighbours(rank: int, world_size: int) -> list[int]:
+    """The peers of `rank` that are looked at."""
+    if world_size <= _MOST_PEERS:
+        return [other for other in range(world_size) if other != rank]
+    steps = [1 << power for power in range(world_size.bit_length())]
+    return sorted({(rank + sign * step) % world_size for step in steps for sign in (1, -1)} - {rank})

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import queue
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -11,9 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from shoal_common.errors import ConfigurationError, InternalError, MembershipChanged
+from shoal_common.errors import ConfigurationError, DeadlineError, InternalError, MembershipChanged, PreconditionError, ShoalError
 from shoal_protos.v1 import coordinator_pb2 as pb
 from shoal_worker.backends.base import CommunicationBackend
+from shoal_worker.backends.gloo import GlooBackend
+from shoal_worker.backends.waits import Waits
+from shoal_worker.elastic import connecting, waiting_lines
 from shoal_worker.elastic.connecting import connect
 from shoal_worker.elastic.contract import Drained, StopTraining
 from shoal_worker.elastic.generation import Generation, Peer
@@ -70,6 +75,7 @@ def test_a_backend_that_cannot_work_here_is_no_failure_to_try_again(redis_url: s
             connect_timeout=SECOND,
             collective_timeout=SECOND,
             announce=lambda forming: None,
+            waits=Waits(),
         )
 
 
@@ -191,3 +197,126 @@ def joined(job: Job) -> Membership:
 
 def no_backend() -> Any:
     raise AssertionError("nobody else arrives, so nothing is connected")
+
+
+def real_link(job: Job, member_id: str, **more: Any) -> CoordinatorLink:
+    identity = MemberIdentity(job_id=job.job_id, member_id=member_id, host="h9", pid=os.getpid())
+    link = CoordinatorLink(job.coordinator.client(), identity, on_generation=lambda _: None, **more)
+    link.connect(60 * SECOND)
+    link.ready()
+    return link
+
+
+@pytest.mark.parametrize("job", [(2, 3)], indirect=True)
+def test_a_rank_that_was_kept_out_is_put_out_when_the_run_ends_without_it(job: Job) -> None:
+    b, c = job.start("b", "c")
+    link = real_link(job, "a")
+    for number in (1, 2):
+        generation = link.wait_generation(after=number - 1, timeout=60 * SECOND)
+        assert (generation.number, generation.rank) == (number, 2)
+        link.entered(number)
+        for peer in (b, c):
+            peer.beat(number)
+        link.failed(number, detail="timed out", suspects=[0])
+        b.fail(number, suspects=[2])
+        c.fail(number)
+    eventually(lambda: job.phase_of("a") == "quarantined", "a to be kept out")
+    assert link.put_out is None
+    b.leave(pb.Leave.REASON_FINISHED)
+    with pytest.raises(PreconditionError, match="went on without it"):
+        link.wait_generation(after=2, timeout=60 * SECOND, mid_step=True)
+    assert link.put_out is not None
+    link.leave(pb.Leave.REASON_FAILED)
+
+
+@pytest.mark.parametrize("job", [(1, 2)], indirect=True)
+def test_a_collective_that_fails_ahead_of_a_border_is_reported_though_the_generation_after_that_is_known(job: Job) -> None:
+    link = real_link(job, "a")
+    (b,) = job.start("b", host="h2")
+    link.wait_generation(after=0, timeout=60 * SECOND)
+    link.entered(1)
+    b.beat(1)
+    job.client.drain_member(job.job_id, member_id="b")
+    link.wait_generation(after=1, timeout=60 * SECOND)  # for the border that the collective does not let it come to
+    link.failed(1, detail="timed out", timed_out=True)
+    eventually(lambda: any(e.kind == "collective_failed" and e.generation == 1 for e in job.events()), "the report")
+    link.leave(pb.Leave.REASON_DRAINED)
+
+
+@pytest.mark.parametrize("job", [(1, 1)], indirect=True)
+def test_who_waits_for_a_generation_waits_on_while_the_coordinator_is_away(
+    job: Job, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waiting_lines, "EVERY_S", 0.2)
+    link = real_link(job, "a")
+    link.wait_generation(after=0, timeout=60 * SECOND)
+    job.coordinator.kill()
+    eventually(lambda: link.away_s > 0, "the coordinator to be missed")
+    answers: queue.SimpleQueue[object] = queue.SimpleQueue()
+
+    def wait() -> None:
+        try:
+            answers.put(link.wait_generation(after=1, timeout=SECOND, mid_step=True))
+        except ShoalError as error:
+            answers.put(error)
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    eventually(lambda: "waiting for a generation above 1 for 2 s" in caplog.text, "a line that says what is waited for")
+    assert f"the coordinator ({job.coordinator.address}) is away" in caplog.text
+    assert answers.empty(), "it gave up while the coordinator was away"
+    job.coordinator.start()
+    answers.get(timeout=60)  # the next generation, or its own deadline, which counts again
+    waiting.join()
+    link.leave(pb.Leave.REASON_FINISHED)
+
+
+@pytest.mark.parametrize("job", [(1, 1)], indirect=True)
+def test_who_waits_for_a_coordinator_that_never_comes_back_gives_up_in_the_end(job: Job) -> None:
+    link = real_link(job, "a", away_limit=SECOND / 2)
+    link.wait_generation(after=0, timeout=60 * SECOND)
+    job.coordinator.kill()
+    with pytest.raises(DeadlineError, match="is away"):
+        link.wait_generation(after=1, timeout=60 * SECOND, mid_step=True)
+    link.leave(pb.Leave.REASON_FAILED)
+
+
+@pytest.mark.parametrize("job", [(2, 2)], indirect=True)
+def test_members_of_a_job_that_the_coordinator_has_lost_go_on_in_it(job: Job) -> None:
+    links = [real_link(job, name) for name in ("a", "b")]
+    for link in links:
+        link.wait_generation(after=0, timeout=60 * SECOND)
+        link.entered(1)
+    job.coordinator.kill()
+    job.coordinator.start()  # with a Redis of its own, and that empty
+    found = [link.wait_generation(after=1, timeout=60 * SECOND, mid_step=True) for link in links]
+    assert [(g.number, g.rank, g.world_size) for g in found] == [(2, 0, 2), (2, 1, 2)]
+    assert not any(peer.joining for peer in found[0].peers)
+    for link in links:
+        assert link.refused is None
+        link.leave(pb.Leave.REASON_FINISHED)
+
+
+def test_a_generation_that_forms_slowly_says_who_has_not_come(
+    redis_url: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connecting, "EVERY_S", 0.1)
+    monkeypatch.setattr(waiting_lines, "EVERY_S", 0.1)
+    peers = tuple(Peer(rank=rank, member_id=f"{rank}", host=f"host-{rank}", donor_address="", joining=False) for rank in (0, 1, 2))
+    waits = Waits()
+    with pytest.raises(MembershipChanged, match=r"rank 1 \(host-1\), rank 2 \(host-2\)"):
+        connect(
+            Generation(number=4, nonce="0" * 32, peers=peers, rank=0, interrupts_below=0),
+            make_backend=GlooBackend,
+            store_url=redis_url,
+            prefix="slowly",
+            host="127.0.0.1",
+            arrival_timeout=SECOND,
+            connect_timeout=SECOND,
+            collective_timeout=SECOND,
+            announce=lambda forming: None,
+            waits=waits,
+        )
+    assert "waiting for generation 4 to form" in caplog.text
+    assert "not there yet: rank 1 (host-1), rank 2 (host-2)" in caplog.text
+    assert waits.total_s >= 1

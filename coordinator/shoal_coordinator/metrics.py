@@ -91,6 +91,8 @@ class JobsCollector(Collector):
         world = GaugeMetricFamily("shoal_coordinator_world_size", "Ranks that train now; 0 while the job waits.", labels=["job_id"])
         members = GaugeMetricFamily("shoal_coordinator_members", "Live members, by phase.", labels=["job_id", "phase"])
         servers = GaugeMetricFamily("shoal_coordinator_servers_alive", "Registered parameter servers that are alive.", labels=["job_id"])
+        stands = GaugeMetricFamily("shoal_coordinator_step_stands", "1 while ranks wait and no step ends.", labels=["job_id"])
+        stragglers = GaugeMetricFamily("shoal_coordinator_stragglers", "Ranks that hold the others back.", labels=["job_id"])
         for state in self._states():
             if state.phase is JobPhase.FINISHED and not state.members:
                 continue
@@ -99,6 +101,8 @@ class JobsCollector(Collector):
             generation.add_metric([job], state.number)
             world.add_metric([job], len(state.generation.ranks) if trains and state.generation is not None else 0)
             servers.add_metric([job], sum(server.alive for server in state.servers.values()))
+            stands.add_metric([job], state.stall is not None)
+            stragglers.add_metric([job], len(state.stragglers))
             for phase in MemberPhase:
                 members.add_metric([job, phase], state.in_phase(phase))
-        yield from (generation, world, members, servers)
+        yield from (generation, world, members, servers, stands, stragglers)

@@ -72,6 +72,15 @@ MEMBERSHIP = (
         queries=[("sum by (phase) (shoal_coordinator_members{job}) > 0", "{{phase}}")],
     ),
     Graph(
+        title="Steps that stand, and stragglers",
+        text="Jobs in which ranks have waited for ten seconds, and ranks that hold the others back. `shoal status` and the logs name them.",
+        unit="none",
+        queries=[
+            ("shoal_coordinator_step_stands{job}", "{{job_id}} stands"),
+            ("shoal_coordinator_stragglers{job}", "{{job_id}} stragglers"),
+        ],
+    ),
+    Graph(
         title="Generation",
         text="Number of each job's newest generation. Each step up is a join, a departure or a failure.",
         unit="none",
@@ -158,6 +167,12 @@ TRAINING = (
         text="From one commit to the next. The 99th percentile far above the median: stragglers, or faults.",
         unit="s",
         queries=quantiles("shoal_worker_step_seconds", "job_id"),
+    ),
+    Graph(
+        title="Waiting for peers",
+        text="Seconds of each second that a rank waits in collectives. One far below the others holds them back; all high: the network.",
+        unit="percentunit",
+        queries=[("rate(shoal_worker_wait_seconds_total{job}[$__rate_interval])", "rank {{rank}}")],
     ),
     Graph(
         title="Steps",

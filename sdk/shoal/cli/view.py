@@ -12,6 +12,7 @@ from shoal_protos.v1 import coordinator_pb2 as pb
 
 _PHASE_STYLES: Final = {"ranked": "green", "draining": "yellow", "quarantined": "red", "ready": "cyan", "joined": "cyan"}
 _NOTHING: Final = "-"
+_LONG_S: Final = 2.0
 
 
 def job_phase(job: pb.GetJobResponse) -> str:
@@ -25,8 +26,12 @@ def member_phase(member: pb.MemberStatus) -> str:
 def job_view(job: pb.GetJobResponse) -> RenderableType:
     """A headline and tables of members and servers."""
     parts: list[RenderableType] = [_headline(job)]
+    if job.waits_for:
+        parts.append(Text(job.waits_for, style="yellow"))
     if job.members:
         parts.append(_member_table(job))
+        notes = dict.fromkeys(_note(member) for member in job.members if member.note)  # the same one of two ranks is said once
+        parts += [Text(note, style="yellow") for note in notes]
     elif job.phase == pb.JOB_PHASE_WAITING:
         hint = "no members yet: workers join when their script calls shoal.init(); a plain torchrun script never does"
         parts.append(Text("no members any more" if job.generation.number else hint, style="dim"))
@@ -43,12 +48,17 @@ def _headline(job: pb.GetJobResponse) -> Text:
     return text
 
 
+def _note(member: pb.MemberStatus) -> str:
+    who = f"rank {member.rank} ({member.host})" if member.rank >= 0 else f"member {member.member_id} ({member.host})"
+    return str(member.note) if who in member.note else f"{who}: {member.note}"
+
+
 def _member_table(job: pb.GetJobResponse) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("rank", justify="right")
     for name in ("phase", "host"):
         table.add_column(name)
-    for name in ("pid", "generation", "epoch", "step", "samples/s", "loss", "step time"):
+    for name in ("pid", "generation", "epoch", "step", "samples/s", "loss", "step time", "waiting"):
         table.add_column(name, justify="right")
     asynchronous = any(member.progress.staleness for member in job.members)
     if asynchronous:
@@ -76,7 +86,17 @@ def _progress_cells(progress: pb.Progress) -> list[str]:
         f"{progress.samples_per_s:,.0f}" if progress.samples_per_s else _NOTHING,
         _NOTHING if math.isnan(progress.loss) or not progress.step else f"{progress.loss:.4g}",
         f"{progress.step_time_s * 1e3:.1f} ms" if progress.step_time_s else _NOTHING,
+        _waiting(progress),
     ]
+
+
+def _waiting(progress: pb.Progress) -> str:
+    """For its peers: now, if it has for long; else the share of its steps."""
+    if progress.waiting_s >= _LONG_S:
+        return f"{progress.waiting_s:.0f} s"
+    if not progress.step_time_s or not progress.busy_time_s:
+        return _NOTHING
+    return f"{max(0.0, 1 - progress.busy_time_s / progress.step_time_s):.0%}"
 
 
 def _server_table(job: pb.GetJobResponse) -> Table:
@@ -100,6 +120,7 @@ def job_json(job: pb.GetJobResponse) -> dict[str, Any]:
         "min_workers": spec.min_workers,
         "max_workers": spec.max_workers,
         "now_unix_ms": job.now_unix_ms,
+        "waits_for": job.waits_for or None,
         "members": [_member_json(member) for member in job.members],
         "servers": [
             {
@@ -131,4 +152,8 @@ def _member_json(member: pb.MemberStatus) -> dict[str, Any]:
         "loss": None if math.isnan(progress.loss) else progress.loss,
         "step_time_s": progress.step_time_s,
         "staleness": progress.staleness,
+        "busy_time_s": progress.busy_time_s,
+        "waiting_s": progress.waiting_s,
+        "waiting_in": progress.waiting_in or None,
+        "note": member.note or None,
     }

@@ -1,12 +1,13 @@
-"""What `shoal status` and `shoal up` say of a job without members."""
+"""What `shoal status` and `shoal up` say of a job: without members, and when it stands."""
 
 from __future__ import annotations
 
 import io
+from typing import Any
 
 import pytest
 from rich.console import Console
-from shoal.cli.view import job_view
+from shoal.cli.view import job_json, job_view
 from shoal_protos.v1 import coordinator_pb2 as pb
 
 
@@ -20,3 +21,40 @@ def test_a_job_without_members_has_none_yet_or_none_any_more(generation: int, ex
     headline, hint = written.getvalue().splitlines()
     assert headline == f"job j  waiting, generation {generation}, 0 of 3 workers have a rank"
     assert hint.startswith(expected)
+
+
+def shown(job: pb.GetJobResponse) -> str:
+    written = io.StringIO()
+    Console(file=written, width=200).print(job_view(job))
+    return written.getvalue()
+
+
+def member(rank: int, *, note: str = "", **progress: Any) -> pb.MemberStatus:
+    return pb.MemberStatus(
+        member_id=f"m{rank}", phase=pb.MEMBER_PHASE_RANKED, rank=rank, host=f"h{rank}", pid=1, note=note, progress=pb.Progress(**progress)
+    )
+
+
+def test_a_step_that_stands_is_explained_above_the_ranks_that_wait() -> None:
+    why = "generation 1 stands at step 7: rank 0 (h0) has waited 12 s in all_reduce for rank 1 (h1), not heard of for 13 s"
+    members = [
+        member(0, step=7, step_time_s=12.0, busy_time_s=0.1, waiting_s=12.0),
+        member(1, step=7, step_time_s=0.2, busy_time_s=0.1, note="not heard of for 13 s"),
+    ]
+    job = pb.GetJobResponse(spec=pb.JobSpec(job_id="j", max_workers=2), phase=pb.JOB_PHASE_RUNNING, members=members, waits_for=why)
+    lines = shown(job).splitlines()
+    assert lines[1] == why
+    assert lines[3].split()[-3:] == ["ms", "12", "s"]
+    assert lines[4].split()[-1] == "50%"
+    assert lines[5] == "rank 1 (h1): not heard of for 13 s"
+    told = job_json(job)
+    assert told["waits_for"] == why
+    assert [m["note"] for m in told["members"]] == [None, "not heard of for 13 s"]
+
+
+def test_a_rank_that_holds_the_others_back_is_named_once() -> None:
+    note = "rank 0 (h0) and rank 1 (h1) wait for the connection between them: it takes 0.6 MB/s"
+    members = [member(rank, step=7, step_time_s=8.0, busy_time_s=0.2, note=note) for rank in (0, 1)]
+    job = pb.GetJobResponse(spec=pb.JobSpec(job_id="j", max_workers=2), phase=pb.JOB_PHASE_RUNNING, members=members)
+    assert shown(job).splitlines()[-1] == note
+    assert shown(job).count("wait for the connection") == 1

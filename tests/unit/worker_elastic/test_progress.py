@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import time
+
 import pytest
-from shoal_worker.elastic.progress import ProgressMeter
+from shoal_common.processes import children_cpu_s
+from shoal_worker.elastic.progress import ProcessorTime, ProgressMeter
 from shoal_worker.metrics import WorkerMetrics
+
+from tests.zygote.children import eventually
 
 
 class Clock:
@@ -40,3 +47,45 @@ def test_the_rate_of_a_worker_that_does_not_get_on_falls() -> None:
         clock.now += 1.0
     assert rates == sorted(rates, reverse=True)
     assert rates[-1] < 10
+
+
+def test_the_time_that_a_rank_works_is_told_apart_from_the_time_that_it_waits_for_its_peers() -> None:
+    clock = Clock()
+    meter = ProgressMeter(WorkerMetrics(), clock=clock)
+    for step in range(10):
+        clock.now += 0.2
+        with meter.waits.of("all_reduce"):
+            with meter.waits.of("broadcast"):  # a wait within a wait is one
+                clock.now += 0.3
+            clock.now += 0.5
+        meter.committed(steps=step + 1, samples=1, loss=None)
+    told = meter.message()
+    assert told.step_time_s == pytest.approx(1.0)
+    assert told.busy_time_s == pytest.approx(0.2)
+    assert told.waiting_s == 0
+
+
+def test_a_step_that_takes_far_longer_than_those_before_is_told_before_it_ends() -> None:
+    clock = Clock()
+    meter = ProgressMeter(WorkerMetrics(), clock=clock)
+    for step in range(40):
+        clock.now += 0.2
+        meter.committed(steps=step + 1, samples=1, loss=None)
+    clock.now += 1.0
+    with meter.waits.of("all_reduce"):
+        clock.now += 14.0
+        told = meter.message()
+    assert (told.waiting_s, told.waiting_in) == (pytest.approx(14.0), "all_reduce")
+    assert told.step_time_s == pytest.approx(15.0)
+    assert told.busy_time_s == pytest.approx(1.0)
+
+
+def test_the_processor_time_of_children_counts_as_that_of_their_process() -> None:
+    spinning = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        eventually(lambda: children_cpu_s() > 0.05, "a child's processor time")
+        used = ProcessorTime(Clock()).seconds()
+        assert used > time.process_time()
+    finally:
+        spinning.kill()
+        spinning.wait()

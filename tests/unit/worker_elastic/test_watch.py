@@ -1,0 +1,129 @@
+"""What is found out while a collective stands: which peers are out of reach, and which connections are busy."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
+
+import pytest
+from shoal_common.errors import MembershipChanged
+from shoal_worker.backends.sockets import Traffic
+from shoal_worker.backends.waits import Waits
+from shoal_worker.elastic import watch as watching
+from shoal_worker.elastic.generation import Generation, Peer
+from shoal_worker.elastic.group import Group
+from shoal_worker.elastic.link import CoordinatorLink
+from shoal_worker.elastic.watch import BusyLinks, Watch, neighbours
+
+from tests.zygote.children import eventually
+
+
+class Link:
+    """What a watch tells the coordinator."""
+
+    notice = ""
+    newest_generation = None
+
+    def __init__(self) -> None:
+        self.told: list[tuple[int, ...]] = []
+
+    def cannot_reach(self, ranks: Sequence[int]) -> None:
+        self.told.append(tuple(ranks))
+
+
+def generation(*addresses: str) -> Generation:
+    peers = tuple(Peer(rank=r, member_id=f"{r}", host=f"h{r}", donor_address=a, joining=False) for r, a in enumerate(addresses))
+    return Generation(number=3, nonce="0" * 32, peers=peers, rank=0, interrupts_below=0)
+
+
+@pytest.fixture
+def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"_TICK_S": 0.01, "LOOK_AFTER_S": 0.05, "_LOOK_AGAIN_S": 0.05}.items():
+        monkeypatch.setattr(watching, name, value)
+
+
+@pytest.fixture
+def watched(quickly: None) -> Iterator[Callable[[Group], tuple[Link, Waits]]]:
+    started: list[Watch] = []
+
+    def start(group: Group) -> tuple[Link, Waits]:
+        link, waits = Link(), Waits()
+        watch = Watch(cast(CoordinatorLink, link), waits, lambda: group)
+        watch.start()
+        started.append(watch)
+        return link, waits
+
+    yield start
+    for watch in started:
+        watch.close()
+
+
+def listening() -> socket.socket:
+    return socket.create_server(("127.0.0.1", 0))
+
+
+def address(server: socket.socket) -> str:
+    return f"127.0.0.1:{server.getsockname()[1]}"
+
+
+def test_a_collective_that_stands_because_a_peer_is_out_of_reach_is_ended_and_the_peer_named(watched: Any) -> None:
+    with listening() as there, listening() as gone:
+        unreached = address(gone)
+    with listening() as there:
+        group = Group(generation("", address(there), unreached), None, None)
+        link, waits = watched(group)
+        with waits.of("all_reduce"):
+            eventually(lambda: group.broken, "the end of the group")
+    assert link.told[0] == (2,)
+    with pytest.raises(MembershipChanged, match=r"all_reduce timed out: rank 2 \(gone\) out of reach"):
+        group.all_gather_integers([0])
+
+
+def test_a_collective_that_stands_while_all_peers_are_reached_goes_on_standing(watched: Any) -> None:
+    with listening() as there:
+        group = Group(generation("", address(there)), None, None)
+        link, waits = watched(group)
+        with waits.of("all_reduce"):
+            eventually(lambda: len(link.told) >= 4, "several looks")
+    assert group.broken is None
+    assert set(link.told) == {()}
+
+
+def test_short_waits_are_not_looked_into(watched: Any) -> None:
+    group = Group(generation("", "127.0.0.1:1"), None, None)
+    link, waits = watched(group)
+    for _ in range(200):
+        with waits.of("all_reduce"):
+            pass
+    assert not link.told
+    assert group.broken is None
+
+
+def test_the_connection_that_has_something_to_send_all_the_time_is_named_with_its_speed() -> None:
+    now = [100.0]
+    links = BusyLinks(lambda: now[0])
+    ranks = generation("10.0.0.1:1", "10.0.0.2:1", "10.0.0.3:1")
+
+    def sent(to_1: tuple[int, float], to_2: tuple[int, float]) -> dict[str, Traffic]:
+        return {f"10.0.0.{n}": Traffic(acknowledged_bytes=size, busy_s=busy) for n, (size, busy) in ((2, to_1), (3, to_2))}
+
+    links.look(ranks, sent((0, 0.0), (0, 0.0)))
+    now[0] += 6.0
+    links.look(ranks, sent((900_000_000, 1.0), (3_600_000, 5.5)))
+    assert links.busiest is not None
+    assert links.busiest.rank == 2
+    assert links.busiest.bytes_per_s == pytest.approx(3_600_000 / 5.5)
+    now[0] += 6.0
+    links.look(ranks, sent((1_800_000_000, 2.0), (3_700_000, 6.0)))
+    assert links.busiest is None
+
+
+@pytest.mark.parametrize("world", [2, 64, 65, 1000, 10_000])
+def test_a_rank_of_a_large_world_looks_at_a_few_peers_only(world: int) -> None:
+    for rank in (0, world - 1):
+        peers = neighbours(rank, world)
+        assert rank not in peers
+        assert set(peers) <= set(range(world))
+        assert len(peers) <= 63
+        assert (rank + 1) % world in peers

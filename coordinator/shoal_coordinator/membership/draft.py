@@ -148,7 +148,9 @@ class Draft:
 
     def waited_ms(self, pulse: Pulse) -> int:
         """For how long a member had waited for its peers of the newest generation when it was last heard of."""
-        return min(pulse.waited_ms, pulse.heard_ms - self.formed_ms) if self.formed_ms is not None else pulse.waited_ms
+        if self.formed_ms is None or pulse.generation >= self.number:
+            return pulse.waited_ms
+        return max(0, min(pulse.waited_ms, pulse.heard_ms - self.formed_ms))  # at first for peers of an older one
 
     def place_of(self, member_id: str) -> int | None:
         """A member's rank in the newest generation; None: it has none there."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Callable
 
 from shoal_common.errors import PreconditionError, StaleGenerationError
@@ -72,7 +73,7 @@ def test_a_job_begins_with_those_who_are_there_when_the_grace_is_over(make_job: 
 def test_members_below_the_minimum_stand_by(make_job: MakeJob) -> None:
     job = make_job(smallest=2)
     (a,) = job.start("a")
-    assert a.told("standby").reason == "waiting for 2 members"
+    assert a.told("standby").reason == "waiting for 2 members: 1 ready"
     assert job.get().phase == pb.JOB_PHASE_WAITING
     job.start("b")
     assert ids(a.generation()) == ["a", "b"]
@@ -161,18 +162,50 @@ def test_a_reported_exit_shrinks_the_world_and_ends_the_session(make_job: MakeJo
     assert not job.client.report_exit(job.job_id, "stranger", exit_code=1).was_member
 
 
-def test_a_member_without_heartbeats_loses_its_lease(make_job: MakeJob) -> None:
+def test_a_member_without_heartbeats_that_its_peers_wait_for_loses_its_lease(make_job: MakeJob) -> None:
     job = make_job(together=2, lease_ms=1500)
     a, b = job.form("a", "b")
+    began = time.monotonic()
 
     def beaten() -> bool:
-        a.beat(1)
+        a.beat(1, waiting_s=time.monotonic() - began, waiting_in="all_reduce")
         return b.ended
 
     eventually(beaten, "b's lease to end")
     assert b.error is not None
     assert b.error.reason == "LEASE_EXPIRED"
     assert ids(a.generation(lambda g: g.number == 2)) == ["a"]
+
+
+def test_a_member_that_is_cut_off_while_its_peers_train_with_it_keeps_its_place(make_job: MakeJob) -> None:
+    job = make_job(together=2, lease_ms=1000)
+    a, b = job.form("a", "b")
+    began = time.monotonic()
+
+    def silent() -> bool:
+        a.beat(1, sequence=int(10 * (time.monotonic() - began)))
+        return "not heard of for" in next((m.note for m in job.get().members if m.member_id == "b"), "not there")
+
+    eventually(silent, "several leases to end")
+    assert not b.ended
+    assert job.get().generation.number == 1
+    b.beat(1)
+    eventually(lambda: not any(m.note for m in job.get().members), "it to be heard of again")
+
+
+def test_a_step_that_stands_is_explained_to_those_that_wait(make_job: MakeJob) -> None:
+    job = make_job(together=2)
+    a, b = job.form("a", "b")
+    a.beat(1, waiting_s=11, waiting_in="all_reduce", step=3)
+    b.beat(1, step=3)
+    text = a.told("notice").text
+    assert "generation 1 stands at step 3: rank 0 (h1) has waited 11 s in all_reduce for rank 1 (h1)" in text
+    assert b.told("notice").text == text
+    assert job.get().waits_for == text
+    assert [e.attributes["reason"] for e in job.events() if e.kind == "step_stands"] == [text]
+    a.beat(1, sequence=4)
+    assert a.told("notice", lambda notice: not notice.text) is not None
+    assert not job.get().waits_for
 
 
 def test_a_failed_collective_without_a_death_reforms_everyone(make_job: MakeJob) -> None:
@@ -287,7 +320,7 @@ def test_a_stranger_that_claims_an_old_generation_is_refused(make_job: MakeJob) 
     job.form("a")
     error = job.join("x", last=1).end()
     assert isinstance(error, StaleGenerationError)
-    error = job.join("y", last=2).end()
+    error = job.join("y", last=2_000_000).end()
     assert error is not None
     assert error.reason == "GENERATION_UNKNOWN"
 

@@ -224,7 +224,7 @@ class Story:
             self.at(str(min(self.ms + 1000, int(ms))))
             for member in [m for m in self.acting if m in self.pulses and self.acting[m].what != "cut"]:
                 acting, before = self.acting[member], self.pulses[member].progress
-                waited = (self.ms - acting.since_ms) / 1000 if acting.what == "wait" else 0
+                waited = (self.ms - max(acting.since_ms, self.state.formed_ms or 0)) / 1000 if acting.what == "wait" else 0
                 sequence = before.sequence + (acting.what == "train")
                 cpu = before.cpu_s + (acting.what in ("train", "work"))
                 ranked = self.state.generation is not None and member in self.state.generation.rank_of

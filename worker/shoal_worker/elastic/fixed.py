@@ -70,8 +70,6 @@ class FixedLink:
 class FixedMembership:
     """One rank's place. A `Member`."""
 
-    away_s = 0.0
-
     def __init__(self, seat: Seat, donor_address: str, host: str = "") -> None:
         """`host`: where this rank runs; empty, as on all ranks: on one."""
         self._seat = seat

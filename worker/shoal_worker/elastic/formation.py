@@ -215,7 +215,7 @@ class Formation:
     def meet(self) -> bool:
         """Forms newer generations until the ranks of one are at one: True. False: this rank's script has to move first; its group is given
         up. Raises as `reform`."""
-        give_up_at = time.monotonic() + self._settings.rendezvous_timeout.total_seconds() - self.membership.away_s
+        give_up_at: float | None = None  # from the first failure on: waiting for a generation has a deadline of its own
         self._stands = self._met = False
         while True:
             self._meeting_began = time.monotonic()
@@ -227,7 +227,8 @@ class Formation:
             except GROUP_LOST as error:
                 _log.info("a generation did not form: %s", error)
                 self.membership.failed(error)
-                if time.monotonic() - self.membership.away_s > give_up_at:
+                give_up_at = give_up_at or time.monotonic() + self._settings.rendezvous_timeout.total_seconds()
+                if time.monotonic() > give_up_at:
                     raise DeadlineError(
                         f"no generation formed for {self._settings.rendezvous_timeout_s:.0f} s (SHOAL_RENDEZVOUS_TIMEOUT_S); "
                         f"the last try: {error}"

@@ -68,11 +68,6 @@ class Member(Protocol):
         ...
 
     @property
-    def away_s(self) -> float:
-        """For how long nobody could deal ranks, in all: the coordinator was away."""
-        ...
-
-    @property
     def only_backend(self) -> str | None:
         """The one backend whose groups this place allows; None: any."""
         ...

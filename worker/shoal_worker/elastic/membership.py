@@ -76,11 +76,6 @@ class Membership:
         return message
 
     @property
-    def away_s(self) -> float:
-        """See `Member`."""
-        return self.link.away_s
-
-    @property
     def only_backend(self) -> str | None:
         """Any."""
         return None

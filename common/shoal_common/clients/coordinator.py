@@ -23,7 +23,6 @@ class CoordinatorClient:
     """A context manager; the connection is made by the first call."""
 
     def __init__(self, settings: ChannelSettings, *, interceptors: Sequence[Any] = ()) -> None:
-        self.address = settings.address
         self._caller = Caller(settings, interceptors, CoordinatorStub)
 
     # ------------------------------------------------------------------------------------------------------------- jobs

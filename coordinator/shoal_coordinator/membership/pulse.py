@@ -16,7 +16,7 @@ BUSY_CPU_S: Final = 0.5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
-    """shoal.v1.Progress, which describes the fields."""
+    """shoal.v1.Progress, which describes the fields, and what else a heartbeat says."""
 
     step: int = 0
     epoch: int = 0
@@ -32,6 +32,8 @@ class Progress:
     cpu_s: float = 0.0
     busy_link: tuple[int, float] | None = None
     """Rank and bytes a second."""
+    out_of_reach: tuple[int, ...] = ()
+    """shoal.v1.Heartbeat.out_of_reach"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,8 +52,6 @@ class Pulse:
     generation: int = 0
     """The newest generation it said it works in; 0: none yet, or none since this coordinator started."""
     progress: Progress = field(default_factory=Progress)
-    out_of_reach: tuple[int, ...] = ()
-    """Ranks of its generation that it could not reach when it last said so."""
 
     @property
     def attached(self) -> bool:
@@ -86,7 +86,7 @@ class Pulses:
     servers: Mapping[str, ServerPulse] = field(default_factory=dict)
 
 
-def beaten(pulse: Pulse, now_ms: int, generation: int, progress: Progress, out_of_reach: tuple[int, ...] = ()) -> Pulse:
+def beaten(pulse: Pulse, now_ms: int, generation: int, progress: Progress) -> Pulse:
     """The pulse after a heartbeat. Generation and sequence never fall: heartbeats of an older stream may be late."""
     moved = progress.sequence > pulse.progress.sequence
     active = moved or progress.cpu_s >= pulse.active_cpu_s + BUSY_CPU_S
@@ -98,7 +98,6 @@ def beaten(pulse: Pulse, now_ms: int, generation: int, progress: Progress, out_o
         detached_ms=pulse.detached_ms,
         generation=max(generation, pulse.generation),
         progress=progress if progress.sequence >= pulse.progress.sequence else pulse.progress,
-        out_of_reach=out_of_reach,
     )
 
 

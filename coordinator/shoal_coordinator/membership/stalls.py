@@ -105,7 +105,7 @@ def _put_out_hung(draft: Draft, places: Sequence[Place]) -> None:
     if working:
         return
     for place in silent:
-        by = [other for other in waiting if place.rank in other.pulse.out_of_reach]
+        by = [other for other in waiting if place.rank in other.pulse.progress.out_of_reach]
         if by and place.silent_ms > draft.policy.reconnect_ms:
             detail = f"no heartbeat for {place.silent_ms} ms, and {by[0].name}, which waits for it, does not reach it"
             member_lost(draft, MemberLost(member_id=place.member_id, ending=Ending.LEASE_EXPIRED, detail=detail))
@@ -140,7 +140,7 @@ def _what_it_does(draft: Draft, place: Place) -> str:
 
 def _out_of_reach(places: Sequence[Place]) -> str:
     by_rank = {place.rank: place for place in places}
-    pairs = [(place, by_rank[rank]) for place in places for rank in place.pulse.out_of_reach if rank in by_rank]
+    pairs = [(place, by_rank[rank]) for place in places for rank in place.pulse.progress.out_of_reach if rank in by_rank]
     told = [f"{one.name} does not reach {other.name}" for one, other in pairs[:_MOST_NAMED]]
     return f"; {', '.join(told)}" if told else ""
 

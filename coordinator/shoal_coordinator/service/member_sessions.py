@@ -196,7 +196,7 @@ class MemberSessions:
         job.submit(event, done)
 
     def _beat(self, job: JobLoop, member_id: str, message: pb.Heartbeat) -> None:
-        generation, progress, out_of_reach = parse_heartbeat(message)
+        generation, progress = parse_heartbeat(message)
         before = job.pulses.members.get(member_id)
         if before is None:
             return
@@ -206,6 +206,6 @@ class MemberSessions:
                 reason=Refusal.GENERATION_UNKNOWN,
             )
         self._metrics.heartbeats.labels("member").inc()
-        job.set_pulse(member_id, beaten(before, self._clock.now().ms, generation, progress, out_of_reach))
+        job.set_pulse(member_id, beaten(before, self._clock.now().ms, generation, progress))
         if generation > before.generation:
             job.poke()

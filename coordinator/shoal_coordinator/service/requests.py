@@ -80,9 +80,9 @@ def parse_join(message: pb.Join) -> tuple[str, MemberJoined]:
     return checks.job_id(message.job_id), event
 
 
-def parse_heartbeat(message: pb.Heartbeat) -> tuple[int, Progress, tuple[int, ...]]:
-    """The generation the member works in, its progress, and the ranks out of its reach. Rates and losses are for people and may be
-    anything; what is no time counts as none.
+def parse_heartbeat(message: pb.Heartbeat) -> tuple[int, Progress]:
+    """The generation the member works in, and its progress. Rates and losses are for people and may be anything; what is no time counts as
+    none.
 
     Called for every heartbeat: one test for what is always right.
     """
@@ -105,8 +105,9 @@ def parse_heartbeat(message: pb.Heartbeat) -> tuple[int, Progress, tuple[int, ..
         busy_time_s=_seconds(told.busy_time_s),
         cpu_s=_seconds(told.cpu_s),
         busy_link=(told.busy_link.rank, told.busy_link.bytes_per_s) if told.HasField("busy_link") else None,
+        out_of_reach=tuple(message.out_of_reach[:_MOST_OUT_OF_REACH]),
     )
-    return message.generation, progress, tuple(message.out_of_reach[:_MOST_OUT_OF_REACH])
+    return message.generation, progress
 
 
 def _seconds(value: float) -> float:

@@ -10,7 +10,7 @@ from shoal_protos.v1 import coordinator_pb2 as pb
 from shoal_coordinator.membership.pulse import Progress, Pulse, Pulses
 from shoal_coordinator.membership.shards import ShardLayout
 from shoal_coordinator.membership.spec import JobSpec
-from shoal_coordinator.membership.state import Cause, Generation, JobEnding, JobPhase, JobState, Member, MemberPhase, Now, Server
+from shoal_coordinator.membership.state import Cause, Generation, JobEnding, JobPhase, JobState, Member, MemberPhase, Server
 from shoal_coordinator.state.store import StoredEvent
 
 _SILENT_MS: Final = 5_000
@@ -77,9 +77,9 @@ def generation_message(generation: Generation) -> pb.Generation:
     )
 
 
-def job_message(state: JobState, pulses: Pulses, now: Now) -> pb.GetJobResponse:
+def job_message(state: JobState, pulses: Pulses, now_unix_ms: int, *, now_ms: int = 0) -> pb.GetJobResponse:
     """All that can be seen of a job: members with a rank first. The generation goes without its nonce and the members' donor keys, with
-    which a member's state can be fetched: those are told in members' own sessions only."""
+    which a member's state can be fetched: those are told in members' own sessions only. `now_ms`: Now.ms, for who is not heard of."""
     places = {} if state.generation is None or state.phase is JobPhase.WAITING else state.generation.rank_of
     last = len(places)
     members = sorted(state.members.values(), key=lambda m: (places.get(m.member_id, last), m.joined_unix_ms, m.member_id))
@@ -92,9 +92,9 @@ def job_message(state: JobState, pulses: Pulses, now: Now) -> pb.GetJobResponse:
         spec=spec_message(state.spec),
         phase=JOB_PHASES[state.phase],
         generation=generation,
-        members=[_member_message(m, places.get(m.member_id, -1), state, pulses, now) for m in members],
+        members=[_member_message(m, places.get(m.member_id, -1), state, pulses, now_ms) for m in members],
         servers=server_messages(state),
-        now_unix_ms=now.unix_ms,
+        now_unix_ms=now_unix_ms,
         ending=JOB_ENDINGS[state.ending],
         ending_reason=state.stop_reason,
         waits_for=state.stall.text if state.stall is not None else "",
@@ -142,13 +142,13 @@ def event_message(event: StoredEvent) -> pb.Event:
     )
 
 
-def _note(state: JobState, member: Member, pulse: Pulse | None, now: Now) -> str:
-    if pulse is not None and pulse.silent_ms(now.ms) > max(state.spec.unheard_ms, _SILENT_MS):
-        return f"not heard of for {pulse.silent_ms(now.ms) // 1000} s"
+def _note(state: JobState, member: Member, pulse: Pulse | None, now_ms: int) -> str:
+    if pulse is not None and pulse.silent_ms(now_ms) > max(state.spec.unheard_ms, _SILENT_MS):
+        return f"not heard of for {pulse.silent_ms(now_ms) // 1000} s"
     return state.stragglers.get(member.member_id, "")
 
 
-def _member_message(member: Member, rank: int, state: JobState, pulses: Pulses, now: Now) -> pb.MemberStatus:
+def _member_message(member: Member, rank: int, state: JobState, pulses: Pulses, now_ms: int) -> pb.MemberStatus:
     identity, pulse = member.identity, pulses.members.get(member.member_id)
     return pb.MemberStatus(
         member_id=identity.member_id,
@@ -160,7 +160,7 @@ def _member_message(member: Member, rank: int, state: JobState, pulses: Pulses, 
         progress=_progress_message(pulse.progress if pulse is not None else Progress()),
         joined_unix_ms=member.joined_unix_ms,
         launcher_id=identity.launcher_id,
-        note=_note(state, member, pulse, now),
+        note=_note(state, member, pulse, now_ms),
     )
 
 

@@ -59,7 +59,8 @@ class CoordinatorServicer:
     async def GetJob(self, request: pb.GetJobRequest, context: Any) -> pb.GetJobResponse:  # noqa: N802
         """A job's state, from memory: also while Redis is away."""
         job = self._job(request)
-        return responses.job_message(job.state, job.pulses, self._clock.now())
+        now = self._clock.now()
+        return responses.job_message(job.state, job.pulses, now.unix_ms, now_ms=now.ms)
 
     async def ListJobs(self, request: pb.ListJobsRequest, context: Any) -> pb.ListJobsResponse:  # noqa: N802
         """All jobs, by id."""

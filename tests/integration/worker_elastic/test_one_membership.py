@@ -263,7 +263,7 @@ def test_who_waits_for_a_generation_waits_on_while_the_coordinator_is_away(
     waiting = threading.Thread(target=wait)
     waiting.start()
     eventually(lambda: "waiting for a generation above 1 for 2 s" in caplog.text, "a line that says what is waited for")
-    assert f"the coordinator ({job.coordinator.address}) is away" in caplog.text
+    assert "the coordinator has been away" in caplog.text
     assert answers.empty(), "it gave up while the coordinator was away"
     job.coordinator.start()
     answers.get(timeout=60)  # the next generation, or its own deadline, which counts again
@@ -276,7 +276,7 @@ def test_who_waits_for_a_coordinator_that_never_comes_back_gives_up_in_the_end(j
     link = real_link(job, "a", away_limit=SECOND / 2)
     link.wait_generation(after=0, timeout=60 * SECOND)
     job.coordinator.kill()
-    with pytest.raises(DeadlineError, match="is away"):
+    with pytest.raises(DeadlineError, match="has been away"):
         link.wait_generation(after=1, timeout=60 * SECOND, mid_step=True)
     link.leave(pb.Leave.REASON_FAILED)
 

@@ -222,8 +222,9 @@ class Membership(RuleBasedStateMachine):
     def wait_for_peers(self, name: str, waited: float, out_of_reach: tuple[int, ...]) -> None:
         if name in self.pulses:
             pulse = self.pulses[name]
-            progress = replace(pulse.progress, waiting_s=waited, waiting_in="all_reduce", cpu_s=1.0, step_time_s=1.0, busy_link=(1, 1e6))
-            self.pulses[name] = beaten(pulse, self.ms, self.state.number, progress, out_of_reach)
+            progress = replace(pulse.progress, waiting_s=waited, waiting_in="all_reduce", cpu_s=1.0, step_time_s=1.0)
+            progress = replace(progress, out_of_reach=out_of_reach, busy_link=(1, 1e6))
+            self.pulses[name] = beaten(pulse, self.ms, self.state.number, progress)
             self.transit()
 
     @rule()

@@ -205,11 +205,11 @@ class Story:
             cpu_s=float(cpu),
             step_time_s=float(step),
             busy_time_s=float(busy),
+            out_of_reach=tuple(int(rank) for rank in unreached.split(",") if rank),
             busy_link=(int(link.split(":")[0]), float(link.split(":")[1])) if link else None,
         )
-        out_of_reach = tuple(int(rank) for rank in unreached.split(",") if rank)
         for member in members:
-            self.pulses[member] = beaten(self.pulses[member], self.ms, int(generation), progress, out_of_reach)
+            self.pulses[member] = beaten(self.pulses[member], self.ms, int(generation), progress)
         self.happen()
 
     def does(self, what: str, *members: str, **said: str) -> None:

@@ -181,7 +181,7 @@ class CoordinatorLink:
 
     def _why_none(self) -> str:
         if self._away_since is not None:
-            return f"the coordinator ({self.client.address}) is away for {self._away_for_s():.0f} s; training goes on when it is back"
+            return f"the coordinator has been away for {self._away_for_s():.0f} s; training goes on when it is back"
         return self._notice or self._standby or "the coordinator has not said why there is none"
 
     def failed(self, generation: int, *, detail: str, timed_out: bool = False, suspects: Sequence[int] = ()) -> None:

@@ -434,8 +434,8 @@ class CoordinatorLink:
                 self._standby = directive.standby.reason
             elif kind == "notice":
                 self._notice = directive.notice.text
-                if self._notice:
-                    _log.warning("%s", self._notice)
+                if self._notice:  # told to all: one of a machine's workers says it
+                    _log.log(logging.WARNING if self.identity.local_index == 0 else logging.INFO, "%s", self._notice)
         if generation is not None:
             self._on_generation(generation)
         if kind == "stop" and directive.stop.behind:

@@ -86,13 +86,14 @@ class Watch:
             if time.monotonic() >= self._looked_at + _LOOK_AGAIN_S:
                 self._look(group, waited_s, what)
                 self._looked_at = time.monotonic()
-            self._lines.say(f"peers in {what}", self._why)
+            if not self._link.notice:  # the link has said what the coordinator knows, which is more
+                self._lines.say(f"peers in {what}", self._why)
 
     def _why(self) -> str:
         _, missed = self._missed
         if missed:
             return f"out of reach: {self._names(missed)}"
-        return self._link.notice or "all are reached, so it is not known which of them is late"
+        return "all are reached, so it is not known which of them is late"
 
     def _names(self, ranks: frozenset[int]) -> str:
         generation = self._link.newest_generation

@@ -73,12 +73,13 @@ def somebody_absent(draft: Draft) -> Member | None:
 
 def is_closed(draft: Draft, pulse: Pulse) -> bool:
     """Its stream ended while it was heard of, as it does when a process ends; what a cut network ends was silent before."""
-    return pulse.detached_ms is not None and pulse.detached_ms - pulse.heard_ms <= draft.spec.unheard_ms
+    return pulse.detached_ms is not None and pulse.detached_ms - pulse.heard_ms <= draft.policy.closed_within_ms
 
 
 def _why_put_out(draft: Draft, member: Member, pulse: Pulse, heard: Heard) -> str | None:
     """None: nobody is known to miss it."""
-    if pulse.silent_ms(draft.now.ms) > draft.policy.absence_ms:
+    longest_ms = draft.policy.absence_ms if pulse.progress.sequence else draft.policy.quiet_absence_ms
+    if pulse.silent_ms(draft.now.ms) > longest_ms:
         return "longer than any member may be silent"
     if is_closed(draft, pulse):
         return "since its session's stream was closed"

@@ -59,6 +59,10 @@ class Policy:
     absence_ms: int = 300_000
     """How long a member may be silent that nobody is known to wait for: the network between it and the coordinator may be cut while it
     works on with its peers."""
+    quiet_absence_ms: int = 120_000
+    """The same for one that says nothing of its progress, as a launcher: whether somebody waits for it is never known."""
+    closed_within_ms: int = 8_000
+    """A stream that ends so soon after its member was heard of was closed; what a cut network ends, TCP and gRPC give up after 10 s."""
     explain_after_ms: int = 10_000
     """A step that stands for so long is explained to all."""
     explain_again_ms: int = 10_000

@@ -119,11 +119,11 @@ def test_the_connection_that_has_something_to_send_all_the_time_is_named_with_it
     assert links.busiest is None
 
 
-@pytest.mark.parametrize("world", [2, 64, 65, 1000, 10_000])
+@pytest.mark.parametrize("world", [2, 16, 17, 1000, 10_000])
 def test_a_rank_of_a_large_world_looks_at_a_few_peers_only(world: int) -> None:
     for rank in (0, world - 1):
         peers = neighbours(rank, world)
         assert rank not in peers
         assert set(peers) <= set(range(world))
-        assert len(peers) <= 63
+        assert len(peers) <= 28
         assert (rank + 1) % world in peers

@@ -36,8 +36,9 @@ _LOOK_AGAIN_S: Final = 5.0
 _REACH_TIMEOUT: Final = timedelta(seconds=1)
 _TRAFFIC_EVERY_S: Final = 5.0
 _MOSTLY: Final = 0.5
-_MOST_PEERS: Final = 64
-"""In larger worlds a rank looks only at the peers that collectives of rings and halves connect it with."""
+_MOST_PEERS: Final = 16
+"""In larger worlds a rank looks only at the peers that collectives of rings and halves connect it with. One that takes no connections,
+since a call holds Python's lock, must be able to let the kernel queue all looks at it."""
 
 
 class Watch:

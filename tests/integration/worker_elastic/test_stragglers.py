@@ -1,0 +1,39 @@
+"""A rank that holds the others back is named where people look."""
+
+from pathlib import Path
+
+from tests.integration.worker_elastic.cluster import cluster
+from tests.zygote.children import Zygote, eventually
+
+SCRIPT = """
+import os
+import time
+import shoal, torch
+from torch import nn
+
+shoal.init()
+net = nn.Linear(4, 2)
+model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1))
+data = torch.utils.data.TensorDataset(torch.randn(64, 4), torch.zeros(64, dtype=torch.long))
+loader = shoal.ElasticDataLoader(data, global_batch_size=4)
+for _ in loader.epochs(100_000):
+    for x, y in loader:
+        time.sleep(0.3 * int(os.environ["SHOAL_LOCAL_INDEX"]))  # the slower processor
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def test_a_rank_that_works_longer_than_the_others_is_named_in_the_status_in_logs_and_as_an_event(zygote: Zygote, tmp_path: Path) -> None:
+    script = tmp_path / "slower.py"
+    script.write_text(SCRIPT)
+    with cluster(zygote, tmp_path, max_workers=2, script=script) as running:
+        running.start(0)
+        running.start(1)
+        note = eventually(lambda: next((m.note for m in running.job().members if m.note), None), "a note in the status")
+        slow = next(m for m in running.job().members if m.member_id == running.members[1])
+        assert note.startswith(f"the others wait for rank {slow.rank} ({slow.host}): it works")
+        eventually(lambda: "the others wait for rank" in running.workers[0].said(), "a line of the rank that waits")
+        events = [event for event in running.client.watch_events("job") if event.kind == "straggler_found"]
+        assert {event.member_id for event in events} == {running.members[1]}

@@ -102,7 +102,7 @@ class JobsCollector(Collector):
             world.add_metric([job], len(state.generation.ranks) if trains and state.generation is not None else 0)
             servers.add_metric([job], sum(server.alive for server in state.servers.values()))
             stands.add_metric([job], state.stall is not None)
-            stragglers.add_metric([job], len(state.stragglers))
+            stragglers.add_metric([job], sum(one.told for one in state.stragglers.values()))
             for phase in MemberPhase:
                 members.add_metric([job, phase], state.in_phase(phase))
         yield from (generation, world, members, servers, stands, stragglers)

@@ -19,7 +19,18 @@ from shoal_coordinator.membership.state import Departure, JobState, Member, Memb
 _MAPPINGS = frozenset({"members", "departed", "servers", "loaders", "population"})
 _WRITTEN_APART = frozenset({"generation", "layout"})
 IN_MEMORY = frozenset(
-    {"grace_until_ms", "incident", "formed_ms", "broken_streams", "recovery", "stall", "stragglers", "looked_ms", "fresh_failures"}
+    [
+        "grace_until_ms",
+        "incident",
+        "formed_ms",
+        "broken_streams",
+        "recovery",
+        "stall",
+        "stragglers",
+        "kept_out_until_ms",
+        "looked_ms",
+        "fresh_failures",
+    ]
 )
 """Fields of JobState that start afresh when the coordinator does."""
 _NOT_WRITTEN = IN_MEMORY | {"population"}
@@ -69,6 +80,7 @@ class Draft:
         self.recovery = state.recovery
         self.stall = state.stall
         self.stragglers = state.stragglers
+        self.kept_out_until_ms = state.kept_out_until_ms
         self.looked_ms = state.looked_ms
         self.fresh_failures = state.fresh_failures
 
@@ -239,6 +251,7 @@ class Draft:
             recovery=self.recovery,
             stall=self.stall,
             stragglers=self.stragglers,
+            kept_out_until_ms=self.kept_out_until_ms,
             looked_ms=self.looked_ms,
             fresh_failures=self.fresh_failures,
         )

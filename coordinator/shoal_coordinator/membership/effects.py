@@ -31,6 +31,8 @@ class SendStandby:
 
     member_id: str
     reason: str
+    apart_from: str = ""
+    """Member.apart_from"""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -174,6 +174,9 @@ def _quarantine(draft: Draft, pairs: list[Pair]) -> None:
         reason = f"it and {other.member_id} accused each other {count} times"
         draft.put_member(replace(kept_out, phase=MemberPhase.QUARANTINED, reason=reason, apart_from=other.member_id))
         draft.unplaced[kept_out.member_id] = None
+        longest_ms = draft.policy.kept_out_ms << min(count - draft.policy.quarantine_after, 16)
+        until_ms = draft.now.ms + min(longest_ms, draft.policy.longest_kept_out_ms)
+        draft.kept_out_until_ms = {**draft.kept_out_until_ms, kept_out.member_id: until_ms}
         draft.records.append(
             Record(kind="member_quarantined", generation=draft.number, member_id=kept_out.member_id, attributes={"reason": reason})
         )

@@ -113,7 +113,7 @@ def _tell_unplaced(draft: Draft) -> None:
             continue
         reason = _standby_reason(draft, draft.members[member_id])
         if reason is not None:
-            draft.effects.append(SendStandby(member_id=member_id, reason=reason))
+            draft.effects.append(SendStandby(member_id=member_id, reason=reason, apart_from=draft.members[member_id].apart_from))
 
 
 def _standby_reason(draft: Draft, member: Member) -> str | None:

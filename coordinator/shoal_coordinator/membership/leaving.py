@@ -175,9 +175,25 @@ def _take_out(draft: Draft, member: Member, *, kind: str, ending: Ending | Leave
 
 def _release_quarantined(draft: Draft, member_id: str) -> None:
     for kept_out in [m for m in draft.members.values() if m.phase is MemberPhase.QUARANTINED and m.apart_from == member_id]:
-        draft.last_order += 1
-        draft.put_member(replace(kept_out, phase=MemberPhase.READY, ready_order=draft.last_order, reason="", apart_from=""))
-        draft.unplaced[kept_out.member_id] = None
+        _release(draft, kept_out)
+
+
+def reached_again(draft: Draft) -> None:
+    """Members that are kept out come back once they reach their peers, at the next border."""
+    if draft.in_phase(MemberPhase.QUARANTINED) == 0:
+        return
+    for kept_out in [m for m in draft.members.values() if m.phase is MemberPhase.QUARANTINED]:
+        pulse = draft.pulse(kept_out.member_id)
+        if pulse is not None and pulse.progress.in_reach and draft.now.ms >= draft.kept_out_until_ms.get(kept_out.member_id, 0):
+            draft.reasons.append(f"member {kept_out.member_id} reaches its peers again")
+            _release(draft, kept_out)
+
+
+def _release(draft: Draft, kept_out: Member) -> None:
+    draft.last_order += 1
+    draft.put_member(replace(kept_out, phase=MemberPhase.READY, ready_order=draft.last_order, reason="", apart_from=""))
+    draft.kept_out_until_ms = {name: ms for name, ms in draft.kept_out_until_ms.items() if name != kept_out.member_id}
+    draft.unplaced[kept_out.member_id] = None
 
 
 def _is_missed(draft: Draft, member: Member) -> bool:

@@ -34,6 +34,8 @@ class Progress:
     """Rank and bytes a second."""
     out_of_reach: tuple[int, ...] = ()
     """shoal.v1.Heartbeat.out_of_reach"""
+    in_reach: bool = False
+    """shoal.v1.Heartbeat.in_reach"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -80,6 +80,13 @@ class Policy:
     work in it."""
     quarantine_after: int = 2
     """Mutual accusations of two members after which the higher rank is kept out."""
+    kept_out_ms: int = 30_000
+    """How long at least, the first time; each further accusation doubles it, up to longest_kept_out_ms."""
+    longest_kept_out_ms: int = 3_600_000
+    straggler_after_ms: int = 5_000
+    """Who holds the others back for so long is named."""
+    straggler_until_ms: int = 30_000
+    """Who has not for so long is not named any more."""
     most_members: int = 2 * LARGEST_WORLD
     """Processes that may be in one job, those that stand by included."""
     most_departed: int = 2 * LARGEST_WORLD

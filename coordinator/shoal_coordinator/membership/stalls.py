@@ -57,8 +57,9 @@ def stalls_due(draft: Draft) -> None:
     if draft.broken:
         _tell(draft, generation, "")
         return
-    text = _explain_incident(draft, places) if draft.incident is not None else _explain(draft, places)
-    _tell(draft, generation, text)
+    reach = _out_of_reach(places)
+    text = _explain_incident(draft, places) if draft.incident is not None else _explain(draft, places, reach)
+    _tell(draft, generation, text, reach)
     if not text:
         find_stragglers(draft, generation)
 
@@ -111,7 +112,7 @@ def _put_out_hung(draft: Draft, places: Sequence[Place]) -> None:
             member_lost(draft, MemberLost(member_id=place.member_id, ending=Ending.LEASE_EXPIRED, detail=detail))
 
 
-def _explain(draft: Draft, places: Sequence[Place]) -> str:
+def _explain(draft: Draft, places: Sequence[Place], reach: str) -> str:
     """Empty: no step stands, as far as is known."""
     waiting, working, silent = _divide(draft, places)
     waited_ms = max((place.waited_ms for place in waiting), default=0)
@@ -121,9 +122,8 @@ def _explain(draft: Draft, places: Sequence[Place]) -> str:
     step = max(place.pulse.progress.step for place in places)
     waited = f"waited {waited_ms // 1000} s in {longest.pulse.progress.waiting_in}"
     head = f"generation {draft.number} stands at step {step}: {_names(waiting)} {waited}"
-    reach = _out_of_reach(places)
     if not working and not silent:
-        return f"{head}, all at once, so something between them is missing or slow{reach or '; each reaches the others it looked for'}"
+        return f"{head}, all at once, so something between them is missing or slow{reach or '; none has said that it cannot reach another'}"
     blamed = [f"{place.name}, not heard of for {place.silent_ms // 1000} s" for place in silent[:_MOST_NAMED]]
     blamed += [f"{place.name}, {_what_it_does(draft, place)}" for place in working[: max(0, _MOST_NAMED - len(blamed))]]
     more = len(silent) + len(working) - len(blamed)
@@ -162,15 +162,16 @@ def _names(places: Sequence[Place]) -> str:
     return f"{named}{f' and {more} more' if more > 0 else ''} {'have' if len(places) > 1 else 'has'}"
 
 
-def _tell(draft: Draft, generation: Generation | None, text: str) -> None:
+def _tell(draft: Draft, generation: Generation | None, text: str, reach: str = "") -> None:
     """To the log, to the events, and to all members of the generation."""
     before = draft.stall
     if generation is None or (not text and before is None):
         draft.stall = None
         return
-    if text and before is not None and draft.now.ms < before.told_ms + draft.policy.explain_again_ms:
+    news = before is None or (reach and not before.reach)
+    if text and before is not None and not news and draft.now.ms < before.told_ms + draft.policy.explain_again_ms:
         return
-    draft.stall = Stall(text=text, told_ms=draft.now.ms) if text else None
+    draft.stall = Stall(text=text, reach=reach, told_ms=draft.now.ms) if text else None
     draft.effects.append(SendNotice(generation=generation, text=text))
     if text:
         draft.reasons.append(text)

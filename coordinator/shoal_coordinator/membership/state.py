@@ -97,7 +97,7 @@ class Member:
     reason: str = ""
     """Why it is DRAINING or QUARANTINED."""
     apart_from: str = ""
-    """Only while QUARANTINED: the member it cannot work with. When that one is gone, this one is READY again."""
+    """Only while QUARANTINED: the member it cannot work with. When it reaches that one again, or that one is gone, it is READY again."""
 
     @property
     def member_id(self) -> str:
@@ -210,7 +210,20 @@ class Stall:
     """A step that stands, as it was last explained."""
 
     text: str
+    reach: str
+    """The part of the text that says who cannot reach whom."""
     told_ms: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Straggler:
+    """A member that holds the others back."""
+
+    text: str
+    found_ms: int
+    seen_ms: int
+    told: bool
+    """It did so for long enough to be named."""
 
 
 Pair = tuple[str, str]
@@ -260,8 +273,10 @@ class JobState:
     """In memory only. None: no member knew of a generation that Redis did not."""
     stall: Stall | None = None
     """In memory only. None: steps go on, as far as is known."""
-    stragglers: Mapping[str, str] = field(default_factory=dict)
-    """In memory only. Members that hold the others back, and how, for people."""
+    stragglers: Mapping[str, Straggler] = field(default_factory=dict)
+    """In memory only. By member id."""
+    kept_out_until_ms: Mapping[str, int] = field(default_factory=dict)
+    """In memory only. When the members that are QUARANTINED may come back at the earliest."""
     looked_ms: int | None = None
     """In memory only. When it was last looked for steps that stand."""
     fresh_failures: int = 0

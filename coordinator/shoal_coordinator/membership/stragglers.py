@@ -8,14 +8,14 @@ rank at which most of those connections end that had something to send all the t
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Final
 
 from shoal_coordinator.membership.draft import Draft
 from shoal_coordinator.membership.effects import Record, SendNotice
 from shoal_coordinator.membership.pulse import Progress
-from shoal_coordinator.membership.state import Generation
+from shoal_coordinator.membership.state import Generation, Straggler
 
 _SHARE_OF_STEP: Final = 0.2
 """What the others would gain at least if the slowest were as quick as they are."""
@@ -48,14 +48,23 @@ def find_stragglers(draft: Draft, generation: Generation) -> None:
         if (pulse := draft.pulse(rank.member_id)) is not None and pulse.silent_ms(draft.now.ms) <= draft.spec.unheard_ms
     ]
     found = stragglers(told) if len(told) == len(generation.ranks) else {}
+    now_ms, policy, before = draft.now.ms, draft.policy, draft.stragglers
+    kept = {
+        member_id: one
+        for member_id, one in before.items()
+        if one.told and member_id in generation.rank_of and now_ms < one.seen_ms + policy.straggler_until_ms
+    }
     for member_id, text in found.items():
-        if member_id not in draft.stragglers:
+        one = before.get(member_id) or Straggler(text=text, found_ms=now_ms, seen_ms=now_ms, told=False)
+        told_now = not one.told and now_ms >= one.found_ms + policy.straggler_after_ms
+        kept[member_id] = replace(one, text=text, seen_ms=now_ms, told=one.told or told_now)
+        if told_now:
             draft.reasons.append(text)
             draft.effects.append(SendNotice(generation=generation, text=text))
             draft.records.append(Record(kind="straggler_found", generation=draft.number, member_id=member_id, attributes={"reason": text}))
-    if draft.stragglers and not found:
+    if any(one.told for one in before.values()) and not any(one.told for one in kept.values()):
         draft.effects.append(SendNotice(generation=generation, text=""))
-    draft.stragglers = found
+    draft.stragglers = kept
 
 
 def stragglers(told: list[Told]) -> dict[str, str]:

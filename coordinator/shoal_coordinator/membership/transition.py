@@ -39,6 +39,7 @@ from shoal_coordinator.membership.leaving import (
     last_one_left,
     member_left,
     member_lost,
+    reached_again,
     stop_requested,
 )
 from shoal_coordinator.membership.pulse import Pulses
@@ -87,6 +88,7 @@ def transition(
     leases_ended(draft, [event for event in events if isinstance(event, LeaseEnded)])
     streams_due(draft)
     incident_due(draft)
+    reached_again(draft)
     stalls_due(draft)
     recovery_due(draft)
     generation_due(draft)

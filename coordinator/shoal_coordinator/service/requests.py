@@ -105,6 +105,7 @@ def parse_heartbeat(message: pb.Heartbeat) -> tuple[int, Progress]:
         busy_time_s=_seconds(told.busy_time_s),
         cpu_s=_seconds(told.cpu_s),
         busy_link=(told.busy_link.rank, told.busy_link.bytes_per_s) if told.HasField("busy_link") else None,
+        in_reach=message.in_reach,
         out_of_reach=tuple(message.out_of_reach[:_MOST_OUT_OF_REACH]),
     )
     return message.generation, progress

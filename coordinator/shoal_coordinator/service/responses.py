@@ -145,7 +145,8 @@ def event_message(event: StoredEvent) -> pb.Event:
 def _note(state: JobState, member: Member, pulse: Pulse | None, now_ms: int) -> str:
     if pulse is not None and pulse.silent_ms(now_ms) > max(state.spec.unheard_ms, _SILENT_MS):
         return f"not heard of for {pulse.silent_ms(now_ms) // 1000} s"
-    return state.stragglers.get(member.member_id, "")
+    straggler = state.stragglers.get(member.member_id)
+    return straggler.text if straggler is not None and straggler.told else ""
 
 
 def _member_message(member: Member, rank: int, state: JobState, pulses: Pulses, now_ms: int) -> pb.MemberStatus:

@@ -68,7 +68,7 @@ class Sessions:
                     message = pb.MemberDirective(generation=generation_message(effect.generation)).SerializeToString()
                     self._tell(effect.member_id, Slot.PLACEMENT, message)
                 case SendStandby():
-                    message = pb.MemberDirective(standby=pb.Standby(reason=effect.reason)).SerializeToString()
+                    message = pb.MemberDirective(standby=pb.Standby(reason=effect.reason, apart_from=effect.apart_from)).SerializeToString()
                     self._tell(effect.member_id, Slot.PLACEMENT, message)
                 case SendNotice(generation=generation):
                     message = pb.MemberDirective(notice=pb.Notice(text=effect.text)).SerializeToString()

@@ -257,14 +257,16 @@ class BusyLink(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., bytes_per_s: _Optional[float] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("generation", "progress", "out_of_reach")
+    __slots__ = ("generation", "progress", "in_reach", "out_of_reach")
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    IN_REACH_FIELD_NUMBER: _ClassVar[int]
     OUT_OF_REACH_FIELD_NUMBER: _ClassVar[int]
     generation: int
     progress: Progress
+    in_reach: bool
     out_of_reach: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, generation: _Optional[int] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., out_of_reach: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, generation: _Optional[int] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., in_reach: _Optional[bool] = ..., out_of_reach: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Ready(_message.Message):
     __slots__ = ()
@@ -379,10 +381,12 @@ class Stop(_message.Message):
     def __init__(self, reason: _Optional[str] = ..., now: _Optional[bool] = ..., behind: _Optional[bool] = ...) -> None: ...
 
 class Standby(_message.Message):
-    __slots__ = ("reason",)
+    __slots__ = ("reason", "apart_from")
     REASON_FIELD_NUMBER: _ClassVar[int]
+    APART_FROM_FIELD_NUMBER: _ClassVar[int]
     reason: str
-    def __init__(self, reason: _Optional[str] = ...) -> None: ...
+    apart_from: str
+    def __init__(self, reason: _Optional[str] = ..., apart_from: _Optional[str] = ...) -> None: ...
 
 class Notice(_message.Message):
     __slots__ = ("text",)

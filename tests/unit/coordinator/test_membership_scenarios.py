@@ -196,6 +196,7 @@ class Story:
         busy: str = "0",
         link: str = "",
         unreached: str = "",
+        reaches: str = "",
     ) -> None:
         """Heartbeats; `waited`, `step` (the time of one) and `busy` in seconds, `link`=rank:bytes-per-second, `unreached`=ranks."""
         progress = Progress(
@@ -205,6 +206,7 @@ class Story:
             cpu_s=float(cpu),
             step_time_s=float(step),
             busy_time_s=float(busy),
+            in_reach=bool(reaches),
             out_of_reach=tuple(int(rank) for rank in unreached.split(",") if rank),
             busy_link=(int(link.split(":")[0]), float(link.split(":")[1])) if link else None,
         )

@@ -23,6 +23,7 @@ class Link:
     """What a watch tells the coordinator."""
 
     notice = ""
+    apart_from = ""
     newest_generation = None
 
     def __init__(self) -> None:

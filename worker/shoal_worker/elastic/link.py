@@ -107,6 +107,8 @@ class CoordinatorLink:
         self._standby: str | None = None
         self._notice = ""
         self._out_of_reach: tuple[int, ...] = ()
+        self._in_reach = False
+        self._apart_from = ""
         self._fatal: ShoalError | None = None
         self._ready = False
         self._generation = 0
@@ -201,6 +203,15 @@ class CoordinatorLink:
     def cannot_reach(self, ranks: Sequence[int]) -> None:
         """Ranks of the generation that took no connection when this member looked, while its collective stood: goes out with heartbeats."""
         self._out_of_reach = tuple(ranks)
+
+    def reaches(self, reached: bool) -> None:
+        """Whether the member that this one is kept apart from takes its connections again. Goes out with heartbeats."""
+        self._in_reach = reached
+
+    @property
+    def apart_from(self) -> str:
+        """The member that this one is kept apart from; empty: it is not kept out."""
+        return self._apart_from
 
     @property
     def notice(self) -> str:
@@ -393,6 +404,7 @@ class CoordinatorLink:
                     # At once after a generation was entered: the coordinator writes no border for others before all are in.
                     said.generation = self._generation
                     heartbeat = pb.Heartbeat(generation=self._generation, progress=self.progress(), out_of_reach=self._out_of_reach)
+                    heartbeat.in_reach = self._in_reach
                     message = pb.MemberMessage(heartbeat=heartbeat)
             yield message
             if message.HasField("leave"):
@@ -423,6 +435,7 @@ class CoordinatorLink:
                     return
                 self._newest = generation
                 self._standby, self._notice, self._out_of_reach = None, "", ()
+                self._apart_from, self._in_reach = "", False
             elif kind == "welcome":
                 self._welcome = directive.welcome
             elif kind == "drain":
@@ -431,7 +444,7 @@ class CoordinatorLink:
                 self._stop = directive.stop.reason or "stopped"
                 self._stop_now = self._stop_now or directive.stop.now
             elif kind == "standby":
-                self._standby = directive.standby.reason
+                self._standby, self._apart_from = directive.standby.reason, directive.standby.apart_from
             elif kind == "notice":
                 self._notice = directive.notice.text
                 if self._notice:  # told to all: one of a machine's workers says it

@@ -54,6 +54,8 @@ class Watch:
         self._looked_at = 0.0
         self._missed: tuple[int, frozenset[int]] = (0, frozenset())
         """The generation of the last look, and who was out of reach then."""
+        self._reached = False
+        """Of the last look while it was kept out."""
         self._traffic = BusyLinks()
         self._thread = threading.Thread(target=self._run, name="shoal-watch", daemon=True)
 
@@ -75,6 +77,9 @@ class Watch:
             group = self._group()
             if group is None or group.broken is not None:
                 self._lines = None
+                if self._link.apart_from and time.monotonic() >= self._looked_at + _LOOK_AGAIN_S:
+                    self._look_while_kept_out()
+                    self._looked_at = time.monotonic()
                 continue
             self._traffic.look(group.generation, group.traffic())
             waited_s, what = self._waits.now
@@ -100,6 +105,14 @@ class Watch:
         generation = self._link.newest_generation
         hosts = {peer.rank: peer.host for peer in generation.peers} if generation is not None else {}
         return ", ".join(f"rank {rank} ({hosts.get(rank, 'gone')})" for rank in sorted(ranks))
+
+    def _look_while_kept_out(self) -> None:
+        """Whether the member that this one is kept apart from can be reached again. Two looks running say so."""
+        generation, other = self._link.newest_generation, self._link.apart_from
+        peers = {peer.rank: peer.donor_address for peer in generation.peers if peer.member_id == other} if generation is not None else {}
+        reached = bool(peers) and not unreachable(peers, timeout=_REACH_TIMEOUT, given_up=self._closed.is_set)
+        self._link.reaches(reached and self._reached)
+        self._reached = reached
 
     def _look(self, group: Group, waited_s: float, what: str) -> None:
         generation = group.generation

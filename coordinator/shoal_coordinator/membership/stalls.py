@@ -19,7 +19,7 @@ from shoal_coordinator.membership.leaving import member_lost
 from shoal_coordinator.membership.pulse import Pulse
 from shoal_coordinator.membership.recovery import is_recovering
 from shoal_coordinator.membership.state import Generation, JobPhase, Stall
-from shoal_coordinator.membership.stragglers import find_stragglers
+from shoal_coordinator.membership.stragglers import Told, behind_connection, find_stragglers
 
 _MOST_NAMED: Final = 4
 _SURELY_WAITS_MS: Final = 1_000
@@ -123,7 +123,9 @@ def _explain(draft: Draft, places: Sequence[Place], reach: str) -> str:
     waited = f"waited {waited_ms // 1000} s in {longest.pulse.progress.waiting_in}"
     head = f"generation {draft.number} stands at step {step}: {_names(waiting)} {waited}"
     if not working and not silent:
-        return f"{head}, all at once, so something between them is missing or slow{reach or '; none has said that it cannot reach another'}"
+        _, slow = behind_connection([Told(rank=p.rank, member_id=p.member_id, host=p.host, progress=p.pulse.progress) for p in places])
+        why = reach or (f"; {slow}" if slow else "; none has said that it cannot reach another")
+        return f"{head}, all at once, so something between them is missing or slow{why}"
     blamed = [f"{place.name}, not heard of for {place.silent_ms // 1000} s" for place in silent[:_MOST_NAMED]]
     blamed += [f"{place.name}, {_what_it_does(draft, place)}" for place in working[: max(0, _MOST_NAMED - len(blamed))]]
     more = len(silent) + len(working) - len(blamed)

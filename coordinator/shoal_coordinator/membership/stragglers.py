@@ -89,19 +89,27 @@ def _by_computing(told: list[Told]) -> dict[str, str]:
 def _by_connection(told: list[Told]) -> dict[str, str]:
     step_s = median(one.progress.step_time_s for one in told)
     waiting = median(1 - one.progress.busy_time_s / one.progress.step_time_s for one in told)
-    links = [(one.rank, *one.progress.busy_link) for one in told if one.progress.busy_link is not None]
-    if step_s < _SLOW_STEP_S or waiting < _MOSTLY_WAITING or len(links) < 2:
+    if step_s < _SLOW_STEP_S or waiting < _MOSTLY_WAITING:
         return {}
+    behind, how = behind_connection(told)
+    return {one.member_id: f"{how} in steps of {_seconds(step_s)}" for one in behind}
+
+
+def behind_connection(told: list[Told]) -> tuple[list[Told], str]:
+    """All wait: who is behind a connection that is busy all the time, and how, for people. Nobody: that is not known."""
+    links = [(one.rank, *one.progress.busy_link) for one in told if one.progress.busy_link is not None]
+    if len(links) < 2:
+        return [], ""
     ends = Counter(end for source, target, _ in links for end in {source, target})
     (first, count), *rest = ends.most_common()
     rate = median(rate for _, _, rate in links)
-    where = f"{rate / 1e6:.2g} MB/s, always busy in steps of {_seconds(step_s)}"
+    where = f"{rate / 1e6:.2g} MB/s and is always busy"
     if len(told) > 2 and all(others < count for _, others in rest):
-        return {one.member_id: f"the others wait for {one.name}: the connection to it takes {where}" for one in told if one.rank == first}
+        behind = [one for one in told if one.rank == first]
+        return behind, f"the others wait for {behind[0].name}: the connection to it takes {where}" if behind else ""
     if len(told) == 2 and rate < _SLOW_BYTES_PER_S:
-        a, b = told
-        return dict.fromkeys((a.member_id, b.member_id), f"{a.name} and {b.name} wait for the connection between them: it takes {where}")
-    return {}
+        return told, f"{told[0].name} and {told[1].name} wait for the connection between them: it takes {where}"
+    return [], ""
 
 
 def _seconds(value: float) -> str:

@@ -15,14 +15,15 @@ EVERY_S: Final = 10.0
 class WaitingLines:
     """Of one wait; belongs to the thread that waits."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic, *, said_before_s: float = 0.0) -> None:
-        """The wait began `said_before_s` ago, and nothing has been said of it yet."""
-        self._clock = clock
-        self._started = self._said = clock() - said_before_s
+    def __init__(self, *, waited_s: float = 0.0, first_in_s: float | None = None) -> None:
+        """The wait began `waited_s` ago; the first line is due in `first_in_s` (None: as the others)."""
+        now = time.monotonic()
+        self._started = now - waited_s
+        self._said = now - EVERY_S + (EVERY_S if first_in_s is None else first_in_s)
 
     def say(self, what: str, why: Callable[[], str]) -> None:
         """Called again and again while it waits. `why` is asked only when a line is due."""
-        now = self._clock()
+        now = time.monotonic()
         if now >= self._said + EVERY_S:
             self._said = now
             _log.warning("waiting for %s for %.0f s: %s", what, now - self._started, why())

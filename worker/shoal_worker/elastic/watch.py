@@ -88,7 +88,8 @@ class Watch:
                     self._lines, self._missed = None, (0, frozenset())
                     self._link.cannot_reach(())
                 continue
-            self._lines = self._lines or WaitingLines(said_before_s=LOOK_AFTER_S)
+            # The coordinator's word, which says more, comes in a moment, unless it is away.
+            self._lines = self._lines or WaitingLines(waited_s=waited_s, first_in_s=2 * _TICK_S)
             if time.monotonic() >= self._looked_at + _LOOK_AGAIN_S:
                 self._look(group, waited_s, what)
                 self._looked_at = time.monotonic()

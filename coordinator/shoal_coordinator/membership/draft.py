@@ -28,6 +28,7 @@ IN_MEMORY = frozenset(
         "stall",
         "stragglers",
         "kept_out_until_ms",
+        "standby_text",
         "looked_ms",
         "fresh_failures",
     ]
@@ -81,6 +82,7 @@ class Draft:
         self.stall = state.stall
         self.stragglers = state.stragglers
         self.kept_out_until_ms = state.kept_out_until_ms
+        self.standby_text = state.standby_text
         self.looked_ms = state.looked_ms
         self.fresh_failures = state.fresh_failures
 
@@ -252,6 +254,7 @@ class Draft:
             stall=self.stall,
             stragglers=self.stragglers,
             kept_out_until_ms=self.kept_out_until_ms,
+            standby_text=self.standby_text,
             looked_ms=self.looked_ms,
             fresh_failures=self.fresh_failures,
         )

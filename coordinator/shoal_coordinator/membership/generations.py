@@ -12,7 +12,7 @@ from shoal_coordinator.membership.failures import incident_moot
 from shoal_coordinator.membership.forming import draining_in_group, form, holds_state
 from shoal_coordinator.membership.joining import stop_for
 from shoal_coordinator.membership.recovery import is_recovering
-from shoal_coordinator.membership.state import Cause, JobPhase, Member, MemberPhase
+from shoal_coordinator.membership.state import Cause, JobPhase, MemberPhase
 
 _MOST_NAMED: Final = 5
 
@@ -107,19 +107,24 @@ def _put_on_hold(draft: Draft, reason: str) -> None:
 
 
 def _tell_unplaced(draft: Draft) -> None:
+    """Those that have just come to wait; and all that are ready, when why they wait has changed since the last look."""
+    wait = draft.in_phase(MemberPhase.READY) > 0 and draft.phase in (JobPhase.WAITING, JobPhase.RUNNING)
+    why = _why_ready_ones_wait(draft) if wait else None
+    looked = draft.looked_ms == draft.now.ms
+    if looked and why != draft.standby_text:
+        draft.standby_text = why
+        draft.unplaced.update(dict.fromkeys(m.member_id for m in draft.members.values() if m.phase is MemberPhase.READY and why))
     for member_id in draft.unplaced:
+        member = draft.members[member_id]
+        reason = f"quarantined: {member.reason}" if member.phase is MemberPhase.QUARANTINED else why
         if draft.phase is JobPhase.STOPPING:
-            draft.effects.append(stop_for(draft, draft.members[member_id]))
-            continue
-        reason = _standby_reason(draft, draft.members[member_id])
-        if reason is not None:
-            draft.effects.append(SendStandby(member_id=member_id, reason=reason, apart_from=draft.members[member_id].apart_from))
+            draft.effects.append(stop_for(draft, member))
+        elif reason is not None:
+            draft.effects.append(SendStandby(member_id=member_id, reason=reason, apart_from=member.apart_from))
 
 
-def _standby_reason(draft: Draft, member: Member) -> str | None:
+def _why_ready_ones_wait(draft: Draft) -> str | None:
     """Why a member that wants a rank will not get one by waiting a little; None: it only waits for the grace, or for a border."""
-    if member.phase is MemberPhase.QUARANTINED:
-        return f"quarantined: {member.reason}"
     if draft.phase is not JobPhase.RUNNING:
         waiting = draft.in_phase(MemberPhase.READY) < draft.spec.min_workers
         return _who_is_missing(draft) if waiting else None

@@ -277,6 +277,8 @@ class JobState:
     """In memory only. By member id."""
     kept_out_until_ms: Mapping[str, int] = field(default_factory=dict)
     """In memory only. When the members that are QUARANTINED may come back at the earliest."""
+    standby_text: str | None = None
+    """In memory only. Why those that are ready wait, as they were last told."""
     looked_ms: int | None = None
     """In memory only. When it was last looked for steps that stand."""
     fresh_failures: int = 0

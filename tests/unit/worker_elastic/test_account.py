@@ -22,8 +22,9 @@ from shoal_worker.elastic.account import is_consequence
 
 SCRIPT = """
 from shoal_common.errors import MembershipChanged
+from shoal_worker.elastic.account import account_for
 from shoal_worker.elastic.script_end import ScriptEnd
-ScriptEnd().install()
+ScriptEnd(account_for).install()
 raise {exception}
 """
 

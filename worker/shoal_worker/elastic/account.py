@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Final
 
 from shoal_common.errors import MembershipChanged, ShoalError, StaleGenerationError, UnavailableError
+from shoal_common.exit_status import PUT_OUT
 
 from shoal_worker.elastic.current import find_session
 from shoal_worker.settings import error_file
@@ -28,6 +29,18 @@ def is_consequence(error: BaseException) -> bool:
         isinstance(cause, MembershipChanged | StaleGenerationError) or (isinstance(cause, ShoalError) and cause.reason in _HAPPENED)
         for cause in _chain(error)
     )
+
+
+def account_for(error: BaseException, traceback: TracebackType | None) -> None:
+    """Of an uncaught exception. One that only tells what happened to others ends the process with PUT_OUT; of any other, an account is left
+    for the launcher.
+
+    Raises:
+        SystemExit: status PUT_OUT.
+    """
+    if is_consequence(error):
+        raise SystemExit(PUT_OUT)
+    leave_account(error, traceback)
 
 
 def leave_account(error: BaseException, traceback: TracebackType | None) -> None:

@@ -10,19 +10,18 @@ from __future__ import annotations
 import dis
 import sys
 import threading
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
-from shoal_common.exit_status import PUT_OUT
-
-from shoal_worker.elastic.account import is_consequence, leave_account
-
 
 class ScriptEnd:
-    """Watches from `install` on. An exception that only tells what happened to others ends the process with PUT_OUT; of any other, an
-    account is left for the launcher."""
+    """Watches from `install` on."""
 
-    def __init__(self) -> None:
+    def __init__(self, account_for: Callable[[BaseException, TracebackType | None], None] = lambda error, traceback: None) -> None:
+        """`account_for` is called with an uncaught exception, after its traceback was printed; the process takes its status from a
+        SystemExit that it raises."""
+        self._account_for = account_for
         self._uncaught: str | None = None
         self._exit: str | None = None
         """What sys.exit was last asked for; empty: to end well; None: it was not called."""
@@ -49,9 +48,7 @@ class ScriptEnd:
     def _note_uncaught(self, kind: type[BaseException], value: BaseException, traceback: TracebackType | None) -> None:
         self._uncaught = f"{kind.__name__}: {value}"
         self._excepthook(kind, value, traceback)
-        if is_consequence(value):
-            raise SystemExit(PUT_OUT)  # the interpreter takes its status from a hook that raises it
-        leave_account(value, traceback)
+        self._account_for(value, traceback)
 
     def _note_exit(self, status: Any = None, /) -> NoReturn:
         if threading.current_thread() is threading.main_thread():  # elsewhere it ends the thread alone

@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from contextlib import ExitStack
 from datetime import timedelta
 from types import FrameType, TracebackType
@@ -26,6 +27,7 @@ from shoal_common.telemetry import HttpServer, serve_metrics
 from shoal_worker.backends import reaper
 from shoal_worker.backends.inmemory_worlds import Seat, own_world
 from shoal_worker.backends.mpi import own_seat
+from shoal_worker.elastic.account import account_for
 from shoal_worker.elastic.current import find_session, set_session
 from shoal_worker.elastic.fixed import FixedMembership
 from shoal_worker.elastic.link import MemberIdentity
@@ -39,6 +41,7 @@ from shoal_worker.settings import WorkerSettings, check_not_torchrun, mpi_world_
 
 _log = logging.getLogger(__name__)
 
+_SAME_SIGNAL: Final = timedelta(seconds=5)
 _ELSEWHERE: Final = "192.0.2.1:9"
 """Of no host at all (RFC 5737): the way there is the way to other machines."""
 
@@ -139,8 +142,9 @@ class _Exit:
         self._session = session
         self._membership = membership
         self._http = http
-        self._script = ScriptEnd()
+        self._script = ScriptEnd(account_for)
         self._excepthook = sys.excepthook
+        self._asked_at: float | None = None
 
     def install(self) -> None:
         """Hooks into exceptions, exit and SIGTERM."""
@@ -183,10 +187,16 @@ class _Exit:
                 stream.flush()
         os._exit(PUT_OUT)
 
-    def _drain(self, _signal: int, _frame: FrameType | None) -> None:
-        # The second SIGTERM ends the process at once.
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        self._membership.link.drain("SIGTERM")
+    def _drain(self, number: int, _frame: FrameType | None) -> None:
+        """The first SIGTERM asks the member to leave. Another ends the process at once, but not one that comes right after it: a batch
+        system tells the workers, and their launcher tells them as well."""
+        now = time.monotonic()
+        if self._asked_at is None:
+            self._asked_at = now
+            self._membership.link.drain("SIGTERM")
+        elif now - self._asked_at > _SAME_SIGNAL.total_seconds():
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
 
 
 def _address_outwards() -> str:

@@ -35,9 +35,14 @@ parity: .venv/installed ## Run what make test leaves out of the parity matrix an
 	$(BIN)/python -m pytest $(IN_TWO) --dist=worksteal -m matrix $(PYTEST_ARGS)
 	$(BIN)/python -m tests.parity docs/parity.md
 
+SEEDS ?= 10000
+FIRST_SEED ?= 0
+
 .PHONY: chaos
-chaos: .venv/installed ## Run the long soaks under faults, and the property tests on examples that nobody has tried yet
+chaos: .venv/installed ## Run the long soaks under faults, simulated schedules (SEEDS, FIRST_SEED), and property tests on new examples
 	$(BIN)/python -m pytest tests/chaos $(PYTEST_ARGS)
+	$(BIN)/python -m tests.simulation --exhaustive
+	$(BIN)/python -m tests.simulation --seeds $(SEEDS) --first $(FIRST_SEED)
 	$(BIN)/python -m pytest $(IN_TWO) -m 'hypothesis and not matrix' --hypothesis-profile searching $(PYTEST_ARGS)
 
 .PHONY: bench

@@ -1,0 +1,99 @@
+"""Runs scenarios from the command line: one, so many seeds, or all tears of a step. See README.md.
+
+    python -m tests.simulation --seed 17
+    python -m tests.simulation --scenario tests/simulation/scenarios/some.txt
+    python -m tests.simulation --seeds 10000 --first 0
+    python -m tests.simulation --exhaustive
+
+Ends with 1 if a run was wrong. The first of each kind is shrunk and printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+
+from tests.simulation import oracle
+from tests.simulation.campaign import Work, work_off
+from tests.simulation.exhaustive import cells
+from tests.simulation.scenario import LOOPS, STRATEGIES, Scenario, parse
+from tests.simulation.seeds import scenario_of
+from tests.simulation.shrinking import shrink
+
+_AT_ONCE = 25
+"""Seeds that a process runs before it says how they went."""
+
+
+def main() -> int:
+    """Returns the exit status."""
+    options = _options()
+    if options.scenario is not None:
+        return _show(parse(Path(options.scenario).read_text()), options)
+    if options.seed is not None:
+        return _show(scenario_of(options.seed), options)
+    began, wrong, runs = time.monotonic(), Counter[str](), 0
+    told: set[frozenset[str]] = set()
+    with multiprocessing.get_context("spawn").Pool(options.processes, maxtasksperchild=4) as pool:
+        for done, failures in pool.imap_unordered(work_off, _works(options)):
+            runs += done
+            for text, kinds in failures:
+                wrong.update(kinds)
+                if kinds not in told:
+                    told.add(kinds)
+                    print(f"\n--- {' '.join(sorted(kinds))}\n{text}", flush=True)
+            _progress(runs, began, wrong)
+    minutes = (time.monotonic() - began) / 60
+    each = runs / minutes / options.processes
+    print(f"\n{runs} schedules in {minutes:.1f} min, {each:.0f} a minute in each of {options.processes} processes")
+    print(f"wrong: {sum(wrong.values()) and dict(wrong)}")
+    return int(bool(wrong))
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--seed", type=int, help="show one")
+    what.add_argument("--scenario", help="show the one in this file")
+    what.add_argument("--seeds", type=int, help="run so many")
+    what.add_argument("--exhaustive", action="store_true", help="run every tear of a step")
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--strategies", default=",".join(STRATEGIES))
+    parser.add_argument("--loops", default=",".join(LOOPS))
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--shrink", action="store_true", help="with --seed or --scenario: print the smallest that fails alike")
+    return parser.parse_args()
+
+
+def _works(options: argparse.Namespace) -> Iterable[Work]:
+    if options.exhaustive:
+        wanted = options.strategies.split(","), options.loops.split(",")
+        return [(strategy, loop) for strategy, loop in cells() if strategy in wanted[0] and loop in wanted[1]]
+    end = options.first + options.seeds
+    return [("seeds", first, min(_AT_ONCE, end - first)) for first in range(options.first, end, _AT_ONCE)]
+
+
+def _progress(runs: int, began: float, wrong: Counter[str]) -> None:
+    if sys.stderr.isatty():
+        print(f"\r{runs} schedules, {runs / (time.monotonic() - began) * 60:.0f} a minute, wrong: {dict(wrong)}", end="", file=sys.stderr)
+
+
+def _show(scenario: Scenario, options: argparse.Namespace) -> int:
+    verdict = oracle.run(scenario, keeps_trails=True)
+    world = verdict.world
+    print(scenario, *world.notes, *world.tracebacks, sep="\n")
+    for process in world.processes:
+        print(f"{process.name}: exit {process.exit_code}, {process.points} points, outcomes {process.diary.statuses}")
+    print(verdict)
+    if options.shrink and not verdict.ok:
+        print("\nshrunk to", shrink(scenario, lambda other: bool(verdict.kinds & oracle.run(other).kinds)), sep="\n")
+    return int(not verdict.ok)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

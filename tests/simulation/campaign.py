@@ -1,0 +1,43 @@
+"""Many schedules, in a process of its own: runs them, and shrinks the first of each kind that is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tests.simulation import oracle
+from tests.simulation.exhaustive import tears
+from tests.simulation.scenario import Scenario
+from tests.simulation.seeds import scenario_of
+from tests.simulation.shrinking import shrink
+
+Work = tuple[str, int, int] | tuple[str, str]
+"""("seeds", first, count), or (strategy, loop)."""
+
+
+def work_off(work: Work) -> tuple[int, list[tuple[str, frozenset[str]]]]:
+    """Runs the schedules of one piece of work. Returns how many, and of each that was wrong its text and kinds; the first of each kind is
+    shrunk."""
+    failures: list[tuple[str, frozenset[str]]] = []
+    shrunk: set[frozenset[str]] = set()
+    runs = 0
+    for name, scenario in _scenarios(work):
+        runs += 1
+        verdict = oracle.run(scenario)
+        if verdict.ok:
+            continue
+        text = ""
+        if verdict.kinds not in shrunk:
+            shrunk.add(verdict.kinds)
+            smallest = shrink(scenario, lambda other, kinds=verdict.kinds: bool(kinds & oracle.run(other).kinds), most_runs=40)
+            text = f"{name}{scenario}\n  shrunk to\n{smallest}\n{oracle.run(smallest)}"
+        failures.append((text, verdict.kinds))
+    return runs, failures
+
+
+def _scenarios(work: Work) -> Iterator[tuple[str, Scenario]]:
+    if len(work) == 3:
+        for seed in range(work[1], work[1] + work[2]):
+            yield f"seed {seed}:\n", scenario_of(seed)
+    else:
+        for scenario in tears(*work):
+            yield "", scenario

@@ -1,0 +1,306 @@
+"""The coordinator of simulated members: its pure core in a shell that takes virtual time.
+
+What `service/job_loop.py` and `service/member_sessions.py` do over gRPC and Redis is done here by timers: events gather while a commit is
+under way, are folded through the core, and their effects travel as the same messages as over a stream. A stream keeps its order, breaks
+when its process dies or the coordinator goes away, and is opened again by the member's own link.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from shoal_common.errors import ShoalError, UnavailableError
+from shoal_coordinator.membership.effects import AnnounceGeneration, EndSession, SendDrain, SendGeneration, SendStandby, SendStop
+from shoal_coordinator.membership.events import Ending, Event, MemberJoined, MemberLost, MemberReady, StreamBroken
+from shoal_coordinator.membership.joining import Joined
+from shoal_coordinator.membership.pulse import Pulse, Pulses, attached, beaten, detached, expired
+from shoal_coordinator.membership.spec import JobSpec, Policy
+from shoal_coordinator.membership.state import Now
+from shoal_coordinator.membership.transition import Outcome, Transition, job_created, next_wake_ms, transition
+from shoal_coordinator.service.requests import parse_collective_failure, parse_heartbeat, parse_join, parse_leave
+from shoal_coordinator.service.responses import generation_message, job_message
+from shoal_protos.v1 import coordinator_pb2 as pb
+
+from tests.simulation.processes import Process
+from tests.simulation.scheduler import current_actor, own_scheduler
+
+if TYPE_CHECKING:
+    from tests.simulation.world import World
+
+_SCAN_S = 0.5
+_FASTEST_S, _SLOWEST_S = 0.0003, 0.004
+
+
+class Stream:
+    """One session of a member, as both ends see it."""
+
+    def __init__(self, world: World, process: Process) -> None:
+        self.process = process
+        self.inbox: deque[pb.MemberDirective] = deque()
+        self.unread: list[pb.MemberMessage] = []
+        """What came before the member was let in."""
+        self.ended = False
+        self.error: ShoalError | None = None
+        self._world = world
+        self._down_at = self._up_at = 0.0
+
+    def down(self, deliver: Callable[[], None]) -> None:
+        """Something travels to the member, behind what travels already."""
+        scheduler = self._world.scheduler
+        self._down_at = max(self._down_at, scheduler.now + self._world.delay(_FASTEST_S, _SLOWEST_S))
+        scheduler.after(self._down_at - scheduler.now, deliver)
+
+    def up(self, deliver: Callable[[], None]) -> None:
+        """Something travels to the coordinator."""
+        scheduler = self._world.scheduler
+        self._up_at = max(self._up_at, scheduler.now + self._world.delay(_FASTEST_S, _SLOWEST_S))
+        scheduler.after(self._up_at - scheduler.now, deliver)
+
+    def end(self, error: ShoalError | None) -> None:
+        """The member notices the end behind what was sent before."""
+
+        def close() -> None:
+            self.ended, self.error = True, error
+
+        self.down(close)
+
+
+class Coordinator:
+    """One job's."""
+
+    def __init__(self, world: World, spec: JobSpec) -> None:
+        self.world = world
+        self.state = job_created(spec)
+        self.away = False
+        self._policy = Policy()
+        self._streams: dict[str, Stream] = {}
+        self._pulses: dict[str, Pulse] = {}
+        self._queue: list[tuple[Event, Callable[[Outcome], None] | None]] = []
+        self._stepping = False
+        self._incarnation = 0
+        self._nonces = 0
+        self._folded_ms = 0
+        world.scheduler.after(_SCAN_S, self._scan)
+
+    # ---------------------------------------------------------------------------------------------------------- from outside
+
+    def submit(self, event: Event, done: Callable[[Outcome], None] | None = None) -> None:
+        """Queues an event; while the coordinator is away nobody hears it."""
+        if self.away:
+            return
+        self._queue.append((event, done))
+        self._wake()
+
+    def go_away(self) -> None:
+        """It is stopped, and all streams break."""
+        self.away, self._stepping = True, False
+        self._incarnation += 1
+        for member_id, stream in list(self._streams.items()):
+            stream.end(UnavailableError("the coordinator is away"))
+            self._detach(member_id, stream)
+        self._queue.clear()
+
+    def come_back(self) -> None:
+        """It is started again: what was in its memory alone is lost, and every lease begins anew before any is judged."""
+        self.away = False
+        now_ms = self._now().ms
+        self._pulses = {member_id: detached(attached(None, now_ms), now_ms) for member_id in self.state.members}
+        self.state = replace(self.state, grace_until_ms=None, incident=None, formed_ms=None, broken_streams={}, fresh_failures=0)
+        self._wake()
+
+    def broken(self, stream: Stream) -> None:
+        """The member's end of a stream is gone."""
+        member_id = stream.process.name
+        if self._streams.get(member_id) is stream:
+            self._detach(member_id, stream)
+            self.submit(StreamBroken(member_id=member_id))
+
+    def lookup(self) -> Any:
+        """The answer to GetJob."""
+        if self.away:
+            raise UnavailableError("the coordinator is away")
+        return job_message(self.state, Pulses(members=self._pulses), 0)
+
+    # --------------------------------------------------------------------------------------------------------------- streams
+
+    def open(self, stream: Stream, first: pb.MemberMessage) -> None:
+        """A member opens a session."""
+        if self.away:
+            stream.end(UnavailableError("the coordinator is away"))
+            return
+        _, event = parse_join(first.join)
+        self.submit(event, lambda outcome: self._joined(stream, event, outcome))
+
+    def _joined(self, stream: Stream, event: MemberJoined, outcome: Outcome) -> None:
+        if isinstance(outcome, ShoalError):
+            stream.end(outcome)
+            return
+        assert isinstance(outcome, Joined)
+        member_id = event.identity.member_id
+        welcome = pb.Welcome(heartbeat_interval_ms=self.state.spec.heartbeat_interval_ms, joining=outcome.replays, store_url="redis://none")
+        older = self._streams.get(member_id)
+        if older is not None:
+            older.end(None)
+        self._streams[member_id] = stream
+        self._pulses[member_id] = attached(self._pulses.get(member_id), self._now().ms)
+        self._tell(member_id, pb.MemberDirective(welcome=welcome))
+        for message in stream.unread:
+            self.take(stream, message)
+        if stream.process.dead:
+            self.broken(stream)
+
+    def take(self, stream: Stream, message: pb.MemberMessage) -> None:
+        """A message of a member has come."""
+        member_id = stream.process.name
+        if self._streams.get(member_id) is not stream:
+            stream.unread.append(message)
+            return
+        kind = message.WhichOneof("message")
+        if kind == "heartbeat":
+            self._beat(member_id, message.heartbeat)
+        elif kind == "ready":
+            self._submit_for(stream, MemberReady(member_id=member_id))
+        elif kind == "collective_failure":
+            self._submit_for(stream, parse_collective_failure(member_id, message.collective_failure))
+        elif kind == "leave":
+            self._submit_for(stream, parse_leave(member_id, message.leave))
+
+    def _submit_for(self, stream: Stream, event: Event) -> None:
+        def done(outcome: Outcome) -> None:
+            if isinstance(outcome, ShoalError):
+                self._end(stream.process.name, outcome)
+
+        self.submit(event, done)
+
+    def _beat(self, member_id: str, message: pb.Heartbeat) -> None:
+        before = self._pulses.get(member_id)
+        if before is None:
+            return
+        generation, progress = parse_heartbeat(message)
+        self._pulses[member_id] = beaten(before, self._now().ms, generation, progress)
+        if generation > before.generation:
+            self._wake()
+
+    def _detach(self, member_id: str, stream: Stream) -> None:
+        if self._streams.get(member_id) is stream:
+            del self._streams[member_id]
+        if member_id in self._pulses:
+            self._pulses[member_id] = detached(self._pulses[member_id], self._now().ms)
+
+    def _tell(self, member_id: str, directive: pb.MemberDirective) -> None:
+        stream = self._streams.get(member_id)
+        if stream is not None:
+            stream.down(lambda: stream.inbox.append(directive))
+
+    def _end(self, member_id: str, error: ShoalError | None) -> None:
+        stream = self._streams.pop(member_id, None)
+        if stream is not None:
+            stream.end(error)
+
+    # -------------------------------------------------------------------------------------------------------------- the loop
+
+    def _now(self) -> Now:
+        ms = int(self.world.scheduler.now * 1000)
+        return Now(ms=ms, unix_ms=ms)
+
+    def _wake(self) -> None:
+        if not self._stepping and not self.away:
+            self._stepping = True
+            incarnation = self._incarnation
+            self.world.scheduler.after(self.world.delay(_FASTEST_S, _SLOWEST_S), lambda: self._step(incarnation))
+
+    def _scan(self) -> None:
+        """Looks at leases, and at what is due."""
+        self.world.scheduler.after(_SCAN_S, self._scan)
+        if not self.away:
+            lease_ms = self.state.spec.lease_ms
+            for member_id in expired(self._pulses, self._now().ms, lease_ms):
+                self.submit(MemberLost(member_id=member_id, ending=Ending.LEASE_EXPIRED, detail=f"no heartbeat for {lease_ms} ms"))
+
+    def _step(self, incarnation: int) -> None:
+        self._stepping = False
+        if self.away or incarnation != self._incarnation:
+            return
+        batch, self._queue = self._queue, []
+        self._nonces += 1
+        now = self._now()
+        decided = transition(
+            self.state,
+            now,
+            [event for event, _ in batch],
+            pulses=Pulses(members=dict(self._pulses)),
+            nonce=f"{self._nonces:032x}",
+            policy=self._policy,
+        )
+        self.state = decided.state
+        self._deliver([done for _, done in batch], decided)
+        self._folded_ms = now.ms
+        wake_ms = next_wake_ms(self.state, now.ms, self._policy)
+        if wake_ms is not None:
+            self.world.scheduler.after((wake_ms - now.ms) / 1000 + 0.001, self._wake)
+
+    def _deliver(self, dones: list[Callable[[Outcome], None] | None], decided: Transition) -> None:
+        for done, outcome in zip(dones, decided.outcomes, strict=True):
+            if done is not None:
+                done(outcome)
+        for reason in decided.reasons:
+            self.world.note(f"coordinator: {reason}")
+        for effect in decided.effects:
+            match effect:
+                case AnnounceGeneration(generation=generation):
+                    for rank in generation.ranks:
+                        self._tell(rank.member_id, pb.MemberDirective(generation=generation_message(generation)))
+                case SendGeneration():
+                    self._tell(effect.member_id, pb.MemberDirective(generation=generation_message(effect.generation)))
+                case SendStandby():
+                    self._tell(effect.member_id, pb.MemberDirective(standby=pb.Standby(reason=effect.reason)))
+                case SendDrain():
+                    self._tell(effect.member_id, pb.MemberDirective(drain=pb.Drain(reason=effect.reason)))
+                case SendStop():
+                    self._tell(effect.member_id, pb.MemberDirective(stop=pb.Stop(reason=effect.reason, now=effect.now)))
+                case EndSession():
+                    self._end(effect.member_id, effect.error)
+        for member_id in decided.changes.members:
+            if member_id not in self.state.members:
+                self._pulses.pop(member_id, None)
+
+
+class SimulatedClient:
+    """In the place of `CoordinatorClient`, for one process."""
+
+    def __init__(self, process: Process, coordinator: Coordinator) -> None:
+        self._process, self._coordinator = process, coordinator
+
+    def join_session(self, messages: Iterator[pb.MemberMessage]) -> Iterator[pb.MemberDirective]:
+        """See `CoordinatorClient`: one stream."""
+        coordinator, scheduler, process = self._coordinator, own_scheduler(), self._process
+        stream = process.stream = Stream(process.world, process)
+        first = next(messages)
+        stream.up(lambda: coordinator.open(stream, first))
+        scheduler.spawn(process, "what it tells the coordinator", lambda: self._draw(stream, messages))
+        while True:
+            scheduler.wait(lambda: bool(stream.inbox) or stream.ended, None, "for what the coordinator says")
+            if stream.inbox:
+                yield stream.inbox.popleft()
+            elif stream.error is not None:
+                raise stream.error
+            else:
+                return
+
+    def _draw(self, stream: Stream, messages: Iterator[pb.MemberMessage]) -> None:
+        for message in messages:
+            if stream.ended:
+                return
+            stream.up(lambda message=message: self._coordinator.take(stream, message))
+
+    def get_job(self, _: str) -> Any:
+        """See `CoordinatorClient`."""
+        if current_actor() is not None:
+            own_scheduler().sleep(2 * self._process.world.delay(_FASTEST_S, _SLOWEST_S))
+        return self._coordinator.lookup()
+
+    def close(self) -> None:
+        """The stream was ended by then."""

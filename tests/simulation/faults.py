@@ -1,0 +1,100 @@
+"""Makes a scenario's faults happen where it says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from shoal_coordinator.membership.events import StopRequested
+
+from tests.simulation.scenario import CoordinatorAway, Dies, Drains, Fault, JobStops, Joins, SlowWrites, Stops, Torn
+from tests.simulation.scheduler import Killed
+
+if TYPE_CHECKING:
+    from tests.simulation.processes import Process
+    from tests.simulation.rooms import Meeting, Room
+    from tests.simulation.world import World
+
+
+class Faults:
+    """Those of one run."""
+
+    def __init__(self, world: World, faults: Iterable[Fault]) -> None:
+        self._world = world
+        self._at: dict[tuple[str, int], list[Fault]] = {}
+        self._torn: dict[tuple[int, int], Torn] = {}
+        self._open: dict[int, Torn] = {}
+        self._slow: dict[str, int] = {}
+        for fault in faults:
+            if isinstance(fault, Torn):
+                self._torn[fault.generation, fault.collective] = fault
+            elif isinstance(fault, SlowWrites):
+                self._slow[fault.who] = fault.seconds
+            else:
+                self._at.setdefault((fault.who, fault.point), []).append(fault)
+
+    # ----------------------------------------------------------------------------------------------------------------- points
+
+    def at_point(self, process: Process) -> None:
+        """`process` has come to its next point. Raises Killed in one that dies."""
+        for fault in self._at.pop((process.name, process.points), []):
+            self._happen(fault, process)
+        if process.dead:
+            raise Killed
+
+    def _happen(self, fault: Fault, process: Process) -> None:
+        world = self._world
+        match fault:
+            case Dies():
+                process.die(f"at point {fault.point}")
+            case Stops():
+                world.note(f"{process.name} stands still for {fault.seconds} s")
+                world.stand_still(process, fault.seconds)
+            case Drains():
+                process.drain()
+            case Joins():
+                world.start_process()
+            case JobStops():
+                world.note("the job is stopped")
+                world.coordinator.submit(StopRequested(reason="a person stopped it"))
+            case CoordinatorAway() if not world.coordinator.away:
+                world.note(f"the coordinator is away for {fault.seconds} s")
+                world.coordinator.go_away()
+                world.scheduler.after(fault.seconds, world.coordinator.come_back)
+
+    def seconds_of_write(self, process: Process) -> int:
+        """How long what `process` writes takes."""
+        return self._slow.get(process.name, 0)
+
+    # ------------------------------------------------------------------------------------------------------------ collectives
+
+    def meeting(self, room: Room, meeting: Meeting) -> Meeting:
+        """A collective begins."""
+        torn = self._torn.pop((room.world.generation_of(room.name), meeting.number), None)
+        if torn is not None:
+            meeting.torn = True
+            self._open[id(meeting)] = torn
+        return meeting
+
+    def before_giving(self, room: Room, meeting: Meeting, process: Process) -> None:
+        """`process` is about to give its part. Raises Killed in one that dies first."""
+        torn = self._open.get(id(meeting))
+        if torn is not None and not torn.entered and torn.dies == process.name:
+            process.die(f"before collective {meeting.number} of {room.name}")
+            raise Killed
+
+    def tear(self, room: Room, meeting: Meeting) -> None:
+        """All have given their part: some get the result, and then the group is over."""
+        torn = self._open.pop(id(meeting))
+        world = self._world
+        world.note(f"{torn} ({meeting.kind.value} of {room.name})")
+        sides = list(room.sides.values())
+        for side in sides:
+            if side.process.name in torn.got:
+                room.deliver(meeting, side.rank)
+        for side in sides:
+            if side.process.name == torn.dies:
+                side.process.die(f"in collective {meeting.number} of {room.name}")
+        for side in sides:
+            if side.process.name not in (*torn.got, torn.dies):
+                side.notice("connection reset by peer")

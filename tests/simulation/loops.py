@@ -1,0 +1,253 @@
+"""What simulated processes train: a small model on a few samples, by each of the loops that users write.
+
+Everything that a loop advances beside the parameters (a count, a moving average, a schedule) stands behind `if optimizer.step():`, as the
+documentation says. It is registered where members may come later, or steps may be undone; else it need not be.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import shoal
+import torch
+from shoal_worker.elastic.current import current_session
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from tests.simulation.processes import Process
+from tests.simulation.scenario import Joins, Scenario
+
+BATCH = 12
+MICRO = 2
+EPOCHS = 2
+_WHOLE = ("ddp", "local_sgd")
+"""Strategies whose ranks hold all parameters between steps."""
+
+
+class Block(nn.Module):
+    """One of several alike, so that strategies have units to cut."""
+
+    def __init__(self, inputs: int, outputs: int, *, statistics: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(inputs, outputs)
+        self.norm = nn.BatchNorm1d(outputs) if statistics else nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.norm(self.linear(x)))
+
+
+class Samples(Dataset[Any]):
+    """So many, the same everywhere."""
+
+    def __init__(self, count: int, dtype: torch.dtype) -> None:
+        generator = torch.Generator().manual_seed(7)
+        self._x = torch.randn(count, 5, generator=generator, dtype=torch.float64).to(dtype)
+        self._y = torch.randn(count, 3, generator=generator, dtype=torch.float64).to(dtype)
+
+    def __len__(self) -> int:
+        return len(self._x)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._x[index], self._y[index]
+
+
+@dataclasses.dataclass
+class Average:
+    """A moving average that the loop keeps."""
+
+    value: float = 0.0
+    count: int = 0
+
+    def advance(self) -> None:
+        """After a committed step."""
+        self.count += 1
+        self.value = 0.9 * self.value + self.count
+
+    def state_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value, self.count = state["value"], state["count"]
+
+
+def options_of(scenario: Scenario) -> dict[str, Any]:
+    """For `as_distributed`."""
+    options: dict[str, Any] = {"minimum_parameter_group_size": 8}
+    if scenario.loop == "micro-batches" and scenario.strategy not in ("hybrid", "local_sgd"):
+        options["deterministic"] = True
+    if scenario.strategy == "hsdp":
+        options["shard_size"] = 1 if scenario.ranks % 2 else 2
+    if scenario.strategy == "hybrid":
+        options |= {"data_parallel_strategy": "zero2"} if scenario.ranks % 2 else {"tensor_parallel_size": 2, "elementwise_optimizer": True}
+    if scenario.strategy == "local_sgd":
+        options["sync_every"] = 2
+    return options
+
+
+def is_bitwise(scenario: Scenario) -> bool:
+    """The result does not depend on how many ranks there were when."""
+    return "deterministic" in options_of(scenario)
+
+
+def train(process: Process) -> None:
+    """What a process's script does."""
+    Training(process).run()
+
+
+class Training:
+    """One script."""
+
+    def __init__(self, process: Process) -> None:
+        self.process, self.scenario = process, process.world.scenario
+        scenario = self.scenario
+        dtype = torch.float32 if is_bitwise(scenario) else torch.float64
+        self.net = _make_net(scenario, dtype)
+        optimizer: torch.optim.Optimizer = (
+            torch.optim.SGD(self.net.parameters(), lr=0.125)
+            if scenario.strategy == "local_sgd"
+            else torch.optim.Adam(self.net.parameters(), lr=0.02)
+        )
+        self.model, self.optimizer = shoal.as_distributed(self.net, optimizer, strategy=scenario.strategy, **options_of(scenario))
+        self.samples = Samples(BATCH * scenario.steps, dtype)
+        micro = MICRO if scenario.loop == "micro-batches" else None
+        self.plain = DataLoader(self.samples, batch_size=BATCH // 3) if scenario.loop == "plain" else None
+        self.loader = shoal.ElasticDataLoader(self.samples, global_batch_size=BATCH, micro_batch_size=micro, seed=3)
+        self.evaluated = shoal.ElasticDataLoader(self.samples, global_batch_size=20, train=False)
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 0.9**step) if scenario.loop == "scheduler" else None
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=3) if scenario.loop == "scaler" else None
+        self.average = Average()
+        # Steps may be undone after others have counted them: with a checkpoint, and in a round of local_sgd.
+        undone = scenario.loop == "save" or scenario.strategy == "local_sgd"
+        others = scenario.replaced or undone or any(isinstance(fault, Joins) for fault in scenario.faults)
+        if self.scaler is not None:
+            shoal.register_state(scaler=self.scaler)
+        if others:
+            shoal.register_state(average=self.average)
+            if self.scheduler is not None:
+                shoal.register_state(scheduler=self.scheduler)
+        self.after_step: Callable[[int], None] = getattr(self, f"_{scenario.loop}", lambda _: None)
+
+    def run(self) -> None:
+        """The loop, and what follows it."""
+        if self.scenario.loop == "save":
+            shoal.resume(self._checkpoints)
+        if self.plain is not None:
+            self._run_plain(self.plain)
+        else:
+            self._run_dealt()
+        self._end()
+
+    def _run_plain(self, loader: DataLoader[Any]) -> None:
+        """Over a DataLoader of torch's, which gives every rank the same."""
+        for _ in range(EPOCHS):
+            for batch in loader:
+                self._pass(*batch)
+                self._step()
+
+    def _run_dealt(self) -> None:
+        last = self.scenario.steps + 2 if self.scenario.loop == "break" else -1
+        for _ in self.loader.epochs(EPOCHS):
+            for index, batch in enumerate(self.loader.steps() if self.scenario.loop == "micro-batches" else self.loader):
+                if self.scenario.loop == "micro-batches":
+                    for x, y in batch:
+                        self._pass(x, y)
+                else:
+                    self._pass(*batch)
+                self._step()
+                self.after_step(index)
+                if self.loader.global_step == last:
+                    break
+            if self.loader.global_step == last:
+                break
+
+    def _pass(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        output = self.model(x)
+        # Under local_sgd gradients do not depend on the parameters, so that the mean of the ranks' steps is the step of all samples.
+        loss = (output * y).mean() if self.scenario.strategy == "local_sgd" else ((output - y) ** 2).mean()
+        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+
+    def _step(self) -> None:
+        if self.scenario.loop == "clip":
+            # Under local_sgd each rank clips its own gradients, by which the result depends on who has which samples.
+            self.model.clip_grad_norm_(0.25 if self.scenario.strategy != "local_sgd" else 1e6)
+            with torch.no_grad():
+                self.model(self.samples[0][0][None])
+        if self.scaler is None:
+            status = self.optimizer.step()
+        else:
+            self.scaler.unscale_(self.optimizer)
+            status = self.scaler.step(self.optimizer)
+            self.scaler.update()
+        if status:
+            self.average.advance()
+            if self.scheduler is not None:
+                self.scheduler.step()
+        self.optimizer.zero_grad()
+        session, diary = current_session(), self.process.diary
+        self.process.world.step_ended(self.process, session.steps)
+        diary.statuses.append((session.steps, status.value))
+        if self.scenario.strategy in _WHOLE and not getattr(self.model, "steps_in_round", 0):
+            diary.values[session.steps] = flattened(self.net)
+
+    def _evaluate(self, _: int) -> None:
+        if self.loader.global_step % 2 == 0:
+            self._tell()
+
+    def _save(self, _: int) -> None:
+        if self.loader.global_step % 2 == 0:
+            shoal.save_checkpoint(self._checkpoints)
+
+    @property
+    def _checkpoints(self) -> Path:
+        return self.process.world.directory / "checkpoints"
+
+    def _enumerate(self, index: int) -> None:
+        if index % 2 == 1:
+            self._tell()
+
+    def _tell(self) -> None:
+        sums = shoal.evaluate(self.model, self.evaluated, _sums)
+        self.process.diary.told.append((current_session().steps, sums["loss"]))
+
+    def _end(self) -> None:
+        """What every rank does after its loop. Who breaks off has no more to do with the others, where it has the whole model."""
+        if self.scenario.loop == "break" and self.scenario.strategy in _WHOLE:
+            state = self.net.state_dict()
+        else:
+            self._tell()
+            if self.scenario.loop == "save":
+                shoal.save_checkpoint(self._checkpoints)
+            state = self.model.full_state_dict()
+        self.process.diary.ended_with = {
+            "state": {name: value.clone() for name, value in sorted(state.items())},
+            "optimizer": {} if self.scenario.strategy == "local_sgd" or self.scenario.loop == "break" else self.optimizer.state_dict(),
+            "steps": current_session().steps,
+            "count": self.average.count,
+            "average": self.average.value,
+            "rate": self.optimizer.param_groups[0]["lr"],
+            "scale": self.scaler.get_scale() if self.scaler is not None else None,
+        }
+
+
+def flattened(net: nn.Module) -> torch.Tensor:
+    """Its parameters and buffers in one vector."""
+    return torch.cat([value.detach().to(torch.float64).reshape(-1) for _, value in sorted(net.state_dict().items())])
+
+
+def _sums(model: Any, batch: tuple[torch.Tensor, torch.Tensor]) -> dict[str, float]:
+    x, y = batch
+    return {"loss": float(((model(x) - y) ** 2).sum())}
+
+
+def _make_net(scenario: Scenario, dtype: torch.dtype) -> nn.Module:
+    statistics = scenario.loop == "micro-batches" and scenario.strategy not in ("hybrid", "local_sgd")
+    blocks = [Block(5, 6, statistics=statistics), Block(6, 4, statistics=statistics)]
+    net = nn.Linear(5, 3) if scenario.strategy == "local_sgd" else nn.Sequential(*blocks, nn.Linear(4, 3))
+    generator = torch.Generator().manual_seed(11)
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) / 2)
+    return net.to(dtype)

@@ -1,0 +1,178 @@
+"""Simulated worker processes: each is the product's own session, membership, link, loaders and strategy, in threads that take turns.
+
+A process dies at once, wherever it is: its connections close, its threads end where they would wait next, and nothing that they still run
+on their way out is heard by anybody.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from shoal_worker.backends import inmemory_worlds
+from shoal_worker.elastic.current import set_session
+from shoal_worker.elastic.link import MemberIdentity
+from shoal_worker.elastic.membership import Membership
+from shoal_worker.elastic.session import Session
+from shoal_worker.metrics import WorkerMetrics
+from shoal_worker.settings import WorkerSettings
+
+from tests.simulation.scheduler import Killed, current_actor
+
+if TYPE_CHECKING:
+    from tests.simulation.coordinator import Stream
+    from tests.simulation.rooms import Side
+    from tests.simulation.world import World
+
+_METRICS = WorkerMetrics()
+COLLECTIVE_TIMEOUT_S = 20.0
+RENDEZVOUS_TIMEOUT_S = 60.0
+
+
+@dataclasses.dataclass
+class Diary:
+    """What a process's script says of itself, step by step."""
+
+    statuses: list[tuple[int, str]] = dataclasses.field(default_factory=list)
+    """For each call of `optimizer.step()`: committed steps before it, and its answer."""
+    values: dict[int, torch.Tensor] = dataclasses.field(default_factory=dict)
+    """After so many committed steps: the parameters and buffers, where this rank holds them whole."""
+    told: list[tuple[int, Any]] = dataclasses.field(default_factory=list)
+    """Committed steps, and what an operation of all ranks answered then."""
+    ended_with: dict[str, Any] | None = None
+    """What the script had at its end."""
+
+
+class Process:
+    """One worker process, one incarnation."""
+
+    def __init__(self, world: World, name: str) -> None:
+        self.world, self.name = world, name
+        self.dead = False
+        self.ended = False
+        self.still_until = 0.0
+        self.exit_code: int | None = None
+        self.failure: str | None = None
+        self.session: Session | None = None
+        self.membership: Membership | None = None
+        self.sides: list[Side] = []
+        self.stream: Stream | None = None
+        self.points = 0
+        """At how many its main thread has been."""
+        self.trail: list[str] = []
+        """What they were."""
+        self.diary = Diary()
+        self.late = world.scheduler.now > 0
+        """It was not there from the beginning."""
+        self.steps_before = world.steps
+        """What the others had committed when it started."""
+        self.spare = False
+        """At its end it had no part in the model."""
+
+    def start(self, script: Callable[[Process], None]) -> None:
+        """Starts its main thread."""
+        self.world.scheduler.spawn(self, "main", lambda: self._main(script), main=True)
+
+    @property
+    def gone(self) -> bool:
+        """It has died or ended."""
+        return self.dead or self.ended
+
+    # ----------------------------------------------------------------------------------------------------------------- faults
+
+    def comes_to(self, what: str) -> None:
+        """Its main thread is about to wait, or passes a failpoint: here it may die, hang, or be told something."""
+        self.points += 1
+        if self.world.keeps_trails:
+            self.trail.append(what)
+        self.world.faults.at_point(self)
+
+    def die(self, how: str) -> None:
+        """Kills it. Who calls this in one of its own threads raises Killed then."""
+        if self.gone:
+            return
+        self.dead = True
+        self.world.note(f"{self.name} dies {how}")
+        self._vanish(exit_code=137)
+
+    def drain(self) -> None:
+        """SIGTERM."""
+        self.world.note(f"{self.name} gets SIGTERM")
+        if self.membership is not None:
+            self.membership.link.drain("SIGTERM")
+
+    def _vanish(self, exit_code: int) -> None:
+        self.exit_code = exit_code
+        for side in self.sides:
+            side.end(f"{self.name} is gone")
+        if self.stream is not None:
+            stream = self.stream
+            stream.up(lambda: self.world.coordinator.broken(stream))
+        self.world.process_ended(self)
+
+    # ------------------------------------------------------------------------------------------------------------------- life
+
+    def _main(self, script: Callable[[Process], None]) -> None:
+        with inmemory_worlds.entered(None):
+            try:
+                self._live(script)
+            except Killed:
+                raise
+            except SystemExit as end:
+                self.exit_code = end.code if isinstance(end.code, int) else int(end.code is not None)
+            except Exception as error:
+                self.exit_code, self.failure = 1, f"{type(error).__name__}: {error}"
+                self.world.error_of(self, error)
+            else:
+                self.exit_code = 0
+            self.spare = self.session is not None and self.session.is_joining
+            self._leave()
+        self.ended = True
+        self.world.note(f"{self.name} ends with {self.exit_code}" + (f" ({self.failure})" if self.failure else ""))
+        self._vanish(self.exit_code)
+
+    def _live(self, script: Callable[[Process], None]) -> None:
+        world = self.world
+        settings = WorkerSettings(
+            coordinator="simulated:1",
+            member_id=self.name,
+            collective_timeout_s=COLLECTIVE_TIMEOUT_S,
+            rendezvous_timeout_s=RENDEZVOUS_TIMEOUT_S,
+            connect_timeout_s=5.0,
+            store_url="redis://none",
+        )
+        donor = world.make_donor(self)
+        identity = MemberIdentity(
+            job_id="job", member_id=self.name, host=world.host_of(self), pid=1, launcher_id="launcher", donor_address=donor.address
+        )
+        self.membership = Membership(world.make_client(self), identity, settings, host="127.0.0.1")
+        self.session = Session(settings, self.membership, donor, _METRICS)
+        self.session.join()
+        set_session(self.session)
+        script(self)
+
+    def _leave(self) -> None:
+        """As a process ends: see `start._Exit`."""
+        session, membership = self.session, self.membership
+        set_session(None)
+        if session is None or membership is None:
+            return
+        failed = self.failure or (f"exit status {self.exit_code}" if self.exit_code else None)
+        try:
+            session.close(failed=None if membership.link.stopped is not None else failed)
+        except SystemExit:
+            pass  # it is about to end
+        except Exception as error:  # at the end of a real process it is printed, and the process ends
+            self.world.error_of(self, error)
+            self.failure, self.exit_code = self.failure or f"while leaving: {type(error).__name__}: {error}", self.exit_code or 1
+
+
+def own_process() -> Process:
+    """The one that the calling thread belongs to."""
+    actor = current_actor()
+    assert actor is not None
+    process = actor.host
+    assert isinstance(process, Process)
+    return process

@@ -1,0 +1,373 @@
+"""Process groups of simulated ranks: who gets a collective's result, and who learns when that its group is over.
+
+A collective has a result once those have given their part whose part it needs. It reaches each rank in its own time, and a rank whose group
+ends before has none: so of one collective some ranks may have the result and others not, as with a process group over sockets. A rank that
+dies, or ends its group, closes its connections, which each of the others notices in its own time; from then on nothing reaches them.
+
+What a failed collective leaves in its tensors is what has come by then. Of sums that is garbage: NaN is written there, so that whoever uses
+it is found out. Of what is only copied it is the beginning of what was sent.
+"""
+
+from __future__ import annotations
+
+import itertools
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from shoal_common.errors import DeadlineError
+from shoal_worker.backends.base import CommunicationBackend
+from shoal_worker.backends.collective import Collective, Kind, execute
+from shoal_worker.backends.errors import GroupEndedError
+from shoal_worker.backends.python_group import PythonGroup
+from torch._C._distributed_c10d import Work
+
+from tests.simulation.scheduler import Killed, own_scheduler
+
+if TYPE_CHECKING:
+    from tests.simulation.processes import Process
+    from tests.simulation.world import World
+
+_FASTEST_S, _SLOWEST_S = 0.0001, 0.003
+_LONGEST_NOTICE_S = 0.006
+_FROM_ROOT = (Kind.BROADCAST, Kind.SCATTER)
+_TO_ROOT = (Kind.REDUCE, Kind.GATHER)
+_COPIES = (Kind.BROADCAST, Kind.ALL_GATHER, Kind.ALL_TO_ALL)
+"""What arrives is what was sent."""
+
+
+class Meeting:
+    """One collective of all ranks of a room."""
+
+    def __init__(self, number: int, kind: Kind) -> None:
+        self.number = number
+        """Among all collectives of its generation, from 1, in the order in which they began."""
+        self.kind = kind
+        self.works: dict[int, CollectiveWork] = {}
+        self.results: list[Collective] | None = None
+        self.torn = False
+
+
+class Room:
+    """Where the ranks of one group meet."""
+
+    def __init__(self, world: World, name: str, size: int) -> None:
+        self.world, self.name, self.size = world, name, size
+        self.sides: dict[int, Side] = {}
+        self._counts = [0] * size
+        self._meetings: dict[int, Meeting] = {}
+        self._mail: dict[tuple[int, int, int], list[torch.Tensor]] = {}
+
+    @property
+    def full(self) -> bool:
+        """All ranks have come."""
+        return len(self.sides) == self.size
+
+    def issue(self, rank: int, call: Collective) -> CollectiveWork:
+        """`rank`'s part in its next collective."""
+        self._counts[rank] += 1
+        number = self._counts[rank]
+        if number not in self._meetings:
+            self._meetings[number] = self.world.faults.meeting(self, Meeting(self.world.count_collective(self.name), call.kind))
+        meeting = self._meetings[number]
+        side = self.sides[rank]
+        self.world.faults.before_giving(self, meeting, side.process)
+        work = CollectiveWork(side, meeting, call)
+        first = next(iter(meeting.works.values()), None)
+        meeting.works[rank] = work
+        if first is not None and first.call.signature != call.signature:
+            text = f"collective {meeting.number} of {self.name} is {first.call} on {first.side.process.name}, {call} on {side.process.name}"
+            self.world.violated("unmatched", text)
+            side.end(text)
+            return work
+        side.pending.append(work)
+        self._look(meeting)
+        return work
+
+    def _look(self, meeting: Meeting) -> None:
+        complete = len(meeting.works) == self.size
+        if complete and meeting.torn:
+            self._snapshot(meeting)
+            self.world.faults.tear(self, meeting)
+            return
+        for rank, work in meeting.works.items():
+            if not work.coming and not meeting.torn and self._has_all_it_needs(meeting, rank, complete):
+                work.coming = True
+                if complete and meeting.results is None:
+                    self._snapshot(meeting)
+                self.world.scheduler.after(self.world.delay(_FASTEST_S, _SLOWEST_S), lambda rank=rank: self.deliver(meeting, rank))
+
+    def _has_all_it_needs(self, meeting: Meeting, rank: int, complete: bool) -> bool:
+        root = meeting.works[rank].call.root
+        if meeting.kind in _FROM_ROOT:
+            return rank == root or root in meeting.works
+        return complete or (meeting.kind in _TO_ROOT and rank != root)
+
+    def _snapshot(self, meeting: Meeting) -> None:
+        """Computes every rank's result, on the side: each gets it later, or never."""
+        copies = [meeting.works[rank].copy() for rank in range(self.size)]
+        execute(copies)
+        meeting.results = copies
+
+    def deliver(self, meeting: Meeting, rank: int) -> None:
+        """The result reaches `rank`, unless its group ended before."""
+        work = meeting.works[rank]
+        if work.side.ended is not None or work.done:
+            return
+        if not all(map(_is_there, work.call.outputs)):
+            self.world.violated("memory", f"{work.side.process.name} freed what collective {meeting.number} of {self.name} writes to")
+            return
+        with torch.no_grad():
+            if meeting.results is not None:
+                for output, result in zip(work.call.outputs, meeting.results[rank].outputs, strict=True):
+                    _write(output, result)
+            elif meeting.kind in _FROM_ROOT and rank != work.call.root:
+                given = meeting.works[work.call.root or 0].given
+                for output, result in zip(work.call.outputs, given if meeting.kind is Kind.BROADCAST else [given[rank]], strict=True):
+                    _write(output, result)
+        work.done = True
+        work.side.pending.remove(work)
+
+    def send(self, rank: int, peer: int, tag: int, tensor: torch.Tensor) -> None:
+        """A message that is on its way whatever becomes of the sender."""
+        box, message = self._mail.setdefault((rank, peer, tag), []), tensor.detach().clone()
+        self.world.scheduler.after(self.world.delay(_FASTEST_S, _SLOWEST_S), lambda: box.append(message))
+
+    def mail(self, source: int, rank: int, tag: int) -> list[torch.Tensor]:
+        """What has come from `source`."""
+        return self._mail.setdefault((source, rank, tag), [])
+
+
+class Side:
+    """One rank's end of a room."""
+
+    def __init__(self, room: Room, rank: int, process: Process, backend: SimulatedBackend) -> None:
+        self.room, self.rank, self.process, self.backend = room, rank, process, backend
+        self.ended: str | None = None
+        self.pending: list[CollectiveWork] = []
+        room.sides[rank] = self
+        process.sides.append(self)
+
+    def end(self, reason: str) -> None:
+        """This rank's connections are closed: what is pending here fails, and the others will notice."""
+        if self.ended is not None:
+            return
+        self.ended = reason
+        for work in self.pending:
+            work.fail()
+        self.pending.clear()
+        world = self.room.world
+        for other in self.room.sides.values():
+            if other.ended is None:
+                told = f"{self.process.name} closed its connection ({reason[:60]})"
+                world.scheduler.after(world.delay(_FASTEST_S, _LONGEST_NOTICE_S), lambda other=other, told=told: other.notice(told))
+
+    def notice(self, reason: str) -> None:
+        """A peer has gone."""
+        if self.ended is None and not self.process.dead:
+            self.backend.abort(reason)
+
+
+class CollectiveWork(Work):
+    """One rank's part in a meeting."""
+
+    def __init__(self, side: Side, meeting: Meeting, call: Collective) -> None:
+        super().__init__()
+        self.side, self.meeting, self.call = side, meeting, call
+        self.given = [one.detach().clone() for one in call.inputs]
+        """What this rank gives is on its way from here on, whatever becomes of it."""
+        self.coming = self.done = False
+
+    def copy(self) -> Collective:
+        """To compute with, beside the rank's own memory."""
+        call = self.call
+        outputs = self.given if call.inputs is call.outputs else [torch.empty_like(one) for one in call.outputs]
+        return Collective(kind=call.kind, inputs=self.given, outputs=outputs, op=call.op, root=call.root)
+
+    def fail(self) -> None:
+        """It has no result: of what was only to be copied a part may have come, sums are half done."""
+        for index, output in enumerate(self.call.outputs):
+            if not _is_there(output) or output.is_sparse:
+                continue
+            if self.meeting.kind in _COPIES:
+                given = self._sent_for(index)
+                if given is not None and output.is_contiguous():
+                    come = self.side.room.world.scheduler.random.randrange(output.numel() + 1)
+                    output.data.view(-1)[:come] = given.reshape(-1)[:come]
+            elif output.is_floating_point():
+                output.data.fill_(float("nan"))
+
+    def _sent_for(self, index: int) -> torch.Tensor | None:
+        """What another rank has given for an output; None: nothing yet, or it is this rank's own."""
+        rank, size, works = self.side.rank, self.side.room.size, self.meeting.works
+        if self.meeting.kind is Kind.BROADCAST:
+            sender, which = self.call.root or 0, index
+        elif self.meeting.kind is Kind.ALL_GATHER:
+            which, sender = divmod(index, size)
+        else:
+            sender, which = index, rank
+        return works[sender].given[which] if sender != rank and sender in works else None
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Returns when the result is in place. Raises GroupEndedError."""
+        side, room = self.side, self.side.room
+        what = f"in {self.meeting.kind.value}, collective {self.meeting.number} of {room.name}"
+        limit = (timeout or side.backend.timeout).total_seconds()
+        if not own_scheduler().wait(lambda: self.done or side.ended is not None, limit, what):
+            missing = [other.process.name for rank, other in room.sides.items() if rank not in self.meeting.works]
+            room.world.timed_out(f"{side.process.name} {what}: {', '.join(missing)} did not come")
+            side.backend.abort(f"timed out after {limit:g} s {what}")
+        if not self.done:
+            raise GroupEndedError(side.ended or "over")
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would return, or raise, at once."""
+        return self.done or self.side.ended is not None
+
+    def is_success(self) -> bool:
+        """Whether the result is in place."""
+        return self.done
+
+    def result(self) -> list[Any]:
+        """The output tensors, as torch gave them."""
+        return self.call.result
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Waits, and gives a complete future of the output tensors."""
+        self.wait()
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result(self.result())
+        return future
+
+
+class _SendWork(Work):
+    def __init__(self, tensor: torch.Tensor) -> None:
+        super().__init__()
+        self._tensor = tensor
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def result(self) -> list[Any]:
+        return [self._tensor]
+
+
+class _ReceiveWork(Work):
+    def __init__(self, side: Side, source: int, tag: int, tensor: torch.Tensor) -> None:
+        super().__init__()
+        self._side, self._source, self._tag, self._tensor = side, source, tag, tensor
+        self._done = False
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        if self._done:
+            return True
+        side = self._side
+        box = side.room.mail(self._source, side.rank, self._tag)
+        limit = (timeout or side.backend.timeout).total_seconds()
+        what = f"for a message of rank {self._source} of {side.room.name}"
+        if not own_scheduler().wait(lambda: bool(box) or side.ended is not None, limit, what):
+            side.room.world.timed_out(f"{side.process.name} {what}")
+            side.backend.abort(f"timed out after {limit:g} s {what}")
+        if side.ended is not None:
+            raise GroupEndedError(side.ended)
+        with torch.no_grad():
+            self._tensor.copy_(box.pop(0).view_as(self._tensor))
+        self._done = True
+        return True
+
+    def is_completed(self) -> bool:
+        return self._done or self._side.ended is not None
+
+    def result(self) -> list[Any]:
+        return [self._tensor]
+
+
+class SimulatedGroup(PythonGroup):
+    """A torch process group over a room."""
+
+    backend_name: ClassVar[str] = "shoal_simulated"
+
+    def __init__(self, side: Side) -> None:
+        super().__init__(side.rank, side.room.size, f"{side.room.name} {next(_numbers)}")
+        self.side = side
+
+    def _issue(self, call: Collective) -> Work:
+        self._check()
+        return self.side.room.issue(self.side.rank, call)
+
+    def _send(self, tensor: torch.Tensor, peer: int, tag: int) -> Work:
+        self._check()
+        self.side.room.send(self.side.rank, peer, tag, tensor)
+        return _SendWork(tensor)
+
+    def _receive(self, tensor: torch.Tensor, peer: int | None, tag: int) -> Work:
+        self._check()
+        assert peer is not None
+        return _ReceiveWork(self.side, peer, tag, tensor)
+
+    def _check(self) -> None:
+        if self.side.process.dead:
+            raise Killed
+        if self.side.ended is not None:
+            raise GroupEndedError(self.side.ended)
+
+
+_numbers = itertools.count()
+
+
+class SimulatedBackend(CommunicationBackend):
+    """Connects simulated ranks that say the name of one store."""
+
+    name: ClassVar[str] = "gloo"
+    averages_natively: ClassVar[bool] = True
+
+    def __init__(self, process: Process) -> None:
+        super().__init__()
+        self.timeout = timedelta(0)
+        self._process = process
+        self._side: Side | None = None
+
+    def _connect(self, store: Any, timeout: timedelta, connect_timeout: timedelta, hostname: str | None) -> dist.ProcessGroup:
+        self.timeout = timeout
+        room = self._process.world.room(store.name, self.world_size)
+        side = self._side = Side(room, self.rank, self._process, self)
+        if self._reason is not None:
+            side.end(self._reason)
+        came = own_scheduler().wait(
+            lambda: room.full or side.ended is not None, connect_timeout.total_seconds(), f"for {room.name} to come"
+        )
+        if side.ended is not None:
+            raise GroupEndedError(side.ended)
+        if not came:
+            side.end("not all came")
+            raise DeadlineError(f"connecting {room.name} took longer than {connect_timeout.total_seconds():g} s", reason="CONNECT_TIMEOUT")
+        return SimulatedGroup(side)
+
+    def _break(self) -> None:
+        if self._side is not None and not self._process.dead:
+            self._side.end(self._reason or "over")
+
+    def _release(self) -> None:
+        self._process_group = None
+
+    def _is_broken(self, error: RuntimeError) -> bool:
+        return False  # the group raises what it means
+
+
+def _is_there(tensor: torch.Tensor) -> bool:
+    """Its memory has not been given back."""
+    if tensor.is_sparse:
+        return True
+    return tensor.untyped_storage().nbytes() >= (tensor.storage_offset() + tensor.numel()) * tensor.itemsize
+
+
+def _write(output: torch.Tensor, value: torch.Tensor) -> None:
+    if output.is_sparse:
+        output.copy_(value)
+    else:
+        output.data.copy_(value.view_as(output))

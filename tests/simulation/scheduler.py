@@ -1,0 +1,216 @@
+"""Virtual time, and the one thread that runs: threads of simulated processes take turns, and a seeded choice says whose turn it is.
+
+A thread runs until it waits, and says on what: a condition that others make true, or a time. Then one of those that can go on is chosen
+by the seed. When nobody can go on, time jumps to the next timer, or to when somebody's patience ends. So a run depends on its seed alone,
+costs no waiting, and a wait that nothing will end is known at once.
+
+Threads: an `Actor` runs only while it has the turn, so nothing here, nor in what is simulated, needs a lock. Timers' callbacks run on the
+thread that is about to wait, and must not wait themselves.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+import threading
+from collections.abc import Callable
+from typing import Any, Final, Protocol
+
+_current = threading.local()
+
+LONGEST_REAL_S: Final = 60.0
+"""How long one turn may take before the run is given up: a thread that waits by other means than the scheduler's."""
+
+
+class Killed(BaseException):
+    """Raised in the threads of a process that has died: they have nothing more to say."""
+
+
+class Host(Protocol):
+    """A simulated process, to its threads."""
+
+    name: str
+    dead: bool
+    """Its threads end where they wait next."""
+    still_until: float
+    """Until then none of its threads runs."""
+
+    def comes_to(self, what: str) -> None:
+        """Its main thread is about to wait, or passes a failpoint."""
+        ...
+
+
+class Actor:
+    """One thread of a simulated process."""
+
+    def __init__(self, scheduler: Scheduler, host: Host, name: str, *, main: bool) -> None:
+        self.scheduler, self.host, self.name, self.main = scheduler, host, name, main
+        self.gate = threading.Lock()
+        self.gate.acquire()
+        self.ready: Callable[[], bool] = _always
+        self.deadline: float | None = None
+        self.waits_for = "its first turn"
+        self.done = False
+
+    def can_go_on(self, now: float) -> bool:
+        """It waits for nothing any more."""
+        if self.host.dead:
+            return True
+        return now >= self.host.still_until and ((self.deadline is not None and now >= self.deadline) or self.ready())
+
+    @property
+    def due(self) -> float | None:
+        """When it goes on at the latest."""
+        return None if self.deadline is None else max(self.deadline, self.host.still_until)
+
+
+class Scheduler:
+    """Owns the clock, the timers and the turn."""
+
+    def __init__(self, seed: int, *, most_turns: int = 200_000) -> None:
+        self.random = random.Random(seed)
+        self.now = 0.0
+        """Virtual seconds."""
+        self.turns = 0
+        self.over: str | None = None
+        """Why the run has ended; None: it goes on."""
+        self.stuck: list[str] = []
+        """What everybody waited for then."""
+        self._most_turns = most_turns
+        self._timers: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = itertools.count()
+        self._waiting: list[Actor] = []
+        self._end = threading.Lock()
+        self._end.acquire()
+        self._unwinding = False
+
+    # ------------------------------------------------------------------------------------------------------------- for actors
+
+    def wait(self, ready: Callable[[], bool], timeout: float | None, what: str) -> bool:
+        """Until `ready()`; False: `timeout` virtual seconds have passed. Others have their turns meanwhile."""
+        actor = current_actor()
+        assert actor is not None
+        self._check(actor)
+        if actor.main:
+            actor.host.comes_to(what)
+            self._check(actor)
+        if ready():
+            return True
+        actor.ready, actor.waits_for = ready, what
+        actor.deadline = None if timeout is None else self.now + timeout
+        self._pass_turn(actor)
+        self._check(actor)
+        return ready()
+
+    def sleep(self, seconds: float) -> None:
+        """Lets virtual time pass."""
+        self.wait(_never, seconds, f"for {seconds:g} s")
+
+    def after(self, seconds: float, callback: Callable[[], None]) -> None:
+        """Calls `callback` then, on any thread."""
+        heapq.heappush(self._timers, (self.now + seconds, next(self._numbers), callback))
+
+    def spawn(self, host: Host, name: str, run: Callable[[], Any], *, main: bool = False) -> Actor:
+        """Starts a thread of `host`; it has its first turn later."""
+        actor = Actor(self, host, name, main=main)
+        self._waiting.append(actor)
+        threading.Thread(target=self._be, args=(actor, run), name=f"simulated {host.name} {name}", daemon=True).start()
+        return actor
+
+    # -------------------------------------------------------------------------------------------------------- for who runs it
+
+    def run(self) -> None:
+        """Runs until `finish`, or until nothing can happen any more. Then all threads are unwound."""
+        self._choose(None)
+        if not self._end.acquire(timeout=20 * LONGEST_REAL_S):
+            raise RuntimeError("a simulated thread waits for something that the scheduler does not know")
+        self._unwinding = True
+        while self._waiting:
+            actor = self._waiting.pop(0)
+            actor.gate.release()
+            if not self._end.acquire(timeout=LONGEST_REAL_S):
+                raise RuntimeError(f"thread {actor.name!r} of {actor.host.name!r} does not end")
+
+    def finish(self, why: str) -> None:
+        """The run is over: no more turns."""
+        if self.over is None:
+            self.over = why
+            self.stuck = [f"{actor.host.name} ({actor.name}) waits {actor.waits_for}" for actor in self._waiting if not actor.host.dead]
+
+    # ----------------------------------------------------------------------------------------------------------------- inside
+
+    def _check(self, actor: Actor) -> None:
+        if actor.host.dead or self._unwinding:
+            raise Killed
+
+    def _be(self, actor: Actor, run: Callable[[], Any]) -> None:
+        actor.gate.acquire()
+        _current.actor = actor
+        try:
+            self._check(actor)
+            run()
+        except Killed:
+            pass
+        finally:
+            actor.done = True
+            _current.actor = None
+            self._choose(actor)
+
+    def _pass_turn(self, actor: Actor) -> None:
+        self._waiting.append(actor)
+        if self._choose(actor):
+            actor.gate.acquire()
+
+    def _choose(self, leaving: Actor | None) -> bool:
+        """Gives the turn to who can go on. False: to `leaving` itself, which goes on."""
+        if self._unwinding:
+            self._end.release()
+            return True
+        while self.over is None:
+            able = [actor for actor in self._waiting if actor.can_go_on(self.now)]
+            if able:
+                chosen = able[0] if len(able) == 1 else self.random.choice(able)
+                self._waiting.remove(chosen)
+                self.turns += 1
+                if self.turns > self._most_turns:
+                    self.finish(f"no end after {self.turns} turns")
+                if chosen is leaving:
+                    return False
+                chosen.gate.release()
+                return True
+            self._let_time_pass()
+        self._end.release()
+        return True
+
+    def _let_time_pass(self) -> None:
+        due = min((actor.due for actor in self._waiting if actor.due is not None), default=None)
+        if self._timers and (due is None or self._timers[0][0] <= due):
+            at, _, callback = heapq.heappop(self._timers)
+            self.now = max(self.now, at)
+            callback()
+        elif due is not None:
+            self.now = due
+        else:
+            self.finish("nobody can go on")
+
+
+def current_actor() -> Actor | None:
+    """The calling thread, if it is one of a simulated process."""
+    actor: Actor | None = getattr(_current, "actor", None)
+    return actor
+
+
+def own_scheduler() -> Scheduler:
+    """That of the calling thread, which is one of a simulated process."""
+    actor = current_actor()
+    assert actor is not None, "this is no thread of a simulated process"
+    return actor.scheduler
+
+
+def _always() -> bool:
+    return True
+
+
+def _never() -> bool:
+    return False

@@ -1,0 +1,108 @@
+"""Where simulated parts take the place of real ones in the product's modules. Everything else is the product's own code.
+
+time.monotonic, time.sleep      virtual, in threads of simulated processes; real in all others
+link, writer: threading         their threads and conditions take turns (threads.py)
+company: ThreadPoolExecutor     reads files at once
+connecting: RedisStore          the stores over which ranks meet (transfers.py)
+membership: backend_class       process groups of simulated ranks (rooms.py)
+membership: unreachable         everybody is reached
+exchange: take_state            state that travels (transfers.py)
+loader: _sample_record          a file for each process
+failpoints                      are points of the scenario
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from shoal_worker import failpoints
+from shoal_worker.backends import inmemory_worlds
+from shoal_worker.checkpoint import company, writer
+from shoal_worker.data import loader
+from shoal_worker.data.record import SampleRecord
+from shoal_worker.elastic import connecting, exchange, link, membership
+
+from tests.simulation.processes import own_process
+from tests.simulation.rooms import SimulatedBackend
+from tests.simulation.scheduler import current_actor
+from tests.simulation.threads import InlineExecutor, SimulatedThread, SimulatedThreading
+from tests.simulation.transfers import SimulatedStore, take_state
+
+_real_monotonic, _real_sleep = time.monotonic, time.sleep
+_EPOCH_S = 1000.0
+"""What a virtual clock shows at the beginning: times of zero are taken for none."""
+
+
+@contextlib.contextmanager
+def installed() -> Iterator[None]:
+    """While open, threads of simulated processes find simulated parts."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(inmemory_worlds.installed())
+        for module, name, value in (
+            (time, "monotonic", _monotonic),
+            (time, "sleep", _sleep),
+            (link, "threading", SimulatedThreading),
+            (writer, "threading", _WriterThreading),
+            (company, "ThreadPoolExecutor", InlineExecutor),
+            (connecting, "RedisStore", SimulatedStore),
+            (membership, "backend_class", lambda _: lambda: SimulatedBackend(own_process())),
+            (membership, "unreachable", lambda *_, **__: []),
+            (exchange, "take_state", take_state),
+            (loader, "_sample_record", lambda: SampleRecord(own_process().world.records, own_process().name)),
+            (failpoints, "_wanted", _Failpoints),
+        ):
+            stack.enter_context(mock.patch.object(module, name, value))
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        stack.callback(torch.set_num_threads, threads)
+        quiet = logging.getLogger("shoal_worker")
+        level, quiet.disabled = quiet.level, False
+        quiet.setLevel(logging.CRITICAL)
+        stack.callback(quiet.setLevel, level)
+        yield
+
+
+def _monotonic() -> float:
+    actor = current_actor()
+    return _real_monotonic() if actor is None else _EPOCH_S + actor.scheduler.now
+
+
+def _sleep(seconds: float) -> None:
+    actor = current_actor()
+    if actor is None:
+        _real_sleep(seconds)
+    else:
+        actor.scheduler.sleep(seconds)
+
+
+class _Failpoints:
+    """All failpoints are wanted: at each, the scenario says what happens."""
+
+    def get(self, passed: tuple[str, int]) -> None:
+        actor = current_actor()
+        if actor is not None and actor.main:
+            actor.host.comes_to(f"through {passed[0]}")
+
+
+class _WritingThread(SimulatedThread):
+    """Writes as fast as the scenario says."""
+
+    def __init__(self, *, target: Any, args: Any, name: str) -> None:
+        def write(*arguments: Any) -> None:
+            process = own_process()
+            seconds = process.world.faults.seconds_of_write(process)
+            if seconds:
+                time.sleep(seconds)
+            target(*arguments)
+
+        super().__init__(target=write, args=args, name=name)
+
+
+class _WriterThreading(SimulatedThreading):
+    Thread = _WritingThread

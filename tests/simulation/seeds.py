@@ -1,0 +1,72 @@
+"""Scenarios by number: what is trained and what goes wrong follow from the seed alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Sequence
+
+from tests.simulation.oracle import reference
+from tests.simulation.scenario import (
+    LOOPS,
+    STRATEGIES,
+    CoordinatorAway,
+    Dies,
+    Drains,
+    Fault,
+    JobStops,
+    Joins,
+    Scenario,
+    SlowWrites,
+    Stops,
+    Torn,
+)
+
+_WEIGHTS = {"torn": 6, "dies": 4, "joins": 3, "drains": 2, "stands still": 1, "job stops": 1, "coordinator away": 1, "slow writes": 1}
+
+
+def scenario_of(seed: int, *, strategies: Sequence[str] = STRATEGIES, loops: Sequence[str] = LOOPS) -> Scenario:
+    """The scenario of that number."""
+    chance = random.Random(seed)
+    plain = Scenario(strategy=chance.choice(strategies), loop=chance.choice(loops), ranks=chance.choice((2, 3, 3, 3, 4)))
+    undisturbed = reference(plain)
+    members = [process.name for process in undisturbed.processes]
+    later = "abcdefghij"[plain.ranks : plain.ranks + 2]
+    points = undisturbed.processes[0].points
+    alone = plain.loop == "plain"  # nobody can join where no loader says how far the others are
+    replaced = chance.random() < 0.3 and not alone
+    faults: list[Fault] = []
+    for _ in range(chance.choice((1, 1, 2, 2, 3, 4))):
+        kind = chance.choices(list(_WEIGHTS), list(_WEIGHTS.values()))[0]
+        comers = replaced or any(isinstance(fault, Joins) for fault in faults)
+        who = chance.choice([*members, *(later if comers else "")])
+        point = chance.randrange(4, points + (points // 2 if faults else 0))
+        match kind:
+            case "torn":
+                faults.append(_tear(chance, members, undisturbed.collectives[1], later=bool(faults)))
+            case "dies":
+                faults.append(Dies(who=who, point=point))
+            case "joins" if not alone:
+                faults.append(Joins(who=who, point=point))
+            case "drains":
+                faults.append(Drains(who=who, point=point))
+            case "stands still":
+                faults.append(Stops(who=who, point=point, seconds=chance.choice((1, 8, 15, 40))))
+            case "job stops":
+                faults.append(JobStops(who=who, point=point))
+            case "coordinator away":
+                faults.append(CoordinatorAway(who=who, point=point, seconds=chance.choice((1, 15, 40))))
+            case "slow writes":
+                faults.append(SlowWrites(who=who, seconds=chance.choice((1, 30))))
+    return dataclasses.replace(plain, replaced=replaced, schedule=seed, faults=tuple(faults))
+
+
+def _tear(chance: random.Random, members: Sequence[str], collectives: int, *, later: bool) -> Torn:
+    generation = chance.choice((1, 2, 3)) if later else 1
+    dies = chance.choice([*members, None])
+    entered = dies is None or chance.random() < 0.8
+    others = [one for one in members if one != dies]
+    got = tuple(one for one in others if entered and chance.random() < 0.5)
+    if dies is None and len(got) == len(others):
+        got = got[1:]
+    return Torn(generation=generation, collective=chance.randrange(1, collectives + 1), dies=dies, entered=entered, got=got)

@@ -1,0 +1,45 @@
+"""Makes a failing scenario as small as it can be and still fail in the same way."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+
+from tests.simulation.scenario import LOOPS, Scenario, Torn
+
+
+def shrink(scenario: Scenario, fails: Callable[[Scenario], bool], *, most_runs: int = 150) -> Scenario:
+    """The smallest scenario found for which `fails` says yes, as it does for `scenario`."""
+    runs = 0
+    found = True
+    while found and runs < most_runs:
+        found = False
+        for smaller in _smaller(scenario):
+            runs += 1
+            if fails(smaller):
+                scenario, found = smaller, True
+                break
+            if runs >= most_runs:
+                break
+    return scenario
+
+
+def _smaller(scenario: Scenario) -> Iterator[Scenario]:
+    """What is simpler by one thing, the most telling first."""
+    replace = dataclasses.replace
+    faults = scenario.faults
+    for index in range(len(faults)):
+        yield replace(scenario, faults=faults[:index] + faults[index + 1 :])
+    if scenario.replaced:
+        yield replace(scenario, replaced=False)
+    if scenario.ranks > 2:
+        yield replace(scenario, ranks=scenario.ranks - 1)
+    for loop in LOOPS[: LOOPS.index(scenario.loop)][:1]:
+        yield replace(scenario, loop=loop)
+    if scenario.strategy not in ("ddp", "zero3"):
+        yield from (replace(scenario, strategy=strategy) for strategy in ("ddp", "zero3"))
+    if scenario.schedule:
+        yield replace(scenario, schedule=0)
+    for index, fault in enumerate(faults):
+        if isinstance(fault, Torn) and fault.got and fault.dies is None:
+            yield replace(scenario, faults=(*faults[:index], replace(fault, got=fault.got[:1]), *faults[index + 1 :]))

@@ -1,0 +1,34 @@
+"""A fixed slice of the schedules that `make chaos` runs: numbered ones, and tears of a step of each strategy."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from tests.simulation import oracle
+from tests.simulation.exhaustive import tears
+from tests.simulation.scenario import LOOPS, STRATEGIES, Scenario
+from tests.simulation.seeds import scenario_of
+
+_FIRST, _SEEDS = 200, 40
+_AT_ONCE = 8
+_TEARS = 8
+
+
+@pytest.mark.parametrize("first", range(_FIRST, _FIRST + _SEEDS, _AT_ONCE))
+def test_numbered_schedules_end_as_the_run_without_faults(first: int) -> None:
+    for seed in range(first, first + _AT_ONCE):
+        _check(scenario_of(seed))
+
+
+@pytest.mark.parametrize(("strategy", "loop"), [(s, LOOPS[3 * i % len(LOOPS)]) for i, s in enumerate(STRATEGIES)])
+def test_a_step_may_be_torn_anywhere(strategy: str, loop: str) -> None:
+    every = list(tears(strategy, loop))
+    for scenario in itertools.islice(every, 7, None, max(1, len(every) // _TEARS)):
+        _check(scenario)
+
+
+def _check(scenario: Scenario) -> None:
+    verdict = oracle.run(scenario)
+    assert verdict.ok, f"\n{scenario}\n\n{verdict}"

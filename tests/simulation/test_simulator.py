@@ -1,0 +1,115 @@
+"""The simulator itself: it repeats itself, says what it runs as text, finds what is wrong, and makes it small."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import Any
+
+import pytest
+import torch
+from shoal_worker.data.supply import DealtSupply
+
+from tests.simulation import oracle
+from tests.simulation.loops import Training
+from tests.simulation.scenario import CoordinatorAway, Dies, Drains, JobStops, Joins, Scenario, SlowWrites, Stops, Torn, parse
+from tests.simulation.seeds import scenario_of
+from tests.simulation.shrinking import shrink
+
+_DEATH = Scenario(faults=(Dies(who="b", point=40),))
+
+
+def test_a_schedule_repeats_itself() -> None:
+    first, second = oracle.run(_DEATH), oracle.run(_DEATH)
+    assert first.world.notes == second.world.notes
+    assert first.world.scheduler.turns == second.world.scheduler.turns
+
+
+def test_another_schedule_of_the_same_faults_goes_another_way() -> None:
+    first, second = oracle.run(_DEATH), oracle.run(dataclasses.replace(_DEATH, schedule=1))
+    assert first.world.notes != second.world.notes
+
+
+def test_a_scenario_is_read_from_its_own_text() -> None:
+    scenario = Scenario(
+        strategy="zero3",
+        loop="micro-batches",
+        replaced=True,
+        schedule=5,
+        faults=(
+            Dies(who="a", point=1),
+            Stops(who="b", point=2, seconds=3),
+            Drains(who="c", point=4),
+            Joins(who="a", point=5),
+            JobStops(who="b", point=6),
+            CoordinatorAway(who="c", point=7, seconds=8),
+            SlowWrites(who="a", seconds=9),
+            Torn(generation=1, collective=2, dies="a", got=("b", "c")),
+            Torn(generation=1, collective=2, dies="a", entered=False),
+            Torn(generation=1, collective=2, dies=None),
+            Torn(step=4, collective=-1, dies="a", got=("b",)),
+        ),
+    )
+    assert parse(f"# A comment\n{scenario}\n") == scenario
+    assert all(parse(str(scenario_of(seed))) == scenario_of(seed) for seed in range(20))
+
+
+@pytest.mark.parametrize("text", ["ddp", "ddp, loop flat, 3 ranks, schedule 0\nb sings"])
+def test_what_is_no_scenario_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="is no"):
+        parse(text)
+
+
+def test_a_rank_that_holds_something_else_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = Training._step
+
+    def damaging(training: Training) -> None:
+        step(training)
+        if training.process.name == "b" and training.loader.global_step == 4:
+            with torch.no_grad():
+                next(training.net.parameters()).view(-1)[0] += 1e-7
+
+    oracle.reference(Scenario())
+    monkeypatch.setattr(Training, "_step", damaging)
+    assert {"parameters", "result"} <= oracle.run(Scenario(schedule=1)).kinds
+
+
+def test_samples_that_are_dealt_twice_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    advance = DealtSupply._advance
+    told = [0]
+
+    def stuck(supply: Any, dealt: Any) -> None:
+        told[0] += 1
+        if told[0] > 12:
+            advance(supply, dealt)
+
+    oracle.reference(Scenario())
+    monkeypatch.setattr(DealtSupply, "_advance", stuck)
+    assert oracle.run(Scenario(schedule=1)).kinds
+
+
+def test_ranks_that_wait_for_one_in_vain_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = Training._step
+
+    def dreaming(training: Training) -> None:
+        if training.process.name == "b" and training.loader.global_step == 4:
+            time.sleep(1e9)
+        step(training)
+
+    oracle.reference(Scenario())
+    monkeypatch.setattr(Training, "_step", dreaming)
+    assert {"hang", "timeout"} & oracle.run(Scenario(schedule=1)).kinds
+
+
+def test_what_a_failed_collective_leaves_is_no_number() -> None:
+    verdict = oracle.run(Scenario(faults=(Torn(generation=1, collective=8, dies="a", got=("b",)),)))
+    for process in verdict.world.processes:
+        for value in process.diary.values.values():
+            assert torch.isfinite(value).all()
+
+
+def test_a_failing_scenario_is_made_small() -> None:
+    guilty = Torn(generation=1, collective=7, dies="b")
+    scenario = Scenario(strategy="zero2", loop="save", replaced=True, faults=(Dies(who="a", point=30), guilty, Drains(who="c", point=50)))
+    smallest = shrink(scenario, lambda one: guilty in one.faults)
+    assert smallest == Scenario(strategy="ddp", loop="flat", ranks=2, faults=(guilty,))

@@ -1,0 +1,159 @@
+"""State that travels between simulated ranks, and the store over which they meet: the parts of real sockets and of Redis.
+
+A transfer takes virtual time, ends when either side does, and what arrives went through the same serialization as over a socket. Donors
+that offer different states under one name are found out here: they must not differ.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from shoal_common.errors import UnavailableError
+from shoal_worker.failpoints import failpoint
+from shoal_worker.state.digest import digest
+from shoal_worker.state.tree import flatten, unflatten
+from shoal_worker.store.errors import StoreAbortedError, StoreTimeoutError
+from torch._C._distributed_c10d import Store
+
+from tests.simulation.processes import Process, own_process
+from tests.simulation.scheduler import own_scheduler
+
+_BLOCK_TIMEOUT_S = 30.0
+
+
+class Connection:
+    """One receiver's connections to its donors."""
+
+    def __init__(self) -> None:
+        self.shut = False
+
+    def shutdown(self, _: int) -> None:
+        """Whoever reads from it, or waits to, fails."""
+        self.shut = True
+
+
+class SimulatedDonor:
+    """In the place of `StateDonor`."""
+
+    def __init__(self, process: Process) -> None:
+        self._process = process
+        self._expected: str | None = None
+        self._offers: dict[str, Any] = {}
+        self._serving: list[Connection] = []
+        self.address = f"{process.name}:1"
+        self.key = f"key of {process.name}"
+        process.world.donors[self.address] = self
+
+    @property
+    def gone(self) -> bool:
+        """It serves nobody any more."""
+        return self._process.dead or self._process.ended
+
+    def expect(self, nonce: str) -> None:
+        """See `StateDonor`."""
+        self._expected = nonce
+
+    @contextlib.contextmanager
+    def offering(self, state: object, nonce: str) -> Iterator[None]:
+        """See `StateDonor`."""
+        self._offers[nonce] = flatten(state)
+        try:
+            yield
+        finally:
+            self._offers.pop(nonce, None)
+            for connection in self._serving:
+                connection.shutdown(0)
+            self._serving.clear()
+
+    def refuses(self, nonce: str) -> bool:
+        """It waits for those of another generation."""
+        return nonce not in self._offers and self._expected not in (None, nonce)
+
+    def offers(self, nonce: str) -> Any:
+        """What it offers; None: nothing yet."""
+        return self._offers.get(nonce)
+
+    def serve(self, connection: Connection) -> None:
+        """`connection` ends with the offer."""
+        self._serving.append(connection)
+
+    def close(self) -> None:
+        """See `StateDonor`."""
+
+
+def take_state(
+    addresses: Sequence[str], nonce: str, *, timeout: timedelta, guard: Callable[[Any], None] = lambda connection: None
+) -> tuple[Any, int]:
+    """In the place of `transfer.take_state`."""
+    failpoint("transfer.before_taking")
+    world, scheduler = own_process().world, own_scheduler()
+    donors = [world.donors[address] for address in addresses]
+    connection = Connection()
+    guard(connection)
+
+    def broken() -> bool:
+        return connection.shut or any(donor.gone or donor.refuses(nonce) for donor in donors)
+
+    patience = min(timeout.total_seconds(), _BLOCK_TIMEOUT_S)
+    scheduler.wait(lambda: broken() or all(donor.offers(nonce) for donor in donors), patience, f"for the state of {', '.join(addresses)}")
+    if broken() or not all(donor.offers(nonce) for donor in donors):
+        raise UnavailableError(f"donors {addresses} went away before they sent their state", reason="DONOR_LOST")
+    for donor in donors:
+        donor.serve(connection)
+    scheduler.wait(broken, world.delay(0.001, 0.02), f"until the state of {', '.join(addresses)} is here")
+    if broken():
+        raise UnavailableError(f"donors {addresses} went away while they sent their state", reason="DONOR_LOST")
+    offered = [donor.offers(nonce) for donor in donors]
+    digests = {digest(structure, {name: t.detach().contiguous() for name, t in tensors.items()}) for structure, tensors in offered}
+    if len(digests) > 1:
+        world.violated("donors", f"{', '.join(addresses)} offer different states under one name")
+    structure, tensors = offered[0]
+    staged = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+    return unflatten(json.loads(json.dumps(structure)), staged), sum(t.nbytes for t in staged.values())
+
+
+class SimulatedStore(Store):
+    """In the place of `RedisStore`, as far as ranks that connect need it."""
+
+    def __init__(self, _: str, prefix: str, *, timeout: timedelta) -> None:
+        super().__init__()
+        self.name = prefix.split(":store:")[-1]
+        self._values = own_process().world.stores.setdefault(prefix, {})
+        self._aborted: str | None = None
+
+    def add(self, key: str, amount: int) -> int:
+        """See `RedisStore`."""
+        self._values[key] = self._values.get(key, 0) + amount
+        return int(self._values[key])
+
+    def set(self, key: str, value: Any) -> None:
+        """See `RedisStore`."""
+        self._values[key] = value
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """See `RedisStore`."""
+        assert timeout is not None
+        came = own_scheduler().wait(
+            lambda: self._aborted is not None or all(key in self._values for key in keys),
+            timeout.total_seconds(),
+            f"for all of {self.name}",
+        )
+        if self._aborted is not None:
+            raise StoreAbortedError(self._aborted)
+        if not came:
+            own_process().world.timed_out(f"{own_process().name} waits for all of {self.name}")
+            raise StoreTimeoutError(f"{list(keys)} did not come within {timeout}: timed out")
+
+    def abort(self, reason: str) -> None:
+        """See `RedisStore`."""
+        self._aborted = reason
+
+
+def tensors_of(state: Any) -> dict[str, torch.Tensor]:
+    """The tensors in a state, by their paths."""
+    return dict(flatten(state)[1])

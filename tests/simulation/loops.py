@@ -23,7 +23,7 @@ from tests.simulation.scenario import Joins, Scenario
 BATCH = 12
 MICRO = 2
 EPOCHS = 2
-_WHOLE = ("ddp", "local_sgd")
+_WHOLE = ("ddp", "zero1", "zero2", "local_sgd")
 """Strategies whose ranks hold all parameters between steps."""
 
 

@@ -163,11 +163,12 @@ class Borders:
             formation.end_group(MembershipChanged(reason), in_operation=False)
             formation.meet()
 
-    def step_ended(self) -> None:
-        """The script is about to be told of the outcome of a step: re-forms if the step's group failed. Raises StopTraining."""
+    def step_ended(self, *, updated: bool) -> None:
+        """The script is about to be told of the outcome of a step: re-forms if the step's group failed. `updated`: the step counts. Raises
+        StopTraining."""
         formation = self._formation
         if formation is not None and not self._held.replica.asynchronous and not self._held.in_round:
-            formation.settle()
+            formation.settle(updated=updated and self._held.replica.in_parts)
 
     def went_back(self) -> None:
         """All ranks have taken the state of a checkpoint in the place of one that was lost."""

@@ -184,9 +184,10 @@ class Formation:
                 self._held.interrupted = Interrupted(self.group.generation.number, in_operation)
         self.membership.failed(error)
 
-    def settle(self) -> None:
-        """Returns when the group stands, or when this rank's script has to move first. Raises as `reform`."""
-        if self.must_move or self.healthy:
+    def settle(self, *, updated: bool = False) -> None:
+        """Returns when the group stands, or when this rank's script has to move first. `updated`: the state has changed since the ranks
+        met, and what is cut over them has to be brought together. Raises as `reform`."""
+        if self.healthy or (self.must_move and not updated):
             return
         if self._met:
             if not self.stand():
@@ -223,7 +224,9 @@ class Formation:
                 group = self.membership.form()
                 if self._exchange is not None:
                     self._exchange.expect(group)  # ahead of the first exchange: a receiver asks after it
-                moving = self._reconcile(group)
+                plan = self._reconcile(group)
+                if plan.moving and not plan.decided:
+                    self._bring_together(group)
             except GROUP_LOST as error:
                 _log.info("a generation did not form: %s", error)
                 self.membership.failed(error)
@@ -234,13 +237,13 @@ class Formation:
                         f"the last try: {error}"
                     ) from error
                 continue
-            if not moving:
+            if not plan.moving:
                 self._met = True
                 return True
-            unequal = MembershipChanged(f"ranks {list(moving)} have to end a step first")
+            unequal = MembershipChanged(f"ranks {list(plan.moving)} have to end a step first")
             group.abort(str(unequal))
             self.membership.failed(unequal)
-            if group.rank in moving:
+            if group.rank in plan.moving:
                 return False
 
     def stand(self) -> bool:
@@ -250,9 +253,7 @@ class Formation:
         try:
             if group is None or group.broken is not None:
                 raise MembershipChanged(group.broken if group is not None and group.broken is not None else "there is no group")
-            self.group = group
-            if held.has_replica and not self._spectators:
-                held.replica.regroup(group)
+            self._cut_for(group)
         except GROUP_LOST as error:
             _log.info("a generation did not form: %s", error)
             self.membership.failed(error)
@@ -265,8 +266,23 @@ class Formation:
         self._metrics.generation_formed(group.generation, time.monotonic() - self._meeting_began)
         return True
 
-    def _reconcile(self, group: Group) -> tuple[int, ...]:
-        """Tells the ranks how this one stands, and gives and takes what follows from it. Returns the ranks that have to move first."""
+    def _cut_for(self, group: Group) -> None:
+        """What is cut over the ranks is cut for these. A collective."""
+        self.group = group
+        if self._held.has_replica and not self._spectators:
+            self._held.replica.regroup(group)
+
+    def _bring_together(self, group: Group) -> None:
+        """The ranks hold one state, and some have to lose a step before this group could stand. Until then their scripts see the state:
+        what an update has left on its owners is brought to all that hold it. A collective."""
+        step = self._held.step
+        if step is not None and step.undecided:
+            step.void()
+            self._held.replica.discard_step()
+        self._cut_for(group)
+
+    def _reconcile(self, group: Group) -> Reconciliation:
+        """Tells the ranks how this one stands, and gives and takes what follows from it."""
         failpoint("session.before_reconcile")
         held = self._held
         gathered = group.all_gather_integers(held.standing().encode())
@@ -301,9 +317,11 @@ class Formation:
         elif results and group.rank not in plan.spectators:
             held.operations.extend(results)
         if group.rank not in plan.spectators:
-            self._outcomes_due = held.outcomes if group.rank in plan.behind else plan.outcomes
+            if group.rank in plan.behind:
+                held.outcomes = plan.outcomes  # its script stands in an operation, after all that the others were told
+            self._outcomes_due = plan.outcomes
         self._spectators = plan.spectators
-        return plan.moving
+        return plan
 
     def _catch_up(self, group: Group, plan: Reconciliation) -> None:
         held = self._held
@@ -338,16 +356,20 @@ class Formation:
         """Gives all ranks the first one's weights; forms the first group if there is none. Raises as `reform`."""
         if self.group is None:
             self.reform()
-        while self._held.name is None:
+        while not self.must_move:  # else a peer came out of this, and lost its first step
             group = self._require_group()
+            channel = GroupChannel(group, "attach", self._spectators)
             try:
-                self._equal_weights(group)
+                if self._held.name is None:
+                    self._equal_weights(group, channel)
+                channel.exchange(b"")  # who comes out of this knows that all have the weights, and may cut its own
             except GROUP_LOST as error:
                 self.recover(error)
+            else:
+                return
 
-    def _equal_weights(self, group: Group) -> None:
+    def _equal_weights(self, group: Group, channel: GroupChannel) -> None:
         replica = self._held.replica
-        channel = GroupChannel(group, "attach", self._spectators)
         mine = f"{state_digest(replica.capture()):016x}" if replica.has_values() else "meta"
         digests = [d.decode() for d in channel.exchange(mine.encode())]
         if digests[0] == "meta":

@@ -272,7 +272,7 @@ class Steps:
         failpoint("session.after_commit")
         if step.control is not None:
             self._compare_replicas()
-        self._end()
+        self._end(updated=True)
         return StepStatus.COMMITTED
 
     def _compare_replicas(self) -> None:
@@ -332,15 +332,15 @@ class Steps:
         self._void()
         held.go_back()
         held.lost()
-        self._end()
+        self._end(updated=False)
 
-    def _end(self) -> None:
-        """The step has its outcome here. Re-forms, where its group failed, before the script is told."""
+    def _end(self, *, updated: bool) -> None:
+        """The step has its outcome here. Re-forms, where its group failed, before the script is told. `updated`: it counts."""
         stop, self._stop = self._stop, None
         try:
             if stop is not None:
                 raise stop
-            self._borders.step_ended()
+            self._borders.step_ended(updated=updated)
         except StopTraining as asked:
             self._departure.obey(asked)
         except StateLostError as lost:

@@ -92,6 +92,7 @@ class Model:
     strategy, asynchronous, backend_name, in_parts = "test", False, "gloo", False
     data_parallel_rank, data_parallel_size, idle, speaks = 0, 1, False, True
     consistency_check_every = 0
+    steps_alone = False
 
     def working(self, group: Any) -> Any:
         return group

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from shoal_common.errors import ConfigurationError, DeadlineError, MembershipChanged, PreconditionError, UnavailableError
+from shoal_common.errors import ConfigurationError, DeadlineError, MembershipChanged, PreconditionError, ShoalError, UnavailableError
 
 from shoal_worker.elastic.contract import StateLostError
 from shoal_worker.elastic.exchange import StateExchange
@@ -60,6 +60,8 @@ class _Offer(enum.IntEnum):
     STATE = 1
     NOTHING_DONE = 2
     """A state in which no step was taken, since the one that the job had is lost."""
+    UNREADABLE = 3
+    """Nothing: the checkpoint that is to take its place could not be read."""
 
 
 class Formation:
@@ -104,6 +106,7 @@ class Formation:
         self._outcomes_due = 0
         """As many outcomes of steps some rank had been told of when the ranks met last."""
         self._meeting_began = 0.0
+        self._unreadable: ShoalError | None = None
         self._failed_at: float | None = None
 
     # ------------------------------------------------------------------------------------------------------------ who is here
@@ -429,8 +432,14 @@ class Formation:
         offers = [_Offer(row[0]) for row in group.all_gather_integers([offer])]
         donors = [r for r, each in enumerate(offers) if each in (_Offer.STATE, _Offer.NOTHING_DONE)]
         receivers = [r for r in self._spectators if r not in donors]
-        if not donors:
+        if not donors and _Offer.UNREADABLE not in offers:
             raise PreconditionError("no rank can give its state to the joiners; restart from a checkpoint")
+        if _Offer.UNREADABLE in offers:
+            raise self._unreadable or PreconditionError(
+                "every process that held the state of the run is gone, and the newest checkpoint could not be read: the first rank's log says "
+                "why; repair or remove it, and start the run again",
+                reason="PROGRESS_LOST",
+            )
         if _Offer.NOTHING_DONE in offers:
             self._check_may_begin_anew()
         if group.rank in donors:
@@ -472,7 +481,11 @@ class Formation:
         # Nobody who held the state is left: the lowest rank starts again, from the newest checkpoint if the script resumes from one.
         if group.rank != self._spectators[0]:
             return _Offer.NOTHING
-        return _Offer.STATE if self.fallback is not None and self.fallback() else _Offer.NOTHING_DONE
+        try:
+            return _Offer.STATE if self.fallback is not None and self.fallback() else _Offer.NOTHING_DONE
+        except ShoalError as error:
+            self._unreadable = error
+            return _Offer.UNREADABLE
 
     def _check_may_begin_anew(self) -> None:
         """Raises PreconditionError (PROGRESS_LOST), on all ranks alike, unless that is allowed."""

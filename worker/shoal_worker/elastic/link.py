@@ -102,6 +102,8 @@ class CoordinatorLink:
         self._welcome: pb.Welcome | None = None
         self._newest: Generation | None = None
         self._drain: str | None = None
+        self._drain_ordered = False
+        """By the coordinator, which forms a generation without this member."""
         self._stop: str | None = None
         self._stop_now = False
         self._standby: str | None = None
@@ -166,7 +168,7 @@ class CoordinatorLink:
                 self._raise_if_over()
                 if self._stop is not None and not mid_step:
                     raise StopTraining(self._stop)
-                if self._drain is not None and (not mid_step or after == 0 or self._no_generation_comes()):
+                if self._drain is not None and (self._drains_now(mid_step) or after == 0 or self._no_generation_comes()):
                     raise Drained(self._drain)
                 if self._stop is not None and self._stop_now:
                     raise StopTraining(self._stop)
@@ -419,6 +421,11 @@ class CoordinatorLink:
             or self._leaving is not None
         )
 
+    def _drains_now(self, mid_step: bool) -> bool:
+        """At a border, if the coordinator asked for it. A process that was told by a signal takes the generation that its peers wait for:
+        they may have been told as well, and all leave together."""
+        return not mid_step and self._drain_ordered
+
     def _no_generation_comes(self) -> bool:
         """As far as is known: the coordinator said so, or has put the job on hold, or is away."""
         return self._stop_now or self._standby is not None or self._away_since is not None
@@ -439,7 +446,7 @@ class CoordinatorLink:
             elif kind == "welcome":
                 self._welcome = directive.welcome
             elif kind == "drain":
-                self._drain = directive.drain.reason or "drained"
+                self._drain, self._drain_ordered = directive.drain.reason or "drained", True
             elif kind == "stop":
                 self._stop = directive.stop.reason or "stopped"
                 self._stop_now = self._stop_now or directive.stop.now

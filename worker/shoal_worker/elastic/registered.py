@@ -12,15 +12,15 @@ import copy
 import functools
 import logging
 import math
-from collections import Counter
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any, Final, Protocol, runtime_checkable
 
 import torch
 from shoal_common.errors import ConfigurationError
 from torch.optim.lr_scheduler import LRScheduler
 
-from shoal_worker.elastic.advancing import NAMES, newly_made
+from shoal_worker.elastic.advancing import Made, newly_made
 from shoal_worker.state.tree import flatten
 
 _log = logging.getLogger(__name__)
@@ -47,10 +47,12 @@ class RegisteredState:
         self._void = False
         """The last step was void: ignore every advance until the next step begins."""
         self._optimizer: torch.optim.Optimizer | None = None
-        self._by_itself: Counter[str] = Counter()
-        """How many of each kind were registered without being asked for."""
-        self._undecided: list[Any] = []
+        self._found: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+        """What registered itself, as long as the script holds it."""
+        self._undecided: list[Made] = []
         """Made before the optimizer was known."""
+        self._last_scale: float | None = None
+        """What a GradScaler, known here or not, multiplied the loss of the last step with."""
 
     def advance_with(self, optimizer: torch.optim.Optimizer) -> None:
         """`optimizer` is the run's, as the user made it: its schedulers are registered by themselves (`advancing.py`)."""
@@ -58,9 +60,18 @@ class RegisteredState:
 
     @property
     def settings(self) -> list[dict[str, Any]]:
-        """Hyper-parameters of the run's optimizer, group by group: the same on all ranks."""
+        """Hyper-parameters of the run's optimizer, group by group, and the scale of its last loss: the same on all ranks. Plain values
+        alone: of others nothing says that they look alike on two ranks."""
         groups = self._optimizer.param_groups if self._optimizer is not None else []
-        return [{name: _plain(value) for name, value in group.items() if name not in _NO_SETTINGS} for group in groups]
+        plain = [
+            {name: plain for name, value in group.items() if name not in _NO_SETTINGS and (plain := _plain(value)) is not None}
+            for group in groups
+        ]
+        return [*plain, {"loss scale": self._last_scale}]
+
+    def scaled_by(self, scale: float) -> None:
+        """A GradScaler multiplied the loss of the step that is applied with `scale`."""
+        self._last_scale = scale
 
     def register(self, name: str, value: object) -> None:
         """Adds `value` under `name`; a state that waited under that name is loaded into it.
@@ -77,15 +88,22 @@ class RegisteredState:
             raise ConfigurationError(f"register_state({name}=...): the name {name!r} is taken by another object; choose another name")
         if name in self._objects:
             return
-        for known in [known for known, one in self._objects.items() if one is value]:  # registered by itself
-            del self._objects[known]
+        for known in [known for known, one in self._found.items() if one is value]:
+            del self._found[known]
+        self._take(name, value, self._objects)
+
+    def _take(self, name: str, value: Any, where: MutableMapping[str, Any]) -> None:
         flatten({name: value.state_dict()})  # says now what could not be sent or saved later
-        self._objects[name] = value
+        where[name] = value
         advance = next(method for marker, method in _ADVANCES.items() if hasattr(value, marker) or not marker)
         if callable(getattr(value, advance, None)):
             self._gate(value, advance)
         if name in self._pending:
             value.load_state_dict(self._pending.pop(name))
+
+    @property
+    def _all(self) -> dict[str, Any]:
+        return {**self._objects, **self._found}
 
     def find(self, name: str) -> Stateful | None:
         """The object registered under `name`."""
@@ -93,35 +111,37 @@ class RegisteredState:
 
     def loss_scale(self) -> float:
         """What the registered GradScalers, if there are any, multiply the loss with now."""
-        return math.prod(float(value.get_scale()) for value in self._objects.values() if hasattr(value, "get_scale"))
+        return math.prod(float(value.get_scale()) for value in self._all.values() if hasattr(value, "get_scale"))
 
     def capture(self) -> dict[str, Any]:
         """The state of all objects."""
         self.find_new()
-        return {"states": {name: value.state_dict() for name, value in self._objects.items()} | self._pending}
+        states = {name: value.state_dict() for name, value in self._all.items()} | self._pending
+        return {"states": states, "scale": self._last_scale}
 
     def restore(self, captured: Mapping[str, Any]) -> None:
         """Loads a captured state. States of names that are not registered yet wait for them."""
         self.find_new()
         states = dict(captured["states"])
-        for name, value in self._objects.items():
+        for name, value in self._all.items():
             if name in states:
                 value.load_state_dict(states.pop(name))
-        self._pending = states
+        self._pending, self._last_scale = states, captured.get("scale")
 
     def restoring(self) -> Callable[[], None]:
         """A call that puts back what all objects have now, as far as they take it, after a `restore` that was refused."""
         self.find_new()
-        before = {name: copy.deepcopy(value.state_dict()) for name, value in self._objects.items()}
-        pending = self._pending
+        objects = self._all
+        before = {name: copy.deepcopy(value.state_dict()) for name, value in objects.items()}
+        pending, scale = self._pending, self._last_scale
 
         def put_back() -> None:
             for name, state in before.items():
                 try:
-                    self._objects[name].load_state_dict(state)
+                    objects[name].load_state_dict(state)
                 except Exception as error:  # a user's own; the others are put back all the same
                     _log.warning("the registered state %r could not be put back: %s", name, error)
-            self._pending = pending
+            self._pending, self._last_scale = pending, scale
 
         return put_back
 
@@ -136,28 +156,20 @@ class RegisteredState:
         if not made and (not self._undecided or self._optimizer is None):
             return
         candidates, self._undecided = [*self._undecided, *made], []
-        for one in candidates:
+        for name, one in candidates:
             if self._optimizer is None:
-                self._undecided.append(one)
-            elif self._belongs(one):
-                self._register_by_itself(one)
+                self._undecided.append(Made(name, one))
+            elif self._belongs(one) and all(known is not one for known in self._objects.values()):
+                try:
+                    self._take(name, one, self._found)
+                except ConfigurationError as error:
+                    _log.warning("%s is not sent to joiners and not saved: %s", type(one).__name__, error)
 
     def _belongs(self, one: Any) -> bool:
         if not isinstance(one, LRScheduler):
             return True
         optimizer = getattr(one, "optimizer", None)
         return optimizer is not None and getattr(optimizer, "optimizer", optimizer) is self._optimizer
-
-    def _register_by_itself(self, one: Any) -> None:
-        kind = next(name for made, name in NAMES.items() if isinstance(one, made))
-        name = f"shoal.{kind}.{self._by_itself[kind]}"
-        self._by_itself[kind] += 1
-        if any(known is one for known in self._objects.values()):
-            return
-        try:
-            self.register(name, one)
-        except ConfigurationError as error:
-            _log.warning("%s is not sent to joiners and not saved: %s", type(one).__name__, error)
 
     def step_void(self) -> None:
         """The step was lost: its advances must not count."""
@@ -182,4 +194,10 @@ class RegisteredState:
 
 
 def _plain(value: Any) -> Any:
-    return value.tolist() if isinstance(value, torch.Tensor) else value
+    """`value`, if it says the same wherever it is the same; else None."""
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if isinstance(value, list | tuple):
+        parts = [_plain(part) for part in value]
+        return None if None in parts else parts
+    return value if isinstance(value, bool | int | float | str) else None

@@ -71,6 +71,11 @@ class Replica(Protocol):
         ...
 
     @property
+    def steps_alone(self) -> bool:
+        """Steps are this rank's own, and nothing of the other ranks' is to be known in them."""
+        ...
+
+    @property
     def consistency_check_every(self) -> int:
         """After how many steps ranks compare what they hold in common; 0: never."""
         ...

@@ -41,7 +41,7 @@ from shoal_worker.elastic.progress import ProgressMeter
 from shoal_worker.elastic.reconcile import StateName
 from shoal_worker.elastic.registered import RegisteredState
 from shoal_worker.elastic.replica import Replica
-from shoal_worker.elastic.step import Step
+from shoal_worker.elastic.step import Step, StepPhase
 from shoal_worker.elastic.steps import Steps
 from shoal_worker.elastic.transfer import StateDonor
 from shoal_worker.elastic.waiting import Where
@@ -303,6 +303,7 @@ class Session:
         Runs it again when the membership changes on the way. In a joiner it runs over this process alone, and so it does where steps were
         undone: all ranks hold one state then, but their scripts will come here again, each at its time.
         """
+        self._check_between_steps(kind)
         formation = self._formation
         if formation is None or self.is_joining or self.has_left or self._held.replica.asynchronous:
             return body(LocalChannel())
@@ -330,6 +331,16 @@ class Session:
                 self.progress.entered()
                 return result
         return body(LocalChannel())
+
+    def _check_between_steps(self, kind: str) -> None:
+        """Raises PreconditionError in the middle of a step: a fault in the operation would have to redo it, and the step's gradients could
+        not be kept."""
+        step = self._held.step
+        own_loop = step is not None and step.source is None and step.phase is StepPhase.OPEN  # its step begins with any forward pass
+        if step is not None and step.handed_out and not step.left and not own_loop and not self._held.replica.asynchronous:
+            raise PreconditionError(
+                f"{kind} was called inside a step: call it after optimizer.step(), before the next batch", reason="STEP_NOT_FINISHED"
+            )
 
     def _confirm(self, kind: str) -> None:
         self.operation(kind, lambda channel: channel.exchange(b"") and None)
@@ -432,7 +443,7 @@ class Session:
         """Returns when all peers have committed the last step. One that is in doubt of it asks in the next generation, which this rank
         forms with it. Not while the coordinator is away for longer than _LAST_STEP_PATIENCE."""
         give_up_at = time.monotonic() + _LAST_STEP_PATIENCE.total_seconds()
-        while not formation.membership.all_have(formation.members, self._held.steps):
+        while not formation.must_move and not formation.membership.all_have(formation.members, self._held.steps):
             formation.settle()
             if time.monotonic() > give_up_at:
                 _log.warning(

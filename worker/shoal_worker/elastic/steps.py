@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
@@ -29,6 +30,7 @@ from shoal_worker.elastic.contract import Leases, Placement, Share, StateLostErr
 from shoal_worker.elastic.departure import Departure
 from shoal_worker.elastic.formation import Formation
 from shoal_worker.elastic.held import HeldState
+from shoal_worker.elastic.phase import Phase
 from shoal_worker.elastic.progress import ProgressMeter
 from shoal_worker.elastic.randomness import seed_generators
 from shoal_worker.elastic.step import Step
@@ -133,7 +135,7 @@ class Steps:
     def assign(self, share: Share) -> None:
         """See `StepClock`."""
         step = self.require()
-        if share.total_weight is None and share.micro_batches is None:
+        if share.total_weight is None and share.micro_batches is None and not self._held.replica.steps_alone:
             share = dataclasses.replace(share, total_weight=self._sum_weights(share.weight))
         step.share = share
         step.handed_out = True
@@ -204,8 +206,8 @@ class Steps:
         if self.current is None:
             try:
                 placement = self.begin_step(None)
-            except StopTraining as stop:
-                raise SystemExit(0) from stop  # in the user's own loop there is no loader that could end it
+            except StopTraining:
+                sys.exit(0)  # in the user's own loop there is no loader that could end it
             self.assign(Share(weight=1.0, total_weight=float(placement.world_size), micro_batches=None))
         return self.require()
 
@@ -249,6 +251,12 @@ class Steps:
             self._void()
             return StepStatus.LOST
         step = self.require()
+        if self._held.phase.now is Phase.TORN:
+            raise PreconditionError(
+                "an update of this process raised half way, so that its state is torn: let the error end it; its replacement takes the "
+                "peers' state",
+                reason="STATE_TORN",
+            )
         step.check_whole()
         self.end_micro_batch()
         self._held.replica.finish_reduction()

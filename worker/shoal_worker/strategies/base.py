@@ -158,6 +158,11 @@ class ShardedModel(nn.Module, abc.ABC):
         return group
 
     @property
+    def steps_alone(self) -> bool:
+        """See `Replica`: the ranks take them together."""
+        return False
+
+    @property
     def consistency_check_every(self) -> int:
         """See `Replica`."""
         return self.config.consistency_check_every

@@ -62,6 +62,8 @@ class ShardedOptimizer(ForwardingOptimizer, abc.ABC):
         found_inf = self._set_by_scaler("found_inf")
         usable = found_inf is None or not float(found_inf) > 0
         grad_scale = self._set_by_scaler("grad_scale")
+        if grad_scale is not None:
+            self._session.registered.scaled_by(float(grad_scale))
         if usable and grad_scale is not None:
             self._scale_gradients(1.0 / float(grad_scale))
         self._update(usable=usable)

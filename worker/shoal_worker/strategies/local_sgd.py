@@ -81,6 +81,11 @@ class LocalSGDModel(DDPModel):
         self._mean_state: dict[int, dict[str, Any]] | None = None
 
     @property
+    def steps_alone(self) -> bool:
+        """See `Replica`: those inside a round are."""
+        return True
+
+    @property
     def steps_in_round(self) -> int:
         """Steps since the last average; 0: all ranks hold the same parameters."""
         return self._round.steps

@@ -77,11 +77,12 @@ class Network:
             **inherited,
             "PYTHONPATH": str(ROOT),
             "OMP_NUM_THREADS": "1",
-            **{"OUTPUT": str(directory), "EPOCHS": "10", "WIDTH": "32", "STRATEGY": "ddp"},
+            **{"OUTPUT": str(directory / "results"), "EPOCHS": "10", "WIDTH": "32", "STRATEGY": "ddp"},
             **script,
         }
-        self.hold = directory / "hold"
-        self.hold.touch()
+        (directory / "results").mkdir()
+        self._hold = directory / "results" / "hold"
+        self._hold.touch()
 
     # ------------------------------------------------------------------------------------------------------------- starting
 
@@ -115,7 +116,7 @@ class Network:
     def launch_all(self, *flags: str, nnodes: str = "") -> list[Process]:
         """A launcher on every host, and waits until all train together."""
         launchers = [self.launch(host, *flags, nnodes=nnodes) for host in self.hosts]
-        self.eventually(lambda: len(self.workers()) == len(self.hosts), "a step that all hosts have part in")
+        self.wait_all_train()
         return launchers
 
     def run_alone(self) -> Process:
@@ -225,6 +226,25 @@ class Network:
         target = len(self.committed()) + more
         self.eventually(lambda: len(self.committed()) >= target, f"{more} further steps", within_s=within_s)
 
+    def wait_all_train(self) -> None:
+        """Until a worker on each host has part in one generation, whoever it is by now."""
+
+        def together() -> bool:
+            members = defaultdict(set)
+            for member, lines in self._recorded().items():
+                for line in lines:
+                    if line["kind"] == "committed":
+                        members[line["generation"]].add(member)
+            return bool(members) and len(members[max(members)]) == len(self.hosts)
+
+        self.eventually(together, "a step that all hosts have part in")
+
+    def kill_worker(self, host: str) -> None:
+        """SIGKILL to the worker there, not to its launcher."""
+        for pid in self.machines.pids(host):
+            if b"SHOAL_MEMBER_ID=" in Path(f"/proc/{pid}/environ").read_bytes():
+                os.kill(pid, signal.SIGKILL)
+
     def wait_explained(self, *names: str) -> str:
         """The line that says for whom the others wait, which must come in time: with one of `names`, hosts that the fault is about."""
         before = self.said()
@@ -236,6 +256,15 @@ class Network:
 
         return str(self.eventually(line, f"a line that says who waits for {' or '.join(names)}", within_s=EXPLAINED_WITHIN_S + _SLACK_S))
 
+    @contextmanager
+    def stopped(self, *processes: int) -> Iterator[None]:
+        """They stand still, as a machine does that is suspended."""
+        for pid in processes:
+            os.kill(pid, signal.SIGSTOP)
+        yield
+        for pid in processes:
+            os.kill(pid, signal.SIGCONT)
+
     def wait_acted_on(self) -> None:
         """Steps go on in time."""
         self.wait_steps(2, within_s=ACTED_ON_WITHIN_S + _SLACK_S)
@@ -244,13 +273,14 @@ class Network:
 
     def release(self) -> None:
         """Steps are no longer slow."""
-        self.hold.unlink(missing_ok=True)
+        self._hold.unlink(missing_ok=True)
 
-    def finish(self, *, statuses: dict[Process, int] | None = None, redone: int = 0) -> None:
+    def finish(self, *, statuses: dict[Process, int] | None = None, redone: int = 0, to_the_end: int = 0) -> None:
         """Lets the run come to its end, and checks what must hold whatever has happened.
 
         Args:
             statuses: of launchers that do not end with 0.
+            to_the_end: how many workers train to the end; 0: one on each host.
             redone: at most so many steps may have been committed in two generations: by one that was put out as it committed, and by those
                 that went on without it.
         """
@@ -261,8 +291,8 @@ class Network:
         assert ended == expected, self.told()
         assert alone.wait() == 0, alone.said()
         want = json.loads((self.directory / "alone" / "alone.json").read_text())
-        results = [json.loads(file.read_text()) for file in self.directory.glob("*.json") if file.stem != "ports"]
-        assert results, "nobody has come to the end"
+        results = self.results()
+        assert len(results) == (to_the_end or len(self.hosts)), f"{results}\n{self.told()}"
         for result in results:
             assert (result["steps"], result["digest"]) == (want["steps"], want["digest"]), f"{result}, without faults {want}\n{self.told()}"
         places = [(result["generation"], result["rank"]) for result in results]
@@ -273,6 +303,15 @@ class Network:
         twice = {step: generations for step, generations in self.committed().items() if len(generations) > 1}
         assert len(twice) <= redone, f"steps that two generations committed: {twice}\n{self.told()}"
         assert {host: self.machines.pids(host) for host in self.hosts} == {host: [] for host in self.hosts}, "processes were left behind"
+
+    def results(self) -> list[dict[str, Any]]:
+        """What the workers that have come to the end say."""
+        return [json.loads(file.read_text()) for file in (self.directory / "results").glob("*.json")]
+
+    def check_all_stayed(self) -> None:
+        """No worker was started but the first ones, and no generation was needed but the first."""
+        assert len(self.workers()) == len(self.hosts), f"workers were restarted\n{self.told()}"
+        assert {generation for generations in self.committed().values() for generation in generations} == {1}, self.told()
 
     def close(self) -> None:
         """Ends whatever still runs."""

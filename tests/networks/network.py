@@ -227,15 +227,16 @@ class Network:
         self.eventually(lambda: len(self.committed()) >= target, f"{more} further steps", within_s=within_s)
 
     def wait_all_train(self) -> None:
-        """Until a worker on each host has part in one generation, whoever it is by now."""
+        """Until a worker on each host has had part in a step that nobody has committed yet, whoever it is by now."""
+        before = self.committed()
 
         def together() -> bool:
             members = defaultdict(set)
             for member, lines in self._recorded().items():
                 for line in lines:
-                    if line["kind"] == "committed":
+                    if line["kind"] == "committed" and (line["epoch"], line["begin"]) not in before:
                         members[line["generation"]].add(member)
-            return bool(members) and len(members[max(members)]) == len(self.hosts)
+            return any(len(those) == len(self.hosts) for those in members.values())
 
         self.eventually(together, "a step that all hosts have part in")
 

@@ -19,3 +19,15 @@ def test_a_worker_behind_5_mbit_per_s_is_named_while_the_others_wait_for_it(netw
     job.machines.slow_down("host-1", mbit_per_s=5)
     job.wait_explained("host-1")
     job.finish()
+
+
+@pytest.mark.soak
+def test_a_worker_that_comes_over_a_slow_link_gets_its_state_and_takes_part(network: Make) -> None:
+    job = network(3, WIDTH="20000", EPOCHS="3")
+    for host in ("host-0", "host-1"):
+        job.launch(host, nnodes="1:3")
+    job.eventually(lambda: len(job.workers()) == 2, "two that train")
+    job.machines.slow_down("host-2", mbit_per_s=5)
+    job.launch("host-2", nnodes="1:3")
+    job.wait_all_train()
+    job.finish()

@@ -160,7 +160,8 @@ def _delete_leftovers() -> None:
     for name in _ip("netns", "list").split():
         owner = _NAME.fullmatch(name)
         if owner is not None and not Path(f"/proc/{owner[1]}").exists():
-            _delete(name)
+            with contextlib.suppress(MeasurementError):  # others that begin now delete it as well
+                _delete(name)
 
 
 def _delete(name: str) -> None:

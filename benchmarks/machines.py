@@ -90,8 +90,13 @@ class Machines:
     def slow_down(self, machine: str, *, mbit_per_s: int) -> None:
         """All that it sends and receives passes a token bucket, from now on."""
         shape = ("root", "tbf", "rate", f"{mbit_per_s}mbit", "burst", _BURST, "latency", _QUEUE)
-        for namespace, interface in ((self._namespace(machine), INTERFACE), (self._namespace(_SWITCH), self._port(machine))):
+        for namespace, interface in self._cable(machine):
             _run("tc", "-n", namespace, "qdisc", "replace", "dev", interface, *shape)
+
+    def speed_up(self, machine: str) -> None:
+        """Ends `slow_down`."""
+        for namespace, interface in self._cable(machine):
+            _run("tc", "-n", namespace, "qdisc", "delete", "dev", interface, "root")
 
     def lose(self, sender: str, receiver: str) -> None:
         """Nothing that `sender` sends reaches `receiver` any more; the other way is as it was."""
@@ -111,6 +116,10 @@ class Machines:
 
     def _port(self, machine: str) -> str:
         return f"port{self._number(machine)}"
+
+    def _cable(self, machine: str) -> tuple[tuple[str, str], tuple[str, str]]:
+        """Namespace and interface of its two ends."""
+        return (self._namespace(machine), INTERFACE), (self._namespace(_SWITCH), self._port(machine))
 
     def _station(self, machine: str) -> str:
         return f"02:00:00:00:00:{self._number(machine):02x}"

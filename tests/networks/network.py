@@ -116,6 +116,7 @@ class Network:
     def launch_all(self, *flags: str, nnodes: str = "") -> list[Process]:
         """A launcher on every host, and waits until all train together."""
         launchers = [self.launch(host, *flags, nnodes=nnodes) for host in self.hosts]
+        self.eventually(lambda: self.workers() or any(each.process.poll() is not None for each in launchers), "the first step")
         self.wait_all_train()
         return launchers
 
@@ -229,6 +230,7 @@ class Network:
     def wait_all_train(self) -> None:
         """Until a worker on each host has had part in a step that nobody has committed yet, whoever it is by now."""
         before = self.committed()
+        assert any(launcher.process.poll() is None for launcher in self.launchers), self.told()
 
         def together() -> bool:
             members = defaultdict(set)
@@ -246,16 +248,14 @@ class Network:
             if b"SHOAL_MEMBER_ID=" in Path(f"/proc/{pid}/environ").read_bytes():
                 os.kill(pid, signal.SIGKILL)
 
-    def wait_explained(self, *names: str) -> str:
-        """The line that says for whom the others wait, which must come in time: with one of `names`, hosts that the fault is about."""
+    def wait_explained(self, pattern: str) -> str:
+        """The line, of a launcher, a worker or the coordinator, that explains the fault: it must come in time, and did not before."""
         before = self.said()
-        pattern = re.compile(rf"^.*\bwait.*\b(?:{'|'.join(names)})\b.*$", re.MULTILINE | re.IGNORECASE)
 
         def line() -> str | None:
-            found = [match[0] for match in pattern.finditer(self.said()) if match[0] not in before]
-            return found[0] if found else None
+            return next((match[0] for match in re.finditer(rf"^.*{pattern}.*$", self.said(), re.MULTILINE) if match[0] not in before), None)
 
-        return str(self.eventually(line, f"a line that says who waits for {' or '.join(names)}", within_s=EXPLAINED_WITHIN_S + _SLACK_S))
+        return str(self.eventually(line, f"a line with {pattern!r}", within_s=EXPLAINED_WITHIN_S + _SLACK_S))
 
     @contextmanager
     def stopped(self, *processes: int) -> Iterator[None]:

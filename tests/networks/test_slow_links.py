@@ -13,12 +13,20 @@ Make = Callable[..., Network]
 
 @pytest.mark.soak
 def test_a_worker_behind_5_mbit_per_s_is_named_while_the_others_wait_for_it(network: Make) -> None:
-    job = network(3, WIDTH="60000", EPOCHS="3")
+    job = network(3, WIDTH="60000", EPOCHS="2")
     job.launch_all()
     job.release()
     job.machines.slow_down("host-1", mbit_per_s=5)
-    job.wait_explained("host-1")
+    job.wait_explained(r"wait for rank \d \(host-1\): the connection to it takes")
+    job.eventually(lambda: "host-1" in who_is_slow(job), "status to name the slow one")
+    job.machines.speed_up("host-1")
     job.finish()
+
+
+def who_is_slow(job: Network) -> str:
+    """What `shoal status` says of it, beside its table."""
+    status = job.status()
+    return f"{status['waits_for']} {[member['note'] for member in status['members']]}"
 
 
 @pytest.mark.soak

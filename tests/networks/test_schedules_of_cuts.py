@@ -33,7 +33,7 @@ def test_a_run_under_a_schedule_of_cuts_ends_as_if_there_had_been_none(network: 
 
 
 def strike(job: Network, schedule: random.Random) -> None:
-    """One fault, healed after up to 20 s, and perhaps another one meanwhile."""
+    """A cut, healed after up to 20 s; perhaps a worker dies meanwhile, or the coordinator after it."""
     host, *more = schedule.sample(job.hosts, 3)
     some, others = schedule.choice(
         [
@@ -51,7 +51,7 @@ def strike(job: Network, schedule: random.Random) -> None:
         if schedule.random() < 0.3:
             job.kill_worker(more[-1])
             job.lasts(schedule.uniform(0, 3))
-        if schedule.random() < 0.2:
-            job.coordinator.send(signal.SIGKILL)
-            job.coordinator.wait()
-            job.start_coordinator()
+    if schedule.random() < 0.3:
+        job.coordinator.send(signal.SIGKILL)
+        job.coordinator.wait()
+        job.start_coordinator()

@@ -13,7 +13,7 @@ Make = Callable[..., Network]
 
 @pytest.mark.soak
 def test_a_worker_behind_5_mbit_per_s_is_named_while_the_others_wait_for_it(network: Make) -> None:
-    job = network(3, WIDTH="60000", EPOCHS="2")
+    job = network(3, WIDTH="20000", EPOCHS="2")  # in much wider ones a last bit may depend on the order of sums (decision 4)
     job.launch_all()
     job.release()
     job.machines.slow_down("host-1", mbit_per_s=5)

@@ -38,7 +38,7 @@ parity: .venv/installed ## Run what make test leaves out of the parity matrix an
 .PHONY: chaos
 chaos: .venv/installed ## Run the long soaks under faults and cut networks, and the property tests on examples that nobody has tried yet
 	$(BIN)/python -m pytest tests/chaos $(PYTEST_ARGS)
-	$(BIN)/python -m pytest $(IN_TWO) --dist=worksteal -m 'soak or not soak' tests/networks $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(IN_TWO) --dist=worksteal --timeout=600 -m 'soak or not soak' tests/networks $(PYTEST_ARGS)
 	$(BIN)/python -m pytest $(IN_TWO) -m 'hypothesis and not matrix' --hypothesis-profile searching $(PYTEST_ARGS)
 
 .PHONY: bench

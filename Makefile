@@ -39,8 +39,9 @@ SEEDS ?= 10000
 FIRST_SEED ?= 0
 
 .PHONY: chaos
-chaos: .venv/installed ## Run the long soaks under faults, simulated schedules (SEEDS, FIRST_SEED), and property tests on new examples
+chaos: .venv/installed ## Run long soaks, cut networks, simulated schedules (SEEDS, FIRST_SEED), and property tests on new examples
 	$(BIN)/python -m pytest tests/chaos $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(IN_TWO) --dist=worksteal --timeout=600 -m 'soak or not soak' tests/networks $(PYTEST_ARGS)
 	$(BIN)/python -m tests.simulation --exhaustive
 	$(BIN)/python -m tests.simulation --seeds $(SEEDS) --first $(FIRST_SEED)
 	$(BIN)/python -m pytest $(IN_TWO) -m 'hypothesis and not matrix' --hypothesis-profile searching $(PYTEST_ARGS)

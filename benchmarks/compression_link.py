@@ -15,10 +15,10 @@ from shoal_common.redis.embedded import find_server_binary
 
 from benchmarks import plots
 from benchmarks.errors import MeasurementError
+from benchmarks.machines import INTERFACE, Machines
 from benchmarks.processes import Stage
 from benchmarks.registry import Options
 from benchmarks.report import Row, Table
-from benchmarks.slow_link import INTERFACE, SlowLink
 
 MBIT_PER_S: Final = 100
 RANKS: Final = 2
@@ -29,6 +29,8 @@ _LOSS: Final = 0.3
 _MOST_STEPS: Final = 200
 _PORT: Final = 6400
 _TIMEOUT_S: Final = 120
+_SERVICES: Final = "services"
+_HOSTS: Final = [f"host-{rank}" for rank in range(RANKS)]
 _WORKER: Final = "benchmarks.workers.train_link"
 
 
@@ -73,12 +75,14 @@ def measure(options: Options) -> Table:
     if options.quick:
         systems = [torch_fp32, fp32, bf16, *(system for system in systems if "topk" in system.name or "powersgd" in system.name)]
     try:
-        with SlowLink(RANKS, mbit_per_s=MBIT_PER_S) as link, Stage() as services:
-            endpoint = _start_coordinator(link, services)
+        with Machines(_SERVICES, *_HOSTS) as machines, Stage() as services:
+            for host in _HOSTS:
+                machines.slow_down(host, mbit_per_s=MBIT_PER_S)
+            endpoint = _start_coordinator(machines, services)
             for number in range(rounds):
                 for system in systems if number % 2 == 0 else reversed(systems):
                     if not system.failure and (number == 0 or not _is_slow(system)):
-                        _run(system, width, link, endpoint)
+                        _run(system, width, machines, endpoint)
     except MeasurementError as error:
         for system in systems:
             system.failure = system.failure or str(error)
@@ -89,7 +93,7 @@ def measure(options: Options) -> Table:
         target=f"a compressor >= {OF_BF16:g} x faster than bf16 and >= {OF_FP32:g} x than fp32",
         method=(
             f"{RANKS} ranks in network namespaces of this machine; all that each sends and receives passes a token bucket of {MBIT_PER_S} "
-            "Mbit/s at its port (tc tbf). Coordinator and Valkey stand at the switch. All train a perceptron of layers "
+            "Mbit/s at its port (tc tbf). Coordinator and Valkey have a machine of their own. All train a perceptron of layers "
             f"{width} wide on the same batches of scikit-learn's handwritten digits ({_BATCH} per rank) with plain SGD at one learning "
             f"rate, until the loss on a fixed set of images, looked at off the clock, is {_LOSS}. torch's own bf16 hook fails on the CPU: "
             "bf16 is Shoal's. Bytes are those that the interface of the first rank counted, headers and control words included, beside the "
@@ -107,7 +111,7 @@ def _is_slow(system: System) -> bool:
     return not system.times_s or system.times_s[0] > 10
 
 
-def _run(system: System, width: int, link: SlowLink, endpoint: str) -> None:
+def _run(system: System, width: int, machines: Machines, endpoint: str) -> None:
     """One training run; services and link stay."""
     try:
         with Stage() as stage:
@@ -115,9 +119,9 @@ def _run(system: System, width: int, link: SlowLink, endpoint: str) -> None:
             output.mkdir()
             workload = (f"--width={width}", f"--batch={_BATCH}", f"--target={_LOSS}", f"--steps={_MOST_STEPS}", f"--output={output}")
             worker = ["-m", _WORKER, *system.flags, *workload]
-            starts = _torch(worker, link) if "--system=torch" in system.flags else _shoal(worker, link, endpoint)
+            starts = _torch(worker, machines) if "--system=torch" in system.flags else _shoal(worker, machines, endpoint)
             ranks = [
-                stage.start(f"rank-{rank}", link.on_machine(rank, command), environment)
+                stage.start(f"rank-{rank}", machines.on(_HOSTS[rank], command), environment)
                 for rank, (command, environment) in enumerate(starts)
             ]
             for process in ranks:
@@ -127,26 +131,27 @@ def _run(system: System, width: int, link: SlowLink, endpoint: str) -> None:
         system.failure = str(error)
 
 
-def _torch(worker: Sequence[str], link: SlowLink) -> list[tuple[list[str], dict[str, str]]]:
+def _torch(worker: Sequence[str], machines: Machines) -> list[tuple[list[str], dict[str, str]]]:
     """What to start on each machine, and in which environment."""
-    common = {"WORLD_SIZE": str(RANKS), "MASTER_ADDR": link.address(0), "MASTER_PORT": str(_PORT), "GLOO_SOCKET_IFNAME": INTERFACE}
+    master = {"MASTER_ADDR": machines.address(_HOSTS[0]), "MASTER_PORT": str(_PORT)}
+    common = {**master, "WORLD_SIZE": str(RANKS), "GLOO_SOCKET_IFNAME": INTERFACE}
     return [([sys.executable, *worker], common | {"RANK": str(rank)}) for rank in range(RANKS)]
 
 
-def _shoal(worker: Sequence[str], link: SlowLink, endpoint: str) -> list[tuple[list[str], dict[str, str]]]:
+def _shoal(worker: Sequence[str], machines: Machines, endpoint: str) -> list[tuple[list[str], dict[str, str]]]:
     """As `_torch`. A launcher a machine, as a user would start it."""
     run = [str(Path(sys.executable).with_name("shoal")), "run", "--nnodes", str(RANKS), "--rdzv-endpoint", endpoint]
     job = ["--rdzv-id", f"t9-{uuid.uuid4().hex[:8]}"]
-    return [([*run, *job, "--local-addr", link.address(rank), *worker], {}) for rank in range(RANKS)]
+    return [([*run, *job, "--local-addr", machines.address(host), *worker], {}) for host in _HOSTS]
 
 
-def _start_coordinator(link: SlowLink, services: Stage) -> str:
+def _start_coordinator(machines: Machines, services: Stage) -> str:
     """Valkey and a coordinator at the switch. Returns where it listens."""
-    host, ports = link.switch_address, services.directory / "coordinator.json"
+    host, ports = machines.address(_SERVICES), services.directory / "coordinator.json"
     valkey = [str(find_server_binary()), "--bind", host, "--port", str(_PORT), "--protected-mode", "no", "--save", ""]
-    services.start("valkey", link.at_switch([*valkey, "--appendonly", "yes", "--dir", str(services.directory)]))
+    services.start("valkey", machines.on(_SERVICES, [*valkey, "--appendonly", "yes", "--dir", str(services.directory)]))
     coordinator = ["--listen", f"{host}:0", "--insecure", "--redis", f"redis://{host}:{_PORT}", "--port-file", str(ports)]
-    services.start("coordinator", link.at_switch([sys.executable, "-m", "shoal_coordinator", *coordinator]))
+    services.start("coordinator", machines.on(_SERVICES, [sys.executable, "-m", "shoal_coordinator", *coordinator]))
     services.wait_until("the coordinator", ports.exists, timeout_s=_TIMEOUT_S)
     return str(json.loads(ports.read_text())["grpc"])
 

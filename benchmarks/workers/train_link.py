@@ -18,7 +18,7 @@ import torch
 from sklearn.datasets import load_digits
 from torch import nn
 
-from benchmarks.slow_link import sent_bytes
+from benchmarks.machines import sent_bytes
 
 LEARNING_RATE = 0.3
 LOOKED_AT = 300

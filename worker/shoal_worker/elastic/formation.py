@@ -436,8 +436,8 @@ class Formation:
             raise PreconditionError("no rank can give its state to the joiners; restart from a checkpoint")
         if _Offer.UNREADABLE in offers:
             raise self._unreadable or PreconditionError(
-                "every process that held the state of the run is gone, and the newest checkpoint could not be read: the first rank's log says "
-                "why; repair or remove it, and start the run again",
+                "every process that held the state of the run is gone, and the newest checkpoint could not be read: the log of the first "
+                "rank says why; repair or remove it, and start the run again",
                 reason="PROGRESS_LOST",
             )
         if _Offer.NOTHING_DONE in offers:

@@ -1,0 +1,195 @@
+"""Machines at one switch, made of network namespaces of this machine: each has a name, an address and a cable of its own.
+
+A cable can be made slow (a token bucket at both of its ends, tc tbf). What one machine sends to another can be lost on the way, without a
+word to either: it is addressed to a station that is nobody's. So a cut may be one way, between two machines only, or around any of them.
+
+Needs root, `ip` and `tc`. Everything lies in namespaces, so that deleting those leaves nothing behind; they bear the process's id, and
+those of processes that are no more (killed before they could clean up) are deleted, with what runs in them, when the next ones are made.
+Linux alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self
+
+from benchmarks.errors import MeasurementError
+
+INTERFACE: Final = "eth0"
+"""Of each machine."""
+_PREFIX: Final = "shoalnet"
+_NAME: Final = re.compile(_PREFIX + r"-(\d+)-[\w.-]+")
+_SWITCH: Final = " switch"
+"""No machine's name."""
+_NOBODY: Final = "02:00:00:00:ff:ff"
+_BURST: Final = "128kb"
+_QUEUE: Final = "50ms"
+_TIMEOUT_S: Final = 20
+# A machine knows its own name, as on a network: `unshare` is of the package that `mount` is of. Each program here execs the next.
+_NAMED: Final = ("unshare", "--uts", "--", "sh", "-c", 'echo "$0" > /proc/sys/kernel/hostname; exec "$@"')
+
+
+def hindrance() -> str | None:
+    """Why no namespaces can be made here; None: they can."""
+    if missing := [program for program in ("ip", "tc", "unshare") if shutil.which(program) is None]:
+        return f"it needs the programs {', '.join(missing)} (Debian: iproute2, util-linux)"
+    if os.geteuid() != 0:
+        return "it is made of network namespaces, which needs root"
+    probe = f"{_PREFIX}-{os.getpid()}-probe"
+    try:
+        _ip("netns", "add", probe)
+        _ip("netns", "delete", probe)
+    except MeasurementError as error:
+        return f"network namespaces cannot be made: {error}"
+    return None
+
+
+class Machines:
+    """So many machines at one switch. Use as a context manager."""
+
+    def __init__(self, *names: str) -> None:
+        """A machine for each name."""
+        self._names = names
+        self._namespaces: list[str] = []
+
+    def __enter__(self) -> Self:
+        """Raises MeasurementError where namespaces cannot be made."""
+        if (why := hindrance()) is not None:
+            raise MeasurementError(f"a network of machines cannot be made here: {why}")
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._delete)
+            _delete_leftovers()
+            self._build()
+            undo.pop_all()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._delete()
+
+    def address(self, machine: str) -> str:
+        """Where the others reach it."""
+        return f"10.77.0.{self._number(machine)}"
+
+    def on(self, machine: str, command: Sequence[str]) -> list[str]:
+        """The command line that runs `command` there. It is one process throughout."""
+        return ["ip", "netns", "exec", self._namespace(machine), *_NAMED, machine, *command]
+
+    def pids(self, machine: str) -> list[int]:
+        """What runs there."""
+        return [int(pid) for pid in _ip("netns", "pids", self._namespace(machine)).split()]
+
+    def slow_down(self, machine: str, *, mbit_per_s: int) -> None:
+        """All that it sends and receives passes a token bucket, from now on."""
+        shape = ("root", "tbf", "rate", f"{mbit_per_s}mbit", "burst", _BURST, "latency", _QUEUE)
+        for namespace, interface in self._cable(machine):
+            _run("tc", "-n", namespace, "qdisc", "replace", "dev", interface, *shape)
+
+    def speed_up(self, machine: str) -> None:
+        """Ends `slow_down`."""
+        for namespace, interface in self._cable(machine):
+            _run("tc", "-n", namespace, "qdisc", "delete", "dev", interface, "root")
+
+    def lose(self, sender: str, receiver: str) -> None:
+        """Nothing that `sender` sends reaches `receiver` any more; the other way is as it was."""
+        self._set_station(sender, receiver, _NOBODY)
+
+    def deliver(self, sender: str, receiver: str) -> None:
+        """Ends `lose`."""
+        self._set_station(sender, receiver, self._station(receiver))
+
+    # --------------------------------------------------------------------------------------------------------------- making
+
+    def _number(self, machine: str) -> int:
+        return self._names.index(machine) + 1
+
+    def _namespace(self, machine: str) -> str:
+        return f"{_PREFIX}-{os.getpid()}-{machine.strip()}"
+
+    def _port(self, machine: str) -> str:
+        return f"port{self._number(machine)}"
+
+    def _cable(self, machine: str) -> tuple[tuple[str, str], tuple[str, str]]:
+        """Namespace and interface of its two ends."""
+        return (self._namespace(machine), INTERFACE), (self._namespace(_SWITCH), self._port(machine))
+
+    def _station(self, machine: str) -> str:
+        return f"02:00:00:00:00:{self._number(machine):02x}"
+
+    def _set_station(self, sender: str, receiver: str, station: str) -> None:
+        entry = (self.address(receiver), "lladdr", station, "dev", INTERFACE, "nud", "permanent")
+        _ip("-n", self._namespace(sender), "neighbour", "replace", *entry)
+
+    def _build(self) -> None:
+        switch = self._add(_SWITCH)
+        _ip("-n", switch, "link", "add", "br0", "type", "bridge")
+        _ip("-n", switch, "link", "set", "br0", "up")
+        for machine in self._names:
+            own, port = self._add(machine), self._port(machine)
+            peer = ("peer", "name", INTERFACE, "address", self._station(machine), "netns", own)
+            _ip("-n", switch, "link", "add", port, "type", "veth", *peer)
+            _ip("-n", switch, "link", "set", port, "master", "br0", "up")
+            _ip("-n", own, "address", "add", f"{self.address(machine)}/24", "dev", INTERFACE)
+            _ip("-n", own, "link", "set", INTERFACE, "up")
+        for sender in self._names:
+            for receiver in self._names:
+                if sender != receiver:
+                    self.deliver(sender, receiver)
+
+    def _add(self, machine: str) -> str:
+        name = self._namespace(machine)
+        _ip("netns", "add", name)
+        self._namespaces.append(name)
+        _ip("-n", name, "link", "set", "lo", "up")
+        return name
+
+    def _delete(self) -> None:
+        while self._namespaces:
+            _delete(self._namespaces.pop())
+
+
+def sent_bytes() -> int:
+    """What the machine that this process runs on has sent so far, headers included."""
+    for line in Path("/proc/net/dev").read_text().splitlines():
+        name, _, counters = line.partition(":")
+        if name.strip() == INTERFACE:
+            return int(counters.split()[8])
+    raise MeasurementError(f"there is no interface {INTERFACE} here")
+
+
+def _delete_leftovers() -> None:
+    for name in _ip("netns", "list").split():
+        owner = _NAME.fullmatch(name)
+        if owner is not None and not Path(f"/proc/{owner[1]}").exists():
+            with contextlib.suppress(MeasurementError):  # others that begin now delete it as well
+                _delete(name)
+
+
+def _delete(name: str) -> None:
+    """A namespace, and what still runs in it: it would live on unseen for as long as one process does."""
+    deadline = time.monotonic() + _TIMEOUT_S
+    while (running := _ip("netns", "pids", name).split()) and time.monotonic() < deadline:
+        for process in running:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(process), signal.SIGKILL)
+        time.sleep(0.01)
+    _ip("netns", "delete", name)
+
+
+def _ip(*words: str) -> str:
+    return _run("ip", *words)
+
+
+def _run(*command: str) -> str:
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+    if answer.returncode:
+        raise MeasurementError(f"{' '.join(command)}: {answer.stderr.strip()}")
+    return answer.stdout

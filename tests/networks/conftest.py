@@ -1,0 +1,30 @@
+"""Networks of machines for tests. What is made for a test is gone when it ends; what a killed run left is gone when the next one begins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from benchmarks.machines import Machines, hindrance
+from tests.networks.network import COORDINATOR, REDIS, Network
+
+
+@pytest.fixture
+def network(tmp_path: Path, leftover_processes: None) -> Iterator[Callable[..., Network]]:
+    """Makes a network of `hosts` machines for a job, beside those of the coordinator and Redis, with both running."""
+    if (why := hindrance()) is not None:
+        pytest.skip(f"a network of machines cannot be made here: {why}")
+    with ExitStack() as stack:
+
+        def make(hosts: int, **script: str) -> Network:
+            names = [f"host-{number}" for number in range(hosts)]
+            machines = stack.enter_context(Machines(COORDINATOR, REDIS, *names))
+            made = Network(machines, names, tmp_path, **script)
+            stack.callback(made.close)
+            made.start_services()
+            return made
+
+        yield make

@@ -1,0 +1,120 @@
+"""The coordinator or Redis out of reach, of all or of one: not knowing is not the same as nobody. Nobody is restarted, training goes on."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+
+import pytest
+
+from tests.networks.network import COORDINATOR, REDIS, Network
+
+Make = Callable[..., Network]
+
+
+def test_training_goes_on_while_the_coordinator_is_out_of_reach_for_a_moment(network: Make) -> None:
+    job = network(3)
+    job.launch_all()
+    with job.parted([COORDINATOR], job.hosts):
+        job.wait_steps(5)
+    job.wait_steps(2)
+    job.finish()
+    job.check_all_stayed()
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seconds", [10, 25, 60])
+def test_a_coordinator_out_of_reach_restarts_nobody_and_no_step_is_redone(network: Make, seconds: int) -> None:
+    job = network(4)
+    job.launch_all()
+    with job.parted([COORDINATOR], job.hosts):
+        job.lasts(seconds)
+    job.lasts(15)
+    job.finish()
+    job.check_all_stayed()
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("one_way", ["to the hosts", "from the hosts"])
+def test_a_coordinator_that_is_heard_but_does_not_hear_restarts_nobody(network: Make, one_way: str) -> None:
+    job = network(3)
+    job.launch_all()
+    ways = ([COORDINATOR], job.hosts)
+    with job.parted(*(ways if one_way == "to the hosts" else reversed(ways)), one_way=True):
+        job.lasts(25)
+    job.lasts(15)
+    job.finish()
+    job.check_all_stayed()
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seconds", [10, 60])
+def test_a_machine_whose_way_to_the_coordinator_alone_is_cut_trains_on_with_the_others(network: Make, seconds: int) -> None:
+    job = network(3)
+    job.launch_all(nnodes="2:3")
+    with job.parted([COORDINATOR], ["host-1"]):
+        job.lasts(seconds)
+        job.wait_acted_on()
+    job.wait_all_train()
+    job.finish(redone=1)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seconds", [10, 60])
+@pytest.mark.parametrize("whose", ["the coordinator's", "everybody's"])
+def test_redis_out_of_reach_restarts_nobody(network: Make, seconds: int, whose: str) -> None:
+    job = network(3)
+    job.launch_all()
+    with job.parted([REDIS], [COORDINATOR] if whose == "the coordinator's" else job.others(REDIS)):
+        job.lasts(seconds)
+    job.lasts(15)
+    job.finish()
+    job.check_all_stayed()
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seconds", [10, 60])
+def test_a_coordinator_that_stands_still_restarts_nobody(network: Make, seconds: int) -> None:
+    job = network(3)
+    job.launch_all()
+    with job.stopped(*job.machines.pids(COORDINATOR)):
+        job.lasts(seconds)
+    job.lasts(15)
+    job.finish()
+    job.check_all_stayed()
+
+
+@pytest.mark.soak
+def test_a_coordinator_that_is_started_anew_behind_a_cut_finds_all_as_they_were(network: Make) -> None:
+    job = network(3)
+    job.launch_all()
+    with job.parted([COORDINATOR], job.hosts):
+        job.coordinator.send(signal.SIGKILL)
+        job.coordinator.wait()
+        job.start_coordinator()
+        job.lasts(15)
+    job.lasts(15)
+    job.finish()
+    job.check_all_stayed()
+
+
+@pytest.mark.soak
+def test_a_worker_that_dies_while_the_coordinator_is_out_of_reach_is_replaced_when_it_is_back(network: Make) -> None:
+    job = network(3)
+    job.launch_all(nnodes="2:3")
+    with job.parted([COORDINATOR], job.hosts):
+        job.kill_worker("host-1")
+        job.lasts(20)
+    job.wait_all_train()
+    job.finish(redone=1)
+
+
+@pytest.mark.soak
+def test_a_run_that_ends_while_the_coordinator_is_out_of_reach_is_finished(network: Make) -> None:
+    job = network(3, EPOCHS="2")
+    job.launch_all()
+    with job.parted([COORDINATOR], job.hosts):
+        job.release()
+        job.lasts(25)
+    job.finish()
+    job.check_all_stayed()

@@ -1,0 +1,144 @@
+"""Cuts among the machines of a run: who reach each other go on, who was cut off comes back, and nothing is done twice or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.networks.network import COORDINATOR, REDIS, Network
+
+Make = Callable[..., Network]
+
+
+def test_a_machine_that_is_cut_off_for_a_moment_keeps_its_place(network: Make) -> None:
+    job = network(3)
+    job.launch_all()
+    with job.parted(["host-1"], job.others("host-1")):
+        job.lasts(2)
+    job.wait_steps(2)
+    job.finish()
+    job.check_all_stayed()
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("strategy", ["ddp", "zero2"])
+@pytest.mark.parametrize("seconds", [10, 60])
+def test_the_others_go_on_without_a_machine_that_is_cut_off_and_it_comes_back(network: Make, seconds: int, strategy: str) -> None:
+    job = network(4, STRATEGY=strategy)
+    job.launch_all(nnodes="2:4")
+    with job.parted(["host-1"], job.others("host-1")):
+        job.lasts(seconds)
+        if seconds > 15:
+            job.wait_acted_on()
+    job.wait_all_train()
+    job.finish(redone=1)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seconds", [10, 60])
+def test_a_fixed_number_of_machines_waits_for_the_one_that_is_cut_off(network: Make, seconds: int) -> None:
+    job = network(3)
+    job.launch_all()
+    with job.parted(["host-1"], job.others("host-1")):
+        if seconds > 15:
+            job.wait_explained(r"wait.*host-1")
+        job.lasts(seconds)
+    job.wait_all_train()
+    job.finish(redone=1)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seconds", [2, 10, 60])
+def test_the_half_with_the_coordinator_goes_on_and_the_other_half_comes_back(network: Make, seconds: int) -> None:
+    job = network(4)
+    job.launch_all(nnodes="2:4")
+    with job.parted(["host-2", "host-3"], [COORDINATOR, REDIS, "host-0", "host-1"]):
+        job.lasts(seconds)
+        if seconds > 15:
+            job.wait_acted_on()
+    job.wait_all_train()
+    job.finish(redone=1)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seconds", [10, 60])
+def test_halves_of_which_neither_is_enough_wait_for_each_other(network: Make, seconds: int) -> None:
+    job = network(4)
+    job.launch_all()
+    with job.parted(["host-2", "host-3"], [COORDINATOR, REDIS, "host-0", "host-1"]):
+        job.lasts(seconds)
+    job.wait_all_train()
+    job.finish(redone=1)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("direction", ["sends", "receives"])
+@pytest.mark.parametrize("seconds", [2, 10, 60])
+def test_a_machine_that_is_cut_off_in_one_direction_only_comes_back(network: Make, seconds: int, direction: str) -> None:
+    job = network(3)
+    job.launch_all(nnodes="2:3")
+    ways = (["host-1"], job.others("host-1"))
+    with job.parted(*(ways if direction == "sends" else reversed(ways)), one_way=True):
+        job.lasts(seconds)
+        if seconds > 15:
+            job.wait_acted_on()
+    job.wait_all_train()
+    job.finish(redone=1)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seconds", [2, 10])
+def test_a_cut_between_two_workers_that_heals_soon_costs_nobody_a_place(network: Make, seconds: int) -> None:
+    job = network(3)
+    job.launch_all()
+    with job.parted(["host-1"], ["host-2"]):
+        job.lasts(seconds)
+    job.wait_steps(2)
+    job.finish()
+    assert len(job.workers()) == 3, "workers were restarted"
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("one_way", [False, True])
+def test_a_cut_between_two_workers_is_explained_and_the_others_go_on_without_one_of_them(network: Make, one_way: bool) -> None:
+    job = network(3)
+    job.launch_all(nnodes="2:3")
+    with job.parted(["host-1"], ["host-2"], one_way=one_way):
+        job.wait_explained(r"not reach rank \d \(host-[12]\)")
+        job.wait_acted_on()
+    job.wait_all_train()
+    job.finish(redone=1)
+
+
+@pytest.mark.soak
+def test_a_cut_as_the_workers_start_delays_them(network: Make) -> None:
+    job = network(3)
+    for host in job.hosts:
+        job.launch(host)
+    job.eventually(lambda: "job created job_id=default " in job.coordinator.said().replace("\n", " "), "the first launcher")
+    with job.parted(["host-1"], job.others("host-1")):
+        job.lasts(10)
+    job.wait_all_train()
+    job.finish()
+
+
+@pytest.mark.soak
+def test_a_cut_as_the_run_ends_makes_nobody_miss_the_last_step(network: Make) -> None:
+    job = network(3, EPOCHS="2")
+    job.launch_all()
+    job.wait_steps(3)
+    job.release()
+    with job.parted(["host-1"], job.others("host-1")):
+        job.lasts(10)
+    job.finish(redone=1)
+
+
+@pytest.mark.soak
+def test_a_machine_that_stands_still_for_20_s_comes_back(network: Make) -> None:
+    job = network(3)
+    job.launch_all(nnodes="2:3")
+    with job.stopped(*job.machines.pids("host-1")):
+        job.lasts(20)
+    job.wait_all_train()
+    job.finish(redone=1)

@@ -1,0 +1,41 @@
+"""A worker behind a slow link holds all others back: it is named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.networks.network import Network
+
+Make = Callable[..., Network]
+
+
+@pytest.mark.soak
+def test_a_worker_behind_5_mbit_per_s_is_named_while_the_others_wait_for_it(network: Make) -> None:
+    job = network(3, WIDTH="20000", EPOCHS="2")  # in much wider ones a last bit may depend on the order of sums (decision 4)
+    job.launch_all()
+    job.release()
+    job.machines.slow_down("host-1", mbit_per_s=5)
+    job.wait_explained(r"wait for rank \d \(host-1\): the connection to it takes")
+    job.eventually(lambda: "host-1" in who_is_slow(job), "status to name the slow one")
+    job.machines.speed_up("host-1")
+    job.finish()
+
+
+def who_is_slow(job: Network) -> str:
+    """What `shoal status` says of it, beside its table."""
+    status = job.status()
+    return f"{status['waits_for']} {[member['note'] for member in status['members']]}"
+
+
+@pytest.mark.soak
+def test_a_worker_that_comes_over_a_slow_link_gets_its_state_and_takes_part(network: Make) -> None:
+    job = network(3, WIDTH="20000", EPOCHS="3")
+    for host in ("host-0", "host-1"):
+        job.launch(host, nnodes="1:3")
+    job.eventually(lambda: len(job.workers()) == 2, "two that train")
+    job.machines.slow_down("host-2", mbit_per_s=5)
+    job.launch("host-2", nnodes="1:3")
+    job.wait_all_train()
+    job.finish()

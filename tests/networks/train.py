@@ -1,0 +1,42 @@
+"""The training script of these tests: deterministic, so that runs of any size and with any faults end with the same parameters, bit for
+bit. It says what it ends with in a JSON file in OUTPUT. Steps are slow while OUTPUT/hold exists."""
+
+import hashlib
+import json
+import logging
+import os
+from pathlib import Path
+
+import shoal
+import torch
+from torch import nn
+
+from tests.integration.worker_elastic.pacing import pace
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
+    torch.set_num_threads(1)
+    output, epochs, width = Path(os.environ["OUTPUT"]), int(os.environ["EPOCHS"]), int(os.environ["WIDTH"])
+    shoal.init()
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(10, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(0.2), nn.Linear(width, 2))
+    optimizer = torch.optim.SGD(net.parameters(), 0.05, momentum=0.9)
+    model, optimizer = shoal.as_distributed(net, optimizer, strategy=os.environ["STRATEGY"], deterministic=True)
+    x = torch.randn(480, 10, generator=torch.Generator().manual_seed(1))
+    loader = shoal.ElasticDataLoader(torch.utils.data.TensorDataset(x, (x.sum(1) > 0).long()), global_batch_size=48, micro_batch_size=8)
+    for _ in loader.epochs(epochs):
+        for step in loader.steps():
+            for inputs, labels in step:
+                nn.functional.cross_entropy(model(inputs), labels).backward()
+            pace(output / "hold", loader.global_step, epochs * len(loader))
+            model.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    digest = hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in model.full_state_dict().values())).hexdigest()
+    result = {"rank": shoal.rank(), "generation": shoal.generation(), "steps": loader.global_step, "digest": digest}
+    (output / f"{os.environ.get('SHOAL_MEMBER_ID', 'alone')}.json").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -58,8 +58,8 @@ class Candidate:
 CANDIDATES: Final = (
     Candidate(
         name="shoal",
-        command="shoal run --standalone --nproc-per-node 3 --max-restarts 1000000 -m benchmarks.workers.train_shoal",
-        start=partial(start_shoal, restarts=True),
+        command="shoal run --standalone --nproc-per-node 3 --max-restarts 1000000 -m benchmarks.workers.train_shoal --logs",
+        start=partial(start_shoal, restarts=True, more=("--logs",)),
     ),
     Candidate(
         name="torchft, tuned",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import shoal
 
 from benchmarks.workers import training
@@ -13,7 +15,10 @@ def main() -> None:
     """Trains until told otherwise."""
     flags = parser()
     flags.add_argument("--strategy", default="ddp")
+    flags.add_argument("--logs", action="store_true", help="print what Shoal logs")
     options = flags.parse_args()
+    if options.logs:
+        logging.basicConfig(level=logging.INFO)
     workload = workload_of(options)
     shoal.init()
     net = training.network(workload)

@@ -46,8 +46,9 @@ class Account:
 
 def measure(options: Options) -> Table:
     """See the module. About an hour on two cores: it is the simulated half of `make chaos`."""
-    seeds = (*_SIMULATION, "--seeds", str(QUICK_SEEDS if options.quick else SEEDS))
-    tears = (*_SIMULATION, "--exhaustive", *(("--strategies", "ddp", "--loops", "flat") if options.quick else ()))
+    processes = ("--processes", "1" if options.quick else str(len(os.sched_getaffinity(0))))
+    seeds = (*_SIMULATION, "--seeds", str(QUICK_SEEDS if options.quick else SEEDS), *processes)
+    tears = (*_SIMULATION, "--exhaustive", *(("--strategies", "ddp", "--loops", "flat") if options.quick else ()), *processes)
     rows = [_row("numbered schedules", seeds), _row("every tear of a step", tears)]
     plots.samples(options.output / "t13.png", rows, sample="per_minute", label="schedules a minute on one core", target=PER_MINUTE)
     return Table(
@@ -58,9 +59,10 @@ def measure(options: Options) -> Table:
             "The simulator runs the session, strategies and loaders on in-memory ranks in virtual time; a schedule says whom faults "
             "befall, when, and in which order all goes on. Each run is compared with the one without faults: parameters, optimizer state, "
             "every answer of step(), every sample. Numbered schedules draw strategy, loop, 2 to 4 ranks and 1 to 4 faults from their "
-            "number. Tears of a step are all there are with 3 ranks: strategy x loop x collective x who dies x who got the result. The "
-            "rate is that of each of as many processes as there are cores, the runs without faults and the shrinking of failures included. "
-            "A schedule that is wrong in two ways counts twice among the wrong. tests/simulation/README.md says what is simulated."
+            "number, and have 10 steps. Tears of a step are all there are with 3 ranks: strategy x loop x collective x who dies x who got "
+            "the result. The rate is that of each of as many processes as there are cores, the runs without faults and the shrinking of "
+            "failures included. A schedule that is wrong in two ways counts twice among the wrong. tests/simulation/README.md says what is "
+            "simulated."
         ),
         columns=("schedules", "bitwise", "wrong", "a minute and core"),
         rows=tuple(rows),
@@ -72,7 +74,8 @@ def account_of(output: str) -> Account:
     """Reads the last lines of the simulator's output. Raises MeasurementError."""
     runs, wrong = _RUNS.search(output), _WRONG.search(output)
     if runs is None or wrong is None:
-        raise MeasurementError(f"the simulator gave no account of its runs:\n{output[-2000:]}")
+        last = output.strip().rpartition("\n")[2]
+        raise MeasurementError(f"the simulator gave no account of its runs and ended with: {last}\n{output[-2000:]}")
     return Account(schedules=int(runs[1]), per_minute=float(runs[3]), wrong=ast.literal_eval(wrong[1]) or {})
 
 
@@ -113,6 +116,6 @@ def _row(name: str, words: Sequence[str]) -> Row:
 def _run(words: Sequence[str]) -> str:
     """What it printed. It ends with 1 where a schedule was wrong, which is a figure here and no failure."""
     with Stage() as stage:
-        process = stage.start("simulation", [sys.executable, *words, "--processes", str(len(os.sched_getaffinity(0)))])
+        process = stage.start("simulation", [sys.executable, *words])
         stage.await_end(process, timeout_s=_TIMEOUT_S)
         return stage.texts()["simulation"]

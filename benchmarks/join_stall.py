@@ -38,7 +38,7 @@ OF_TCP: Final = 0.7
 _JOINS: Final = 5
 _QUICK_JOINS: Final = 2
 _TCP_ROUNDS: Final = 8
-_TIMEOUT_S: Final = 300
+_TIMEOUT_S: Final = 600
 _TCP: Final = "benchmarks.workers.transfer"
 _BYTES_PER_WEIGHT: Final = 8
 """The weight and its momentum, float32."""

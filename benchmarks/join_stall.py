@@ -20,7 +20,7 @@ from benchmarks import plots
 from benchmarks.errors import MeasurementError
 from benchmarks.gates import Gate
 from benchmarks.joining import STEPS_AROUND, members, stall_s, taken
-from benchmarks.kill_recovery import TUNED
+from benchmarks.kill_recovery import TUNED, torchft_command
 from benchmarks.processes import Stage
 from benchmarks.registry import Options
 from benchmarks.report import Row, Table
@@ -63,11 +63,7 @@ CANDIDATES: Final = (
     ),
     Candidate(
         name="torchft, tuned",
-        command=(
-            f"torchft_lighthouse --heartbeat_timeout_ms {_TORCHFT.heartbeat_timeout_ms} --join_timeout_ms {_TORCHFT.join_timeout_ms} "
-            f"--quorum_tick_ms {_TORCHFT.quorum_tick_ms}; per replica python -m benchmarks.workers.train_torchft "
-            f"--heartbeat-ms {_TORCHFT.heartbeat_ms} --timeout-s {_TORCHFT.timeout_s:g}"
-        ),
+        command=torchft_command(_TORCHFT),
         start=partial(Torchft, settings=_TORCHFT, min_replicas=WORKERS - 1),
     ),
 )

@@ -76,14 +76,19 @@ def _shoal(name: str, *, kills: int, ranks: int = WORKERS, of_floor: float = OF_
     )
 
 
+def torchft_command(settings: TorchftSettings) -> str:
+    """How torchft is started with them, as a person would type it."""
+    return (
+        f"torchft_lighthouse --heartbeat_timeout_ms {settings.heartbeat_timeout_ms} --join_timeout_ms {settings.join_timeout_ms} "
+        f"--quorum_tick_ms {settings.quorum_tick_ms}; per replica python -m benchmarks.workers.train_torchft "
+        f"--heartbeat-ms {settings.heartbeat_ms} --timeout-s {settings.timeout_s:g}"
+    )
+
+
 def _torchft_tuned(name: str, *, kills: int, ranks: int = WORKERS) -> Candidate:
     return Candidate(
         name=name,
-        command=(
-            f"torchft_lighthouse --heartbeat_timeout_ms {TUNED.heartbeat_timeout_ms} --join_timeout_ms {TUNED.join_timeout_ms} "
-            f"--quorum_tick_ms {TUNED.quorum_tick_ms}; per replica python -m benchmarks.workers.train_torchft "
-            f"--heartbeat-ms {TUNED.heartbeat_ms} --timeout-s {TUNED.timeout_s:g}"
-        ),
+        command=torchft_command(TUNED),
         start=partial(Torchft, settings=TUNED, min_replicas=ranks - 1),
         kills=kills,
         quick_kills=1,

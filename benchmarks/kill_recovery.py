@@ -1,7 +1,7 @@
-"""T1: from SIGKILL of one of three workers until all survivors have committed their next step.
+"""T1: from SIGKILL of one worker until all survivors have committed their next step.
 
-One run gives many samples: kill, wait until the survivors step again, wait until a replacement has joined and all three step together,
-kill the next one. The kill comes at a random moment of a step, and each rank gets its turn. Where a failure restarts all workers
+One run gives many samples: kill, wait until the survivors step again, wait until a replacement has joined and all step together, kill the
+next one. The kill comes at a random moment of a step, and each rank gets its turn. Where a failure restarts all workers
 (torchrun), it is over when all that take part have done a step.
 """
 
@@ -11,8 +11,8 @@ import json
 import random
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
@@ -28,14 +28,16 @@ from benchmarks.workers.steplog import StepLogs
 from benchmarks.workers.workload import Workload
 
 WORKERS: Final = 3
+MANY_WORKERS: Final = 8
 WIDTH: Final = 400
 BATCH: Final = 32
-P50_TARGET_S: Final = 0.10
-P99_TARGET_S: Final = 0.30
+OF_FLOOR: Final = 1.4
+OF_FLOOR_OTHERS: Final = 2.0
+"""With more ranks, or with state that is cut over them."""
 _LONGEST_PHASE_S: Final = 0.1
 _START_TIMEOUT_S: Final = 120
 _RECOVERY_TIMEOUT_S: Final = 180
-_TUNED: Final = TorchftSettings(heartbeat_timeout_ms=200, heartbeat_ms=20, join_timeout_ms=100, quorum_tick_ms=10, timeout_s=5)
+TUNED: Final = TorchftSettings(heartbeat_timeout_ms=200, heartbeat_ms=20, join_timeout_ms=100, quorum_tick_ms=10, timeout_s=5)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,31 +49,60 @@ class Candidate:
     start: Start
     kills: int
     quick_kills: int
-    recovered: int = WORKERS - 1
-    """Workers that must step again."""
+    ranks: int = WORKERS
+    restarts_all: bool = False
+    """A death is over when as many workers as before step again; else when the survivors do."""
     restarted: bool = False
     """They are other processes than before."""
+    of_floor: float | None = None
+    """The target: most of the floor's p50."""
+
+    @property
+    def recovered(self) -> int:
+        """Workers that must step again."""
+        return self.ranks if self.restarts_all else self.ranks - 1
+
+
+def _shoal(name: str, *, kills: int, ranks: int = WORKERS, of_floor: float = OF_FLOOR_OTHERS, more: tuple[str, ...] = ()) -> Candidate:
+    words = ("--nproc-per-node", str(ranks), "--max-restarts", "1000000", "-m", "benchmarks.workers.train_shoal", *more)
+    return Candidate(
+        name=name,
+        command=" ".join(("shoal run --standalone", *words)),
+        start=partial(start_shoal, restarts=True, more=more),
+        kills=kills,
+        quick_kills=3,
+        ranks=ranks,
+        of_floor=of_floor,
+    )
+
+
+def torchft_command(settings: TorchftSettings) -> str:
+    """How torchft is started with them, as a person would type it."""
+    return (
+        f"torchft_lighthouse --heartbeat_timeout_ms {settings.heartbeat_timeout_ms} --join_timeout_ms {settings.join_timeout_ms} "
+        f"--quorum_tick_ms {settings.quorum_tick_ms}; per replica python -m benchmarks.workers.train_torchft "
+        f"--heartbeat-ms {settings.heartbeat_ms} --timeout-s {settings.timeout_s:g}"
+    )
+
+
+def _torchft_tuned(name: str, *, kills: int, ranks: int = WORKERS) -> Candidate:
+    return Candidate(
+        name=name,
+        command=torchft_command(TUNED),
+        start=partial(Torchft, settings=TUNED, min_replicas=ranks - 1),
+        kills=kills,
+        quick_kills=1,
+        ranks=ranks,
+    )
 
 
 CANDIDATES: Final = (
-    Candidate(
-        name="shoal",
-        command="shoal run --standalone --nproc-per-node 3 --max-restarts 1000000 -m benchmarks.workers.train_shoal",
-        start=partial(start_shoal, restarts=True),
-        kills=30,
-        quick_kills=5,
-    ),
-    Candidate(
-        name="torchft, tuned",
-        command=(
-            f"torchft_lighthouse --heartbeat_timeout_ms {_TUNED.heartbeat_timeout_ms} --join_timeout_ms {_TUNED.join_timeout_ms} "
-            f"--quorum_tick_ms {_TUNED.quorum_tick_ms}; per replica python -m benchmarks.workers.train_torchft "
-            f"--heartbeat-ms {_TUNED.heartbeat_ms} --timeout-s {_TUNED.timeout_s:g}"
-        ),
-        start=partial(Torchft, settings=_TUNED, min_replicas=WORKERS - 1),
-        kills=12,
-        quick_kills=3,
-    ),
+    _shoal("shoal", kills=30, of_floor=OF_FLOOR),
+    _shoal("shoal, zero2", kills=15, more=("--strategy", "zero2")),
+    _shoal("shoal, fsdp", kills=15, more=("--strategy", "fsdp")),
+    _shoal("shoal, 8 ranks", kills=15, ranks=MANY_WORKERS),
+    _torchft_tuned("torchft, tuned", kills=12),
+    _torchft_tuned("torchft, tuned, 8 ranks", kills=6, ranks=MANY_WORKERS),
     Candidate(
         name="torchft, defaults",
         command="torchft_lighthouse; per replica python -m benchmarks.workers.train_torchft",
@@ -85,7 +116,7 @@ CANDIDATES: Final = (
         start=partial(start_torchrun, restarts=True),
         kills=3,
         quick_kills=1,
-        recovered=WORKERS,
+        restarts_all=True,
         restarted=True,
     ),
     Candidate(
@@ -108,26 +139,32 @@ CANDIDATES: Final = (
 
 
 def measure(options: Options) -> Table:
-    """See the module. About 6 minutes."""
-    rows = [_row(candidate, options) for candidate in CANDIDATES if not options.quick or candidate.quick_kills]
-    rows.append(_floor(options))
-    plots.samples(options.output / "t1.png", rows, sample="pause_s", label="kill to next committed step, s", target=P50_TARGET_S)
+    """See the module. About 12 minutes."""
+    chosen = [candidate for candidate in CANDIDATES if not options.quick or candidate.quick_kills]
+    measured = [(candidate, _row(candidate, options)) for candidate in chosen]
+    floors = {ranks: _floor(options, ranks) for ranks in (WORKERS, MANY_WORKERS)}
+    shares = [of_floor(row, floors[candidate.ranks]) for candidate, row in measured]
+    rows = [*(with_share(row, share) for (_, row), share in zip(measured, shares, strict=True)), *floors.values()]
+    plots.samples(options.output / "t1.png", rows, sample="pause_s", label="kill to next committed step, s")
     return Table(
         key="t1",
-        title="SIGKILL of 1 of 3 workers to the next committed step of all survivors",
-        target=f"p50 <= {P50_TARGET_S:.2f} s, p99 <= {P99_TARGET_S:.2f} s",
+        title="SIGKILL of 1 worker to the next committed step of all survivors",
+        target=f"p50 <= {OF_FLOOR} x the bare floor of the same run; 8 ranks, zero2 and fsdp <= {OF_FLOOR_OTHERS} x theirs",
         method=(
-            f"Three workers train a {WIDTH}-wide perceptron, {BATCH} samples per rank and step. One is killed at a random moment, each "
-            "rank in turn; the time ends when the last survivor has committed a step in a newer group. Then a replacement joins, and when "
-            "all three have done 20 steps together, the next one is killed. Shoal's launcher starts the replacement a quarter of a second "
-            "after the death, on the same cores; torchft's starts after the measurement. torchrun restarts all workers, which load no "
-            "checkpoint here; its elastic agents die with their worker, as a machine does. torchrun runs with "
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: without it a restarted Gloo group cannot connect. The bare floor is three forked "
-            "processes with a Gloo group and nothing else, which know what happened. With few samples p99 is close to the largest one."
+            f"Workers, three where the row says no other number, train a {WIDTH}-wide perceptron, {BATCH} samples per rank and step, under "
+            "ddp unless the row says otherwise. One is killed at a random moment, each rank in turn; the time ends when the last survivor "
+            "has committed a step in a newer group. Then a replacement joins, and when all have done 20 steps together, the next one is "
+            "killed. Shoal's launcher starts the replacement a quarter of a second after the death, on the same cores; torchft's starts "
+            "after the measurement. torchrun restarts all workers, which load no checkpoint here; its elastic agents die with their "
+            "worker, as a machine does. torchrun runs with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: without it a restarted Gloo group cannot "
+            "connect. "
+            "The bare floor is as many forked processes with a Gloo group and nothing else, which know what happened: they form a group "
+            "anew and take one step, whose only collective sums all gradients of the same model. Each row is compared with the floor of "
+            "its number of ranks. With few samples p99 is close to the largest one."
         ),
-        columns=("kills", "p50 s", "p99 s", "max s"),
+        columns=("kills", "p50 s", "p99 s", "max s", "p50, of floor"),
         rows=tuple(rows),
-        verdict=_verdict(rows[0].samples.get("pause_s", ())),
+        verdict=verdict((row.name, share, candidate.of_floor) for (candidate, row), share in zip(measured, shares, strict=True)),
     )
 
 
@@ -146,11 +183,11 @@ def _kill_and_time(candidate: Candidate, kills: int, pauses: list[float]) -> Non
     with Stage() as stage:
         directory = stage.directory / "steps"
         directory.mkdir()
-        system = candidate.start(stage, Workload(log=directory, ranks=WORKERS, width=WIDTH, batch=BATCH))
+        system = candidate.start(stage, Workload(log=directory, ranks=candidate.ranks, width=WIDTH, batch=BATCH))
         logs = StepLogs(directory)
         for turn in range(kills):
-            recovery = Recovery(logs, workers=WORKERS, recovered=candidate.recovered, restarted=candidate.restarted)
-            stage.wait_until(f"{candidate.name}: three workers stepping together", recovery.settled, timeout_s=_START_TIMEOUT_S)
+            recovery = Recovery(logs, workers=candidate.ranks, recovered=candidate.recovered, restarted=candidate.restarted)
+            stage.wait_until(f"{candidate.name}: {candidate.ranks} workers stepping together", recovery.settled, timeout_s=_START_TIMEOUT_S)
             victims = [pid for pid in recovery.members if system.may_kill(pid)]
             time.sleep(generator.uniform(0, _LONGEST_PHASE_S))
             victim = victims[turn % len(victims)]
@@ -161,8 +198,9 @@ def _kill_and_time(candidate: Candidate, kills: int, pauses: list[float]) -> Non
             system.replace()
 
 
-def _floor(options: Options) -> Row:
-    words = ["-m", "benchmarks.workers.bare_floor", f"--kills={5 if options.quick else 30}", f"--width={WIDTH}", f"--batch={BATCH}"]
+def _floor(options: Options, ranks: int) -> Row:
+    flags = {"ranks": ranks, "kills": 5 if options.quick else 30, "width": WIDTH, "batch": BATCH}
+    words = ["-m", "benchmarks.workers.bare_floor", *(f"--{name}={value}" for name, value in flags.items())]
     pauses: list[float] = []
     failure = ""
     with Stage() as stage:
@@ -173,7 +211,7 @@ def _floor(options: Options) -> Row:
             pauses = json.loads(output.read_text())
         except MeasurementError as error:
             failure = str(error)
-    return _described("bare Gloo floor", " ".join(["python", *words]), pauses, failure)
+    return _described(f"bare Gloo floor, {ranks} ranks", " ".join(["python", *words]), pauses, failure)
 
 
 def _described(name: str, command: str, pauses: Sequence[float], failure: str) -> Row:
@@ -187,13 +225,22 @@ def _seconds(value: float) -> str:
     return f"{value:.3f}" if value < 1 else f"{value:.1f}"
 
 
-def _verdict(pauses: Sequence[float]) -> str:
-    if not pauses:
-        return "Not measured."
-    p50, p99 = quantile(pauses, 0.5), quantile(pauses, 0.99)
-    reached = [f"p50 {_judged(p50, P50_TARGET_S)}", f"p99 {_judged(p99, P99_TARGET_S)}"]
-    return f"Measured: {', '.join(reached)}."
+def of_floor(row: Row, floor: Row) -> float | None:
+    """How many times the floor's p50 the row's is; None if one of them was not measured."""
+    ours, least = row.samples["pause_s"], floor.samples["pause_s"]
+    return quantile(ours, 0.5) / quantile(least, 0.5) if ours and least else None
 
 
-def _judged(value: float, target: float) -> str:
-    return f"{value:.3f} s ({'reached' if value <= target else 'not reached'})"
+def with_share(row: Row, share: float | None) -> Row:
+    """The row with its ratio to the floor, where there is one."""
+    return row if share is None else replace(row, cells={**row.cells, "p50, of floor": f"{share:.2f}"})
+
+
+def verdict(shares: Iterable[tuple[str, float | None, float | None]]) -> str:
+    """From each row's name, ratio to its floor, and target; rows without a target are left out."""
+    judged = [f"{name} {_judged(share, target)}" for name, share, target in shares if target is not None]
+    return f"Measured, p50 of the floor: {'; '.join(judged)}."
+
+
+def _judged(share: float | None, target: float) -> str:
+    return "not measured" if share is None else f"{share:.2f} x ({'reached' if share <= target else 'not reached'})"

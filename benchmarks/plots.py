@@ -20,7 +20,7 @@ def samples(path: Path, rows: Sequence[Row], *, sample: str, label: str, target:
         axes.axvline(target, linestyle=":", color="grey", label=f"target {target:g}")
         figure.legend(loc="outside upper right")
     axes.set_yticks(range(len(shown)), [row.name for row in shown])
-    axes.set_ylim(-0.5, len(shown) - 0.5)
+    axes.set_ylim(-0.5, max(len(shown), 1) - 0.5)
     axes.set_xscale("log")
     axes.set_xlabel(label)
     axes.grid(axis="x", alpha=0.3)

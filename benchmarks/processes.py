@@ -90,12 +90,15 @@ class Stage:
 
     def finish(self, process: subprocess.Popen[bytes], *, timeout_s: float) -> None:
         """Waits until `process` has ended well. Raises MeasurementError."""
+        if code := self.await_end(process, timeout_s=timeout_s):
+            raise MeasurementError(f"{_named(process)} ended with {code}\n{self.outputs()}")
+
+    def await_end(self, process: subprocess.Popen[bytes], *, timeout_s: float) -> int:
+        """Waits until `process` has ended; its exit code. Raises MeasurementError when it does not."""
         try:
-            code = process.wait(timeout_s)
+            return process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             raise MeasurementError(f"{_named(process)} did not end within {timeout_s:g} s\n{self.outputs()}") from None
-        if code:
-            raise MeasurementError(f"{_named(process)} ended with {code}\n{self.outputs()}")
 
     def stop(self, *, grace_s: float) -> None:
         """SIGTERM to all that run still, SIGKILL after `grace_s` to whatever is left, orphans included."""
@@ -123,11 +126,11 @@ class Stage:
 
     def outputs(self) -> str:
         """The end of each process's output, for people."""
-        parts = []
-        for file in sorted(self.directory.glob("*.out")):
-            text = file.read_text(errors="replace").strip()
-            parts.append(f"--- {file.stem}\n{text[-_OUTPUT_SHOWN:]}")
-        return "\n".join(parts)
+        return "\n".join(f"--- {name}\n{text.strip()[-_OUTPUT_SHOWN:]}" for name, text in self.texts().items())
+
+    def texts(self) -> dict[str, str]:
+        """All that was written so far, by the names of the outputs."""
+        return {file.stem: file.read_text(errors="replace") for file in sorted(self.directory.glob("*.out"))}
 
     def _output(self, name: str) -> Path:
         return self.directory / f"{name}.out"

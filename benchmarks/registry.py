@@ -42,12 +42,14 @@ class Benchmark:
 
 
 BENCHMARKS: Final = (
-    Benchmark(key="t1", title="SIGKILL of 1 of 3 workers to the next committed step", module="benchmarks.kill_recovery"),
+    Benchmark(key="t1", title="SIGKILL of 1 worker to the next committed step", module="benchmarks.kill_recovery"),
     Benchmark(key="t2", title="Step time against bare torch DDP", module="benchmarks.step_time"),
+    Benchmark(key="t3", title="Joining: stall of the survivors, transfer of the state", module="benchmarks.join_stall"),
     Benchmark(key="t4", title="Parameter server: push and pull over gRPC", module="benchmarks.ps_transfer"),
     Benchmark(key="t6", title="Sharded steps against FSDP2, ZeroRedundancyOptimizer and DeepSpeed", module="benchmarks.sharded_step"),
     Benchmark(key="t7", title="Steps of ddp, tensor, pipeline and hybrid against torch's own", module="benchmarks.parallel_step"),
     Benchmark(key="t8", title="Memory and bytes on the wire of each strategy", module="benchmarks.memory_and_wire"),
     Benchmark(key="t9", title="Compressed gradients over a slow link", module="benchmarks.compression_link"),
+    Benchmark(key="t13", title="Faulty runs against fault-free runs, simulated", module="benchmarks.faulty_runs"),
     Benchmark(key="t14", title="From the command to the first step", module="benchmarks.launch_time"),
 )

@@ -62,10 +62,10 @@ class WithLauncher:
         """The launcher does."""
 
 
-def start_shoal(stage: Stage, workload: Workload, *, restarts: bool = False) -> WithLauncher:
-    """Launcher, coordinator, embedded Valkey, workers with metrics. `restarts`: workers may die often."""
+def start_shoal(stage: Stage, workload: Workload, *, restarts: bool = False, more: Sequence[str] = ()) -> WithLauncher:
+    """Launcher, coordinator, embedded Valkey, workers with metrics. `restarts`: workers may die often. `more`: of the worker's flags."""
     flags = ("--standalone", "--nproc-per-node", str(workload.ranks), *(_MANY_RESTARTS if restarts else ()))
-    command = [_beside_python("shoal"), "run", *flags, "-m", "benchmarks.workers.train_shoal", *workload.arguments()]
+    command = [_beside_python("shoal"), "run", *flags, "-m", "benchmarks.workers.train_shoal", *more, *workload.arguments()]
     return WithLauncher(stage, command)
 
 

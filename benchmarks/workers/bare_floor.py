@@ -1,8 +1,8 @@
-"""The floor under every recovery: three processes with a bare Gloo group that make a new one by themselves when a peer dies.
+"""The floor under every recovery: processes with a bare Gloo group that make a new one by themselves when a peer dies.
 
-No launcher, no coordinator, no model state to agree on, no replacement: everybody knows that one of three died, and the new ranks are the
-order of arrival at a store that the parent hosts. What is left is noticing the death, connecting two processes, and one step.
-Each trial forks three fresh members, which have torch imported already, and makes the store after that: its server's thread asks the
+No launcher, no coordinator, no model state to agree on, no replacement: everybody knows that one died, and the new ranks are the
+order of arrival at a store that the parent hosts. What is left is noticing the death, connecting those that are left, and one step.
+Each trial forks fresh members, which have torch imported already, and makes the store after that: its server's thread asks the
 resolver for the name of every client, and a member forked in that moment would inherit libc's resolver lock as held, for ever. Writes the
 pauses in seconds as a JSON list.
 """
@@ -30,7 +30,6 @@ from benchmarks.workers import training
 from benchmarks.workers.steplog import StepLog, StepLogs
 from benchmarks.workers.workload import Workload
 
-MEMBERS = 3
 _TIMEOUT = timedelta(seconds=20)
 _POLL_S = 0.02
 
@@ -38,7 +37,7 @@ _POLL_S = 0.02
 def main() -> None:
     """Runs the trials."""
     flags = argparse.ArgumentParser()
-    for name in ("kills", "width", "batch"):
+    for name in ("ranks", "kills", "width", "batch"):
         flags.add_argument(f"--{name}", type=int, required=True)
     flags.add_argument("--output", type=Path, required=True)
     options = flags.parse_args()
@@ -46,21 +45,21 @@ def main() -> None:
     pauses = []
     for trial in range(options.kills):
         with tempfile.TemporaryDirectory(prefix="shoal-bench-floor-") as directory:
-            workload = Workload(log=Path(directory), ranks=MEMBERS, width=options.width, batch=options.batch)
+            workload = Workload(log=Path(directory), ranks=options.ranks, width=options.width, batch=options.batch)
             if not trial:
                 training.optimizer_of(training.network(workload))  # the first optimizer imports half of torch: once, not in every member
-            pauses.append(_trial(workload, victim=trial % MEMBERS, delay_s=generator.uniform(0.0, 0.1)))
+            pauses.append(_trial(workload, victim=trial % options.ranks, delay_s=generator.uniform(0.0, 0.1)))
     options.output.write_text(json.dumps(pauses))
 
 
 def _trial(workload: Workload, *, victim: int, delay_s: float) -> float:
     ports: multiprocessing.SimpleQueue[int] = multiprocessing.SimpleQueue()
-    children = [_fork(rank, ports, workload) for rank in range(MEMBERS)]
+    children = [_fork(rank, ports, workload) for rank in range(workload.ranks)]
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     try:
         for _ in children:
             ports.put(store.port)
-        recovery = Recovery(StepLogs(workload.log), workers=MEMBERS, recovered=MEMBERS - 1, restarted=False)
+        recovery = Recovery(StepLogs(workload.log), workers=workload.ranks, recovered=workload.ranks - 1, restarted=False)
         _wait("the members did not step together", recovery.settled)
         time.sleep(delay_s)
         recovery.killed(children[victim], at_ns=time.monotonic_ns())
@@ -86,16 +85,16 @@ def _fork(rank: int, ports: multiprocessing.SimpleQueue[int], workload: Workload
     child = os.fork()
     if child == 0:
         try:
-            _Member(dist.TCPStore("127.0.0.1", ports.get(), is_master=False), rank).train(workload)
+            _Member(dist.TCPStore("127.0.0.1", ports.get(), is_master=False), rank, workload.ranks).train(workload)
         finally:
             os._exit(1)  # trains until it is killed
     return child
 
 
 class _Member:
-    def __init__(self, store: dist.Store, rank: int) -> None:
+    def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
         self._store = store
-        self._number, self._rank, self._world_size = 0, rank, MEMBERS
+        self._number, self._rank, self._world_size = 0, rank, world_size
         self._group: dist.ProcessGroupGloo | None = None
         self._connect()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import shoal
 
 from benchmarks.workers import training
@@ -11,10 +13,16 @@ from benchmarks.workers.workload import parser, workload_of
 
 def main() -> None:
     """Trains until told otherwise."""
-    workload = workload_of(parser().parse_args())
+    flags = parser()
+    flags.add_argument("--strategy", default="ddp")
+    flags.add_argument("--logs", action="store_true", help="print what Shoal logs")
+    options = flags.parse_args()
+    if options.logs:
+        logging.basicConfig(level=logging.INFO)
+    workload = workload_of(options)
     shoal.init()
     net = training.network(workload)
-    model, optimizer = shoal.as_distributed(net, training.optimizer_of(net))
+    model, optimizer = shoal.as_distributed(net, training.optimizer_of(net), strategy=options.strategy)
     loader = shoal.ElasticDataLoader(training.dataset(workload), global_batch_size=workload.global_batch)
     log = StepLog(workload.log, steps=workload.steps, gate=workload.gate)
     for _ in loader.epochs(training.MANY_EPOCHS):

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.kill_recovery import of_floor, verdict, with_share
 from benchmarks.recovery import SETTLED_STEPS, Recovery
+from benchmarks.report import Row
 from benchmarks.workers.steplog import Commit, StepLogs
 
 WORKERS = (101, 102, 103)
@@ -90,3 +92,15 @@ def test_a_line_torn_by_a_kill_is_left_out_until_it_is_whole(tmp_path: Path) -> 
         stream.write(" 0 8\n")
     logs.read()
     assert logs.commits[101][-1] == Commit(6, 1, 3, 0, 8)
+
+
+def test_a_pause_is_compared_with_the_floor_by_their_medians() -> None:
+    ours, floor = (Row(name=name, command="", cells={}, samples={"pause_s": s}) for name, s in (("a", [0.1, 0.3, 0.2]), ("b", [0.1])))
+    assert of_floor(ours, floor) == pytest.approx(2.0)
+    assert with_share(ours, of_floor(ours, floor)).cells == {"p50, of floor": "2.00"}
+    assert of_floor(ours, Row(name="b", command="", cells={}, samples={"pause_s": []})) is None
+
+
+def test_the_verdict_names_each_row_that_has_a_target() -> None:
+    said = verdict([("shoal", 1.3, 1.4), ("shoal, 8 ranks", 2.5, 2.0), ("shoal, fsdp", None, 2.0), ("a peer", 4.0, None)])
+    assert said == "Measured, p50 of the floor: shoal 1.30 x (reached); shoal, 8 ranks 2.50 x (not reached); shoal, fsdp not measured."

@@ -1,0 +1,201 @@
+"""T3: how long a join holds up the others, and how fast the joiner gets the state, against raw TCP in the same run.
+
+One of three workers is killed, its replacement joins, and when all have done some steps together the next one is killed. The stall of a
+survivor is its longest step around the join minus its median step there; that of a join is the largest of the survivors'. The pause at the
+death is not in it: the steps that count begin after the survivors' first one without the dead.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Final
+
+from benchmarks import plots
+from benchmarks.errors import MeasurementError
+from benchmarks.gates import Gate
+from benchmarks.joining import STEPS_AROUND, members, stall_s, taken
+from benchmarks.kill_recovery import TUNED, torchft_command
+from benchmarks.processes import Stage
+from benchmarks.registry import Options
+from benchmarks.report import Row, Table
+from benchmarks.systems import Start, Torchft, start_shoal
+from benchmarks.workers.steplog import StepLogs
+from benchmarks.workers.transfer import NBYTES
+from benchmarks.workers.workload import Workload
+
+WORKERS: Final = 3
+BATCH: Final = 4
+STATES_MB: Final = (80, 805)
+QUICK_STATES_MB: Final = (20,)
+ALLOWED_S: Final = 0.2
+OF_TCP: Final = 0.7
+_JOINS: Final = 5
+_QUICK_JOINS: Final = 2
+_TCP_ROUNDS: Final = 8
+_TIMEOUT_S: Final = 600
+_TCP: Final = "benchmarks.workers.transfer"
+_BYTES_PER_WEIGHT: Final = 8
+"""The weight and its momentum, float32."""
+_SQUARE_LAYERS: Final = 3
+_TORCHFT: Final = replace(TUNED, timeout_s=60)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """One system that replaces its workers."""
+
+    name: str
+    command: str
+    start: Start
+
+
+CANDIDATES: Final = (
+    Candidate(
+        name="shoal",
+        command="shoal run --standalone --nproc-per-node 3 --max-restarts 1000000 -m benchmarks.workers.train_shoal --logs",
+        start=partial(start_shoal, restarts=True, more=("--logs",)),
+    ),
+    Candidate(
+        name="torchft, tuned",
+        command=torchft_command(_TORCHFT),
+        start=partial(Torchft, settings=_TORCHFT, min_replicas=WORKERS - 1),
+    ),
+)
+
+
+@dataclass(kw_only=True)
+class Joins:
+    """What was measured of one system, by join."""
+
+    stalls_s: list[float] = field(default_factory=list)
+    steps_s: list[float] = field(default_factory=list)
+    """The median step around each."""
+    transfers: list[tuple[float, float]] = field(default_factory=list)
+    """Bytes and seconds, where the system says so."""
+    failure: str = ""
+
+    @property
+    def rate(self) -> float | None:
+        """Bytes a second."""
+        return statistics.median(nbytes / seconds for nbytes, seconds in self.transfers) if self.transfers else None
+
+
+def measure(options: Options) -> Table:
+    """See the module. About 8 minutes."""
+    states = [1e6 * megabytes for megabytes in (QUICK_STATES_MB if options.quick else STATES_MB)]
+    tcp_s = _raw_tcp()
+    measured = [(c, nbytes, _joins(c, nbytes, _QUICK_JOINS if options.quick else _JOINS)) for nbytes in states for c in CANDIDATES]
+    tcp_s += _raw_tcp()
+    tcp = NBYTES / statistics.median(tcp_s)
+    rows = [
+        *(row(candidate.name, candidate.command, nbytes, joins, tcp) for candidate, nbytes, joins in measured),
+        Row(name="raw TCP", command=f"python -m {_TCP} tcp", cells={"transfer GB/s": f"{tcp / 1e9:.2f}"}, samples={"transfer_s": tcp_s}),
+    ]
+    plots.samples(options.output / "t3.png", rows, sample="stall_s", label="stall of the survivors at a join, s")
+    return Table(
+        key="t3",
+        title="Joining: stall of the survivors, and transfer of the state against raw TCP",
+        target=f"stall <= {ALLOWED_S} s + size / ({OF_TCP} x raw TCP)",
+        method=(
+            f"{WORKERS} workers train a perceptron as large as the state says (weights and momentum, all trained), {BATCH} samples per "
+            "rank and step, under ddp. One is killed, each rank in turn, and a replacement joins. The stall is a survivor's longest step "
+            f"minus its median step, among up to {STEPS_AROUND} steps before the join and {STEPS_AROUND} after it; the larger of both "
+            "survivors. Steps before the first one without the dead do not count. The transfer's rate is what the joiner's log says, from "
+            "its first request to the last checksum; torchft says none. Raw TCP is one connection over loopback that moves 64 MiB into "
+            "memory that is there already, before and after all else. Medians."
+        ),
+        columns=("joins", "step s", "stall s", "longest stall s", "allowed s", "transfer GB/s", "x raw TCP"),
+        rows=tuple(rows),
+        verdict=_verdict([(nbytes, joins) for candidate, nbytes, joins in measured if candidate.name == "shoal"], tcp),
+    )
+
+
+def allowed_s(nbytes: float, tcp: float) -> float:
+    """The target for so much state where raw TCP moves `tcp` bytes a second."""
+    return ALLOWED_S + nbytes / (OF_TCP * tcp)
+
+
+def row(name: str, command: str, nbytes: float, joins: Joins, tcp: float) -> Row:
+    """A system's figures."""
+    cells = {"joins": str(len(joins.stalls_s)), "allowed s": f"{allowed_s(nbytes, tcp):.2f}"}
+    if joins.stalls_s:
+        cells |= {
+            "step s": f"{statistics.median(joins.steps_s):.3f}",
+            "stall s": f"{statistics.median(joins.stalls_s):.2f}",
+            "longest stall s": f"{max(joins.stalls_s):.2f}",
+        }
+    if joins.rate is not None:
+        cells |= {"transfer GB/s": f"{joins.rate / 1e9:.2f}", "x raw TCP": f"{joins.rate / tcp:.2f}"}
+    samples = {"stall_s": joins.stalls_s, "step_s": joins.steps_s, "transfer_s": [seconds for _, seconds in joins.transfers]}
+    return Row(name=f"{name}, {nbytes / 1e6:.0f} MB", command=command, cells=cells, samples=samples, failure=joins.failure)
+
+
+def _joins(candidate: Candidate, nbytes: float, count: int) -> Joins:
+    joins = Joins()
+    try:
+        _kill_and_replace(candidate, nbytes, count, joins)
+    except MeasurementError as error:
+        joins.failure = str(error)
+    return joins
+
+
+def _kill_and_replace(candidate: Candidate, nbytes: float, count: int, joins: Joins) -> None:
+    width = math.isqrt(round(nbytes / _BYTES_PER_WEIGHT / _SQUARE_LAYERS))
+    with Stage() as stage:
+        directory = stage.directory / "steps"
+        directory.mkdir()
+        system = candidate.start(stage, Workload(log=directory, ranks=WORKERS, width=width, batch=BATCH))
+        logs = StepLogs(directory)
+        since_ns = time.monotonic_ns()
+        group = _whole(stage, logs, candidate, since_ns)
+        already = len(taken("".join(stage.texts().values())))
+        for turn in range(count):
+            since_ns = time.monotonic_ns()
+            survivors = [pid for rank, pid in enumerate(group) if rank != turn % WORKERS]
+            system.kill(group[turn % WORKERS])
+            system.replace()
+            group = _whole(stage, logs, candidate, since_ns)
+            late = ([commit for commit in logs.commits[pid] if commit.time_ns > since_ns] for pid in survivors)
+            stall, step = max(stall_s(commits, workers=WORKERS) for commits in late)
+            joins.stalls_s.append(stall)
+            joins.steps_s.append(step)
+        joins.transfers = taken("".join(stage.texts().values()))[already:]
+
+
+def _whole(stage: Stage, logs: StepLogs, candidate: Candidate, since_ns: int) -> list[int]:
+    def found() -> list[int]:
+        logs.read()
+        return members(logs.commits, workers=WORKERS, since_ns=since_ns)
+
+    stage.wait_until(f"{candidate.name}: {WORKERS} workers stepping together", lambda: bool(found()), timeout_s=_TIMEOUT_S)
+    return found()
+
+
+def _raw_tcp() -> list[float]:
+    """Seconds for 64 MiB each."""
+    with Stage() as stage:
+        path = stage.directory / "gate"
+        with Gate(path, ranks=1, timeout_s=_TIMEOUT_S) as gate:
+            stage.start("tcp", [sys.executable, "-m", _TCP, "tcp", "--gate", str(path)])
+            stage.wait_until("raw TCP", gate.complete, timeout_s=_TIMEOUT_S)
+            gate.block(1)
+            times = gate.block(_TCP_ROUNDS)[0]
+            gate.dismiss()
+            return times[1::2]  # of each round, its pull
+
+
+def _verdict(measured: Sequence[tuple[float, Joins]], tcp: float) -> str:
+    return f"Measured: {'; '.join(_judged(nbytes, joins, tcp) for nbytes, joins in measured)}."
+
+
+def _judged(nbytes: float, joins: Joins, tcp: float) -> str:
+    if not joins.stalls_s:
+        return f"{nbytes / 1e6:.0f} MB not measured"
+    stall, allowed = statistics.median(joins.stalls_s), allowed_s(nbytes, tcp)
+    return f"{nbytes / 1e6:.0f} MB {stall:.2f} s of {allowed:.2f} s ({'reached' if stall <= allowed else 'not reached'})"

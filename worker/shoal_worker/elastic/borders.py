@@ -150,10 +150,12 @@ class Borders:
             stops = step.stop_told or step.all_leave
             self._formation.committed(border_due=step.border_wanted, stop_due=stops, preempted=step.all_leave and not step.stop_told)
 
-    def failed(self) -> None:
-        """A collective of the step failed. May be called from a collective's callback."""
+    def failed(self, reason: str) -> None:
+        """A collective of the step failed: its group is over, also for the step's end. May be called from a collective's callback."""
         if self._formation is not None:
             self._formation.failed_now()
+            if self._formation.group is not None:
+                self._formation.group.abort(reason)
 
     def ask(self, reason: str) -> None:
         """The group of the step in progress failed: forms the next generation, which tells whether the step counts. Returns when this rank

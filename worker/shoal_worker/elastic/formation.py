@@ -228,8 +228,8 @@ class Formation:
                 if self._exchange is not None:
                     self._exchange.expect(group)  # ahead of the first exchange: a receiver asks after it
                 plan = self._reconcile(group)
-                if plan.moving and not plan.decided:
-                    self._bring_together(group)
+                if plan.moving:
+                    self._let_move(group, plan)
             except GROUP_LOST as error:
                 _log.info("a generation did not form: %s", error)
                 self.membership.failed(error)
@@ -275,14 +275,30 @@ class Formation:
         if self._held.has_replica and not self._spectators:
             self._held.replica.regroup(group)
 
+    def _let_move(self, group: Group, plan: Reconciliation) -> None:
+        """Some have to move first. Returns when they have all that they need for it: the group is given up then, and what was on its way
+        would be lost."""
+        if not plan.decided:
+            self._bring_together(group)
+        try:
+            group.exchange(b"")
+        except GROUP_LOST:
+            if group.rank not in plan.moving:
+                raise
+            # It has all, and another has left already.
+
     def _bring_together(self, group: Group) -> None:
         """The ranks hold one state, and some have to lose a step before this group could stand. Until then their scripts see the state:
         what an update has left on its owners is brought to all that hold it. A collective."""
-        step = self._held.step
-        if step is not None and step.undecided:
-            step.void()
-            self._held.replica.discard_step()
-        self._cut_for(group)
+        held = self._held
+        step, held.step = held.step, None  # else nothing would be sent, in a step that is lost
+        try:
+            if step is not None and step.undecided:
+                step.void()
+                held.replica.discard_step()
+            self._cut_for(group)
+        finally:
+            held.step = step
 
     def _reconcile(self, group: Group) -> Reconciliation:
         """Tells the ranks how this one stands, and gives and takes what follows from it."""

@@ -18,6 +18,7 @@ import json
 import logging
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 
 import torch
@@ -175,9 +176,9 @@ class Steps:
         """See `StepClock`."""
         step = self.current
         if step is not None and step.source is source and step.handed_out:
-            step.left = True
-            if step.first_live:
+            if step.first_live and not step.left:
                 self._held.phase.fall_behind()
+            step.left = True
 
     def end_epoch(self, source: StepSource) -> None:
         """See `StepClock`."""
@@ -222,7 +223,7 @@ class Steps:
         step = self.current
         if step is not None:
             step.fail(str(error))
-            self._borders.failed()
+            self._borders.failed(str(error))
 
     def settle(self) -> None:
         """Returns when it is known what becomes of the step in progress: see `StrategySession.settle_step`. Raises ShoalError."""
@@ -273,7 +274,7 @@ class Steps:
                 reason="RANKS_DIVERGED",
             )
         failpoint("session.before_apply")
-        with self._held.changing():
+        with self._held.changing() if not self._held.replica.asynchronous else nullcontext():  # there the servers change, or nothing does
             apply()
             failpoint("session.after_apply")
         self._commit(step)

@@ -1,21 +1,12 @@
-"""A script with a common mistake: what all ranks do together is done by rank 0 alone. With IN_STEP all do it, in the middle of a step and
-each in its own time."""
+"""A script with a common mistake: what all ranks do together is done by rank 0 alone. With IN_STEP all do it, in the middle of a step."""
 
 import os
-import time
 
 import shoal
 import torch
 from torch import nn
 
 from tests.integration.worker_elastic.train import correct
-
-
-def be_late() -> None:
-    """Longer than a rank waits without asking whether it waits in vain."""
-    if in_step and shoal.rank() == 1:
-        time.sleep(2)  # nothing to wait for: that nobody comes is what the others are to see
-
 
 torch.set_num_threads(1)
 in_step = "IN_STEP" in os.environ
@@ -25,14 +16,10 @@ model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0
 data = torch.utils.data.TensorDataset(torch.randn(32, 10), torch.arange(32) % 2)
 validation = shoal.ElasticDataLoader(data, global_batch_size=8, train=False)
 for x, y in shoal.ElasticDataLoader(data, global_batch_size=8):
-    be_late()
     nn.functional.cross_entropy(model(x), y).backward()
     if in_step:
-        be_late()
         shoal.evaluate(model, validation, correct)
     optimizer.step()
     optimizer.zero_grad()
     if shoal.rank() == 0 and not in_step:
         shoal.evaluate(model, validation, correct)
-    if in_step:
-        break

@@ -3,7 +3,6 @@
 import signal
 from pathlib import Path
 
-import pytest
 from shoal_protos.v1 import coordinator_pb2 as pb
 from shoal_worker.data.record import audit
 
@@ -11,7 +10,6 @@ from tests.integration.worker_elastic.cluster import cluster
 from tests.zygote.children import Zygote, eventually
 
 
-@pytest.mark.soak  # now and then the joiner and its peer wait for each other: an open fault (docs/elastic.md)
 def test_a_rank_killed_with_its_data_workers_is_replaced_by_a_spare_and_no_sample_is_lost(zygote: Zygote, tmp_path: Path) -> None:
     script = Path(__file__).parent / "train_with_data_workers.py"
     with cluster(zygote, tmp_path, min_workers=2, max_workers=2, script=script) as running:

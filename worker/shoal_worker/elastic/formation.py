@@ -375,17 +375,14 @@ class Formation:
         """Gives all ranks the first one's weights; forms the first group if there is none. Raises as `reform`."""
         if self.group is None:
             self.reform()
-        while not self.must_move:  # else a peer came out of this, and lost its first step
+        while self._held.name is None:  # once it has one, a generation that stands tells the same as the exchange below
             group = self._require_group()
             channel = GroupChannel(group, "attach", self._spectators)
             try:
-                if self._held.name is None:
-                    self._equal_weights(group, channel)
+                self._equal_weights(group, channel)
                 channel.exchange(b"")  # who comes out of this knows that all have the weights, and may cut its own
             except GROUP_LOST as error:
                 self.recover(error)
-            else:
-                return
 
     def _equal_weights(self, group: Group, channel: GroupChannel) -> None:
         replica = self._held.replica

@@ -6,6 +6,7 @@ company: ThreadPoolExecutor     reads files at once
 connecting: RedisStore          the stores over which ranks meet (transfers.py)
 membership: backend_class       process groups of simulated ranks (rooms.py)
 membership: unreachable         everybody is reached
+membership: Watch               not begun: it looks at sockets
 exchange: take_state            state that travels (transfers.py)
 loader: _sample_record          a file for each process
 failpoints                      are points of the scenario
@@ -53,6 +54,7 @@ def installed() -> Iterator[None]:
             (connecting, "RedisStore", SimulatedStore),
             (membership, "backend_class", lambda _: lambda: SimulatedBackend(own_process())),
             (membership, "unreachable", lambda *_, **__: []),
+            (membership, "Watch", _NoWatch),
             (exchange, "take_state", take_state),
             (loader, "_sample_record", lambda: SampleRecord(own_process().world.records, own_process().name)),
             (failpoints, "_wanted", _Failpoints),
@@ -79,6 +81,21 @@ def _sleep(seconds: float) -> None:
         _real_sleep(seconds)
     else:
         actor.scheduler.sleep(seconds)
+
+
+class _NoWatch:
+    """Its thread would be a real one, beside those that take turns."""
+
+    busy_link = None
+
+    def __init__(self, *_: object) -> None:
+        pass
+
+    def start(self) -> None:
+        """Nothing is watched."""
+
+    def close(self) -> None:
+        """Nothing to end."""
 
 
 class _Failpoints:

@@ -26,7 +26,7 @@ from tests.simulation.scenario import LOOPS, STRATEGIES, Scenario, parse
 from tests.simulation.seeds import scenario_of
 from tests.simulation.shrinking import shrink
 
-_AT_ONCE = 25
+_AT_ONCE = 50
 """Seeds that a process runs before it says how they went."""
 
 
@@ -39,7 +39,7 @@ def main() -> int:
         return _show(scenario_of(options.seed), options)
     began, wrong, runs = time.monotonic(), Counter[str](), 0
     told: set[frozenset[str]] = set()
-    with multiprocessing.get_context("spawn").Pool(options.processes, maxtasksperchild=4) as pool:
+    with multiprocessing.get_context("spawn").Pool(options.processes, maxtasksperchild=10) as pool:
         for done, failures in pool.imap_unordered(work_off, _works(options)):
             runs += done
             for text, kinds in failures:

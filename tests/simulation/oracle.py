@@ -11,16 +11,18 @@ import itertools
 from typing import Any
 
 import torch
+from shoal_common.exit_status import PUT_OUT
 from shoal_worker.data.record import audit
 
 from tests.simulation import loops, seams
 from tests.simulation.processes import Process
-from tests.simulation.scenario import Drains, Fault, JobStops, Scenario, Stops, Torn
+from tests.simulation.scenario import CoordinatorAway, Drains, Fault, JobStops, Scenario, SlowWrites, Stops, Torn
 from tests.simulation.transfers import tensors_of
 from tests.simulation.world import World
 
 _LEASE_S = 10
-_STATE_LOST = ("is lost", "only a checkpoint can replace", "no rank can give its state")
+_STATE_LOST = ("is lost", "only a checkpoint can replace", "no rank can give its state", "are fewer than the")
+_ALL_GONE = "every process that held the state of the run is gone"
 
 
 class Verdict:
@@ -91,7 +93,7 @@ def _judge(verdict: Verdict, audited: Any) -> None:
 
     _judge_ends(world, finishers, wrong)
     _judge_beginnings(world, wrong)
-    if world.timeouts and not any(isinstance(fault, Stops) for fault in scenario.faults):
+    if world.timeouts and not any(isinstance(fault, Stops | SlowWrites) for fault in scenario.faults):
         wrong("timeout", f"{len(world.timeouts)} waits took a whole timeout: {world.timeouts[0]}")
     _judge_statuses(world, wrong)
     for process in finishers[1:]:
@@ -121,15 +123,18 @@ def _judge_ends(world: World, finishers: list[Process], wrong: Any) -> None:
         if process.dead:
             continue
         put_out = any(isinstance(f, Stops) and f.who == process.name and f.seconds >= _LEASE_S for f in scenario.faults)
+        spare = process.exit_code == PUT_OUT and scenario.strategy == "hybrid"  # no replica could be made with it
         drained = any(isinstance(f, Drains) and f.who == process.name for f in scenario.faults)
-        if process.exit_code and not put_out and not _may_be_lost(world, process):
+        if process.exit_code and not put_out and not spare and not _may_be_lost(world, process):
             wrong("failed", f"{process.name} ended with {process.exit_code}: {process.failure}")
         elif (
             process.exit_code == 0 and process.diary.ended_with is None and not (drained or process.late or process.spare or stops_at_once)
         ):
             wrong("left early", f"{process.name} ended with 0 before its script's end")
     left = [process for process in world.processes if not process.dead]
-    if left and not finishers and {f.who for f in scenario.faults if isinstance(f, Drains)} >= {process.name for process in left}:
+    asked = {f.who for f in scenario.faults if isinstance(f, Drains)}
+    away = any(isinstance(f, CoordinatorAway) for f in scenario.faults) and len(left) < len(world.processes)  # nobody says who is left
+    if left and not finishers and not away and asked >= {process.name for process in left} and not any(p.exit_code for p in left):
         wrong("preempted", "all got SIGTERM, and the code after the loop has run nowhere")
     drains = sum(isinstance(f, Drains) for f in scenario.faults)
     if left and not finishers and len(left) > drains and not stops_at_once and not any(process.exit_code for process in left):
@@ -146,10 +151,14 @@ def _judge_beginnings(world: World, wrong: Any) -> None:
 
 def _may_be_lost(world: World, process: Process) -> bool:
     """All that held a part of the state may have gone: two at once, before what they held was mirrored again."""
-    if not any(text in (process.failure or "") for text in _STATE_LOST):
+    failure = process.failure or ""
+    if _ALL_GONE in failure:
+        return not any(other.exit_code == 0 for other in world.processes)
+    if not any(text in failure for text in _STATE_LOST):
         return False
-    alone = world.scenario.strategy == "hybrid" and world.scenario.ranks == 2
-    return alone or any(later - earlier <= 1 for earlier, later in itertools.pairwise(world.losses))
+    # Of an even number of ranks each two hold a replica, which nobody mirrors.
+    last_replica = world.scenario.strategy == "hybrid" and world.scenario.ranks % 2 == 0 and len(world.losses) >= world.scenario.ranks // 2
+    return last_replica or any(later - earlier <= 1 for earlier, later in itertools.pairwise(world.losses))
 
 
 def _judge_statuses(world: World, wrong: Any) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -80,6 +81,15 @@ class Process:
         """It has died or ended."""
         return self.dead or self.ended
 
+    @property
+    def has_finished(self) -> bool:
+        """It told its launcher that it came to the end of its script."""
+        return self._member_file.exists() and self._member_file.read_text() == "finished"
+
+    @property
+    def _member_file(self) -> Path:
+        return self.world.directory / f"member-{self.name}"
+
     # ----------------------------------------------------------------------------------------------------------------- faults
 
     def comes_to(self, what: str) -> None:
@@ -142,6 +152,7 @@ class Process:
             rendezvous_timeout_s=RENDEZVOUS_TIMEOUT_S,
             connect_timeout_s=5.0,
             store_url="redis://none",
+            member_file=self._member_file,
         )
         donor = world.make_donor(self)
         identity = MemberIdentity(

@@ -91,7 +91,7 @@ class World:
             self.losses.append(self.steps)
         code = process.exit_code or 0
         status = {"exit_code": 0, "signal": code - 128} if code > 128 else {"exit_code": code, "signal": 0}
-        report = ExitReported(member_id=process.name, **status)
+        report = ExitReported(member_id=process.name, finished=process.has_finished, **status)
         self.scheduler.after(self.delay(0.002, 0.02), lambda: self._report(report))
         if all(one.gone for one in self.processes):
             self.scheduler.finish("all have ended")

@@ -45,10 +45,13 @@ class CoordinatorClient:
         exit_code: int,
         signal: int = 0,
         failure: str = "",
+        finished: bool = False,
         deadline: timedelta | None = None,
     ) -> pb.ReportExitResponse:
-        """`failure`: not empty, the job ends with it."""
-        request = pb.ReportExitRequest(job_id=job_id, member_id=member_id, exit_code=exit_code, signal=signal, failure=failure)
+        """`failure`: not empty, the job ends with it. `finished`: it came to the end of its script."""
+        request = pb.ReportExitRequest(
+            job_id=job_id, member_id=member_id, exit_code=exit_code, signal=signal, failure=failure, finished=finished
+        )
         return self._caller.unary("ReportExit", request, pb.ReportExitResponse, deadline)
 
     def drain_member(

@@ -85,6 +85,8 @@ class ExitReported:
     signal: int
     failure: str = ""
     """Not empty: the job fails with it."""
+    finished: bool = False
+    """It came to the end of its script, as it told its launcher."""
 
 
 @dataclass(frozen=True, kw_only=True)

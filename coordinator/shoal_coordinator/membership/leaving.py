@@ -75,11 +75,16 @@ class ExitNoted:
 
 
 def exit_reported(draft: Draft, event: ExitReported) -> ExitNoted:
-    """A launcher saw a process end. A clean exit decides nothing while the stream is open: the goodbye may still be under way in it."""
+    """A launcher saw a process end. A clean exit decides nothing while the stream is open: the goodbye may still be under way in it. Where
+    it could not be said, since the coordinator was away, the launcher's word that the script came to its end takes its place."""
     known = event.member_id in draft.members
     pulse = draft.pulse(event.member_id)
     clean = event.exit_code == 0 and event.signal == 0
-    if known and not (clean and pulse is not None and pulse.attached):
+    if known and clean and pulse is not None and pulse.attached:
+        pass
+    elif known and clean and event.finished:
+        member_left(draft, MemberLeft(member_id=event.member_id, reason=LeaveReason.FINISHED, detail="as its launcher told"))
+    elif known:
         how = f"signal {event.signal}" if event.signal else f"exit code {event.exit_code}"
         member_lost(draft, MemberLost(member_id=event.member_id, ending=Ending.PROCESS_EXITED, detail=f"its process ended with {how}"))
     if event.failure:
@@ -157,7 +162,7 @@ def _finish(draft: Draft, reason: str) -> None:
 def _tell_awaiting(draft: Draft, left: Member, reason: str) -> None:
     """Who has `left` works in an older generation still: at the border where it leaves, all would have taken the newest one. Those who wait
     there, in their first one, wait for nobody."""
-    if not 0 < draft.works_in(left.member_id) < draft.number:
+    if draft.works_in(left.member_id) >= draft.number:
         return
     for member in draft.members.values():
         if member.phase is MemberPhase.RANKED and not holds_state(draft, member):

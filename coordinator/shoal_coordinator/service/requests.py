@@ -143,6 +143,7 @@ def parse_exit(message: pb.ReportExitRequest) -> ExitReported:
         exit_code=number("exit_code", message.exit_code, high=255),
         signal=number("signal", message.signal, high=127),
         failure=checks.text("failure", message.failure, longest=LONGEST_DETAIL),
+        finished=message.finished,
     )
 
 

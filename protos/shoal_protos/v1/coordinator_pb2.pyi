@@ -395,18 +395,20 @@ class Notice(_message.Message):
     def __init__(self, text: _Optional[str] = ...) -> None: ...
 
 class ReportExitRequest(_message.Message):
-    __slots__ = ("job_id", "member_id", "exit_code", "signal", "failure")
+    __slots__ = ("job_id", "member_id", "exit_code", "signal", "failure", "finished")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
     EXIT_CODE_FIELD_NUMBER: _ClassVar[int]
     SIGNAL_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     member_id: str
     exit_code: int
     signal: int
     failure: str
-    def __init__(self, job_id: _Optional[str] = ..., member_id: _Optional[str] = ..., exit_code: _Optional[int] = ..., signal: _Optional[int] = ..., failure: _Optional[str] = ...) -> None: ...
+    finished: bool
+    def __init__(self, job_id: _Optional[str] = ..., member_id: _Optional[str] = ..., exit_code: _Optional[int] = ..., signal: _Optional[int] = ..., failure: _Optional[str] = ..., finished: _Optional[bool] = ...) -> None: ...
 
 class ReportExitResponse(_message.Message):
     __slots__ = ("was_member", "rank")

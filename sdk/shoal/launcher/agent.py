@@ -260,7 +260,7 @@ class Agent:
         reporter = self._reporter
         if reporter is None:
             return None
-        answer = asyncio.ensure_future(self._in_thread(lambda: reporter.report(worker.member_id, status)))
+        answer = asyncio.ensure_future(self._in_thread(lambda: reporter.report(worker.member_id, status, finished=worker.has_finished)))
         stopping = asyncio.ensure_future(self._stopping.wait())
         first: list[asyncio.Future[Any]] = [answer, stopping]
         await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)

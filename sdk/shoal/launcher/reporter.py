@@ -63,13 +63,13 @@ class ExitReporter:
         self._launcher_id = launcher_id
         self._closed = threading.Event()
 
-    def report(self, member_id: str, status: ExitStatus, *, failure: str = "") -> ExitReport | None:
+    def report(self, member_id: str, status: ExitStatus, *, failure: str = "", finished: bool = False) -> ExitReport | None:
         """Blocks until the coordinator has heard it: a millisecond, or up to a minute while it is away or does not know the job; then, or
-        if it refuses, None. `failure`: not empty, the job ends with it."""
+        if it refuses, None. `failure`: not empty, the job ends with it. `finished`: it came to the end of its script, as it said."""
         deadline = time.monotonic() + _PATIENCE.total_seconds()
         while True:
             try:
-                return self._report(member_id, status, failure[:_LONGEST_TEXT])
+                return self._report(member_id, status, failure[:_LONGEST_TEXT], finished)
             except (UnavailableError, DeadlineError, UnknownResourceError):
                 if time.monotonic() > deadline or self._closed.wait(_PAUSE_S):
                     return None
@@ -89,9 +89,15 @@ class ExitReporter:
         """Reports in progress are given up."""
         self._closed.set()
 
-    def _report(self, member_id: str, status: ExitStatus, failure: str) -> ExitReport:
+    def _report(self, member_id: str, status: ExitStatus, failure: str, finished: bool) -> ExitReport:
         response = self._client.report_exit(
-            self._job_id, member_id, exit_code=status.code, signal=status.signal, failure=failure, deadline=_CALL_DEADLINE
+            self._job_id,
+            member_id,
+            exit_code=status.code,
+            signal=status.signal,
+            failure=failure,
+            finished=finished,
+            deadline=_CALL_DEADLINE,
         )
         news = self.news()
         if news is None:

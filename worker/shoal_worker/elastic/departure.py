@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable
 from typing import NoReturn
 
+from shoal_common.exit_status import PUT_OUT
 from shoal_protos.v1 import coordinator_pb2 as pb
 
 from shoal_worker.elastic.contract import Drained, StopTraining
@@ -49,6 +50,16 @@ class Departure:
     def exit_drained(self, reason: str) -> NoReturn:
         """Leaves the job and ends the process with status 0: the members that stay go on with the script. They do not wait for what this
         process still writes."""
+        self._exit(reason, status=0)
+
+    def exit_spare(self, kind: str) -> NoReturn:
+        """Ends the process, which has become a spare, at an operation between steps: what it would answer is not the run's. Started again,
+        it waits at the loop's beginning until a replica can be made with it."""
+        reason = f"no whole replica can be made with this rank, which has come to {kind}: it ends, to be started again as a spare"
+        _log.warning("%s", reason)
+        self._exit(reason, status=PUT_OUT)
+
+    def _exit(self, reason: str, *, status: int) -> NoReturn:
         _log.info("leaving: %s", reason)
         self._held.phase.leave(reason)  # at the script's end there is nobody to wait for
         for source in self._held.sources:
@@ -56,7 +67,7 @@ class Departure:
         if self._membership is not None and not (self._held.has_replica and self._held.replica.asynchronous):
             self._membership.leave(pb.Leave.REASON_DRAINED, reason)
         self.say_goodbye(pb.Leave.REASON_DRAINED, reason)
-        raise SystemExit(0)
+        raise SystemExit(status)
 
     def say_goodbye(self, reason: pb.Leave.Reason, detail: str = "") -> None:
         """Leaves the job, once everything is done that is to be done before. Where it has left already, does that."""

@@ -38,6 +38,7 @@ from shoal_worker.elastic.place import Place
 from shoal_worker.elastic.progress import ProgressMeter
 from shoal_worker.elastic.reconcile import STANDING_LENGTH, Interrupted, Reconciliation, Standing, StateName, reconcile
 from shoal_worker.elastic.waiting import Where
+from shoal_worker.elastic.waiting_lines import WaitingLines
 from shoal_worker.failpoints import failpoint
 from shoal_worker.metrics import WorkerMetrics
 from shoal_worker.settings import WorkerSettings
@@ -333,7 +334,7 @@ class Formation:
             held.operations.await_results(results)
         elif group.rank in plan.behind:
             held.operations.restart(results, passed=False)
-        elif results and group.rank not in plan.spectators:
+        elif group.rank in plan.results_to:
             held.operations.extend(results)
         if group.rank not in plan.spectators:
             if group.rank in plan.behind:
@@ -358,8 +359,11 @@ class Formation:
     def stand_by(self) -> None:
         """This rank is a spare. Waits for the next generation, in which it is one that joins. Raises as `reform`."""
         self._held.phase.set_aside()
+        self._outcomes_due = 0  # what its peers were told of it takes with their state
         _log.info("no whole replica can be made with this rank: it is a spare until the membership changes")
+        lines = WaitingLines()
         while True:
+            lines.say("more ranks", self._why_spare)
             with contextlib.suppress(DeadlineError):
                 self.membership.await_generation(_SPARE_LOOK)
                 break
@@ -368,6 +372,11 @@ class Formation:
                 self.recover(MembershipChanged("a peer of this spare has left the group"))
                 return
         self.reform()
+
+    def _why_spare(self) -> str:
+        group = self.group
+        size = group.world_size if group is not None else 1
+        return f"no whole replica of the model can be made with this rank, one of {size}; start more workers"
 
     # -------------------------------------------------------------------------------------------------------- the first state
 

@@ -271,5 +271,6 @@ class HeldState:
             spectator=not self.phase.holds_state,
             poisoned=self.phase.now is Phase.TORN,
             operations=self.operations.finished,
+            rewinds=self.in_round and step is not None and step.handed_out,
             interrupted=self.interrupted,
         )

@@ -53,19 +53,22 @@ class Standing:
     """An update raised half way through: it must not give its state to anyone."""
     operations: int
     """Operations between steps that it has finished since its state was committed."""
+    rewinds: bool = False
+    """The step that it is in is lost, and with it the round that the step ends: what was finished in the round will be done again."""
     interrupted: Interrupted | None = None
     """None: in nothing, or it has taken a state or results since, and its script stands where theirs did."""
 
     def encode(self) -> list[int]:
         """As integers, for an all-gather of int64."""
-        flags = [int(self.attached), int(self.spectator), int(self.poisoned)]
+        flags = [int(self.attached), int(self.spectator), int(self.poisoned), int(self.rewinds)]
         names = [*(self.state or (-1, -1)), *(self.doubt or (-1, -1))]
         return [*names, self.outcomes, *flags, self.operations, *(self.interrupted or (-1, 0))]
 
     @classmethod
     def decode(cls, values: Sequence[int]) -> Standing:
         """Inverse of `encode`."""
-        generation, step, doubt_generation, doubt_step, outcomes, attached, spectator, poisoned, operations, *interrupted = values
+        generation, step, doubt_generation, doubt_step, outcomes, attached, spectator, poisoned, rewinds, *rest = values
+        operations, *interrupted = rest
         interrupted_in, in_operation = interrupted
         return cls(
             state=None if generation < 0 else StateName(generation, step),
@@ -75,11 +78,12 @@ class Standing:
             spectator=bool(spectator),
             poisoned=bool(poisoned),
             operations=operations,
+            rewinds=bool(rewinds),
             interrupted=None if interrupted_in < 0 else Interrupted(interrupted_in, bool(in_operation)),
         )
 
 
-STANDING_LENGTH = 11
+STANDING_LENGTH = 12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +105,9 @@ class Reconciliation:
     spectators: tuple[int, ...]
     """Ranks that take the state at the next border."""
     results_from: int | None
-    """A rank that has the results of all operations that a donor finished since; None: all are equally far, no results need to travel."""
+    """A rank that has the results of all operations that a donor finished since; None: no results need to travel."""
+    results_to: tuple[int, ...]
+    """Ranks of the same state that lack some of them."""
     apart: tuple[int, ...]
     """Ranks that were in an operation, after the same ones and on the same state, while others of their group were in a step: the ranks'
     scripts went different ways, and would wait for each other in the next generation as well. Empty: none."""
@@ -123,8 +129,8 @@ def reconcile(standings: Sequence[Standing]) -> Reconciliation:
     outcomes = max((standings[r].outcomes for r in members), default=0)
     moving = tuple(r for r in members if r in decided or (r not in behind and standings[r].outcomes < outcomes))
     operations = max((standings[r].operations for r in donors), default=0)
-    uneven = bool(behind) or any(standings[r].operations != operations for r in donors)
     furthest = next((r for r in donors if standings[r].operations == operations), None)
+    results_to = _lacking(standings, donors, furthest)
     return Reconciliation(
         newest=newest,
         donors=donors,
@@ -133,8 +139,20 @@ def reconcile(standings: Sequence[Standing]) -> Reconciliation:
         moving=moving,
         outcomes=outcomes,
         spectators=tuple(r for r, s in enumerate(standings) if s.spectator),
-        results_from=furthest if uneven and operations > 0 else None,
+        results_from=furthest if (behind or results_to) and operations > 0 else None,
+        results_to=results_to,
         apart=_apart({r: standings[r] for r in donors}, operations),
+    )
+
+
+def _lacking(standings: Sequence[Standing], donors: Sequence[int], furthest: int | None) -> tuple[int, ...]:
+    """Of ranks of one state: those that have finished fewer operations than `furthest`. Where that one rewinds, those that have rewound
+    before it lack nothing; only who has to come to the same step yet passes the operations on the way."""
+    if furthest is None:
+        return ()
+    most = standings[furthest]
+    return tuple(
+        r for r in donors if standings[r].operations < most.operations and (not most.rewinds or standings[r].outcomes < most.outcomes)
     )
 
 

@@ -301,12 +301,14 @@ class Session:
         """Runs `body` on all ranks and returns its result, which must be the same JSON value on every rank.
 
         Runs it again when the membership changes on the way. In a joiner it runs over this process alone, and so it does where steps were
-        undone: all ranks hold one state then, but their scripts will come here again, each at its time.
+        undone: all ranks hold one state then, but their scripts will come here again, each at its time. Ends the process (SystemExit) if
+        it has become a spare: it holds nothing to answer with.
         """
         self._check_between_steps(kind)
         formation = self._formation
-        if formation is None or self.is_joining or self.has_left or self._held.replica.asynchronous:
+        if formation is None or self._held.phase.replaying or self.has_left or self._held.replica.asynchronous:
             return body(LocalChannel())
+        self._check_no_spare(kind)
         while not self.is_redoing:
             known, result = self._held.operations.take_known()
             if known:
@@ -323,14 +325,18 @@ class Session:
                     # The job is stopped and the group is gone: there is no other to do it with.
                     self._departure.obey(stop)
                     return body(LocalChannel())
-                if self._held.replica.idle:  # since the generation that was just formed
-                    return body(LocalChannel())
+                self._check_no_spare(kind)
             else:
                 self._held.operations.keep(result)
                 failpoint("session.after_operation")
                 self.progress.entered()
                 return result
         return body(LocalChannel())
+
+    def _check_no_spare(self, kind: str) -> None:
+        """Raises SystemExit if a generation was formed in which this rank has no part in the model. At a border it waits for another."""
+        if self._held.replica.idle:
+            self._departure.exit_spare(kind)
 
     def _check_between_steps(self, kind: str) -> None:
         """Raises PreconditionError in the middle of a step: a fault in the operation would have to redo it, and the step's gradients could

@@ -100,9 +100,9 @@ class Membership(RuleBasedStateMachine):
     def leave(self, name: str, reason: LeaveReason) -> None:
         self.happen(MemberLeft(member_id=name, reason=reason, detail=""))
 
-    @rule(name=names, code=st.sampled_from([0, 1]))
-    def exit(self, name: str, code: int) -> None:
-        self.happen(ExitReported(member_id=name, exit_code=code, signal=0))
+    @rule(name=names, code=st.sampled_from([0, 1]), finished=st.booleans())
+    def exit(self, name: str, code: int, finished: bool) -> None:
+        self.happen(ExitReported(member_id=name, exit_code=code, signal=0, finished=finished))
 
     @rule(
         name=names,

@@ -168,8 +168,8 @@ class Story:
     def left(self, member: str, reason: str) -> None:
         self.happen(MemberLeft(member_id=member, reason=LeaveReason(reason), detail=""))
 
-    def exit(self, member: str, code: str = "0", signal: str = "0", failure: str = "") -> None:
-        self.happen(ExitReported(member_id=member, exit_code=int(code), signal=int(signal), failure=failure))
+    def exit(self, member: str, code: str = "0", signal: str = "0", failure: str = "", finished: str = "") -> None:
+        self.happen(ExitReported(member_id=member, exit_code=int(code), signal=int(signal), failure=failure, finished=bool(finished)))
 
     def detach(self, member: str) -> None:
         """The stream ends; within reconnect_grace that decides nothing."""

@@ -26,6 +26,7 @@ from typing import Any
 
 from shoal_common.errors import ConfigurationError, DeadlineError, MembershipChanged, PreconditionError, ShoalError, UnavailableError
 
+from shoal_worker.elastic.apart import COUNTING
 from shoal_worker.elastic.contract import StateLostError
 from shoal_worker.elastic.exchange import StateExchange
 from shoal_worker.elastic.generation import Generation
@@ -50,6 +51,7 @@ GROUP_LOST = (MembershipChanged, UnavailableError)
 """What a collective or a transfer raises when the group it ran on is over: the cure is a new generation."""
 
 _BORDER = "border"
+_TOGETHER = "bringing together"
 _SPARE_LOOK = timedelta(seconds=0.2)
 """How often a spare looks whether its peers are there."""
 
@@ -271,10 +273,19 @@ class Formation:
         return True
 
     def _cut_for(self, group: Group) -> None:
-        """What is cut over the ranks is cut for these. A collective."""
+        """What is cut over the ranks is cut for these, once all hold it: joiners are fed at the next border. A collective."""
         self.group = group
-        if self._held.has_replica and not self._spectators:
-            self._held.replica.regroup(group)
+        held = self._held
+        if not self._spectators:
+            if held.has_replica:
+                held.replica.regroup(group)
+        elif group.rank not in self._spectators:
+            channel = GroupChannel(group, _TOGETHER, self._spectators)
+            if held.has_replica:
+                held.replica.bring_together(channel)
+            channel.exchange(b"")
+        elif len(self._spectators) < group.world_size:
+            spectate(group, self._spectators, _TOGETHER)
 
     def _let_move(self, group: Group, plan: Reconciliation) -> None:
         """Some have to move first. Returns when they have all that they need for it: the group is given up then, and what was on its way
@@ -316,7 +327,8 @@ class Formation:
         if plan.apart:
             raise PreconditionError(
                 f"the ranks' scripts went different ways: ranks {list(plan.apart)} were in an operation between steps, others in a step; "
-                "every rank must call evaluate, save_checkpoint, should_early_stop and the loader's iterations in the same order",
+                "every rank must call evaluate, save_checkpoint, should_early_stop and the loader's iterations in the same order. "
+                f"{COUNTING}",
                 reason="RANKS_DIVERGED",
             )
         if plan.behind or plan.results_from is not None:

@@ -111,6 +111,11 @@ class Replica(Protocol):
         """A new group stands and all its ranks hold the same steps: what is cut over the ranks is cut for these. A collective."""
         ...
 
+    def bring_together(self, channel: Channel) -> None:
+        """What every rank holds whole between steps is whole and newest again on all of `channel`, whose group holds others as well that
+        nothing is cut for yet. An operation."""
+        ...
+
     def has_values(self) -> bool:
         """False while parameters are on the meta device."""
         ...

@@ -240,6 +240,13 @@ class CutState(StateInParts):
         nothing: list[dict[str, torch.dtype]] = [{} for _ in self.units]
         return assemble(self.units, self._held(nothing), nothing, channel)
 
+    def fill(self, channel: Channel) -> None:
+        """Parameters that are whole on every rank get their newest values. Part of an operation. Raises as `regroup`."""
+        if self._stage is Stage.PARAMETERS or self.cut is None or self.whole:
+            return
+        for unit, vectors in zip(self.units, self._whole_values(channel), strict=True):
+            unit.fill(vectors[VALUES])
+
     @contextlib.contextmanager
     def whole_for(self, channel: Channel) -> Iterator[None]:
         """While open, the parameters are whole here and stay so, whatever is computed. Part of an operation. Raises as `regroup`."""

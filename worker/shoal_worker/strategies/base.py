@@ -157,6 +157,9 @@ class ShardedModel(nn.Module, abc.ABC):
         """See `Replica`: all do."""
         return group
 
+    def bring_together(self, channel: Channel) -> None:
+        """See `Replica`: an update leaves nothing behind on single ranks that others hold."""
+
     @property
     def steps_alone(self) -> bool:
         """See `Replica`: the ranks take them together."""

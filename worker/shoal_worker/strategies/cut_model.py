@@ -142,6 +142,12 @@ class CutModel(ModelInParts[CutState, CutClosing]):
         """See `Replica`: shards with the ranks that mirror them, and what is whole on every rank."""
         return self._held.in_common() if self._parts is not None and not self._parts.whole else {}
 
+    @torch.no_grad()
+    def bring_together(self, channel: Channel) -> None:
+        """See `Replica`: parameters that are whole on every rank were updated on their owners, and perhaps not fetched."""
+        if self._parts is not None:
+            self._parts.fill(channel)
+
     def whole_for(self, channel: Channel) -> AbstractContextManager[None]:
         """See `ShardedModel`."""
         return self._held.whole_for(channel) if self._parts is not None else nullcontext()

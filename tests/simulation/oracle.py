@@ -56,7 +56,7 @@ def run(scenario: Scenario, *, keeps_trails: bool = False) -> Verdict:
         world.at_end = lambda: audits.append(audit(world.records) if world.records.is_dir() else None)
         world.run()
     verdict = Verdict(scenario, world)
-    if _is_refused(world):
+    if _is_refused(world) or _lacks_ranks(world):
         verdict.violations.clear()
     elif not any(kind == "hang" for kind, _ in verdict.violations):
         _judge(verdict, audits[0])
@@ -122,6 +122,13 @@ def _is_refused(world: World) -> bool:
     failures = [process.failure for process in world.processes if process.failure]
     refused = bool(failures) and all("scripts went different ways" in failure and "enumerate(loader)" in failure for failure in failures)
     return world.scenario.loop == "enumerate" and any(process.late for process in world.processes) and refused
+
+
+def _lacks_ranks(world: World) -> bool:
+    """Who is left waits for more: an even number of ranks began, of which each two hold a replica of the model."""
+    scenario = world.scenario
+    left = [process for process in world.processes if not process.gone]
+    return scenario.strategy == "hybrid" and scenario.ranks % 2 == 0 and len(left) == 1 and left[0].is_spare
 
 
 def _judge_ends(world: World, finishers: list[Process], wrong: Any) -> None:

@@ -82,6 +82,11 @@ class Process:
         return self.dead or self.ended
 
     @property
+    def is_spare(self) -> bool:
+        """It has no part in the model yet, or any more."""
+        return self.session is not None and self.session.is_joining
+
+    @property
     def has_finished(self) -> bool:
         """It told its launcher that it came to the end of its script."""
         return self._member_file.exists() and self._member_file.read_text() == "finished"

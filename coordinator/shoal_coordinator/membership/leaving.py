@@ -162,11 +162,21 @@ def _finish(draft: Draft, reason: str) -> None:
 def _tell_awaiting(draft: Draft, left: Member, reason: str) -> None:
     """Who has `left` works in an older generation still: at the border where it leaves, all would have taken the newest one. Those who wait
     there, in their first one, wait for nobody."""
-    if draft.works_in(left.member_id) >= draft.number:
+    works_in = draft.works_in(left.member_id)
+    if works_in >= draft.number:
         return
     for member in draft.members.values():
-        if member.phase is MemberPhase.RANKED and not holds_state(draft, member):
+        if member.phase is not MemberPhase.RANKED or holds_state(draft, member):
+            continue
+        if works_in > 0 or _is_new(draft, member):
             draft.effects.append(SendStop(member_id=member.member_id, reason=reason, now=True))
+
+
+def _is_new(draft: Draft, member: Member) -> bool:
+    """It came later, and is heard of. After a restart no others are known to hold no state: of those that were away meanwhile too, nothing
+    is known yet."""
+    pulse = draft.pulse(member.member_id)
+    return member.replays and pulse is not None and pulse.attached
 
 
 def _take_out(draft: Draft, member: Member, *, kind: str, ending: Ending | LeaveReason, detail: str) -> None:

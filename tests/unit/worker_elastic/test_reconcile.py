@@ -12,6 +12,7 @@ def standing(
     spectator: bool = False,
     poisoned: bool = False,
     operations: int = 0,
+    rewinds: bool = False,
     interrupted: tuple[int, bool] | None = None,
     doubt: tuple[int, int] | None = None,
     outcomes: int = 0,
@@ -24,6 +25,7 @@ def standing(
         spectator=spectator,
         poisoned=poisoned,
         operations=operations,
+        rewinds=rewinds,
         interrupted=None if interrupted is None else Interrupted(*interrupted),
     )
 
@@ -90,6 +92,15 @@ def test_a_rank_that_has_not_finished_the_first_synchronization_takes_the_state_
 def test_results_come_from_the_rank_that_finished_most_operations() -> None:
     plan = reconcile([standing((1, 5), operations=1), standing((1, 5), operations=3), standing((1, 5))])
     assert plan.results_from == 1
+
+
+def test_results_of_a_round_that_is_undone_go_to_those_alone_who_have_to_come_to_its_end() -> None:
+    ends_the_round = standing((1, 5), operations=1, outcomes=9, rewinds=True)
+    in_the_operation = standing((1, 5), outcomes=8)
+    has_rewound = standing((1, 5), outcomes=9)
+    plan = reconcile([ends_the_round, in_the_operation, has_rewound])
+    assert (plan.results_from, plan.results_to) == (0, (1,))
+    assert reconcile([ends_the_round, has_rewound]).results_from is None
 
 
 def test_a_rank_behind_gets_the_results_that_followed_the_step_it_missed() -> None:

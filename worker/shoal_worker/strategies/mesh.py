@@ -57,7 +57,9 @@ class MeshModel(DividedModel):
                 f"model(x) with strategy={self.strategy!r}: in training a pipeline takes a batch through both passes at once; "
                 "call loss = model.train_step(x, y, loss_fn) in the place of the forward pass, the loss and backward()"
             )
-        if self._ahead or (training and not self._begin_pass()):
+        # In a loop without a loader of Shoal's a spare waits here, where its next step begins.
+        begun = training and self.idle and self._session.step is None and self._begin_pass()
+        if self._ahead or (training and not begun and not self._begin_pass()):
             return self._stand_in()(*args, **kwargs)
         with self._passing():
             if self._pipeline_here:

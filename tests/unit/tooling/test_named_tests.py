@@ -1,0 +1,24 @@
+"""Pages name the tests that hold what they promise: those exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+_ROOT = Path(__file__).parents[3]
+_TESTS = sorted(path for path in (_ROOT / "tests").rglob("*") if path.is_file() and path.suffix in (".py", ".txt"))
+
+
+@pytest.mark.parametrize("page", ["docs/elastic.md", "docs/torch-calls.md"])
+def test_every_test_that_a_page_names_exists(page: str) -> None:
+    named = re.findall(r"`([\w/]*(?:test_\w+\.py|\w+/\w+\.txt)[^`]*)`", (_ROOT / page).read_text())
+    missing = [name for name in named if not _exists(name)]
+    assert not missing
+
+
+def _exists(name: str) -> bool:
+    path, _, test = name.partition("::")
+    files = [file for file in _TESTS if f"/{file.relative_to(_ROOT)}".endswith(f"/{path}")]
+    return any(f"def {test.split('[')[0].removesuffix('...')}" in file.read_text() or not test for file in files)

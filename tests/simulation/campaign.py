@@ -14,9 +14,9 @@ Work = tuple[str, int, int] | tuple[str, str]
 """("seeds", first, count), or (strategy, loop)."""
 
 
-def work_off(work: Work) -> tuple[int, list[tuple[str, frozenset[str]]]]:
-    """Runs the schedules of one piece of work. Returns how many, and of each that was wrong its text and kinds; the first of each kind is
-    shrunk."""
+def work_off(work: Work) -> tuple[Work, int, list[tuple[str, frozenset[str]]]]:
+    """Runs the schedules of one piece of work. Returns it, how many they were, and of each that was wrong its text and kinds; the first of
+    each kind is shrunk."""
     failures: list[tuple[str, frozenset[str]]] = []
     shrunk: set[frozenset[str]] = set()
     runs = 0
@@ -25,13 +25,13 @@ def work_off(work: Work) -> tuple[int, list[tuple[str, frozenset[str]]]]:
         verdict = oracle.run(scenario)
         if verdict.ok:
             continue
-        text = ""
+        text = f"{name}{scenario}\n{verdict}"
         if verdict.kinds not in shrunk:
             shrunk.add(verdict.kinds)
             smallest = shrink(scenario, lambda other, kinds=verdict.kinds: bool(kinds & oracle.run(other).kinds), most_runs=40)
-            text = f"{name}{scenario}\n  shrunk to\n{smallest}\n{oracle.run(smallest)}"
+            text += f"\n  shrunk to\n{smallest}\n{oracle.run(smallest)}"
         failures.append((text, verdict.kinds))
-    return runs, failures
+    return work, runs, failures
 
 
 def _scenarios(work: Work) -> Iterator[tuple[str, Scenario]]:

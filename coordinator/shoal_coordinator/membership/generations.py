@@ -54,12 +54,14 @@ def _after_failure(draft: Draft) -> None:
 
 
 def _while_waiting(draft: Draft) -> None:
-    """Nobody trains. A fresh start waits for the grace; members that hold state and wait go on as soon as they are enough."""
+    """Nobody trains. A fresh start waits for the grace; members that hold state and wait go on as soon as they are enough, and those that
+    come after all are gone as soon as they are as many."""
     ready = draft.in_phase(MemberPhase.READY)
     if ready < draft.spec.min_workers:
         return
     joiners = _joiners(draft)
-    if joiners == draft.spec.max_workers or _grace_is_over(draft):
+    all_here = min(draft.spec.max_workers, len(draft.generation.ranks)) if draft.generation is not None else draft.spec.max_workers
+    if joiners >= all_here or _grace_is_over(draft):
         form(draft, Cause.START if draft.number == 0 else Cause.FAILURE, f"{ready} members are ready", joiners=joiners)
     elif draft.number > 0 and any(holds_state(draft, m) for m in draft.members.values() if m.phase is MemberPhase.READY):
         form(draft, Cause.FAILURE, f"{ready} members are ready, enough to go on", joiners=joiners)

@@ -22,6 +22,7 @@ from tests.simulation.world import World
 
 _LEASE_S = 10
 _STATE_LOST = ("is lost", "only a checkpoint can replace", "no rank can give its state", "are fewer than the")
+_NO_WAY_BACK = "The newest checkpoint cannot take its place in the running script"
 _ALL_GONE = "every process that held the state of the run is gone"
 
 
@@ -87,7 +88,7 @@ def _resolved(scenario: Scenario, fault: Fault) -> Fault:
 
 def _judge(verdict: Verdict, audited: Any) -> None:
     world, scenario = verdict.world, verdict.scenario
-    finishers = [process for process in world.processes if process.diary.ended_with is not None]
+    finishers = _finishers(world)
     survivors = [process for process in finishers if not process.late]
 
     def wrong(kind: str, text: str) -> None:
@@ -131,6 +132,14 @@ def _lacks_ranks(world: World) -> bool:
     return scenario.strategy == "hybrid" and scenario.ranks % 2 == 0 and len(left) == 1 and left[0].is_spare
 
 
+def _finishers(world: World) -> list[Process]:
+    """Who came to the script's end, but for those that were asked to leave on the way, after which others went on from what they saved."""
+    ended = [process for process in world.processes if process.diary.ended_with is not None]
+    asked = {fault.who for fault in world.scenario.faults if isinstance(fault, Drains)}
+    most = max((process.diary.ended_with["steps"] for process in ended), default=0)
+    return [process for process in ended if process.name not in asked or process.diary.ended_with["steps"] == most]
+
+
 def _judge_ends(world: World, finishers: list[Process], wrong: Any) -> None:
     scenario = world.scenario
     # Without a loader of Shoal's there is nothing that could end the loop.
@@ -172,6 +181,9 @@ def _may_be_lost(world: World, process: Process) -> bool:
         return not any(other.exit_code == 0 for other in world.processes)
     if not any(text in failure for text in _STATE_LOST):
         return False
+    stops = any(isinstance(fault, JobStops) for fault in world.scenario.faults)
+    if world.scenario.loop == "save" and world.scenario.strategy != "hybrid" and not stops and _NO_WAY_BACK not in failure:
+        return False
     # Of an even number of ranks each two hold a replica, which nobody mirrors.
     last_replica = world.scenario.strategy == "hybrid" and world.scenario.ranks % 2 == 0 and len(world.losses) >= world.scenario.ranks // 2
     return last_replica or any(later - earlier <= 1 for earlier, later in itertools.pairwise(world.losses))
@@ -179,7 +191,7 @@ def _may_be_lost(world: World, process: Process) -> bool:
 
 def _judge_statuses(world: World, wrong: Any) -> None:
     """Every survivor's sequence of outcomes is the same; one that came later has the end of it."""
-    complete = [p for p in world.processes if p.diary.ended_with is not None]
+    complete = _finishers(world)
     if not complete:
         return
     longest = max((p.diary.statuses for p in complete), key=len)
@@ -195,7 +207,7 @@ def _judge_statuses(world: World, wrong: Any) -> None:
 def _judge_steps(world: World, wrong: Any) -> None:
     """After every common step all ranks hold the same."""
     held: dict[int, tuple[str, torch.Tensor]] = {}
-    finished = [p for p in world.processes if p.diary.ended_with is not None]
+    finished = _finishers(world)
     for process in finished:
         for step, value in process.diary.values.items():
             if not value.isfinite().all():

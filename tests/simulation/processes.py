@@ -183,6 +183,9 @@ class Process:
         except Exception as error:  # at the end of a real process it is printed, and the process ends
             self.world.error_of(self, error)
             self.failure, self.exit_code = self.failure or f"while leaving: {type(error).__name__}: {error}", self.exit_code or 1
+        else:
+            if session.missed is not None:
+                self.failure, self.exit_code = self.failure or session.missed, self.exit_code or 1
 
 
 def own_process() -> Process:

@@ -22,7 +22,17 @@ from tests.simulation.scenario import (
     Torn,
 )
 
-_WEIGHTS = {"torn": 6, "dies": 4, "joins": 3, "drains": 2, "stands still": 1, "job stops": 1, "coordinator away": 1, "slow writes": 1}
+_WEIGHTS = {
+    "torn": 6,
+    "dies": 4,
+    "two die": 2,
+    "joins": 3,
+    "drains": 2,
+    "stands still": 1,
+    "job stops": 1,
+    "coordinator away": 1,
+    "slow writes": 1,
+}
 
 
 def scenario_of(seed: int, *, strategies: Sequence[str] = STRATEGIES, loops: Sequence[str] = LOOPS) -> Scenario:
@@ -46,6 +56,10 @@ def scenario_of(seed: int, *, strategies: Sequence[str] = STRATEGIES, loops: Seq
                 faults.append(_tear(chance, members, undisturbed.collectives[1], later=bool(faults)))
             case "dies":
                 faults.append(Dies(who=who, point=point))
+            case "two die":  # of whom one may hold the mirror of the other's shard
+                first = chance.randrange(len(members))
+                faults.append(Dies(who=members[first], point=point))
+                faults.append(Dies(who=members[(first + 1) % len(members)], point=point + chance.choice((0, 1, 2, 5, 10))))
             case "joins" if not alone:
                 faults.append(Joins(who=who, point=point))
             case "drains":

@@ -17,7 +17,7 @@ from shoal_common.errors import MembershipChanged
 from shoal_worker.elastic.exchange import StateExchange
 from shoal_worker.elastic.formation import Formation
 from shoal_worker.elastic.generation import Generation, Peer
-from shoal_worker.elastic.group import Group
+from shoal_worker.elastic.group import Channel, Group
 from shoal_worker.elastic.held import HeldState
 from shoal_worker.elastic.membership import Membership
 from shoal_worker.elastic.progress import ProgressMeter
@@ -106,6 +106,9 @@ class Model:
                     parameter.fill_(value)
 
     def regroup(self, group: Group) -> None:
+        """Every rank holds all of it."""
+
+    def bring_together(self, channel: Channel) -> None:
         """Every rank holds all of it."""
 
     def capture(self) -> dict[str, Any]:

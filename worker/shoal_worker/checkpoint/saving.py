@@ -54,7 +54,7 @@ class CheckpointSaver:
 
     def save(self, session: Session, directory: Path, *, keep: int, sharded: bool | None) -> None:
         """One rank's part of a save. Returns when the state is copied. Raises what an earlier save on this rank raised."""
-        if session.is_joining:
+        if _holds_nothing_new(session):
             return
         if session.has_left:
             _log.info("nothing is saved: this process has left its job, and its peers go on with the state")
@@ -69,6 +69,9 @@ class CheckpointSaver:
 
         try:
             session.operation("save_checkpoint", take)
+            if _holds_nothing_new(session):
+                copy.drop()
+                return
             failed = self._settle(timedelta(0))
             if failed is not None:
                 raise failed  # not before: the other ranks are in the operation
@@ -182,6 +185,11 @@ class _Copy:
             )
         _log.warning("%s is not shared by all ranks: the first rank gathers the state and writes all of it", self.directory)
         return False
+
+
+def _holds_nothing_new(session: Session) -> bool:
+    """What it holds is not the run's, or is a checkpoint's that is there already."""
+    return session.is_joining or session.is_redoing
 
 
 _savers: weakref.WeakKeyDictionary[Session, CheckpointSaver] = weakref.WeakKeyDictionary()

@@ -495,6 +495,8 @@ class Formation:
             peers_at = Place(*state["place"]) if state["place"] is not None else None
         held.replica.regroup(group)
         held.phase.feed()
+        if len(self._spectators) == group.world_size:
+            held.phase.arrive()  # there are no others that it would have to come to
         self._spectators = ()
         return peers_at
 

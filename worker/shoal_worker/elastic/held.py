@@ -164,10 +164,11 @@ class HeldState:
         others = {other.name: other.next_epoch for other in self.sources if other is not source}
         self._loops[source.name] = {"epoch": epoch, "others": others}
 
-    def arrived(self) -> None:
-        """A joiner's script has come to its peers' place: what it passed over on the way is counted as theirs."""
+    def arrived(self, at: StepSource | None) -> None:
+        """A joiner's script has come to its peers' place, a step of `at`: what it passed over of other loaders is counted as theirs."""
         for source in self.sources:
-            source.count_from(None)
+            if source is not at:
+                source.count_from(None)
 
     # --------------------------------------------------------------------------------------------------------------- state
 
@@ -231,7 +232,9 @@ class HeldState:
 
     def cannot_return(self, captured: Mapping[str, Any]) -> str | None:
         """Why the script cannot go on from a captured state that it has left behind; None: it can. It can take the steps of the loop that
-        it is in again, and no others."""
+        it is in again, and no others; there are none to take if the state is that of now."""
+        if captured["steps"] == self.steps:
+            return None
         if not any(source.under_way for source in self.sources):
             return "it is in no loop over an ElasticDataLoader"
         for source in self.sources:

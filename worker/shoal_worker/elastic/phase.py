@@ -68,7 +68,7 @@ class ScriptPhase:
             self.now = Phase.ARRIVING
 
     def arrive(self) -> None:
-        """Its script has come to its first live batch."""
+        """Its script has come to its first live batch, or there is no peer that was ahead of it."""
         self._move(Phase.ARRIVING, Phase.TRAINING)
 
     def fall_behind(self) -> None:

@@ -27,7 +27,7 @@ import torch
 from shoal_common.errors import PreconditionError, ShoalError
 from shoal_protos.v1 import coordinator_pb2 as pb
 
-from shoal_worker.elastic.contract import StepStatus, StopTraining
+from shoal_worker.elastic.contract import StateLostError, StepStatus, StopTraining
 from shoal_worker.elastic.departure import Departure
 from shoal_worker.elastic.exchange import StateExchange
 from shoal_worker.elastic.formation import GROUP_LOST, Formation
@@ -70,6 +70,8 @@ class Session:
         self._exchange = StateExchange(donor, settings, metrics) if donor is not None else None
         self.donor = donor
         """Gives state to peers; None in a world of one."""
+        self.missed: str | None = None
+        """Why this process's end, which its script takes for a good one, is a failure."""
         self.outcome: StepStatus | None = None
         """Of the last step that the script finished."""
         self._formation: Formation | None = None
@@ -301,31 +303,34 @@ class Session:
         """Runs `body` on all ranks and returns its result, which must be the same JSON value on every rank.
 
         Runs it again when the membership changes on the way. In a joiner it runs over this process alone, and so it does where steps were
-        undone: all ranks hold one state then, but their scripts will come here again, each at its time. Ends the process (SystemExit) if
-        it has become a spare: it holds nothing to answer with.
+        undone: all ranks hold one state then, but their scripts will come here again, each at its time. That may happen on the way, if the
+        state is found lost. Ends the process (SystemExit) if it has become a spare: it holds nothing to answer with.
         """
         self._check_between_steps(kind)
         formation = self._formation
         if formation is None or self._held.phase.replaying or self.has_left or self._held.replica.asynchronous:
             return body(LocalChannel())
         self._check_no_spare(kind)
-        while not self.is_redoing:
+        while self.clock.goes_back or not self.is_redoing:
             known, result = self._held.operations.take_known()
             if known:
                 return result
             try:
-                channel = formation.channel(kind)
-                failpoint("session.in_operation")
-                with self.operations.in_progress(kind):
-                    result = body(channel)
-            except GROUP_LOST as error:
                 try:
+                    channel = formation.channel(kind)
+                    failpoint("session.in_operation")
+                    with self.operations.in_progress(kind):
+                        result = body(channel)
+                except GROUP_LOST as error:
                     formation.recover(error, in_operation=True)
-                except StopTraining as stop:
-                    # The job is stopped and the group is gone: there is no other to do it with.
-                    self._departure.obey(stop)
-                    return body(LocalChannel())
-                self._check_no_spare(kind)
+                    self._check_no_spare(kind)
+                    continue
+            except StopTraining as stop:
+                # The job is stopped and the group is gone: there is no other to do it with.
+                self._departure.obey(stop)
+                return body(LocalChannel())
+            except StateLostError as lost:
+                self.clock.go_back(lost)
             else:
                 self._held.operations.keep(result)
                 failpoint("session.after_operation")
@@ -419,9 +424,9 @@ class Session:
     def close(self, *, failed: str | None = None) -> None:
         """Leaves the job: finished, or failed with a reason. What is called afterwards finds a world of one."""
         if self._membership is not None:
-            if self._held.phase.now is Phase.ARRIVING:
+            if self._held.phase.now is Phase.ARRIVING and failed is None:
                 # It has a rank, and its peers wait for it. Were it told as the script's good end, the run would be over for all.
-                failed = failed or "the script came to its end without a step of the loop in which its peers are"
+                failed = self.missed = "the script came to its end without a step of the loop in which its peers are"
             if failed is None:
                 self._await_the_others()
             preempted = self._formation is not None and self._formation.preempted and self._departure.stopped is not None

@@ -14,7 +14,7 @@ import time
 from contextlib import ExitStack
 from datetime import timedelta
 from types import FrameType, TracebackType
-from typing import Final
+from typing import Final, NoReturn
 
 from shoal_common.allocator import keep_freed_memory
 from shoal_common.clients.coordinator import CoordinatorClient
@@ -165,6 +165,8 @@ class _Exit:
         if not reaper.wait(timedelta(seconds=5)):
             _log.warning("a process group is still being destroyed; leaving without it")
         self._end_if_put_out()
+        if self._session.missed is not None and self._script.failure() is None:
+            _end_now(1, f"this worker fails: {self._session.missed}")
 
     def _note_uncaught(self, kind: type[BaseException], value: BaseException, traceback: TracebackType | None) -> None:
         """That the coordinator has put this member out is no error of the script, so there is no traceback: `_leave` says it."""
@@ -176,16 +178,10 @@ class _Exit:
         refused = self._membership.link.put_out
         if refused is None:
             return
-        print(  # noqa: T201 - where a traceback would have been
-            f"shoal: this worker was put out of job {self._membership.link.identity.job_id!r} and ends with status {PUT_OUT}, for its "
-            f"launcher to start it anew: {refused}",
-            file=sys.stderr,
+        job = self._membership.link.identity.job_id
+        _end_now(
+            PUT_OUT, f"this worker was put out of job {job!r} and ends with status {PUT_OUT}, for its launcher to start it anew: {refused}"
         )
-        logging.shutdown()
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError):  # closed
-                stream.flush()
-        os._exit(PUT_OUT)
 
     def _drain(self, number: int, _frame: FrameType | None) -> None:
         """The first SIGTERM asks the member to leave. Another ends the process at once, but not one that comes right after it: a batch
@@ -197,6 +193,15 @@ class _Exit:
         elif now - self._asked_at > _SAME_SIGNAL.total_seconds():
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
+
+
+def _end_now(status: int, why: str) -> NoReturn:
+    print(f"shoal: {why}", file=sys.stderr)  # noqa: T201 - where a traceback would have been
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # closed
+            stream.flush()
+    os._exit(status)
 
 
 def _address_outwards() -> str:

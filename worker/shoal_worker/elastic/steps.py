@@ -58,6 +58,8 @@ class Steps:
         """`formation`: None in a world of one. `operation(kind)` returns when all ranks have called it. `drain_grace`: see `Borders`."""
         self.load_checkpoint: Callable[[], str | None] | None = None
         """Puts the newest checkpoint in the place of a lost state, with all ranks. Returns why it cannot; None: it has."""
+        self.goes_back = False
+        """The ranks are taking a checkpoint's state in the place of a lost one."""
         self._held = held
         self._borders = Borders(held, formation, drain_grace=drain_grace)
         self._departure = departure
@@ -143,7 +145,7 @@ class Steps:
         if self._held.phase.replaying:
             step.first_live = True
             self._held.phase.arrive()
-            self._held.arrived()
+            self._held.arrived(step.source)
 
     def begin_micro_batch(self, *, index: int, weight: float, key: Sequence[int], weigh: WeighRows | None) -> None:
         """See `StepClock`."""
@@ -281,8 +283,7 @@ class Steps:
         failpoint("session.after_commit")
         if step.control is not None:
             self._compare_replicas()
-        self._end(updated=True)
-        return StepStatus.COMMITTED
+        return StepStatus.LOST if self._end(updated=True) else StepStatus.COMMITTED
 
     def _compare_replicas(self) -> None:
         """After every so many steps: compares what ranks hold in common. Raises PreconditionError (REPLICAS_DIVERGED), on all of them."""
@@ -343,8 +344,9 @@ class Steps:
         held.lost()
         self._end(updated=False)
 
-    def _end(self, *, updated: bool) -> None:
-        """The step has its outcome here. Re-forms, where its group failed, before the script is told. `updated`: it counts."""
+    def _end(self, *, updated: bool) -> bool:
+        """The step has its outcome here. Re-forms, where its group failed, before the script is told. `updated`: it counts. True: the state
+        was found lost, and is that of a checkpoint now, to which the step has yet to be done."""
         stop, self._stop = self._stop, None
         try:
             if stop is not None:
@@ -353,23 +355,29 @@ class Steps:
         except StopTraining as asked:
             self._departure.obey(asked)
         except StateLostError as lost:
-            self._go_back(lost)
+            self.go_back(lost)
+            return True
+        return False
 
     def _settle(self, source: StepSource | None) -> None:
         """As `Borders.settle`. Raises StateLostError as well."""
         try:
             self._borders.settle(source)
         except StateLostError as lost:
-            self._go_back(lost)
+            self.go_back(lost)
             self._borders.settle(source)
 
-    def _go_back(self, lost: StateLostError) -> None:
+    def go_back(self, lost: StateLostError) -> None:
         """To the newest checkpoint: the steps since then are undone, and the loader deals their samples again. Raises StateLostError."""
-        if self.load_checkpoint is None:
+        if self.load_checkpoint is None or self.goes_back:
             raise lost
         _log.warning("%s; going back to the newest checkpoint", lost)
-        with self._held.going_back():
-            why_not = self._load_checkpoint(self.load_checkpoint)
+        self.goes_back = True
+        try:
+            with self._held.going_back():
+                why_not = self._load_checkpoint(self.load_checkpoint)
+        finally:
+            self.goes_back = False
         if why_not is not None:
             raise StateLostError(
                 f"{lost}. The newest checkpoint cannot take its place in the running script: {why_not}", reason=lost.reason
@@ -378,6 +386,8 @@ class Steps:
     def _load_checkpoint(self, load: Callable[[], str | None]) -> str | None:
         """Again, if the ranks change on the way: each change finds the state lost again, and those who have read it are ahead."""
         while True:
+            # It is the first operation for all: what ranks know of others would be taken for its answer.
+            self._held.operations.restart(b"", passed=False)
             try:
                 why_not = load()
             except StateLostError as again:

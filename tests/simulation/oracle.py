@@ -89,7 +89,7 @@ def _resolved(scenario: Scenario, fault: Fault) -> Fault:
 def _judge(verdict: Verdict, audited: Any) -> None:
     world, scenario = verdict.world, verdict.scenario
     finishers = _finishers(world)
-    survivors = [process for process in finishers if not process.late]
+    survivors = [process for process in finishers if not _is_late(process)]
 
     def wrong(kind: str, text: str) -> None:
         verdict.violations.append((kind, text))
@@ -130,6 +130,12 @@ def _lacks_ranks(world: World) -> bool:
     scenario = world.scenario
     left = [process for process in world.processes if not process.gone]
     return scenario.strategy == "hybrid" and scenario.ranks % 2 == 0 and len(left) == 1 and left[0].is_spare
+
+
+def _is_late(process: Process) -> bool:
+    """It came later, or was a spare at first."""
+    first = process.diary.statuses[0][0] if process.diary.statuses else 0
+    return process.late or (process.world.scenario.strategy == "hybrid" and first > 1)
 
 
 def _finishers(world: World) -> list[Process]:
@@ -197,9 +203,9 @@ def _judge_statuses(world: World, wrong: Any) -> None:
     longest = max((p.diary.statuses for p in complete), key=len)
     for process in complete:
         mine = process.diary.statuses
-        if process.late:
+        if _is_late(process):
             mine = mine[1:]  # the step before its first live batch may be one of a dry run
-        if mine != longest[len(longest) - len(mine) :] or (not process.late and len(mine) != len(longest)):
+        if mine != longest[len(longest) - len(mine) :] or (not _is_late(process) and len(mine) != len(longest)):
             at = next((i for i, (a, b) in enumerate(zip(mine, longest, strict=False)) if a != b), min(len(mine), len(longest)))
             wrong("outcomes", f"{process.name}'s outcomes differ from {at} on: {mine[at : at + 3]} and {longest[at : at + 3]}")
 

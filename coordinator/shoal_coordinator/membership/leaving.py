@@ -14,7 +14,7 @@ from shoal_coordinator.membership.forming import holds_state
 from shoal_coordinator.membership.joining import has_place, live_member, stop_for
 from shoal_coordinator.membership.reasons import Refusal
 from shoal_coordinator.membership.recovery import is_recovering
-from shoal_coordinator.membership.state import JobEnding, JobPhase, Member, MemberPhase
+from shoal_coordinator.membership.state import Cause, JobEnding, JobPhase, Member, MemberPhase
 
 _REFUSAL_OF: Mapping[Ending, Refusal] = {
     Ending.STREAM_BROKEN: Refusal.MEMBER_REPLACED,
@@ -161,14 +161,19 @@ def _finish(draft: Draft, reason: str) -> None:
 
 def _tell_awaiting(draft: Draft, left: Member, reason: str) -> None:
     """Who has `left` works in an older generation still: at the border where it leaves, all would have taken the newest one. Those who wait
-    there, in their first one, wait for nobody."""
+    there, in their first one, wait for nobody; and so do all that have not entered it yet, where it was to follow a failure."""
     works_in = draft.works_in(left.member_id)
     if works_in >= draft.number:
         return
     for member in draft.members.values():
-        if member.phase is not MemberPhase.RANKED or holds_state(draft, member):
+        if member.phase is not MemberPhase.RANKED or member is left:
             continue
-        if works_in > 0 or _is_new(draft, member):
+        if holds_state(draft, member):
+            interrupted = draft.generation is not None and draft.generation.cause is Cause.FAILURE
+            waits = interrupted and 0 < draft.works_in(member.member_id) < draft.number
+        else:
+            waits = works_in > 0 or _is_new(draft, member)
+        if waits:
             draft.effects.append(SendStop(member_id=member.member_id, reason=reason, now=True))
 
 

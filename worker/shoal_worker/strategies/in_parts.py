@@ -119,7 +119,7 @@ class ModelInParts(TorchCalls, Generic[State, Closed]):
         self._parts: State | None = None
         """None while the module is on the meta device: it is built when values come."""
         self._applied = 0
-        """Steps that this rank has applied."""
+        """Steps applied since the state was a fresh one or a checkpoint's; the same on all ranks."""
         self._closing: Closed | None = None
         """Of the step in progress once it is closed, and of the last one until then."""
         self._clipped = 1.0

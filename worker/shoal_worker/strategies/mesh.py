@@ -146,7 +146,7 @@ class MeshModel(DividedModel):
         if not self.in_parts:
             own = {"model": self.module.state_dict(), "optimizer": self._optimizer.state_dict() if self._optimizer is not None else None}
             unsaved = self._held.unsaved() if self._parts is not None else {}
-            return own | {"buffers": unsaved} if unsaved else own
+            return own | {"applied": self._applied} | ({"buffers": unsaved} if unsaved else {})
         return {"unsaved": self._held.unsaved(), "settings": self._held.settings, "applied": self._applied}
 
     @torch.no_grad()
@@ -162,6 +162,7 @@ class MeshModel(DividedModel):
             held.load_values(state["model"])
             if state["optimizer"] is not None:
                 held.load_optimizer(state["optimizer"])
+            self._applied = state.get("applied", 0)  # a checkpoint's ranks begin to count anew
             self._closing = None
         else:
             if self._division is None or state["applied"] != self._applied:

@@ -101,7 +101,7 @@ class ShardedParametersModel(CutModel):
     def capture(self) -> dict[str, Any]:
         """See `Replica`. Before the first step all of the state; from then on what every rank has of it."""
         if self._held.whole:
-            return self._held.capture_whole()
+            return self._held.capture_whole() | {"applied": self._applied}
         return self._held.capture_common() | {"applied": self._applied}
 
     @torch.no_grad()
@@ -110,6 +110,7 @@ class ShardedParametersModel(CutModel):
         self._give_values(state)
         if "model" in state:
             self._held.restore_whole(state)
+            self._applied = state.get("applied", 0)  # a checkpoint's ranks begin to count anew
             if self._compression is not None:
                 self._compression.restore(state.get("compression"))
             self._closing = None

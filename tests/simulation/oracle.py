@@ -21,7 +21,7 @@ from tests.simulation.transfers import tensors_of
 from tests.simulation.world import World
 
 _LEASE_S = 10
-_STATE_LOST = ("is lost", "only a checkpoint can replace", "no rank can give its state", "are fewer than the")
+_STATE_LOST = ("is lost", "only a checkpoint can replace", "no rank can give its state", "are fewer than the", "not whole on any of them")
 _NO_WAY_BACK = "The newest checkpoint cannot take its place in the running script"
 _ALL_GONE = "every process that held the state of the run is gone"
 
@@ -96,7 +96,8 @@ def _judge(verdict: Verdict, audited: Any) -> None:
 
     _judge_ends(world, finishers, wrong)
     _judge_beginnings(world, wrong)
-    if world.timeouts and not any(isinstance(fault, Stops | SlowWrites) for fault in scenario.faults):
+    unheard = bool(world.losses) and any(isinstance(fault, CoordinatorAway) for fault in scenario.faults)  # nobody tells of a death
+    if world.timeouts and not unheard and not any(isinstance(fault, Stops | SlowWrites) for fault in scenario.faults):
         wrong("timeout", f"{len(world.timeouts)} waits took a whole timeout: {world.timeouts[0]}")
     _judge_statuses(world, wrong)
     for process in finishers[1:]:
@@ -121,8 +122,9 @@ def _judge(verdict: Verdict, audited: Any) -> None:
 def _is_refused(world: World) -> bool:
     """A joiner's `enumerate(loader)` counts from nought; the ranks were told so by name."""
     failures = [process.failure for process in world.processes if process.failure]
-    refused = bool(failures) and all("scripts went different ways" in failure and "enumerate(loader)" in failure for failure in failures)
-    return world.scenario.loop == "enumerate" and any(process.late for process in world.processes) and refused
+    told = ["scripts went different ways" in failure and "enumerate(loader)" in failure for failure in failures]
+    named = all(said or _ALL_GONE in failure for said, failure in zip(told, failures, strict=True))
+    return world.scenario.loop == "enumerate" and any(process.late for process in world.processes) and any(told) and named
 
 
 def _lacks_ranks(world: World) -> bool:
@@ -165,7 +167,15 @@ def _judge_ends(world: World, finishers: list[Process], wrong: Any) -> None:
     left = [process for process in world.processes if not process.dead]
     asked = {f.who for f in scenario.faults if isinstance(f, Drains)}
     away = any(isinstance(f, CoordinatorAway) for f in scenario.faults) and len(left) < len(world.processes)  # nobody says who is left
-    if left and not finishers and not away and asked >= {process.name for process in left} and not any(p.exit_code for p in left):
+    # Without a loader of Shoal's nothing ends the loop.
+    if (
+        left
+        and not finishers
+        and not away
+        and scenario.loop != "plain"
+        and asked >= {process.name for process in left}
+        and not any(p.exit_code for p in left)
+    ):
         wrong("preempted", "all got SIGTERM, and the code after the loop has run nowhere")
     drains = sum(isinstance(f, Drains) for f in scenario.faults)
     if left and not finishers and len(left) > drains and not stops_at_once and not any(process.exit_code for process in left):
@@ -184,7 +194,8 @@ def _may_be_lost(world: World, process: Process) -> bool:
     """All that held a part of the state may have gone: two at once, before what they held was mirrored again."""
     failure = process.failure or ""
     if _ALL_GONE in failure:
-        return not any(other.exit_code == 0 for other in world.processes)
+        asked = {fault.who for fault in world.scenario.faults if isinstance(fault, Drains)}
+        return not any(other.exit_code == 0 and other.name not in asked for other in world.processes)
     if not any(text in failure for text in _STATE_LOST):
         return False
     stops = any(isinstance(fault, JobStops) for fault in world.scenario.faults)

@@ -34,6 +34,7 @@ class MemberJoined:
     identity: Identity
     last_generation: int
     last_world_size: int = 0
+    works_in: int = 0
     """Ranks of that generation; 0: not known."""
 
 

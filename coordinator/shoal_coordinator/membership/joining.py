@@ -82,8 +82,8 @@ def _member_resumed(draft: Draft, event: MemberJoined, member: Member) -> Joined
     if member.phase is MemberPhase.DRAINING:
         draft.effects.append(SendDrain(member_id=member_id, reason=member.reason))
     generation = draft.generation
-    if draft.phase is JobPhase.FINISHED and event.last_generation == 0:
-        # Those that it was to work with came to their end while it could not be told of its first generation.
+    if draft.phase is JobPhase.FINISHED and event.works_in == 0:
+        # Those that it was to work with came to their end while it could not be told so.
         draft.effects.append(SendStop(member_id=member_id, reason=draft.stop_reason, now=True))
         return Joined(replays=member.replays, resumed=True)
     if has_place(draft, member) and generation is not None and event.last_generation < generation.number:

@@ -76,6 +76,7 @@ def parse_join(message: pb.Join) -> tuple[str, MemberJoined]:
         identity=identity,
         last_generation=number("join.last_generation", message.last_generation),
         last_world_size=number("join.last_world_size", message.last_world_size, high=LARGEST_WORLD),
+        works_in=number("join.works_in", message.works_in),
     )
     return checks.job_id(message.job_id), event
 

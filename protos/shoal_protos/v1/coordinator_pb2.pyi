@@ -181,7 +181,7 @@ class MemberMessage(_message.Message):
     def __init__(self, join: _Optional[_Union[Join, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., collective_failure: _Optional[_Union[CollectiveFailure, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ...) -> None: ...
 
 class Join(_message.Message):
-    __slots__ = ("job_id", "member_id", "host", "pid", "launcher_id", "local_index", "donor_address", "metrics_address", "last_generation", "donor_key", "last_world_size")
+    __slots__ = ("job_id", "member_id", "host", "pid", "launcher_id", "local_index", "donor_address", "metrics_address", "last_generation", "donor_key", "last_world_size", "works_in")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
@@ -193,6 +193,7 @@ class Join(_message.Message):
     LAST_GENERATION_FIELD_NUMBER: _ClassVar[int]
     DONOR_KEY_FIELD_NUMBER: _ClassVar[int]
     LAST_WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    WORKS_IN_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     member_id: str
     host: str
@@ -204,7 +205,8 @@ class Join(_message.Message):
     last_generation: int
     donor_key: str
     last_world_size: int
-    def __init__(self, job_id: _Optional[str] = ..., member_id: _Optional[str] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., launcher_id: _Optional[str] = ..., local_index: _Optional[int] = ..., donor_address: _Optional[str] = ..., metrics_address: _Optional[str] = ..., last_generation: _Optional[int] = ..., donor_key: _Optional[str] = ..., last_world_size: _Optional[int] = ...) -> None: ...
+    works_in: int
+    def __init__(self, job_id: _Optional[str] = ..., member_id: _Optional[str] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., launcher_id: _Optional[str] = ..., local_index: _Optional[int] = ..., donor_address: _Optional[str] = ..., metrics_address: _Optional[str] = ..., last_generation: _Optional[int] = ..., donor_key: _Optional[str] = ..., last_world_size: _Optional[int] = ..., works_in: _Optional[int] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("spec", "heartbeat_interval_ms", "joining", "store_url")

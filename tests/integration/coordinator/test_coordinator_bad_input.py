@@ -201,6 +201,7 @@ def test_a_specification_is_checked_field_by_field(channel: grpc.Channel, field:
         ("donor_key", "A" * 32),
         ("metrics_address", "h:0"),
         ("last_generation", -1),
+        ("works_in", -1),
     ],
 )
 def test_a_join_is_checked_field_by_field(channel: grpc.Channel, field: str, value: object) -> None:

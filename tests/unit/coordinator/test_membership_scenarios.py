@@ -145,7 +145,7 @@ class Story:
             donor_address=f"{host}:1",
             metrics_address="",
         )
-        self.happen(MemberJoined(identity=identity, last_generation=int(last), last_world_size=int(of)))
+        self.happen(MemberJoined(identity=identity, last_generation=int(last), last_world_size=int(of), works_in=int(last)))
 
     def ready(self, member: str) -> None:
         self.happen(MemberReady(member_id=member))

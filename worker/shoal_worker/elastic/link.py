@@ -383,6 +383,7 @@ class CoordinatorLink:
                 metrics_address=identity.metrics_address,
                 last_generation=newest.number if newest is not None else 0,
                 last_world_size=newest.world_size if newest is not None else 0,
+                works_in=self._generation,
             )
         )
         said = _Said(stream=stream)

@@ -166,6 +166,7 @@ class Coordinator:
         elif kind == "collective_failure":
             self._submit_for(stream, parse_collective_failure(member_id, message.collective_failure))
         elif kind == "leave":
+            stream.process.left_at = self.world.scheduler.now
             self._submit_for(stream, parse_leave(member_id, message.leave))
 
     def _submit_for(self, stream: Stream, event: Event) -> None:

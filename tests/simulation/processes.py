@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 _METRICS = WorkerMetrics()
 COLLECTIVE_TIMEOUT_S = 20.0
 RENDEZVOUS_TIMEOUT_S = 60.0
+LONGEST_AFTER_GOODBYE_S = 6.0
+DRAIN_GRACE_S = 0.03
+"""A few steps."""
 
 
 @dataclasses.dataclass
@@ -69,6 +72,8 @@ class Process:
         """It was not there from the beginning."""
         self.steps_before = world.steps
         """What the others had committed when it started."""
+        self.left_at: float | None = None
+        """When it said goodbye."""
         self.spare = False
         """At its end it had no part in the model."""
 
@@ -120,6 +125,9 @@ class Process:
 
     def _vanish(self, exit_code: int) -> None:
         self.exit_code = exit_code
+        lingered_s = self.world.scheduler.now - self.left_at if self.left_at is not None else 0.0
+        if self.ended and lingered_s > LONGEST_AFTER_GOODBYE_S and not self.world.faults.seconds_of_write(self) and not self.still_until:
+            self.world.violated("lingers", f"{self.name} has ended {lingered_s:.0f} s after it said goodbye")
         for side in self.sides:
             side.end(f"{self.name} is gone")
         if self.stream is not None:
@@ -156,6 +164,7 @@ class Process:
             collective_timeout_s=COLLECTIVE_TIMEOUT_S,
             rendezvous_timeout_s=RENDEZVOUS_TIMEOUT_S,
             connect_timeout_s=5.0,
+            drain_grace_s=DRAIN_GRACE_S,
             store_url="redis://none",
             member_file=self._member_file,
         )

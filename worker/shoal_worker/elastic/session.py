@@ -440,7 +440,8 @@ class Session:
     def _await_the_others(self) -> None:
         """Nobody goes while another may still need it: its part of the state, or its word that the last step counts."""
         held, formation = self._held, self._formation
-        if formation is None or not held.has_replica or held.replica.asynchronous or self.is_joining or held.steps == 0:
+        has_part = held.has_replica and not held.replica.asynchronous and not self.is_joining and not self.has_left
+        if formation is None or not has_part or held.steps == 0:
             return
         try:
             if held.replica.in_parts and self._departure.stopped is None:

@@ -173,7 +173,7 @@ def _judge_ends(world: World, finishers: list[Process], wrong: Any) -> None:
         and not finishers
         and not away
         and scenario.loop != "plain"
-        and asked >= {process.name for process in left}
+        and asked >= {process.name for process in world.processes}
         and not any(p.exit_code for p in left)
     ):
         wrong("preempted", "all got SIGTERM, and the code after the loop has run nowhere")
@@ -202,7 +202,9 @@ def _may_be_lost(world: World, process: Process) -> bool:
     if world.scenario.loop == "save" and world.scenario.strategy != "hybrid" and not stops and _NO_WAY_BACK not in failure:
         return False
     # Of an even number of ranks each two hold a replica, which nobody mirrors.
-    last_replica = world.scenario.strategy == "hybrid" and world.scenario.ranks % 2 == 0 and len(world.losses) >= world.scenario.ranks // 2
+    drained = {fault.who for fault in world.scenario.faults if isinstance(fault, Drains)}
+    gone = len(world.losses) + len(drained)
+    last_replica = world.scenario.strategy == "hybrid" and world.scenario.ranks % 2 == 0 and gone >= world.scenario.ranks // 2
     return last_replica or any(later - earlier <= 1 for earlier, later in itertools.pairwise(world.losses))
 
 

@@ -206,6 +206,8 @@ class Formation:
         """All ranks of the group have taken the state of a checkpoint in the place of one that was lost: it can stand now."""
         group = self.group
         self._met = not self._stands and group is not None and group is self.membership.group and group.broken is None
+        if self._met:
+            self.border_due = False  # this is the generation that was due
 
     def reform(self) -> None:
         """Forms newer generations until one stands, or until this rank's script has to move first.

@@ -151,7 +151,7 @@ def _finishers(world: World) -> list[Process]:
 def _judge_ends(world: World, finishers: list[Process], wrong: Any) -> None:
     scenario = world.scenario
     # Without a loader of Shoal's there is nothing that could end the loop.
-    stops_at_once = scenario.loop == "plain" and any(isinstance(fault, JobStops) for fault in scenario.faults)
+    stops_at_once = scenario.loop == "plain" and any(isinstance(fault, JobStops | Drains) for fault in scenario.faults)
     for process in world.processes:
         if process.dead:
             continue
@@ -174,7 +174,7 @@ def _judge_ends(world: World, finishers: list[Process], wrong: Any) -> None:
         and not away
         and scenario.loop != "plain"
         and asked >= {process.name for process in world.processes}
-        and not any(p.exit_code for p in left)
+        and not any(p.exit_code for p in world.processes)
     ):
         wrong("preempted", "all got SIGTERM, and the code after the loop has run nowhere")
     drains = sum(isinstance(f, Drains) for f in scenario.faults)
@@ -195,7 +195,8 @@ def _may_be_lost(world: World, process: Process) -> bool:
     failure = process.failure or ""
     if _ALL_GONE in failure:
         asked = {fault.who for fault in world.scenario.faults if isinstance(fault, Drains)}
-        return not any(other.exit_code == 0 and other.name not in asked for other in world.processes)
+        stopped = bool(asked) and world.scenario.strategy == "hybrid"  # the last replica was to lose a rank, and all stopped
+        return stopped or not any(other.exit_code == 0 and other.name not in asked for other in world.processes)
     if not any(text in failure for text in _STATE_LOST):
         return False
     stops = any(isinstance(fault, JobStops) for fault in world.scenario.faults)
@@ -205,7 +206,10 @@ def _may_be_lost(world: World, process: Process) -> bool:
     drained = {fault.who for fault in world.scenario.faults if isinstance(fault, Drains)}
     gone = len(world.losses) + len(drained)
     last_replica = world.scenario.strategy == "hybrid" and world.scenario.ranks % 2 == 0 and gone >= world.scenario.ranks // 2
-    return last_replica or any(later - earlier <= 1 for earlier, later in itertools.pairwise(world.losses))
+    # A rank that was drained, and one that died before the other's shard was mirrored again, are two as well.
+    pairs = itertools.combinations(range(len(world.losses) + len(world.departures)), 2)
+    steps = [*world.losses, *world.departures]
+    return last_replica or any(abs(steps[one] - steps[other]) <= 1 and one < len(world.losses) for one, other in pairs)
 
 
 def _judge_statuses(world: World, wrong: Any) -> None:

@@ -56,6 +56,8 @@ class World:
         """The most that a process has committed."""
         self.losses: list[int] = []
         """For each process that was lost: committed steps then."""
+        self.departures: list[int] = []
+        """For each that was drained and left: committed steps then."""
         self._script = script
         self._rooms: dict[str, Room] = {}
         self._moved_at = 0.0
@@ -89,6 +91,8 @@ class World:
         self.moved()
         if process.dead or process.still_until > 0:
             self.losses.append(self.steps)
+        elif process.diary.ended_with is None:
+            self.departures.append(self.steps)
         code = process.exit_code or 0
         status = {"exit_code": 0, "signal": code - 128} if code > 128 else {"exit_code": code, "signal": 0}
         report = ExitReported(member_id=process.name, finished=process.has_finished, **status)

@@ -1,7 +1,8 @@
 """The borders between steps: there, and only there, joiners come in, drained members go, and a broken group is formed anew.
 
 Who is asked to leave goes on for a moment (SHOAL_DRAIN_GRACE_S). If all ranks are asked within it, as when an allocation is taken back, all
-stop together: their scripts run on, and can save what they hold between them. Else it leaves by itself.
+stop together: their scripts run on, and can save what they hold between them. Else it leaves by itself, unless it holds what no rank that
+stays has (`who_leaves.py`).
 
 Holds the `Formation` until the process leaves its job, and owns where the peers stood when this joiner was fed, and since when this process
 is asked to leave. It takes no steps. All of it runs on the training thread, except `failed`, which a collective's callback may call.
@@ -9,7 +10,9 @@ is asked to leave. It takes no steps. All of it runs on the training thread, exc
 
 from __future__ import annotations
 
+import json
 import time
+from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
@@ -17,11 +20,12 @@ import xxhash
 from shoal_common.errors import MembershipChanged
 
 from shoal_worker.elastic.contract import Drained, Placement, StepSource, StopTraining
-from shoal_worker.elastic.formation import Formation
+from shoal_worker.elastic.formation import GROUP_LOST, Formation
 from shoal_worker.elastic.group import Group
 from shoal_worker.elastic.held import HeldState
 from shoal_worker.elastic.place import Place
 from shoal_worker.elastic.step import Step
+from shoal_worker.elastic.who_leaves import Told, who_leaves
 
 ALONE = Placement(generation=0, rank=0, world_size=1)
 """In a world of one, and before the first generation."""
@@ -87,8 +91,8 @@ class Borders:
             # Not whether this rank was told of a stop by now: others may not have been, and would go on without it.
             self._leave_if_asked(formation, stop=link.stopped or link.draining or "the job is stopped")
         elif formation.border_due:
-            self._leave_if_asked(formation, stop=None)
-            formation.reform()
+            self._leave_in_turn(formation)
+            formation.take_newest()
         else:
             formation.settle()
         self._let_joiners_in(formation, source)
@@ -180,6 +184,34 @@ class Borders:
     def leave_peers(self) -> None:
         """This process left its job: what comes is a world of one."""
         self._formation = None
+
+    def _leave_in_turn(self, formation: Formation) -> None:
+        """Leaves, if it was asked to and may. Where the state is in parts, ranks that are asked at once go one after another, so that those
+        that stay hold all of it; see `who_leaves`. Raises StopTraining."""
+        replica, link = self._held.replica, formation.membership.link
+        if not replica.in_parts or not formation.healthy or link.refused is not None:
+            self._leave_if_asked(formation, stop=None)
+            return
+        newest, members = link.newest_generation, formation.members
+        mine = Told(
+            asked=self._leaves_alone or link.excluded,
+            excluded=link.excluded,
+            holds=tuple(replica.holds),
+            joiners=newest is not None and any(peer.member_id not in members for peer in newest.peers),
+        )
+        try:
+            channel = formation.channel("leaving")
+            told = [Told(**json.loads(each)) for each in channel.exchange(json.dumps(asdict(mine)).encode())]
+        except GROUP_LOST as error:
+            formation.recover(error)
+            return
+        plan = who_leaves(told)
+        if plan.stop:
+            formation.preempted = True
+            asked = [rank for rank, each in enumerate(told) if each.asked]
+            raise StopTraining(f"ranks {asked} are asked to leave, and hold parts of the state that no other rank has")
+        if channel.rank in plan.now:
+            raise Drained(link.draining or "")
 
     def _leave_if_asked(self, formation: Formation, *, stop: str | None) -> None:
         membership = formation.membership

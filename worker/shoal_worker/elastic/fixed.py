@@ -58,6 +58,7 @@ class FixedLink:
     newest = 1
     refused = None
     draining = None
+    excluded = False
     stopped = None
 
     def __init__(self, generation: Generation) -> None:

@@ -27,7 +27,7 @@ from typing import Any
 from shoal_common.errors import ConfigurationError, DeadlineError, MembershipChanged, PreconditionError, ShoalError, UnavailableError
 
 from shoal_worker.elastic.apart import COUNTING
-from shoal_worker.elastic.contract import StateLostError
+from shoal_worker.elastic.contract import Drained, StateLostError
 from shoal_worker.elastic.exchange import StateExchange
 from shoal_worker.elastic.generation import Generation
 from shoal_worker.elastic.group import Group
@@ -209,6 +209,13 @@ class Formation:
         if self._met:
             self.border_due = False  # this is the generation that was due
 
+    def take_newest(self) -> None:
+        """Forms the generation that the border was due for, unless one was formed here since. Raises as `reform`."""
+        if self.border_due:
+            self.reform()
+        else:
+            self.settle()
+
     def reform(self) -> None:
         """Forms newer generations until one stands, or until this rank's script has to move first.
 
@@ -378,6 +385,8 @@ class Formation:
         lines = WaitingLines()
         while True:
             lines.say("more ranks", self._why_spare)
+            if self.membership.link.draining is not None:
+                raise Drained(self.membership.link.draining)
             with contextlib.suppress(DeadlineError):
                 self.membership.await_generation(_SPARE_LOOK)
                 break

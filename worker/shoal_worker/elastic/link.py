@@ -263,6 +263,11 @@ class CoordinatorLink:
         return self._drain
 
     @property
+    def excluded(self) -> bool:
+        """It is to leave because the coordinator writes a generation without it."""
+        return self._drain_ordered
+
+    @property
     def stopped(self) -> str | None:
         """Why the job is to stop; None: it goes on."""
         return self._stop

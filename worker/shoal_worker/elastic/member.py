@@ -43,6 +43,11 @@ class Notices(Protocol):
         ...
 
     @property
+    def excluded(self) -> bool:
+        """It is to leave because the coordinator writes a generation without it."""
+        ...
+
+    @property
     def stopped(self) -> str | None:
         """Why the job is to stop; None: it goes on."""
         ...

@@ -71,6 +71,11 @@ class Replica(Protocol):
         ...
 
     @property
+    def holds(self) -> Sequence[str]:
+        """Names of the parts of the state that this rank holds, the same on all ranks that hold them; empty where it is not in parts."""
+        ...
+
+    @property
     def steps_alone(self) -> bool:
         """Steps are this rank's own, and nothing of the other ranks' is to be known in them."""
         ...

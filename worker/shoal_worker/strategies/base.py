@@ -11,7 +11,7 @@ import contextlib
 import copy
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -156,6 +156,11 @@ class ShardedModel(nn.Module, abc.ABC):
     def working(self, group: Group) -> Group:
         """See `Replica`: all do."""
         return group
+
+    @property
+    def holds(self) -> Sequence[str]:
+        """See `Replica`: it is not in parts."""
+        return ()
 
     def bring_together(self, channel: Channel) -> None:
         """See `Replica`: an update leaves nothing behind on single ranks that others hold."""

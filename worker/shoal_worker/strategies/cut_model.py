@@ -157,6 +157,12 @@ class CutModel(ModelInParts[CutState, CutClosing]):
         """See `Replica`."""
         return self._parts is not None and self._parts.cut is not None and self._parts.cut.world_size > 1
 
+    @property
+    def holds(self) -> list[str]:
+        """See `Replica`: shards, the one that it mirrors among them."""
+        cut = self._parts.cut if self._parts is not None and self.in_parts else None
+        return [str(position) for position in (cut.position, cut.mirrored) if position is not None] if cut is not None else []
+
     def get_model_metadata(self) -> dict[str, Any]:
         """See `ShardedModel`; with the layout: what is cut, into how many shards, how many ranks own each, and whether others mirror it."""
         division = self._parts.division if self._parts is not None else Division(world_size=1, shards=1)

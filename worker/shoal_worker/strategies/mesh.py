@@ -219,6 +219,14 @@ class MeshModel(DividedModel):
         if old is not None:
             old.release()
 
+    @property
+    def holds(self) -> list[str]:
+        """See `Replica`: the shards that it holds of its part of the model."""
+        if self._division is None or not self.in_parts:
+            return []
+        cut = self._division.cut
+        return [f"{cut.at.pipeline}.{cut.at.tensor}.{position}" for position in cut.positions]
+
     def working(self, group: Group) -> Group:
         """See `Replica`."""
         return self._division.all if self._division is not None and self._division.group is group else group

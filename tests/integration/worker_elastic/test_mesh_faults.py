@@ -64,9 +64,13 @@ def test_a_broken_replicas_other_rank_is_a_spare_until_a_joiner_makes_it_whole(
 ) -> None:
     with hybrid_of_four(zygote, tmp_path, tensor_parallel_size=2, data_parallel_strategy=along_data) as running:
         with running.held():
-            start(running, 4)
+            # In a step: at an evaluation the left-over rank would end, for a launcher to start it again.
+            in_a_step = {"SHOAL_FAILPOINTS": "session.before_apply@3=kill"} if leaves is signal.SIGKILL else {}
+            for index in range(4):
+                running.start(index, **(in_a_step if index == 1 else {}))
             running.wait_steps(2)
-            running.signal(1, leaves)
+            if not in_a_step:
+                running.signal(1, leaves)
             eventually(lambda: "it is a spare" in running.said(), "a spare")
             running.wait_steps(running.steps() + 1)
             running.start(4)

@@ -68,7 +68,7 @@ class CheckpointSaver:
             copy.take(channel)
 
         try:
-            session.operation("save_checkpoint", take)
+            session.operation("save_checkpoint", take, answers=False)
             if _holds_nothing_new(session):
                 copy.drop()
                 return

@@ -299,19 +299,23 @@ class Session:
 
     # ---------------------------------------------------------------------------------------------------------- operations
 
-    def operation(self, kind: str, body: Body) -> Any:
+    def operation(self, kind: str, body: Body, *, answers: bool = True) -> Any:
         """Runs `body` on all ranks and returns its result, which must be the same JSON value on every rank.
 
         Runs it again when the membership changes on the way. In a joiner it runs over this process alone, and so it does where steps were
         undone: all ranks hold one state then, but their scripts will come here again, each at its time. That may happen on the way, if the
-        state is found lost. Ends the process (SystemExit) if it has become a spare: it holds nothing to answer with.
+        state is found lost. Ends the process (SystemExit) if it has become a spare, which holds nothing to answer with; not with `answers`
+        False: nobody looks at the answer.
         """
         self._check_between_steps(kind)
         formation = self._formation
         if formation is None or self._held.phase.replaying or self.has_left or self._held.replica.asynchronous:
             return body(LocalChannel())
-        self._check_no_spare(kind)
         while self.clock.goes_back or not self.is_redoing:
+            if self._held.replica.idle:
+                if answers:
+                    self._departure.exit_spare(kind)
+                break
             known, result = self._held.operations.take_known()
             if known:
                 return result
@@ -323,7 +327,6 @@ class Session:
                         result = body(channel)
                 except GROUP_LOST as error:
                     formation.recover(error, in_operation=True)
-                    self._check_no_spare(kind)
                     continue
             except StopTraining as stop:
                 # The job is stopped and the group is gone: there is no other to do it with.
@@ -338,11 +341,6 @@ class Session:
                 return result
         return body(LocalChannel())
 
-    def _check_no_spare(self, kind: str) -> None:
-        """Raises SystemExit if a generation was formed in which this rank has no part in the model. At a border it waits for another."""
-        if self._held.replica.idle:
-            self._departure.exit_spare(kind)
-
     def _check_between_steps(self, kind: str) -> None:
         """Raises PreconditionError in the middle of a step: a fault in the operation would have to redo it, and the step's gradients could
         not be kept."""
@@ -354,7 +352,7 @@ class Session:
             )
 
     def _confirm(self, kind: str) -> None:
-        self.operation(kind, lambda channel: channel.exchange(b"") and None)
+        self.operation(kind, lambda channel: channel.exchange(b"") and None, answers=False)
 
     # --------------------------------------------------------------------------------------------------------- checkpoints
 

@@ -30,6 +30,10 @@ demo: .venv/installed ## Train on handwritten digits on a cluster of processes, 
 test: .venv/installed ## Run the tests (at most 8 minutes on 2 cores); PYTEST_ARGS='-x -k name' narrows them
 	$(BIN)/python -m pytest $(IN_TWO) --dist=loadfile $(PYTEST_ARGS)
 
+.PHONY: test-slow
+test-slow: .venv/installed ## Run the tests that take long beside what they add to make test (about 3 minutes)
+	$(BIN)/python -m pytest $(IN_TWO) --dist=worksteal -m slow $(PYTEST_ARGS)
+
 .PHONY: parity
 parity: .venv/installed ## Run what make test leaves out of the parity matrix and of other large products of cases; write docs/parity.md
 	$(BIN)/python -m pytest $(IN_TWO) --dist=worksteal -m matrix $(PYTEST_ARGS)

@@ -11,12 +11,19 @@ from tests.simulation.exhaustive import tears
 from tests.simulation.scenario import LOOPS, STRATEGIES, Scenario
 from tests.simulation.seeds import scenario_of
 
-_FIRST, _SEEDS = 200, 40
+_FIRST, _SEEDS = 200, 16
+_SLOW_SEEDS = 160
 _AT_ONCE = 8
 _TEARS = 8
 
 
-@pytest.mark.parametrize("first", range(_FIRST, _FIRST + _SEEDS, _AT_ONCE))
+@pytest.mark.parametrize(
+    "first",
+    [
+        *range(_FIRST, _FIRST + _SEEDS, _AT_ONCE),
+        *(pytest.param(first, marks=pytest.mark.slow) for first in range(_FIRST + _SEEDS, _FIRST + _SEEDS + _SLOW_SEEDS, _AT_ONCE)),
+    ],
+)
 def test_numbered_schedules_end_as_the_run_without_faults(first: int) -> None:
     for seed in range(first, first + _AT_ONCE):
         _check(scenario_of(seed))

@@ -8,6 +8,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+import pytest
 from shoal_common.clients.coordinator import CoordinatorClient
 from shoal_common.exit_status import PREEMPTED, PUT_OUT
 from shoal_common.rpc.channel import ChannelSettings
@@ -108,6 +109,7 @@ def test_the_death_of_all_who_hold_the_state_is_said_loudly(shell: Shell, elasti
     assert command.wait() == 0
 
 
+@pytest.mark.slow
 def test_training_that_would_begin_anew_at_step_0_fails_the_run(shell: Shell) -> None:
     command = shell.start("run", "--standalone", training(shell, DEATH))
     assert command.wait() == 1, command.stderr

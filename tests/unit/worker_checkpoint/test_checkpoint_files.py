@@ -344,6 +344,7 @@ def save_for_ever(directory, step, told):
         told.send(step)
 
 
+@pytest.mark.slow
 def test_kill_9_in_the_middle_of_saves_always_leaves_a_whole_checkpoint(tmp_path):
     """With keep=1, where a mistake in the order of renaming and removing would leave none."""
     # Not plain fork: other tests have left threads in this process, and a fork keeps the locks that they held.

@@ -200,7 +200,8 @@ class CollectiveWork(Work):
 
     def _sent_for(self, index: int) -> torch.Tensor | None:
         """What another rank has given for an output; None: nothing yet, or it is this rank's own."""
-        rank, size, works = self.side.rank, self.side.room.size, self.meeting.works
+        rank, size = self.side.rank, self.side.room.size
+        works = {r: work for r, work in self.meeting.works.items() if work.call.signature == self.call.signature}  # others gave nothing
         if self.meeting.kind is Kind.BROADCAST:
             sender, which = self.call.root or 0, index
         elif self.meeting.kind is Kind.ALL_GATHER:

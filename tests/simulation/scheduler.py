@@ -188,7 +188,10 @@ class Scheduler:
         if self._timers and (due is None or self._timers[0][0] <= due):
             at, _, callback = heapq.heappop(self._timers)
             self.now = max(self.now, at)
-            callback()
+            try:
+                callback()
+            except Exception as error:  # else the thread that happens to wait ends, and nobody has the turn
+                self.finish(f"{type(error).__name__} in a timer: {error}")
         elif due is not None:
             self.now = due
         else:

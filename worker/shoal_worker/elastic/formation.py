@@ -51,7 +51,7 @@ GROUP_LOST = (MembershipChanged, UnavailableError)
 """What a collective or a transfer raises when the group it ran on is over: the cure is a new generation."""
 
 _BORDER = "border"
-_TOGETHER = "bringing together"
+_BRINGING, _TOGETHER = "bringing together", "together"
 _SPARE_LOOK = timedelta(seconds=0.2)
 """How often a spare looks whether its peers are there."""
 
@@ -289,10 +289,9 @@ class Formation:
             if held.has_replica:
                 held.replica.regroup(group)
         elif group.rank not in self._spectators:
-            channel = GroupChannel(group, _TOGETHER, self._spectators)
             if held.has_replica:
-                held.replica.bring_together(channel)
-            channel.exchange(b"")
+                held.replica.bring_together(GroupChannel(group, _BRINGING, self._spectators))
+            GroupChannel(group, _TOGETHER, self._spectators).exchange(b"")
         elif len(self._spectators) < group.world_size:
             spectate(group, self._spectators, _TOGETHER)
 

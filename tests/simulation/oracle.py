@@ -136,8 +136,8 @@ def _lacks_ranks(world: World) -> bool:
 
 def _is_late(process: Process) -> bool:
     """It came later, or was a spare at first."""
-    first = process.diary.statuses[0][0] if process.diary.statuses else 0
-    return process.late or (process.world.scenario.strategy == "hybrid" and first > 1)
+    most = max(len(other.diary.statuses) for other in process.world.processes)
+    return process.late or (process.world.scenario.strategy == "hybrid" and len(process.diary.statuses) < most)
 
 
 def _finishers(world: World) -> list[Process]:
@@ -152,8 +152,9 @@ def _judge_ends(world: World, finishers: list[Process], wrong: Any) -> None:
     scenario = world.scenario
     # Without a loader of Shoal's there is nothing that could end the loop.
     stops_at_once = scenario.loop == "plain" and any(isinstance(fault, JobStops | Drains) for fault in scenario.faults)
+    never_began = world.steps == 0 and any(isinstance(fault, JobStops) for fault in scenario.faults)
     for process in world.processes:
-        if process.dead:
+        if process.dead or never_began:
             continue
         put_out = any(isinstance(f, Stops) and f.who == process.name and f.seconds >= _LEASE_S for f in scenario.faults)
         spare = process.exit_code == PUT_OUT and scenario.strategy == "hybrid"  # no replica could be made with it
@@ -178,7 +179,14 @@ def _judge_ends(world: World, finishers: list[Process], wrong: Any) -> None:
     ):
         wrong("preempted", "all got SIGTERM, and the code after the loop has run nowhere")
     drains = sum(isinstance(f, Drains) for f in scenario.faults)
-    if left and not finishers and len(left) > drains and not stops_at_once and not any(process.exit_code for process in left):
+    if (
+        left
+        and not finishers
+        and len(left) > drains
+        and not stops_at_once
+        and not never_began
+        and not any(process.exit_code for process in left)
+    ):
         wrong("unfinished", "nobody came to the script's end")
 
 

@@ -220,7 +220,8 @@ class Membership:
             self._watch.close()
         self.link.leave(reason, detail, timeout=timedelta(seconds=5))
         self.leave_group("this member left")
-        if reason == pb.Leave.REASON_FINISHED and self.link.stopped is None and self.link.refused is None:
+        asked = self._drained or self.link.stopped is not None or self.link.refused is not None
+        if reason == pb.Leave.REASON_FINISHED and not asked:
             self._tell_launcher("finished")
 
     def _tell_launcher(self, what: str) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from shoal_worker.elastic.who_leaves import Told, WhoLeaves, who_leaves
 
 
-def told(holds: str, *, asked: bool = False, excluded: bool = False, joiners: bool = False) -> Told:
-    return Told(asked=asked, excluded=excluded, holds=tuple(holds), joiners=joiners)
+def told(holds: str, *, asked: bool = False, excluded: bool = False, stopping: bool = False, joiners: bool = False) -> Told:
+    return Told(asked=asked, excluded=excluded, holds=tuple(holds), stopping=stopping, joiners=joiners)
 
 
 def leaves(*now: int, stop: bool = False) -> WhoLeaves:
@@ -39,3 +39,7 @@ def test_all_stop_where_those_that_are_left_out_have_the_only_copies() -> None:
 
 def test_the_only_copy_waits_for_a_joiner() -> None:
     assert who_leaves([told("a", asked=True), told("b", joiners=True)]) == leaves()
+
+
+def test_nobody_leaves_alone_when_the_job_stops() -> None:
+    assert who_leaves([told("ab", asked=True), told("ba", stopping=True)]) == leaves()

@@ -234,7 +234,7 @@ def _go_back(session: Session, directory: Path) -> str | None:
         session.replace_state(channel, captured)
         return None
 
-    answer = session.operation("go back to a checkpoint", body)
+    answer = session.operation("go back to a checkpoint", body, answers=False)
     return None if answer is None else str(answer)
 
 

@@ -11,6 +11,7 @@ is asked to leave. It takes no steps. All of it runs on the training thread, exc
 from __future__ import annotations
 
 import json
+import logging
 import time
 from dataclasses import asdict
 from datetime import timedelta
@@ -27,6 +28,8 @@ from shoal_worker.elastic.place import Place
 from shoal_worker.elastic.step import Step
 from shoal_worker.elastic.who_leaves import Told, who_leaves
 
+_log = logging.getLogger(__name__)
+
 ALONE = Placement(generation=0, rank=0, world_size=1)
 """In a world of one, and before the first generation."""
 
@@ -40,6 +43,8 @@ class Borders:
         self._formation = formation
         self._drain_grace = drain_grace
         self._asked_at: float | None = None
+        self._all_leave_in: int | None = None
+        """The generation of which someone was asked to leave who cannot be spared: all its ranks are as if they had been."""
         self._peers_at: Place | None = None
 
     @property
@@ -133,7 +138,7 @@ class Borders:
         return step.control_word(
             border_wanted=group is None or link.newest > group.generation.number or link.refused is not None or self._leaves_alone,
             stop_told=link.stopped is not None,
-            leaving=link.draining is not None,
+            leaving=link.draining is not None or (group is not None and group.generation.number == self._all_leave_in),
             settings=settings,
             place=place,
         )
@@ -189,14 +194,17 @@ class Borders:
         """Leaves, if it was asked to and may. Where the state is in parts, ranks that are asked at once go one after another, so that those
         that stay hold all of it; see `who_leaves`. Raises StopTraining."""
         replica, link = self._held.replica, formation.membership.link
-        if not replica.in_parts or not formation.healthy or link.refused is not None:
+        if not replica.in_parts or link.refused is not None:
             self._leave_if_asked(formation, stop=None)
             return
+        if not formation.healthy:
+            return  # a peer is gone, and what this rank holds may be the only copy
         newest, members = link.newest_generation, formation.members
         mine = Told(
             asked=self._leaves_alone or link.excluded,
             excluded=link.excluded,
             holds=tuple(replica.holds),
+            stopping=link.stopped is not None,
             joiners=newest is not None and any(peer.member_id not in members for peer in newest.peers),
         )
         try:
@@ -206,12 +214,16 @@ class Borders:
             formation.recover(error)
             return
         plan = who_leaves(told)
-        if plan.stop:
-            formation.preempted = True
+        number = formation.group.generation.number if formation.group is not None else None
+        if plan.stop and self._all_leave_in != number:
             asked = [rank for rank, each in enumerate(told) if each.asked]
-            raise StopTraining(f"ranks {asked} are asked to leave, and hold parts of the state that no other rank has")
+            _log.warning("ranks %s are asked to leave, and hold parts of the state that no other rank has: all stop", asked)
+        # Not at this border: a rank that did not hear of it would go on. The next step's closing tells all, or none.
+        self._all_leave_in = number if plan.stop else None
         if channel.rank in plan.now:
             raise Drained(link.draining or "")
+        if not plan.now and not any(each.joiners for each in told):
+            formation.border_due = False  # no other generation comes
 
     def _leave_if_asked(self, formation: Formation, *, stop: str | None) -> None:
         membership = formation.membership

@@ -289,9 +289,15 @@ class Formation:
             if held.has_replica:
                 held.replica.regroup(group)
         elif group.rank not in self._spectators:
-            if held.has_replica:
-                held.replica.bring_together(GroupChannel(group, _BRINGING, self._spectators))
+            lost: StateLostError | None = None
+            try:
+                if held.has_replica:
+                    held.replica.bring_together(GroupChannel(group, _BRINGING, self._spectators))
+            except StateLostError as error:  # on all members alike
+                lost = error
             GroupChannel(group, _TOGETHER, self._spectators).exchange(b"")
+            if lost is not None:
+                raise lost
         elif len(self._spectators) < group.world_size:
             spectate(group, self._spectators, _TOGETHER)
 
@@ -299,7 +305,8 @@ class Formation:
         """Some have to move first. Returns when they have all that they need for it: the group is given up then, and what was on its way
         would be lost."""
         if not plan.decided:
-            self._bring_together(group)
+            with contextlib.suppress(StateLostError):  # the next generation finds the same, when all have moved
+                self._bring_together(group)
         try:
             group.exchange(b"")
         except GROUP_LOST:

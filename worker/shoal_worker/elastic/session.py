@@ -201,8 +201,11 @@ class Session:
             raise SystemExit(0) from refusal
         if joining:
             return
-        self._held.phase.begin()
         self._await_rank(membership)
+        generation = membership.link.newest_generation
+        # One that got no rank in the first generation joins a later one, whose other members have begun.
+        if generation is None or all(peer.joining for peer in generation.peers) or not generation.me.joining:
+            self._held.phase.begin()
 
     def attach(self, replica: Replica) -> None:
         """Takes `replica` into the session and gives all ranks the first one's weights.

@@ -22,6 +22,8 @@ class Told:
     """The coordinator has written a generation without it: it goes at this border."""
     holds: Sequence[str]
     """The parts of the state that it holds, by names that are the same on all ranks."""
+    stopping: bool
+    """It knows that the job stops: all leave at one border, which the next step tells."""
     joiners: bool
     """It knows of a generation with members that are not in this one."""
 
@@ -33,11 +35,13 @@ class WhoLeaves:
     now: frozenset[int]
     """Ranks that go at this border."""
     stop: bool
-    """All stop, since nobody else could ever go."""
+    """All are to stop, since those that were asked could never go alone."""
 
 
 def who_leaves(told: Sequence[Told]) -> WhoLeaves:
     """From what all ranks told, in rank order. Every rank must pass the same list."""
+    if any(each.stopping for each in told):
+        return WhoLeaves(now=frozenset(), stop=False)
     copies = Counter(part for each in told for part in each.holds)
     now: set[int] = set()
     for rank, each in sorted(enumerate(told), key=lambda one: (not one[1].excluded, one[0])):

@@ -242,9 +242,12 @@ class CutState(StateInParts):
 
     def fill(self, channel: Channel) -> None:
         """Parameters that are whole on every rank get their newest values. Part of an operation. Raises as `regroup`."""
-        if self._stage is Stage.PARAMETERS or self.cut is None or self.whole:
+        if self._stage is Stage.PARAMETERS or self.cut is None:
             return
-        for unit, vectors in zip(self.units, self._whole_values(channel), strict=True):
+        wholes = self._whole_values(channel)  # also where it is not cut yet: a peer may have begun the first step
+        if self.whole:
+            return
+        for unit, vectors in zip(self.units, wholes, strict=True):
             unit.fill(vectors[VALUES])
 
     @contextlib.contextmanager

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 import weakref
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -43,6 +44,10 @@ class CheckpointSaver:
 
     def __init__(self) -> None:
         self._writer = CheckpointWriter()
+        self._given_up = threading.Event()
+        """The save under way waits for no further shards of other ranks."""
+        self._collects = False
+        """It waits for them, if one is under way."""
 
     @classmethod
     def of(cls, session: Session) -> CheckpointSaver:
@@ -81,9 +86,12 @@ class CheckpointSaver:
         info = CheckpointInfo(step=session.steps, strategy=session.strategy, world_size=session.world_size, generation=session.generation)
         what = f"writing step-{info.step} to {directory}"
         fence, shards, temporary = session.fence(), copy.shards, copy.temporary
+        self._collects = copy.first
+        given_up = self._given_up = threading.Event()
         if shards is not None and temporary is not None:
+            gone = lambda shard: given_up.is_set() or copy.is_gone(shard)  # noqa: E731 (its siblings are lambdas)
             job = (
-                (lambda: write_sharded(temporary, shards, info, gone=copy.is_gone, fence=fence, keep=keep))
+                (lambda: write_sharded(temporary, shards, info, gone=gone, fence=fence, keep=keep))
                 if copy.first
                 else (lambda: shards.write_aside(temporary))
             )
@@ -96,6 +104,12 @@ class CheckpointSaver:
     def settle_together(self, channel: Channel) -> None:
         """Returns when no rank's save is under way: what was written can be read. Part of an operation."""
         in_company(channel, self._writer.done_within)
+
+    def give_up_incomplete(self, channel: Channel) -> None:
+        """Returns when all shards are written that will be: a save that lacks one is given up. A rank that found the state lost before it
+        had ended the save does not write its own. Part of an operation."""
+        in_company(channel, lambda timeout: self._collects or self._writer.done_within(timeout))
+        self._given_up.set()
 
     def close(self, timeout: timedelta) -> None:
         """Waits for the save under way. Raises what it raised, or DeadlineError."""
@@ -222,6 +236,7 @@ def _go_back(session: Session, directory: Path) -> str | None:
     saver = CheckpointSaver.of(session)
 
     def body(channel: Channel) -> str | None:
+        saver.give_up_incomplete(channel)
         saver.settle_together(channel)
         captured, told = on_first(channel, lambda: _read(directory)) or (None, {})
         if captured is not None:

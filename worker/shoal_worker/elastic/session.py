@@ -445,7 +445,7 @@ class Session:
         if formation is None or not has_part or held.steps == 0:
             return
         try:
-            if held.replica.in_parts and self._departure.stopped is None:
+            if held.replica.in_parts and (self._departure.stopped is None or formation.healthy):
                 self._confirm("end of the run")
             elif held.operations.finished == 0:  # else all have ended the last step, or could not have taken part
                 self._await_last_step(formation)

@@ -77,6 +77,8 @@ class Coordinator:
         self.away = False
         self._policy = Policy()
         self._streams: dict[str, Stream] = {}
+        self._opening: list[Stream] = []
+        """Whose members are not let in yet."""
         self._pulses: dict[str, Pulse] = {}
         self._queue: list[tuple[Event, Callable[[Outcome], None] | None]] = []
         self._stepping = False
@@ -101,6 +103,9 @@ class Coordinator:
         for member_id, stream in list(self._streams.items()):
             stream.end(UnavailableError("the coordinator is away"))
             self._detach(member_id, stream)
+        for stream in self._opening:
+            stream.end(UnavailableError("the coordinator is away"))
+        self._opening.clear()
         self._queue.clear()
 
     def come_back(self) -> None:
@@ -131,10 +136,12 @@ class Coordinator:
         if self.away:
             stream.end(UnavailableError("the coordinator is away"))
             return
+        self._opening.append(stream)
         _, event = parse_join(first.join)
         self.submit(event, lambda outcome: self._joined(stream, event, outcome))
 
     def _joined(self, stream: Stream, event: MemberJoined, outcome: Outcome) -> None:
+        self._opening.remove(stream)
         if isinstance(outcome, ShoalError):
             stream.end(outcome)
             return

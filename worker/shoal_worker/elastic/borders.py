@@ -192,7 +192,7 @@ class Borders:
 
     def _leave_in_turn(self, formation: Formation) -> None:
         """Leaves, if it was asked to and may. Where the state is in parts, ranks that are asked at once go one after another, so that those
-        that stay hold all of it; see `who_leaves`. Raises StopTraining."""
+        that stay hold all of it; see `who_leaves`. Raises Drained, and ShoalError if this member was put out."""
         replica, link = self._held.replica, formation.membership.link
         if not replica.in_parts or link.refused is not None:
             self._leave_if_asked(formation, stop=None)

@@ -93,7 +93,7 @@ def described(name: str, command: str, account: Account) -> Row:
 
 
 def verdict(rows: Sequence[Row]) -> str:
-    """What was reached."""
+    """Sentences for the report: which targets the measured rows reach, and which they miss."""
     return f"Measured: {'; '.join(map(_judged, rows))}."
 
 

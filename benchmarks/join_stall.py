@@ -71,7 +71,7 @@ CANDIDATES: Final = (
 
 @dataclass(kw_only=True)
 class Joins:
-    """What was measured of one system, by join."""
+    """The measurements of one system: lists with one entry for each join."""
 
     stalls_s: list[float] = field(default_factory=list)
     steps_s: list[float] = field(default_factory=list)

@@ -29,7 +29,8 @@ def _whole_steps(commits: Sequence[Commit], workers: int) -> int:
 
 
 def stall_s(commits: Sequence[Commit], *, workers: int) -> tuple[float, float]:
-    """Of one survivor, from its commits since the kill until after the join: (longest step minus median step, median step) around the join.
+    """How long a join made one worker that stayed wait, in seconds: (longest step minus median step, median step) around the join, from the
+    times at which that worker committed steps between the kill and the time after the join.
 
     Raises:
         MeasurementError: it did no step between the death and the join, so that the two cannot be told apart.

@@ -33,7 +33,7 @@ WIDTH: Final = 400
 BATCH: Final = 32
 OF_FLOOR: Final = 1.4
 OF_FLOOR_OTHERS: Final = 2.0
-"""With more ranks, or with state that is cut over them."""
+"""Target, as a multiple of the floor, for 8 ranks, zero2 and fsdp; OF_FLOOR is that of ddp with few ranks."""
 _LONGEST_PHASE_S: Final = 0.1
 _START_TIMEOUT_S: Final = 120
 _RECOVERY_TIMEOUT_S: Final = 180

@@ -25,7 +25,7 @@ from typing import Final, Self
 from benchmarks.errors import MeasurementError
 
 INTERFACE: Final = "eth0"
-"""Of each machine."""
+"""Name of the one network interface that each machine has."""
 _PREFIX: Final = "shoalnet"
 _NAME: Final = re.compile(_PREFIX + r"-(\d+)-[\w.-]+")
 _SWITCH: Final = " switch"

@@ -54,7 +54,7 @@ class Process:
         self.process.send_signal(number)
 
     def wait(self, within_s: float = _PATIENCE_S) -> int:
-        """Its exit status; that of a signal is negative."""
+        """Waits for the process to end, and returns its exit status: negative if a signal ended it."""
         try:
             return self.process.wait(within_s)
         except subprocess.TimeoutExpired:
@@ -121,7 +121,7 @@ class Network:
         return launchers
 
     def run_alone(self) -> Process:
-        """The same script without faults, network or peers."""
+        """Starts the script as a single process, without a network or faults: its result is what the others are compared with."""
         alone = self.directory / "alone"
         alone.mkdir()
         environment = {**self._environment, "OUTPUT": str(alone)}
@@ -259,7 +259,7 @@ class Network:
 
     @contextmanager
     def stopped(self, *processes: int) -> Iterator[None]:
-        """They stand still, as a machine does that is suspended."""
+        """While open, the processes are stopped by SIGSTOP, as on a machine that is suspended."""
         for pid in processes:
             os.kill(pid, signal.SIGSTOP)
         yield

@@ -97,7 +97,7 @@ class Coordinator:
         self._wake()
 
     def go_away(self) -> None:
-        """It is stopped, and all streams break."""
+        """Stops the simulated coordinator: all of its members' streams break."""
         self.away, self._stepping = True, False
         self._incarnation += 1
         for member_id, stream in list(self._streams.items()):
@@ -109,7 +109,7 @@ class Coordinator:
         self._queue.clear()
 
     def come_back(self) -> None:
-        """It is started again: what was in its memory alone is lost, and every lease begins anew before any is judged."""
+        """Starts it again: what the coordinator had in memory alone is lost, and every lease begins anew before any is judged."""
         self.away = False
         now_ms = self._now().ms
         self._pulses = {member_id: detached(attached(None, now_ms), now_ms) for member_id in self.state.members}

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Faults:
-    """Those of one run."""
+    """The faults of one run: makes each happen at its moment."""
 
     def __init__(self, world: World, faults: Iterable[Fault]) -> None:
         self._world = world

@@ -74,7 +74,7 @@ class Average:
 
 
 def options_of(scenario: Scenario) -> dict[str, Any]:
-    """For `as_distributed`."""
+    """Keyword options that a scenario gives to `shoal.as_distributed`."""
     options: dict[str, Any] = {"minimum_parameter_group_size": 8}
     if scenario.loop == "micro-batches" and scenario.strategy not in ("hybrid", "local_sgd"):
         options["deterministic"] = True

@@ -87,7 +87,7 @@ class ExitReported:
     failure: str = ""
     """Not empty: the job fails with it."""
     finished: bool = False
-    """It came to the end of its script, as it told its launcher."""
+    """The process had told its launcher that its script came to its end."""
 
 
 @dataclass(frozen=True, kw_only=True)

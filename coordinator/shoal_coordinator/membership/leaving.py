@@ -178,8 +178,8 @@ def _tell_awaiting(draft: Draft, left: Member, reason: str) -> None:
 
 
 def _is_new(draft: Draft, member: Member) -> bool:
-    """It came later, and is heard of. After a restart no others are known to hold no state: of those that were away meanwhile too, nothing
-    is known yet."""
+    """Whether a member joined a job that had begun, and has a stream now. After the coordinator was restarted only such a member is known
+    to hold no state: the others have not said yet what generation they work in."""
     pulse = draft.pulse(member.member_id)
     return member.replays and pulse is not None and pulse.attached
 

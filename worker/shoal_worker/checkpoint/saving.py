@@ -89,7 +89,10 @@ class CheckpointSaver:
         self._collects = copy.first
         given_up = self._given_up = threading.Event()
         if shards is not None and temporary is not None:
-            gone = lambda shard: given_up.is_set() or copy.is_gone(shard)  # noqa: E731 (its siblings are lambdas)
+
+            def gone(shard: int) -> bool:
+                return given_up.is_set() or copy.is_gone(shard)
+
             job = (
                 (lambda: write_sharded(temporary, shards, info, gone=gone, fence=fence, keep=keep))
                 if copy.first

@@ -76,6 +76,13 @@ class World:
         finally:
             shutil.rmtree(self.directory, ignore_errors=True)
 
+    def forget(self) -> None:
+        """Lets go of what was simulated, once it is judged: torch keeps a hook of each parameter, and that would keep all the rest."""
+        for room in self._rooms.values():
+            vars(room).clear()
+        for process in self.processes:
+            vars(process).clear()
+
     # -------------------------------------------------------------------------------------------------------------- processes
 
     def start_process(self) -> Process:

@@ -37,6 +37,7 @@ def check_backend(backend: CommunicationBackend) -> None:
     for dtype in DTYPES:
         _check_reductions(backend, dtype)
         _check_movements(backend, dtype)
+    _check_short_sums(backend)
     _check_halves(backend)
     _check_large(backend)
     _check_memory(backend)
@@ -72,6 +73,18 @@ def _check_reductions(backend: CommunicationBackend, dtype: torch.dtype) -> None
             torch.testing.assert_close(
                 part, whole[2 * rank : 2 * rank + 2].to(dtype), msg=lambda text, op=op: f"reduce_scatter {op} {dtype}: {text}"
             )
+
+
+def _check_short_sums(backend: CommunicationBackend) -> None:
+    """Of numbers whose sum depends on the order: each rank compares its own with that of the others."""
+    for numel in (1, 20, 3000):
+        given = torch.rand(backend.world_size, numel, dtype=torch.float64, generator=torch.Generator().manual_seed(numel))
+        summed = given[backend.rank].clone()
+        backend.all_reduce_short(summed)
+        torch.testing.assert_close(summed, given.sum(0))
+        everybodys = torch.empty(backend.world_size * numel, dtype=torch.float64)
+        backend.all_gather(everybodys, summed)
+        assert torch.equal(everybodys.view(-1, numel), summed.expand(backend.world_size, numel)), "the ranks' sums differ"
 
 
 def _check_movements(backend: CommunicationBackend, dtype: torch.dtype) -> None:

@@ -21,6 +21,8 @@ import redis
 import torch
 import torch.distributed as dist
 from shoal_common.errors import DeadlineError, MembershipChanged
+from shoal_worker.backends import forming
+from shoal_worker.backends.forming import GlooGroup, connect_gloo
 from shoal_worker.backends.gloo import GlooBackend
 from shoal_worker.store import RedisStore
 
@@ -44,11 +46,11 @@ def form(threads: Pool) -> Iterator[Form]:
         group = [GlooBackend() for _ in range(world_size)]
         made.extend(group)
         store = dist.HashStore()
-        forming = [
+        all_ranks = [
             threads.submit(backend.initialize, rank=rank, world_size=world_size, store=store, **options)
             for rank, backend in enumerate(group)
         ]
-        for one in forming:
+        for one in all_ranks:
             one.result(timeout=_DEADLINE_S)
         return group
 
@@ -82,7 +84,7 @@ def _forming_threads() -> int:
     return sum(thread.name == "shoal-gloo-forming" for thread in threading.enumerate())
 
 
-def _reduce_alone(threads: Pool, backend: GlooBackend) -> Future[Any]:
+def _reduce_alone(threads: Pool, backend: GlooBackend, *, short: bool = False) -> Future[Any]:
     """A collective that nobody else takes part in, once it is really waiting."""
     issued = threading.Event()
 
@@ -91,14 +93,15 @@ def _reduce_alone(threads: Pool, backend: GlooBackend) -> Future[Any]:
         issued.set()
         handle.wait()
 
-    waiting = threads.submit(reduce)
-    assert issued.wait(_DEADLINE_S)
+    waiting = threads.submit(backend.all_reduce_short, torch.ones(4)) if short else threads.submit(reduce)
+    _eventually(lambda: waiting.done() or backend.waits.now[1] == "all_reduce" if short else issued.is_set())
     return waiting
 
 
-def test_an_abort_from_another_thread_frees_the_rank_that_waits(form: Form, threads: Pool) -> None:
+@pytest.mark.parametrize("short", [False, True])
+def test_an_abort_from_another_thread_frees_the_rank_that_waits(form: Form, threads: Pool, short: bool) -> None:
     first, _ = form(2)
-    waiting = _reduce_alone(threads, first)
+    waiting = _reduce_alone(threads, first, short=short)
     assert not waiting.done()
     first.abort("generation 8 is being formed")
     with pytest.raises(MembershipChanged, match="generation 8 is being formed"):
@@ -106,9 +109,10 @@ def test_an_abort_from_another_thread_frees_the_rank_that_waits(form: Form, thre
     assert not first.is_initialized
 
 
-def test_an_abort_ends_the_group_for_peers_that_wait_or_compute(form: Form, threads: Pool) -> None:
+@pytest.mark.parametrize("short", [False, True])
+def test_an_abort_ends_the_group_for_peers_that_wait_or_compute(form: Form, threads: Pool, short: bool) -> None:
     first, second, third = form(3)
-    waiting = _reduce_alone(threads, second)
+    waiting = _reduce_alone(threads, second, short=short)
     first.abort("over")
     with pytest.raises(MembershipChanged):
         waiting.result(timeout=_DEADLINE_S)
@@ -124,9 +128,10 @@ def test_a_rank_with_many_open_files_notices_that_a_peer_has_gone(form: Form) ->
     _eventually(lambda: not second.is_initialized)
 
 
-def test_a_collective_that_a_peer_does_not_join_ends_at_the_groups_timeout(form: Form, threads: Pool) -> None:
+@pytest.mark.parametrize("short", [False, True])
+def test_a_collective_that_a_peer_does_not_join_ends_at_the_groups_timeout(form: Form, threads: Pool, short: bool) -> None:
     first, _ = form(2, timeout=timedelta(milliseconds=300))
-    waiting = _reduce_alone(threads, first)
+    waiting = _reduce_alone(threads, first, short=short)
     with pytest.raises(MembershipChanged, match="Timed out waiting 300ms"):
         waiting.result(timeout=_DEADLINE_S)
 
@@ -170,13 +175,35 @@ def test_listeners_that_appear_meanwhile_are_told_from_gloos(form: Form, threads
 def test_a_group_that_waits_for_its_peers_can_be_given_up_at_once(by: str, redis_url: str, prefix: str, threads: Pool) -> None:
     store = RedisStore(redis_url, prefix, timeout=timedelta(minutes=5))
     backend = GlooBackend()
-    forming = threads.submit(backend.initialize, rank=0, world_size=2, store=store, connect_timeout=timedelta(minutes=5))
+    initializing = threads.submit(backend.initialize, rank=0, world_size=2, store=store, connect_timeout=timedelta(minutes=5))
     _eventually(lambda: _forming_threads() == 1)
     (backend if by == "backend" else store).abort("generation 9")
     with pytest.raises(MembershipChanged, match="generation 9"):
-        forming.result(timeout=_DEADLINE_S)
+        initializing.result(timeout=_DEADLINE_S)
     store.close()
     _eventually(lambda: _forming_threads() == 0)
+
+
+def test_a_group_that_is_made_after_it_was_given_up_leaves_nothing_open(threads: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    given_up, made = threading.Event(), list[GlooGroup]()
+
+    def connect_late(*arguments: Any, **options: Any) -> GlooGroup:
+        group = connect_gloo(*arguments, **options)
+        made.append(group)
+        assert given_up.wait(_DEADLINE_S)
+        return group
+
+    monkeypatch.setattr(forming, "connect_gloo", connect_late)
+    store, both = dist.HashStore(), [GlooBackend(), GlooBackend()]
+    initializing = [threads.submit(one.initialize, rank=rank, world_size=2, store=store) for rank, one in enumerate(both)]
+    _eventually(lambda: len(made) == 2)
+    for backend, one in zip(both, initializing, strict=True):
+        backend.abort("generation 9")
+        with pytest.raises(MembershipChanged, match="generation 9"):
+            one.result(timeout=_DEADLINE_S)
+    given_up.set()
+    _eventually(lambda: _forming_threads() == 0)
+    assert [copy.fileno() for group in made for copy in group.sockets._copies] == [-1, -1]
 
 
 def test_a_peer_that_does_not_come_is_named_at_the_connect_timeout(redis_url: str, prefix: str) -> None:

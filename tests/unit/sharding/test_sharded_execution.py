@@ -109,7 +109,7 @@ def train(
         execution.reduce_rest()
         for unit in execution.units:
             present = torch.tensor(unit.touched, dtype=torch.float64)
-            ranks.all_reduce(present)
+            ranks.all_reduce_short(present)
             unit.own.hand_out(1.0, [bool(count) for count in present])
         optimizer.step()
         execution.forget()

@@ -198,6 +198,13 @@ class CommunicationBackend(abc.ABC):
         options.reduceOp = self._torch_op(op)
         return self._handle("all_reduce", lambda: group.allreduce([tensor], options), async_op, self._average(op, tensor))
 
+    def all_reduce_short(self, tensor: torch.Tensor) -> None:
+        """Sums a tensor of a few hundred bytes over all ranks, in place, to the same bits on every rank. Blocks.
+
+        The training thread waits for such a sum at each step, so the backend takes the way on which it goes on soonest.
+        """
+        self.all_reduce(tensor)
+
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, *, async_op: bool = False) -> Handle:
         """Writes the `tensor` of all ranks into `output`, one after the other by rank. `output` holds world_size times as many elements."""
         group = self._checked("all_gather", output, tensor)

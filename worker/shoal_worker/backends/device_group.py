@@ -20,8 +20,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Work
 
-from shoal_worker.backends.errors import GroupEndedError
-from shoal_worker.backends.interruptible import cause_of
+from shoal_worker.backends.errors import GroupEndedError, cause_of
 from shoal_worker.backends.named_group import ForwardingGroup
 from shoal_worker.backends.waits import Waits
 

@@ -22,8 +22,7 @@ import torch.distributed as dist
 from shoal_common.errors import ConfigurationError, DeadlineError, InternalError, ShoalError
 from torch.distributed.distributed_c10d import GroupName, PrefixStore, ProcessGroupGloo, Store
 
-from shoal_worker.backends.errors import GroupEndedError
-from shoal_worker.backends.interruptible import cause_of
+from shoal_worker.backends.errors import GroupEndedError, cause_of
 from shoal_worker.backends.sockets import GroupSockets, Listener, listeners
 
 _DEVICE_ATTEMPTS: Final = 10
@@ -34,11 +33,12 @@ _LISTENER_LOCK: Final = threading.Lock()
 
 @dataclass(frozen=True, kw_only=True)
 class GlooGroup:
-    """A connected group and its sockets."""
+    """A connected group, its sockets, and how long its collectives and messages may take."""
 
     process_group: dist.ProcessGroup
     """What torch's parallel code takes; made as torch's new_group does, but known to nobody else in the process."""
     sockets: GroupSockets
+    timeout: timedelta
 
 
 def connect_gloo(
@@ -59,6 +59,7 @@ def connect_gloo(
     return GlooGroup(
         process_group=_as_process_group(store, rank, world_size, backend),
         sockets=GroupSockets(listener, {(host, int(port)) for host, port in peers}),
+        timeout=timeout,
     )
 
 
@@ -112,10 +113,11 @@ class FormingGroup:
                 if self._error is not None:
                     raise self._translated(self._error) from self._error
                 assert self._group is not None
-                return self._group
+                group, self._group = self._group, None
+                return group
         finally:
             self.give_up("nobody waits for this group any more")
-            self._group = self._error = None
+            self._let_go()
 
     def _run(self, *arguments: Any, **options: Any) -> None:
         group: GlooGroup | None = None
@@ -127,10 +129,18 @@ class FormingGroup:
             traceback.clear_frames(caught.__traceback__)
             error = caught
         with self._changed:
-            self._error = error
-            if self._reason is None:
-                self._group = group
+            self._group, self._error = group, error
+            given_up = self._reason is not None
             self._changed.notify_all()
+        if given_up:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Of what nobody has taken."""
+        with self._changed:
+            group, self._group, self._error = self._group, None, None
+        if group is not None:
+            group.sockets.close()
 
     def _too_late(self) -> DeadlineError:
         names = PrefixStore("listener", self._store)

@@ -13,6 +13,7 @@ import weakref
 from datetime import timedelta
 from typing import ClassVar
 
+import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
@@ -56,10 +57,16 @@ class GlooBackend(CommunicationBackend):
             if backend is not None:
                 backend.abort(reason)
 
-        group = InterruptibleGroup(formed.process_group, formed.sockets, ended, self.waits)
+        group = InterruptibleGroup(formed, ended, self.waits)
         self._group, self._store = group, store
         group.watch()
         return group
+
+    def all_reduce_short(self, tensor: torch.Tensor) -> None:
+        """See `CommunicationBackend`: by messages of the training thread's own, where Gloo's all-reduce goes through its threads."""
+        group = self.process_group
+        assert isinstance(group, InterruptibleGroup)
+        group.all_reduce_short(tensor)
 
     def traffic(self) -> dict[str, Traffic]:
         """See `CommunicationBackend`."""

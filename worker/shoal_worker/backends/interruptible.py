@@ -13,7 +13,6 @@ Threads: one thread issues collectives; they complete in Gloo's threads; `abort`
 
 from __future__ import annotations
 
-import re
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -26,11 +25,12 @@ from torch._C._distributed_c10d import AllgatherOptions, BroadcastOptions, Reduc
 
 from shoal_worker.backends import reaper
 from shoal_worker.backends.all_of import AllOf
-from shoal_worker.backends.errors import GroupEndedError
+from shoal_worker.backends.errors import GroupEndedError, cause_of
+from shoal_worker.backends.forming import GlooGroup
 from shoal_worker.backends.named_group import ForwardingGroup
 from shoal_worker.backends.reductions import check_op, reduce_parts
 from shoal_worker.backends.scratch import Scratch
-from shoal_worker.backends.sockets import GroupSockets, Traffic
+from shoal_worker.backends.sockets import Traffic
 from shoal_worker.backends.waits import Waits
 from shoal_worker.backends.works import InterruptibleWork, Transfer, end_works
 
@@ -39,29 +39,28 @@ _MANY: Final = 64
 BROADCASTS_FROM_BYTES: Final = 1 << 18
 """All-gathers of so many bytes on (the gathered whole) go by broadcasts, or by an exchange (docs/decisions/0090)."""
 
-_SOURCE_LOCATION: Final = re.compile(r"^\[[^\]]*\] ")
+_SHORT_BYTES: Final = 1 << 14
+"""What a rank gets in a short all-reduce at the most; above it Gloo's own is used, which sends less."""
 
-
-def cause_of(error: Exception) -> str:
-    """What a library's error says, without where in its source, and without its advice."""
-    first_line = _SOURCE_LOCATION.sub("", str(error).strip()).partition("\n")[0]
-    return first_line.partition(". This is typically")[0] or type(error).__name__
+_SHORT_TAG: Final = 0x5EA1
+"""Of the messages of short all-reduces; nobody else's on a group of a generation."""
 
 
 class InterruptibleGroup(ForwardingGroup):
-    """Issues collectives on a `native` group whose connections are `sockets`, and takes over both.
+    """Issues collectives on a native group, and takes over that and its connections.
 
     `ended(reason)` is called once, from any thread, when the group is over: by `abort`, or by the failure of a collective.
     """
 
     backend_name: ClassVar[str] = "shoal_gloo"
 
-    def __init__(
-        self, native: dist.ProcessGroup, sockets: GroupSockets, ended: Callable[[str], None] | None = None, waits: Waits | None = None
-    ) -> None:
+    def __init__(self, formed: GlooGroup, ended: Callable[[str], None] | None = None, waits: Waits | None = None) -> None:
         """`waits` notes the waits for its works."""
+        native, sockets = formed.process_group, formed.sockets
         super().__init__(native.rank(), native.size(), native.group_name)
         self.waits = waits or Waits()
+        self.timeout = formed.timeout
+        """Of a message; Gloo itself would go by the time that it had for connecting."""
         self.reason: str | None = None
         """Why the group is over; None: it is not."""
         self._native: dist.ProcessGroup | None = native
@@ -173,6 +172,34 @@ class InterruptibleGroup(ForwardingGroup):
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int) -> Work:
         """`ProcessGroup.recv_anysource`."""
         return self._transfer("recv_anysource", (tensors, tag))
+
+    def all_reduce_short(self, tensor: torch.Tensor) -> None:
+        """Sums a tensor of few bytes over all ranks, in place, to the same bits on every rank. Blocks. The ranks' tensors are alike.
+
+        Every rank gets all ranks' numbers and adds them up itself, in the order of the ranks. They travel as messages in ceil(log2(ranks))
+        rounds, in each of which what is known doubles (Bruck et al. 1997, IEEE TPDS 8(11), "Efficient Algorithms for All-to-All
+        Communications in Multiport Message-Passing Systems", section 3). Gloo sends a message from the thread that has it to send, and
+        passes a collective through threads of its own, for which this one would wait (docs/decisions/0184).
+        """
+        size, rank = self.size(), self.rank()
+        if not tensor.is_cpu or size * tensor.nbytes > _SHORT_BYTES:
+            self.allreduce([tensor]).wait()
+            return
+        rows = tensor.new_empty((size, tensor.numel()))  # row i comes from rank (rank + i) modulo size
+        rows[0] = tensor.view(-1)
+        known = 1
+        with self.waits.of("all_reduce"):
+            while known < size:
+                several = min(known, size - known)
+                sent = self.send([rows[:several]], (rank - known) % size, _SHORT_TAG)
+                self.recv([rows[known : known + several]], (rank + known) % size, _SHORT_TAG).wait()
+                sent.wait()
+                known += several
+        in_order = [rows[(other - rank) % size] for other in range(size)]
+        total = in_order[0].clone()
+        for row in in_order[1:]:
+            total += row
+        tensor.view(-1).copy_(total)
 
     # What torch asks of a process group written in Python.
 

@@ -24,8 +24,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from shoal_worker.backends.base import CommunicationBackend
 from shoal_worker.backends.device_group import DeviceGroup
-from shoal_worker.backends.errors import GroupEndedError
-from shoal_worker.backends.interruptible import cause_of
+from shoal_worker.backends.errors import GroupEndedError, cause_of
 
 _PATIENCE: Final = {
     # Its watchdog ends the process on an error, and when a collective or it itself is slow. Shoal re-forms instead.

@@ -39,7 +39,7 @@ def _create(options: _DistributedBackendOptions, _: Any) -> InterruptibleGroup:
         connect_timeout=options.timeout,
         timeout=options.timeout,
     )
-    group = InterruptibleGroup(formed.process_group, formed.sockets)
+    group = InterruptibleGroup(formed)
     group._set_group_name(GroupName(options.group_id))
     return group
 

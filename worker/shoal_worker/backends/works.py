@@ -30,6 +30,8 @@ class Owner(Protocol):
     """The group that issued a work."""
 
     waits: Waits
+    timeout: timedelta
+    """How long a message may take."""
 
     def loss(self, name: str, error: RuntimeError) -> str | None:
         """Called with each failure: why the group is over, or None if it is not."""
@@ -218,7 +220,7 @@ class Transfer(Work):
         """Returns when the tensor was sent, or is there."""
         try:
             with self._group.waits.of(self._name):
-                return bool(self._native.wait(timeout or timedelta(0)))
+                return bool(self._native.wait(timeout or self._group.timeout))
         except RuntimeError as error:
             self._group.raise_if_lost(self._name, error)
             raise

@@ -249,6 +249,18 @@ class Group:
         if work is not None:
             self.wait(work)
 
+    def all_reduce_short(self, tensor: torch.Tensor) -> None:
+        """As `all_reduce`, of a few hundred bytes for which the training thread has to wait; see `CommunicationBackend.all_reduce_short`.
+
+        Raises:
+            MembershipChanged: the group is over.
+        """
+        if self.world_size == 1:
+            self._check()
+            return
+        with self.own_collectives("all_reduce") as backend:
+            backend.all_reduce_short(tensor)
+
     def wait(self, work: dist.Work) -> None:
         """Waits for a collective that was started.
 

@@ -407,7 +407,7 @@ class Steps:
             return weight
         total = torch.tensor([weight], dtype=torch.float64, device=group.device)
         try:
-            group.all_reduce(total)
+            group.all_reduce_short(total)
         except MembershipChanged as error:
             self.mark_lost(error)
             return max(weight, 1.0)

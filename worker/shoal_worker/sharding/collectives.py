@@ -47,8 +47,8 @@ class Collectives(Protocol):
         """Sums `full` over the ranks; this rank's part of the sum goes to `shard`."""
         ...
 
-    def all_reduce(self, tensor: torch.Tensor) -> Pending:
-        """Sums `tensor` over the ranks in place."""
+    def all_reduce_short(self, tensor: torch.Tensor) -> bool:
+        """Sums a small `tensor` over the ranks in place, and waits. False: the result will not be there."""
         ...
 
     def pass_on(self, received: torch.Tensor, sent: torch.Tensor, *, stride: int) -> Pending:
@@ -104,9 +104,19 @@ class SessionCollectives:
             self._shard_group, shard, lambda group: group.reduce_scatter_async(shard, full), alone=lambda: _copy(shard, full)
         )
 
-    def all_reduce(self, tensor: torch.Tensor) -> Pending:
+    def all_reduce_short(self, tensor: torch.Tensor) -> bool:
         """See `Collectives`."""
-        return self._issue(self._group, tensor, lambda group: group.all_reduce_async(tensor), alone=lambda: None)
+        group = self._group
+        if self.lost:
+            _clear(tensor)
+            return False
+        try:
+            if group is not None:
+                group.all_reduce_short(tensor)
+        except MembershipChanged as error:
+            self._failed(tensor, error)
+            return False
+        return True
 
     def pass_on(self, received: torch.Tensor, sent: torch.Tensor, *, stride: int) -> Pending:
         """See `Collectives`."""

@@ -192,7 +192,7 @@ class ShardedParametersModel(CutModel):
             self._buffer_changes(step),
         )
         summed = summing.to_send(session.group.device if session.group is not None else "cpu")
-        if not self._collectives.all_reduce(summed).wait() or not self._passes("step.closed"):
+        if not self._collectives.all_reduce_short(summed) or not self._passes("step.closed"):
             return
         word, issued, weights, norm, present, changes = summing.split(summed)
         IssuedCollectives.check(issued.tolist(), self.strategy)

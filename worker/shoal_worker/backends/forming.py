@@ -23,6 +23,7 @@ from shoal_common.errors import ConfigurationError, DeadlineError, InternalError
 from torch.distributed.distributed_c10d import GroupName, PrefixStore, ProcessGroupGloo, Store
 
 from shoal_worker.backends.errors import GroupEndedError, cause_of
+from shoal_worker.backends.short_sums import Door, ShortSums
 from shoal_worker.backends.sockets import GroupSockets, Listener, listeners
 
 _DEVICE_ATTEMPTS: Final = 10
@@ -33,12 +34,18 @@ _LISTENER_LOCK: Final = threading.Lock()
 
 @dataclass(frozen=True, kw_only=True)
 class GlooGroup:
-    """A connected group, its sockets, and how long its collectives and messages may take."""
+    """A connected group, its connections, and how long its collectives and messages may take."""
 
     process_group: dist.ProcessGroup
     """What torch's parallel code takes; made as torch's new_group does, but known to nobody else in the process."""
     sockets: GroupSockets
+    sums: ShortSums
     timeout: timedelta
+
+    def close(self) -> None:
+        """Lets go of the connections; those that Gloo still holds stay as they are. Idempotent."""
+        self.sockets.close()
+        self.sums.close()
 
 
 def connect_gloo(
@@ -48,19 +55,31 @@ def connect_gloo(
     device, listener = _make_device(hostname)
     names = PrefixStore("listener", store)
     host, port = listener.endpoint
-    names.set(str(rank), f"{host} {port}")
+    with _LISTENER_LOCK:
+        sums = ShortSums(host, rank, world_size)
+    try:
+        names.set(str(rank), f"{port} {sums.door}")
+        group = _connect_native(device, store, rank, world_size, connect_timeout, timeout)
+        told = names.multi_get([str(peer) for peer in range(world_size)])
+        ports, doors = zip(*(name.decode().split(" ", 1) for name in told), strict=True)
+        peers = [Door.parse(door) for door in doors]
+        sums.connect(dict(enumerate(peers)), connect_timeout=connect_timeout, timeout=timeout)
+        others = {(peers[other].host, int(ports[other])) for other in range(world_size) if other != rank}
+        return GlooGroup(process_group=group, sockets=GroupSockets(listener, others), sums=sums, timeout=timeout)
+    except Exception:
+        sums.close()
+        raise
+
+
+def _connect_native(
+    device: Any, store: Store, rank: int, world_size: int, connect_timeout: timedelta, timeout: timedelta
+) -> dist.ProcessGroup:
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch's stub calls it Options
     options._devices = [device]
     options._timeout = connect_timeout
     backend = ProcessGroupGloo(PrefixStore("gloo", store), rank, world_size, options)
     backend.set_timeout(timeout)
-    others = [str(peer) for peer in range(world_size) if peer != rank]
-    peers = [name.decode().rsplit(" ", 1) for name in names.multi_get(others)]
-    return GlooGroup(
-        process_group=_as_process_group(store, rank, world_size, backend),
-        sockets=GroupSockets(listener, {(host, int(port)) for host, port in peers}),
-        timeout=timeout,
-    )
+    return _as_process_group(store, rank, world_size, backend)
 
 
 def _as_process_group(store: Store, rank: int, world_size: int, backend: ProcessGroupGloo) -> dist.ProcessGroup:
@@ -140,7 +159,7 @@ class FormingGroup:
         with self._changed:
             group, self._group, self._error = self._group, None, None
         if group is not None:
-            group.sockets.close()
+            group.close()
 
     def _too_late(self) -> DeadlineError:
         names = PrefixStore("listener", self._store)
@@ -152,7 +171,7 @@ class FormingGroup:
         )
 
     def _translated(self, error: Exception) -> Exception:
-        if isinstance(error, ShoalError) or not isinstance(error, RuntimeError):
+        if isinstance(error, ShoalError) or not isinstance(error, (RuntimeError, OSError)):
             return error
         return GroupEndedError(f"connecting {self._world_size} ranks with Gloo failed: {cause_of(error)}")
 

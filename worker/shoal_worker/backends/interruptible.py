@@ -30,6 +30,7 @@ from shoal_worker.backends.forming import GlooGroup
 from shoal_worker.backends.named_group import ForwardingGroup
 from shoal_worker.backends.reductions import check_op, reduce_parts
 from shoal_worker.backends.scratch import Scratch
+from shoal_worker.backends.short_sums import MOST_BYTES
 from shoal_worker.backends.sockets import Traffic
 from shoal_worker.backends.waits import Waits
 from shoal_worker.backends.works import InterruptibleWork, Transfer, end_works
@@ -38,12 +39,6 @@ _MANY: Final = 64
 
 BROADCASTS_FROM_BYTES: Final = 1 << 18
 """All-gathers of so many bytes on (the gathered whole) go by broadcasts, or by an exchange (docs/decisions/0090)."""
-
-_SHORT_BYTES: Final = 1 << 14
-"""What a rank gets in a short all-reduce at the most; above it Gloo's own is used, which sends less."""
-
-_SHORT_TAG: Final = 0x5EA1
-"""Of the messages of short all-reduces; nobody else's on a group of a generation."""
 
 
 class InterruptibleGroup(ForwardingGroup):
@@ -56,7 +51,7 @@ class InterruptibleGroup(ForwardingGroup):
 
     def __init__(self, formed: GlooGroup, ended: Callable[[str], None] | None = None, waits: Waits | None = None) -> None:
         """`waits` notes the waits for its works."""
-        native, sockets = formed.process_group, formed.sockets
+        native, sockets, sums = formed.process_group, formed.sockets, formed.sums
         super().__init__(native.rank(), native.size(), native.group_name)
         self.waits = waits or Waits()
         self.timeout = formed.timeout
@@ -65,6 +60,7 @@ class InterruptibleGroup(ForwardingGroup):
         """Why the group is over; None: it is not."""
         self._native: dist.ProcessGroup | None = native
         self._sockets = sockets
+        self._sums = sums
         self._ended = ended
         self._unfinished: set[InterruptibleWork] = set()
         """What Gloo itself may still have to do."""
@@ -74,7 +70,7 @@ class InterruptibleGroup(ForwardingGroup):
         self._lock = threading.Lock()
         """Guards the reason and the two above."""
         self._scratch = Scratch()
-        self._closer = weakref.finalize(self, sockets.close)
+        self._closer = weakref.finalize(self, formed.close)
 
     def watch(self) -> None:
         """From now on the group ends by itself when a connection to a peer does."""
@@ -95,6 +91,7 @@ class InterruptibleGroup(ForwardingGroup):
             self.reason = reason
             unfinished = [work for work in self._unfinished if not work.native_completed]
         self._sockets.shut_down()
+        self._sums.shut_down()
         if unfinished:
             threading.Thread(target=end_works, args=(unfinished, reason), name="shoal-gloo-abort", daemon=True).start()
         if self._ended is not None:
@@ -174,32 +171,17 @@ class InterruptibleGroup(ForwardingGroup):
         return self._transfer("recv_anysource", (tensors, tag))
 
     def all_reduce_short(self, tensor: torch.Tensor) -> None:
-        """Sums a tensor of few bytes over all ranks, in place, to the same bits on every rank. Blocks. The ranks' tensors are alike.
-
-        Every rank gets all ranks' numbers and adds them up itself, in the order of the ranks. They travel as messages in ceil(log2(ranks))
-        rounds, in each of which what is known doubles (Bruck et al. 1997, IEEE TPDS 8(11), "Efficient Algorithms for All-to-All
-        Communications in Multiport Message-Passing Systems", section 3). Gloo sends a message from the thread that has it to send, and
-        passes a collective through threads of its own, for which this one would wait (docs/decisions/0184).
-        """
-        size, rank = self.size(), self.rank()
-        if not tensor.is_cpu or size * tensor.nbytes > _SHORT_BYTES:
+        """See `CommunicationBackend`: over connections of its own (short_sums.py)."""
+        if not tensor.is_cpu or self.size() * tensor.nbytes > MOST_BYTES:
             self.allreduce([tensor]).wait()
             return
-        rows = tensor.new_empty((size, tensor.numel()))  # row i comes from rank (rank + i) modulo size
-        rows[0] = tensor.view(-1)
-        known = 1
-        with self.waits.of("all_reduce"):
-            while known < size:
-                several = min(known, size - known)
-                sent = self.send([rows[:several]], (rank - known) % size, _SHORT_TAG)
-                self.recv([rows[known : known + several]], (rank + known) % size, _SHORT_TAG).wait()
-                sent.wait()
-                known += several
-        in_order = [rows[(other - rank) % size] for other in range(size)]
-        total = in_order[0].clone()
-        for row in in_order[1:]:
-            total += row
-        tensor.view(-1).copy_(total)
+        self._live()
+        try:
+            with self.waits.of("all_reduce"):
+                self._sums.all_reduce(tensor)
+        except OSError as error:
+            self.abort(f"all_reduce on rank {self.rank()} of {self.size()} failed: {cause_of(error)}")
+            raise GroupEndedError(str(self.reason)) from error
 
     # What torch asks of a process group written in Python.
 

@@ -254,12 +254,18 @@ class Group:
 
         Raises:
             MembershipChanged: the group is over.
+            PreconditionError: another rank sums something else: RANKS_DIVERGED. The group is over, with this error on all ranks.
         """
         if self.world_size == 1:
             self._check()
             return
         with self.own_collectives("all_reduce") as backend:
-            backend.all_reduce_short(tensor)
+            try:
+                backend.all_reduce_short(tensor)
+            except PreconditionError as error:
+                self.waiting.condemn(str(error))
+                self.abort(str(error))
+                raise
 
     def wait(self, work: dist.Work) -> None:
         """Waits for a collective that was started.

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import shoal
 import torch
-from shoal_common.errors import ConfigurationError, MembershipChanged
+from shoal_common.errors import ConfigurationError, MembershipChanged, PreconditionError
 from shoal_worker.backends.base import CommunicationBackend
 from shoal_worker.backends.gloo import GlooBackend
 from shoal_worker.backends.inmemory import InMemoryBackend
@@ -170,3 +170,12 @@ def test_ranks_of_a_launch_have_parts_too_and_leave_them_without_ending_the_othe
         return float(tensor)
 
     assert shoal.launch(do, world_size=WORLD) == [3.0, 3.0, 7.0, 7.0]
+
+
+def test_ranks_that_sum_different_numbers_end_the_group_and_say_so() -> None:
+    def sum_as_many_as_the_rank(group: Group) -> None:
+        group.all_reduce_short(torch.ones(group.rank + 1))
+
+    ended = ranks(GlooBackend, sum_as_many_as_the_rank)
+    assert all(isinstance(error, (PreconditionError, MembershipChanged)) for error in ended)
+    assert "RANKS_DIVERGED" in [error.reason for error in ended]

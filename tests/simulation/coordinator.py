@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from shoal_common.errors import ShoalError, UnavailableError
+from shoal_common.errors import PreconditionError, ShoalError, UnavailableError
 from shoal_coordinator.membership.effects import AnnounceGeneration, EndSession, SendDrain, SendGeneration, SendStandby, SendStop
 from shoal_coordinator.membership.events import Ending, Event, MemberJoined, MemberLost, MemberReady, StreamBroken
 from shoal_coordinator.membership.joining import Joined
@@ -206,6 +206,7 @@ class Coordinator:
     def _end(self, member_id: str, error: ShoalError | None) -> None:
         stream = self._streams.pop(member_id, None)
         if stream is not None:
+            stream.process.put_out |= isinstance(error, PreconditionError) and error.reason != "JOB_CLOSED"
             stream.end(error)
 
     # -------------------------------------------------------------------------------------------------------------- the loop

@@ -156,6 +156,8 @@ def _judge_ends(world: World, finishers: list[Process], wrong: Any) -> None:
     for process in world.processes:
         if process.dead or never_began:
             continue
+        if process.put_out and process.exit_code == 0:
+            wrong("put out", f"{process.name} was put out of the job, and ended with 0")
         put_out = any(isinstance(f, Stops) and f.who == process.name and f.seconds >= _LEASE_S for f in scenario.faults)
         spare = process.exit_code == PUT_OUT and scenario.strategy == "hybrid"  # no replica could be made with it
         drained = any(isinstance(f, Drains) and f.who == process.name for f in scenario.faults)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from shoal_common.exit_status import PUT_OUT
 from shoal_worker.backends import inmemory_worlds
 from shoal_worker.elastic.current import set_session
 from shoal_worker.elastic.link import MemberIdentity
@@ -76,6 +77,8 @@ class Process:
         """When it said goodbye."""
         self.spare = False
         """At its end it had no part in the model."""
+        self.put_out = False
+        """The coordinator has told it so, or is about to."""
 
     def start(self, script: Callable[[Process], None]) -> None:
         """Starts its main thread."""
@@ -185,15 +188,18 @@ class Process:
         if session is None or membership is None:
             return
         failed = self.failure or (f"exit status {self.exit_code}" if self.exit_code else None)
+        link = membership.link
         try:
-            session.close(failed=None if membership.link.stopped is not None else failed)
+            session.close(failed=str(link.put_out) if link.put_out else None if link.stopped is not None else failed)
         except SystemExit:
             pass  # it is about to end
         except Exception as error:  # at the end of a real process it is printed, and the process ends
             self.world.error_of(self, error)
             self.failure, self.exit_code = self.failure or f"while leaving: {type(error).__name__}: {error}", self.exit_code or 1
         else:
-            if session.missed is not None:
+            if link.put_out is not None:
+                self.failure, self.exit_code = str(link.put_out), PUT_OUT
+            elif session.missed is not None:
                 self.failure, self.exit_code = self.failure or session.missed, self.exit_code or 1
 
 

@@ -330,7 +330,8 @@ class CoordinatorLink:
                     self._fail(error)
                     return
             except ShoalError as error:
-                if not self._over():
+                # Also of a member that is about to say goodbye: one that was put out must not end well.
+                if self._fatal is None:
                     self._fail(error)
                 return
             with self._changed:

@@ -75,15 +75,15 @@ class ExitNoted:
 
 
 def exit_reported(draft: Draft, event: ExitReported) -> ExitNoted:
-    """A launcher saw a process end. A clean exit decides nothing while the stream is open: the goodbye may still be under way in it. Where
-    it could not be said, since the coordinator was away, the launcher's word that the script came to its end takes its place."""
+    """A launcher saw a process end. Its word that the script came to its end counts as the goodbye, which may still be under way in the
+    stream, or was never said, since the coordinator was away. Another clean exit decides nothing while the stream is open."""
     known = event.member_id in draft.members
     pulse = draft.pulse(event.member_id)
     clean = event.exit_code == 0 and event.signal == 0
-    if known and clean and pulse is not None and pulse.attached:
-        pass
-    elif known and clean and event.finished:
+    if known and clean and event.finished:
         member_left(draft, MemberLeft(member_id=event.member_id, reason=LeaveReason.FINISHED, detail="as its launcher told"))
+    elif known and clean and pulse is not None and pulse.attached:
+        pass
     elif known:
         how = f"signal {event.signal}" if event.signal else f"exit code {event.exit_code}"
         member_lost(draft, MemberLost(member_id=event.member_id, ending=Ending.PROCESS_EXITED, detail=f"its process ended with {how}"))

@@ -54,9 +54,12 @@ class RankThread:
         self.sent_bytes += shard.numel() * shard.element_size() * (self.world_size - 1)
         return _Done()
 
-    def all_reduce_short(self, tensor: torch.Tensor) -> bool:
+    def all_reduce(self, tensor: torch.Tensor) -> None:
         tensor.copy_(sum(self._exchange("all_reduce", tensor)))
         self.sent_bytes += 2 * tensor.numel() * tensor.element_size() * (self.world_size - 1) // self.world_size
+
+    def all_reduce_short(self, tensor: torch.Tensor) -> bool:
+        self.all_reduce(tensor)
         return True
 
     def all_gather_integers(self, values: Sequence[int]) -> list[list[int]]:

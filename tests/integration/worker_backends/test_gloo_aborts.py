@@ -136,6 +136,12 @@ def test_a_collective_that_a_peer_does_not_join_ends_at_the_groups_timeout(form:
         waiting.result(timeout=_DEADLINE_S)
 
 
+def test_a_message_that_does_not_come_ends_at_the_groups_timeout(form: Form) -> None:
+    first, _ = form(2, timeout=timedelta(milliseconds=300))
+    with pytest.raises(MembershipChanged, match="Timed out waiting 300ms"):
+        first.recv(torch.ones(4), 1)
+
+
 def test_an_abort_touches_no_other_connection_of_the_process(form: Form, redis_url: str) -> None:
     """A gRPC stream, a Redis connection and another group go on over the connections they had."""
     doomed, other = form(2), form(2)

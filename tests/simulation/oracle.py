@@ -72,6 +72,7 @@ def reference(scenario: Scenario) -> World:
         world.run()
     if world.violations or any(process.exit_code for process in world.processes):
         raise AssertionError(f"the run without faults fails:\n{scenario}\n{world.violations}\n{''.join(world.tracebacks)}")
+    world.forget()
     return world
 
 

@@ -77,11 +77,13 @@ class World:
             shutil.rmtree(self.directory, ignore_errors=True)
 
     def forget(self) -> None:
-        """Lets go of what was simulated, once it is judged: torch keeps a hook of each parameter, and that would keep all the rest."""
+        """Lets go of groups and sessions, once they have ended: torch keeps a hook of each parameter, and that would keep them all. What was
+        noted down stays."""
         for room in self._rooms.values():
             vars(room).clear()
         for process in self.processes:
-            vars(process).clear()
+            process.session = process.membership = process.stream = None
+            process.sides.clear()
 
     # -------------------------------------------------------------------------------------------------------------- processes
 

@@ -142,6 +142,21 @@ def test_a_message_that_does_not_come_ends_at_the_groups_timeout(form: Form) -> 
         first.recv(torch.ones(4), 1)
 
 
+def test_an_abort_in_the_middle_of_a_message_frees_both_ends(form: Form, threads: Pool) -> None:
+    """Gloo does not tell an operation whose message was cut: it sleeps for the group's timeout."""
+    for _ in range(5):
+        first, second = form(2)
+        message = torch.ones(1 << 24)
+        sending = threads.submit(first.send, message, 1)
+        receiving = threads.submit(second.recv, torch.empty_like(message), 0)
+        _eventually(lambda second=second: second.waits.now[1] == "recv")
+        second.abort("generation 9")
+        with pytest.raises(MembershipChanged, match="generation 9"):
+            receiving.result(timeout=_DEADLINE_S)
+        with pytest.raises(MembershipChanged):
+            sending.result(timeout=_DEADLINE_S)
+
+
 def test_an_abort_touches_no_other_connection_of_the_process(form: Form, redis_url: str) -> None:
     """A gRPC stream, a Redis connection and another group go on over the connections they had."""
     doomed, other = form(2), form(2)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import struct
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -25,14 +27,12 @@ def connected(size: int, timeout: timedelta = _LONG) -> Iterator[tuple[list[Shor
     doors = {rank: Door.parse(str(one.door)) for rank, one in enumerate(sums)}
     with ThreadPoolExecutor(size) as threads:
         try:
-            for done in [threads.submit(one.connect, doors, connect_timeout=_LONG, timeout=timeout) for one in sums]:
+            for done in [threads.submit(one.connect, doors, deadline=time.monotonic() + 60, timeout=timeout) for one in sums]:
                 done.result(60)
             yield sums, threads
         finally:
             for one in sums:
-                one.shut_down()
-    for one in sums:
-        one.close()
+                one.close()
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 7, 8, 9])
@@ -85,7 +85,7 @@ def test_a_rank_that_has_gone_ends_the_sum() -> None:
 
 
 def test_a_rank_that_does_not_answer_is_named_after_the_timeout() -> None:
-    with connected(2, timedelta(milliseconds=200)) as (sums, _), pytest.raises(TimeoutError, match="Timed out waiting 200ms for rank 1"):
+    with connected(2, timedelta(milliseconds=200)) as (sums, _), pytest.raises(TimeoutError, match="Timed out waiting 200ms for rank 1,"):
         sums[0].all_reduce(torch.ones(4))
 
 
@@ -93,7 +93,34 @@ def test_a_rank_that_does_not_come_is_named() -> None:
     sums = [ShortSums("127.0.0.1", rank, 3) for rank in range(3)]
     doors = {rank: one.door for rank, one in enumerate(sums)}
     with pytest.raises(TimeoutError, match=r"ranks \[1, 2\] did not connect"):
-        sums[0].connect(doors, connect_timeout=timedelta(milliseconds=200), timeout=_LONG)
+        sums[0].connect(doors, deadline=time.monotonic() + 0.2, timeout=_LONG)
+    for one in sums:
+        one.close()
+
+
+def test_a_rank_that_says_late_who_it_is_is_let_in() -> None:
+    sums = [ShortSums("127.0.0.1", rank, 2) for rank in range(2)]
+    with ThreadPoolExecutor(2) as threads, socket.create_connection((sums[0].door.host, sums[0].door.port)) as late:
+        doors = {0: sums[0].door, 1: sums[1].door}
+        first = threads.submit(sums[0].connect, doors, deadline=time.monotonic() + 60, timeout=_LONG)
+        hello = struct.pack("<16sI", sums[0].door.token.encode(), 1)
+        for part in (hello[:7], hello[7:]):
+            assert not first.done()
+            time.sleep(0.6)  # longer in all than a stranger would be waited for, if it were for each by itself
+            late.sendall(part)
+        first.result(60)
+    for one in sums:
+        one.close()
+
+
+def test_connecting_is_given_up_at_once() -> None:
+    sums = [ShortSums("127.0.0.1", rank, 2) for rank in range(2)]
+    doors = {rank: one.door for rank, one in enumerate(sums)}
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(sums[0].connect, doors, deadline=time.monotonic() + 60, timeout=_LONG)
+        sums[0].shut_down()
+        with pytest.raises(OSError, match=r"given up|ended|Invalid"):
+            waiting.result(10)
     for one in sums:
         one.close()
 
@@ -117,7 +144,7 @@ def test_strangers_at_the_door_keep_nobody_out(behaviour: Callable[[socket.socke
     doors = {rank: one.door for rank, one in enumerate(sums)}
     with ThreadPoolExecutor(2) as threads, socket.create_connection((doors[0].host, doors[0].port)) as stranger:
         behaviour(stranger)
-        for done in [threads.submit(one.connect, doors, connect_timeout=_LONG, timeout=_LONG) for one in sums]:
+        for done in [threads.submit(one.connect, doors, deadline=time.monotonic() + 60, timeout=_LONG) for one in sums]:
             done.result(60)
         tensors = [torch.tensor([1.0]), torch.tensor([2.0])]
         for done in [threads.submit(one.all_reduce, tensor) for one, tensor in zip(sums, tensors, strict=True)]:

@@ -201,7 +201,8 @@ class CommunicationBackend(abc.ABC):
     def all_reduce_short(self, tensor: torch.Tensor) -> None:
         """Sums a tensor of a few hundred bytes over all ranks, in place, to the same bits on every rank. Blocks.
 
-        The training thread waits for such a sum at each step, so the backend takes the way on which it goes on soonest.
+        The training thread waits for such a sum at each step, so the backend takes the way on which it goes on soonest. Raises also
+        PreconditionError (RANKS_DIVERGED) where a rank is seen to sum something else; the group stands until the caller ends it.
         """
         self.all_reduce(tensor)
 

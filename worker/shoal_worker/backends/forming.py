@@ -8,11 +8,13 @@ This module knows nothing of collectives. Threads: `FormingGroup` is made, start
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final
@@ -39,36 +41,74 @@ class GlooGroup:
     process_group: dist.ProcessGroup
     """What torch's parallel code takes; made as torch's new_group does, but known to nobody else in the process."""
     sockets: GroupSockets
-    sums: ShortSums
+    sums: ShortSums | None
+    """None: it has none."""
     timeout: timedelta
 
     def close(self) -> None:
         """Lets go of the connections; those that Gloo still holds stay as they are. Idempotent."""
         self.sockets.close()
-        self.sums.close()
+        if self.sums is not None:
+            self.sums.close()
 
 
 def connect_gloo(
-    store: Store, rank: int, world_size: int, *, hostname: str | None, connect_timeout: timedelta, timeout: timedelta
+    store: Store,
+    rank: int,
+    world_size: int,
+    *,
+    hostname: str | None,
+    connect_timeout: timedelta,
+    timeout: timedelta,
+    sums_with: Callable[[ShortSums], None] | None = None,
 ) -> GlooGroup:
-    """Connects to all peers; blocks. Ranks tell each other through the store where they listen, to know connections apart."""
+    """Connects to all peers; blocks. Ranks tell each other through the store where they listen, to know connections apart.
+
+    `sums_with`: on all ranks or on none; the group has connections for sums of a few numbers, which it gets as soon as these are begun.
+    """
+    deadline = time.monotonic() + connect_timeout.total_seconds()
     device, listener = _make_device(hostname)
     names = PrefixStore("listener", store)
     host, port = listener.endpoint
-    with _LISTENER_LOCK:
-        sums = ShortSums(host, rank, world_size)
+    sums = _listen(host, rank, world_size) if sums_with is not None else None
+    if sums is not None and sums_with is not None:
+        sums_with(sums)
+    sockets = None
     try:
-        names.set(str(rank), f"{port} {sums.door}")
+        names.set(str(rank), f"{host} {port}|{sums.door if sums is not None else ''}")
         group = _connect_native(device, store, rank, world_size, connect_timeout, timeout)
-        told = names.multi_get([str(peer) for peer in range(world_size)])
-        ports, doors = zip(*(name.decode().split(" ", 1) for name in told), strict=True)
-        peers = [Door.parse(door) for door in doors]
-        sums.connect(dict(enumerate(peers)), connect_timeout=connect_timeout, timeout=timeout)
-        others = {(peers[other].host, int(ports[other])) for other in range(world_size) if other != rank}
-        return GlooGroup(process_group=group, sockets=GroupSockets(listener, others), sums=sums, timeout=timeout)
-    except Exception:
-        sums.close()
+        told = [name.decode().partition("|") for name in names.multi_get([str(peer) for peer in range(world_size)])]
+        endpoints = [endpoint.rsplit(" ", 1) for endpoint, _, _ in told]
+        sockets = GroupSockets(listener, {(host, int(port)) for peer, (host, port) in enumerate(endpoints) if peer != rank})
+        if sums is not None and all(door for _, _, door in told):
+            _connect_sums(sums, {peer: Door.parse(door) for peer, (_, _, door) in enumerate(told)}, deadline, timeout)
+        elif sums is not None:
+            sums.close()
+            sums = None
+    except BaseException:
+        for made in (sums, sockets):
+            if made is not None:
+                made.close()
         raise
+    return GlooGroup(process_group=group, sockets=sockets, sums=sums, timeout=timeout)
+
+
+def _listen(host: str, rank: int, world_size: int) -> ShortSums | None:
+    """None: not at such an address, as one that is valid on one link alone; then the group goes without."""
+    with _LISTENER_LOCK:  # a listener that comes while Gloo's is looked for could be taken for that
+        try:
+            return ShortSums(host, rank, world_size)
+        except OSError as error:
+            if error.errno in (errno.EINVAL, errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                return None
+            raise
+
+
+def _connect_sums(sums: ShortSums, doors: dict[int, Door], deadline: float, timeout: timedelta) -> None:
+    try:
+        sums.connect(doors, deadline=deadline, timeout=timeout)
+    except OSError as error:
+        raise GroupEndedError(f"connecting {len(doors)} ranks failed: {error}") from error
 
 
 def _connect_native(
@@ -97,7 +137,15 @@ class FormingGroup:
     """`connect_gloo` in a thread. It is no daemon: ending the interpreter under it would crash, so the interpreter waits for it."""
 
     def __init__(
-        self, store: Store, rank: int, world_size: int, *, hostname: str | None, connect_timeout: timedelta, timeout: timedelta
+        self,
+        store: Store,
+        rank: int,
+        world_size: int,
+        *,
+        hostname: str | None,
+        connect_timeout: timedelta,
+        timeout: timedelta,
+        short_sums: bool = True,
     ) -> None:
         self._store = store
         self._world_size = world_size
@@ -105,8 +153,15 @@ class FormingGroup:
         self._changed = threading.Condition()
         self._reason: str | None = None
         self._group: GlooGroup | None = None
+        self._sums: ShortSums | None = None
+        """Those that are being connected."""
         self._error: Exception | None = None
-        arguments = {"hostname": hostname, "connect_timeout": connect_timeout, "timeout": timeout}
+        arguments = {
+            "hostname": hostname,
+            "connect_timeout": connect_timeout,
+            "timeout": timeout,
+            "sums_with": self._begin_sums if short_sums else None,
+        }
         thread = threading.Thread(target=self._run, args=(store, rank, world_size), kwargs=arguments, name="shoal-gloo-forming")
         thread.start()
 
@@ -115,7 +170,10 @@ class FormingGroup:
         with self._changed:
             if self._reason is None:
                 self._reason = reason
+            sums = self._sums
             self._changed.notify_all()
+        if sums is not None:
+            sums.shut_down()
 
     def wait(self) -> GlooGroup:
         """The group. Raises MembershipChanged (given up, or a peer went away), DeadlineError (one did not come), or a store's error."""
@@ -132,7 +190,7 @@ class FormingGroup:
                 if self._error is not None:
                     raise self._translated(self._error) from self._error
                 assert self._group is not None
-                group, self._group = self._group, None
+                group, self._group, self._sums = self._group, None, None
                 return group
         finally:
             self.give_up("nobody waits for this group any more")
@@ -154,6 +212,13 @@ class FormingGroup:
         if given_up:
             self._let_go()
 
+    def _begin_sums(self, sums: ShortSums) -> None:
+        with self._changed:
+            self._sums = sums
+            given_up = self._reason is not None
+        if given_up:
+            sums.shut_down()
+
     def _let_go(self) -> None:
         """Of what nobody has taken."""
         with self._changed:
@@ -171,7 +236,7 @@ class FormingGroup:
         )
 
     def _translated(self, error: Exception) -> Exception:
-        if isinstance(error, ShoalError) or not isinstance(error, (RuntimeError, OSError)):
+        if isinstance(error, ShoalError) or not isinstance(error, RuntimeError):
             return error
         return GroupEndedError(f"connecting {self._world_size} ranks with Gloo failed: {cause_of(error)}")
 

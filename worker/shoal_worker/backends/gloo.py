@@ -40,7 +40,13 @@ class GlooBackend(CommunicationBackend):
 
     def _connect(self, store: Store, timeout: timedelta, connect_timeout: timedelta, hostname: str | None) -> dist.ProcessGroup:
         forming = FormingGroup(
-            store, self.rank, self.world_size, hostname=hostname or address_for(store), connect_timeout=connect_timeout, timeout=timeout
+            store,
+            self.rank,
+            self.world_size,
+            hostname=hostname or address_for(store),
+            connect_timeout=connect_timeout,
+            timeout=timeout,
+            short_sums=self._members is None,  # a part of the run's ranks closes no step
         )
         self._forming = forming
         if self._reason is not None:

@@ -6,7 +6,7 @@ timeout. So callers do not wait for Gloo's work but for ours. It completes with 
 moment is for the operations that were told: until they end they may write into their tensors. One that sleeps (gloo_threads.py) never
 does so again; it is left to its timeout, and the group is destroyed after that.
 
-Point-to-point transfers are Gloo's own: one that is cut in the middle of a message does wait for the timeout.
+Point-to-point transfers are ended in the same way (works.Transfer). Sums of a few numbers do not go through Gloo (short_sums.py).
 
 Threads: one thread issues collectives; they complete in Gloo's threads; `abort` is for any thread.
 """
@@ -21,6 +21,7 @@ from typing import Any, ClassVar, Final
 
 import torch
 import torch.distributed as dist
+from shoal_common.errors import ShoalError
 from torch._C._distributed_c10d import AllgatherOptions, BroadcastOptions, ReduceScatterOptions, Work
 
 from shoal_worker.backends import reaper
@@ -62,7 +63,7 @@ class InterruptibleGroup(ForwardingGroup):
         self._sockets = sockets
         self._sums = sums
         self._ended = ended
-        self._unfinished: set[InterruptibleWork] = set()
+        self._unfinished: set[InterruptibleWork | Transfer] = set()
         """What Gloo itself may still have to do."""
         self._shut_down = False
         self._idle = threading.Event()
@@ -91,7 +92,8 @@ class InterruptibleGroup(ForwardingGroup):
             self.reason = reason
             unfinished = [work for work in self._unfinished if not work.native_completed]
         self._sockets.shut_down()
-        self._sums.shut_down()
+        if self._sums is not None:
+            self._sums.shut_down()
         if unfinished:
             threading.Thread(target=end_works, args=(unfinished, reason), name="shoal-gloo-abort", daemon=True).start()
         if self._ended is not None:
@@ -172,16 +174,22 @@ class InterruptibleGroup(ForwardingGroup):
 
     def all_reduce_short(self, tensor: torch.Tensor) -> None:
         """See `CommunicationBackend`: over connections of its own (short_sums.py)."""
-        if not tensor.is_cpu or self.size() * tensor.nbytes > MOST_BYTES:
+        sums = self._sums
+        if sums is None or not tensor.is_cpu or self.size() * tensor.nbytes > MOST_BYTES:
             self.allreduce([tensor]).wait()
             return
         self._live()
         try:
             with self.waits.of("all_reduce"):
-                self._sums.all_reduce(tensor)
+                sums.all_reduce(tensor)
         except OSError as error:
             self.abort(f"all_reduce on rank {self.rank()} of {self.size()} failed: {cause_of(error)}")
             raise GroupEndedError(str(self.reason)) from error
+        except ShoalError:
+            raise  # who called ends the group, when he has told the others why
+        except BaseException:
+            self.abort("a sum was left in its middle")  # the next one would find the rest of it
+            raise
 
     # What torch asks of a process group written in Python.
 
@@ -253,14 +261,19 @@ class InterruptibleGroup(ForwardingGroup):
             self.raise_if_lost(name, error)
             raise
         work = InterruptibleWork(name, native, self, finish)
+        self.issued(work)
+        return work
+
+    def issued(self, work: InterruptibleWork | Transfer) -> None:
+        """Gloo has something to do from here on."""
         with self._lock:
             if len(self._unfinished) >= _MANY:
                 # Works that nobody waited for.
                 self._unfinished = {known for known in self._unfinished if not known.native_completed}
-            self._unfinished.add(work)
+            if not work.native_completed:
+                self._unfinished.add(work)
         if self.reason is not None:
             end_works([work], self.reason)
-        return work
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """`ProcessGroup.monitored_barrier`; not interruptible."""
@@ -268,7 +281,7 @@ class InterruptibleGroup(ForwardingGroup):
 
     def _transfer(self, name: str, arguments: tuple[Any, ...]) -> Work:
         try:
-            return Transfer(name, getattr(self._live(), name)(*arguments), self)
+            return Transfer(name, getattr(self._live(), name)(*arguments), self, arguments[0])
         except RuntimeError as error:
             self.raise_if_lost(name, error)
             raise
@@ -279,7 +292,8 @@ class InterruptibleGroup(ForwardingGroup):
             raise GroupEndedError(self.reason or "the process group was shut down")
         return native
 
-    def finished(self, work: InterruptibleWork) -> None:
+    def finished(self, work: InterruptibleWork | Transfer) -> None:
+        """Gloo is done with it."""
         with self._lock:
             self._unfinished.discard(work)
             if self._shut_down and not self._unfinished:

@@ -2,13 +2,13 @@
 
 At each step every rank waits for such a sum. What counts is how soon the last one goes on, and that is decided by threads: a message of
 Gloo's is read by a thread of Gloo's, which has to be woken, and then wakes the one that waits. On cores that have other work both may have
-to wait for one. Here a rank reads its messages itself (docs/decisions/0184).
+to wait for a core. Here a rank reads its messages itself (docs/decisions/0184).
 
 Every rank gets all ranks' numbers and adds them up in the order of the ranks, so all have the same bits. What a rank knows doubles in each
 of ceil(log2(ranks)) rounds: in round k it sends all it knows to the rank 2^k before it, and gets as much from the rank 2^k after it (Bruck
 et al. 1997, IEEE TPDS 8(11), "Efficient Algorithms for All-to-All Communications in Multiport Message-Passing Systems", section 3).
 
-Threads: one thread connects and sums; `shut_down` and `close` are for any.
+Threads: one thread connects, one sums; `shut_down` is for any, and so is `close`, which waits for a sum to end.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import selectors
 import socket
 import struct
+import threading
 import time
 import weakref
 from collections.abc import Mapping
@@ -30,18 +32,17 @@ import torch
 from shoal_common.errors import PreconditionError
 
 MOST_BYTES: Final = 1 << 14
-"""What a rank gets in one sum at the most. An all-reduce of more sends less than this would."""
+"""What a rank gets in one sum at the most. For more, an all-reduce sends less."""
 
 _HELLO: Final = struct.Struct("<16sI")
 """The door's token, and who is there."""
 _HEADER: Final = struct.Struct("<II")
 """How many sums there were, this one included, and how many bytes follow."""
-_HELLO_TIMEOUT_S: Final = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Door:
-    """Where a rank is reached. Who knows the token is of the group."""
+    """Where a rank is reached. Only ranks of the group know the token."""
 
     host: str
     port: int
@@ -52,143 +53,185 @@ class Door:
 
     @classmethod
     def parse(cls, text: str) -> Door:
-        """Of what `str` gave."""
+        """The reverse of `str`."""
         host, port, token = text.split(" ")
         return cls(host=host, port=int(port), token=token)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Round:
+    """What a rank does in one round."""
+
     to: socket.socket
     source: socket.socket
     source_rank: int
     known: int
     """The ranks whose numbers are here before it, this one and those after it."""
-    several: int
-    """How many go, and come."""
+    rows: int
+    """The numbers of so many ranks go, and come."""
 
 
 class ShortSums:
     """One rank's part in them. `connect` comes first, then sums, on all ranks in the same order; at last `close`."""
 
     def __init__(self, host: str, rank: int, size: int) -> None:
-        """Listens on `host`, a numeric address."""
-        self.door_token = secrets.token_hex(8)
+        """Listens on `host`, a numeric address. Raises OSError."""
         self._rank, self._size = rank, size
-        self._listener: socket.socket | None = socket.create_server(
-            (host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=64
-        )
-        self.door = Door(host=host, port=self._listener.getsockname()[1], token=self.door_token)
+        self._listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=64)
+        self.door = Door(host=host, port=self._listener.getsockname()[1], token=secrets.token_hex(8))
         self._rounds: list[_Round] = []
         self._sockets: list[socket.socket] = []
+        """All connections, also those that are being made. Only added to, by the thread that connects."""
+        self._given_up = False
         self._timeout_ms = 0
         self._number = 0
+        self._summing = threading.Lock()
+        """Held during a sum: nobody closes a socket under its reader, whose number another file could get."""
         _LIVE.add(self)
 
-    def connect(self, doors: Mapping[int, Door], *, connect_timeout: timedelta, timeout: timedelta) -> None:
-        """Connects to the ranks that it has to do with. `timeout`: of a message, later. Raises OSError when a rank does not come."""
-        deadline = time.monotonic() + connect_timeout.total_seconds()
+    def connect(self, doors: Mapping[int, Door], *, deadline: float, timeout: timedelta) -> None:
+        """Connects to the ranks that it has to do with, until `deadline` (time.monotonic()). `timeout`: of a message, later.
+
+        Raises OSError when a rank does not come or `shut_down` was called.
+        """
         self._timeout_ms = round(timeout.total_seconds() * 1000)
         distances = [1 << k for k in range((self._size - 1).bit_length())]
-        to = {}
-        for distance in distances:
-            rank = (self._rank - distance) % self._size
-            door = doors[rank]
-            to[distance] = connection = socket.create_connection((door.host, door.port), timeout=_left(deadline))
-            self._sockets.append(connection)
-            connection.sendall(_HELLO.pack(door.token.encode(), self._rank))
+        to = {distance: self._knock(doors[(self._rank - distance) % self._size], deadline) for distance in distances}
         sources = self._let_in({(self._rank + distance) % self._size for distance in distances}, deadline)
-        for connection in self._sockets:
+        for connection in [*to.values(), *sources.values()]:
             connection.settimeout(timeout.total_seconds())
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for distance in distances:
             source = (self._rank + distance) % self._size
-            several = min(distance, self._size - distance)
-            self._rounds.append(_Round(to=to[distance], source=sources[source], source_rank=source, known=distance, several=several))
-        self._stop_listening()
+            rows = min(distance, self._size - distance)
+            self._rounds.append(_Round(to=to[distance], source=sources[source], source_rank=source, known=distance, rows=rows))
+        self._listener.close()
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Sums a contiguous tensor on the CPU, of a dtype that numpy has, in place. Blocks.
 
         Raises:
             OSError: a connection has ended, or a rank does not come; the sums of this group are over.
-            PreconditionError: another rank sums something else: RANKS_DIVERGED.
+            PreconditionError: another rank sums something else: RANKS_DIVERGED. The sums of this group are over.
         """
-        self._number += 1
         mine = tensor.numpy().reshape(-1)
         rows = np.empty((self._size, mine.size), mine.dtype)  # row i is of the rank i after this one
         rows[0] = mine
         raw, row = rows.data.cast("B"), mine.nbytes
-        for one in self._rounds:
-            one.to.sendall(_HEADER.pack(self._number, one.several * row) + raw[: one.several * row])
-            self._receive(one, raw[one.known * row : (one.known + one.several) * row])
+        with self._summing:
+            self._number += 1
+            for round_ in self._rounds:
+                round_.to.sendall(_HEADER.pack(self._number, round_.rows * row) + raw[: round_.rows * row])
+                self._receive(round_, raw[round_.known * row : (round_.known + round_.rows) * row])
         mine[:] = rows[-self._rank]
         for rank in range(1, self._size):
             mine += rows[rank - self._rank]
 
     def shut_down(self) -> None:
         """Ends what waits here, and at the ranks that are connected to this one. Never blocks; idempotent."""
-        for connection in list(self._sockets):
-            with contextlib.suppress(OSError):  # broken already, or closed
+        self._given_up = True
+        for connection in [self._listener, *self._sockets]:
+            with contextlib.suppress(OSError):  # broken already, not connected yet, or closed
                 connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Lets go of the connections. Idempotent."""
-        self._stop_listening()
-        for connection in list(self._sockets):
+        """Ends them and lets go of the connections. Idempotent."""
+        self.shut_down()
+        with self._summing:
+            self.close_copies()
+
+    def close_copies(self) -> None:
+        """Closes the sockets and leaves the connections as they are: in a forked child, which would keep them open beyond this rank's
+        death."""
+        for connection in [self._listener, *self._sockets]:
             connection.close()
+
+    def _knock(self, door: Door, deadline: float) -> socket.socket:
+        connection = socket.socket(socket.AF_INET6 if ":" in door.host else socket.AF_INET)
+        self._sockets.append(connection)
+        self._check_wanted()
+        connection.settimeout(_left(deadline))
+        connection.connect((door.host, door.port))
+        connection.sendall(_HELLO.pack(door.token.encode(), self._rank))
+        return connection
 
     def _let_in(self, expected: set[int], deadline: float) -> dict[int, socket.socket]:
-        listener = self._listener
-        assert listener is not None
+        """Who says the token and an expected rank. Strangers may come, say nothing, or go: nobody waits for one of them."""
         found: dict[int, socket.socket] = {}
-        while len(found) < len(expected):
-            listener.settimeout(_left(deadline))
-            try:
-                connection, _ = listener.accept()
-            except TimeoutError:
-                raise TimeoutError(f"ranks {sorted(expected - found.keys())} did not connect for sums of a few numbers") from None
-            with contextlib.suppress(OSError, struct.error):  # a stranger that went away, or says something else
-                connection.settimeout(_HELLO_TIMEOUT_S)
-                token, rank = _HELLO.unpack(connection.recv(_HELLO.size, socket.MSG_WAITALL))
-                if secrets.compare_digest(token, self.door_token.encode()) and rank in expected - found.keys():
-                    found[rank] = connection
-                    self._sockets.append(connection)
-                    continue
-            connection.close()
+        said: dict[socket.socket, bytes] = {}
+        self._listener.setblocking(False)
+        with selectors.DefaultSelector() as ready:
+            ready.register(self._listener, selectors.EVENT_READ)
+            while len(found) < len(expected):
+                events = ready.select(_left(deadline))
+                self._check_wanted()
+                if not events and time.monotonic() >= deadline:
+                    raise TimeoutError(f"ranks {sorted(expected - found.keys())} did not connect for sums of a few numbers")
+                for key, _ in events:
+                    connection = key.fileobj
+                    assert isinstance(connection, socket.socket)
+                    if connection is self._listener:
+                        with contextlib.suppress(BlockingIOError, ConnectionAbortedError):  # it has gone again
+                            stranger, _ = self._listener.accept()
+                            stranger.setblocking(False)
+                            self._sockets.append(stranger)
+                            said[stranger] = b""
+                            ready.register(stranger, selectors.EVENT_READ)
+                        continue
+                    rank = self._who(connection, said)
+                    if rank is not None:
+                        ready.unregister(connection)
+                        if rank in expected - found.keys():
+                            found[rank] = connection
+                        else:
+                            connection.close()
+        for stranger in set(said) - set(found.values()):
+            stranger.close()
         return found
 
-    def _receive(self, one: _Round, into: memoryview) -> None:
+    def _who(self, connection: socket.socket, said: dict[socket.socket, bytes]) -> int | None:
+        """The rank that has said who it is; -1: a stranger, or one that has gone; None: that is still to come."""
+        try:
+            more = connection.recv(_HELLO.size - len(said[connection]))
+        except BlockingIOError:
+            return None
+        except OSError:
+            return -1
+        said[connection] += more
+        if more and len(said[connection]) < _HELLO.size:
+            return None
+        if not more:
+            return -1
+        token, rank = _HELLO.unpack(said[connection])
+        return int(rank) if secrets.compare_digest(token, self.door.token.encode()) else -1
+
+    def _check_wanted(self) -> None:
+        if self._given_up:
+            raise ConnectionAbortedError("the group was given up")
+
+    def _receive(self, round_: _Round, into: memoryview) -> None:
         message = bytearray(_HEADER.size + len(into))
         rest = memoryview(message)
         try:
             while rest:
-                received = one.source.recv_into(rest)
+                received = round_.source.recv_into(rest)
                 if not received:
                     raise ConnectionResetError("the connection to a peer ended")
                 rest = rest[received:]
                 if len(message) - len(rest) >= _HEADER.size:
-                    self._check(one, _HEADER.unpack_from(message), len(into))
+                    self._check(round_, _HEADER.unpack_from(message), len(into))
         except TimeoutError:
-            raise TimeoutError(f"Timed out waiting {self._timeout_ms}ms for rank {one.source_rank}") from None
+            who = f"rank {round_.source_rank}, or one that it waits for"
+            raise TimeoutError(f"Timed out waiting {self._timeout_ms}ms for {who}") from None
         into[:] = message[_HEADER.size :]
 
-    def _check(self, one: _Round, header: tuple[int, int], size: int) -> None:
+    def _check(self, round_: _Round, header: tuple[int, int], size: int) -> None:
         if header != (self._number, size):
             raise PreconditionError(
-                f"rank {one.source_rank} sends {header[1]} bytes for sum {header[0]} where this rank expects {size} for sum "
+                f"rank {round_.source_rank} sends {header[1]} bytes for sum {header[0]} where this rank expects {size} for sum "
                 f"{self._number}: the ranks' scripts went different ways, or train different models",
                 reason="RANKS_DIVERGED",
             )
-
-    def _stop_listening(self) -> None:
-        listener, self._listener = self._listener, None
-        if listener is not None:
-            listener.close()
-
-    def let_go_in_child(self) -> None:
-        """In a forked child: closes its copies, which would keep the connections open when this rank has died."""
-        self.close()
 
 
 def _left(deadline: float) -> float:
@@ -201,7 +244,7 @@ _LIVE: Final[weakref.WeakSet[ShortSums]] = weakref.WeakSet()
 
 def _let_go_in_child() -> None:
     for sums in list(_LIVE):
-        sums.let_go_in_child()
+        sums.close_copies()
 
 
 os.register_at_fork(after_in_child=_let_go_in_child)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Final, Protocol
 
@@ -21,6 +21,9 @@ from shoal_worker.backends.waits import Waits
 _MOMENT_S: Final = 10.0
 """The longest such moment. Operations that Gloo tells of a broken connection end within a millisecond, or some under load; as long as a
 thread of Gloo's runs, it may write into tensors that a redo of the step would use."""
+
+_ONE_PIECE_BYTES: Final = 1024
+"""So much is in one TCP segment, with Gloo's header, on every network."""
 
 _WHILE: Final = timedelta(milliseconds=10)
 """How long a wait stays in C++ before it looks whether the group was ended."""
@@ -41,8 +44,12 @@ class Owner(Protocol):
         """Raises GroupEndedError if that failure ended the group."""
         ...
 
-    def finished(self, work: InterruptibleWork) -> None:
-        """Called once, when Gloo is done with a collective."""
+    def issued(self, work: InterruptibleWork | Transfer) -> None:
+        """Gloo has something to do from here on."""
+        ...
+
+    def finished(self, work: InterruptibleWork | Transfer) -> None:
+        """Called once, when Gloo is done with it."""
         ...
 
 
@@ -208,22 +215,40 @@ class InterruptibleWork(Work):
 
 
 class Transfer(Work):
-    """A point-to-point transfer."""
+    """A point-to-point transfer.
 
-    def __init__(self, name: str, native: Work, group: Owner) -> None:
+    A message of few bytes travels in one piece, and its wait is Gloo's own. In the middle of a longer one a connection can break, and then
+    Gloo's wait goes on until its timeout. So another thread waits in Gloo for that, and the caller for the thread, or for the group's end.
+    """
+
+    def __init__(self, name: str, native: Work, group: Owner, tensors: list[torch.Tensor]) -> None:
         super().__init__()
         self._name = name
         self._native = native
         self._group = group
+        self._tensors = tensors
+        self._over: threading.Event | None = None
+        """Set when the caller goes on; made by `wait`."""
+        self._failure: tuple[type[Exception], str] | None = None
+        self._lock = threading.Lock()
+        """Guards the failure, which is written before the event is set."""
+        self.native_completed = False
+        """Gloo is done."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Returns when the tensor was sent, or is there."""
-        try:
-            with self._group.waits.of(self._name):
-                return bool(self._native.wait(timeout or self._group.timeout))
-        except RuntimeError as error:
-            self._group.raise_if_lost(self._name, error)
-            raise
+        """Returns when the tensor was sent, or is there. `timeout` None or 0: the group's.
+
+        Raises GroupEndedError when the group is over, which it is also after a timeout.
+        """
+        limit = timeout or self._group.timeout
+        with self._group.waits.of(self._name):
+            if sum(tensor.nbytes for tensor in self._tensors) > _ONE_PIECE_BYTES:
+                return self._wait_apart(limit)
+            try:
+                return bool(self._native.wait(limit))
+            except RuntimeError as error:
+                self._group.raise_if_lost(self._name, error)
+                raise
 
     def is_completed(self) -> bool:
         """Whether `wait` has returned."""
@@ -235,13 +260,56 @@ class Transfer(Work):
 
     _source_rank = source_rank
 
+    def follow(self) -> None:
+        """Somebody does already."""
+
+    def await_native(self, seconds: float) -> None:
+        """Waits for Gloo to be done or to be found asleep, at most so long."""
+        if self._over is not None:
+            wait_until_asleep(self._over, seconds)
+
+    def end(self, reason: str) -> None:
+        """Ends the caller's wait although Gloo is not done."""
+        self._settle((GroupEndedError, reason))
+
+    def _wait_apart(self, limit: timedelta) -> bool:
+        if self._over is None:
+            self._over = threading.Event()
+            threading.Thread(target=self._wait_in_gloo, args=(limit,), name="shoal-gloo-transfer", daemon=True).start()
+            self._group.issued(self)
+        self._over.wait()
+        if self._failure is not None:
+            kind, text = self._failure
+            raise kind(text)
+        return True
+
+    def _wait_in_gloo(self, limit: timedelta) -> None:
+        failure = None
+        try:
+            self._native.wait(limit)
+        except RuntimeError as error:
+            reason = self._group.loss(self._name, error)
+            failure = (RuntimeError, str(error)) if reason is None else (GroupEndedError, reason)
+        self.native_completed = True
+        self._settle(failure)
+        self._group.finished(self)
+
+    def _settle(self, failure: tuple[type[Exception], str] | None) -> None:
+        """The first call counts."""
+        over = self._over
+        assert over is not None, "nobody waits for it"
+        with self._lock:
+            if not over.is_set():
+                self._failure = failure
+                over.set()
+
 
 def _complete(settled: torch.futures.Future[None] | None) -> None:
     if settled is not None:
         settled.set_result(None)
 
 
-def end_works(works: list[InterruptibleWork], reason: str) -> None:
+def end_works(works: Sequence[InterruptibleWork | Transfer], reason: str) -> None:
     deadline = time.monotonic() + _MOMENT_S
     for work in works:
         work.follow()

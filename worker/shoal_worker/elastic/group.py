@@ -254,7 +254,8 @@ class Group:
 
         Raises:
             MembershipChanged: the group is over.
-            PreconditionError: another rank sums something else: RANKS_DIVERGED. The group is over, with this error on all ranks.
+            PreconditionError: another rank sums something else: RANKS_DIVERGED. The group is over, with this error on all ranks if they
+                share a store in Redis.
         """
         if self.world_size == 1:
             self._check()

@@ -330,8 +330,9 @@ class CoordinatorLink:
                     self._fail(error)
                     return
             except ShoalError as error:
-                # Also of a member that is about to say goodbye: one that was put out must not end well.
-                if self._fatal is None:
+                # A member that was put out must not end well, also if it hears of it as it says goodbye.
+                puts_out = isinstance(error, PreconditionError) and error.reason != _JOB_CLOSED
+                if not self._over() or (puts_out and self._fatal is None):
                     self._fail(error)
                 return
             with self._changed:

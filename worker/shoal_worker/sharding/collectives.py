@@ -111,7 +111,7 @@ class SessionCollectives:
             _clear(tensor)
             return False
         try:
-            if group is not None:
+            if group is not None and group.world_size > 1:
                 group.all_reduce_short(tensor)
         except MembershipChanged as error:
             self._failed(tensor, error)

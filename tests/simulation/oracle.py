@@ -231,11 +231,20 @@ def _judge_statuses(world: World, wrong: Any) -> None:
     longest = max((p.diary.statuses for p in complete), key=len)
     for process in complete:
         mine = process.diary.statuses
+        if _is_late(process) and not process.late and _left_out(mine, longest):
+            continue
         if _is_late(process):
             mine = mine[1:]  # the step before its first live batch may be one of a dry run
         if mine != longest[len(longest) - len(mine) :] or (not _is_late(process) and len(mine) != len(longest)):
             at = next((i for i, (a, b) in enumerate(zip(mine, longest, strict=False)) if a != b), min(len(mine), len(longest)))
             wrong("outcomes", f"{process.name}'s outcomes differ from {at} on: {mine[at : at + 3]} and {longest[at : at + 3]}")
+
+
+def _left_out(mine: list[Any], longest: list[Any]) -> bool:
+    """A spare for a while: the beginning of the outcomes and their end."""
+    return any(
+        mine[:begun] == longest[:begun] and mine[begun:] == longest[len(longest) - len(mine) + begun :] for begun in range(len(mine))
+    )
 
 
 def _judge_steps(world: World, wrong: Any) -> None:

@@ -75,6 +75,8 @@ class MemberLeft:
     member_id: str
     reason: LeaveReason
     detail: str
+    alone: bool = False
+    """The others of its generation go on without it, in a job that stops as well."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -53,13 +53,14 @@ def member_left(draft: Draft, event: MemberLeft) -> None:
             reason = f"member {member.member_id} came to the end of its script"
             _finish(draft, reason)
             _tell_awaiting(draft, member, reason)
-    elif has_place(draft, member) and draft.phase is JobPhase.STOPPING:
+    elif has_place(draft, member) and draft.phase is JobPhase.STOPPING and not event.alone:
         # All leave at the same border, so whoever is still there is behind the last step too, and only has to say goodbye.
         if not draft.departing:
             _tell_awaiting(draft, member, draft.stop_reason)
         draft.departing = True
     elif has_place(draft, member):
-        # It left at a border before a generation without it was written: on SIGTERM, or because too few would have remained.
+        # It left at a border before a generation without it was written: on SIGTERM, or because too few would have remained. In a job that
+        # stops its peers stand at that border and wait for one; they stop at the next.
         draft.broken.append(f"member {member.member_id} left ({event.reason})")
     _take_out(draft, member, kind="member_left", ending=event.reason, detail=event.detail)
     draft.effects.append(EndSession(member_id=member.member_id, error=None))

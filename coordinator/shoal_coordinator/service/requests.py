@@ -134,7 +134,8 @@ def parse_leave(member_id: str, message: pb.Leave) -> MemberLeft:
     reason = _LEAVE_REASONS.get(message.reason)
     if reason is None:
         raise wrong("leave.reason", message.reason, "REASON_DRAINED, REASON_FINISHED or REASON_FAILED")
-    return MemberLeft(member_id=member_id, reason=reason, detail=checks.text("leave.detail", message.detail, longest=LONGEST_DETAIL))
+    detail = checks.text("leave.detail", message.detail, longest=LONGEST_DETAIL)
+    return MemberLeft(member_id=member_id, reason=reason, detail=detail, alone=message.alone)
 
 
 def parse_exit(message: pb.ReportExitRequest) -> ExitReported:

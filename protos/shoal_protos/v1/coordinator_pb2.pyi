@@ -287,7 +287,7 @@ class CollectiveFailure(_message.Message):
     def __init__(self, generation: _Optional[int] = ..., suspects: _Optional[_Iterable[int]] = ..., timed_out: _Optional[bool] = ..., detail: _Optional[str] = ...) -> None: ...
 
 class Leave(_message.Message):
-    __slots__ = ("reason", "detail")
+    __slots__ = ("reason", "detail", "alone")
     class Reason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         REASON_UNSPECIFIED: _ClassVar[Leave.Reason]
@@ -300,9 +300,11 @@ class Leave(_message.Message):
     REASON_FAILED: Leave.Reason
     REASON_FIELD_NUMBER: _ClassVar[int]
     DETAIL_FIELD_NUMBER: _ClassVar[int]
+    ALONE_FIELD_NUMBER: _ClassVar[int]
     reason: Leave.Reason
     detail: str
-    def __init__(self, reason: _Optional[_Union[Leave.Reason, str]] = ..., detail: _Optional[str] = ...) -> None: ...
+    alone: bool
+    def __init__(self, reason: _Optional[_Union[Leave.Reason, str]] = ..., detail: _Optional[str] = ..., alone: _Optional[bool] = ...) -> None: ...
 
 class MemberDirective(_message.Message):
     __slots__ = ("welcome", "generation", "drain", "stop", "standby", "notice")

@@ -65,13 +65,14 @@ class Departure:
         for source in self._held.sources:
             source.leaving()
         if self._membership is not None and not (self._held.has_replica and self._held.replica.asynchronous):
-            self._membership.leave(pb.Leave.REASON_DRAINED, reason)
-        self.say_goodbye(pb.Leave.REASON_DRAINED, reason)
+            self._membership.leave(pb.Leave.REASON_DRAINED, reason, alone=True)
+        self.say_goodbye(pb.Leave.REASON_DRAINED, reason, alone=True)
         raise SystemExit(status)
 
-    def say_goodbye(self, reason: pb.Leave.Reason, detail: str = "") -> None:
-        """Leaves the job, once everything is done that is to be done before. Where it has left already, does that."""
+    def say_goodbye(self, reason: pb.Leave.Reason, detail: str = "", *, alone: bool = False) -> None:
+        """Leaves the job, once everything is done that is to be done before. Where it has left already, does that. `alone`: its peers go
+        on."""
         while self._callbacks:
             self._callbacks.pop()()
         if self._membership is not None:
-            self._membership.leave(reason, detail)
+            self._membership.leave(reason, detail, alone=alone)

@@ -157,7 +157,7 @@ class FixedMembership:
         if group is not None:
             group.leave()
 
-    def leave(self, reason: pb.Leave.Reason, detail: str = "") -> None:
+    def leave(self, reason: pb.Leave.Reason, detail: str = "", *, alone: bool = False) -> None:
         """See `Member`."""
         self.leave_group("this rank has ended")
 

@@ -405,19 +405,14 @@ class Group:
         try:
             yield
         except MembershipChanged as error:
+            self.abort(str(error))  # the backend has said by itself that its group is over: so is this one
             if self.waiting.verdict is not None:
                 raise self._ended(error) from error
             raise
-        except ShoalError as error:
-            self._note(error)
+        except ShoalError:
             raise
         except _FAILURES as error:
             raise self._over(what, error) from error
-
-    def _note(self, error: ShoalError) -> None:
-        """The backend has said by itself that its group is over: so is this one."""
-        if isinstance(error, MembershipChanged):
-            self.abort(str(error))
 
     def _over(self, what: str, error: Exception) -> ShoalError:
         """What to raise for `error` of a collective: it ends the group."""

@@ -281,13 +281,13 @@ class CoordinatorLink:
         """Marks this member as leaving at the next border (SIGTERM). Async-signal-safe: sets one field."""
         self._drain = reason
 
-    def leave(self, reason: pb.Leave.Reason, detail: str = "", *, timeout: timedelta = timedelta(seconds=5)) -> None:
+    def leave(self, reason: pb.Leave.Reason, detail: str = "", *, alone: bool = False, timeout: timedelta = timedelta(seconds=5)) -> None:
         """Tells the coordinator goodbye and ends the session. Waits at most `timeout` until it has heard it; not while it is away: peers
         may wait for this process's group to end."""
         with self._changed:
             if self._leaving is not None:
                 return
-            self._leaving = pb.Leave(reason=reason, detail=detail[:1024])
+            self._leaving = pb.Leave(reason=reason, detail=detail[:1024], alone=alone)
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._ended or self._away_since is not None, timeout.total_seconds())
         self.client.close()

@@ -117,6 +117,6 @@ class Member(Protocol):
         """Lets go of the group."""
         ...
 
-    def leave(self, reason: pb.Leave.Reason, detail: str = "") -> None:
+    def leave(self, reason: pb.Leave.Reason, detail: str = "", *, alone: bool = False) -> None:
         """Gives up the place."""
         ...

@@ -149,14 +149,18 @@ def _fail(draft: Draft, failure: str) -> None:
 
 
 def _finish(draft: Draft, reason: str) -> None:
-    """The run is over. Members with a rank have confirmed the last step too and come to their end by themselves; the others are told."""
+    """The run is over. Members with a rank have confirmed the last step too and come to their end by themselves; the others are told, and
+    spares, which may wait for a generation that their peers will not enter any more."""
     draft.phase = JobPhase.FINISHED
     draft.ending = draft.ending or JobEnding.COMPLETED
     draft.stop_reason = draft.stop_reason or reason
     draft.records.append(Record(kind="job_finished", generation=draft.number, attributes={"reason": reason}))
     for member in draft.members.values():
+        pulse = draft.pulse(member.member_id)
         if member.phase in (MemberPhase.JOINED, MemberPhase.READY, MemberPhase.QUARANTINED):
             draft.effects.append(stop_for(draft, member, reason))
+        elif pulse is not None and pulse.progress.spare:
+            draft.effects.append(SendStop(member_id=member.member_id, reason=reason, now=True))
     draft.unplaced.clear()
 
 

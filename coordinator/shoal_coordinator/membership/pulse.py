@@ -36,6 +36,8 @@ class Progress:
     """shoal.v1.Heartbeat.out_of_reach"""
     in_reach: bool = False
     """shoal.v1.Heartbeat.in_reach"""
+    spare: bool = False
+    """shoal.v1.Heartbeat.spare"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -107,6 +107,7 @@ def parse_heartbeat(message: pb.Heartbeat) -> tuple[int, Progress]:
         cpu_s=_seconds(told.cpu_s),
         busy_link=(told.busy_link.rank, told.busy_link.bytes_per_s) if told.HasField("busy_link") else None,
         in_reach=message.in_reach,
+        spare=message.spare,
         out_of_reach=tuple(message.out_of_reach[:_MOST_OUT_OF_REACH]),
     )
     return message.generation, progress

@@ -259,16 +259,18 @@ class BusyLink(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., bytes_per_s: _Optional[float] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("generation", "progress", "in_reach", "out_of_reach")
+    __slots__ = ("generation", "progress", "in_reach", "spare", "out_of_reach")
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
     IN_REACH_FIELD_NUMBER: _ClassVar[int]
+    SPARE_FIELD_NUMBER: _ClassVar[int]
     OUT_OF_REACH_FIELD_NUMBER: _ClassVar[int]
     generation: int
     progress: Progress
     in_reach: bool
+    spare: bool
     out_of_reach: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, generation: _Optional[int] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., in_reach: _Optional[bool] = ..., out_of_reach: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, generation: _Optional[int] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., in_reach: _Optional[bool] = ..., spare: _Optional[bool] = ..., out_of_reach: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Ready(_message.Message):
     __slots__ = ()

@@ -165,8 +165,8 @@ class Story:
             self.detach(member)
             self.happen(StreamBroken(member_id=member))
 
-    def left(self, member: str, reason: str) -> None:
-        self.happen(MemberLeft(member_id=member, reason=LeaveReason(reason), detail=""))
+    def left(self, member: str, reason: str, alone: str = "") -> None:
+        self.happen(MemberLeft(member_id=member, reason=LeaveReason(reason), detail="", alone=bool(alone)))
 
     def exit(self, member: str, code: str = "0", signal: str = "0", failure: str = "", finished: str = "") -> None:
         self.happen(ExitReported(member_id=member, exit_code=int(code), signal=int(signal), failure=failure, finished=bool(finished)))
@@ -197,6 +197,7 @@ class Story:
         link: str = "",
         unreached: str = "",
         reaches: str = "",
+        spare: str = "",
     ) -> None:
         """Heartbeats; `waited`, `step` (the time of one) and `busy` in seconds, `link`=rank:bytes-per-second, `unreached`=ranks."""
         progress = Progress(
@@ -207,6 +208,7 @@ class Story:
             step_time_s=float(step),
             busy_time_s=float(busy),
             in_reach=bool(reaches),
+            spare=bool(spare),
             out_of_reach=tuple(int(rank) for rank in unreached.split(",") if rank),
             busy_link=(int(link.split(":")[0]), float(link.split(":")[1])) if link else None,
         )

@@ -67,6 +67,9 @@ class FixedLink:
     def ready(self) -> None:
         """The rank is given."""
 
+    def stands_by(self) -> None:
+        """Nobody asks."""
+
 
 class FixedMembership:
     """One rank's place. A `Member`."""

@@ -386,6 +386,7 @@ class Formation:
     def stand_by(self) -> None:
         """This rank is a spare. Waits for the next generation, in which it is one that joins. Raises as `reform`."""
         self._held.phase.set_aside()
+        self.membership.link.stands_by()
         self._outcomes_due = 0  # its count of outcomes will come with the peers' state
         _log.info("no whole replica can be made with this rank: it is a spare until the membership changes")
         lines = WaitingLines()

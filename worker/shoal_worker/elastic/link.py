@@ -70,6 +70,7 @@ class _Said:
     stream: int
     generation: int = 0
     ready: bool = False
+    spare: bool = False
     failure: pb.CollectiveFailure | None = None
 
 
@@ -114,6 +115,7 @@ class CoordinatorLink:
         self._fatal: ShoalError | None = None
         self._ready = False
         self._generation = 0
+        self._spare = False
         self._failure: pb.CollectiveFailure | None = None
         self._leaving: pb.Leave | None = None
         self._streams = 0
@@ -199,7 +201,13 @@ class CoordinatorLink:
     def entered(self, generation: int) -> None:
         """This member works in `generation` from now on: goes out with the heartbeats."""
         with self._changed:
-            self._generation = generation
+            self._generation, self._spare = generation, False
+            self._changed.notify_all()
+
+    def stands_by(self) -> None:
+        """This member has a rank and no part in the model: the run may end without it. Until it enters another generation."""
+        with self._changed:
+            self._spare = True
             self._changed.notify_all()
 
     def cannot_reach(self, ranks: Sequence[int]) -> None:
@@ -406,15 +414,15 @@ class CoordinatorLink:
                     message = pb.MemberMessage(collective_failure=said.failure)
                 elif self._leaving is not None and said.generation == self._generation:
                     message = pb.MemberMessage(leave=self._leaving)
-                elif said.generation == self._generation and self._changed.wait_for(
+                elif (said.generation, said.spare) == (self._generation, self._spare) and self._changed.wait_for(
                     lambda: self._unsaid(said), self._heartbeat_interval_s()
                 ):
                     continue
                 else:
                     # At once after a generation was entered: the coordinator writes no border for others before all are in.
-                    said.generation = self._generation
+                    said.generation, said.spare = self._generation, self._spare
                     heartbeat = pb.Heartbeat(generation=self._generation, progress=self.progress(), out_of_reach=self._out_of_reach)
-                    heartbeat.in_reach = self._in_reach
+                    heartbeat.in_reach, heartbeat.spare = self._in_reach, self._spare
                     message = pb.MemberMessage(heartbeat=heartbeat)
             yield message
             if message.HasField("leave"):
@@ -423,7 +431,7 @@ class CoordinatorLink:
     def _unsaid(self, said: _Said) -> bool:
         return (
             said.stream != self._streams
-            or said.generation != self._generation
+            or (said.generation, said.spare) != (self._generation, self._spare)
             or (self._ready and not said.ready)
             or self._failure is not said.failure
             or self._leaving is not None

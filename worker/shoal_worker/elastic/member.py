@@ -56,6 +56,10 @@ class Notices(Protocol):
         """Asks for a rank."""
         ...
 
+    def stands_by(self) -> None:
+        """This rank has no part in the model, until it enters another generation: the run may end without it."""
+        ...
+
 
 class Member(Protocol):
     """A rank's place."""

@@ -179,3 +179,17 @@ def test_ranks_that_sum_different_numbers_end_the_group_and_say_so() -> None:
     ended = ranks(GlooBackend, sum_as_many_as_the_rank)
     assert all(isinstance(error, (PreconditionError, MembershipChanged)) for error in ended)
     assert "RANKS_DIVERGED" in [error.reason for error in ended]
+
+
+def test_a_group_that_its_backend_has_ended_is_over() -> None:
+    def end_or_sum(group: Group) -> str | None:
+        with group.own_collectives("a sum") as backend:
+            pass
+        if group.rank == 0:
+            backend.abort("a peer has gone")
+        with pytest.raises(MembershipChanged):
+            while True:
+                group.meet()
+        return group.broken
+
+    assert None not in ranks(GlooBackend, end_or_sum)

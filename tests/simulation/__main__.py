@@ -38,7 +38,7 @@ def main() -> int:
     if options.seed is not None:
         return _show(scenario_of(options.seed), options)
     began, wrong, runs = time.monotonic(), Counter[str](), 0
-    with multiprocessing.get_context("spawn").Pool(options.processes, maxtasksperchild=60) as pool:
+    with multiprocessing.get_context("spawn").Pool(options.processes, maxtasksperchild=20) as pool:
         for work, done, failures in pool.imap_unordered(work_off, _works(options)):
             runs += done
             print(f"{' '.join(map(str, work))}: {done} schedules, {len(failures)} wrong", flush=True)

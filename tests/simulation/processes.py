@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from shoal_common.exit_status import PUT_OUT
 from shoal_worker.backends import inmemory_worlds
+from shoal_worker.data.record import SampleRecord
 from shoal_worker.elastic.current import set_session
 from shoal_worker.elastic.link import MemberIdentity
 from shoal_worker.elastic.membership import Membership
@@ -77,8 +78,15 @@ class Process:
         """When it said goodbye."""
         self.spare = False
         """At its end it had no part in the model."""
+        self.files: list[SampleRecord] = []
         self.put_out = False
         """The coordinator has told it so, or is about to."""
+
+    def record_samples(self) -> SampleRecord:
+        """Its own, which is closed with the run."""
+        record = SampleRecord(self.world.records, self.name)
+        self.files.append(record)
+        return record
 
     def start(self, script: Callable[[Process], None]) -> None:
         """Starts its main thread."""

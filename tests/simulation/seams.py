@@ -26,7 +26,6 @@ from shoal_worker import failpoints
 from shoal_worker.backends import inmemory_worlds
 from shoal_worker.checkpoint import company, writer
 from shoal_worker.data import loader
-from shoal_worker.data.record import SampleRecord
 from shoal_worker.elastic import connecting, exchange, link, membership
 
 from tests.simulation.processes import own_process
@@ -56,7 +55,7 @@ def installed() -> Iterator[None]:
             (membership, "unreachable", lambda *_, **__: []),
             (membership, "Watch", _NoWatch),
             (exchange, "take_state", take_state),
-            (loader, "_sample_record", lambda: SampleRecord(own_process().world.records, own_process().name)),
+            (loader, "_sample_record", lambda: own_process().record_samples()),
             (failpoints, "_wanted", _Failpoints),
         ):
             stack.enter_context(mock.patch.object(module, name, value))

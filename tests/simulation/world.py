@@ -74,6 +74,9 @@ class World:
                 self.violations.append(("hang", "; ".join([self.scheduler.over or "", *self.scheduler.stuck])))
             self.at_end()
         finally:
+            for process in self.processes:
+                for record in process.files:
+                    record.close()
             shutil.rmtree(self.directory, ignore_errors=True)
 
     def forget(self) -> None:

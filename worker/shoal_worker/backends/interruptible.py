@@ -34,7 +34,7 @@ from shoal_worker.backends.scratch import Scratch
 from shoal_worker.backends.short_sums import MOST_BYTES
 from shoal_worker.backends.sockets import Traffic
 from shoal_worker.backends.waits import Waits
-from shoal_worker.backends.works import InterruptibleWork, Transfer, end_works
+from shoal_worker.backends.works import InterruptibleWork, Transfer, Waiter, end_works
 
 _MANY: Final = 64
 
@@ -72,6 +72,8 @@ class InterruptibleGroup(ForwardingGroup):
         """Guards the reason and the two above."""
         self._scratch = Scratch()
         self._closer = weakref.finalize(self, formed.close)
+        self.waiter = Waiter()
+        weakref.finalize(self, self.waiter.close)
 
     def watch(self) -> None:
         """From now on the group ends by itself when a connection to a peer does."""
@@ -107,6 +109,7 @@ class InterruptibleGroup(ForwardingGroup):
         """Ends the group and lets go of everything; what Gloo still has to do keeps it alive, but not the caller. Idempotent."""
         self.abort("the process group was shut down")
         self._closer()
+        self.waiter.close()
         references: list[object] = [self._native]
         self._native = None
         if references[0] is None:

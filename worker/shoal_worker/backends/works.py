@@ -5,6 +5,7 @@ Threads: `wait` and `get_future` are for the thread that issued the work; Gloo's
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -33,6 +34,7 @@ class Owner(Protocol):
     """The group that issued a work."""
 
     waits: Waits
+    waiter: Waiter
     timeout: timedelta
     """How long a message may take."""
 
@@ -275,7 +277,7 @@ class Transfer(Work):
     def _wait_apart(self, limit: timedelta) -> bool:
         if self._over is None:
             self._over = threading.Event()
-            threading.Thread(target=self._wait_in_gloo, args=(limit,), name="shoal-gloo-transfer", daemon=True).start()
+            self._group.waiter.wait_for(lambda: self._wait_in_gloo(limit))
             self._group.issued(self)
         self._over.wait()
         if self._failure is not None:
@@ -302,6 +304,32 @@ class Transfer(Work):
             if not over.is_set():
                 self._failure = failure
                 over.set()
+
+
+class Waiter:
+    """A thread of a group's that waits in Gloo for one message after the other. It begins with the first, and ends with `close`."""
+
+    def __init__(self) -> None:
+        self._waits: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._begun = False
+
+    def wait_for(self, wait: Callable[[], None]) -> None:
+        """Calls `wait` when those before it have returned. On the thread that issues transfers."""
+        if not self._begun:
+            self._begun = True
+            # A wait that nothing ends keeps the thread, and not the process.
+            threading.Thread(target=_wait_in_turn, args=(self._waits,), name="shoal-gloo-transfers", daemon=True).start()
+        self._waits.put(wait)
+
+    def close(self) -> None:
+        """Nothing more will come."""
+        self._waits.put(None)
+
+
+def _wait_in_turn(waits: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    while (wait := waits.get()) is not None:
+        wait()
+        del wait  # it would keep a tensor
 
 
 def _complete(settled: torch.futures.Future[None] | None) -> None:

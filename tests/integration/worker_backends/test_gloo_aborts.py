@@ -289,3 +289,12 @@ class _echo_stream:
     def _say(self, said: bytes) -> bytes:
         self._put(said)
         return next(self._answers)
+
+
+def test_a_message_that_is_waited_for_after_the_end_of_its_group_fails_at_once(form: Form) -> None:
+    first, _ = form(2)
+    message = torch.ones(1 << 20)
+    receiving = first.recv(message, 1, async_op=True)
+    first.abort("generation 9")
+    with pytest.raises(MembershipChanged, match="generation 9"):
+        receiving.wait()

@@ -26,6 +26,9 @@ thread of Gloo's runs, it may write into tensors that a redo of the step would u
 _ONE_PIECE_BYTES: Final = 1024
 """So much is in one TCP segment, with Gloo's header, on every network."""
 
+_MOMENT_OF_A_MESSAGE_S: Final = 0.25
+"""The same, of a message. Its bytes are written by Gloo's loop, which is never asleep for the kernel."""
+
 _WHILE: Final = timedelta(milliseconds=10)
 """How long a wait stays in C++ before it looks whether the group was ended."""
 
@@ -266,9 +269,9 @@ class Transfer(Work):
         """Somebody does already."""
 
     def await_native(self, seconds: float) -> None:
-        """Waits for Gloo to be done or to be found asleep, at most so long."""
+        """Waits for Gloo to be done, for a while: what the connection still held may be written into the tensor."""
         if self._over is not None:
-            wait_until_asleep(self._over, seconds)
+            self._over.wait(min(seconds, _MOMENT_OF_A_MESSAGE_S))
 
     def end(self, reason: str) -> None:
         """Ends the caller's wait although Gloo is not done."""
@@ -277,8 +280,11 @@ class Transfer(Work):
     def _wait_apart(self, limit: timedelta) -> bool:
         if self._over is None:
             self._over = threading.Event()
-            self._group.waiter.wait_for(lambda: self._wait_in_gloo(limit))
-            self._group.issued(self)
+            self._group.issued(self)  # an end of the group sets the event from here on, and has done so if it is over
+            if self._over.is_set() or not self._group.waiter.wait_for(lambda: self._wait_in_gloo(limit)):
+                self.native_completed = True  # nobody waits for it in Gloo
+                self._settle((GroupEndedError, "the process group was shut down"))
+                self._group.finished(self)
         self._over.wait()
         if self._failure is not None:
             kind, text = self._failure
@@ -286,15 +292,19 @@ class Transfer(Work):
         return True
 
     def _wait_in_gloo(self, limit: timedelta) -> None:
-        failure = None
+        failure: tuple[type[Exception], str] | None = (RuntimeError, f"{self._name}: the thread that waited for it failed")
         try:
             self._native.wait(limit)
-        except RuntimeError as error:
-            reason = self._group.loss(self._name, error)
-            failure = (RuntimeError, str(error)) if reason is None else (GroupEndedError, reason)
-        self.native_completed = True
-        self._settle(failure)
-        self._group.finished(self)
+            failure = None
+        except Exception as error:
+            failure = (RuntimeError, str(error))
+            reason = self._group.loss(self._name, error) if isinstance(error, RuntimeError) else None
+            if reason is not None:
+                failure = (GroupEndedError, reason)
+        finally:  # the caller waits for nothing else
+            self.native_completed = True
+            self._settle(failure)
+            self._group.finished(self)
 
     def _settle(self, failure: tuple[type[Exception], str] | None) -> None:
         """The first call counts."""
@@ -307,23 +317,33 @@ class Transfer(Work):
 
 
 class Waiter:
-    """A thread of a group's that waits in Gloo for one message after the other. It begins with the first, and ends with `close`."""
+    """A thread of a group's that waits in Gloo for one message after the other. It begins with the first, and ends with `close`.
+
+    For the one thread that issues transfers: two that wait at the same time would wait for each other's messages.
+    """
 
     def __init__(self) -> None:
         self._waits: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._begun = False
+        self._begun = self._closed = False
+        self._lock = threading.Lock()
 
-    def wait_for(self, wait: Callable[[], None]) -> None:
-        """Calls `wait` when those before it have returned. On the thread that issues transfers."""
-        if not self._begun:
-            self._begun = True
-            # A wait that nothing ends keeps the thread, and not the process.
-            threading.Thread(target=_wait_in_turn, args=(self._waits,), name="shoal-gloo-transfers", daemon=True).start()
-        self._waits.put(wait)
+    def wait_for(self, wait: Callable[[], None]) -> bool:
+        """Calls `wait`, which raises nothing, when those before it have returned. False: it is closed, and will not."""
+        with self._lock:
+            if self._closed:
+                return False
+            if not self._begun:
+                # A wait that nothing ends keeps the thread, and not the process.
+                threading.Thread(target=_wait_in_turn, args=(self._waits,), name="shoal-gloo-transfers", daemon=True).start()
+                self._begun = True
+            self._waits.put(wait)
+            return True
 
     def close(self) -> None:
-        """Nothing more will come."""
-        self._waits.put(None)
+        """Nothing more will come. Idempotent."""
+        with self._lock:
+            self._closed = True
+            self._waits.put(None)
 
 
 def _wait_in_turn(waits: queue.SimpleQueue[Callable[[], None] | None]) -> None:

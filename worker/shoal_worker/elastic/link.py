@@ -333,8 +333,10 @@ class CoordinatorLink:
                 self._set_away(True)
             except UnknownResourceError as error:
                 # Workers are started beside the coordinator, and may be there some moments before their job.
+                if self._over():
+                    return
                 was_member = self._welcome is not None
-                if self._over() or (not self._give_job_again(error) if was_member else time.monotonic() > job_must_exist_at):
+                if not self._give_job_again(error) if was_member else time.monotonic() > job_must_exist_at:
                     self._fail(error)
                     return
             except ShoalError as error:

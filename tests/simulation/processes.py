@@ -83,7 +83,7 @@ class Process:
         """The coordinator has told it so, or is about to."""
 
     def record_samples(self) -> SampleRecord:
-        """Its own, which is closed with the run."""
+        """A record of the samples that this process deals, in a file that is closed when the run ends."""
         record = SampleRecord(self.world.records, self.name)
         self.files.append(record)
         return record

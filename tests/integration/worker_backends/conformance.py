@@ -76,7 +76,7 @@ def _check_reductions(backend: CommunicationBackend, dtype: torch.dtype) -> None
 
 
 def _check_short_sums(backend: CommunicationBackend) -> None:
-    """Of numbers whose sum depends on the order: each rank compares its own with that of the others."""
+    """`all_reduce_short` of numbers whose sum depends on the order of adding: the sums of all ranks must be equal to the last bit."""
     for numel in (1, 20, 3000):
         given = torch.rand(backend.world_size, numel, dtype=torch.float64, generator=torch.Generator().manual_seed(numel))
         summed = given[backend.rank].clone()

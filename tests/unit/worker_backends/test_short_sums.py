@@ -106,7 +106,7 @@ def test_a_rank_that_says_late_who_it_is_is_let_in() -> None:
         hello = struct.pack("<16sI", sums[0].door.token.encode(), 1)
         for part in (hello[:7], hello[7:]):
             assert not first.done()
-            time.sleep(0.6)  # longer in all than a stranger would be waited for, if it were for each by itself
+            time.sleep(0.6)  # being late is the case: a rank that stands still, after it has connected
             late.sendall(part)
         first.result(60)
     for one in sums:

@@ -8,6 +8,7 @@ This module knows nothing of collectives. Threads: `FormingGroup` is made, start
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import os
@@ -70,26 +71,23 @@ def connect_gloo(
     device, listener = _make_device(hostname)
     names = PrefixStore("listener", store)
     host, port = listener.endpoint
-    sums = _listen(host, rank, world_size) if sums_with is not None else None
-    if sums is not None and sums_with is not None:
-        sums_with(sums)
-    sockets = None
-    try:
+    with contextlib.ExitStack() as undo:
+        sums = _listen(host, rank, world_size) if sums_with is not None else None
+        if sums is not None and sums_with is not None:
+            undo.callback(sums.close)
+            sums_with(sums)
         names.set(str(rank), f"{host} {port}|{sums.door if sums is not None else ''}")
         group = _connect_native(device, store, rank, world_size, connect_timeout, timeout)
         told = [name.decode().partition("|") for name in names.multi_get([str(peer) for peer in range(world_size)])]
         endpoints = [endpoint.rsplit(" ", 1) for endpoint, _, _ in told]
         sockets = GroupSockets(listener, {(host, int(port)) for peer, (host, port) in enumerate(endpoints) if peer != rank})
+        undo.callback(sockets.close)
         if sums is not None and all(door for _, _, door in told):
             _connect_sums(sums, {peer: Door.parse(door) for peer, (_, _, door) in enumerate(told)}, deadline, timeout)
         elif sums is not None:
             sums.close()
             sums = None
-    except BaseException:
-        for made in (sums, sockets):
-            if made is not None:
-                made.close()
-        raise
+        undo.pop_all()
     return GlooGroup(process_group=group, sockets=sockets, sums=sums, timeout=timeout)
 
 
@@ -154,7 +152,7 @@ class FormingGroup:
         self._reason: str | None = None
         self._group: GlooGroup | None = None
         self._sums: ShortSums | None = None
-        """Those that are being connected."""
+        """The short sums of the group while it is being connected; None before and after."""
         self._error: Exception | None = None
         arguments = {
             "hostname": hostname,
@@ -220,7 +218,7 @@ class FormingGroup:
             sums.shut_down()
 
     def _let_go(self) -> None:
-        """Of what nobody has taken."""
+        """Closes the group that was made, if `wait` has not handed it to anybody, and forgets the error."""
         with self._changed:
             group, self._group, self._error = self._group, None, None
         if group is not None:

@@ -56,7 +56,7 @@ class InterruptibleGroup(ForwardingGroup):
         super().__init__(native.rank(), native.size(), native.group_name)
         self.waits = waits or Waits()
         self.timeout = formed.timeout
-        """Of a message; Gloo itself would go by the time that it had for connecting."""
+        """How long a send or receive may take. Without it Gloo would allow the time that was allowed for connecting."""
         self.reason: str | None = None
         """Why the group is over; None: it is not."""
         self._native: dist.ProcessGroup | None = native

@@ -239,7 +239,7 @@ def _left(deadline: float) -> float:
 
 
 _LIVE: Final[weakref.WeakSet[ShortSums]] = weakref.WeakSet()
-"""Of this process, for its forked children."""
+"""All short sums of this process: a forked child closes its copies of their sockets."""
 
 
 def _let_go_in_child() -> None:

@@ -47,7 +47,7 @@ class CheckpointSaver:
         self._given_up = threading.Event()
         """The save under way waits for no further shards of other ranks."""
         self._collects = False
-        """It waits for them, if one is under way."""
+        """The save under way, if there is one, waits for shards that other ranks write."""
 
     @classmethod
     def of(cls, session: Session) -> CheckpointSaver:

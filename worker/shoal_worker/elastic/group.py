@@ -250,7 +250,7 @@ class Group:
             self.wait(work)
 
     def all_reduce_short(self, tensor: torch.Tensor) -> None:
-        """As `all_reduce`, of a few hundred bytes for which the training thread has to wait; see `CommunicationBackend.all_reduce_short`.
+        """Sums a `tensor` of a few hundred bytes over all ranks in place and waits, on the backend's quickest way.
 
         Raises:
             MembershipChanged: the group is over.

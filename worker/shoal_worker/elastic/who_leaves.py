@@ -23,7 +23,7 @@ class Told:
     holds: Sequence[str]
     """The parts of the state that it holds, by names that are the same on all ranks."""
     stopping: bool
-    """It knows that the job stops: all leave at one border, which the next step tells."""
+    """This rank knows that the job stops. In such a job all ranks leave at one border, and the next step's closing says which."""
     joiners: bool
     """It knows of a generation with members that are not in this one."""
 

@@ -52,7 +52,7 @@ class Faults:
                 world.stand_still(process, fault.seconds)
             case Drains():
                 process.drain()
-            case Joins():
+            case Joins() if world.scheduler.over is None:  # else all have just ended, and with them the run
                 world.start_process()
             case JobStops():
                 world.note("the job is stopped")

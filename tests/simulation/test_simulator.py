@@ -113,3 +113,10 @@ def test_a_failing_scenario_is_made_small() -> None:
     scenario = Scenario(strategy="zero2", loop="save", replaced=True, faults=(Dies(who="a", point=30), guilty, Drains(who="c", point=50)))
     smallest = shrink(scenario, lambda one: guilty in one.faults)
     assert smallest == Scenario(strategy="ddp", loop="flat", ranks=2, faults=(guilty,))
+
+
+def test_nobody_joins_a_run_that_has_just_ended() -> None:
+    scenario = Scenario(ranks=2, faults=(Dies(who="a", point=40), Dies(who="b", point=45), Joins(who="b", point=45)))
+    verdict = oracle.run(scenario)
+    assert [process.name for process in verdict.world.processes] == ["a", "b"]
+    assert not verdict.kinds

@@ -14,6 +14,8 @@ from typing import Final
 _NAME: Final = "pt_gloo_runloop"
 _TASKS: Final = Path("/proc/self/task")
 _APART_S: Final = 0.003
+_FAR_APART_S: Final = 0.1
+"""Long enough for a thread that was just woken to get a core of a busy machine."""
 
 _Sample = dict[str, str]
 """By thread: how often it has been scheduled so far."""
@@ -25,13 +27,22 @@ def wait_until_asleep(done: threading.Event, at_most_s: float) -> None:
     before: _Sample | None = None
     while not done.wait(_APART_S) and time.monotonic() < deadline:
         now = _sample()
-        if now is not None and now == before:
+        if now and now == before:
             return
         before = now
 
 
+def wait_until_still(at_most_s: float) -> None:
+    """Returns when there is no thread of Gloo's, when none has run for 0.1 s, or after `at_most_s`."""
+    deadline = time.monotonic() + at_most_s
+    now, before = _sample(), None
+    while now != {} and (now is None or now != before) and time.monotonic() < deadline:
+        time.sleep(_FAR_APART_S)
+        now, before = _sample(), now
+
+
 def _sample() -> _Sample | None:
-    """None when one of them runs, or there are none under that name."""
+    """None when one of them runs; empty: there are none under that name."""
     sample: _Sample = {}
     for task in _TASKS.iterdir():
         try:
@@ -42,4 +53,4 @@ def _sample() -> _Sample | None:
             if not fields["State"].strip().startswith("S"):
                 return None
             sample[task.name] = fields["voluntary_ctxt_switches"] + fields["nonvoluntary_ctxt_switches"]
-    return sample or None
+    return sample

@@ -13,6 +13,7 @@ Threads: one thread issues collectives; they complete in Gloo's threads; `abort`
 
 from __future__ import annotations
 
+import atexit
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -37,6 +38,9 @@ from shoal_worker.backends.waits import Waits
 from shoal_worker.backends.works import InterruptibleWork, Transfer, Waiter, end_works
 
 _MANY: Final = 64
+
+_open: weakref.WeakSet[InterruptibleGroup] = weakref.WeakSet()
+"""What was not shut down yet."""
 
 BROADCASTS_FROM_BYTES: Final = 1 << 18
 """All-gathers of so many bytes on (the gathered whole) go by broadcasts, or by an exchange (docs/decisions/0090)."""
@@ -74,6 +78,7 @@ class InterruptibleGroup(ForwardingGroup):
         self._closer = weakref.finalize(self, formed.close)
         self.waiter = Waiter()
         weakref.finalize(self, self.waiter.close)
+        _open.add(self)
 
     def watch(self) -> None:
         """From now on the group ends by itself when a connection to a peer does."""
@@ -108,6 +113,7 @@ class InterruptibleGroup(ForwardingGroup):
     def shutdown(self) -> None:
         """Ends the group and lets go of everything; what Gloo still has to do keeps it alive, but not the caller. Idempotent."""
         self.abort("the process group was shut down")
+        _open.discard(self)
         self._closer()
         self.waiter.close()
         references: list[object] = [self._native]
@@ -315,3 +321,10 @@ class InterruptibleGroup(ForwardingGroup):
         reason = self.loss(name, error)
         if reason is not None:
             raise GroupEndedError(reason) from error
+
+
+@atexit.register
+def _shut_down_all() -> None:
+    """Gloo must have nothing to say any more when the interpreter finalizes (see reaper.py)."""
+    for group in list(_open):
+        group.shutdown()

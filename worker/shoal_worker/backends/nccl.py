@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 import os
 import queue
-import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -22,6 +21,7 @@ import torch.distributed as dist
 from shoal_common.errors import ConfigurationError, DeadlineError, ShoalError
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from shoal_worker.backends import reaper
 from shoal_worker.backends.base import CommunicationBackend
 from shoal_worker.backends.device_group import DeviceGroup
 from shoal_worker.backends.errors import GroupEndedError, cause_of
@@ -86,7 +86,7 @@ class NCCLBackend(CommunicationBackend):
         if group is not None:
             group.abort(self._reason or "given up")
         if native is not None:
-            threading.Thread(target=native.abort, name="shoal-nccl-abort", daemon=True).start()
+            reaper.start(native.abort, name="shoal-nccl-abort")
 
     def _release(self) -> None:
         group, self._group = self._group, None
@@ -112,7 +112,7 @@ def _within(limit: timedelta, connect: Callable[[], Any], *, given_up: Callable[
         except Exception as error:
             answers.put((None, error))
 
-    threading.Thread(target=run, name="shoal-nccl-forming", daemon=True).start()
+    reaper.start(run, name="shoal-nccl-forming")
     deadline = time.monotonic() + limit.total_seconds()
     while given_up() is None:
         if time.monotonic() > deadline:

@@ -10,11 +10,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, Final, Protocol
 
 import torch
 from torch._C._distributed_c10d import Work
 
+from shoal_worker.backends import reaper
 from shoal_worker.backends.errors import GroupEndedError
 from shoal_worker.backends.gloo_threads import wait_until_asleep
 from shoal_worker.backends.waits import Waits
@@ -28,6 +30,9 @@ _ONE_PIECE_BYTES: Final = 1024
 
 _MOMENT_OF_A_MESSAGE_S: Final = 0.25
 """The same, of a message. Its bytes are written by Gloo's loop, which is never asleep for the kernel."""
+
+_MOMENT_AT_EXIT_S: Final = 1.0
+"""How long the end of the process waits for the thread in which messages are waited for. One in the middle of a message sleeps on."""
 
 _WHILE: Final = timedelta(milliseconds=10)
 """How long a wait stays in C++ before it looks whether the group was ended."""
@@ -333,8 +338,7 @@ class Waiter:
             if self._closed:
                 return False
             if not self._begun:
-                # A wait that nothing ends keeps the thread, and not the process.
-                threading.Thread(target=_wait_in_turn, args=(self._waits,), name="shoal-gloo-transfers", daemon=True).start()
+                reaper.start(partial(_wait_in_turn, self._waits), name="shoal-gloo-transfers", most_s=_MOMENT_AT_EXIT_S)
                 self._begun = True
             self._waits.put(wait)
             return True

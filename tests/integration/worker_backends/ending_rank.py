@@ -1,0 +1,53 @@
+"""A rank of two over Gloo that ends while it has something to do with its peer. Arguments: a store's file, what it has to do, the rank.
+
+Rank 0 raises. Its interpreter then takes two seconds to finalize, and in these rank 1 ends: what Gloo still has to say, it says then.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from datetime import timedelta
+from typing import Any, Final
+
+import torch
+from shoal_worker.backends.gloo import GlooBackend
+from torch.distributed import FileStore
+
+_FINALIZES_S: Final = 2.0
+
+
+class _Lingering:
+    """Takes its time when the interpreter finalizes, and lets other threads run meanwhile, as the destructors of a large program do."""
+
+    def __init__(self) -> None:
+        self._sleep = time.sleep
+
+    def __del__(self) -> None:
+        self._sleep(_FINALIZES_S)
+
+
+def main() -> None:
+    path, what, rank = sys.argv[1], sys.argv[2], int(sys.argv[3])
+    limit = timedelta(seconds=60)
+    backend = GlooBackend()
+    backend.initialize(rank=rank, world_size=2, store=FileStore(path, 2), timeout=limit, connect_timeout=limit)
+    group: Any = backend.process_group
+    if rank == 1:
+        print("waits", flush=True)
+        sys.stdin.readline()
+        time.sleep(_FINALIZES_S / 2)
+        os._exit(0)
+    sys.lingering = _Lingering()  # type: ignore[attr-defined]
+    sys.kept = backend  # type: ignore[attr-defined]  # never closed by the script
+    match what:
+        case "callback":
+            group.allreduce([torch.ones(100_000)]).get_future().add_done_callback(lambda _: None)
+        case "message":
+            work = group.recv([torch.ones(100_000)], 1, 0)
+            group.waiter.wait_for(lambda: work._native.wait(limit))
+    raise ValueError("a fault in the script")
+
+
+main()

@@ -1,0 +1,33 @@
+"""A process whose script fails keeps the exit status of that, whatever Gloo is at."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+_RANK = Path(__file__).with_name("ending_rank.py")
+_TIMEOUT_S = 100
+
+
+@pytest.mark.parametrize("what", ["callback", "message"])
+def test_a_rank_that_raises_while_gloo_has_something_to_do_ends_with_1(what: str, tmp_path: Path) -> None:
+    command = [sys.executable, str(_RANK), str(tmp_path / "store"), what]
+    with (
+        subprocess.Popen([*command, "1"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as peer,
+        subprocess.Popen([*command, "0"], stderr=subprocess.PIPE, text=True) as raising,
+    ):
+        assert peer.stdout is not None
+        assert raising.stderr is not None
+        assert peer.stdout.readline() == "waits\n"
+        told = ""
+        for line in raising.stderr:
+            told += line
+            if "a fault in the script" in line:
+                break
+        peer.communicate("", timeout=_TIMEOUT_S)
+        told += raising.stderr.read()
+        status = raising.wait(_TIMEOUT_S)
+    assert status == 1, told

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
 from collections.abc import Callable
@@ -20,6 +21,10 @@ from shoal_worker.elastic.current import find_session
 T = TypeVar("T")
 
 _TIMEOUT: Final = timedelta(seconds=300)
+_INTERRUPTED: Final = timedelta(seconds=0.5)
+"""How long Ctrl-C waits for ranks to come to a collective, and end there."""
+_INTERRUPTED_COMPUTING: Final = timedelta(seconds=5)
+"""How long it then waits for those that compute, which are interrupted."""
 
 
 def launch(fn: Callable[..., T], *arguments: Any, world_size: int, backend: str = "inmemory", timeout: timedelta = _TIMEOUT) -> list[T]:
@@ -69,40 +74,59 @@ class _Ranks:
         self._failed: tuple[int, BaseException] | None = None
         """The first rank that failed by itself."""
         self._failing = threading.Event()
+        self._ended = [threading.Event() for _ in range(size)]
+        self._threads = [threading.Thread(target=self._be, args=(rank,), name=f"shoal-rank-{rank}", daemon=True) for rank in range(size)]
 
     def run(self) -> list[Any]:
-        threads = [threading.Thread(target=self._be, args=(rank,), name=f"shoal-rank-{rank}", daemon=True) for rank in range(self._size)]
         with self._turns.generators_kept():
-            for thread in threads:
+            for thread in self._threads:
                 thread.start()
             try:
-                running = self._join(threads)
+                running = self._wait()
             except BaseException as interruption:  # Ctrl-C
-                self._turns.end_all(f"the launch was interrupted: {type(interruption).__name__}")
+                self._interrupt(interruption)
                 raise
         if self._failed is None:
             return self._results
         rank, error = self._failed
         error.add_note(f"This was raised by rank {rank} of {self._size} in shoal.launch.")
         if running:
-            error.add_note(f"Still running {self._timeout.total_seconds():g} s later: {', '.join(running)}.")
+            names = ", ".join(self._threads[one].name for one in running)
+            error.add_note(f"Still running {self._timeout.total_seconds():g} s later: {names}.")
         raise error
 
-    def _join(self, threads: list[threading.Thread]) -> list[str]:
-        """Waits for all; the names of those that still run when another has failed long ago."""
-        for thread in threads:
-            while thread.is_alive() and not self._failing.is_set():
-                thread.join(0.05)
-        deadline = time.monotonic() + self._timeout.total_seconds()
-        for thread in threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
-        return [thread.name for thread in threads if thread.is_alive()]
+    def _wait(self) -> list[int]:
+        """Waits for all; the ranks that still run when another has failed long ago."""
+        for ended in self._ended:
+            while not ended.is_set() and not self._failing.is_set():
+                ended.wait(0.05)
+        return self._still_running(self._timeout)
+
+    def _still_running(self, limit: timedelta) -> list[int]:
+        """Waits for all, so long in all; the ranks that still run then."""
+        deadline = time.monotonic() + limit.total_seconds()
+        running = []
+        for rank, ended in enumerate(self._ended):
+            # A `join` that Ctrl-C interrupts takes its thread for ended, so there is none of a thread that may run for long.
+            if ended.wait(max(0.0, deadline - time.monotonic())):
+                self._threads[rank].join()
+            else:
+                running.append(rank)
+        return running
+
+    def _interrupt(self, interruption: BaseException) -> None:
+        """Ends all ranks, also those that compute: one inside torch when the interpreter finalizes would end the process by SIGABRT."""
+        self._turns.end_all(f"the launch was interrupted: {type(interruption).__name__}")
+        for rank in self._still_running(_INTERRUPTED):
+            ident = ctypes.c_ulong(self._threads[rank].ident or 0)
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(type(interruption)))
+        self._still_running(_INTERRUPTED_COMPUTING)
 
     def _be(self, rank: int) -> None:
-        self._turns.begin(rank)
         seat = inmemory_worlds.Seat(rank=rank, world_size=self._size, store=self._store, timeout=self._timeout)
         with inmemory_worlds.entered(seat):
             try:
+                self._turns.begin(rank)
                 dist.init_process_group(inmemory.NAME, store=self._store, rank=rank, world_size=self._size, timeout=self._timeout)
                 self._results[rank] = self._fn()
                 if find_session() is not None:
@@ -116,3 +140,4 @@ class _Ranks:
                 if session is not None:
                     session.close(failed=str(error))
         self._turns.finish(rank)
+        self._ended[rank].set()

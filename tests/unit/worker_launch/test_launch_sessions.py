@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import functools
 import runpy
 import threading
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import shoal
 import torch
+import torch.distributed as dist
 from shoal_common.errors import ConfigurationError, MembershipChanged
 from shoal_worker.backends import GroupEndedError
 from shoal_worker.backends.inmemory_turns import run_aside
@@ -219,3 +221,18 @@ def test_an_errands_error_is_its_ranks_and_a_failing_rank_ends_the_wait() -> Non
         shoal.launch(be_rank, world_size=2)
     over.set()
     assert "rank 1 failed: ValueError" in str(ended[0])
+
+
+def test_ctrl_c_ends_ranks_that_compute() -> None:
+    """Threads that were left computing in torch would end the process by SIGABRT when the interpreter finalizes."""
+
+    def compute() -> None:
+        if dist.get_rank() == 0:
+            _thread.interrupt_main()
+        numbers = torch.ones(100, 100)
+        while True:
+            numbers = torch.tanh(numbers @ numbers)
+
+    with pytest.raises(KeyboardInterrupt):
+        shoal.launch(compute, world_size=2)
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("shoal-rank")]

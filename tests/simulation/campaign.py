@@ -28,7 +28,6 @@ def work_off(work: Work) -> tuple[Work, int, list[tuple[str, frozenset[str]]]]:
         runs += 1
         verdict = oracle.run(scenario)
         if verdict.ok:
-            verdict.world.forget()
             del verdict
             if runs % _RUNS_A_COLLECTION == 1:
                 _collect()

@@ -80,8 +80,7 @@ class World:
             shutil.rmtree(self.directory, ignore_errors=True)
 
     def forget(self) -> None:
-        """Lets go of groups and sessions, once they have ended: torch keeps a hook of each parameter, and that would keep them all. What
-        was noted down stays."""
+        """Lets go of groups and sessions, once they have ended. What was noted down stays."""
         for room in self._rooms.values():
             vars(room).clear()
         for process in self.processes:

@@ -98,9 +98,9 @@ class ShardedExecution:
         self._asked = False
         """They have asked each other in this step."""
         self._hooks: list[RemovableHandle] = []
-        for unit in self._reduced:
+        for number, unit in enumerate(self._reduced):
             for index, leaf in enumerate(unit.leaves):
-                self._hooks.append(leaf.register_post_accumulate_grad_hook(GradientHook(self, unit, index)))
+                self._hooks.append(leaf.register_post_accumulate_grad_hook(GradientHook(self, number, index)))
         if stage is Stage.PARAMETERS:
             for module, block in modules:
                 self._hooks.append(module.register_forward_pre_hook(BeforeForward(self, block), prepend=True, with_kwargs=True))
@@ -266,8 +266,12 @@ class ShardedExecution:
             for unit in block.units:
                 unit.free()
 
-    def gradient_ready(self, unit: Unit, index: int) -> None:
-        """A parameter has its gradient of this backward pass. Raises PreconditionError: it is no pass of a step."""
+    def gradient_ready(self, number: int, index: int) -> None:
+        """Parameter `index` of the unit `number`, as they are reduced, has its gradient of this backward pass.
+
+        Raises:
+            PreconditionError: it is no pass of a step.
+        """
         if self.factor is None:
             raise PreconditionError(
                 "a backward pass outside of a step: the model was in eval mode when the step was to begin, and so did not begin it. Call "
@@ -275,6 +279,7 @@ class ShardedExecution:
             )
         self._enter_backward()
         self.came = self._whereabouts.pending = True
+        unit = self._reduced[number]
         unit.add_gradient(index, self.factor)
         self._ready[unit] = self._ready.get(unit, 0) + 1
         if self._stage is not Stage.PARAMETERS and self.reduces_in_backward and self._is_ready(unit):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,7 +13,6 @@ from torch.utils import _pytree as pytree
 
 if TYPE_CHECKING:
     from shoal_worker.sharding.execution import Block, ShardedExecution
-    from shoal_worker.sharding.unit import Unit
 
 
 def when_gradients_come(tree: Any, call: Callable[[Any], None], *, mode: Literal["any", "all"]) -> None:
@@ -26,13 +26,19 @@ def when_gradients_come(tree: Any, call: Callable[[Any], None], *, mode: Literal
 
 
 class GradientHook:
-    """After autograd has left a parameter its gradient."""
+    """After autograd has left a parameter its gradient.
 
-    def __init__(self, execution: ShardedExecution, unit: Unit, index: int) -> None:
-        self._execution, self._unit, self._index = execution, unit, index
+    It must not lead back to the parameter: Python's collector does not see such a cycle, and the model would never be freed.
+    """
 
-    def __call__(self, parameter: torch.Tensor) -> None:
-        self._execution.gradient_ready(self._unit, self._index)
+    def __init__(self, execution: ShardedExecution, number: int, index: int) -> None:
+        """Of parameter `index` of the unit `number`, as they are reduced."""
+        self._execution, self._number, self._index = weakref.ref(execution), number, index
+
+    def __call__(self, _: torch.Tensor) -> None:
+        execution = self._execution()
+        if execution is not None:
+            execution.gradient_ready(self._number, self._index)
 
 
 class _Hook:

@@ -62,6 +62,8 @@ class OverlappedReduction:
         self._compression = compression
         self._flight = Flight(session, compression)
         self._hooks: list[RemovableHandle] = []
+        self._slots: list[tuple[Bucket | None, Slot]] = []
+        """Those of all trained parameters, with the bucket of each that has one."""
         self._trained: list[bool] = []
         self._places: list[torch.Tensor] = []
         """Parameters, and where their gradients go."""
@@ -291,21 +293,23 @@ class OverlappedReduction:
         slots = [(bucket, slot) for bucket in self._buckets for slot in bucket.slots]
         self._places = [*self._parameters, *(slot.view for _, slot in slots)]
         self._addresses = [tensor.data_ptr() for tensor in self._places]
-        self._hooks = [hook for bucket, slot in [*slots, *((None, slot) for slot in self._sparse)] for hook in self._hook(bucket, slot)]
+        self._slots = [*slots, *((None, slot) for slot in self._sparse)]
+        self._hooks = [hook for number in range(len(self._slots)) for hook in self._hook(number)]
 
-    def _hook(self, bucket: Bucket | None, slot: Slot) -> Iterator[RemovableHandle]:
-        """The hooks outlive a model that is dropped: they hang on the user's parameters."""
-        me = weakref.ref(self)
+    def _hook(self, number: int) -> Iterator[RemovableHandle]:
+        """The hooks outlive a model that is dropped: they hang on the user's parameters. None leads back to its parameter: Python's
+        collector does not see such a cycle, and the model would never be freed."""
+        me, slot = weakref.ref(self), self._slots[number][1]
 
         def completed(_: torch.Tensor) -> None:
             reduction = me()
             if reduction is not None:
-                reduction._completed(bucket, slot)
+                reduction._completed(*reduction._slots[number])
 
         def before(_: torch.Tensor) -> None:
             reduction = me()
             if reduction is not None:
-                reduction._before(slot)
+                reduction._before(reduction._slots[number][1])
 
         yield slot.parameter.register_post_accumulate_grad_hook(completed)
         if self._sums:

@@ -1,0 +1,33 @@
+"""A model that nobody needs any more is freed: a notebook trains one after the other."""
+
+from __future__ import annotations
+
+import gc
+import time
+import weakref
+
+import pytest
+import shoal
+import torch
+from torch import nn
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3", "fsdp", "local_sgd"])
+def test_a_model_is_freed_with_its_last_reference(strategy: str) -> None:
+    def train() -> list[weakref.ref[object]]:
+        net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+        parameters = [weakref.ref(one) for one in net.parameters()]
+        model, optimizer = shoal.as_distributed(net, torch.optim.AdamW(net.parameters(), 1e-2), strategy=strategy)
+        for _ in range(2):
+            loss = model(torch.ones(4, 3)).square().mean()
+            loss.backward()
+            optimizer.step()
+        shoal.shutdown()
+        return [weakref.ref(net), weakref.ref(model), *parameters]
+
+    left = shoal.launch(train, world_size=2)
+    deadline = time.monotonic() + 10  # torch lets go of what a thread computed last when the system has ended the thread
+    while any(one() is not None for ones in left for one in ones) and time.monotonic() < deadline:
+        time.sleep(0.05)
+        gc.collect()
+    assert [one() for ones in left for one in ones if one() is not None] == []

@@ -122,7 +122,7 @@ def _judge(verdict: Verdict, audited: Any) -> None:
 
 def _is_refused(world: World) -> bool:
     """A joiner's `enumerate(loader)` counts from nought; the ranks were told so by name."""
-    failures = [process.failure for process in world.processes if process.failure]
+    failures = [process.failure for process in world.processes if process.failure and process.exit_code != PUT_OUT]
     told = ["scripts went different ways" in failure and "enumerate(loader)" in failure for failure in failures]
     named = all(said or _ALL_GONE in failure for said, failure in zip(told, failures, strict=True))
     return world.scenario.loop == "enumerate" and any(process.late for process in world.processes) and any(told) and named

@@ -7,7 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from shoal_worker.pipelining.micro_batches import MicroBatch
+from shoal_worker.pipelining.gradients import shared_exist, sum_shared
+from shoal_worker.pipelining.micro_batches import MicroBatch, cut_batch
+from shoal_worker.pipelining.pipeline import Pipeline, PipelineSettings
 from torch import nn
 
 VOCABULARY = 13
@@ -78,6 +80,8 @@ class GPTLayer(nn.Module):
         return x_BTD + self.dropout(torch.tanh(self.linear(x_BTD))), None
 
 
+Gradients = dict[str, torch.Tensor | None]
+
 MODELS: dict[str, Callable[[], nn.Module]] = {"mlp": mlp, "gpt": GPT, "cnn": cnn}
 
 
@@ -99,7 +103,24 @@ def cross_entropy(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(output.reshape(-1, output.shape[-1]), targets.reshape(-1))
 
 
-Gradients = dict[str, torch.Tensor | None]
+def pipeline_of(module: nn.Module, group: Any, **settings: Any) -> Pipeline:
+    """On a copy of the module."""
+    return Pipeline(copy.deepcopy(module), PipelineSettings(**settings), group=group)
+
+
+def train(pipeline: Pipeline, inputs: Any, targets: Any = None, **options: Any) -> float:
+    """Takes a batch through; the loss. Gradients are added, and those of shared parameters summed over their stages."""
+    parts = cut_batch(inputs, targets, count=pipeline.settings.micro_batches, **options)
+    loss = float(pipeline.train_on(parts, None if targets is None else cross_entropy))
+    shared, own = pipeline.split.shared, dict(pipeline.module.named_parameters(remove_duplicate=False))
+    sum_shared(shared, pipeline.rank_of, own, pipeline.links, shared_exist(shared, own, pipeline.links))
+    return loss
+
+
+def gradients_here(pipeline: Pipeline) -> Gradients:
+    """Of the parameters of this rank's stages."""
+    stages = {stage for stage, rank in enumerate(pipeline.rank_of) if rank == pipeline.links.rank}
+    return {name: p.grad for name, p in pipeline.module.named_parameters() if stages & set(pipeline.split.placement[name])}
 
 
 def alone(module: nn.Module, batches: Sequence[MicroBatch]) -> tuple[float, Gradients, dict[str, torch.Tensor]]:

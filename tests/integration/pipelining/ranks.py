@@ -17,32 +17,21 @@ from shoal_worker.backends.gloo import GlooBackend
 from shoal_worker.pipelining.micro_batches import cut_batch
 from shoal_worker.pipelining.pipeline import Pipeline, PipelineSettings
 
-from tests.integration.pipelining.models import alone, batch, cross_entropy, made
+from tests.integration.pipelining.models import alone, batch, gradients_here, made, pipeline_of, train
 
 
-def train(rank: int, replica: int, group: Any, data: Any, *, model: str, schedule: str) -> dict[str, Any]:
-    """A step, compared to one process; the largest difference, and what was sent."""
-    module = made(model)
-    shares = [batch(model, 5, seed=1), batch(model, 3, seed=2)][: data.size() if data is not None else 1]
-    loss, gradients, _ = alone(module, [one for share in shares for one in cut_batch(*share, count=4)])
-    pipeline = Pipeline(made(model), PipelineSettings(schedule=schedule), group=group, data_group=data)
-    pipeline.release()
-    own = float(pipeline.train_step(*shares[replica], cross_entropy))
-    pipeline.reduce_gradients()
-    difference = max(float((p.grad - gradients[name]).abs().max()) for name, p in pipeline.named_parameters().items())
-    output = pipeline.predict(shares[0][0])
-    expected = module.eval()(shares[0][0]).detach() if model != "cnn" else output
-    return {
-        "loss": own,
-        "expected_loss": loss,
-        "gradients": difference,
-        "output": float((output - expected).abs().max()),
-        "norm": float(pipeline.clip_grad_norm_(1.0)),
-        "activations": pipeline.traffic.activations,
-    }
+def train_one(rank: int, group: Any, *, model: str, schedule: str) -> dict[str, Any]:
+    """A step, compared to one process: the largest differences."""
+    module, (inputs, targets) = made(model), batch(model, 5)
+    loss, gradients, _ = alone(module, cut_batch(inputs, targets, count=4))
+    pipeline = pipeline_of(made(model), group, schedule=schedule)
+    own = train(pipeline, inputs, targets)
+    difference = max(float((found - gradients[name]).abs().max()) for name, found in gradients_here(pipeline).items())
+    output = float((pipeline.predict(inputs) - module.eval()(inputs).detach()).abs().max())
+    return {"loss": own, "expected_loss": loss, "gradients": difference, "output": output}
 
 
-def break_down(rank: int, replica: int, group: Any, data: Any, *, how: str, schedule: str) -> dict[str, Any]:
+def break_down(rank: int, group: Any, *, how: str, schedule: str) -> dict[str, Any]:
     """The second rank fails, or dies, at its third forward pass; how long the others take to say so."""
     begun = time.monotonic()
 
@@ -54,30 +43,23 @@ def break_down(rank: int, replica: int, group: Any, data: Any, *, how: str, sche
 
     pipeline = Pipeline(made("gpt"), PipelineSettings(schedule=schedule), group=group, observe=fail)
     try:
-        pipeline.train_step(*batch("gpt", 8), cross_entropy)
+        train(pipeline, *batch("gpt", 8))
     except (MembershipChanged, ArithmeticError) as error:
         return {"error": type(error).__name__, "text": str(error), "seconds": time.monotonic() - begun}
     return {"error": None}
 
 
-_CASES: dict[str, Callable[..., dict[str, Any]]] = {"train": train, "break_down": break_down}
+_CASES: dict[str, Callable[..., dict[str, Any]]] = {"train": train_one, "break_down": break_down}
 
 
-def run_case(rank: int, directory: str, case: str, pipeline: int, data: int, arguments: dict[str, Any]) -> dict[str, Any]:
-    """A task: a case on one of the pipeline x data ranks; `directory` is where these meet."""
-    replica, stage = divmod(rank, pipeline)
-    groups = []
-    for name, own, size in ((f"line{replica}", stage, pipeline), (f"column{stage}", replica, data)):
-        backend = GlooBackend()
-        if size > 1:
-            store = dist.FileStore(str(Path(directory) / name), size)
-            backend.initialize(rank=own, world_size=size, store=store, timeout=timedelta(seconds=120), hostname="127.0.0.1")
-        groups.append(backend)
-    line, column = (one.process_group if one.is_initialized else None for one in groups)
+def run_case(rank: int, directory: str, case: str, size: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """A task: a case on one of `size` ranks, which meet in `directory`."""
+    backend = GlooBackend()
+    store = dist.FileStore(str(Path(directory) / "store"), size)
+    backend.initialize(rank=rank, world_size=size, store=store, timeout=timedelta(seconds=120), hostname="127.0.0.1")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", module="torch")
-        said = _CASES[case](stage, replica, line, column, **arguments)
-    for backend in groups:
-        backend.shutdown()
+        said = _CASES[case](rank, backend.process_group, **arguments)
+    backend.shutdown()
     return said

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 from shoal_common.errors import ConfigurationError, MembershipChanged
+from shoal_worker.pipelining.micro_batches import cut_batch
 from shoal_worker.pipelining.pipeline import Pipeline, PipelineSettings
 from torch import nn
 
-from tests.integration.pipelining.models import batch, cross_entropy, made
+from tests.integration.pipelining.models import batch, made, pipeline_of, train
 from tests.integration.pipelining.threads import errors_of_grid, run_line
 
 
@@ -39,20 +40,18 @@ class _Fails(nn.Module):
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zbv"])
-def test_a_stage_that_fails_ends_all_ranks_of_all_replicas_with_its_reason(schedule: str, where: str) -> None:
+def test_a_stage_that_fails_ends_all_ranks_with_its_reason(schedule: str, where: str) -> None:
     module = nn.Sequential(nn.Linear(6, 6), _Fails(""), nn.Linear(6, 6), nn.Linear(6, 3)).double()
     inputs, targets = batch("mlp", 4)
     begun = time.monotonic()
 
     def body(rank: int, replica: int, group: Any, data: Any) -> None:
         own = copy.deepcopy(module)
-        own[1].where = where if replica == 0 else ""
-        pipeline = Pipeline(own, PipelineSettings(schedule=schedule), group=group, data_group=data)
-        pipeline.train_step(inputs, targets, cross_entropy)
-        pipeline.reduce_gradients()
+        own[1].where = where
+        train(Pipeline(own, PipelineSettings(schedule=schedule), group=group), inputs, targets)
 
-    errors = errors_of_grid(2, 2, body)
-    assert len(errors) == 4
+    errors = errors_of_grid(2, 1, body)
+    assert len(errors) == 2
     first = [rank for rank, error in errors.items() if isinstance(error, ArithmeticError)]
     assert len(first) == 1
     note = errors[first[0]].__notes__[0]
@@ -65,8 +64,7 @@ def test_a_stage_that_fails_ends_all_ranks_of_all_replicas_with_its_reason(sched
 
 def test_ranks_that_were_given_different_batches_are_told_so() -> None:
     def body(rank: int, replica: int, group: Any, data: Any) -> None:
-        pipeline = Pipeline(made("mlp"), PipelineSettings(), group=group)
-        pipeline.train_step(*batch("mlp", 4 + rank), cross_entropy)
+        train(pipeline_of(made("mlp"), group), *batch("mlp", 4 + rank))
 
     errors = errors_of_grid(2, 1, body)
     assert any("ranks of one replica must pass the same batch" in str(error) for error in errors.values())
@@ -77,11 +75,12 @@ def test_a_loss_that_is_no_number_and_an_output_without_one_are_refused() -> Non
     inputs, targets = batch("mlp", 4)
 
     def unreduced(rank: int, group: Any) -> None:
-        pipeline = Pipeline(made("mlp"), PipelineSettings(), group=group)
-        pipeline.train_step(inputs, targets, lambda o, t: nn.functional.cross_entropy(o, t, reduction="none").repeat(2))
+        pipeline_of(made("mlp"), group).train_on(
+            cut_batch(inputs, targets, count=4), lambda o, t: nn.functional.cross_entropy(o, t, reduction="none").repeat(2)
+        )
 
     def no_loss(rank: int, group: Any) -> None:
-        Pipeline(made("mlp"), PipelineSettings(), group=group).train_step(inputs)
+        train(pipeline_of(made("mlp"), group), inputs)
 
     with pytest.raises(ConfigurationError, match=r"the loss of a micro-batch is \(2,\): expected a tensor of one element"):
         run_line(2, unreduced)

@@ -16,12 +16,11 @@ Run = Callable[..., dict[int, dict[str, Any]]]
 
 @pytest.fixture
 def run(take_ranks: Callable[[int], list[Rank]], tmp_path: Path) -> Run:
-    """run(case, pipeline, data, dying=(), **arguments): what each rank says but those that are to die."""
+    """run(case, ranks, dying=(), **arguments): what each rank says but those that are to die."""
 
-    def run(case: str, pipeline: int, data: int = 1, dying: Collection[int] = (), **arguments: Any) -> dict[int, dict[str, Any]]:
+    def run(case: str, ranks: int, dying: Collection[int] = (), **arguments: Any) -> dict[int, dict[str, Any]]:
         task = "tests.integration.pipelining.ranks:run_case"
-        ranks, directory = take_ranks(pipeline * data), str(tmp_path)
-        return run_task(ranks, task, dying=dying, directory=directory, case=case, pipeline=pipeline, data=data, arguments=arguments)
+        return run_task(take_ranks(ranks), task, dying=dying, directory=str(tmp_path), case=case, size=ranks, arguments=arguments)
 
     return run
 
@@ -35,14 +34,6 @@ def test_every_schedule_gives_the_gradients_of_one_process_over_gloo(run: Run, s
         assert one["gradients"] < 1e-10
         assert one["output"] < 1e-10
         assert one["loss"] == pytest.approx(one["expected_loss"], abs=1e-10)
-
-
-@pytest.mark.parametrize(("model", "schedule"), [("gpt", "zbv"), ("mlp", "zero_bubble"), ("cnn", "1f1b")])
-def test_replicas_of_pipelines_over_gloo(run: Run, model: str, schedule: str) -> None:
-    results = run("train", 2, 2, model=model, schedule=schedule)
-    assert len(results) == 4
-    assert all(one["gradients"] < 1e-10 for one in results.values())
-    assert len({round(one["norm"], 10) for one in results.values()}) == 1
 
 
 @pytest.mark.parametrize("how", ["raises", "dies"])

@@ -9,15 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from shoal_common.errors import ConfigurationError
-from shoal_worker.tensor_parallel import (
-    CollectiveCounter,
-    DropoutRandomness,
-    Style,
-    loss_parallel,
-    make_plan,
-    one_kind_per_group,
-    parallelize,
-)
+from shoal_worker.tensor_parallel import DropoutRandomness, Style, loss_parallel, make_plan
 from shoal_worker.tensor_parallel.context import ParallelContext
 from shoal_worker.tensor_parallel.region import region
 from torch import nn
@@ -25,8 +17,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
+from tests.integration.tensor_parallel.counter import CollectiveCounter
 from tests.integration.tensor_parallel.models import EncoderDecoder, Llama, NanoGpt, activations, build, tokens
 from tests.integration.tensor_parallel.more_models import MORE
+from tests.integration.tensor_parallel.split_model import SplitModel
 
 TOLERANCE = 1e-10
 
@@ -43,7 +37,7 @@ def parity(mesh: DeviceMesh, model: str, sequence_dimension: int | None = None, 
     inputs = inputs if length is None else inputs[:, :length]
     split = copy.deepcopy(alone)
     plan = make_plan(split, mesh.size(), minimum_parameter_group_size=0, sequence_dimension=sequence_dimension)
-    state = parallelize(split, mesh, plan)
+    state = SplitModel(split, mesh, plan)
     own = inputs.detach().clone().requires_grad_(inputs.requires_grad)
     output, expected = split(own), alone(inputs)
     close(output, expected, "the output")
@@ -60,7 +54,7 @@ def parity(mesh: DeviceMesh, model: str, sequence_dimension: int | None = None, 
     for name, tensor in alone.state_dict().items():
         close(full[name], tensor, name)
     assert list(full) == list(alone.state_dict())
-    held = sum(t.numel() * t.element_size() for t in state.local_shard().values())
+    held = state.bytes_here()
     assert held == plan.bytes_per_rank if mesh.get_local_rank() == 0 else held <= plan.bytes_per_rank
 
 
@@ -69,7 +63,7 @@ def pair(
 ) -> tuple[nn.Module, Any]:
     """A split copy of a model."""
     split = copy.deepcopy(alone)
-    return split, parallelize(split, mesh, make_plan(split, mesh.size(), minimum_parameter_group_size=0, **options), dropout=dropout)
+    return split, SplitModel(split, mesh, make_plan(split, mesh.size(), minimum_parameter_group_size=0, **options), dropout)
 
 
 def same_gradients(alone: nn.Module, split: nn.Module, state: Any) -> None:
@@ -98,28 +92,6 @@ def more(mesh: DeviceMesh, model: str) -> None:
         full = state.full_state_dict()
         for name, tensor in alone.state_dict().items():
             close(full[name], tensor, name)
-
-
-def optimizer_forms(mesh: DeviceMesh) -> None:
-    """The foreach and fused forms, whose lists must be of one kind; the optimizer's groups are as before."""
-    torch.manual_seed(0)
-    alone = NanoGpt().double()
-    for form in ("foreach", "fused"):
-        one = copy.deepcopy(alone)
-        split, state = pair(mesh, one)
-        optimizers = [torch.optim.AdamW(model.parameters(), 0.01, eps=1e-3, **{form: True}) for model in (one, split)]
-        for model, optimizer in zip((one, split), optimizers, strict=True):
-            model(tokens()).square().sum().backward()
-            groups = optimizer.param_groups
-            with one_kind_per_group(optimizer):
-                optimizer.step()
-            assert optimizer.param_groups is groups
-            assert len(groups) == 1
-        for name, tensor in one.state_dict().items():
-            close(state.full_state_dict()[name], tensor, name)
-        moments = {name: optimizers[1].state[p]["exp_avg"] for name, p in split.named_parameters()}
-        for name, parameter in one.named_parameters():
-            close(state.gather(name, moments[name]), optimizers[0].state[parameter]["exp_avg"], f"a moment of {name}")
 
 
 def evaluation(mesh: DeviceMesh, model: str) -> None:

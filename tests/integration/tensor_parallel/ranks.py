@@ -1,4 +1,4 @@
-"""What four ranks of one `shoal_gloo` world (tests/ranks) do: cases (cases.py, state_cases.py), as a test tells them."""
+"""What four ranks of one `shoal_gloo` world (tests/ranks) do: cases (cases.py, plan_cases.py), as a test tells them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import shoal_worker.backends.torch_backend  # noqa: F401 - registers shoal_gloo
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from tests.integration.tensor_parallel import cases, state_cases
+from tests.integration.tensor_parallel import cases, plan_cases
 
 WORLD = 4
-CASES = {**vars(cases), **vars(state_cases)}
+CASES = {**vars(cases), **vars(plan_cases)}
 
 _meshes: dict[int, DeviceMesh] = {}
 """By size: of two ranks there are two, which do the same."""
@@ -26,7 +26,6 @@ def join(rank: int, directory: str) -> None:
     dist.init_process_group("shoal_gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=60))
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     _meshes.update({2: grid["tp"], 4: init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))})
-    state_cases.replicas = grid["dp"].get_group()
 
 
 def run_case(rank: int, case: str, size: int, arguments: dict[str, Any]) -> Any:

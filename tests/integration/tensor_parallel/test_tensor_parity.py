@@ -78,7 +78,3 @@ def test_a_users_plan_gives_the_result_of_one_process_whatever_it_splits(run_thr
 
 def test_random_functions_other_than_dropout_are_refused_on_shards(run_threads):
     run_threads("refused_randomness")
-
-
-def test_foreach_and_fused_optimizers_step_over_both_kinds_of_parameters(run_threads):
-    run_threads("optimizer_forms")

@@ -15,6 +15,8 @@ from shoal_worker.pipelining.schedule import (
     training_schedule,
 )
 
+from tests.unit.pipelining.schedule_costs import bubble, in_flight
+
 RANKS, MICRO_BATCHES = 4, 8
 
 
@@ -24,8 +26,8 @@ def _made(name: str, ranks: int = RANKS, micro_batches: int = MICRO_BATCHES) -> 
 
 def test_one_forward_one_backward_holds_as_many_micro_batches_as_stages_follow() -> None:
     """Narayanan et al., PipeDream-2BW 2021, section 3.2; GPipe holds all."""
-    assert [_made("1f1b").in_flight(rank) for rank in range(RANKS)] == [4, 3, 2, 1]
-    assert [_made("gpipe").in_flight(rank) for rank in range(RANKS)] == [MICRO_BATCHES] * RANKS
+    assert [in_flight(_made("1f1b"), rank) for rank in range(RANKS)] == [4, 3, 2, 1]
+    assert [in_flight(_made("gpipe"), rank) for rank in range(RANKS)] == [MICRO_BATCHES] * RANKS
 
 
 def test_in_flight_of_schedules_with_two_stages_on_a_rank() -> None:
@@ -35,26 +37,26 @@ def test_in_flight_of_schedules_with_two_stages_on_a_rank() -> None:
     al. 2024, section 6). Looped BFS: all (Lamy-Poirier 2022).
     """
     expected = [2 * (RANKS - 1 - rank) + RANKS + 1 for rank in range(RANKS)]
-    assert [_made("interleaved_1f1b").in_flight(rank) for rank in range(RANKS)] == expected
-    assert [_made("zbv").in_flight(rank) for rank in range(RANKS)] == [2 * RANKS] * RANKS
-    assert [_made("looped_bfs").in_flight(rank) for rank in range(RANKS)] == [2 * MICRO_BATCHES] * RANKS
-    assert max(_made("dualpipe_v").in_flight(rank) for rank in range(RANKS)) == 2 * RANKS + 1
-    assert max(_made("zero_bubble").in_flight(rank) for rank in range(RANKS)) < 2 * MICRO_BATCHES
+    assert [in_flight(_made("interleaved_1f1b"), rank) for rank in range(RANKS)] == expected
+    assert [in_flight(_made("zbv"), rank) for rank in range(RANKS)] == [2 * RANKS] * RANKS
+    assert [in_flight(_made("looped_bfs"), rank) for rank in range(RANKS)] == [2 * MICRO_BATCHES] * RANKS
+    assert max(in_flight(_made("dualpipe_v"), rank) for rank in range(RANKS)) == 2 * RANKS + 1
+    assert max(in_flight(_made("zero_bubble"), rank) for rank in range(RANKS)) < 2 * MICRO_BATCHES
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
 def test_the_bubble_is_p_less_one_over_m_and_p_less_one(name: str) -> None:
     """Huang et al., GPipe 2019, section 2.3."""
-    assert _made(name).bubble(1, 1, 1) == pytest.approx((RANKS - 1) / (MICRO_BATCHES + RANKS - 1))
+    assert bubble(_made(name), 1, 1, 1) == pytest.approx((RANKS - 1) / (MICRO_BATCHES + RANKS - 1))
 
 
 def test_interleaving_divides_the_bubble_and_zero_bubble_schedules_nearly_end_it() -> None:
-    plain = _made("1f1b").bubble(2, 2, 2)  # stages twice as large
+    plain = bubble(_made("1f1b"), 2, 2, 2)  # stages twice as large
     stages = 2
-    assert _made("interleaved_1f1b").bubble() == pytest.approx((RANKS - 1) / (stages * MICRO_BATCHES + RANKS - 1))
-    assert _made("looped_bfs").bubble() == pytest.approx((RANKS - 1) / (stages * MICRO_BATCHES + RANKS - 1))
+    assert bubble(_made("interleaved_1f1b")) == pytest.approx((RANKS - 1) / (stages * MICRO_BATCHES + RANKS - 1))
+    assert bubble(_made("looped_bfs")) == pytest.approx((RANKS - 1) / (stages * MICRO_BATCHES + RANKS - 1))
     for name in ("zero_bubble", "zbv", "dualpipe_v"):
-        assert _made(name).bubble() < 0.06 < _made("interleaved_1f1b").bubble() < plain
+        assert bubble(_made(name)) < 0.06 < bubble(_made("interleaved_1f1b")) < plain
 
 
 @pytest.mark.parametrize("name", schedule_names())
@@ -76,7 +78,7 @@ def test_any_number_of_micro_batches_goes_through_in_an_order_that_cannot_deadlo
                 step = -1 if action.kind is Kind.RECEIVE_FORWARD else 1
                 received.setdefault((schedule.rank_of[action.stage + step], rank), []).append(action)
     assert sent == received
-    assert schedule.bubble() < 1
+    assert bubble(schedule) < 1
 
 
 def test_schedules_are_known_by_torchs_names_too_and_others_are_refused() -> None:

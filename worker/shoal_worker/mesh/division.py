@@ -184,9 +184,7 @@ class Division:
         self._micro_batches, self._weighed_changes = micro_batches, torch.zeros(self.buffers.size, dtype=torch.float64)
         self._parts.along_data.gather()
         take = self.pipeline.train_on if everywhere else self.pipeline.take_through
-        result = take(micro_batches, loss)
-        self.pipeline.end_accumulation()
-        return result
+        return take(micro_batches, loss)
 
     def _observe(self, moment: str, stage: int, index: int) -> None:
         """Each micro-batch starts from the committed buffers, whatever the schedule."""

@@ -184,7 +184,7 @@ class ModelParts(StateInParts):
         self._strip()
         if mesh is not None:
             assert blueprint.plan is not None
-            parallelize(self.module, mesh, blueprint.plan, source_rank=None, dropout=self._dropout, share=blueprint.share(at))
+            parallelize(self.module, mesh, blueprint.plan, share=blueprint.share(at), dropout=self._dropout)
         named = named_tensors(self.module)
         missing = [named[name] for name in self.template.names if blueprint.is_here(name, at) and named[name].is_meta]
         self._replace({id(tensor): empty_on(tensor, self._device) for tensor in missing})

@@ -114,8 +114,6 @@ class Ran:
     """By micro-batch, detached; empty unless the last stage is here and there was a loss."""
     outputs: list[Any]
     """By micro-batch; empty unless the last stage is here and there was no loss."""
-    in_flight: int
-    """The most (stage, micro-batch) pairs that waited for their backward pass at once."""
 
 
 class _IntoStage(torch.autograd.Function):
@@ -218,7 +216,6 @@ class _Pass:
         self._leaving: dict[tuple[int, int], Border] = {}
         self._gradients_leaving: dict[tuple[int, int], tuple[torch.Tensor, ...]] = {}
         self._held: dict[tuple[int, int], _Held] = {}
-        self._in_flight = 0
         self._results: list[Any] = []
 
     def run(self, agree: Callable[[], None]) -> Ran:
@@ -246,7 +243,7 @@ class _Pass:
         if not agreed:  # a pipeline of one rank, that computes no gradients
             agree()
         results = self._results
-        return Ran(losses=results if self._loss else [], outputs=[] if self._loss else results, in_flight=self._in_flight)
+        return Ran(losses=results if self._loss else [], outputs=[] if self._loss else results)
 
     # ------------------------------------------------------------------------------------------------------------------ forward
 
@@ -262,7 +259,6 @@ class _Pass:
         self._observe("after", stage, index)
         if self._loss is not None:
             self._held[stage, index] = _Held(() if received is None else received.tensors, outputs)
-            self._in_flight = max(self._in_flight, len(self._held))
 
     def _finish(self, output: Any, index: int) -> tuple[torch.Tensor, ...]:
         """The last stage's end: the loss, or the output as it is."""

@@ -37,8 +37,6 @@ class Traffic:
     """Shapes of activations, sent when they are new."""
     shared: int = 0
     """Gradients of parameters that several stages hold."""
-    state: int = 0
-    """Parameters and buffers gathered."""
     outputs: int = 0
     """Outputs of the last stage."""
 

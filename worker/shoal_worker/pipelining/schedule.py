@@ -116,30 +116,6 @@ class Schedule:
         """The stages of one rank, ascending."""
         return tuple(stage for stage, owner in enumerate(self.rank_of) if owner == rank)
 
-    def in_flight(self, rank: int) -> int:
-        """The most (stage, micro-batch) pairs whose activations that rank holds at once: from the forward pass to the last part of the
-        backward."""
-        held = most = 0
-        for action in self.actions[rank]:
-            if action.kind is Kind.FORWARD:
-                held += 1
-                most = max(most, held)
-            elif action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
-                held -= 1
-        return most
-
-    def bubble(self, forward: float = 1.0, backward_input: float = 1.0, backward_weight: float = 1.0) -> float:
-        """The share of the step in which ranks idle, on average, if a stage takes so long for each part and communication nothing."""
-        costs = {
-            Kind.FORWARD: forward,
-            Kind.BACKWARD: backward_input + backward_weight,
-            Kind.BACKWARD_INPUT: backward_input,
-            Kind.BACKWARD_WEIGHT: backward_weight,
-        }
-        end = _finishing_times(self, costs)
-        busy = sum(costs[action.kind] for actions in self.actions for action in actions if action.kind in costs)
-        return 1 - busy / (max(end) * len(self.actions))
-
 
 def stage_ranks(kind: ScheduleKind, ranks: int, stages_per_rank: int) -> tuple[int, ...]:
     """The rank of each stage."""
@@ -274,33 +250,3 @@ def _with_communication(name: str, micro_batches: int, rank_of: tuple[int, ...],
             for rank in range(max(rank_of) + 1)
         ),
     )
-
-
-def _finishing_times(schedule: Schedule, costs: Mapping[Kind, float]) -> list[float]:
-    """When each rank is done, every rank doing its computations in order, each as soon as what it needs is there."""
-    done: dict[Action, float] = {}
-    waiting = [[action for action in actions if action.kind in costs] for actions in schedule.actions]
-    clocks = [0.0] * len(waiting)
-    while any(waiting):
-        before = sum(map(len, waiting))
-        for rank, actions in enumerate(waiting):
-            while actions and (ready := _ready_at(actions[0], schedule.stages, done)) is not None:
-                action = actions.pop(0)
-                clocks[rank] = max(clocks[rank], ready) + costs[action.kind]
-                done[action] = clocks[rank]
-        if sum(map(len, waiting)) == before:
-            raise InternalError(f"schedule {schedule.name!r} cannot be carried out: {[actions[:1] for actions in waiting]}")
-    return clocks
-
-
-def _ready_at(action: Action, stages: int, done: Mapping[Action, float]) -> float | None:
-    """When what this needs of other ranks is there; None: not yet known."""
-    if action.kind is Kind.FORWARD:
-        return 0.0 if action.stage == 0 else done.get(Action(Kind.FORWARD, action.stage - 1, action.micro_batch))
-    if action.kind is Kind.BACKWARD_WEIGHT or action.stage == stages - 1:
-        return 0.0
-    for kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
-        found = done.get(Action(kind, action.stage + 1, action.micro_batch))
-        if found is not None:
-            return found
-    return None

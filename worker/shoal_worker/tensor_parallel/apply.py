@@ -17,54 +17,39 @@ from shoal_worker.tensor_parallel.context import DropoutRandomness, ParallelCont
 from shoal_worker.tensor_parallel.layers import ShoalStyle
 from shoal_worker.tensor_parallel.parameters import Distributor, Share
 from shoal_worker.tensor_parallel.plan import TensorParallelPlan
-from shoal_worker.tensor_parallel.state import TensorParallelState
 from shoal_worker.tensor_parallel.styles import Style
 
 _ADDED: Final = frozenset({"_shoal_context", "_shoal_keeps_logits", "_shoal_output_dimension"})
 """Attributes of modules, beside their classes."""
 
 
-def parallelize(
-    model: nn.Module,
-    mesh: DeviceMesh,
-    plan: TensorParallelPlan,
-    *,
-    dropout: DropoutRandomness = DropoutRandomness.PER_SHARD,
-    source_rank: int | None = 0,
-    share: Share | None = None,
-) -> TensorParallelState:
+def parallelize(model: nn.Module, mesh: DeviceMesh, plan: TensorParallelPlan, *, share: Share, dropout: DropoutRandomness) -> None:
     """Splits the model's parameters over `mesh` and changes its modules to work with them. Collective: all ranks of the mesh call it alike.
 
-    Every rank passes the whole model, on its device or (but for the source) on `meta`; every rank passes the same inputs to it afterwards
-    and gets the same outputs and gradients. Parameters that are split become new objects, the old ones are emptied: see
-    `TensorParallelState.replaced`. On one rank the model stays as it is.
+    Every rank passes the same inputs to the model afterwards and gets the same outputs and gradients. The parameters that `share` names
+    become new objects, DTensors where they are split, with any values in them. On one rank the model stays as it is.
 
     Args:
         mesh: of one dimension; a slice of a larger one.
-        source_rank: the rank within the mesh whose values win. None: the caller knows that all have the same; no values are sent.
-        share: what of the model is on this rank, with `source_rank=None`; it is on `meta`, and buffers stay as they are. None: all.
+        share: what of the model is on this rank.
 
     Raises:
         ConfigurationError: the plan is for another model or another number of ranks, or not the same on all of them; nothing is changed.
     """
     _check(model, mesh, plan)
     _check_agreement(mesh, plan)
+    if plan.size == 1:
+        return
     kind = mesh.device_type
     device = torch.device(kind) if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())
-    distributor = Distributor(mesh, source_rank=source_rank, device=device, share=share)
-    if plan.size > 1:
-        context = ParallelContext(mesh, sequence_dimension=plan.sequence_dimension, dropout=dropout)
-        parallelize_module(model, mesh, _styles(model, plan, context, distributor, share), src_data_rank=source_rank)
-        if share is None:
-            _share_buffers(model, distributor)
-    return TensorParallelState(model, mesh, plan, distributor.replaced)
+    context = ParallelContext(mesh, sequence_dimension=plan.sequence_dimension, dropout=dropout)
+    parallelize_module(model, mesh, _styles(model, plan, context, Distributor(mesh, share, device)), src_data_rank=None)
 
 
-def _styles(
-    model: nn.Module, plan: TensorParallelPlan, context: ParallelContext, distributor: Distributor, share: Share | None
-) -> dict[str, ParallelStyle]:
+def _styles(model: nn.Module, plan: TensorParallelPlan, context: ParallelContext, distributor: Distributor) -> dict[str, ParallelStyle]:
     """For each module with parameters, and for each that contains a split one."""
-    split = [entry.module for entry in plan.entries if entry.style is not Style.REPLICATE and (share is None or share.runs(entry.module))]
+    runs = distributor.share.runs
+    split = [entry.module for entry in plan.entries if entry.style is not Style.REPLICATE and runs(entry.module)]
     styles: dict[str, ParallelStyle] = {}
     for path, _ in model.named_modules():
         entry = plan.by_module.get(path)
@@ -77,7 +62,7 @@ def _styles(
                 contains_split=contains,
                 root=path == "" and bool(split),
                 loss_parallel=plan.loss_parallel,
-                runs=share is None or share.runs(path),
+                runs=runs(path),
             )
     return styles
 
@@ -89,13 +74,6 @@ def unparallelize(model: nn.Module) -> None:
             module.__class__ = type(module).__bases__[-1]
         for name in _ADDED & module.__dict__.keys():
             del module.__dict__[name]
-
-
-def _share_buffers(model: nn.Module, distributor: Distributor) -> None:
-    for path, module in model.named_modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = distributor.values(f"{path}.{name}", buffer)
 
 
 def _check(model: nn.Module, mesh: DeviceMesh, plan: TensorParallelPlan) -> None:

@@ -1,0 +1,15 @@
+"""Plans that do not fit, and one rank."""
+
+from __future__ import annotations
+
+from shoal_worker.launch import launch
+
+from tests.integration.tensor_parallel.plan_cases import alone_in_its_group
+
+
+def test_a_plan_for_another_model_or_size_is_refused(run):
+    run("mismatched", 2)
+
+
+def test_on_one_rank_the_model_stays_as_it_is():
+    launch(alone_in_its_group, world_size=1)

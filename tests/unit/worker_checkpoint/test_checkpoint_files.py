@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from shoal_common.errors import ConfigurationError, CorruptDataError, DeadlineError, StaleGenerationError, UnavailableError
 from shoal_worker.checkpoint import directories
-from shoal_worker.checkpoint.files import begin, latest, read_checkpoint, write_checkpoint
+from shoal_worker.checkpoint.files import begin, check_place, latest, read_checkpoint, write_checkpoint
 from shoal_worker.checkpoint.manifest import CheckpointInfo
 from shoal_worker.state.digest import state_digest
 from shoal_worker.state.snapshot import Snapshot
@@ -390,3 +390,22 @@ def test_leftovers_of_other_hosts_and_of_living_processes_are_left_alone(tmp_pat
         (tmp_path / name).mkdir()
     write(tmp_path, {"a": 1})
     assert listing(tmp_path) == sorted([*names, "step-1"])
+
+
+def test_checkpoints_of_another_run_are_neither_pruned_nor_taken_for_ones_own(tmp_path):
+    for step in (1, 2):
+        write(tmp_path, sample_state(), step, run="older")
+    for step in (3, 4, 5):
+        write(tmp_path, sample_state(), step, keep=2, run="own")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-1", "step-2", "step-4", "step-5"]
+    assert latest(tmp_path).name == latest(tmp_path, run="own").name == "step-5"
+    assert latest(tmp_path, run="older").name == "step-2"
+    assert latest(tmp_path, run="none") is None
+
+
+def test_a_directory_in_which_another_run_is_ahead_is_refused(tmp_path):
+    write(tmp_path, sample_state(), 60, run="older")
+    check_place(tmp_path, 60, "own")
+    check_place(tmp_path, 5, "older")
+    with pytest.raises(ConfigurationError, match=r"holds step-60 of another run.*step 5: give each run a directory of its own"):
+        check_place(tmp_path, 5, "own")

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from shoal_common.errors import ConfigurationError
+from shoal_common.errors import ConfigurationError, CorruptDataError
 
 from shoal_worker.checkpoint import manifest
 from shoal_worker.checkpoint.directories import make_temporary, publish, remove, remove_leftovers
@@ -65,9 +65,9 @@ def begin(directory: Path, step: int) -> Path:
         ) from error
 
 
-def finish(temporary: Path, step: int, *, fence: Callable[[], None], keep: int) -> Path:
-    """Publishes `temporary`, in which all is on the disk, as `step-<n>` beside it, and returns that. An older one of the same step is
-    replaced; older steps but the newest `keep` are removed, after the new one is in place.
+def finish(temporary: Path, info: CheckpointInfo, *, fence: Callable[[], None], keep: int) -> Path:
+    """Publishes `temporary`, in which all of checkpoint `info` is on the disk, as `step-<n>` beside it, and returns that. An older one of
+    the same step is replaced; older steps of the same run but the newest `keep` are removed, after the new one is in place.
 
     Args:
         fence: raises if this process may no longer publish.
@@ -78,12 +78,12 @@ def finish(temporary: Path, step: int, *, fence: Callable[[], None], keep: int) 
             there, and nothing new.
     """
     directory = temporary.parent
-    target = directory / f"step-{step}"
+    target = directory / f"step-{info.step}"
     fence()
     with disk_errors(target):
         publish(temporary, target)
     remove(temporary)  # if there was one of that step, it has this name now
-    _prune(directory, target, keep)
+    _prune(directory, target, info.run, keep)
     return target
 
 
@@ -104,7 +104,7 @@ def write_checkpoint(directory: Path, snapshot: Snapshot, info: CheckpointInfo, 
     try:
         with disk_errors(directory / f"step-{info.step}"):
             _fill(temporary, snapshot, parts, info)
-        return finish(temporary, info.step, fence=fence, keep=keep)
+        return finish(temporary, info, fence=fence, keep=keep)
     finally:
         remove(temporary)
 
@@ -130,14 +130,29 @@ def write_sharded(
             if files is None:
                 return None
             write_manifest(temporary, info, SHARDED, files=files, structure=shards.structure, tensors=shards.described())
-        return finish(temporary, info.step, fence=fence, keep=keep)
+        return finish(temporary, info, fence=fence, keep=keep)
     finally:
         remove(temporary)
 
 
-def latest(directory: Path) -> Path | None:
-    """The checkpoint of the highest step in `directory`; None if there is none, or no such directory."""
-    return max(_checkpoints(directory), default=(0, None), key=lambda found: found[0])[1]
+def latest(directory: Path, *, run: str | None = None) -> Path | None:
+    """The checkpoint of the highest step in `directory`, of that run unless it is None; None if there is none, or no such directory.
+
+    One that does not say, or cannot be read, counts as that run's.
+    """
+    newest_first = sorted(_checkpoints(directory), reverse=True)
+    return next((path for _, path in newest_first if run is None or _run_of(path) in (run, "")), None)
+
+
+def check_place(directory: Path, step: int, run: str) -> None:
+    """Raises ConfigurationError if a checkpoint of another run lies in `directory` that is ahead of `step`: it would go on counting as the
+    newest."""
+    for other, path in sorted(_checkpoints(directory), reverse=True):
+        if other > step and _run_of(path) not in (run, ""):
+            raise ConfigurationError(
+                f"{directory} holds {path.name} of another run, which would go on counting as the newest beside this run's step {step}: "
+                "give each run a directory of its own; or, to go on from there, call shoal.resume before the loop"
+            )
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
@@ -199,12 +214,20 @@ def _fill(temporary: Path, snapshot: Snapshot, parts: Mapping[str, Mapping[str, 
     write_manifest(temporary, info, _WHOLE_LAYOUT, files=files, structure=snapshot.structure)
 
 
-def _prune(directory: Path, written: Path, keep: int) -> None:
-    """Removes what is no longer wanted. A failure here takes nothing from the checkpoint that was written."""
-    newest_first = sorted(_checkpoints(directory), reverse=True)
-    for _, path in newest_first[keep:]:
+def _prune(directory: Path, written: Path, run: str, keep: int) -> None:
+    """Removes what is no longer wanted of a run. A failure here takes nothing from the checkpoint that was written."""
+    newest_first = [path for _, path in sorted(_checkpoints(directory), reverse=True) if _run_of(path) in (run, "")]
+    for path in newest_first[keep:]:
         if path != written and (path / manifest.NAME).is_file():
             remove(path)
+
+
+def _run_of(checkpoint: Path) -> str:
+    """Empty: it does not say."""
+    try:
+        return manifest.read_info(checkpoint, (_WHOLE_LAYOUT, SHARDED)).run
+    except CorruptDataError:
+        return ""
 
 
 def _checkpoints(directory: Path) -> list[tuple[int, Path]]:

@@ -35,6 +35,8 @@ class CheckpointInfo:
     """Ranks at the time. A checkpoint loads into any number."""
     generation: int
     """The generation that saved it."""
+    run: str = ""
+    """The run that it is of: one that began from nothing, whatever came and went since, and however often it was resumed."""
     shoal_version: str = field(default_factory=lambda: version("shoal-worker"))
     """The release that wrote it."""
 
@@ -47,6 +49,14 @@ def write_manifest(directory: Path, info: CheckpointInfo, layout: str, **content
     manifest.write_text(json.dumps(document, indent=1, allow_nan=False), encoding="utf-8")
     sync_file(manifest)
     sync_directory(directory)
+
+
+def read_info(path: Path, layouts: Collection[str]) -> CheckpointInfo:
+    """What the checkpoint in `path` says about itself. Raises as `read_manifest`."""
+    try:
+        return CheckpointInfo(**read_manifest(path, layouts)["info"])
+    except (KeyError, TypeError) as error:
+        raise damaged(path, f"its {NAME} lacks something, or says what cannot be: {error!r}") from error
 
 
 def read_manifest(path: Path, layouts: Collection[str]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from shoal_common.errors import ConfigurationError, CorruptDataError, ShoalError
 from shoal_worker.checkpoint import manifest
 from shoal_worker.checkpoint.company import DISK_PATIENCE, in_company, on_first
 from shoal_worker.checkpoint.directories import remove
-from shoal_worker.checkpoint.files import begin, latest, read_checkpoint, write_checkpoint, write_sharded
+from shoal_worker.checkpoint.files import begin, check_place, latest, read_checkpoint, write_checkpoint, write_sharded
 from shoal_worker.checkpoint.manifest import CheckpointInfo
 from shoal_worker.checkpoint.shards import Shards
 from shoal_worker.checkpoint.writer import CheckpointWriter
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_FILES = frozenset({"registered", "sources", "loops", "steps"})
+_FILES = frozenset({"registered", "sources", "loops", "steps", "run"})
 """Parts of the captured state beside the replica's own (model, optimizer)."""
 
 
@@ -83,7 +83,9 @@ class CheckpointSaver:
         except BaseException:
             copy.drop()
             raise
-        info = CheckpointInfo(step=session.steps, strategy=session.strategy, world_size=session.world_size, generation=session.generation)
+        info = CheckpointInfo(
+            step=session.steps, strategy=session.strategy, world_size=session.world_size, generation=session.generation, run=session.run
+        )
         what = f"writing step-{info.step} to {directory}"
         fence, shards, temporary = session.fence(), copy.shards, copy.temporary
         self._collects = copy.first
@@ -159,7 +161,10 @@ class _Copy:
             whole = self.session.assemble(channel)
             if channel.rank == 0:
                 self.whole = whole.pop("replica") | whole
-        channel.exchange(b"")  # who comes out of this knows that all is copied, or that the first rank has it
+        refused = self._refused() if channel.rank == 0 else ""
+        refused = channel.exchange(refused.encode())[0].decode()  # who comes out of this knows that all is copied, or the first rank has it
+        if refused:
+            raise ConfigurationError(refused)
 
     def drop(self) -> None:
         """Nothing is written."""
@@ -177,6 +182,14 @@ class _Copy:
         everyones = [json.loads(each) for each in channel.exchange(json.dumps(told).encode())]
         self._writers = {number: each["member"] for each in everyones for number in each["shards"]}
         self.shards = shards
+
+    def _refused(self) -> str:
+        """Why nothing is to be written to this directory."""
+        try:
+            check_place(self.directory, self.session.steps, self.session.run)
+        except ConfigurationError as error:
+            return str(error)
+        return ""
 
     def _make_room(self, channel: Channel) -> bool:
         """The first rank makes the directory in which all write. False: not all ranks see it."""
@@ -241,14 +254,14 @@ def _go_back(session: Session, directory: Path) -> str | None:
     def body(channel: Channel) -> str | None:
         saver.give_up_incomplete(channel)
         saver.settle_together(channel)
-        captured, told = on_first(channel, lambda: _read(directory)) or (None, {})
+        captured, told = on_first(channel, lambda: _read(directory, run=session.run)) or (None, {})
         if captured is not None:
             told["error"] = session.cannot_return(captured)
         told = json.loads(channel.exchange(json.dumps(told).encode())[0])
         if told["error"] is not None:
             return str(told["error"])
         if not told["found"]:
-            return f"there is none in {directory}"
+            return f"there is none of this run in {directory}"
         session.replace_state(channel, captured)
         return None
 
@@ -266,9 +279,9 @@ def _load_alone(session: Session, directory: Path) -> bool:
     return captured is not None
 
 
-def _read(directory: Path) -> tuple[dict[str, Any] | None, dict[str, Any]]:
-    """The newest checkpoint, and what to tell the other ranks about it."""
-    found = latest(directory)
+def _read(directory: Path, *, run: str | None = None) -> tuple[dict[str, Any] | None, dict[str, Any]]:
+    """The newest checkpoint, of that run unless it is None, and what to tell the other ranks about it."""
+    found = latest(directory, run=run)
     if found is None and (directory.is_file() or (directory / manifest.NAME).is_file()):
         what = f"resume({str(directory)!r}): expected the directory that was given to save_checkpoint, whose newest checkpoint is taken"
         return None, {"found": False, "error": f"{what}; found one checkpoint, or a file", "reason": ConfigurationError.default_reason}

@@ -439,7 +439,7 @@ class Formation:
                 channel.exchange(b"")
                 if state is not None:
                     replica.restore(state)
-        self._held.name = StateName(group.generation.number, 0)
+        self._held.begin(group.generation.number, group.generation.nonce)
 
     def replace_state(self, channel: GroupChannel, captured: object) -> None:
         """Gives all ranks the state that the first one read from a checkpoint (`captured`; None on the others). Part of an operation."""
@@ -495,12 +495,11 @@ class Formation:
         if _Offer.NOTHING_DONE in offers:
             self._check_may_begin_anew()
         if group.rank in donors:
-            if held.name is None:
-                held.name = StateName(group.generation.number, 0)
+            name = held.name or held.begin(group.generation.number, group.generation.nonce)
             captured = held.capture() if receivers else {}
             captured["operations"] = held.operations.encode()
             captured["outcomes"] = held.outcomes
-            captured["state"] = list(held.name)
+            captured["state"] = list(name)
             captured["place"] = list(place) if held.phase.holds_state else None
             self._require_exchange().give(group, captured, until=lambda: group.exchange(b""))
         else:

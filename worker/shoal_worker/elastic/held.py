@@ -44,6 +44,8 @@ class HeldState:
         self.phase = ScriptPhase(live=live)
         self.name: StateName | None = None
         """None: it has no name yet, so it counts for nothing."""
+        self.run = ""
+        """The run that the state is of: kept through joins and checkpoints. Empty: training has not begun, or a checkpoint does not say."""
         self.interrupted: Interrupted | None = None
         """See `Standing`. Until the next group is formed."""
         self.step: Step | None = None
@@ -105,6 +107,11 @@ class HeldState:
             source.load_state_dict(self._waiting.pop(source.name))
 
     # --------------------------------------------------------------------------------------------------------------- steps
+
+    def begin(self, generation: int, run: str) -> StateName:
+        """Training begins from nothing. `run` is like no other run's, and alike on all ranks. Returns the name of the state."""
+        self.name, self.run = StateName(generation, 0), f"{xxhash.xxh3_64_intdigest(run.encode()):016x}"
+        return self.name
 
     @property
     def in_round(self) -> bool:
@@ -187,6 +194,7 @@ class HeldState:
             "sources": {source.name: source.state_dict() for source in self.sources} | self._waiting,
             "loops": {name: loop | {"inside": inside} for name, loop in self._loops.items()},
             "steps": self.steps,
+            "run": self.run,
         }
 
     def restore(self, captured: Mapping[str, Any]) -> None:
@@ -207,7 +215,7 @@ class HeldState:
         self.replica.restore(captured["replica"])
         self._kept = None
         self.phase.mend()
-        self.compared = captured["steps"]
+        self.compared, self.run = captured["steps"], captured.get("run", "")
         self._waiting = waiting
         self._loops, self._loops_to_enter = dict(captured["loops"]), dict(captured["loops"])
 

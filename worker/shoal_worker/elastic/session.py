@@ -16,6 +16,7 @@ on theirs, `mark_lost`, and the check that `fence` gives.
 from __future__ import annotations
 
 import logging
+import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -216,14 +217,14 @@ class Session:
         held, membership, formation = self._held, self._membership, self._formation
         held.set_replica(replica)
         if membership is None or formation is None:
-            held.name = StateName(0, 0)
+            held.begin(0, secrets.token_hex(8))
             return
         membership.serve(replica)
         if replica.asynchronous:
             if not held.phase.holds_state:
                 self._await_rank(membership)
                 held.phase.begin()
-            held.name = StateName(0, 0)
+            held.begin(0, secrets.token_hex(8))
         elif held.phase.holds_state:
             try:
                 formation.synchronize_first()
@@ -368,6 +369,11 @@ class Session:
         """This rank's part of what `assemble` gives; None: it is not in parts. Part of an operation."""
         part = self._held.replica.part(channel)
         return replace(part, state=self._held.capture(part.state)) if part is not None else None
+
+    @property
+    def run(self) -> str:
+        """What the run is known by in checkpoints: like no other that began from nothing."""
+        return self._held.run
 
     @property
     def member_id(self) -> str:

@@ -269,7 +269,10 @@ class Coordinator:
                 case SendDrain():
                     self._tell(effect.member_id, pb.MemberDirective(drain=pb.Drain(reason=effect.reason)))
                 case SendStop():
-                    self._tell(effect.member_id, pb.MemberDirective(stop=pb.Stop(reason=effect.reason, now=effect.now)))
+                    self._tell(
+                        effect.member_id,
+                        pb.MemberDirective(stop=pb.Stop(reason=effect.reason, now=effect.now, finished_steps=effect.finished_steps)),
+                    )
                 case EndSession():
                     self._end(effect.member_id, effect.error)
         for member_id in decided.changes.members:

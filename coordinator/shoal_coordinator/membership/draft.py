@@ -130,7 +130,7 @@ class Draft:
         self._members[member.member_id] = member
         self._changed_members.add(member.member_id)
 
-    def remove_member(self, member_id: str, ending: str) -> None:
+    def remove_member(self, member_id: str, ending: str, steps: int = 0) -> None:
         """Takes a member out for good: its id is remembered, its leases are dealt again, accusations against it are dropped."""
         if self._members is None:
             self._members = dict(self._before.members)
@@ -139,7 +139,7 @@ class Draft:
         if self._departed is None:
             self._departed = dict(self._before.departed)
         place = self.place_of(member_id)
-        self._departed[member_id] = Departure(ending=ending, unix_ms=self.now.unix_ms, rank=-1 if place is None else place)
+        self._departed[member_id] = Departure(ending=ending, unix_ms=self.now.unix_ms, rank=-1 if place is None else place, steps=steps)
         self._changed_departed.add(member_id)
         while len(self._departed) > self.policy.most_departed:
             oldest = next(iter(self._departed))

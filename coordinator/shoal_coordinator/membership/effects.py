@@ -61,6 +61,8 @@ class SendStop:
     """Neither a border nor another generation will come for it. False: at its next border, which a failure before it does not change."""
     behind: bool = False
     """It worked in a generation, and the newest one is without it: what it holds is old."""
+    finished_steps: int = 0
+    """Committed steps of a member whose script has come to its end; 0: none has, or it did not say."""
 
 
 @dataclass(frozen=True, kw_only=True)

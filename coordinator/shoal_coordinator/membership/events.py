@@ -77,6 +77,8 @@ class MemberLeft:
     detail: str
     alone: bool = False
     """The others of its generation go on without it, in a job that stops as well."""
+    steps: int = 0
+    """Optimizer steps that it has committed."""
 
 
 @dataclass(frozen=True, kw_only=True)

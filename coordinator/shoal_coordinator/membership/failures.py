@@ -10,7 +10,7 @@ from shoal_common.errors import InvalidRequestError
 
 from shoal_coordinator.membership.draft import Draft
 from shoal_coordinator.membership.effects import Record, SendStop
-from shoal_coordinator.membership.events import CollectiveFailed, Ending, MemberLost
+from shoal_coordinator.membership.events import CollectiveFailed, Ending, LeaveReason, MemberLost
 from shoal_coordinator.membership.joining import has_place, live_member
 from shoal_coordinator.membership.leaving import member_lost
 from shoal_coordinator.membership.pulse import Pulse
@@ -32,7 +32,7 @@ def collective_failed(draft: Draft, event: CollectiveFailed) -> None:
         )
     if draft.phase is JobPhase.FINISHED or draft.departing:
         # A peer has left at the common end: all had confirmed the last step by then.
-        draft.effects.append(SendStop(member_id=event.member_id, reason=draft.stop_reason, now=True))
+        draft.effects.append(_over(draft, event.member_id))
         return
     generation = draft.generation
     if generation is None or not has_place(draft, member) or event.generation < generation.interrupts_below:
@@ -61,8 +61,15 @@ def incident_moot(draft: Draft) -> None:
     """The job is over, so no generation will follow for those that wait for one."""
     if draft.incident is not None:
         for member_id in sorted(draft.incident.reports.keys() & draft.members.keys()):
-            draft.effects.append(SendStop(member_id=member_id, reason=draft.stop_reason, now=True))
+            draft.effects.append(_over(draft, member_id))
     draft.incident = None
+
+
+def _over(draft: Draft, member_id: str) -> SendStop:
+    """Tells a member that waits for a generation that none comes."""
+    finished = [departure.steps for departure in draft.departed.values() if departure.ending == LeaveReason.FINISHED]
+    steps = max(finished, default=0) if draft.phase is JobPhase.FINISHED else 0
+    return SendStop(member_id=member_id, reason=draft.stop_reason, now=True, finished_steps=steps)
 
 
 def incident_due(draft: Draft) -> None:

@@ -62,7 +62,7 @@ def member_left(draft: Draft, event: MemberLeft) -> None:
         # It left at a border before a generation without it was written: on SIGTERM, or because too few would have remained. In a job that
         # stops its peers stand at that border and wait for one; they stop at the next.
         draft.broken.append(f"member {member.member_id} left ({event.reason})")
-    _take_out(draft, member, kind="member_left", ending=event.reason, detail=event.detail)
+    _take_out(draft, member, kind="member_left", ending=event.reason, detail=event.detail, steps=event.steps)
     draft.effects.append(EndSession(member_id=member.member_id, error=None))
 
 
@@ -189,8 +189,8 @@ def _is_new(draft: Draft, member: Member) -> bool:
     return member.replays and pulse is not None and pulse.attached
 
 
-def _take_out(draft: Draft, member: Member, *, kind: str, ending: Ending | LeaveReason, detail: str) -> None:
-    draft.remove_member(member.member_id, ending)
+def _take_out(draft: Draft, member: Member, *, kind: str, ending: Ending | LeaveReason, detail: str, steps: int = 0) -> None:
+    draft.remove_member(member.member_id, ending, steps)
     draft.records.append(
         Record(kind=kind, generation=draft.number, member_id=member.member_id, attributes={"ending": ending, "detail": detail})
     )

@@ -113,6 +113,8 @@ class Departure:
     unix_ms: int
     rank: int = -1
     """Its last one, if it was in the newest generation then; else -1."""
+    steps: int = 0
+    """Optimizer steps that it had committed, as far as it said."""
 
 
 @dataclass(frozen=True, kw_only=True)

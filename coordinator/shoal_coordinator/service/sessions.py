@@ -79,7 +79,7 @@ class Sessions:
                     self._tell(effect.member_id, Slot.DRAIN, message)
                 case SendStop():
                     message = pb.MemberDirective(
-                        stop=pb.Stop(reason=effect.reason, now=effect.now, behind=effect.behind)
+                        stop=pb.Stop(reason=effect.reason, now=effect.now, behind=effect.behind, finished_steps=effect.finished_steps)
                     ).SerializeToString()
                     self._tell(effect.member_id, Slot.STOP, message)
                 case EndSession():

@@ -289,7 +289,7 @@ class CollectiveFailure(_message.Message):
     def __init__(self, generation: _Optional[int] = ..., suspects: _Optional[_Iterable[int]] = ..., timed_out: _Optional[bool] = ..., detail: _Optional[str] = ...) -> None: ...
 
 class Leave(_message.Message):
-    __slots__ = ("reason", "detail", "alone")
+    __slots__ = ("reason", "detail", "alone", "steps")
     class Reason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         REASON_UNSPECIFIED: _ClassVar[Leave.Reason]
@@ -303,10 +303,12 @@ class Leave(_message.Message):
     REASON_FIELD_NUMBER: _ClassVar[int]
     DETAIL_FIELD_NUMBER: _ClassVar[int]
     ALONE_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
     reason: Leave.Reason
     detail: str
     alone: bool
-    def __init__(self, reason: _Optional[_Union[Leave.Reason, str]] = ..., detail: _Optional[str] = ..., alone: _Optional[bool] = ...) -> None: ...
+    steps: int
+    def __init__(self, reason: _Optional[_Union[Leave.Reason, str]] = ..., detail: _Optional[str] = ..., alone: _Optional[bool] = ..., steps: _Optional[int] = ...) -> None: ...
 
 class MemberDirective(_message.Message):
     __slots__ = ("welcome", "generation", "drain", "stop", "standby", "notice")
@@ -377,14 +379,16 @@ class Drain(_message.Message):
     def __init__(self, reason: _Optional[str] = ...) -> None: ...
 
 class Stop(_message.Message):
-    __slots__ = ("reason", "now", "behind")
+    __slots__ = ("reason", "now", "behind", "finished_steps")
     REASON_FIELD_NUMBER: _ClassVar[int]
     NOW_FIELD_NUMBER: _ClassVar[int]
     BEHIND_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_STEPS_FIELD_NUMBER: _ClassVar[int]
     reason: str
     now: bool
     behind: bool
-    def __init__(self, reason: _Optional[str] = ..., now: _Optional[bool] = ..., behind: _Optional[bool] = ...) -> None: ...
+    finished_steps: int
+    def __init__(self, reason: _Optional[str] = ..., now: _Optional[bool] = ..., behind: _Optional[bool] = ..., finished_steps: _Optional[int] = ...) -> None: ...
 
 class Standby(_message.Message):
     __slots__ = ("reason", "apart_from")

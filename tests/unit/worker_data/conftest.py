@@ -62,6 +62,9 @@ class FakeClock:
     def is_elsewhere(self, source, epoch):
         return False
 
+    def passed_over(self, source):
+        """Nothing is registered."""
+
     def end_epoch(self, source):
         self.calls.append(("end_epoch",))
 

@@ -85,3 +85,13 @@ def test_an_exception_that_hides_what_led_to_it_stands_for_itself() -> None:
     assert is_consequence(error)
     error.__suppress_context__ = True  # raise ... from None
     assert not is_consequence(error)
+
+
+@pytest.mark.parametrize("reason", ["RANKS_DIVERGED", "REPLICAS_DIVERGED"])
+def test_what_the_scripts_did_is_no_consequence_though_a_failed_collective_told_it(reason: str) -> None:
+    verdict = PreconditionError("the ranks' scripts went different ways", reason=reason)
+    verdict.__cause__ = MembershipChanged("the group was ended")
+    assert not is_consequence(verdict)
+    after = RuntimeError("save failed")
+    after.__context__ = verdict
+    assert not is_consequence(after)

@@ -48,6 +48,7 @@ def rank() -> SimpleNamespace:
     strategy.steps = Steps(
         member.held, member.formation, departure, operation=lambda kind: None, progress=ProgressMeter(metrics), metrics=metrics
     )
+    member.membership.link.finished_steps = 0
     return SimpleNamespace(steps=strategy.steps, strategy=strategy, link=member.membership.link, membership=member.membership)
 
 

@@ -12,6 +12,7 @@ import json
 import logging
 import threading
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -46,6 +47,8 @@ class CheckpointSaver:
         self._writer = CheckpointWriter()
         self._given_up = threading.Event()
         """The save under way waits for no further shards of other ranks."""
+        self._given_up_last: str | None = None
+        """What the newest save was, if it was given up, since a rank went away with its part. Written by the writer's thread."""
         self._collects = False
         """The save under way, if there is one, waits for shards that other ranks write."""
 
@@ -54,7 +57,7 @@ class CheckpointSaver:
         """The saver of `session`. Before this process leaves its job, it has written what it has copied: the first rank waits for that."""
         if session not in _savers:
             saver = _savers[session] = cls()
-            session.on_close(saver._leave)
+            session.on_close(lambda: saver._leave(session))
         return _savers[session]
 
     def save(self, session: Session, directory: Path, *, keep: int, sharded: bool | None) -> None:
@@ -95,11 +98,12 @@ class CheckpointSaver:
             def gone(shard: int) -> bool:
                 return given_up.is_set() or copy.is_gone(shard)
 
-            job = (
-                (lambda: write_sharded(temporary, shards, info, gone=gone, fence=fence, keep=keep))
-                if copy.first
-                else (lambda: shards.write_aside(temporary))
-            )
+            def complete() -> None:
+                if write_sharded(temporary, shards, info, gone=gone, fence=fence, keep=keep) is None:
+                    self._given_up_last = what
+
+            self._given_up_last = None
+            job: Callable[[], object] = complete if copy.first else (lambda: shards.write_aside(temporary))
             self._writer.submit(job, what=what, timeout=DISK_PATIENCE)
         elif copy.whole is not None and session.is_first:
             snapshot = Snapshot.take(copy.whole)
@@ -120,10 +124,15 @@ class CheckpointSaver:
         """Waits for the save under way. Raises what it raised, or DeadlineError."""
         self._writer.close(timeout)
 
-    def _leave(self) -> None:
-        failed = self._settle(DISK_PATIENCE)
-        if failed is not None:
-            _log.error("the last checkpoint: %s", failed)
+    def _leave(self, session: Session) -> None:
+        failed: object = self._settle(DISK_PATIENCE)
+        if failed is None and self._given_up_last is not None:
+            failed = f"{self._given_up_last} was given up: a worker went away before it had written its part"
+        if failed is None:
+            return
+        _log.error("the last checkpoint: %s", failed)
+        if not session.has_left:  # else those that stay save again
+            session.missed = f"the last checkpoint is not there: {failed}"
 
     def _settle(self, timeout: timedelta) -> Exception | None:
         """Waits for this rank's save under way, if there is one; what there is to say against it."""

@@ -109,6 +109,7 @@ class Iterations:
     def _epoch_steps(self, source: StepSource, epoch: int) -> Iterator[Step]:
         course = self._course
         if self._is_over(source, epoch):
+            self._introduction.clock(source).passed_over(source)
             return
         self.under_way = True
         course.move_to(epoch)  # ahead of the border, where a joiner may be given this cursor
@@ -127,6 +128,8 @@ class Iterations:
                 yield self._delivery.step(dealt, clock, source.name)
         if took_part:
             self._end_epoch(source)
+        else:
+            self._introduction.clock(source).passed_over(source)
 
     def _is_over(self, source: StepSource, epoch: int) -> bool:
         """The run is past this epoch, or has left it; or, in a joiner, the peers are somewhere else."""

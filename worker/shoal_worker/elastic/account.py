@@ -23,11 +23,18 @@ _HAPPENED: Final = ("MEMBER_REPLACED", "LEASE_EXPIRED", "PROCESS_EXITED", "MEMBE
 """Reasons with which the coordinator ends the membership of a process that lives, and that of a service that cannot be reached."""
 
 
+_VERDICTS: Final = ("RANKS_DIVERGED", "REPLICAS_DIVERGED")
+"""Reasons that say what the scripts, or the machines, did. They may come out of a failed collective, but the next one would fail alike."""
+
+
 def is_consequence(error: BaseException) -> bool:
     """Whether this exception, or one that led to it, says that peers or services went away, or that this process was put out."""
+    chain = list(_chain(error))
+    if any(isinstance(cause, ShoalError) and cause.reason in _VERDICTS for cause in chain):
+        return False
     return any(
         isinstance(cause, MembershipChanged | StaleGenerationError) or (isinstance(cause, ShoalError) and cause.reason in _HAPPENED)
-        for cause in _chain(error)
+        for cause in chain
     )
 
 

@@ -181,6 +181,11 @@ class Borders:
         if formation is not None and not self._held.replica.asynchronous and not self._held.in_round:
             formation.settle(updated=updated and self._held.replica.in_parts)
 
+    @property
+    def finished_steps(self) -> int:
+        """Committed steps of a peer whose script has come to its end; 0: none has, as far as this rank was told."""
+        return self._formation.membership.link.finished_steps if self._formation is not None else 0
+
     def went_back(self) -> None:
         """All ranks have taken the state of a checkpoint in the place of one that was lost."""
         if self._formation is not None:

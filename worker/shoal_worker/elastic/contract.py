@@ -115,6 +115,11 @@ class StepClock(Protocol):
         finished, it may still be, by `optimizer.step()`; or it was only looked at, and the next `begin_step` deals its samples again."""
         ...
 
+    def passed_over(self, source: StepSource) -> None:
+        """Called at the end of an iteration of a training loader in which the run has taken all its steps before, or will take none: the
+        script goes on to what follows it."""
+        ...
+
     def end_epoch(self, source: StepSource) -> None:
         """Called when an epoch of a training loader has no further step. Returns when every rank has confirmed the last step, so that no
         rank goes on to evaluate, save or exit while another still has to redo it."""

@@ -69,10 +69,14 @@ class Departure:
         self.say_goodbye(pb.Leave.REASON_DRAINED, reason, alone=True)
         raise SystemExit(status)
 
+    def finish(self) -> None:
+        """Does what is to be done before the goodbye, once."""
+        while self._callbacks:
+            self._callbacks.pop()()
+
     def say_goodbye(self, reason: pb.Leave.Reason, detail: str = "", *, alone: bool = False) -> None:
         """Leaves the job, once everything is done that is to be done before. Where it has left already, does that. `alone`: its peers go
         on."""
-        while self._callbacks:
-            self._callbacks.pop()()
+        self.finish()
         if self._membership is not None:
-            self._membership.leave(reason, detail, alone=alone)
+            self._membership.leave(reason, detail, alone=alone, steps=self._held.steps)

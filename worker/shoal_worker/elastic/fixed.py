@@ -60,6 +60,7 @@ class FixedLink:
     draining = None
     excluded = False
     stopped = None
+    finished_steps = 0
 
     def __init__(self, generation: Generation) -> None:
         self.newest_generation = generation
@@ -160,7 +161,7 @@ class FixedMembership:
         if group is not None:
             group.leave()
 
-    def leave(self, reason: pb.Leave.Reason, detail: str = "", *, alone: bool = False) -> None:
+    def leave(self, reason: pb.Leave.Reason, detail: str = "", *, alone: bool = False, steps: int = 0) -> None:
         """See `Member`."""
         self.leave_group("this rank has ended")
 

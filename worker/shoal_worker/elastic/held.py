@@ -213,6 +213,7 @@ class HeldState:
                 undo.callback(source.load_state_dict, source.state_dict())
                 source.load_state_dict(waiting.pop(source.name))
         self.replica.restore(captured["replica"])
+        self.registered.restored()
         self._kept = None
         self.phase.mend()
         self.compared, self.run = captured["steps"], captured.get("run", "")

@@ -107,6 +107,7 @@ class CoordinatorLink:
         """By the coordinator, which forms a generation without this member."""
         self._stop: str | None = None
         self._stop_now = False
+        self._finished_steps = 0
         self._standby: str | None = None
         self._notice = ""
         self._out_of_reach: tuple[int, ...] = ()
@@ -281,6 +282,11 @@ class CoordinatorLink:
         return self._stop
 
     @property
+    def finished_steps(self) -> int:
+        """Committed steps of a member whose script has come to its end, as this one was told when it waited for a generation; else 0."""
+        return self._finished_steps
+
+    @property
     def stopped_now(self) -> bool:
         """Neither a border nor another generation will come for this member."""
         return self._stop_now
@@ -289,13 +295,21 @@ class CoordinatorLink:
         """Marks this member as leaving at the next border (SIGTERM). Async-signal-safe: sets one field."""
         self._drain = reason
 
-    def leave(self, reason: pb.Leave.Reason, detail: str = "", *, alone: bool = False, timeout: timedelta = timedelta(seconds=5)) -> None:
+    def leave(
+        self,
+        reason: pb.Leave.Reason,
+        detail: str = "",
+        *,
+        alone: bool = False,
+        steps: int = 0,
+        timeout: timedelta = timedelta(seconds=5),
+    ) -> None:
         """Tells the coordinator goodbye and ends the session. Waits at most `timeout` until it has heard it; not while it is away: peers
         may wait for this process's group to end."""
         with self._changed:
             if self._leaving is not None:
                 return
-            self._leaving = pb.Leave(reason=reason, detail=detail[:1024], alone=alone)
+            self._leaving = pb.Leave(reason=reason, detail=detail[:1024], alone=alone, steps=steps)
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._ended or self._away_since is not None, timeout.total_seconds())
         self.client.close()
@@ -468,6 +482,7 @@ class CoordinatorLink:
             elif kind == "stop":
                 self._stop = directive.stop.reason or "stopped"
                 self._stop_now = self._stop_now or directive.stop.now
+                self._finished_steps = directive.stop.finished_steps
             elif kind == "standby":
                 self._standby, self._apart_from = directive.standby.reason, directive.standby.apart_from
             elif kind == "notice":

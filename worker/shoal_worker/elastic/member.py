@@ -38,6 +38,11 @@ class Notices(Protocol):
         ...
 
     @property
+    def finished_steps(self) -> int:
+        """Committed steps of a peer whose script has come to its end; 0: none has, as far as this rank was told."""
+        ...
+
+    @property
     def draining(self) -> str | None:
         """Why this member is to leave at the next border; None: it is not."""
         ...
@@ -121,6 +126,6 @@ class Member(Protocol):
         """Lets go of the group."""
         ...
 
-    def leave(self, reason: pb.Leave.Reason, detail: str = "", *, alone: bool = False) -> None:
+    def leave(self, reason: pb.Leave.Reason, detail: str = "", *, alone: bool = False, steps: int = 0) -> None:
         """Gives up the place."""
         ...

@@ -213,12 +213,13 @@ class Membership:
             if elapsed > 1.0:
                 _log.warning("closing the group of generation %d took %.1f s", group.generation.number, elapsed)
 
-    def leave(self, reason: pb.Leave.Reason, detail: str = "", *, alone: bool = False) -> None:
-        """Ends the session with the coordinator and lets go of the group. Idempotent. `alone`: the others of the group go on."""
+    def leave(self, reason: pb.Leave.Reason, detail: str = "", *, alone: bool = False, steps: int = 0) -> None:
+        """Ends the session with the coordinator and lets go of the group. Idempotent.
+        `alone`: the others of the group go on. `steps`: committed here."""
         self._drained = self._drained or reason == pb.Leave.REASON_DRAINED
         if self._watch is not None:
             self._watch.close()
-        self.link.leave(reason, detail, alone=alone)
+        self.link.leave(reason, detail, alone=alone, steps=steps)
         self.leave_group("this member left")
         asked = self._drained or self.link.stopped is not None or self.link.refused is not None
         if reason == pb.Leave.REASON_FINISHED and not asked:

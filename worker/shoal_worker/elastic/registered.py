@@ -1,9 +1,10 @@
 """State that the user registered: sent to joiners and saved in checkpoints. Schedulers of the run's optimizer, gradient scalers and
 averaged models are registered by themselves.
 
-They advance by a call that the user's loop makes after `optimizer.step()`. When the step was lost, that call must do nothing. So their
-`step` (of a scheduler), `update` (of a scaler) or `update_parameters` (of an averaged model) is wrapped at registration, and the wrapper
-asks this class. All of it runs on the training thread.
+They advance by a call that the user's loop makes, mostly after `optimizer.step()`. It must do nothing when the step was lost, and when the
+script calls again for an epoch that it passes over, as it does after a resume and in a joiner; one that was made before the step was found
+lost is undone. So their `step` (of a scheduler), `update` (of a scaler) or `update_parameters` (of an averaged model) is wrapped at
+registration, and the wrapper asks this class. All of it runs on the training thread.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ import functools
 import logging
 import math
 import weakref
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, Protocol, runtime_checkable
 
 import torch
+import xxhash
 from shoal_common.errors import ConfigurationError
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -38,6 +41,16 @@ class Stateful(Protocol):
     def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
 
 
+@dataclass(frozen=True)
+class _Before:
+    """What an object was before it advanced in a step whose outcome was not known."""
+
+    value: Any
+    state: dict[str, Any]
+    settings: list[dict[str, Any]]
+    advances: int
+
+
 class RegisteredState:
     """Named stateful objects and their gates."""
 
@@ -46,11 +59,29 @@ class RegisteredState:
         self._pending: dict[str, Any] = {}
         self._void = False
         """The last step was void: ignore every advance until the next step begins."""
+        self._open = False
+        """A step has begun whose outcome is not known."""
+        self._early: dict[str, _Before] = {}
+        """What objects were that advanced in it."""
+        self._advances: dict[str, int] = {}
+        """How often each object has advanced in the run."""
+        self._passing = False
+        """The script has just passed over an iteration of a loader."""
+        self._passed: dict[str, int] = {}
+        """Advances that it asked for where it passed over iterations, since a state was loaded: those of the run, once more."""
+        self._loaded: dict[str, int] = {}
+        """How often each had advanced in that state."""
+        self._loaded_settings: list[dict[str, Any]] | None = None
+        """The optimizer's settings in it, until a step begins: an object that is made for a state that waits for it changes them."""
         self._optimizer: torch.optim.Optimizer | None = None
         self._found: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
         """What registered itself, as long as the script holds it."""
         self._undecided: list[Made] = []
         """Made before the optimizer was known."""
+        self._groups: list[list[int]] = []
+        """The numbers of the model's parameters in each of the optimizer's groups, as the user made it."""
+        self._parameters = ""
+        """A digest of that, and of which parameters are trained."""
         self._last_scale: float | None = None
         """What a GradScaler, known here or not, multiplied the loss of the last step with."""
 
@@ -58,16 +89,29 @@ class RegisteredState:
         """`optimizer` is the run's, as the user made it: its schedulers are registered by themselves (`advancing.py`)."""
         self._optimizer = optimizer
 
+    def made_from(self, parameters: Iterable[torch.Tensor], optimizer: torch.optim.Optimizer | None) -> None:
+        """`optimizer`, as the user made it, is of these parameters of the model."""
+        known = list(parameters)
+        numbers = {id(parameter): number for number, parameter in enumerate(known)}
+        groups = optimizer.param_groups if optimizer is not None else []
+        self._groups = [[numbers.get(id(parameter), -1) for parameter in group["params"]] for group in groups]
+        self.note_trained([parameter.requires_grad for parameter in known])
+
+    def note_trained(self, trained: Sequence[bool]) -> None:
+        """Which of the model's parameters want gradients, from now on."""
+        self._parameters = f"{xxhash.xxh3_64_intdigest(repr((self._groups, list(trained))).encode()):016x}"
+
     @property
     def settings(self) -> list[dict[str, Any]]:
-        """Hyper-parameters of the run's optimizer, group by group, and the scale of its last loss: the same on all ranks. Plain values
-        alone: of others nothing says that they look alike on two ranks."""
+        """Hyper-parameters of the run's optimizer, group by group, the scale of its last loss, and a digest of which parameters are in
+        which group and which are trained: the same on all ranks. Plain values alone: of others nothing says that they look alike on two
+        ranks."""
         groups = self._optimizer.param_groups if self._optimizer is not None else []
         plain = [
             {name: plain for name, value in group.items() if name not in _NO_SETTINGS and (plain := _plain(value)) is not None}
             for group in groups
         ]
-        return [*plain, {"loss scale": self._last_scale}]
+        return [*plain, {"loss scale": self._last_scale, "parameters": self._parameters}]
 
     def scaled_by(self, scale: float) -> None:
         """A GradScaler multiplied the loss of the step that is applied with `scale`."""
@@ -97,9 +141,11 @@ class RegisteredState:
         where[name] = value
         advance = next(method for marker, method in _ADVANCES.items() if hasattr(value, marker) or not marker)
         if callable(getattr(value, advance, None)):
-            self._gate(value, advance)
+            self._gate(name, value, advance)
         if name in self._pending:
             value.load_state_dict(self._pending.pop(name))
+            if self._loaded_settings is not None:
+                self._put_settings(self._loaded_settings)
 
     @property
     def _all(self) -> dict[str, Any]:
@@ -117,7 +163,7 @@ class RegisteredState:
         """The state of all objects."""
         self.find_new()
         states = {name: value.state_dict() for name, value in self._all.items()} | self._pending
-        return {"states": states, "scale": self._last_scale}
+        return {"states": states, "scale": self._last_scale, "advances": dict(self._advances)}
 
     def restore(self, captured: Mapping[str, Any]) -> None:
         """Loads a captured state. States of names that are not registered yet wait for them."""
@@ -127,6 +173,12 @@ class RegisteredState:
             if name in states:
                 value.load_state_dict(states.pop(name))
         self._pending, self._last_scale = states, captured.get("scale")
+        self._loaded = dict(captured.get("advances", {}))
+        self._advances, self._passed, self._early = dict(self._loaded), {}, {}
+
+    def restored(self) -> None:
+        """The optimizer has the state that belongs to what was restored last."""
+        self._loaded_settings = self._copied_settings()
 
     def restoring(self) -> Callable[[], None]:
         """A call that puts back what all objects have now, as far as they take it, after a `restore` that was refused."""
@@ -134,6 +186,7 @@ class RegisteredState:
         objects = self._all
         before = {name: copy.deepcopy(value.state_dict()) for name, value in objects.items()}
         pending, scale = self._pending, self._last_scale
+        counts = self._advances, self._passed, self._loaded
 
         def put_back() -> None:
             for name, state in before.items():
@@ -142,13 +195,24 @@ class RegisteredState:
                 except Exception as error:  # a user's own; the others are put back all the same
                     _log.warning("the registered state %r could not be put back: %s", name, error)
             self._pending, self._last_scale = pending, scale
+            self._advances, self._passed, self._loaded = counts
 
         return put_back
 
     def step_begins(self) -> None:
         """The next step begins: advances count again."""
-        self._void = False
+        self._void = self._passing = False
+        self._open, self._early = True, {}
         self.find_new()
+        self._loaded_settings = None
+
+    def step_committed(self) -> None:
+        """The step in progress counts, and what has advanced in it already."""
+        self._open, self._early = False, {}
+
+    def passed_over(self) -> None:
+        """The script has passed over an iteration of a loader, and may go on to what it did after it in the run."""
+        self._passing = True
 
     def find_new(self) -> None:
         """Registers what the script has made of its own accord and what belongs to the run: see `advancing.py`."""
@@ -174,16 +238,43 @@ class RegisteredState:
     def step_void(self) -> None:
         """The step was lost: its advances must not count."""
         self.find_new()
-        self._void = True
+        self._void, self._open = True, False
+        for name, before in reversed(self._early.items()):
+            before.value.load_state_dict(before.state)
+            self._put_settings(before.settings)
+            self._advances[name] = before.advances
+        self._early = {}
 
-    def _gate(self, value: Any, method: str) -> None:
+    def _copied_settings(self) -> list[dict[str, Any]]:
+        groups = self._optimizer.param_groups if self._optimizer is not None else []
+        return [{name: copy.deepcopy(value) for name, value in group.items() if name not in _NO_SETTINGS} for group in groups]
+
+    def _put_settings(self, settings: list[dict[str, Any]]) -> None:
+        groups = self._optimizer.param_groups if self._optimizer is not None else []
+        for group, own in zip(groups, settings, strict=False):
+            group.update(copy.deepcopy(own))
+
+    def _counts(self, name: str, value: Any) -> bool:
+        """Whether the advance that the script asks for is one of the run's; notes what it will change."""
+        if self._void:
+            return False
+        if self._passing and self._passed.get(name, 0) < self._loaded.get(name, 0):
+            self._passed[name] = self._passed.get(name, 0) + 1
+            return False
+        if self._open and name not in self._early:
+            state = copy.deepcopy(value.state_dict())
+            self._early[name] = _Before(value, state, self._copied_settings(), self._advances.get(name, 0))
+        self._advances[name] = self._advances.get(name, 0) + 1
+        return True
+
+    def _gate(self, name: str, value: Any, method: str) -> None:
         advance, kind = getattr(value, method), type(value)
 
         @functools.wraps(advance)
         def gated(own: Any, *args: Any, **kwargs: Any) -> Any:
             if own is not value:  # a copy of it, which is nobody's but the user's
                 return getattr(kind, method)(own, *args, **kwargs)
-            if self._void:
+            if not self._counts(name, value):
                 if method == "update":
                     value._per_optimizer_states.clear()  # as its update() ends, or the next step would count as the second
                 return None

@@ -207,6 +207,10 @@ class StrategySession(Protocol):
         """The step in progress; begins one in a user's own loop, where no loader does. Called by each forward pass in training."""
         ...
 
+    def note_trained(self, trained: Sequence[bool]) -> None:
+        """Which of the model's parameters want gradients, from this step on: the same on all ranks, or the step's end says so."""
+        ...
+
     def control_word(self) -> list[float]:
         """What this rank adds to the step's control word: CONTROL_LENGTH numbers, to be summed over the ranks once per step."""
         ...

@@ -253,6 +253,10 @@ class Session:
         """The step in progress; begins one in a user's own loop, where no loader does."""
         return self.clock.ensure()
 
+    def note_trained(self, trained: Sequence[bool]) -> None:
+        """See `StrategySession`."""
+        self._held.registered.note_trained(trained)
+
     def control_word(self) -> list[float]:
         """What this rank adds to the step's control word."""
         return self.clock.control_word()
@@ -434,8 +438,12 @@ class Session:
             if self._held.phase.now is Phase.ARRIVING and failed is None:
                 # It has a rank, and its peers wait for it. Were it told as the script's good end, the run would be over for all.
                 failed = self.missed = "the script came to its end without a step of the loop in which its peers are"
+            if self.clock.diverged is not None and failed is None:
+                failed = self.missed = self.clock.diverged  # the script has caught the error that said so
             if failed is None:
                 self._await_the_others()
+                self._departure.finish()
+                failed = self.missed
             preempted = self._formation is not None and self._formation.preempted and self._departure.stopped is not None
             good = pb.Leave.REASON_DRAINED if preempted else pb.Leave.REASON_FINISHED
             self._departure.say_goodbye(pb.Leave.REASON_FAILED if failed is not None else good, failed or "")
@@ -456,6 +464,8 @@ class Session:
             elif held.operations.finished == 0:  # else all have ended the last step, or could not have taken part
                 self._await_last_step(formation)
         except (ShoalError, StopTraining) as error:  # what was to be kept together is not needed any more
+            if isinstance(error, ShoalError) and error.reason == "RANKS_DIVERGED":
+                self.missed = str(error)
             _log.info("the ranks did not end together: %s", error)
 
     def _await_last_step(self, formation: Formation) -> None:

@@ -65,6 +65,8 @@ class Steps:
         self._departure = departure
         self._stop: StopTraining | None = None
         """Came while the survivors asked each other about the step in progress."""
+        self.diverged: str | None = None
+        """What ranks hold in common was found to differ: no further step counts, whatever the script does with the error."""
         self._operation = operation
         self._progress = progress
         self._metrics = metrics
@@ -111,9 +113,13 @@ class Steps:
         except StopTraining as stop:
             if self._held.phase.replaying or self._held.replica.idle:  # it holds no state that the rest of its script could say anything of
                 self._departure.exit_drained(str(stop))
-            self._departure.obey(stop)
-            raise
+            if not self._peers_have_ended or source is None:
+                self._departure.obey(stop)
+                raise
+            self._stop = stop  # whoever only looks at the batch, and leaves its loop, does as its peers did
         step = self._held.step = Step(placement=self._borders.placement, source=source)
+        if self._stop is not None:
+            step.fail(str(self._stop))
         self._held.phase.resume()
         self._held.registered.step_begins()
         self._held.replica.step_begins()
@@ -182,6 +188,10 @@ class Steps:
                 self._held.phase.fall_behind()
             step.left = True
 
+    def passed_over(self, source: StepSource) -> None:
+        """See `StepClock`."""
+        self._held.registered.passed_over()
+
     def end_epoch(self, source: StepSource) -> None:
         """See `StepClock`."""
         if self._held.has_replica and not self._held.replica.asynchronous and self._departure.stopped is None:
@@ -210,6 +220,8 @@ class Steps:
             try:
                 placement = self.begin_step(None)
             except StopTraining:
+                if self._peers_have_ended:
+                    raise self._apart_from_the_end() from None
                 sys.exit(0)  # in the user's own loop there is no loader that could end it
             self.assign(Share(weight=1.0, total_weight=float(placement.world_size), micro_batches=None))
         return self.require()
@@ -254,6 +266,8 @@ class Steps:
             self._void()
             return StepStatus.LOST
         step = self.require()
+        if self.diverged is not None:
+            raise self._divergence(self.diverged)
         if self._held.phase.now is Phase.TORN:
             raise PreconditionError(
                 "an update of this process raised half way, so that its state is torn: let the error end it; its replacement takes the "
@@ -272,7 +286,8 @@ class Steps:
             raise PreconditionError(
                 f"the ranks' optimizers have different settings; this one's are {self._held.registered.settings}. Hyper-parameters that "
                 "change in training must change alike on all ranks, also on one that joins: use a scheduler, which is sent to it, or "
-                "compute them from loader.global_step",
+                "compute them from loader.global_step. 'parameters' is a digest of which of the model's parameters are in which group, in "
+                "which order, and which have requires_grad: all ranks must freeze the same",
                 reason="RANKS_DIVERGED",
             )
         failpoint("session.before_apply")
@@ -298,12 +313,16 @@ class Steps:
             return  # the step counts all the same; its end notices the failure
         apart = disagreement(told)
         if apart is not None:
-            raise PreconditionError(
+            self.diverged = (
                 f"after step {held.steps} {apart}: memory or arithmetic has failed there, or the script has changed values on some ranks "
                 "alone. Go back to a checkpoint of before, on other machines (compared every "
-                f"{every} steps: consistency_check_every=)",
-                reason="REPLICAS_DIVERGED",
+                f"{every} steps: consistency_check_every=)"
             )
+            raise self._divergence(self.diverged)
+
+    @staticmethod
+    def _divergence(said: str) -> PreconditionError:
+        return PreconditionError(said, reason="REPLICAS_DIVERGED")
 
     def give_up(self, stop: StopTraining) -> StepStatus:
         """The run ended for this member while a step of asynchronous training was in progress."""
@@ -324,6 +343,7 @@ class Steps:
     def _commit(self, step: Step) -> None:
         held = self._held
         held.committed(step)
+        held.registered.step_committed()
         held.replica.commit_step()
         samples = 0
         if step.source is not None:
@@ -348,6 +368,8 @@ class Steps:
         """The step has its outcome here. Re-forms, where its group failed, before the script is told. `updated`: it counts. True: the state
         was found lost, and is that of a checkpoint now, to which the step has yet to be done."""
         stop, self._stop = self._stop, None
+        if not updated and self._peers_have_ended:
+            raise self._apart_from_the_end()
         try:
             if stop is not None:
                 raise stop
@@ -358,6 +380,19 @@ class Steps:
             self.go_back(lost)
             return True
         return False
+
+    @property
+    def _peers_have_ended(self) -> bool:
+        """A peer's script came to its end with no more steps than are committed here."""
+        return 0 < self._borders.finished_steps <= self._held.steps
+
+    def _apart_from_the_end(self) -> PreconditionError:
+        return PreconditionError(
+            f"the ranks' scripts went different ways: a peer's came to its end after step {self._borders.finished_steps}, and this one "
+            f"takes step {self._held.steps + 1}; every rank must take the same steps: leave the loop by what is alike on all ranks, such "
+            "as loader.global_step or should_early_stop",
+            reason="RANKS_DIVERGED",
+        )
 
     def _settle(self, source: StepSource | None) -> None:
         """As `Borders.settle`. Raises StateLostError as well."""

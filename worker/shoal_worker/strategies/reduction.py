@@ -270,6 +270,7 @@ class OverlappedReduction:
         for hook in self._hooks:
             hook.remove()
         self._trained = [p.requires_grad for p in self._parameters]
+        self._session.note_trained(self._trained)
         trained = [p for p in self._parameters if p.requires_grad]
         if not trained:
             raise ConfigurationError("the model has no parameter with requires_grad=True any more: there is nothing to train")

@@ -133,3 +133,37 @@ def test_a_preempted_run_says_so_and_names_those_who_did_not_leave_in_time(shell
     assert command.stdout.count("heard") == 1
     assert "again" not in command.stderr
     assert re.search(r"killing rank 0 \(pid \d+\) after 1 s \(--shutdown-timeout\): a checkpoint that is still", command.stderr)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+@pytest.mark.parametrize("leave", ["break", "raise SystemExit(0)"])
+def test_a_rank_that_ends_before_the_others_fails_the_run(shell: Shell, strategy: str, leave: str) -> None:
+    at_step_5 = f"if shoal.rank() == 1: {leave}"
+    script = training(shell, at_step_5)
+    text = script.read_text().replace(
+        "torch.optim.SGD(model.parameters(), 0.1)", f"torch.optim.SGD(model.parameters(), 0.1), strategy='{strategy}'"
+    )
+    script.write_text(text.replace("range(10_000)", "range(1)").replace("epochs(10_000)", "epochs(1)"))
+    command = shell.start("run", "--standalone", "--nproc-per-node", "2", script)
+    assert command.wait() == 1, command.stderr
+    assert "the ranks' scripts went different ways" in command.stderr
+
+
+def test_a_last_checkpoint_that_was_not_written_fails_the_run(shell: Shell) -> None:
+    script = shell.script(
+        textwrap.dedent(TRAINING).replace("10_000", "1").partition("        if")[0]
+        + "import resource\n"
+        + "resource.setrlimit(resource.RLIMIT_FSIZE, (16, 16))  # as of a full disk\n"
+        + "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        + "shoal.save_checkpoint('checkpoints')\n"
+    )
+    command = shell.start("run", "--standalone", "--nproc-per-node", "2", script)
+    assert command.wait() == 1, command.stderr
+    assert "this worker fails: the last checkpoint is not there" in command.stderr + command.stdout
+
+
+def test_a_script_that_ends_by_system_exit_has_finished(shell: Shell) -> None:
+    body = textwrap.indent(textwrap.dedent(TRAINING).replace("10_000", "1").partition("        if")[0], "    ")
+    script = shell.script(f"import shoal\ndef main():\n{body}\n    return 0\nraise SystemExit(main())\n")
+    command = shell.start("run", "--standalone", "--nproc-per-node", "2", script)
+    assert command.wait() == 0, command.stderr

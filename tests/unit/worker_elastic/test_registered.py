@@ -64,3 +64,89 @@ def test_a_name_belongs_to_one_object() -> None:
     registered.register("lr", scheduler())
     with pytest.raises(ConfigurationError, match="taken"):
         registered.register("lr", scheduler())
+
+
+def run_of(registered: RegisteredState) -> torch.optim.lr_scheduler.StepLR:
+    """A scheduler of the run's optimizer."""
+    lr = scheduler()
+    registered.advance_with(lr.optimizer)
+    registered.register("lr", lr)
+    return lr
+
+
+def test_an_advance_before_the_step_was_found_lost_is_undone() -> None:
+    registered = RegisteredState()
+    lr = run_of(registered)
+    registered.step_begins()
+    lr.step()
+    registered.step_void()
+    lr.step()
+    assert (lr.last_epoch, lr.get_last_lr(), lr.optimizer.param_groups[0]["lr"]) == (0, [1.0], 1.0)
+    registered.step_begins()
+    lr.step()
+    registered.step_committed()
+    registered.step_begins()
+    registered.step_void()
+    assert (lr.last_epoch, lr.optimizer.param_groups[0]["lr"]) == (1, 0.5)
+
+
+@pytest.mark.parametrize("saved_after_it_advanced", [True, False])
+def test_what_a_script_repeats_for_epochs_that_it_passes_over_does_not_advance_again(saved_after_it_advanced: bool) -> None:
+    before = RegisteredState()
+    lr = run_of(before)
+    lr.step()
+    if saved_after_it_advanced:
+        lr.step()
+    after = RegisteredState()
+    resumed = run_of(after)
+    after.restore(before.capture())
+    for _ in range(2):  # epochs of which the loader gives no batches
+        after.passed_over()
+        resumed.step()
+    assert resumed.last_epoch == 2
+    after.step_begins()
+    after.step_committed()
+    resumed.step()
+    assert resumed.last_epoch == 3
+
+
+def test_a_scheduler_made_after_its_state_was_loaded_leaves_the_loaded_learning_rate() -> None:
+    def warmup(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LinearLR:
+        return torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=2)
+
+    before = RegisteredState()
+    donor = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    before.advance_with(donor)
+    done = warmup(donor)
+    before.register("lr", done)
+    for _ in range(3):
+        donor.step()
+        done.step()
+    after = RegisteredState()
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    after.advance_with(optimizer)
+    after.restore(before.capture())
+    optimizer.load_state_dict(donor.state_dict())
+    after.restored()
+    late = warmup(optimizer)
+    after.register("lr", late)
+    assert (late.last_epoch, optimizer.param_groups[0]["lr"]) == (3, 1.0)
+
+
+def test_which_parameters_are_in_which_group_and_which_are_trained_is_among_the_settings() -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    first, *others = net.parameters()
+    told = []
+    for groups, frozen in (
+        ([[first], others], False),
+        ([[others[0]], [first, *others[1:]]], False),
+        ([[first], others[::-1]], False),
+        ([[first], others], True),
+    ):
+        registered = RegisteredState()
+        first.requires_grad_(not frozen)
+        registered.made_from(net.parameters(), torch.optim.SGD([{"params": group, "lr": 0.1} for group in groups]))
+        told.append(str(registered.settings))
+    assert len(set(told)) == len(told)
+    registered.note_trained([True] * 4)
+    assert str(registered.settings) == told[0]

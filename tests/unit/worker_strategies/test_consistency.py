@@ -68,3 +68,58 @@ def test_the_rank_that_differs_from_the_rest_is_named() -> None:
 def test_a_number_of_steps_that_is_none_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="consistency_check_every=-1: expected a whole number of steps"):
         shoal.ShardingConfiguration(consistency_check_every=-1)
+
+
+def test_no_step_counts_after_a_verdict_that_the_script_has_caught() -> None:
+    told: list[str] = []
+
+    def rank() -> None:
+        torch.manual_seed(0)
+        net = nn.Linear(8, 4)
+        model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 1e-2), consistency_check_every=4)
+        loader = shoal.ElasticDataLoader(torch.utils.data.TensorDataset(torch.ones(96, 8)), global_batch_size=12)
+        for (batch,) in loader:
+            model(batch).square().mean().backward()
+            if shoal.rank() == 1 and loader.global_step == 2:
+                net.weight.data += 1
+            for _ in range(2 if told else 1):
+                try:
+                    optimizer.step()
+                except ShoalError as error:
+                    told.append(f"{error.reason} in step {loader.global_step}")
+
+    with pytest.raises(ShoalError):
+        shoal.launch(rank, world_size=2)
+    assert len(told) > 2
+    assert set(told) == {"REPLICAS_DIVERGED in step 4"}
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3"])
+@pytest.mark.parametrize("what", ["groups", "frozen"])
+def test_ranks_that_train_other_parameters_are_told_so_before_a_step_is_applied(strategy: str, what: str) -> None:
+    steps: list[int] = []
+
+    def rank() -> None:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        first, second = net[0].parameters(), net[1].parameters()
+        if shoal.rank() == 1 and what == "frozen":
+            net[0].requires_grad_(False)
+        elif what == "frozen":
+            net[1].requires_grad_(False)
+        elif shoal.rank() == 1:
+            first, second = second, first
+        groups = [{"params": list(first), "lr": 0.1}, {"params": list(second), "lr": 0.01}]
+        model, optimizer = shoal.as_distributed(net, torch.optim.SGD(groups), strategy=strategy)
+        loader = shoal.ElasticDataLoader(torch.utils.data.TensorDataset(torch.ones(96, 8)), global_batch_size=12)
+        try:
+            for (batch,) in loader:
+                model(batch).square().mean().backward()
+                optimizer.step()
+        finally:
+            steps.append(loader.global_step)
+
+    with pytest.raises(ShoalError, match=r"different settings|blocks in different orders") as stopped:
+        shoal.launch(rank, world_size=2)
+    assert stopped.value.reason == "RANKS_DIVERGED"
+    assert steps == [0, 0]

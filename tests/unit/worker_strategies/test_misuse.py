@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import shoal
 import torch
+from shoal_common.errors import ConfigurationError
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
@@ -110,3 +111,29 @@ def test_ranks_whose_loaders_deal_otherwise_are_stopped_by_the_first_step(strate
     with pytest.raises(shoal.PreconditionError, match=rf"deal .* differently \({named}: rank 0 has 2, rank 1 has 3\)") as failure:
         shoal.launch(rank, world_size=2)
     assert failure.value.reason == "RANKS_DIVERGED"
+
+
+@pytest.mark.usefixtures("fresh_session")
+def test_a_second_optimizer_of_the_models_parameters_is_refused() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    other = torch.optim.Adam(net[1].parameters(), 0.1)
+    model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net[0].parameters(), 0.1))
+    outside = nn.Parameter(torch.ones(2))
+    model(X).sum().backward()
+    outside.sum().backward()
+    with pytest.raises(ConfigurationError, match=r"a second optimizer \(Adam\) steps parameters of the model"):
+        other.step()
+    torch.optim.Adam([outside], 0.1).step()
+    assert optimizer.step()
+
+
+@pytest.mark.usefixtures("fresh_session")
+def test_a_parameter_group_that_is_added_behind_as_distributed_is_refused() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    raw = torch.optim.SGD(net[0].parameters(), 0.1)
+    net[1].requires_grad_(False)
+    model, optimizer = shoal.as_distributed(net, raw)
+    raw.add_param_group({"params": net[1].parameters()})
+    model(X).sum().backward()
+    with pytest.raises(ConfigurationError, match="has 2 parameter groups, and had 1"):
+        optimizer.step()

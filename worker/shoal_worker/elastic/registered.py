@@ -78,6 +78,8 @@ class RegisteredState:
         """What registered itself, as long as the script holds it."""
         self._undecided: list[Made] = []
         """Made before the optimizer was known."""
+        self._model: dict[int, weakref.ref[torch.Tensor]] = {}
+        """The model's parameters, as the user made them, by id."""
         self._groups: list[list[int]] = []
         """The numbers of the model's parameters in each of the optimizer's groups, as the user made it."""
         self._parameters = ""
@@ -94,8 +96,32 @@ class RegisteredState:
         known = list(parameters)
         numbers = {id(parameter): number for number, parameter in enumerate(known)}
         groups = optimizer.param_groups if optimizer is not None else []
+        self._model = {id(parameter): weakref.ref(parameter) for parameter in known}
         self._groups = [[numbers.get(id(parameter), -1) for parameter in group["params"]] for group in groups]
         self.note_trained([parameter.requires_grad for parameter in known])
+
+    def check_groups(self) -> None:
+        """Raises ConfigurationError if the run's optimizer has got groups that no strategy knows of."""
+        groups = len(self._optimizer.param_groups) if self._optimizer is not None else 0
+        if self._groups and groups > len(self._groups):
+            raise ConfigurationError(
+                f"the optimizer that was given to as_distributed has {groups} parameter groups, and had {len(self._groups)}: gradients of "
+                "parameters that are added later are not summed over the ranks. Give it all parameters before, and freeze those that come "
+                "later with requires_grad_(False)"
+            )
+
+    def check_alone(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raises ConfigurationError if `optimizer`, which is about to step, is another than the run's and changes the model."""
+        if self._optimizer is None or getattr(optimizer, "optimizer", optimizer) is self._optimizer:
+            return
+        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+            known = self._model.get(id(parameter))
+            if known is not None and known() is parameter:
+                raise ConfigurationError(
+                    f"a second optimizer ({type(optimizer).__name__}) steps parameters of the model that as_distributed was given: what it "
+                    "does is not undone with a lost step, not sent to workers that join, and its state is in no checkpoint. Give "
+                    "as_distributed one optimizer with a parameter group for each"
+                )
 
     def note_trained(self, trained: Sequence[bool]) -> None:
         """Which of the model's parameters want gradients, from now on."""

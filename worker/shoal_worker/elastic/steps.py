@@ -290,6 +290,7 @@ class Steps:
                 "which order, and which have requires_grad: all ranks must freeze the same",
                 reason="RANKS_DIVERGED",
             )
+        self._held.registered.check_groups()
         failpoint("session.before_apply")
         with self._held.changing() if not self._held.replica.asynchronous else nullcontext():  # there the servers change, or nothing does
             apply()

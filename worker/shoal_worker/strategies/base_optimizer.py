@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from shoal_common.errors import ConfigurationError, CorruptDataError, PreconditionError
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shoal_worker.elastic.contract import StepStatus
+from shoal_worker.elastic.current import find_session
 from shoal_worker.elastic.session import Session
 from shoal_worker.state.forwarding import ForwardingOptimizer
 from shoal_worker.state.optimizer import check_fits
@@ -18,6 +20,14 @@ from shoal_worker.state.tree import flatten, unflatten
 
 if TYPE_CHECKING:
     from shoal_worker.fitting import OptimizationInputData, OptimizationResult
+
+
+@register_optimizer_step_pre_hook
+def _check_alone(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Before any optimizer of torch's steps."""
+    session = find_session()
+    if session is not None:
+        session.registered.check_alone(optimizer)
 
 
 class ShardedOptimizer(ForwardingOptimizer, abc.ABC):

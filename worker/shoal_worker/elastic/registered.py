@@ -72,7 +72,7 @@ class RegisteredState:
         self._loaded: dict[str, int] = {}
         """How often each had advanced in that state."""
         self._loaded_settings: list[dict[str, Any]] | None = None
-        """The optimizer's settings in it, until a step begins: an object that is made for a state that waits for it changes them."""
+        """The optimizer's settings in it, until a step begins: a scheduler that is made for a state that waits for it changes them."""
         self._optimizer: torch.optim.Optimizer | None = None
         self._found: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
         """What registered itself, as long as the script holds it."""
@@ -170,7 +170,7 @@ class RegisteredState:
             self._gate(name, value, advance)
         if name in self._pending:
             value.load_state_dict(self._pending.pop(name))
-            if self._loaded_settings is not None:
+            if self._loaded_settings is not None and isinstance(value, LRScheduler):
                 self._put_settings(self._loaded_settings)
 
     @property

@@ -165,8 +165,8 @@ class Story:
             self.detach(member)
             self.happen(StreamBroken(member_id=member))
 
-    def left(self, member: str, reason: str, alone: str = "") -> None:
-        self.happen(MemberLeft(member_id=member, reason=LeaveReason(reason), detail="", alone=bool(alone)))
+    def left(self, member: str, reason: str, alone: str = "", steps: str = "0") -> None:
+        self.happen(MemberLeft(member_id=member, reason=LeaveReason(reason), detail="", alone=bool(alone), steps=int(steps)))
 
     def exit(self, member: str, code: str = "0", signal: str = "0", failure: str = "", finished: str = "") -> None:
         self.happen(ExitReported(member_id=member, exit_code=int(code), signal=int(signal), failure=failure, finished=bool(finished)))
@@ -335,7 +335,8 @@ def told_effect(effect: fx.Effect) -> str | None:
             return f"{effect.member_id}: drain, {effect.reason}"
         case fx.SendStop():
             how = (" now" if effect.now else "") + (", it is behind" if effect.behind else "")
-            return f"{effect.member_id}: stop{how}, {effect.reason}"
+            after = f" after {effect.finished_steps} steps" if effect.finished_steps else ""
+            return f"{effect.member_id}: stop{how}, {effect.reason}{after}"
         case fx.EndSession():
             return f"{effect.member_id}: session ends" + ("" if effect.error is None else f", {effect.error.reason}")
         case fx.EndServerSession():

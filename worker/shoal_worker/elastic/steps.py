@@ -84,6 +84,8 @@ class Steps:
 
     def begin_step(self, source: StepSource | None) -> Placement:
         """See `StepClock`. None: the user's own loop, without a loader of Shoal's."""
+        if self.diverged is not None:
+            raise self._divergence(self.diverged)
         step = self.current
         if step is not None and (step.left or (step.source is None and source is not None)):
             # A batch that was only looked at, or a forward pass before the loop (a dry run, a summary): nobody means to finish it.

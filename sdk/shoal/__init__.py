@@ -25,7 +25,6 @@ from shoal_common.errors import (
     UnknownResourceError,
 )
 from shoal_worker import init_method as _init_method
-from shoal_worker.elastic.script_end import note_exits as _note_exits
 
 if TYPE_CHECKING:
     from shoal_common.clients.coordinator import CoordinatorClient
@@ -198,8 +197,6 @@ _HOMES = {
 
 # torch.distributed.init_process_group(init_method="redis://...") works from here on.
 _init_method.register()
-# How a script ended is known from here on, also where it says `raise SystemExit(main())`.
-_note_exits()
 
 
 def __getattr__(name: str) -> Any:

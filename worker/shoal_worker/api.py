@@ -107,7 +107,8 @@ def as_distributed(
     specific = {name: value for name, value in options.items() if name not in _CONFIG_FIELDS}
     if not any(p.is_meta for p in model.parameters()):
         model.to(session.device)
-    session.registered.made_from(model.parameters(), optimizer)
+    if not session.strategy:  # else it is the second call, which is refused
+        session.registered.made_from(model.parameters(), optimizer)
     distributed, wrapped = registry.build(
         model_class, optimizer_class, model, optimizer, session, config, backend=backend, options=specific
     )

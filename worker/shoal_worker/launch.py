@@ -10,7 +10,7 @@ from datetime import timedelta
 from typing import Any, Final, TypeVar
 
 import torch.distributed as dist
-from shoal_common.errors import ConfigurationError
+from shoal_common.errors import ConfigurationError, InternalError
 from torch._C._distributed_c10d import HashStore
 
 from shoal_worker.api import shutdown
@@ -123,21 +123,30 @@ class _Ranks:
         self._still_running(_INTERRUPTED_COMPUTING)
 
     def _be(self, rank: int) -> None:
+        try:
+            self._run(rank)
+        finally:
+            self._ended[rank].set()
+
+    def _run(self, rank: int) -> None:
         seat = inmemory_worlds.Seat(rank=rank, world_size=self._size, store=self._store, timeout=self._timeout)
-        with inmemory_worlds.entered(seat):
-            try:
-                self._turns.begin(rank)
-                dist.init_process_group(inmemory.NAME, store=self._store, rank=rank, world_size=self._size, timeout=self._timeout)
-                self._results[rank] = self._fn()
-                if find_session() is not None:
-                    shutdown(timeout=self._timeout)
-            except BaseException as error:  # an exit ends the others, too; the launch raises it
-                if self._failed is None:
-                    self._failed = rank, error
-                self._turns.end_all(f"rank {rank} failed: {type(error).__name__}: {error}")
-                self._failing.set()
-                session = find_session()
-                if session is not None:
-                    session.close(failed=str(error))
-        self._turns.finish(rank)
-        self._ended[rank].set()
+        try:
+            with inmemory_worlds.entered(seat):
+                try:
+                    self._turns.begin(rank)
+                    dist.init_process_group(inmemory.NAME, store=self._store, rank=rank, world_size=self._size, timeout=self._timeout)
+                    self._results[rank] = self._fn()
+                    if (session := find_session()) is not None:
+                        shutdown(timeout=self._timeout)
+                        if session.missed is not None:
+                            raise InternalError(session.missed)
+                except BaseException as error:  # an exit ends the others, too; the launch raises it
+                    if self._failed is None:
+                        self._failed = rank, error
+                    self._turns.end_all(f"rank {rank} failed: {type(error).__name__}: {error}")
+                    self._failing.set()
+                    session = find_session()
+                    if session is not None:
+                        session.close(failed=str(error))
+        finally:
+            self._turns.finish(rank)

@@ -136,7 +136,7 @@ def parse_leave(member_id: str, message: pb.Leave) -> MemberLeft:
     if reason is None:
         raise wrong("leave.reason", message.reason, "REASON_DRAINED, REASON_FINISHED or REASON_FAILED")
     detail = checks.text("leave.detail", message.detail, longest=LONGEST_DETAIL)
-    return MemberLeft(member_id=member_id, reason=reason, detail=detail, alone=message.alone, steps=message.steps)
+    return MemberLeft(member_id=member_id, reason=reason, detail=detail, alone=message.alone, steps=number("leave.steps", message.steps))
 
 
 def parse_exit(message: pb.ReportExitRequest) -> ExitReported:

@@ -105,6 +105,7 @@ def test_what_a_script_repeats_for_epochs_that_it_passes_over_does_not_advance_a
         resumed.step()
     assert resumed.last_epoch == 2
     after.step_begins()
+    after.step_taken()
     after.step_committed()
     resumed.step()
     assert resumed.last_epoch == 3

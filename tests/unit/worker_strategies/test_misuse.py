@@ -137,3 +137,23 @@ def test_a_parameter_group_that_is_added_behind_as_distributed_is_refused() -> N
     model(X).sum().backward()
     with pytest.raises(ConfigurationError, match="has 2 parameter groups, and had 1"):
         optimizer.step()
+
+
+@pytest.mark.usefixtures("fresh_session")
+def test_an_optimizer_that_is_made_of_others_steps_them() -> None:
+    class Lookahead(torch.optim.Optimizer):
+        def __init__(self, inner: torch.optim.Optimizer) -> None:
+            super().__init__(inner.param_groups, {})
+            self.inner = inner
+
+        def step(self, closure: Any = None) -> None:
+            self.inner.step()
+
+    net = nn.Linear(4, 2)
+    model, optimizer = shoal.as_distributed(net, Lookahead(torch.optim.SGD(net.parameters(), 0.1)))
+    before = net.weight.detach().clone()
+    model(X).sum().backward()
+    assert optimizer.step()
+    assert not torch.equal(net.weight, before)
+    shoal.shutdown()
+    torch.optim.Adam(net.parameters(), 0.1).step()

@@ -44,7 +44,7 @@ def wait_until_still(at_most_s: float) -> None:
 def _sample() -> _Sample | None:
     """None when one of them runs; empty: there are none under that name."""
     sample: _Sample = {}
-    for task in _TASKS.iterdir():
+    for task in _TASKS.iterdir() if _TASKS.is_dir() else ():
         try:
             fields = dict(line.split(":", 1) for line in (task / "status").read_text().splitlines())
         except OSError:

@@ -148,7 +148,7 @@ def check_place(directory: Path, step: int, run: str) -> None:
     """Raises ConfigurationError if a checkpoint of another run lies in `directory` that is ahead of `step`: it would go on counting as the
     newest."""
     for other, path in sorted(_checkpoints(directory), reverse=True):
-        if other > step and _run_of(path) not in (run, ""):
+        if run and other > step and _run_of(path) not in (run, ""):
             raise ConfigurationError(
                 f"{directory} holds {path.name} of another run, which would go on counting as the newest beside this run's step {step}: "
                 "give each run a directory of its own; or, to go on from there, call shoal.resume before the loop"

@@ -91,7 +91,7 @@ class CheckpointSaver:
         )
         what = f"writing step-{info.step} to {directory}"
         fence, shards, temporary = session.fence(), copy.shards, copy.temporary
-        self._collects = copy.first
+        self._collects, self._given_up_last = copy.first, None
         given_up = self._given_up = threading.Event()
         if shards is not None and temporary is not None:
 
@@ -102,7 +102,6 @@ class CheckpointSaver:
                 if write_sharded(temporary, shards, info, gone=gone, fence=fence, keep=keep) is None:
                     self._given_up_last = what
 
-            self._given_up_last = None
             job: Callable[[], object] = complete if copy.first else (lambda: shards.write_aside(temporary))
             self._writer.submit(job, what=what, timeout=DISK_PATIENCE)
         elif copy.whole is not None and session.is_first:

@@ -109,7 +109,7 @@ class Iterations:
     def _epoch_steps(self, source: StepSource, epoch: int) -> Iterator[Step]:
         course = self._course
         if self._is_over(source, epoch):
-            self._introduction.clock(source).passed_over(source)
+            self._pass_over(source)
             return
         self.under_way = True
         course.move_to(epoch)  # ahead of the border, where a joiner may be given this cursor
@@ -129,6 +129,11 @@ class Iterations:
         if took_part:
             self._end_epoch(source)
         else:
+            self._pass_over(source)
+
+    def _pass_over(self, source: StepSource) -> None:
+        """`epochs()` gives out no epoch that the run has left: what follows the rest of one that is over was not done yet."""
+        if self._course.within is None:
             self._introduction.clock(source).passed_over(source)
 
     def _is_over(self, source: StepSource, epoch: int) -> bool:

@@ -495,7 +495,7 @@ class Formation:
         if _Offer.NOTHING_DONE in offers:
             self._check_may_begin_anew()
         if group.rank in donors:
-            name = held.name or held.begin(group.generation.number, group.generation.nonce)
+            name = held.name or held.begin(group.generation.number, None)
             captured = held.capture() if receivers else {}
             captured["operations"] = held.operations.encode()
             captured["outcomes"] = held.outcomes

@@ -108,9 +108,10 @@ class HeldState:
 
     # --------------------------------------------------------------------------------------------------------------- steps
 
-    def begin(self, generation: int, run: str) -> StateName:
-        """Training begins from nothing. `run` is like no other run's, and alike on all ranks. Returns the name of the state."""
-        self.name, self.run = StateName(generation, 0), f"{xxhash.xxh3_64_intdigest(run.encode()):016x}"
+    def begin(self, generation: int, run: str | None) -> StateName:
+        """Training begins from nothing. `run` is like no other run's, and alike on all ranks; None: once more, over what it had saved
+        before. Returns the name of the state."""
+        self.name, self.run = StateName(generation, 0), "" if run is None else f"{xxhash.xxh3_64_intdigest(run.encode()):016x}"
         return self.name
 
     @property

@@ -78,6 +78,8 @@ class RegisteredState:
         """What registered itself, as long as the script holds it."""
         self._undecided: list[Made] = []
         """Made before the optimizer was known."""
+        self.applying = False
+        """The run's optimizer is at its step: others that step now are parts of it."""
         self._model: dict[int, weakref.ref[torch.Tensor]] = {}
         """The model's parameters, as the user made them, by id."""
         self._groups: list[list[int]] = []
@@ -100,6 +102,10 @@ class RegisteredState:
         self._groups = [[numbers.get(id(parameter), -1) for parameter in group["params"]] for group in groups]
         self.note_trained([parameter.requires_grad for parameter in known])
 
+    def let_go(self) -> None:
+        """The run is over for this process: what happens to the model from here on is its own."""
+        self._model = {}
+
     def check_groups(self) -> None:
         """Raises ConfigurationError if the run's optimizer has got groups that no strategy knows of."""
         groups = len(self._optimizer.param_groups) if self._optimizer is not None else 0
@@ -112,7 +118,7 @@ class RegisteredState:
 
     def check_alone(self, optimizer: torch.optim.Optimizer) -> None:
         """Raises ConfigurationError if `optimizer`, which is about to step, is another than the run's and changes the model."""
-        if self._optimizer is None or getattr(optimizer, "optimizer", optimizer) is self._optimizer:
+        if self._optimizer is None or self.applying or getattr(optimizer, "optimizer", optimizer) is self._optimizer:
             return
         for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
             known = self._model.get(id(parameter))
@@ -227,10 +233,14 @@ class RegisteredState:
 
     def step_begins(self) -> None:
         """The next step begins: advances count again."""
-        self._void = self._passing = False
+        self._void = False
         self._open, self._early = True, {}
         self.find_new()
         self._loaded_settings = None
+
+    def step_taken(self) -> None:
+        """The script gets its part of the step that has begun: it has come to where the run is."""
+        self._passing, self._loaded = False, {}
 
     def step_committed(self) -> None:
         """The step in progress counts, and what has advanced in it already."""

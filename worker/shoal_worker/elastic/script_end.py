@@ -1,21 +1,19 @@
 """How the script of this process ended: well or badly, as far as Python tells. Asked once, while the interpreter goes down.
 
-An uncaught exception passes through `sys.excepthook`; SystemExit does not, and its status is nowhere to be had afterwards. So whoever
-asks for an exit gets a SystemExit that notes its status: `sys.exit` raises one, and so does that name in the script's main module, from
-`import shoal` on, and where `exit` and `quit` look it up. Whether that was the end, rather than caught on its way, is seen by the script's
-outermost frame: it has returned, or an exception left it. A SystemExit that another module raised by its name leaves no trace of its
-status: it counts as bad.
+An uncaught exception passes through `sys.excepthook`; SystemExit does not, and its status is nowhere to be had afterwards. So `sys.exit` is
+wrapped to note what it was asked for; and whether that was the end, rather than caught on its way, is seen by the script's outermost frame:
+it has returned, or an exception left it. A SystemExit that the script raised by itself (`raise SystemExit(main())`, `exit(0)`) leaves no
+trace of its status: it counts as an end like any other. The launcher sees the status, and the peers whether it came before theirs.
 """
 
 from __future__ import annotations
 
-import _sitebuiltins
 import dis
 import sys
 import threading
 from collections.abc import Callable
 from types import FrameType, TracebackType
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
 
 class ScriptEnd:
@@ -26,14 +24,16 @@ class ScriptEnd:
         SystemExit that it raises."""
         self._account_for = account_for
         self._uncaught: str | None = None
+        self._exit: str | None = None
+        """What sys.exit was last asked for; empty: to end well; None: it was not called."""
         self._outermost = _outermost_frame(sys._current_frames()[threading.main_thread().ident or 0])
         self._excepthook = sys.excepthook
+        self._sys_exit = sys.exit
 
     def install(self) -> None:
-        """Hooks into uncaught exceptions and exits."""
+        """Hooks into uncaught exceptions and sys.exit."""
         sys.excepthook = self._note_uncaught
-        sys.exit = _exit_by
-        note_exits()
+        sys.exit = self._note_exit
 
     def failure(self) -> str | None:
         """Why it failed; None: it did not, or it has not ended."""
@@ -42,42 +42,17 @@ class ScriptEnd:
         running = _outermost_frame(sys._getframe()) is self._outermost  # a program that goes on after the script, such as a test's
         if not running and _has_returned(self._outermost):
             return None
-        if _NotingExit.asked_for is None and not running:
-            return "a module raised SystemExit by its name, so its status is not known: call sys.exit() there"
-        return _NotingExit.asked_for or None
+        return self._exit or None
 
     def _note_uncaught(self, kind: type[BaseException], value: BaseException, traceback: TracebackType | None) -> None:
         self._uncaught = f"{kind.__name__}: {value}"
         self._excepthook(kind, value, traceback)
         self._account_for(value, traceback)
 
-
-class _NotingExit(SystemExit):
-    """Notes what the main thread asked for."""
-
-    asked_for: ClassVar[str | None] = None
-    """By the last one; empty: to end well; None: there was none."""
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def _note_exit(self, status: Any = None, /) -> NoReturn:
         if threading.current_thread() is threading.main_thread():  # elsewhere it ends the thread alone
-            _NotingExit.asked_for = "" if self.code is None or self.code == 0 else f"sys.exit({self.code!r})"
-
-
-_NotingExit.__name__ = _NotingExit.__qualname__ = SystemExit.__name__
-
-
-def _exit_by(status: Any = None, /) -> NoReturn:
-    raise _NotingExit(status)
-
-
-def note_exits() -> None:
-    """From now on the main module's SystemExit notes its status, and that of `exit` and `quit`.
-
-    For when `shoal` is imported: `raise SystemExit(main())` looks the name up before it calls `main`.
-    """
-    for module in (sys.modules["__main__"], _sitebuiltins):
-        module.__dict__.setdefault("SystemExit", _NotingExit)
+            self._exit = "" if status is None or status == 0 else f"sys.exit({status!r})"
+        self._sys_exit(status)
 
 
 def _outermost_frame(frame: FrameType) -> FrameType:

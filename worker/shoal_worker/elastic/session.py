@@ -224,7 +224,7 @@ class Session:
             if not held.phase.holds_state:
                 self._await_rank(membership)
                 held.phase.begin()
-            held.begin(0, secrets.token_hex(8))
+            held.begin(0, self.settings.job_id)  # its workers begin at any time
         elif held.phase.holds_state:
             try:
                 formation.synchronize_first()
@@ -447,6 +447,7 @@ class Session:
             preempted = self._formation is not None and self._formation.preempted and self._departure.stopped is not None
             good = pb.Leave.REASON_DRAINED if preempted else pb.Leave.REASON_FINISHED
             self._departure.say_goodbye(pb.Leave.REASON_FAILED if failed is not None else good, failed or "")
+        self._held.registered.let_go()
         if self._exchange is not None:
             self._exchange.close()
         self._membership = self._formation = self._exchange = None

@@ -133,6 +133,8 @@ def _end(session: Session, script: ScriptEnd) -> None:
     if find_session() is session:
         set_session(None)
     session.close(failed=script.failure())
+    if session.missed is not None and script.failure() is None:
+        _end_now(1, f"this process fails: {session.missed}")
 
 
 class _Exit:

@@ -150,6 +150,7 @@ class Steps:
             share = dataclasses.replace(share, total_weight=self._sum_weights(share.weight))
         step.share = share
         step.handed_out = True
+        self._held.registered.step_taken()
         if self._held.phase.replaying:
             step.first_live = True
             self._held.phase.arrive()
@@ -295,7 +296,11 @@ class Steps:
         self._held.registered.check_groups()
         failpoint("session.before_apply")
         with self._held.changing() if not self._held.replica.asynchronous else nullcontext():  # there the servers change, or nothing does
-            apply()
+            self._held.registered.applying = True
+            try:
+                apply()
+            finally:
+                self._held.registered.applying = False
             failpoint("session.after_apply")
         self._commit(step)
         failpoint("session.after_commit")

@@ -12,6 +12,7 @@ import torch
 from shoal_common.errors import CorruptDataError, DeadlineError
 from shoal_worker.checkpoint.company import in_company, on_first
 from shoal_worker.checkpoint.writer import CheckpointWriter
+from shoal_worker.elastic import waiting_lines
 from shoal_worker.elastic.current import find_session
 from torch import nn
 
@@ -58,3 +59,16 @@ def test_a_disk_that_never_answers_is_given_up() -> None:
             shoal.launch(lambda: operation(lambda channel: on_first(channel, never.wait, patience=timedelta(seconds=0.1))), world_size=2)
     finally:
         never.set()
+
+
+def test_a_disk_that_is_waited_for_is_named(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(waiting_lines, "EVERY_S", 0.5)
+
+    def rank() -> None:
+        writer = CheckpointWriter()
+        if shoal.rank() == 1:
+            writer.submit(lambda: threading.Event().wait(DISK_S), what="writing", timeout=COLLECTIVE)
+        operation(lambda channel: in_company(channel, writer.done_within))
+
+    shoal.launch(rank, world_size=2, timeout=COLLECTIVE)
+    assert "waiting for a checkpoint's files for 1 s: the disks of ranks [1] of 2 have not answered" in caplog.text

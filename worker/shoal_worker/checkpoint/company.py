@@ -12,11 +12,13 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from shoal_common.errors import DeadlineError
 
 from shoal_worker.backends.inmemory_turns import run_aside
+from shoal_worker.elastic.waiting_lines import WaitingLines
 
 if TYPE_CHECKING:
     from shoal_worker.elastic.group import Channel
@@ -33,15 +35,19 @@ DISK_PATIENCE: Final = timedelta(minutes=30)
 
 def in_company(channel: Channel, done_within: Callable[[timedelta], bool], *, patience: timedelta = DISK_PATIENCE) -> None:
     """Returns when all ranks are done, or have waited for `patience`. Part of an operation. `done_within(timeout)` waits at most so long.
+    The first rank says every ten seconds in the log who is not done.
 
     Raises:
         MembershipChanged: the group is over.
     """
-    give_up_at = time.monotonic() + patience.total_seconds()
+    give_up_at, lines = time.monotonic() + patience.total_seconds(), WaitingLines()
     while True:
         told = channel.exchange(b"done" if done_within(_LOOK) or time.monotonic() > give_up_at else b"")
-        if all(told):
+        busy = [rank for rank, done in enumerate(told) if not done]
+        if not busy:
             return
+        if channel.rank == 0:
+            lines.say("a checkpoint's files", partial("the disks of ranks {} of {} have not answered".format, busy, len(told)))
 
 
 def on_first(channel: Channel, work: Callable[[], T], *, patience: timedelta = DISK_PATIENCE) -> T | None:

@@ -10,7 +10,7 @@ from datetime import timedelta
 from typing import Any, Final, TypeVar
 
 import torch.distributed as dist
-from shoal_common.errors import ConfigurationError, InternalError
+from shoal_common.errors import ConfigurationError, PreconditionError
 from torch._C._distributed_c10d import HashStore
 
 from shoal_worker.api import shutdown
@@ -125,6 +125,9 @@ class _Ranks:
     def _be(self, rank: int) -> None:
         try:
             self._run(rank)
+        except BaseException as error:  # its end failed, or was interrupted: the launch raises it
+            self._failed = self._failed or (rank, error)
+            self._failing.set()
         finally:
             self._ended[rank].set()
 
@@ -139,7 +142,7 @@ class _Ranks:
                     if (session := find_session()) is not None:
                         shutdown(timeout=self._timeout)
                         if session.missed is not None:
-                            raise InternalError(session.missed)
+                            raise PreconditionError(session.missed)
                 except BaseException as error:  # an exit ends the others, too; the launch raises it
                     if self._failed is None:
                         self._failed = rank, error

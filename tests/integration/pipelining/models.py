@@ -118,7 +118,7 @@ def train(pipeline: Pipeline, inputs: Any, targets: Any = None, **options: Any) 
 
 
 def gradients_here(pipeline: Pipeline) -> Gradients:
-    """Of the parameters of this rank's stages."""
+    """The gradients of the parameters that this rank's stages hold, by name in the whole model."""
     stages = {stage for stage, rank in enumerate(pipeline.rank_of) if rank == pipeline.links.rank}
     return {name: p.grad for name, p in pipeline.module.named_parameters() if stages & set(pipeline.split.placement[name])}
 

@@ -37,10 +37,10 @@ class SplitModel:
         return tensor.full_tensor().detach().reshape(self._layouts[name].shape)
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
-        """As the whole model's. All ranks call it."""
+        """Parameters and buffers under the names, and in the shapes, of the whole model. All ranks call it."""
         return {name: self.gather(name, tensor) for name, tensor in self._module.state_dict().items()}
 
     def bytes_here(self) -> int:
-        """Of the parameters on this rank."""
+        """Bytes that this rank's parts of the parameters take."""
         parts = [p.to_local() if isinstance(p, DTensor) else p for p in self._module.parameters()]
         return sum(part.numel() * part.element_size() for part in parts)

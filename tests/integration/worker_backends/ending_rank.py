@@ -1,6 +1,7 @@
 """A rank of two over Gloo that ends while it has something to do with its peer. Arguments: a store's file, what it has to do, the rank.
 
-Rank 0 raises. Its interpreter then takes two seconds to finalize, and in these rank 1 ends: what Gloo still has to say, it says then.
+Rank 0 raises. While its interpreter finalizes it waits for its standard input to end; rank 1 ends before that. What Gloo still has to say,
+it says then.
 """
 
 from __future__ import annotations
@@ -15,17 +16,23 @@ import torch
 from shoal_worker.backends.gloo import GlooBackend
 from torch.distributed import FileStore
 
-_FINALIZES_S: Final = 2.0
+_MOMENT_S: Final = 0.5
+"""In which Gloo's threads notice that the peer has gone: nothing tells when they have."""
+
+_KEPT: Final[list[object]] = []
+"""What the script never closes. Destroyed when the interpreter finalizes, from the end of the list on."""
 
 
 class _Lingering:
     """Takes its time when the interpreter finalizes, and lets other threads run meanwhile, as the destructors of a large program do."""
 
     def __init__(self) -> None:
-        self._sleep = time.sleep
+        self._write, self._read, self._sleep = os.write, os.read, time.sleep
 
     def __del__(self) -> None:
-        self._sleep(_FINALIZES_S)
+        self._write(2, b"finalizing\n")
+        self._read(0, 1)
+        self._sleep(_MOMENT_S)
 
 
 def main() -> None:
@@ -37,10 +44,8 @@ def main() -> None:
     if rank == 1:
         print("waits", flush=True)
         sys.stdin.readline()
-        time.sleep(_FINALIZES_S / 2)
         os._exit(0)
-    sys.lingering = _Lingering()  # type: ignore[attr-defined]
-    sys.kept = backend  # type: ignore[attr-defined]  # never closed by the script
+    _KEPT.extend([backend, _Lingering()])
     match what:
         case "callback":
             group.allreduce([torch.ones(100_000)]).get_future().add_done_callback(lambda _: None)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import gc
-import time
 import weakref
 
 import pytest
 import shoal
 import torch
 from torch import nn
+
+from tests.zygote.children import eventually
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3", "fsdp", "local_sgd"])
@@ -26,8 +27,10 @@ def test_a_model_is_freed_with_its_last_reference(strategy: str) -> None:
         return [weakref.ref(net), weakref.ref(model), *parameters]
 
     left = shoal.launch(train, world_size=2)
-    deadline = time.monotonic() + 10  # torch lets go of what a thread computed last when the system has ended the thread
-    while any(one() is not None for ones in left for one in ones) and time.monotonic() < deadline:
-        time.sleep(0.05)
+
+    def all_are_freed() -> bool:
         gc.collect()
-    assert [one() for ones in left for one in ones if one() is not None] == []
+        return all(one() is None for ones in left for one in ones)
+
+    # torch lets go of what a thread computed last when the system has ended the thread
+    eventually(all_are_freed, "the models to be freed", within_s=10)

@@ -40,7 +40,7 @@ from shoal_worker.backends.works import InterruptibleWork, Transfer, Waiter, end
 _MANY: Final = 64
 
 _open: weakref.WeakSet[InterruptibleGroup] = weakref.WeakSet()
-"""What was not shut down yet."""
+"""Groups that were not shut down yet: the end of the process shuts them down."""
 
 BROADCASTS_FROM_BYTES: Final = 1 << 18
 """All-gathers of so many bytes on (the gathered whole) go by broadcasts, or by an exchange (docs/decisions/0090)."""

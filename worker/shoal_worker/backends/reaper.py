@@ -21,9 +21,9 @@ _MOST: Final = timedelta(seconds=5)
 
 _lock = threading.Lock()
 _running: dict[threading.Thread, float] = {}
-"""By thread: for how many seconds the exit waits for it."""
+"""Threads that were started here and have not ended, with the seconds that the interpreter's exit waits for each."""
 _undestroyed: dict[threading.Thread, tuple[list[object], threading.Event]] = {}
-"""Of those, the ones that destroy something: what, and when. Both are guarded by the lock."""
+"""Threads of `_running` that destroy something: what, and the event after which they do. The lock guards this and `_running`."""
 
 
 def start(call: Callable[[], object], *, name: str, most_s: float = _MOST.total_seconds()) -> None:

@@ -96,7 +96,8 @@ class Pipeline:
     # --------------------------------------------------------------------------------------------------------------- training
 
     def train_on(self, micro_batches: Sequence[MicroBatch], loss: Loss | None = None) -> torch.Tensor:
-        """As `take_through`; returns the loss of this replica's batch on every rank."""
+        """Forward and backward passes of micro-batches, as `take_through` makes them. Returns the loss of this replica's batch, on every
+        rank of the pipeline."""
         told = self.take_through(micro_batches, loss)
         total = self._zero() if told is None else told
         with self.links.ending_on_failure("a pipeline step"):

@@ -32,7 +32,7 @@ class GradientHook:
     """
 
     def __init__(self, execution: ShardedExecution, number: int, index: int) -> None:
-        """Of parameter `index` of the unit `number`, as they are reduced."""
+        """`number`: the unit's place in the order in which gradients are reduced; `index`: the parameter's place in the unit."""
         self._execution, self._number, self._index = weakref.ref(execution), number, index
 
     def __call__(self, _: torch.Tensor) -> None:

@@ -22,12 +22,14 @@ if TYPE_CHECKING:
     from shoal_worker.fitting import OptimizationInputData, OptimizationResult
 
 
-@register_optimizer_step_pre_hook
 def _check_alone(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Before any optimizer of torch's steps."""
+    """Torch calls it before any of its optimizers steps. Raises ConfigurationError if that is a second one of the run's model."""
     session = find_session()
     if session is not None:
         session.registered.check_alone(optimizer)
+
+
+register_optimizer_step_pre_hook(_check_alone)
 
 
 class ShardedOptimizer(ForwardingOptimizer, abc.ABC):

@@ -63,7 +63,7 @@ class OverlappedReduction:
         self._flight = Flight(session, compression)
         self._hooks: list[RemovableHandle] = []
         self._slots: list[tuple[Bucket | None, Slot]] = []
-        """Those of all trained parameters, with the bucket of each that has one."""
+        """The slots of all trained parameters, each with its bucket; None: its gradient is sparse and is in no bucket."""
         self._trained: list[bool] = []
         self._places: list[torch.Tensor] = []
         """Parameters, and where their gradients go."""

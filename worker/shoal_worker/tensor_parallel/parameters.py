@@ -34,7 +34,7 @@ class Distributor:
         self._mesh = mesh
         self._device = device
         self._made: dict[int, nn.Parameter] = {}
-        """By id of the parameter that was there, and of the one that is."""
+        """The parameters made so far, by the id of the one that each replaced and by their own: a tied one is met again under either."""
 
     def distribute(self, module: nn.Module, attribute: str, layout: ParameterLayout) -> None:
         """Puts this rank's part of a parameter in its place, with any values in it."""

@@ -19,9 +19,6 @@ from torch.distributed import FileStore
 _MOMENT_S: Final = 0.5
 """In which Gloo's threads notice that the peer has gone: nothing tells when they have."""
 
-_KEPT: Final[list[object]] = []
-"""What the script never closes. Destroyed when the interpreter finalizes, from the end of the list on."""
-
 
 class _Lingering:
     """Takes its time when the interpreter finalizes, and lets other threads run meanwhile, as the destructors of a large program do."""
@@ -45,7 +42,8 @@ def main() -> None:
         print("waits", flush=True)
         sys.stdin.readline()
         os._exit(0)
-    _KEPT.extend([backend, _Lingering()])
+    # Never closed by the script. What hangs on sys is destroyed last, when no thread may come back to Python any more.
+    setattr(sys, "kept", [backend, _Lingering()])  # noqa: B010 - mypy knows no such attribute
     match what:
         case "callback":
             group.allreduce([torch.ones(100_000)]).get_future().add_done_callback(lambda _: None)

@@ -27,6 +27,7 @@ def test_a_rank_that_raises_while_gloo_has_something_to_do_ends_with_1(what: str
             told += line
             if "finalizing" in line:
                 break
+        assert "finalizing" in told, told
         peer.communicate("", timeout=_TIMEOUT_S)
         told += raising.communicate("", timeout=_TIMEOUT_S)[1]
         status = raising.returncode

@@ -36,6 +36,15 @@ from shoal_protos.v1 import parameter_server_pb2 as pb
 from shoal_common.errors import ConfigurationError, InvalidRequestError
 from shoal_common.wire import as_bytes
 
+UNSPECIFIED: Final[int] = pb.CODEC_UNSPECIFIED
+RAW: Final[int] = pb.CODEC_RAW
+FLOAT16: Final[int] = pb.CODEC_FLOAT16
+BFLOAT16: Final[int] = pb.CODEC_BFLOAT16
+INT8: Final[int] = pb.CODEC_INT8
+SIGN: Final[int] = pb.CODEC_SIGN
+TOPK: Final[int] = pb.CODEC_TOPK
+RANDOMK: Final[int] = pb.CODEC_RANDOMK
+
 INT8_BLOCK: Final = 256
 INT8_LARGEST: Final = 127
 SIGN_BLOCK: Final = 1024
@@ -60,13 +69,13 @@ def payload_bytes(codec: int, length: int, kept: int = 0) -> int:
         InvalidRequestError (CODEC_UNSUPPORTED): not one of the codecs above.
     """
     sizes: dict[int, int] = {
-        pb.CODEC_RAW: 4 * length,
-        pb.CODEC_FLOAT16: 2 * length,
-        pb.CODEC_BFLOAT16: 2 * length,
-        pb.CODEC_INT8: 4 * blocks(length, INT8_BLOCK) + length,
-        pb.CODEC_SIGN: 4 * blocks(length, SIGN_BLOCK) + blocks(length, 8),
-        pb.CODEC_TOPK: 4 * blocks(length, TOPK_BLOCK) + 6 * kept,
-        pb.CODEC_RANDOMK: RANDOMK_HEADER_BYTES + 4 * kept,
+        RAW: 4 * length,
+        FLOAT16: 2 * length,
+        BFLOAT16: 2 * length,
+        INT8: 4 * blocks(length, INT8_BLOCK) + length,
+        SIGN: 4 * blocks(length, SIGN_BLOCK) + blocks(length, 8),
+        TOPK: 4 * blocks(length, TOPK_BLOCK) + 6 * kept,
+        RANDOMK: RANDOMK_HEADER_BYTES + 4 * kept,
     }
     if codec not in sizes:
         raise _unsupported(codec)
@@ -111,9 +120,9 @@ def check_size(codec: int, size: int, length: int) -> None:
 
 def _kept(codec: int, size: int, length: int) -> int:
     """How many values a payload of that size holds; the size is checked against it afterwards."""
-    if codec == pb.CODEC_TOPK:
+    if codec == TOPK:
         return max(0, size - 4 * blocks(length, TOPK_BLOCK)) // 6
-    return max(0, size - RANDOMK_HEADER_BYTES) // 4 if codec == pb.CODEC_RANDOMK else 0
+    return max(0, size - RANDOMK_HEADER_BYTES) // 4 if codec == RANDOMK else 0
 
 
 def _decode_raw(data: memoryview, out: Values) -> None:
@@ -181,13 +190,13 @@ def _decode_randomk(data: memoryview, out: Values) -> None:
 
 
 _DECODERS: Final[Mapping[int, Callable[[memoryview, Values], None]]] = {
-    pb.CODEC_RAW: _decode_raw,
-    pb.CODEC_FLOAT16: _decode_float16,
-    pb.CODEC_BFLOAT16: _decode_bfloat16,
-    pb.CODEC_INT8: _decode_int8,
-    pb.CODEC_SIGN: _decode_sign,
-    pb.CODEC_TOPK: _decode_topk,
-    pb.CODEC_RANDOMK: _decode_randomk,
+    RAW: _decode_raw,
+    FLOAT16: _decode_float16,
+    BFLOAT16: _decode_bfloat16,
+    INT8: _decode_int8,
+    SIGN: _decode_sign,
+    TOPK: _decode_topk,
+    RANDOMK: _decode_randomk,
 }
 
 
@@ -255,13 +264,13 @@ def _encode_randomk(values: Values, kept: int, random: np.random.Generator) -> l
 
 
 _ENCODERS: Final[Mapping[int, Callable[[Values, int, np.random.Generator], list[NDArray[Any]]]]] = {
-    pb.CODEC_RAW: lambda values, kept, random: [values],
-    pb.CODEC_FLOAT16: _encode_float16,
-    pb.CODEC_BFLOAT16: _encode_bfloat16,
-    pb.CODEC_INT8: _encode_int8,
-    pb.CODEC_SIGN: _encode_sign,
-    pb.CODEC_TOPK: _encode_topk,
-    pb.CODEC_RANDOMK: _encode_randomk,
+    RAW: lambda values, kept, random: [values],
+    FLOAT16: _encode_float16,
+    BFLOAT16: _encode_bfloat16,
+    INT8: _encode_int8,
+    SIGN: _encode_sign,
+    TOPK: _encode_topk,
+    RANDOMK: _encode_randomk,
 }
 
 

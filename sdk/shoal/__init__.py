@@ -24,7 +24,7 @@ from shoal_common.errors import (
     UnavailableError,
     UnknownResourceError,
 )
-from shoal_worker import init_method as _init_method
+from shoal_worker.store import init_method as _init_method
 
 if TYPE_CHECKING:
     from shoal_common.clients.coordinator import CoordinatorClient
@@ -61,11 +61,11 @@ if TYPE_CHECKING:
     from shoal_worker.backends.nccl import NCCLBackend
     from shoal_worker.compression.base import GradientCompressor
     from shoal_worker.compression.optimizer import GradientCompressionOptimizer
-    from shoal_worker.fitting import EpochRecord, OptimizationInputData, OptimizationResult
     from shoal_worker.launch import launch
     from shoal_worker.strategies.async_sgd import AsyncSGDModel, AsyncSGDOptimizer
     from shoal_worker.strategies.ddp import DDPModel, DDPOptimizer
     from shoal_worker.strategies.elastic_optimizer import ElasticOptimizer
+    from shoal_worker.strategies.fitting import EpochRecord, OptimizationInputData, OptimizationResult
     from shoal_worker.strategies.fsdp import FSDPModel, FSDPOptimizer
     from shoal_worker.strategies.hsdp import HSDPModel, HSDPOptimizer
     from shoal_worker.strategies.hybrid import HybridShardedModel, HybridShardedOptimizer
@@ -162,7 +162,7 @@ _HOMES = {
     "DDPModel": "shoal_worker.strategies.ddp",
     "DDPOptimizer": "shoal_worker.strategies.ddp",
     "ElasticOptimizer": "shoal_worker.strategies.elastic_optimizer",
-    "EpochRecord": "shoal_worker.fitting",
+    "EpochRecord": "shoal_worker.strategies.fitting",
     "FSDPModel": "shoal_worker.strategies.fsdp",
     "FSDPOptimizer": "shoal_worker.strategies.fsdp",
     "GlooBackend": "shoal_worker.backends.gloo",
@@ -177,8 +177,8 @@ _HOMES = {
     "LocalSGDOptimizer": "shoal_worker.strategies.local_sgd",
     "MPIBackend": "shoal_worker.backends.mpi",
     "NCCLBackend": "shoal_worker.backends.nccl",
-    "OptimizationInputData": "shoal_worker.fitting",
-    "OptimizationResult": "shoal_worker.fitting",
+    "OptimizationInputData": "shoal_worker.strategies.fitting",
+    "OptimizationResult": "shoal_worker.strategies.fitting",
     "ParameterServerClient": "shoal_common.clients.parameter_server",
     "PipelineParallelModel": "shoal_worker.strategies.pipeline",
     "PipelineParallelOptimizer": "shoal_worker.strategies.pipeline",

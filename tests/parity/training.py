@@ -10,7 +10,7 @@ from typing import Any, Final
 import shoal
 import torch
 import torch.nn.functional as F
-from shoal_worker.elastic.randomness import seed_generators
+from shoal_worker.randomness import seed_generators
 from torch import nn
 from torch.utils.data import Dataset
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import shoal
 import torch
-from shoal_worker.elastic.current import current_session
+from shoal_worker.elastic.start import current_session
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 

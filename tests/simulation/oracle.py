@@ -153,7 +153,8 @@ def _judge_ends(world: World, finishers: list[Process], wrong: Any) -> None:
     scenario = world.scenario
     # Without a loader of Shoal's there is nothing that could end the loop.
     stops_at_once = scenario.loop == "plain" and any(isinstance(fault, JobStops | Drains) for fault in scenario.faults)
-    never_began = world.steps == 0 and any(isinstance(fault, JobStops) for fault in scenario.faults)
+    stopped = any(isinstance(fault, JobStops) for fault in scenario.faults)
+    never_began = stopped and world.steps == 0
     for process in world.processes:
         if process.dead or never_began:
             continue
@@ -182,9 +183,11 @@ def _judge_ends(world: World, finishers: list[Process], wrong: Any) -> None:
     ):
         wrong("preempted", "all got SIGTERM, and the code after the loop has run nowhere")
     drains = sum(isinstance(f, Drains) for f in scenario.faults)
+    only_joiners = stopped and not any(process.diary.statuses for process in left)  # they leave at the stop, the others die in it
     if (
         left
         and not finishers
+        and not only_joiners
         and len(left) > drains
         and not stops_at_once
         and not never_began

@@ -34,7 +34,7 @@ from typing import Final
 
 from shoal_common.errors import ConfigurationError, MembershipChanged
 
-VARIABLE: Final = "SHOAL_FAILPOINTS"
+from shoal_worker.settings import failpoints
 
 _ACTIONS: Final[dict[str, Callable[[], object]]] = {
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
@@ -55,14 +55,14 @@ def _parse(text: str) -> dict[tuple[str, int], str]:
         place, _, action = entry.partition("=")
         name, _, hit = place.partition("@")
         if action not in _ACTIONS or not hit.isdigit():
-            raise ConfigurationError(f"{VARIABLE}: {entry!r} is not name@hit=action with an action of {', '.join(_ACTIONS)}")
+            raise ConfigurationError(f"SHOAL_FAILPOINTS: {entry!r} is not name@hit=action with an action of {', '.join(_ACTIONS)}")
         wanted[name, int(hit)] = action
     return wanted
 
 
 @functools.cache
 def _wanted() -> dict[tuple[str, int], str]:
-    return _parse(os.environ.get(VARIABLE, ""))
+    return _parse(failpoints())
 
 
 _hits: Counter[str] = Counter()

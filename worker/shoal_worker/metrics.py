@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from shoal_worker.elastic.generation import Generation
-
 _PAUSES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 _STALENESS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128)
 
@@ -66,11 +64,11 @@ class WorkerMetrics:
             registry=self.registry,
         )
 
-    def generation_formed(self, generation: Generation, seconds: float) -> None:
-        """A generation formed."""
-        self.generation.set(generation.number)
-        self.rank.set(generation.rank)
-        self.world_size.set(generation.world_size)
+    def generation_formed(self, *, number: int, rank: int, world_size: int, seconds: float) -> None:
+        """Notes where this worker stands in a generation, and how long that took to form."""
+        self.generation.set(number)
+        self.rank.set(rank)
+        self.world_size.set(world_size)
         self.reform_seconds.observe(seconds)
 
     def transferred(self, size_bytes: int, seconds: float) -> None:

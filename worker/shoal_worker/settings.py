@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import socket
 import uuid
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 
@@ -123,3 +124,29 @@ def check_not_torchrun(settings: WorkerSettings) -> None:
             f"WORLD_SIZE={world_size} is set, but SHOAL_COORDINATOR is not: each rank would train alone. "
             "Start the script with `shoal run --nproc-per-node ... train.py` instead of torchrun, or unset WORLD_SIZE."
         )
+
+
+def rank_variables() -> Mapping[str, str]:
+    """Returns what torchrun and its kin tell a process about its rank, `RANK` and `WORLD_SIZE`, where they are set."""
+    return {name: os.environ[name] for name in ("RANK", "WORLD_SIZE") if name in os.environ}
+
+
+def gloo_interface() -> str:
+    """Returns the network interface that the user has chosen for Gloo, the first of `GLOO_SOCKET_IFNAME`; "" where none is chosen."""
+    return os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+
+
+def set_nccl_defaults(values: Mapping[str, str]) -> None:
+    """Sets environment variables that NCCL reads when it connects, except those that the user has set."""
+    for variable, value in values.items():
+        os.environ.setdefault(variable, value)
+
+
+def failpoints() -> str:
+    """Returns what `SHOAL_FAILPOINTS` asks for; "" where it is not set."""
+    return os.environ.get("SHOAL_FAILPOINTS", "")
+
+
+def environment_without_settings() -> dict[str, str]:
+    """Returns the environment for services of a cluster that this process starts, without the settings of one that it may be in."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("SHOAL_")}

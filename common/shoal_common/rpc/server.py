@@ -23,10 +23,10 @@ from prometheus_client import CollectorRegistry
 
 from shoal_common.errors import ConfigurationError
 from shoal_common.rpc.channel import milliseconds
+from shoal_common.rpc.metrics import ServerMetricsInterceptor
 from shoal_common.rpc.server_interceptors import AuthInterceptor, ErrorInterceptor
 from shoal_common.security import Role, TlsSettings, TokenTable
 from shoal_common.settings import parse_address
-from shoal_common.telemetry.grpc_metrics import ServerMetricsInterceptor
 
 logger = logging.getLogger(__name__)
 

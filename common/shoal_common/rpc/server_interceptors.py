@@ -1,6 +1,6 @@
 """What happens around every handler of an RpcServer: authentication, and errors turned into statuses.
 
-Both run on the server's event loop and keep no state of their own. Metrics are in shoal_common.telemetry.
+Both run on the server's event loop and keep no state of their own. Metrics are in metrics.py.
 """
 
 from __future__ import annotations

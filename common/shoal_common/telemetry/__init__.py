@@ -1,15 +1,6 @@
-"""What a service lets others see: log lines, metrics over HTTP, and the metrics of its gRPC calls."""
+"""What a service lets others see: log lines, and metrics over HTTP. The metrics of its gRPC calls are in `shoal_common.rpc.metrics`."""
 
-from shoal_common.telemetry.grpc_metrics import ClientMetricsInterceptor, ServerMetricsInterceptor
 from shoal_common.telemetry.http import HttpRequest, HttpResponse, HttpServer, serve_metrics
 from shoal_common.telemetry.logs import configure_logging
 
-__all__ = [
-    "ClientMetricsInterceptor",
-    "HttpRequest",
-    "HttpResponse",
-    "HttpServer",
-    "ServerMetricsInterceptor",
-    "configure_logging",
-    "serve_metrics",
-]
+__all__ = ["HttpRequest", "HttpResponse", "HttpServer", "configure_logging", "serve_metrics"]

@@ -20,7 +20,7 @@ import torch
 from shoal_common.errors import MembershipChanged
 from shoal_worker.backends.gloo import GlooBackend
 from shoal_worker.compression import CompressedReduction, compressor_names, parse_compression
-from shoal_worker.store import RedisStore
+from shoal_worker.store.redis_store import RedisStore
 
 SHAPES = [(256, 512), (512,), (512, 300), (300,)]
 NUMEL = 256 * 512 + 512 + 512 * 300 + 300

@@ -20,7 +20,7 @@ from redis.backoff import ConstantBackoff
 from redis.retry import Retry
 from shoal_common.redis.embedded import find_server_binary
 from shoal_common.security import Role, TokenTable
-from shoal_worker.store import RedisStore
+from shoal_worker.store.redis_store import RedisStore
 
 ROOT = Path(__file__).resolve().parents[3]
 ENTRYPOINT = ROOT / "docker/entrypoint.sh"

@@ -15,8 +15,8 @@ from shoal_common.rpc.channel import ChannelSettings
 from shoal_protos.v1 import coordinator_pb2, parameter_server_pb2
 from shoal_worker.compression.optimizer import GradientCompressionOptimizer
 from shoal_worker.elastic.session import Session
-from shoal_worker.fitting import OptimizationInputData
 from shoal_worker.state.serial import load_tensors
+from shoal_worker.strategies.fitting import OptimizationInputData
 from torch import nn
 
 from tests.integration.worker_async.async_cluster import AsyncCluster

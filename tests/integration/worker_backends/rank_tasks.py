@@ -17,7 +17,7 @@ import torch.distributed as dist
 from shoal_common.errors import MembershipChanged, ShoalError
 from shoal_worker.backends import ReduceOp
 from shoal_worker.backends.gloo import GlooBackend
-from shoal_worker.store import RedisStore
+from shoal_worker.store.redis_store import RedisStore
 
 from tests.integration.worker_backends.conformance import check_backend, failures
 from tests.ranks.tasks import say

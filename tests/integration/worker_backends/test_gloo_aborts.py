@@ -24,7 +24,7 @@ from shoal_common.errors import DeadlineError, MembershipChanged
 from shoal_worker.backends import forming
 from shoal_worker.backends.forming import GlooGroup, connect_gloo
 from shoal_worker.backends.gloo import GlooBackend
-from shoal_worker.store import RedisStore
+from shoal_worker.store.redis_store import RedisStore
 
 Form = Callable[..., list[GlooBackend]]
 _DEADLINE_S = 60.0

@@ -10,7 +10,7 @@ from datetime import timedelta
 from typing import Any
 
 import psutil
-from shoal_worker.store import RedisStore
+from shoal_worker.store.redis_store import RedisStore
 
 Ranks = Callable[[int], list[Any]]
 _AT_ONCE_S = 50.0

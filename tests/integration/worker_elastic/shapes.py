@@ -15,7 +15,7 @@ import shoal
 import torch
 from shoal_common.clients.coordinator import CoordinatorClient
 from shoal_common.rpc.channel import ChannelSettings
-from shoal_worker.elastic.current import current_session
+from shoal_worker.elastic.start import current_session
 from torch import nn
 
 from tests.integration.worker_elastic.pacing import pace

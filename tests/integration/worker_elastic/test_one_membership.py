@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 from shoal_common.errors import ConfigurationError, DeadlineError, InternalError, MembershipChanged, PreconditionError, ShoalError
-from shoal_protos.v1 import coordinator_pb2 as pb
 from shoal_worker.backends.base import CommunicationBackend
 from shoal_worker.backends.gloo import GlooBackend
 from shoal_worker.backends.waits import Waits
@@ -23,6 +22,7 @@ from shoal_worker.elastic.connecting import connect
 from shoal_worker.elastic.contract import Drained, StopTraining
 from shoal_worker.elastic.generation import Generation, Peer
 from shoal_worker.elastic.link import CoordinatorLink, MemberIdentity
+from shoal_worker.elastic.member import LeaveReason
 from shoal_worker.elastic.membership import Membership
 from shoal_worker.elastic.reach import unreachable
 from shoal_worker.elastic.transfer import StateDonor
@@ -93,7 +93,7 @@ def test_two_members_that_cannot_reach_each_other_are_kept_apart(job: Job) -> No
     assert membership.link.wait_generation(after=2, timeout=60 * SECOND).world_size == 1
     reports = [e.attributes for e in job.events() if e.kind == "collective_failed" and e.member_id == "a"]
     assert [(report["suspects"], report["timed_out"]) for report in reports] == [("b", "true")] * 2
-    membership.leave(pb.Leave.REASON_DRAINED)
+    membership.leave(LeaveReason.DRAINED)
 
 
 @pytest.mark.parametrize("job", [(1, 2)], indirect=True)
@@ -109,9 +109,9 @@ def test_who_finishes_in_a_generation_that_it_has_just_entered_stops_nobody_ther
     (c,) = job.start("c")
     assert link.wait_generation(after=2, timeout=60 * SECOND).number == c.generation().number == 3
     link.entered(3)
-    membership.leave(pb.Leave.REASON_FINISHED)
+    membership.leave(LeaveReason.FINISHED)
     c.beat(3)
-    c.leave(pb.Leave.REASON_FINISHED)
+    c.leave(LeaveReason.FINISHED)
     assert c.end() is None
     assert c.kinds() == ["welcome", "generation"]
 
@@ -134,7 +134,7 @@ def test_in_a_job_that_stops_a_failure_is_answered_by_a_generation_or_by_the_wor
     b.kill()
     with pytest.raises(StopTraining, match="enough"):  # a wait for enough members would end in a DeadlineError
         membership.form()
-    membership.leave(pb.Leave.REASON_DRAINED)
+    membership.leave(LeaveReason.DRAINED)
 
 
 @pytest.mark.parametrize("job", [(2, 3)], indirect=True)
@@ -153,7 +153,7 @@ def test_a_member_that_drains_goes_into_the_generation_after_a_failure_which_may
     b.kill()  # too few are left: the job is on hold, and the member does not wait until there are enough
     with pytest.raises(Drained, match="preempted"):  # a wait for enough members would end in a DeadlineError
         membership.form()
-    membership.leave(pb.Leave.REASON_DRAINED)
+    membership.leave(LeaveReason.DRAINED)
 
 
 @pytest.mark.parametrize("job", [(1, 1)], indirect=True)
@@ -164,9 +164,9 @@ def test_a_goodbye_does_not_hold_the_group_while_the_coordinator_is_away(job: Jo
     with socket.create_server((host, int(port))):  # takes connections, and is silent: as a machine that hangs
         eventually(lambda: "no connection to the coordinator" in caplog.text, "the link to notice")
         began = time.monotonic()
-        membership.link.leave(pb.Leave.REASON_FINISHED, timeout=60 * SECOND)
+        membership.link.leave(LeaveReason.FINISHED, timeout=60 * SECOND)
         assert time.monotonic() - began < 30, "it waited for a coordinator that is away"
-        membership.leave(pb.Leave.REASON_FINISHED)
+        membership.leave(LeaveReason.FINISHED)
 
 
 @pytest.mark.parametrize("job", [(1, 1)], indirect=True)
@@ -181,7 +181,7 @@ def test_a_member_whose_link_broke_by_a_fault_of_its_own_knows_and_does_not_trai
     with pytest.raises(InternalError, match="the group cannot be ended"):
         link.wait_generation(after=1, timeout=60 * SECOND)
     assert link.refused is not None
-    link.leave(pb.Leave.REASON_FAILED)
+    link.leave(LeaveReason.FAILED)
 
 
 def joined(job: Job) -> Membership:
@@ -222,11 +222,11 @@ def test_a_rank_that_was_kept_out_is_put_out_when_the_run_ends_without_it(job: J
         c.fail(number)
     eventually(lambda: job.phase_of("a") == "quarantined", "a to be kept out")
     assert link.put_out is None
-    b.leave(pb.Leave.REASON_FINISHED)
+    b.leave(LeaveReason.FINISHED)
     with pytest.raises(PreconditionError, match="went on without it"):
         link.wait_generation(after=2, timeout=60 * SECOND, mid_step=True)
     assert link.put_out is not None
-    link.leave(pb.Leave.REASON_FAILED)
+    link.leave(LeaveReason.FAILED)
 
 
 @pytest.mark.parametrize("job", [(1, 2)], indirect=True)
@@ -240,7 +240,7 @@ def test_a_collective_that_fails_ahead_of_a_border_is_reported_though_the_genera
     link.wait_generation(after=1, timeout=60 * SECOND)  # for the border that the collective does not let it come to
     link.failed(1, detail="timed out", timed_out=True)
     eventually(lambda: any(e.kind == "collective_failed" and e.generation == 1 for e in job.events()), "the report")
-    link.leave(pb.Leave.REASON_DRAINED)
+    link.leave(LeaveReason.DRAINED)
 
 
 @pytest.mark.parametrize("job", [(1, 1)], indirect=True)
@@ -268,7 +268,7 @@ def test_who_waits_for_a_generation_waits_on_while_the_coordinator_is_away(
     job.coordinator.start()
     answers.get(timeout=60)  # the next generation, or its own deadline, which counts again
     waiting.join()
-    link.leave(pb.Leave.REASON_FINISHED)
+    link.leave(LeaveReason.FINISHED)
 
 
 @pytest.mark.parametrize("job", [(1, 1)], indirect=True)
@@ -278,7 +278,7 @@ def test_who_waits_for_a_coordinator_that_never_comes_back_gives_up_in_the_end(j
     job.coordinator.kill()
     with pytest.raises(DeadlineError, match="has been away"):
         link.wait_generation(after=1, timeout=60 * SECOND, mid_step=True)
-    link.leave(pb.Leave.REASON_FAILED)
+    link.leave(LeaveReason.FAILED)
 
 
 @pytest.mark.parametrize("job", [(2, 2)], indirect=True)
@@ -294,7 +294,7 @@ def test_members_of_a_job_that_the_coordinator_has_lost_go_on_in_it(job: Job) ->
     assert not any(peer.joining for peer in found[0].peers)
     for link in links:
         assert link.refused is None
-        link.leave(pb.Leave.REASON_FINISHED)
+        link.leave(LeaveReason.FINISHED)
 
 
 def test_a_generation_that_forms_slowly_says_who_has_not_come(

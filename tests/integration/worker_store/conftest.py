@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 
 import pytest
-from shoal_worker.store import RedisStore
+from shoal_worker.store.redis_store import RedisStore
 
 
 @pytest.fixture

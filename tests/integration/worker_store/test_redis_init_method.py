@@ -15,7 +15,9 @@ import pytest
 import torch.distributed as dist
 from shoal_common.errors import UnavailableError
 from shoal_common.processes import tied_to_parent
-from shoal_worker.store import RedisStore, StoreTimeoutError, rendezvous, scripts
+from shoal_worker.store import rendezvous, scripts
+from shoal_worker.store.errors import StoreTimeoutError
+from shoal_worker.store.redis_store import RedisStore
 
 _SCRIPT = Path(__file__).with_name("plain_script.py")
 _DAY_S = 24 * 3600

@@ -13,7 +13,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 from shoal_common.errors import ConfigurationError
-from shoal_worker.store import RedisStore, StoreTimeoutError, StoreValueError
+from shoal_worker.store.errors import StoreTimeoutError, StoreValueError
+from shoal_worker.store.redis_store import RedisStore
 
 _MOMENT = timedelta(milliseconds=1)
 _KEYS = st.sampled_from(["a", "b", "ключ", "with space/and:colon"])

@@ -15,7 +15,9 @@ import pytest
 from shoal.launcher.ports import ReservedPort
 from shoal_common.errors import MembershipChanged
 from shoal_common.redis import EmbeddedRedis
-from shoal_worker.store import RedisStore, StoreAbortedError, StoreTimeoutError, StoreUnavailableError, redis_store
+from shoal_worker.store import redis_store
+from shoal_worker.store.errors import StoreAbortedError, StoreTimeoutError, StoreUnavailableError
+from shoal_worker.store.redis_store import RedisStore
 
 T = TypeVar("T")
 _DEADLINE_S = 60.0

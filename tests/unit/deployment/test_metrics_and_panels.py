@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
-from shoal_common.telemetry.grpc_metrics import ClientMetricsInterceptor, ServerMetricsInterceptor
+from shoal_common.rpc.metrics import ClientMetricsInterceptor, ServerMetricsInterceptor
 
 ROOT = Path(__file__).resolve().parents[3]
 DASHBOARDS = runpy.run_path(str(ROOT / "docker/grafana/dashboards.py"))

@@ -24,9 +24,9 @@ from shoal_worker.elastic.progress import ProgressMeter
 from shoal_worker.elastic.reconcile import StateName
 from shoal_worker.elastic.transfer import StateDonor
 from shoal_worker.elastic.waiting import Waiting
+from shoal_worker.engine.materialize import materialize
 from shoal_worker.metrics import WorkerMetrics
 from shoal_worker.settings import WorkerSettings
-from shoal_worker.strategies.materialize import materialize
 from torch import nn
 
 _PATIENCE_S = 60.0

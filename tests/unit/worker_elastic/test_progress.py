@@ -27,12 +27,12 @@ class Clock:
 def test_the_rate_is_that_of_the_last_second_or_of_the_last_step_if_that_took_longer(step_s: float) -> None:
     clock = Clock()
     meter = ProgressMeter(WorkerMetrics(), clock=clock)
-    assert meter.message().samples_per_s == 0
+    assert meter.snapshot().samples_per_s == 0
     for step in range(200):
         meter.committed(steps=step + 1, samples=6, loss=None)
         clock.now += step_s
-    assert meter.message().samples_per_s == pytest.approx(6 / step_s, rel=0.02)
-    assert meter.message().step_time_s == pytest.approx(step_s)
+    assert meter.snapshot().samples_per_s == pytest.approx(6 / step_s, rel=0.02)
+    assert meter.snapshot().step_time_s == pytest.approx(step_s)
 
 
 def test_the_rate_of_a_worker_that_does_not_get_on_falls() -> None:
@@ -43,7 +43,7 @@ def test_the_rate_of_a_worker_that_does_not_get_on_falls() -> None:
         meter.committed(steps=step + 1, samples=10, loss=None)
     rates = []
     for _ in range(4):
-        rates.append(meter.message().samples_per_s)
+        rates.append(meter.snapshot().samples_per_s)
         clock.now += 1.0
     assert rates == sorted(rates, reverse=True)
     assert rates[-1] < 10
@@ -59,7 +59,7 @@ def test_the_time_that_a_rank_works_is_told_apart_from_the_time_that_it_waits_fo
                 clock.now += 0.3
             clock.now += 0.5
         meter.committed(steps=step + 1, samples=1, loss=None)
-    told = meter.message()
+    told = meter.snapshot()
     assert told.step_time_s == pytest.approx(1.0)
     assert told.busy_time_s == pytest.approx(0.2)
     assert told.waiting_s == 0
@@ -74,7 +74,7 @@ def test_a_step_that_takes_far_longer_than_those_before_is_told_before_it_ends()
     clock.now += 1.0
     with meter.waits.of("all_reduce"):
         clock.now += 14.0
-        told = meter.message()
+        told = meter.snapshot()
     assert (told.waiting_s, told.waiting_in) == (pytest.approx(14.0), "all_reduce")
     assert told.step_time_s == pytest.approx(15.0)
     assert told.busy_time_s == pytest.approx(1.0)

@@ -7,9 +7,10 @@ import pytest
 import shoal
 import torch
 from shoal_common.errors import ConfigurationError, PreconditionError
-from shoal_worker.elastic.current import current_session, set_session
+from shoal_worker.elastic.current import set_session
 from shoal_worker.elastic.group import LocalChannel
 from shoal_worker.elastic.place import Place
+from shoal_worker.elastic.start import current_session
 from shoal_worker.state.snapshot import Snapshot
 from torch import nn
 

@@ -15,10 +15,9 @@ from shoal_common.errors import ConfigurationError, MembershipChanged, Precondit
 from shoal_worker.backends.base import CommunicationBackend
 from shoal_worker.backends.gloo import GlooBackend
 from shoal_worker.backends.inmemory import InMemoryBackend
-from shoal_worker.elastic.connecting import Opening
-from shoal_worker.elastic.current import current_session
 from shoal_worker.elastic.generation import Generation, Peer
-from shoal_worker.elastic.group import Group
+from shoal_worker.elastic.group import Group, Opening
+from shoal_worker.elastic.start import current_session
 from torch import nn
 from torch.distributed import HashStore, PrefixStore
 

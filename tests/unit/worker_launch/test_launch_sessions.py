@@ -17,7 +17,8 @@ import torch.distributed as dist
 from shoal_common.errors import ConfigurationError, MembershipChanged
 from shoal_worker.backends import GroupEndedError
 from shoal_worker.backends.inmemory_turns import run_aside
-from shoal_worker.elastic.current import current_session, find_session
+from shoal_worker.elastic.current import find_session
+from shoal_worker.elastic.start import current_session
 from torch import nn
 from torch.utils.data import TensorDataset
 

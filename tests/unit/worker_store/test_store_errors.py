@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 from shoal_common.errors import DeadlineError, InvalidRequestError, MembershipChanged, ShoalError, UnavailableError
-from shoal_worker.store import StoreAbortedError, StoreTimeoutError, StoreUnavailableError, StoreValueError
+from shoal_worker.store.errors import StoreAbortedError, StoreTimeoutError, StoreUnavailableError, StoreValueError
 
 
 @pytest.mark.parametrize(

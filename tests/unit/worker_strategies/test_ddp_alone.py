@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import shoal
 import torch
-from shoal_worker.elastic.current import current_session, set_session
+from shoal_worker.elastic.current import set_session
+from shoal_worker.elastic.start import current_session
 from torch import nn
 
 from tests.unit.worker_strategies.small_problem import data, network
@@ -139,7 +140,7 @@ def test_train_step_in_micro_batches_returns_each_ones_loss_and_the_step_has_the
         told = [(float(model.train_step(x, y, nn.functional.cross_entropy)), len(x)) for x, y in step]
         assert [count for _, count in told] == [5, 5, 2]
         assert optimizer.step()
-    assert current_session().progress.message().loss == pytest.approx(sum(loss * count for loss, count in told) / 12)
+    assert current_session().progress.snapshot().loss == pytest.approx(sum(loss * count for loss, count in told) / 12)
 
 
 def test_evaluate_sums_every_batch_once() -> None:

@@ -10,8 +10,8 @@ import shoal
 import torch
 from shoal_common.errors import ConfigurationError, CorruptDataError
 from shoal_worker.elastic.contract import StateLostError
-from shoal_worker.elastic.current import current_session
 from shoal_worker.elastic.group import LocalChannel
+from shoal_worker.elastic.start import current_session
 from shoal_worker.mesh.axes import Axes, Coordinate
 from shoal_worker.mesh.gathering import Cut, Held, gather
 

@@ -15,9 +15,9 @@ from shoal_common.errors import ConfigurationError, MembershipChanged, Precondit
 from shoal_worker.config import ShardingConfiguration
 from shoal_worker.elastic.contract import Placement, Share
 from shoal_worker.elastic.step import Step, StepPhase
+from shoal_worker.engine.buffers import CommittedBuffers
 from shoal_worker.strategies.accumulation import AccumulatedReduction
 from shoal_worker.strategies.buckets import lay_out
-from shoal_worker.strategies.buffers import CommittedBuffers
 from shoal_worker.strategies.reduction import OverlappedReduction
 from torch import nn
 from torch.utils.checkpoint import checkpoint

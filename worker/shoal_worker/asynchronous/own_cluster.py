@@ -31,6 +31,8 @@ from shoal_common.scratch import ScratchDirectory
 from shoal_protos.v1 import coordinator_pb2 as pb
 
 from shoal_worker.elastic.link import CoordinatorLink, MemberIdentity
+from shoal_worker.elastic.member import LeaveReason
+from shoal_worker.settings import environment_without_settings
 
 _COORDINATOR: Final = "shoal_coordinator"
 _PS_SERVER: Final = "shoal_ps_server"
@@ -81,7 +83,7 @@ class OwnCluster:
     def close(self) -> None:
         """Leaves the job and stops the services; they are gone when this returns. Idempotent."""
         if self._link is not None:
-            self._link.leave(pb.Leave.REASON_FINISHED, timeout=timedelta(seconds=2))
+            self._link.leave(LeaveReason.FINISHED, timeout=timedelta(seconds=2))
         for service in reversed(self._services):
             service.stop()
         self._services.clear()
@@ -151,13 +153,11 @@ class _Service:
     def _keep(self, started: queue.SimpleQueue[subprocess.Popen[bytes] | OSError]) -> None:
         # SIGTERM, so that the coordinator can take its own children and files with it.
         command = tied_to_parent(self._command, death_signal=signal.SIGTERM)
-        # Settings of a cluster that this process is not a part of are not for these services.
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("SHOAL_")}
         try:
             with self._log.open("wb") as log:
                 # A session of its own: the terminal's Ctrl-C is for the script, which then says when to stop.
                 process = subprocess.Popen(
-                    command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
+                    command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment_without_settings(), start_new_session=True
                 )
         except OSError as error:
             started.put(error)

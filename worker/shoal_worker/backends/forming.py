@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import itertools
-import os
 import threading
 import time
 import traceback
@@ -28,6 +27,7 @@ from torch.distributed.distributed_c10d import GroupName, PrefixStore, ProcessGr
 from shoal_worker.backends.errors import GroupEndedError, cause_of
 from shoal_worker.backends.short_sums import Door, ShortSums
 from shoal_worker.backends.sockets import GroupSockets, Listener, listeners
+from shoal_worker.settings import gloo_interface
 
 _DEVICE_ATTEMPTS: Final = 10
 _NUMBERS: Final = itertools.count()
@@ -253,7 +253,7 @@ def _make_device(hostname: str | None) -> tuple[Any, Listener]:
 
 def _create_device(hostname: str | None) -> Any:
     # Connections are made now and all (no lazy_init), whatever TORCH_GLOO_LAZY_INIT says: later ones would escape an abort.
-    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    interface = gloo_interface()
     try:
         if hostname is not None:
             return ProcessGroupGloo.create_device(hostname=hostname, lazy_init=False)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import socket
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
+from shoal_worker.settings import gloo_interface
 from shoal_worker.store.redis_store import RedisStore
 
 
@@ -24,7 +24,7 @@ def address_towards(host: str, port: int) -> str | None:
 
 def address_for(store: Store) -> str | None:
     """The address of the interface that leads to the store's server; None: let Gloo choose, by GLOO_SOCKET_IFNAME or the hostname."""
-    if os.environ.get("GLOO_SOCKET_IFNAME"):
+    if gloo_interface():
         return None
     while isinstance(store, PrefixStore):
         store = store.underlying_store

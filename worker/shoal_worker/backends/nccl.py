@@ -9,7 +9,6 @@ Connecting blocks in C++ and cannot be interrupted, so it runs in a thread of it
 from __future__ import annotations
 
 import itertools
-import os
 import queue
 import time
 from collections.abc import Callable
@@ -25,6 +24,7 @@ from shoal_worker.backends import reaper
 from shoal_worker.backends.base import CommunicationBackend
 from shoal_worker.backends.device_group import DeviceGroup
 from shoal_worker.backends.errors import GroupEndedError, cause_of
+from shoal_worker.settings import set_nccl_defaults
 
 _PATIENCE: Final = {
     # Its watchdog ends the process on an error, and when a collective or it itself is slow. Shoal re-forms instead.
@@ -54,8 +54,7 @@ class NCCLBackend(CommunicationBackend):
         self._group: DeviceGroup | None = None
 
     def _connect(self, store: Store, timeout: timedelta, connect_timeout: timedelta, hostname: str | None) -> dist.ProcessGroup:
-        for variable, value in _PATIENCE.items():
-            os.environ.setdefault(variable, value)
+        set_nccl_defaults(_PATIENCE)
         device = self._device()
         self._native = _within(connect_timeout, lambda: self._connected(store, device, connect_timeout), given_up=lambda: self._reason)
         native = dist.ProcessGroup(PrefixStore("group", store), self.rank, self.world_size)

@@ -1,26 +1,27 @@
-"""What every gradient compressor offers: a tensor as fewer bytes, and back.
+"""What every gradient compressor offers: a tensor as fewer bytes, and back; and what an exchange of compressed gradients is given.
 
 A compressor is a frozen value: it has settings and no state. What a step leaves behind (error feedback, warm starts) lies in a `Memory`,
-per rank and bucket; how compressed gradients are summed over ranks is in exchanges.py. Payloads are those of shoal_common.codecs.
+per rank and bucket; the ways to sum compressed gradients over ranks are in exchanges.py. Payloads are those of shoal_common.codecs.
 """
 
 from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Final
+from typing import ClassVar, Final
 
 import torch
 from shoal_common import codecs
 from shoal_common.errors import ConfigurationError
 
+from shoal_worker.backends.base import CommunicationBackend
+from shoal_worker.backends.handle import Handle
 from shoal_worker.compression import host
+from shoal_worker.compression.memory import BucketMemory
 from shoal_worker.compression.randomness import KeyedRandom
-
-if TYPE_CHECKING:
-    from shoal_worker.compression.exchanges import Exchange
+from shoal_worker.compression.scratch import Scratch
 
 _TILE: Final = 1 << 17
 """Values that are worked on at a time on the CPU: 512 KiB stay in a core's own cache over several operations."""
@@ -116,3 +117,44 @@ def _check(tensor: torch.Tensor) -> None:
             f"a {tensor.dtype} tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} cannot be compressed; "
             "expected float32 and contiguous: pass tensor.float().contiguous()"
         )
+
+
+Steps = Generator[Handle, None, None]
+"""Yields each collective that an exchange has issued; resumed when it is complete (exchanges.py)."""
+
+_STAGES = 2
+"""At most so many stages of an exchange draw random numbers."""
+_EVERYBODY = -1
+"""In place of a rank: random numbers that all ranks draw alike."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Errand:
+    """One bucket on its way."""
+
+    backend: CommunicationBackend
+    memory: BucketMemory
+    scratch: Scratch
+    bucket: int
+    """Its index: the same on all ranks."""
+    step: int
+    shapes: Sequence[Sequence[int]] | None
+    """Of the tensors in it, in order; None: one vector."""
+    round: int = 0
+    """How often it was sent before in the step."""
+
+    def random(self, seed: int, *, stage: int = 0, shared: bool = False) -> KeyedRandom:
+        """Random numbers for one stage of the exchange, of this rank or of all."""
+        return KeyedRandom(seed, self.step, _EVERYBODY if shared else self.backend.rank, self.bucket, _STAGES * self.round + stage)
+
+
+class Exchange(abc.ABC):
+    """Sums a bucket over ranks."""
+
+    @abc.abstractmethod
+    def wire_bytes(self, compressor: GradientCompressor, numel: int, world_size: int, shapes: Sequence[Sequence[int]] | None) -> int:
+        """See `GradientCompressor.wire_bytes`."""
+
+    @abc.abstractmethod
+    def reduce(self, compressor: GradientCompressor, values: torch.Tensor, errand: Errand) -> Steps:
+        """Replaces `values` (float32, one dimension) by the sum over ranks."""

@@ -15,61 +15,14 @@ resumed when the collective is complete. All ranks must resume their exchanges i
 
 from __future__ import annotations
 
-import abc
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
-from shoal_worker.backends.base import CommunicationBackend
 from shoal_worker.backends.handle import Handle
-from shoal_worker.compression.memory import BucketMemory
+from shoal_worker.compression.base import Errand, Exchange, GradientCompressor, Steps
 from shoal_worker.compression.randomness import KeyedRandom
-from shoal_worker.compression.scratch import Scratch
-
-if TYPE_CHECKING:
-    from shoal_worker.compression.base import GradientCompressor
-
-Steps = Generator[Handle, None, None]
-
-_STAGES = 2
-"""At most so many stages of an exchange draw random numbers."""
-_EVERYBODY = -1
-"""In place of a rank: random numbers that all ranks draw alike."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Errand:
-    """One bucket on its way."""
-
-    backend: CommunicationBackend
-    memory: BucketMemory
-    scratch: Scratch
-    bucket: int
-    """Its index: the same on all ranks."""
-    step: int
-    shapes: Sequence[Sequence[int]] | None
-    """Of the tensors in it, in order; None: one vector."""
-    round: int = 0
-    """How often it was sent before in the step."""
-
-    def random(self, seed: int, *, stage: int = 0, shared: bool = False) -> KeyedRandom:
-        """Random numbers for one stage of the exchange, of this rank or of all."""
-        return KeyedRandom(seed, self.step, _EVERYBODY if shared else self.backend.rank, self.bucket, _STAGES * self.round + stage)
-
-
-class Exchange(abc.ABC):
-    """Sums a bucket over ranks."""
-
-    @abc.abstractmethod
-    def wire_bytes(self, compressor: GradientCompressor, numel: int, world_size: int, shapes: Sequence[Sequence[int]] | None) -> int:
-        """See `GradientCompressor.wire_bytes`."""
-
-    @abc.abstractmethod
-    def reduce(self, compressor: GradientCompressor, values: torch.Tensor, errand: Errand) -> Steps:
-        """Replaces `values` (float32, one dimension) by the sum over ranks."""
-
 
 # ------------------------------------------------------------------------------------------------------------ in chunks
 

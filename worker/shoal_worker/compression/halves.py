@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from shoal_protos.v1 import parameter_server_pb2 as pb
+from shoal_common import codecs
 
-from shoal_worker.compression.base import GradientCompressor, blocked_payload_bytes, tiles
-from shoal_worker.compression.exchanges import Chunked, Exchange
+from shoal_worker.compression.base import Exchange, GradientCompressor, blocked_payload_bytes, tiles
+from shoal_worker.compression.exchanges import Chunked
 from shoal_worker.compression.randomness import KeyedRandom
 
 
@@ -54,7 +54,7 @@ class Float16Compressor(_HalfCompressor):
     """
 
     name: ClassVar[str] = "fp16"
-    codec: ClassVar[int] = pb.CODEC_FLOAT16
+    codec: ClassVar[int] = codecs.FLOAT16
     dtype: ClassVar[torch.dtype] = torch.float16
 
 
@@ -66,5 +66,5 @@ class BFloat16Compressor(_HalfCompressor):
     """
 
     name: ClassVar[str] = "bf16"
-    codec: ClassVar[int] = pb.CODEC_BFLOAT16
+    codec: ClassVar[int] = codecs.BFLOAT16
     dtype: ClassVar[torch.dtype] = torch.bfloat16

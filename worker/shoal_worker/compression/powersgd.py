@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from shoal_common import codecs
 from shoal_common.errors import ConfigurationError
-from shoal_protos.v1 import parameter_server_pb2 as pb
 
-from shoal_worker.compression.base import GradientCompressor
-from shoal_worker.compression.exchanges import Errand, Exchange, Steps, all_reduce_bytes
+from shoal_worker.compression.base import Errand, Exchange, GradientCompressor, Steps
+from shoal_worker.compression.exchanges import all_reduce_bytes
 from shoal_worker.compression.randomness import KeyedRandom
 
 
@@ -33,7 +33,7 @@ class PowerSGDCompressor(GradientCompressor):
     """
 
     name: ClassVar[str] = "powersgd"
-    codec: ClassVar[int] = pb.CODEC_UNSPECIFIED  # a server would need Q, and sees no sums over ranks
+    codec: ClassVar[int] = codecs.UNSPECIFIED  # a server would need Q, and sees no sums over ranks
 
     error_feedback: bool = True
     rank: int = 4

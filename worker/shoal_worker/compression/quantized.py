@@ -8,13 +8,13 @@ from typing import ClassVar, Final
 
 import numpy as np
 import torch
+from shoal_common import codecs
 from shoal_common.codecs import INT8_BLOCK, INT8_LARGEST, blocks
-from shoal_protos.v1 import parameter_server_pb2 as pb
 from torch.nn import functional
 
 from shoal_worker.compression import host
-from shoal_worker.compression.base import GradientCompressor, blocked_payload_bytes, scale_blocks, tiles
-from shoal_worker.compression.exchanges import Chunked, Exchange
+from shoal_worker.compression.base import Exchange, GradientCompressor, blocked_payload_bytes, scale_blocks, tiles
+from shoal_worker.compression.exchanges import Chunked
 from shoal_worker.compression.randomness import KeyedRandom
 
 _SMALLEST: Final = 256 * torch.finfo(torch.float32).tiny
@@ -33,7 +33,7 @@ class Int8Compressor(GradientCompressor):
     """
 
     name: ClassVar[str] = "int8"
-    codec: ClassVar[int] = pb.CODEC_INT8
+    codec: ClassVar[int] = codecs.INT8
     alignment: ClassVar[int] = INT8_BLOCK
 
     def payload_bytes(self, shape: Sequence[int]) -> int:

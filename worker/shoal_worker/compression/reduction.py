@@ -14,8 +14,8 @@ from shoal_common.errors import ConfigurationError, MembershipChanged, Precondit
 
 from shoal_worker.backends.base import CommunicationBackend
 from shoal_worker.backends.handle import Handle
-from shoal_worker.compression.base import GradientCompressor
-from shoal_worker.compression.exchanges import Chunks, Errand, Steps, scatter_sum
+from shoal_worker.compression.base import Errand, GradientCompressor, Steps
+from shoal_worker.compression.exchanges import Chunks, scatter_sum
 from shoal_worker.compression.memory import BucketMemory, Memory, is_finite
 from shoal_worker.compression.scratch import Scratch
 

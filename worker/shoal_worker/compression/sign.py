@@ -8,13 +8,13 @@ from typing import ClassVar, Final
 
 import numpy as np
 import torch
+from shoal_common import codecs
 from shoal_common.codecs import SIGN_BLOCK, blocks
-from shoal_protos.v1 import parameter_server_pb2 as pb
 from torch.nn import functional
 
 from shoal_worker.compression import host
-from shoal_worker.compression.base import GradientCompressor, blocked_payload_bytes, scale_blocks, tiles
-from shoal_worker.compression.exchanges import Chunked, Exchange
+from shoal_worker.compression.base import Exchange, GradientCompressor, blocked_payload_bytes, scale_blocks, tiles
+from shoal_worker.compression.exchanges import Chunked
 from shoal_worker.compression.randomness import KeyedRandom
 
 _SIGNS_OF_BYTES: Final = (
@@ -35,7 +35,7 @@ class SignCompressor(GradientCompressor):
     """
 
     name: ClassVar[str] = "sign"
-    codec: ClassVar[int] = pb.CODEC_SIGN
+    codec: ClassVar[int] = codecs.SIGN
     alignment: ClassVar[int] = SIGN_BLOCK
 
     error_feedback: bool = True

@@ -10,13 +10,13 @@ from typing import ClassVar, Final
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from shoal_common import codecs
 from shoal_common.codecs import RANDOMK_HEADER_BYTES, TOPK_BLOCK, blocks, randomk_draw, randomk_places
 from shoal_common.errors import ConfigurationError
-from shoal_protos.v1 import parameter_server_pb2 as pb
 
 from shoal_worker.compression import host
-from shoal_worker.compression.base import GradientCompressor, blocked_payload_bytes, tiles
-from shoal_worker.compression.exchanges import Errand, Exchange, Gathered, Steps, all_reduce_bytes
+from shoal_worker.compression.base import Errand, Exchange, GradientCompressor, Steps, blocked_payload_bytes, tiles
+from shoal_worker.compression.exchanges import Gathered, all_reduce_bytes
 from shoal_worker.compression.randomness import KeyedRandom
 
 _SAMPLES: Final = 1 << 16
@@ -55,7 +55,7 @@ class TopKCompressor(_SparseCompressor):
     """
 
     name: ClassVar[str] = "topk"
-    codec: ClassVar[int] = pb.CODEC_TOPK
+    codec: ClassVar[int] = codecs.TOPK
 
     def compress_into(self, tensor: torch.Tensor, payload: torch.Tensor, random: KeyedRandom) -> None:
         values = tensor.view(-1)
@@ -91,7 +91,7 @@ class RandomKCompressor(_SparseCompressor):
     """
 
     name: ClassVar[str] = "randomk"
-    codec: ClassVar[int] = pb.CODEC_RANDOMK
+    codec: ClassVar[int] = codecs.RANDOMK
 
     def compress_into(self, tensor: torch.Tensor, payload: torch.Tensor, random: KeyedRandom) -> None:
         values = tensor.view(-1)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import weakref
 
 from shoal_worker.elastic.contract import StepClock, StepSource
-from shoal_worker.elastic.current import current_clock
+from shoal_worker.elastic.start import current_clock
 
 _unnamed: weakref.WeakKeyDictionary[StepClock, int] = weakref.WeakKeyDictionary()
 """How many loaders without a name each session has seen. Ranks that are threads of one process have a session each."""

@@ -28,7 +28,6 @@ from shoal_worker.data.dealer import Dealer
 from shoal_worker.data.delivery import Delivery
 from shoal_worker.data.evaluation import EvaluationBatches
 from shoal_worker.data.fetch import Fetcher
-from shoal_worker.data.identity import DRAWN, SAMPLES, identity_of
 from shoal_worker.data.introduction import Introduction
 from shoal_worker.data.iteration import Iterations
 from shoal_worker.data.orders import EpochOrders
@@ -38,6 +37,7 @@ from shoal_worker.data.step import Step
 from shoal_worker.data.supply import DealtSupply, LeasedSupply, Supply
 from shoal_worker.elastic.contract import Placement
 from shoal_worker.settings import WorkerSettings
+from shoal_worker.state.dataset_digest import DRAWN, SAMPLES, identity_of
 
 
 class ElasticDataLoader:

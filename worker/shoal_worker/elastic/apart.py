@@ -12,10 +12,10 @@ from typing import Any, Final
 
 from shoal_common.errors import MembershipChanged, PreconditionError
 
-from shoal_worker.data.identity import DRAWN, SAMPLES
 from shoal_worker.elastic.contract import StepSource
 from shoal_worker.elastic.group import Group
 from shoal_worker.elastic.place import Place
+from shoal_worker.state.dataset_digest import DRAWN, SAMPLES
 
 REASON: Final = "RANKS_DIVERGED"
 COUNTING: Final = (

@@ -6,47 +6,21 @@ Threads: the training thread connects. What `announce` is given may be aborted f
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Final
 
 from shoal_common.errors import ConfigurationError, MembershipChanged, ShoalError
-from torch._C._distributed_c10d import Store
 
 from shoal_worker.backends.base import CommunicationBackend
 from shoal_worker.backends.waits import Waits
 from shoal_worker.elastic.generation import Generation
-from shoal_worker.elastic.group import Group, brief
+from shoal_worker.elastic.group import Group, Opening, brief
 from shoal_worker.elastic.waiting_lines import EVERY_S, WaitingLines
 from shoal_worker.store.errors import StoreTimeoutError
 from shoal_worker.store.redis_store import RedisStore
 
 _MOST_NAMED: Final = 5
-
-
-@dataclass(frozen=True, kw_only=True)
-class Opening:
-    """What groups of one generation are connected with."""
-
-    make_backend: Callable[[], CommunicationBackend]
-    store: Callable[[str], Store]
-    """A store that no group has used, by a name; the same for all ranks that say the name."""
-    hostname: str | None
-    connect_timeout: timedelta
-    collective_timeout: timedelta
-
-    def initialize(self, backend: CommunicationBackend, generation: Generation, store: Store, members: Sequence[int] | None = None) -> None:
-        """Connects `backend`; `members`: see `CommunicationBackend.initialize`. Raises what that raises."""
-        backend.initialize(
-            rank=generation.rank,
-            world_size=generation.world_size,
-            store=store,
-            timeout=self.collective_timeout,
-            connect_timeout=self.connect_timeout,
-            hostname=self.hostname,
-            members=members,
-        )
 
 
 class Forming:

@@ -1,4 +1,4 @@
-"""The session of this process: found here by loaders, models and the functions of the public API.
+"""The session of this process, where it has one; `start.current_session` makes one where it has none.
 
 Where ranks are threads of one process (`shoal.launch`), each has a session of its own. It is kept with the rank's world, as what torch
 keeps per process is: so the threads that a rank starts find it too, and a rank never finds another's, or the process's.
@@ -9,22 +9,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shoal_worker.backends.inmemory_worlds import own_world
-from shoal_worker.elastic.contract import StepClock
 
 if TYPE_CHECKING:
     from shoal_worker.elastic.session import Session
 
 _process: list[Session] = []
-
-
-def current_session() -> Session:
-    """The session, made by `shoal.init()`; if the script did not call it, it is called now."""
-    session = find_session()
-    if session is None:
-        from shoal_worker.elastic.start import open_session
-
-        session = open_session()
-    return session
 
 
 def find_session() -> Session | None:
@@ -45,8 +34,3 @@ def set_session(session: Session | None) -> None:
     _process.clear()
     if session is not None:
         _process.append(session)
-
-
-def current_clock() -> StepClock:
-    """The current session as a loader sees it."""
-    return current_session().clock

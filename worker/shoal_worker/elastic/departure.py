@@ -11,11 +11,10 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from shoal_common.exit_status import PUT_OUT
-from shoal_protos.v1 import coordinator_pb2 as pb
 
 from shoal_worker.elastic.contract import Drained, StopTraining
 from shoal_worker.elastic.held import HeldState
-from shoal_worker.elastic.member import Member
+from shoal_worker.elastic.member import LeaveReason, Member
 
 _log = logging.getLogger(__name__)
 
@@ -65,8 +64,8 @@ class Departure:
         for source in self._held.sources:
             source.leaving()
         if self._membership is not None and not (self._held.has_replica and self._held.replica.asynchronous):
-            self._membership.leave(pb.Leave.REASON_DRAINED, reason, alone=True)
-        self.say_goodbye(pb.Leave.REASON_DRAINED, reason, alone=True)
+            self._membership.leave(LeaveReason.DRAINED, reason, alone=True)
+        self.say_goodbye(LeaveReason.DRAINED, reason, alone=True)
         raise SystemExit(status)
 
     def finish(self) -> None:
@@ -74,7 +73,7 @@ class Departure:
         while self._callbacks:
             self._callbacks.pop()()
 
-    def say_goodbye(self, reason: pb.Leave.Reason, detail: str = "", *, alone: bool = False) -> None:
+    def say_goodbye(self, reason: LeaveReason, detail: str = "", *, alone: bool = False) -> None:
         """Leaves the job, once everything is done that is to be done before. Where it has left already, does that. `alone`: its peers go
         on."""
         self.finish()

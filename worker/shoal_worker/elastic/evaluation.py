@@ -15,9 +15,9 @@ from shoal_common.errors import ConfigurationError
 from torch import nn
 from torch.utils.data import DistributedSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
-from shoal_worker.data.identity import SAMPLES, identity_of
 from shoal_worker.elastic.apart import evaluations_apart
 from shoal_worker.elastic.modes import evaluating
+from shoal_worker.state.dataset_digest import SAMPLES, identity_of
 
 if TYPE_CHECKING:
     from shoal_worker.elastic.group import Channel

@@ -18,16 +18,15 @@ from datetime import timedelta
 from typing import Final, NoReturn
 
 from shoal_common.errors import ConfigurationError, MembershipChanged
-from shoal_protos.v1 import coordinator_pb2 as pb
 from torch import nn
 from torch.distributed.distributed_c10d import PrefixStore
 
 from shoal_worker.backends.inmemory_turns import own_turns
 from shoal_worker.backends.inmemory_worlds import Seat, own_world
 from shoal_worker.backends.registry import backend_class
-from shoal_worker.elastic.connecting import Opening
 from shoal_worker.elastic.generation import Generation, Peer
-from shoal_worker.elastic.group import Group
+from shoal_worker.elastic.group import Group, Opening
+from shoal_worker.elastic.member import LeaveReason
 from shoal_worker.elastic.progress import ProgressMeter
 from shoal_worker.elastic.replica import Replica
 
@@ -99,9 +98,9 @@ class FixedMembership:
     def observe(self, progress: ProgressMeter) -> None:
         """See `Member`: nobody asks."""
 
-    def join(self) -> pb.Welcome:
+    def join(self) -> bool:
         """See `Member`: nobody has trained before."""
-        return pb.Welcome()
+        return False
 
     def serve(self, replica: Replica) -> None:
         """See `Member`."""
@@ -161,7 +160,7 @@ class FixedMembership:
         if group is not None:
             group.leave()
 
-    def leave(self, reason: pb.Leave.Reason, detail: str = "", *, alone: bool = False, steps: int = 0) -> None:
+    def leave(self, reason: LeaveReason, detail: str = "", *, alone: bool = False, steps: int = 0) -> None:
         """See `Member`."""
         self.leave_group("this rank has ended")
 

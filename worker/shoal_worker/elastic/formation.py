@@ -278,7 +278,13 @@ class Formation:
         self.border_due = False
         held.interrupted = None
         self._progress.entered()
-        self._metrics.generation_formed(group.generation, time.monotonic() - self._meeting_began)
+        generation = group.generation
+        self._metrics.generation_formed(
+            number=generation.number,
+            rank=generation.rank,
+            world_size=generation.world_size,
+            seconds=time.monotonic() - self._meeting_began,
+        )
         return True
 
     def _cut_for(self, group: Group) -> None:

@@ -17,7 +17,8 @@ import re
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Protocol
+from datetime import timedelta
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -29,9 +30,6 @@ from shoal_worker.backends.sockets import Traffic
 from shoal_worker.elastic.generation import Generation
 from shoal_worker.elastic.waiting import Waiting
 from shoal_worker.store.redis_store import RedisStore
-
-if TYPE_CHECKING:
-    from shoal_worker.elastic.connecting import Opening
 
 _FAILURES = (RuntimeError, ValueError)
 """What c10d raises, DistError and DistBackendError among them."""
@@ -58,6 +56,30 @@ class LocalChannel:
     def exchange(self, payload: bytes) -> list[bytes]:
         """Returns what was given."""
         return [payload]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Opening:
+    """What the groups of one generation are connected with."""
+
+    make_backend: Callable[[], CommunicationBackend]
+    store: Callable[[str], Store]
+    """A store that no group has used, by a name; the same for all ranks that say the name."""
+    hostname: str | None
+    connect_timeout: timedelta
+    collective_timeout: timedelta
+
+    def initialize(self, backend: CommunicationBackend, generation: Generation, store: Store, members: Sequence[int] | None = None) -> None:
+        """Connects `backend`; `members`: see `CommunicationBackend.initialize`. Raises what that raises."""
+        backend.initialize(
+            rank=generation.rank,
+            world_size=generation.world_size,
+            store=store,
+            timeout=self.collective_timeout,
+            connect_timeout=self.connect_timeout,
+            hostname=self.hostname,
+            members=members,
+        )
 
 
 class Group:

@@ -33,6 +33,9 @@ from shoal_protos.v1 import coordinator_pb2 as pb
 
 from shoal_worker.elastic.contract import Drained, StopTraining
 from shoal_worker.elastic.generation import Generation
+from shoal_worker.elastic.member import LeaveReason
+from shoal_worker.elastic.messages import leave_message, parse_generation, progress_message
+from shoal_worker.elastic.progress import Progress
 from shoal_worker.elastic.waiting_lines import WaitingLines
 
 _log = logging.getLogger(__name__)
@@ -92,7 +95,7 @@ class CoordinatorLink:
         `on_stop_now`, when neither a border nor a generation will come any more, what this member is forming. `away_limit`: how long a
         wait for a generation goes on while the coordinator is away.
         """
-        self.progress: Callable[[], pb.Progress] = lambda: pb.Progress(loss=float("nan"))
+        self.progress: Callable[[], Progress] = Progress
         """Asked for each heartbeat, on grpc's thread."""
         self.client = client
         self.identity = identity
@@ -127,8 +130,8 @@ class CoordinatorLink:
 
     # ------------------------------------------------------------------------------------------------ the training thread
 
-    def connect(self, timeout: timedelta) -> pb.Welcome:
-        """Opens the session and returns the coordinator's welcome.
+    def connect(self, timeout: timedelta) -> bool:
+        """Opens the session. Returns whether the job has had a generation already: then this member is a joiner.
 
         Raises:
             DeadlineError: no coordinator answered in time.
@@ -145,7 +148,7 @@ class CoordinatorLink:
                         f"waited {timeout.total_seconds():.0f} s for the coordinator to accept this member into "
                         f"job {self.identity.job_id!r}; check SHOAL_COORDINATOR and that the coordinator runs"
                     )
-            return self._welcome
+            return self._welcome.joining
 
     def ready(self) -> None:
         """Asks for a rank."""
@@ -297,7 +300,7 @@ class CoordinatorLink:
 
     def leave(
         self,
-        reason: pb.Leave.Reason,
+        reason: LeaveReason,
         detail: str = "",
         *,
         alone: bool = False,
@@ -309,7 +312,7 @@ class CoordinatorLink:
         with self._changed:
             if self._leaving is not None:
                 return
-            self._leaving = pb.Leave(reason=reason, detail=detail[:1024], alone=alone, steps=steps)
+            self._leaving = leave_message(reason, detail, alone=alone, steps=steps)
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._ended or self._away_since is not None, timeout.total_seconds())
         self.client.close()
@@ -437,7 +440,9 @@ class CoordinatorLink:
                 else:
                     # At once after a generation was entered: the coordinator writes no border for others before all are in.
                     said.generation, said.spare = self._generation, self._spare
-                    heartbeat = pb.Heartbeat(generation=self._generation, progress=self.progress(), out_of_reach=self._out_of_reach)
+                    heartbeat = pb.Heartbeat(
+                        generation=self._generation, progress=progress_message(self.progress()), out_of_reach=self._out_of_reach
+                    )
                     heartbeat.in_reach, heartbeat.spare = self._in_reach, self._spare
                     message = pb.MemberMessage(heartbeat=heartbeat)
             yield message
@@ -467,7 +472,7 @@ class CoordinatorLink:
 
     def _take(self, directive: pb.MemberDirective) -> None:
         kind = directive.WhichOneof("directive")
-        generation = Generation.parse(directive.generation, self.identity.member_id) if kind == "generation" else None
+        generation = parse_generation(directive.generation, self.identity.member_id) if kind == "generation" else None
         with self._changed:
             if generation is not None:
                 if self._newest is not None and generation.number <= self._newest.number:

@@ -6,17 +6,28 @@ A protocol, because there are two kinds of place: a member of a job has a coordi
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Collection
 from datetime import timedelta
 from typing import Protocol
 
 from shoal_common.errors import ShoalError
-from shoal_protos.v1 import coordinator_pb2 as pb
 
 from shoal_worker.elastic.generation import Generation
 from shoal_worker.elastic.group import Group
 from shoal_worker.elastic.progress import ProgressMeter
 from shoal_worker.elastic.replica import Replica
+
+
+class LeaveReason(enum.Enum):
+    """Why a member gives up its place."""
+
+    DRAINED = enum.auto()
+    """It was asked to, or got SIGTERM; it left at a border."""
+    FINISHED = enum.auto()
+    """Its script came to its end: the run is over for all."""
+    FAILED = enum.auto()
+    """Its script raised."""
 
 
 class Notices(Protocol):
@@ -86,8 +97,8 @@ class Member(Protocol):
         """The one backend whose groups this place allows; None: any."""
         ...
 
-    def join(self) -> pb.Welcome:
-        """Takes the place; whether others have trained already is in the answer."""
+    def join(self) -> bool:
+        """Takes the place. Returns whether others have trained already: then this rank replays its script up to the first live batch."""
         ...
 
     def serve(self, replica: Replica) -> None:
@@ -126,6 +137,6 @@ class Member(Protocol):
         """Lets go of the group."""
         ...
 
-    def leave(self, reason: pb.Leave.Reason, detail: str = "", *, alone: bool = False, steps: int = 0) -> None:
+    def leave(self, reason: LeaveReason, detail: str = "", *, alone: bool = False, steps: int = 0) -> None:
         """Gives up the place."""
         ...

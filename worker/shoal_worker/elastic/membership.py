@@ -6,6 +6,7 @@ from collectives of a generation that is over and from forming one that is super
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import threading
 import time
@@ -14,7 +15,6 @@ from datetime import timedelta
 
 from shoal_common.clients.coordinator import CoordinatorClient
 from shoal_common.errors import DeadlineError, StaleGenerationError, UnavailableError
-from shoal_protos.v1 import coordinator_pb2 as pb
 
 from shoal_worker.backends.base import CommunicationBackend
 from shoal_worker.backends.registry import backend_class
@@ -23,6 +23,7 @@ from shoal_worker.elastic.connecting import Forming, connect
 from shoal_worker.elastic.generation import Generation
 from shoal_worker.elastic.group import Group
 from shoal_worker.elastic.link import CoordinatorLink, MemberIdentity
+from shoal_worker.elastic.member import LeaveReason
 from shoal_worker.elastic.progress import ProgressMeter
 from shoal_worker.elastic.reach import unreachable
 from shoal_worker.elastic.replica import Replica
@@ -56,24 +57,18 @@ class Membership:
         self.make_backend: Callable[[], CommunicationBackend] | None = None
         """Makes the backend of the next group; set before the first `form`."""
 
-    def join(self) -> pb.Welcome:
-        """Opens the session with the coordinator. Raises what `CoordinatorLink.connect` raises."""
+    def join(self) -> bool:
+        """Opens the session with the coordinator. Returns and raises what `CoordinatorLink.connect` does."""
         self._tell_launcher("joined")
-        welcome = self.link.connect(self._settings.rendezvous_timeout)
+        joining = self.link.connect(self._settings.rendezvous_timeout)
         self._watch = Watch(self.link, self.waits, lambda: self._group)
         self._watch.start()
-        return welcome
+        return joining
 
     def observe(self, progress: ProgressMeter) -> None:
         """`progress` is told to the coordinator. Before `join`."""
         self.waits = progress.waits
-        self.link.progress = lambda: self._message(progress)
-
-    def _message(self, progress: ProgressMeter) -> pb.Progress:
-        message, watch = progress.message(), self._watch
-        if watch is not None and (busy := watch.busy_link) is not None:
-            message.busy_link.CopyFrom(busy)
-        return message
+        self.link.progress = lambda: dataclasses.replace(progress.snapshot(), busy_link=self._watch.busy_link if self._watch else None)
 
     @property
     def only_backend(self) -> str | None:
@@ -213,16 +208,16 @@ class Membership:
             if elapsed > 1.0:
                 _log.warning("closing the group of generation %d took %.1f s", group.generation.number, elapsed)
 
-    def leave(self, reason: pb.Leave.Reason, detail: str = "", *, alone: bool = False, steps: int = 0) -> None:
+    def leave(self, reason: LeaveReason, detail: str = "", *, alone: bool = False, steps: int = 0) -> None:
         """Ends the session with the coordinator and lets go of the group. Idempotent.
         `alone`: the others of the group go on. `steps`: committed here."""
-        self._drained = self._drained or reason == pb.Leave.REASON_DRAINED
+        self._drained = self._drained or reason == LeaveReason.DRAINED
         if self._watch is not None:
             self._watch.close()
         self.link.leave(reason, detail, alone=alone, steps=steps)
         self.leave_group("this member left")
         asked = self._drained or self.link.stopped is not None or self.link.refused is not None
-        if reason == pb.Leave.REASON_FINISHED and not asked:
+        if reason == LeaveReason.FINISHED and not asked:
             self._tell_launcher("finished")
 
     def _tell_launcher(self, what: str) -> None:

@@ -11,9 +11,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from shoal_common.processes import children_cpu_s
-from shoal_protos.v1 import coordinator_pb2 as pb
 
 from shoal_worker.backends.waits import Waits
 from shoal_worker.metrics import WorkerMetrics
@@ -22,6 +22,44 @@ _WINDOW_S = 1.0
 _MEDIAN_OF = 31
 _CPU_OF_CHILDREN_S = 5.0
 """How often the processor time of child processes is added up: it takes a look at each."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BusyLink:
+    """A connection to a peer that had something to send for most of the last seconds."""
+
+    rank: int
+    bytes_per_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """How far a worker is, at one moment."""
+
+    step: int = 0
+    """Committed optimizer steps."""
+    epoch: int = 0
+    sequence: int = 0
+    """Counts borders, steps and operations entered: grows while the worker is not stuck."""
+    samples_per_s: float = 0.0
+    """Of this rank's share, over about the last second."""
+    loss: float = math.nan
+    """Told last; NaN: never."""
+    step_time_s: float = 0.0
+    """Median over the last steps."""
+    samples: int = 0
+    """Committed samples of this rank, ever."""
+    staleness: float = 0.0
+    """Of the last push, in versions (async_sgd)."""
+    waiting_s: float = 0.0
+    """For how long the training thread has waited for its peers without a break; 0: it does not wait."""
+    waiting_in: str = ""
+    """Where it waits: a collective's name, or a generation that forms."""
+    busy_time_s: float = 0.0
+    """The part of `step_time_s` in which this rank did not wait for its peers."""
+    cpu_s: float = 0.0
+    """Processor time that the process and its children have used."""
+    busy_link: BusyLink | None = None
 
 
 class ProgressMeter:
@@ -91,8 +129,8 @@ class ProgressMeter:
         if loss is not None:
             self.told_loss(loss)
 
-    def message(self) -> pb.Progress:
-        """A snapshot. While no step ends, the rate falls and the time of a step grows."""
+    def snapshot(self) -> Progress:
+        """Returns how far this worker is now. While no step ends, the rate falls and the time of a step grows."""
         waiting_s, waiting_in = self.waits.now
         with self._lock:
             now = self._clock()
@@ -106,7 +144,7 @@ class ProgressMeter:
             if times and running_s > 2 * step_s:  # the step in progress says more than those that were
                 step_s, busy_s = running_s, max(0.0, running_s - waited_s)
             span = max(self._recent[-1][0] - self._recent[0][0], since_last) if samples else 0.0
-            return pb.Progress(
+            return Progress(
                 step=self._steps,
                 epoch=self.epoch,
                 sequence=self._sequence,

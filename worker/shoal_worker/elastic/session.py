@@ -26,7 +26,6 @@ from typing import Any, Final
 
 import torch
 from shoal_common.errors import PreconditionError, ShoalError
-from shoal_protos.v1 import coordinator_pb2 as pb
 
 from shoal_worker.elastic.contract import StateLostError, StepStatus, StopTraining
 from shoal_worker.elastic.departure import Departure
@@ -35,7 +34,7 @@ from shoal_worker.elastic.formation import GROUP_LOST, Formation
 from shoal_worker.elastic.generation import Generation
 from shoal_worker.elastic.group import Channel, Group, LocalChannel
 from shoal_worker.elastic.held import HeldState
-from shoal_worker.elastic.member import Member
+from shoal_worker.elastic.member import LeaveReason, Member
 from shoal_worker.elastic.operations import Body, GroupChannel, Operations
 from shoal_worker.elastic.phase import Phase
 from shoal_worker.elastic.progress import ProgressMeter
@@ -194,7 +193,7 @@ class Session:
         membership = self._membership
         assert membership is not None
         try:
-            joining = membership.join().joining
+            joining = membership.join()
         except PreconditionError as refusal:
             if refusal.reason != "JOB_CLOSED":
                 raise
@@ -445,8 +444,8 @@ class Session:
                 self._departure.finish()
                 failed = self.missed
             preempted = self._formation is not None and self._formation.preempted and self._departure.stopped is not None
-            good = pb.Leave.REASON_DRAINED if preempted else pb.Leave.REASON_FINISHED
-            self._departure.say_goodbye(pb.Leave.REASON_FAILED if failed is not None else good, failed or "")
+            good = LeaveReason.DRAINED if preempted else LeaveReason.FINISHED
+            self._departure.say_goodbye(LeaveReason.FAILED if failed is not None else good, failed or "")
         self._held.registered.let_go()
         if self._exchange is not None:
             self._exchange.close()

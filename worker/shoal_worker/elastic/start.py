@@ -28,6 +28,7 @@ from shoal_worker.backends import reaper
 from shoal_worker.backends.inmemory_worlds import Seat, own_world
 from shoal_worker.backends.mpi import own_seat
 from shoal_worker.elastic.account import account_for
+from shoal_worker.elastic.contract import StepClock
 from shoal_worker.elastic.current import find_session, set_session
 from shoal_worker.elastic.fixed import FixedMembership
 from shoal_worker.elastic.link import MemberIdentity
@@ -44,6 +45,16 @@ _log = logging.getLogger(__name__)
 _SAME_SIGNAL: Final = timedelta(seconds=5)
 _ELSEWHERE: Final = "192.0.2.1:9"
 """Of no host at all (RFC 5737): the way there is the way to other machines."""
+
+
+def current_session() -> Session:
+    """Returns the session of this process, made by `shoal.init()`; if the script did not call that, it is called now."""
+    return find_session() or open_session()
+
+
+def current_clock() -> StepClock:
+    """Returns the current session as a loader sees it."""
+    return current_session().clock
 
 
 def open_session(settings: WorkerSettings | None = None) -> Session:

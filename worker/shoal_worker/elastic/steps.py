@@ -33,10 +33,10 @@ from shoal_worker.elastic.formation import Formation
 from shoal_worker.elastic.held import HeldState
 from shoal_worker.elastic.phase import Phase
 from shoal_worker.elastic.progress import ProgressMeter
-from shoal_worker.elastic.randomness import seed_generators
 from shoal_worker.elastic.step import Step
 from shoal_worker.failpoints import failpoint
 from shoal_worker.metrics import WorkerMetrics
+from shoal_worker.randomness import seed_generators
 
 _log = logging.getLogger(__name__)
 

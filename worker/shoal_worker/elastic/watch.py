@@ -17,13 +17,13 @@ from datetime import timedelta
 from typing import Final
 
 from shoal_common.settings import parse_address
-from shoal_protos.v1 import coordinator_pb2 as pb
 
 from shoal_worker.backends.sockets import Traffic
 from shoal_worker.backends.waits import Waits
 from shoal_worker.elastic.generation import Generation
 from shoal_worker.elastic.group import Group
 from shoal_worker.elastic.link import CoordinatorLink
+from shoal_worker.elastic.progress import BusyLink
 from shoal_worker.elastic.reach import unreachable
 from shoal_worker.elastic.waiting_lines import WaitingLines
 
@@ -68,7 +68,7 @@ class Watch:
         self._closed.set()
 
     @property
-    def busy_link(self) -> pb.BusyLink | None:
+    def busy_link(self) -> BusyLink | None:
         """The connection of this rank's that had something to send for most of the last seconds; None: none had."""
         return self._traffic.busiest
 
@@ -133,7 +133,7 @@ class BusyLinks:
     """Which connection of a group was busy, from one look to the next."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self.busiest: pb.BusyLink | None = None
+        self.busiest: BusyLink | None = None
         self._clock = clock
         self._looked_at = 0.0
         self._before: tuple[int, Mapping[str, Traffic]] = (0, {})
@@ -155,7 +155,7 @@ class BusyLinks:
         if not ranks or busy[address] < _MOSTLY * passed_s:
             return
         sent = traffic[address].acknowledged_bytes - before[address].acknowledged_bytes
-        self.busiest = pb.BusyLink(rank=ranks[0], bytes_per_s=sent / busy[address])
+        self.busiest = BusyLink(rank=ranks[0], bytes_per_s=sent / busy[address])
 
 
 def neighbours(rank: int, world_size: int) -> list[int]:

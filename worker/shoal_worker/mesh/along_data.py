@@ -14,12 +14,12 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from shoal_worker.engine.elsewhere import Whereabouts
 from shoal_worker.mesh.gathering import Run
 from shoal_worker.mesh.gradients import MeshGradients, ReplicatedGradients
 from shoal_worker.mesh.scattered import GradientsOfPasses, ScatteredGradients
 from shoal_worker.sharding.collectives import Collectives
 from shoal_worker.sharding.division import Division
-from shoal_worker.sharding.elsewhere import Whereabouts
 from shoal_worker.sharding.execution import ShardedExecution
 from shoal_worker.sharding.optimizer_state import ShardedOptimizerState
 from shoal_worker.sharding.unit import Stage, Unit

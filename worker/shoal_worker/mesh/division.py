@@ -16,9 +16,11 @@ from torch import nn
 
 from shoal_worker.elastic.generation import Generation, Peer
 from shoal_worker.elastic.group import Group
-from shoal_worker.elastic.randomness import seed_generators
 from shoal_worker.elastic.replica import StrategySession
 from shoal_worker.elastic.step import Step
+from shoal_worker.engine.buffers import CommittedBuffers
+from shoal_worker.engine.elsewhere import drop_gradient
+from shoal_worker.engine.partition import Group as Block
 from shoal_worker.failpoints import failpoint
 from shoal_worker.mesh.along_data import InShards
 from shoal_worker.mesh.axes import Axes
@@ -29,14 +31,12 @@ from shoal_worker.pipelining import gradients as stage_gradients
 from shoal_worker.pipelining.engine import Loss
 from shoal_worker.pipelining.micro_batches import MicroBatch
 from shoal_worker.pipelining.pipeline import Pipeline
+from shoal_worker.randomness import seed_generators
 from shoal_worker.sharding.collectives import PartCollectives
 from shoal_worker.sharding.division import Division as Shards
 from shoal_worker.sharding.division import among_all
-from shoal_worker.sharding.elsewhere import drop_gradient
 from shoal_worker.sharding.execution import ShardedExecution
-from shoal_worker.sharding.partition import Group as Block
 from shoal_worker.sharding.unit import Stage, taken_gradient
-from shoal_worker.strategies.buffers import CommittedBuffers
 from shoal_worker.tensor_parallel.apply import unparallelize
 from shoal_worker.tensor_parallel.layers import run_inside
 

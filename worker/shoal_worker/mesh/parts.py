@@ -15,6 +15,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shoal_worker.elastic.group import Channel
+from shoal_worker.engine.activation_checkpointing import checkpoint_activations
+from shoal_worker.engine.elsewhere import Whereabouts
+from shoal_worker.engine.materialize import unsaved_buffers
+from shoal_worker.engine.state_in_parts import StateInParts
 from shoal_worker.mesh.along_data import AlongData, Replicated, State
 from shoal_worker.mesh.axes import Axes, Coordinate
 from shoal_worker.mesh.blueprint import Blueprint, Template
@@ -23,10 +27,6 @@ from shoal_worker.mesh.hidden import HiddenParameters
 from shoal_worker.mesh.step_group import GroupMesh
 from shoal_worker.pipelining.partial import empty_on
 from shoal_worker.pipelining.split import named_tensors
-from shoal_worker.sharding.elsewhere import Whereabouts
-from shoal_worker.state.in_parts import StateInParts
-from shoal_worker.strategies.activation_checkpointing import checkpoint_activations
-from shoal_worker.strategies.materialize import unsaved_buffers
 from shoal_worker.tensor_parallel.apply import parallelize, unparallelize
 from shoal_worker.tensor_parallel.context import DropoutRandomness
 

@@ -25,12 +25,12 @@ import torch.distributed as dist
 from shoal_common.errors import ConfigurationError
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
-from shoal_worker.elastic.randomness import seed_generators
 from shoal_worker.pipelining.links import Incoming, Links
 from shoal_worker.pipelining.micro_batches import MicroBatch
 from shoal_worker.pipelining.partial import PartialModel
 from shoal_worker.pipelining.schedule import Kind, Schedule
 from shoal_worker.pipelining.values import Border, keep_gradients_from
+from shoal_worker.randomness import seed_generators
 
 _HEADER_BYTES: Final = 1024
 

@@ -16,7 +16,7 @@ from shoal_worker.sharding.collectives import Pending
 if TYPE_CHECKING:
     from shoal_worker.elastic.group import Group
     from shoal_worker.elastic.session import Session
-    from shoal_worker.strategies.compressed import GradientCompression
+    from shoal_worker.engine.compressed import GradientCompression
 
 
 class CompressedScatter:

@@ -16,18 +16,18 @@ from torch import nn
 
 from shoal_worker.elastic.consistency import digest_of, state_tensors
 from shoal_worker.elastic.group import Channel, Group, LocalChannel
+from shoal_worker.engine.elsewhere import inside
+from shoal_worker.engine.materialize import unsaved_buffers
+from shoal_worker.engine.state_in_parts import StateInParts
 from shoal_worker.sharding.assembling import assemble, own_runs
 from shoal_worker.sharding.division import Division, among_all
-from shoal_worker.sharding.elsewhere import inside
 from shoal_worker.sharding.execution import ShardedExecution
 from shoal_worker.sharding.optimizer_state import ShardedOptimizerState
 from shoal_worker.sharding.resharding import VALUES, WHOLE, Cut, Held, division_cut, hold, reshard
 from shoal_worker.sharding.unit import Stage, Unit
 from shoal_worker.sharding.whole_state import Place, optimizer_state, spread
-from shoal_worker.state.in_parts import StateInParts
 from shoal_worker.state.optimizer import ELEMENTWISE
 from shoal_worker.state.part import StatePart
-from shoal_worker.strategies.materialize import unsaved_buffers
 
 
 def check_elementwise(optimizer: torch.optim.Optimizer, *, elementwise: bool) -> None:

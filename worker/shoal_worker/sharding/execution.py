@@ -15,6 +15,7 @@ runs on the training thread, or in a backward pass on the thread that torch runs
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 from collections import deque
 from collections.abc import Sequence
@@ -27,9 +28,9 @@ from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
 from shoal_worker.elastic.group import Group
+from shoal_worker.engine.elsewhere import Whereabouts
 from shoal_worker.sharding.collectives import Collectives
-from shoal_worker.sharding.elsewhere import Whereabouts
-from shoal_worker.sharding.hooks import AfterForward, BeforeForward, GradientHook, Hide, Show, when_gradients_come
+from shoal_worker.sharding.hooks import AfterForward, BeforeForward, GradientHook, when_gradients_come
 from shoal_worker.sharding.issued import IssuedCollectives
 from shoal_worker.sharding.unit import Reducing, Stage, Unit
 
@@ -100,14 +101,17 @@ class ShardedExecution:
         self._hooks: list[RemovableHandle] = []
         for number, unit in enumerate(self._reduced):
             for index, leaf in enumerate(unit.leaves):
-                self._hooks.append(leaf.register_post_accumulate_grad_hook(GradientHook(self, number, index)))
+                self._hooks.append(leaf.register_post_accumulate_grad_hook(GradientHook(self.gradient_ready, number, index)))
         if stage is Stage.PARAMETERS:
             for module, block in modules:
-                self._hooks.append(module.register_forward_pre_hook(BeforeForward(self, block), prepend=True, with_kwargs=True))
-                self._hooks.append(module.register_forward_hook(AfterForward(self, block), always_call=True))
+                before = BeforeForward(functools.partial(self.before_forward, block))
+                after = AfterForward(functools.partial(self.after_forward, block))
+                self._hooks.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+                self._hooks.append(module.register_forward_hook(after, always_call=True))
         elif any(unit.apart for unit in self.units):
-            self._hooks.append(units[0][0].register_forward_pre_hook(Show(self), prepend=True))
-            self._hooks.append(units[0][0].register_forward_hook(Hide(self), always_call=True))
+            before, after = BeforeForward(self.show_copies), AfterForward(self.hide_copies)
+            self._hooks.append(units[0][0].register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+            self._hooks.append(units[0][0].register_forward_hook(after, always_call=True))
 
     def release(self) -> None:
         """The modules and parameters are another's from here on."""
@@ -265,6 +269,16 @@ class ShardedExecution:
         if not is_root and not self.pinned:
             for unit in block.units:
                 unit.free()
+
+    def show_copies(self, _: Any) -> None:
+        """The module is about to compute with parameters that are copies of shards."""
+        for unit in self.units:
+            unit.hidden.show()
+
+    def hide_copies(self, _: Any) -> None:
+        """The module has computed with them; they go unless a backward pass follows."""
+        if not torch.is_grad_enabled():
+            self.free_all()
 
     def gradient_ready(self, number: int, index: int) -> None:
         """Parameter `index` of the unit `number`, as they are reduced, has its gradient of this backward pass.

@@ -1,18 +1,15 @@
-"""The hooks by which a `ShardedExecution` hears of the passes through the user's modules."""
+"""Hooks on the user's modules and parameters, which call whoever follows the passes through them (`execution.py`)."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from shoal_common.errors import PreconditionError
 from torch import nn
 from torch.utils import _pytree as pytree
-
-if TYPE_CHECKING:
-    from shoal_worker.sharding.execution import Block, ShardedExecution
 
 
 def when_gradients_come(tree: Any, call: Callable[[Any], None], *, mode: Literal["any", "all"]) -> None:
@@ -26,23 +23,23 @@ def when_gradients_come(tree: Any, call: Callable[[Any], None], *, mode: Literal
 
 
 class GradientHook:
-    """After autograd has left a parameter its gradient.
+    """Calls when autograd has left a parameter its gradient.
 
     It must not lead back to the parameter: Python's collector does not see such a cycle, and the model would never be freed.
     """
 
-    def __init__(self, execution: ShardedExecution, number: int, index: int) -> None:
-        """`number`: the unit's place in the order in which gradients are reduced; `index`: the parameter's place in the unit."""
-        self._execution, self._number, self._index = weakref.ref(execution), number, index
+    def __init__(self, ready: Callable[[int, int], None], number: int, index: int) -> None:
+        """`ready`: a method, called with `number` and `index` for as long as its object lives."""
+        self._ready, self._number, self._index = weakref.WeakMethod(ready), number, index
 
     def __call__(self, _: torch.Tensor) -> None:
-        execution = self._execution()
-        if execution is not None:
-            execution.gradient_ready(self._number, self._index)
+        ready = self._ready()
+        if ready is not None:
+            ready(self._number, self._index)
 
 
-class _Hook:
-    """Of this module's; a copy of it (`clone`) has none."""
+class _ModuleHook:
+    """A hook of one module; in a copy of the module (`clone`) it does nothing."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
         return _do_nothing
@@ -57,44 +54,23 @@ class _Hook:
 def _do_nothing(*_args: Any, **_kwargs: Any) -> None: ...
 
 
-class BeforeForward(_Hook):
-    """Before a block computes."""
+class BeforeForward(_ModuleHook):
+    """Calls with a module's inputs, before the module computes. Registered with `with_kwargs=True`."""
 
-    def __init__(self, execution: ShardedExecution, block: Block) -> None:
-        self._execution, self._block = execution, block
+    def __init__(self, call: Callable[[Any], None]) -> None:
+        self._call = call
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's is untyped
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self._execution.before_forward(self._block, args[0] if len(args) == 1 and not kwargs else (args, kwargs))
+        self._call(args[0] if len(args) == 1 and not kwargs else (args, kwargs))
 
 
-class Show(_Hook):
-    """Before passes with parameters that are copies of shards."""
+class AfterForward(_ModuleHook):
+    """Calls with a module's output, after the module has computed."""
 
-    def __init__(self, execution: ShardedExecution) -> None:
-        self._execution = execution
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's is untyped
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        for unit in self._execution.units:
-            unit.hidden.show()
-
-
-class Hide(Show):
-    """After them, if no backward pass follows."""
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's is untyped
-    def __call__(self, module: nn.Module, args: Any, output: Any = None) -> None:
-        if not torch.is_grad_enabled():
-            self._execution.free_all()
-
-
-class AfterForward(_Hook):
-    """After it has."""
-
-    def __init__(self, execution: ShardedExecution, block: Block) -> None:
-        self._execution, self._block = execution, block
+    def __init__(self, call: Callable[[Any], None]) -> None:
+        self._call = call
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's is untyped
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._execution.after_forward(self._block, output)
+        self._call(output)

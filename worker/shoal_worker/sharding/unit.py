@@ -28,8 +28,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from shoal_worker.engine.elsewhere import Leaves, Place, Whereabouts, drop_gradient, gradient_of, is_hidden
 from shoal_worker.sharding.collectives import Collectives, Pending
-from shoal_worker.sharding.elsewhere import Leaves, Place, Whereabouts, drop_gradient, gradient_of, is_hidden
 from shoal_worker.sharding.homes import Home
 from shoal_worker.sharding.layout import Piece, UnitLayout, layout_of
 

@@ -9,13 +9,14 @@ import runpy
 import sys
 from pathlib import Path
 
-import shoal_worker.store  # noqa: F401 - registers the init methods
+from shoal_worker.store import init_method
 
 
 def main() -> None:
     """Runs the script named by the first argument."""
     if len(sys.argv) < 2:
         sys.exit("usage: python -m shoal_worker.store SCRIPT [ARGUMENTS]: runs it with init_method='redis://HOST:PORT/JOB' known")
+    init_method.register()
     script = sys.argv[1]
     sys.argv = sys.argv[1:]
     sys.path[0] = str(Path(script).resolve().parent)

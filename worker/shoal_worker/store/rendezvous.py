@@ -4,18 +4,16 @@ The URL is redis://[user:password@]host:port/job (rediss:// for TLS); `?db=2` pi
 of init_process_group, else from the query (`?rank=0&world_size=4`), else from RANK and WORLD_SIZE. The job's name can be used again: ranks
 first agree on a round, and each round has a prefix of its own, so that what an earlier run left behind is never seen.
 
-`import shoal` makes torch know it (init_method.py), and so does importing this module. For scripts that do neither,
-`python -m shoal_worker.store script.py` does it first.
+`import shoal` makes torch know it (store/init_method.py). For scripts that do not import it, `python -m shoal_worker.store script.py` does.
 
 This is not how Shoal's own generations form (the coordinator gives those rank and prefix). It does not watch over the ranks afterwards.
 """
 
 from __future__ import annotations
 
-import os
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final
@@ -24,7 +22,7 @@ from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
 from shoal_common.errors import ConfigurationError
 from shoal_common.redis import redacted
 
-from shoal_worker import init_method
+from shoal_worker.settings import rank_variables
 from shoal_worker.store import scripts
 from shoal_worker.store.errors import StoreTimeoutError
 from shoal_worker.store.redis_store import DEFAULT_LIFETIME, RedisStore
@@ -48,8 +46,11 @@ class Target:
     world_size: int
 
 
-def parse(url: str, environment: os._Environ[str] | dict[str, str] | None = None) -> Target:
-    """Takes an init method apart. Raises ConfigurationError naming what is missing or wrong."""
+def parse(url: str, environment: Mapping[str, str] | None = None) -> Target:
+    """Takes an init method apart. Raises ConfigurationError naming what is missing or wrong.
+
+    `environment`: None: that of this process.
+    """
     given = f"init_method {redacted(url)!r}"
     parts = urlsplit(url)
     query = {name: values[-1] for name, values in parse_qs(parts.query).items()}
@@ -58,7 +59,7 @@ def parse(url: str, environment: os._Environ[str] | dict[str, str] | None = None
     job = unquote(parts.path.strip("/"))
     if not parts.hostname or not job:
         raise ConfigurationError(f"{given}: expected redis://HOST:PORT/JOB, with a job name that no other run is using")
-    environment = os.environ if environment is None else environment
+    environment = rank_variables() if environment is None else environment
     rank = _number(given, "rank", 0, query.get("rank"), environment.get("RANK"))
     world_size = _number(given, "world_size", 1, query.get("world_size"), environment.get("WORLD_SIZE"))
     if rank >= world_size:
@@ -118,6 +119,3 @@ def _number(given: str, field: str, least: int, argument: str | None, environmen
     if not text.isdecimal() or int(text) < least:
         raise ConfigurationError(f"{given}: {field}={text!r}; expected an integer of {least} or more")
     return int(text)
-
-
-init_method.register()

@@ -15,13 +15,13 @@ from shoal_common.errors import ConfigurationError
 from torch import nn
 
 from shoal_worker.elastic.step import StepPhase
-from shoal_worker.strategies.compressed import GradientCompression, check_floating
+from shoal_worker.engine.compressed import GradientCompression, check_floating
 from shoal_worker.strategies.flight import Flight
 
 if TYPE_CHECKING:
     from shoal_worker.config import ShardingConfiguration
     from shoal_worker.elastic.session import Session
-    from shoal_worker.strategies.buffers import CommittedBuffers
+    from shoal_worker.engine.buffers import CommittedBuffers
 
 _CHUNK_ELEMENTS = 8 << 20
 

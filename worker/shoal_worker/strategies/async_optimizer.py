@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from shoal_common.errors import PreconditionError
 
 from shoal_worker.elastic.contract import StepStatus, StopTraining
 from shoal_worker.strategies.elastic_optimizer import ElasticOptimizer
 
-if TYPE_CHECKING:
-    from shoal_worker.strategies.async_sgd import AsyncSGDModel
+
+class Worker(Protocol):
+    """What the optimizer asks of its model (`AsyncSGDModel`)."""
+
+    @property
+    def is_attached(self) -> bool:
+        """The optimizer is known."""
+        ...
+
+    def look_at_schedule(self) -> object:
+        """Notices what schedulers have changed."""
+        ...
+
+    def exchange(self, *, push: bool) -> None:
+        """Ends an iteration."""
+        ...
+
+    def pull(self) -> None:
+        """Brings back what all workers have reached."""
+        ...
 
 
 class AsyncSGDOptimizer(ElasticOptimizer):
@@ -23,7 +41,7 @@ class AsyncSGDOptimizer(ElasticOptimizer):
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The user's optimizer's own. Reading them notices what has changed since."""
-        model: AsyncSGDModel = self._model
+        model: Worker = self._model
         if model.is_attached:
             model.look_at_schedule()
         return self.optimizer.param_groups
@@ -53,7 +71,7 @@ class AsyncSGDOptimizer(ElasticOptimizer):
         super()._load({"state": {}, "param_groups": state.get("param_groups")})
 
     def _update(self, *, usable: bool) -> None:
-        model: AsyncSGDModel = self._model
+        model: Worker = self._model
         model.exchange(push=usable)
 
     def synchronize_parameters(self) -> None:
@@ -65,7 +83,7 @@ class AsyncSGDOptimizer(ElasticOptimizer):
         step = self._session.step
         if step is not None and step.handed_out:
             raise PreconditionError("synchronize_parameters within a step: call it after optimizer.step()")
-        model: AsyncSGDModel = self._model
+        model: Worker = self._model
         model.pull()
 
     def synchronize_optimizer_state(self) -> None:

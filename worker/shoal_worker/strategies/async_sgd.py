@@ -39,9 +39,9 @@ from shoal_worker.asynchronous.servers import ParameterServers
 from shoal_worker.asynchronous.tensors import HostTensor, check_gradients, gradients
 from shoal_worker.elastic.contract import Leases, StepSource
 from shoal_worker.elastic.membership import Membership
+from shoal_worker.engine.materialize import materialize
 from shoal_worker.strategies.async_optimizer import AsyncSGDOptimizer
 from shoal_worker.strategies.base import ShardedModel, call_module, check_optimizer_covers, loss_of
-from shoal_worker.strategies.materialize import materialize
 from shoal_worker.strategies.whole import WholeModel
 
 __all__ = ["AsyncSGDModel", "AsyncSGDOptimizer"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from shoal_common.errors import ConfigurationError, CorruptDataError, PreconditionError
@@ -12,14 +12,13 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shoal_worker.elastic.contract import StepStatus
 from shoal_worker.elastic.current import find_session
+from shoal_worker.elastic.early_stop import should_early_stop
 from shoal_worker.elastic.session import Session
 from shoal_worker.state.forwarding import ForwardingOptimizer
 from shoal_worker.state.optimizer import check_fits
 from shoal_worker.state.serial import dump_tensors, load_tensors
 from shoal_worker.state.tree import flatten, unflatten
-
-if TYPE_CHECKING:
-    from shoal_worker.fitting import OptimizationInputData, OptimizationResult
+from shoal_worker.strategies.fitting import OptimizationInputData, OptimizationResult, fit
 
 
 def _check_alone(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -137,8 +136,6 @@ class ShardedOptimizer(ForwardingOptimizer, abc.ABC):
         It survives faults as a loop of the user's does. After `shoal.resume` it goes on where the checkpoint was saved, from `on_epoch`
         say. The model ends as the last step left it.
         """
-        from shoal_worker.fitting import fit
-
         return fit(self._session, self._model, self, data)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -168,8 +165,6 @@ class ShardedOptimizer(ForwardingOptimizer, abc.ABC):
         Raises:
             ConfigurationError: an unknown mode or a patience below 1.
         """
-        from shoal_worker.elastic.early_stop import should_early_stop
-
         return should_early_stop(self._session, metric, mode=mode, patience=patience, min_delta=min_delta)
 
 

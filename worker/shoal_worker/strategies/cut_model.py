@@ -15,21 +15,21 @@ from shoal_common.errors import ConfigurationError
 from torch.utils import _pytree as pytree
 
 from shoal_worker.elastic.group import Channel
+from shoal_worker.engine.buffers import CommittedBuffers
+from shoal_worker.engine.compressed import check_floating, compression_of
+from shoal_worker.engine.elsewhere import refuse_loading
+from shoal_worker.engine.partition import Group as ParameterGroup
+from shoal_worker.engine.partition import alike
 from shoal_worker.sharding.collectives import SessionCollectives
 from shoal_worker.sharding.compressing import CompressedScatter
 from shoal_worker.sharding.cut_state import CutState
 from shoal_worker.sharding.division import Division, among_all
-from shoal_worker.sharding.elsewhere import refuse_loading
 from shoal_worker.sharding.execution import ShardedExecution
 from shoal_worker.sharding.gradients import CutGradients
 from shoal_worker.sharding.homes import home_of
-from shoal_worker.sharding.partition import Group as ParameterGroup
-from shoal_worker.sharding.partition import alike
 from shoal_worker.sharding.unit import Stage, Unit
 from shoal_worker.state.part import StatePart
-from shoal_worker.strategies.buffers import CommittedBuffers
 from shoal_worker.strategies.closing import CutClosing
-from shoal_worker.strategies.compressed import check_floating, compression_of
 from shoal_worker.strategies.in_parts import ModelInParts
 
 

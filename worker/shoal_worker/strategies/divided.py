@@ -19,13 +19,13 @@ from torch.utils import _pytree as pytree
 
 from shoal_worker.elastic.consistency import digest_of, state_tensors
 from shoal_worker.elastic.group import Channel
+from shoal_worker.engine.elsewhere import refuse_loading
 from shoal_worker.mesh.axes import Axes
 from shoal_worker.mesh.blueprint import Blueprint, Template, meta_copy
 from shoal_worker.mesh.division import Division, Sharding
 from shoal_worker.mesh.gradients import MeshGradients
 from shoal_worker.mesh.parts import ModelParts
 from shoal_worker.pipelining.pipeline import PipelineSettings
-from shoal_worker.sharding.elsewhere import refuse_loading
 from shoal_worker.strategies.base import call_module
 from shoal_worker.strategies.closing import Closing
 from shoal_worker.strategies.in_parts import ModelInParts

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from shoal_worker.compression.reduction import Reduction
     from shoal_worker.elastic.group import Group
     from shoal_worker.elastic.session import Session
-    from shoal_worker.strategies.compressed import GradientCompression
+    from shoal_worker.engine.compressed import GradientCompression
 
 
 class Flight:

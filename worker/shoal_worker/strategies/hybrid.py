@@ -10,9 +10,9 @@ from typing import ClassVar, Final
 
 from shoal_common.errors import ConfigurationError
 
+from shoal_worker.engine.partition import by_modules
 from shoal_worker.mesh.axes import Axes
 from shoal_worker.mesh.division import Sharding
-from shoal_worker.sharding.partition import by_modules
 from shoal_worker.sharding.unit import Stage
 from shoal_worker.strategies.divided import PIPELINE_OPTIONS, TENSOR_OPTIONS
 from shoal_worker.strategies.mesh import MeshModel

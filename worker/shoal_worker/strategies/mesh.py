@@ -22,10 +22,10 @@ from torch.autograd import Variable
 from shoal_worker.elastic.contract import Share
 from shoal_worker.elastic.group import Group, LocalChannel
 from shoal_worker.elastic.step import CONTROL_LENGTH, Step
+from shoal_worker.engine.elsewhere import gradient_of, guard_parts
 from shoal_worker.failpoints import failpoint
 from shoal_worker.mesh.division import Division, alone
 from shoal_worker.pipelining.micro_batches import cut_batch
-from shoal_worker.sharding.elsewhere import gradient_of, guard_parts
 from shoal_worker.sharding.hooks import when_gradients_come
 from shoal_worker.sharding.issued import IssuedCollectives
 from shoal_worker.strategies.base import call_module, loss_of

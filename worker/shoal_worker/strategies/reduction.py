@@ -29,15 +29,15 @@ from shoal_common.errors import ConfigurationError, PreconditionError
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from shoal_worker.engine.compressed import GradientCompression, check_floating, memory_order
 from shoal_worker.strategies.buckets import Bucket, Slot, lay_out
-from shoal_worker.strategies.compressed import GradientCompression, check_floating, memory_order
 from shoal_worker.strategies.flight import Flight
 
 if TYPE_CHECKING:
     from shoal_worker.config import ShardingConfiguration
     from shoal_worker.elastic.contract import Share
     from shoal_worker.elastic.session import Session
-    from shoal_worker.strategies.buffers import CommittedBuffers
+    from shoal_worker.engine.buffers import CommittedBuffers
 
 
 class OverlappedReduction:

@@ -1,6 +1,6 @@
 """What torch's own calls on a model do whose ranks hold parts of it: they are right, or raise and say what to call instead.
 
-Most of that is in the parameters themselves, which are what torch looks at (`sharding/elsewhere.py`). Here are the calls on the whole
+Most of that is in the parameters themselves, which are what torch looks at (`engine/elsewhere.py`). Here are the calls on the whole
 model. docs/torch-calls.md has the table.
 """
 
@@ -14,7 +14,7 @@ import torch
 from shoal_common.errors import PreconditionError
 from torch import nn
 
-from shoal_worker.sharding.elsewhere import Whereabouts, is_hidden
+from shoal_worker.engine.elsewhere import Whereabouts, is_hidden
 from shoal_worker.strategies.base import ShardedModel
 
 

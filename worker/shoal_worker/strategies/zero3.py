@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from shoal_worker.sharding.partition import Group, by_modules
+from shoal_worker.engine.partition import Group, by_modules
 from shoal_worker.sharding.unit import Stage
 from shoal_worker.strategies.sharded import ShardedParametersModel
 from shoal_worker.strategies.sharded_optimizer import ShardedParametersOptimizer

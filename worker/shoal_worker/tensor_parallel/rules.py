@@ -1,12 +1,12 @@
 """Torch functions that a region runs in its own way, since DTensor's is wrong, missing or needs communication that can be spared.
 
-A rule gets the region's mode, the function and its arguments; torch functions called inside a rule see no mode.
+A rule gets the region, the function and its arguments; torch functions called inside a rule see no mode.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
@@ -15,29 +15,39 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from shoal_worker.tensor_parallel.attention import scaled_dot_product_attention
-from shoal_worker.tensor_parallel.context import placement_of, plain, split_dimension
+from shoal_worker.tensor_parallel.context import ParallelContext, placement_of, plain, split_dimension
 from shoal_worker.tensor_parallel.dropout import dropout
 from shoal_worker.tensor_parallel.loss import vocabulary_parallel_cross_entropy
 
-if TYPE_CHECKING:
-    from shoal_worker.tensor_parallel.region import RegionMode
 
-Rule = Callable[["RegionMode", Callable[..., Any], Any, Any], Any]
+class Region(Protocol):
+    """The scope in which a rule runs (`region.RegionMode`)."""
 
-
-def _dropout(mode: RegionMode, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    return dropout(mode.context, *args, **_renamed(kwargs, train="training", input="activation"))
-
-
-def _attention(mode: RegionMode, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    return scaled_dot_product_attention(mode.context, *mode.enter_all(args), **{name: mode.enter_all(v) for name, v in kwargs.items()})
+    @property
+    def context(self) -> ParallelContext: ...
+    def enter_all(self, value: Any) -> Any:
+        """Turns the plain tensors in an argument into replicated DTensors."""
+        ...
 
 
-def _cross_entropy(mode: RegionMode, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+Rule = Callable[[Region, Callable[..., Any], Any, Any], Any]
+
+
+def _dropout(region: Region, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    return dropout(region.context, *args, **_renamed(kwargs, train="training", input="activation"))
+
+
+def _attention(region: Region, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    return scaled_dot_product_attention(
+        region.context, *region.enter_all(args), **{name: region.enter_all(v) for name, v in kwargs.items()}
+    )
+
+
+def _cross_entropy(region: Region, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     logits = args[0] if args else kwargs["input"]
     if isinstance(logits, DTensor) and split_dimension(logits) == (1 if logits.ndim > 1 else 0):
         return _split_cross_entropy(*args, **kwargs)
-    return _gathered(mode, func, args, kwargs)
+    return _gathered(region, func, args, kwargs)
 
 
 def _split_cross_entropy(
@@ -63,22 +73,22 @@ def _split_cross_entropy(
     )
 
 
-def _gathered(mode: RegionMode, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _gathered(region: Region, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """On the whole tensors, by every rank alike."""
     return func(*plain(args), **{name: plain(value) for name, value in kwargs.items()})
 
 
-def _refused(mode: RegionMode, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _refused(region: Region, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     split = [a for a in (*args, *kwargs.values()) if isinstance(a, DTensor) and not placement_of(a).is_replicate()]
     if split:
         raise ConfigurationError(
             f"{getattr(func, '__name__', func)} draws random numbers for an activation of shape {tuple(split[0].shape)} that is split over "
             'the tensor-parallel ranks, which is right only for dropout; give the layers around it the style "replicate"'
         )
-    return _gathered(mode, func, args, kwargs)
+    return _gathered(region, func, args, kwargs)
 
 
-def _split_parts(mode: RegionMode, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _split_parts(region: Region, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Takes a packed output apart (query | key | value), of which each rank holds a piece of every part: without communication."""
     tensor, sections = (
         args[0],
@@ -95,7 +105,7 @@ def _split_parts(mode: RegionMode, func: Callable[..., Any], args: Any, kwargs: 
     return func(*args, **kwargs)
 
 
-def _slice_part(mode: RegionMode, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _slice_part(region: Region, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """The same for `qkv[..., :n]`."""
     tensor, index = args
     placement = placement_of(tensor) if isinstance(tensor, DTensor) else None
@@ -106,7 +116,7 @@ def _slice_part(mode: RegionMode, func: Callable[..., Any], args: Any, kwargs: A
             start, stop, step = last.indices(tensor.shape[-1])
             if step == 1 and start % part == 0 and stop == start + part and (Ellipsis in before or len(before) == tensor.ndim - 1):
                 return tensor.unflatten(-1, (placement.split_factor, part)).select(-2, start // part)
-    return func(mode.enter_all(tensor), mode.enter_all(index))
+    return func(region.enter_all(tensor), region.enter_all(index))
 
 
 def _renamed(arguments: Mapping[str, Any], **names: str) -> dict[str, Any]:

@@ -12,28 +12,46 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from shoal_common.errors import ConfigurationError
+from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import TensorDataset
 
 from shoal_worker.data.loader import ElasticDataLoader
+from shoal_worker.elastic.contract import StepStatus
 from shoal_worker.elastic.early_stop import Patience
 from shoal_worker.elastic.evaluation import evaluate
 
 if TYPE_CHECKING:
-    from torch import nn
-
+    from shoal_worker.config import ShardingConfiguration
     from shoal_worker.data.evaluation import EvaluationBatches
     from shoal_worker.elastic.group import Channel
     from shoal_worker.elastic.session import Session
-    from shoal_worker.strategies.base import ShardedModel
-    from shoal_worker.strategies.base_optimizer import ShardedOptimizer
 
 Loss = Callable[[Any, Any], torch.Tensor]
 """Of an output and its targets: the mean over the batch."""
+
+
+class Model(Protocol):
+    """What a fit asks of a model: see `ShardedModel`."""
+
+    config: ShardingConfiguration
+    module: nn.Module
+    asynchronous: bool
+
+    def train_step(self, inputs: Any, targets: Any = None, loss_fn: Loss | None = None) -> torch.Tensor: ...
+    def predict(self, inputs: Any) -> Any: ...
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor: ...
+
+
+class Optimizer(Protocol):
+    """What a fit asks of an optimizer: see `ShardedOptimizer`."""
+
+    def step(self) -> StepStatus: ...
+    def zero_grad(self) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +176,7 @@ class _Progress:
         return next((record for record in reversed(self.history) if record.improved), None)
 
 
-def fit(session: Session, model: ShardedModel, optimizer: ShardedOptimizer, data: OptimizationInputData) -> OptimizationResult:
+def fit(session: Session, model: Model, optimizer: Optimizer, data: OptimizationInputData) -> OptimizationResult:
     """See `ShardedOptimizer.optimize`."""
     if not isinstance(data, OptimizationInputData):
         raise ConfigurationError(f"optimize({type(data).__name__}): expected a shoal.OptimizationInputData")
@@ -205,7 +223,7 @@ def fit(session: Session, model: ShardedModel, optimizer: ShardedOptimizer, data
 
 
 def _epoch(
-    session: Session, model: ShardedModel, optimizer: ShardedOptimizer, data: OptimizationInputData, loader: ElasticDataLoader
+    session: Session, model: Model, optimizer: Optimizer, data: OptimizationInputData, loader: ElasticDataLoader
 ) -> tuple[float, float]:
     """Trains on what is left of the loader's epoch; this rank's summed loss and samples."""
     total, samples = 0.0, 0.0
@@ -246,7 +264,7 @@ def _mean(session: Session, sums: tuple[float, float]) -> float:
     return total / samples if samples else math.nan
 
 
-def _validate(session: Session, model: ShardedModel, data: OptimizationInputData, loader: ElasticDataLoader) -> float:
+def _validate(session: Session, model: Model, data: OptimizationInputData, loader: ElasticDataLoader) -> float:
     measure = data.metric_fn or data.loss_fn
     assert measure is not None
 
@@ -254,7 +272,7 @@ def _validate(session: Session, model: ShardedModel, data: OptimizationInputData
         samples, (inputs, targets) = counted
         return {"sum": float(measure(model.predict(inputs), targets)) * samples, "samples": float(samples)}
 
-    found = evaluate(session, model, _Counted(loader.evaluation_batches()), sums)
+    found = evaluate(session, cast(nn.Module, model), _Counted(loader.evaluation_batches()), sums)
     return found["sum"] / found["samples"]
 
 

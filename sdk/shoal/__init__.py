@@ -55,10 +55,10 @@ if TYPE_CHECKING:
         world_size,
     )
     from shoal_worker.backends.base import CommunicationBackend
-    from shoal_worker.backends.gloo import GlooBackend
-    from shoal_worker.backends.inmemory import InMemoryBackend
-    from shoal_worker.backends.mpi import MPIBackend
-    from shoal_worker.backends.nccl import NCCLBackend
+    from shoal_worker.backends.gloo.backend import GlooBackend
+    from shoal_worker.backends.inmemory.backend import InMemoryBackend
+    from shoal_worker.backends.mpi.backend import MPIBackend
+    from shoal_worker.backends.nccl.backend import NCCLBackend
     from shoal_worker.compression.base import GradientCompressor
     from shoal_worker.compression.optimizer import GradientCompressionOptimizer
     from shoal_worker.launch import launch
@@ -165,18 +165,18 @@ _HOMES = {
     "EpochRecord": "shoal_worker.strategies.fitting",
     "FSDPModel": "shoal_worker.strategies.fsdp",
     "FSDPOptimizer": "shoal_worker.strategies.fsdp",
-    "GlooBackend": "shoal_worker.backends.gloo",
+    "GlooBackend": "shoal_worker.backends.gloo.backend",
     "GradientCompressionOptimizer": "shoal_worker.compression.optimizer",
     "GradientCompressor": "shoal_worker.compression.base",
     "HSDPModel": "shoal_worker.strategies.hsdp",
     "HSDPOptimizer": "shoal_worker.strategies.hsdp",
     "HybridShardedModel": "shoal_worker.strategies.hybrid",
     "HybridShardedOptimizer": "shoal_worker.strategies.hybrid",
-    "InMemoryBackend": "shoal_worker.backends.inmemory",
+    "InMemoryBackend": "shoal_worker.backends.inmemory.backend",
     "LocalSGDModel": "shoal_worker.strategies.local_sgd",
     "LocalSGDOptimizer": "shoal_worker.strategies.local_sgd",
-    "MPIBackend": "shoal_worker.backends.mpi",
-    "NCCLBackend": "shoal_worker.backends.nccl",
+    "MPIBackend": "shoal_worker.backends.mpi.backend",
+    "NCCLBackend": "shoal_worker.backends.nccl.backend",
     "OptimizationInputData": "shoal_worker.strategies.fitting",
     "OptimizationResult": "shoal_worker.strategies.fitting",
     "ParameterServerClient": "shoal_common.clients.parameter_server",

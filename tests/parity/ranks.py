@@ -15,8 +15,8 @@ from typing import Any
 import shoal
 import torch
 from shoal_common.errors import ConfigurationError
-from shoal_worker.backends.inmemory_worlds import Seat
-from shoal_worker.backends.mpi import own_seat
+from shoal_worker.backends.mpi.backend import own_seat
+from shoal_worker.backends.worlds import Seat
 from shoal_worker.elastic.current import find_session, set_session
 from shoal_worker.elastic.start import open_fixed
 from torch.distributed import FileStore, PrefixStore

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from shoal_common.exit_status import PUT_OUT
-from shoal_worker.backends import inmemory_worlds
+from shoal_worker.backends import worlds
 from shoal_worker.data.record import SampleRecord
 from shoal_worker.elastic.current import set_session
 from shoal_worker.elastic.link import MemberIdentity
@@ -149,7 +149,7 @@ class Process:
     # ------------------------------------------------------------------------------------------------------------------- life
 
     def _main(self, script: Callable[[Process], None]) -> None:
-        with inmemory_worlds.entered(None):
+        with worlds.entered(None):
             try:
                 self._live(script)
             except Killed:

@@ -23,7 +23,7 @@ from unittest import mock
 
 import torch
 from shoal_worker import failpoints
-from shoal_worker.backends import inmemory_worlds
+from shoal_worker.backends import worlds
 from shoal_worker.checkpoint import company, writer
 from shoal_worker.data import loader
 from shoal_worker.elastic import connecting, exchange, link, membership
@@ -43,7 +43,7 @@ _EPOCH_S = 1000.0
 def installed() -> Iterator[None]:
     """While open, threads of simulated processes find simulated parts."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(inmemory_worlds.installed())
+        stack.enter_context(worlds.installed())
         for module, name, value in (
             (time, "monotonic", _monotonic),
             (time, "sleep", _sleep),

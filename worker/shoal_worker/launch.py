@@ -1,4 +1,4 @@
-"""`shoal.launch`: a function on several ranks, without a cluster: the ranks are threads of this process (backends/inmemory.py)."""
+"""`shoal.launch`: a function on several ranks, without a cluster: the ranks are threads of this process (backends/inmemory/backend.py)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from shoal_common.errors import ConfigurationError, PreconditionError
 from torch._C._distributed_c10d import HashStore
 
 from shoal_worker.api import shutdown
-from shoal_worker.backends import inmemory, inmemory_worlds
-from shoal_worker.backends.inmemory_turns import Turns
+from shoal_worker.backends import worlds
+from shoal_worker.backends.inmemory import backend as inmemory
+from shoal_worker.backends.inmemory.turns import Turns
 from shoal_worker.elastic.current import find_session
 
 T = TypeVar("T")
@@ -58,7 +59,7 @@ def launch(fn: Callable[..., T], *arguments: Any, world_size: int, backend: str 
     if timeout <= timedelta(0):
         raise ConfigurationError(f"launch(timeout={timeout}): expected more than 0 s")
     inmemory.register()
-    with inmemory_worlds.installed():
+    with worlds.installed():
         ranks = _Ranks(lambda: fn(*arguments), world_size, timeout)
         return ranks.run()
 
@@ -79,9 +80,9 @@ class _Ranks:
 
     def run(self) -> list[Any]:
         with self._turns.generators_kept():
-            for thread in self._threads:
-                thread.start()
             try:
+                for thread in self._threads:
+                    thread.start()
                 running = self._wait()
             except BaseException as interruption:  # Ctrl-C
                 self._interrupt(interruption)
@@ -107,6 +108,8 @@ class _Ranks:
         deadline = time.monotonic() + limit.total_seconds()
         running = []
         for rank, ended in enumerate(self._ended):
+            if self._threads[rank].ident is None:  # Ctrl-C came before it was started
+                continue
             # A `join` that Ctrl-C interrupts takes its thread for ended, so there is none of a thread that may run for long.
             if ended.wait(max(0.0, deadline - time.monotonic())):
                 self._threads[rank].join()
@@ -132,9 +135,9 @@ class _Ranks:
             self._ended[rank].set()
 
     def _run(self, rank: int) -> None:
-        seat = inmemory_worlds.Seat(rank=rank, world_size=self._size, store=self._store, timeout=self._timeout)
+        seat = worlds.Seat(rank=rank, world_size=self._size, store=self._store, timeout=self._timeout)
         try:
-            with inmemory_worlds.entered(seat):
+            with worlds.entered(seat):
                 try:
                     self._turns.begin(rank)
                     dist.init_process_group(inmemory.NAME, store=self._store, rank=rank, world_size=self._size, timeout=self._timeout)

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from shoal_common.errors import MembershipChanged
-from shoal_worker.backends.gloo import GlooBackend
+from shoal_worker.backends.gloo.backend import GlooBackend
 from shoal_worker.compression import CompressedReduction, compressor_names, parse_compression
 from shoal_worker.store.redis_store import RedisStore
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 from shoal_common.errors import MembershipChanged
-from shoal_worker.backends.gloo import GlooBackend
+from shoal_worker.backends.gloo.backend import GlooBackend
 from shoal_worker.pipelining.micro_batches import cut_batch
 from shoal_worker.pipelining.pipeline import Pipeline, PipelineSettings
 

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch.distributed as dist
-from shoal_worker.backends.inmemory import InMemoryBackend
+from shoal_worker.backends.inmemory.backend import InMemoryBackend
 
 from tests.ranks.threads import errors_of_threads, run_threads
 

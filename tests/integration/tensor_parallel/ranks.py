@@ -7,7 +7,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import shoal_worker.backends.torch_backend  # noqa: F401 - registers shoal_gloo
+import shoal_worker.backends.gloo.backend  # noqa: F401 - registers shoal_gloo
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 

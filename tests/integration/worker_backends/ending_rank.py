@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import Any, Final
 
 import torch
-from shoal_worker.backends.gloo import GlooBackend
+from shoal_worker.backends.gloo.backend import GlooBackend
 from torch.distributed import FileStore
 
 _MOMENT_S: Final = 0.5

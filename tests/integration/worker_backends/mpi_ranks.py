@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from shoal_common.errors import ConfigurationError, DeadlineError, InvalidRequestError
 from shoal_worker.backends import GroupEndedError
-from shoal_worker.backends.mpi import MPIBackend
-from shoal_worker.backends.mpi_group import MPIGroup
+from shoal_worker.backends.mpi.backend import MPIBackend
+from shoal_worker.backends.mpi.group import MPIGroup
 from shoal_worker.elastic.current import set_session
 from shoal_worker.elastic.start import open_session
 

@@ -11,12 +11,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import shoal_worker.backends.torch_backend  # noqa: F401 - registers shoal_gloo
+import shoal_worker.backends.gloo.backend  # noqa: F401 - registers shoal_gloo
 import torch
 import torch.distributed as dist
 from shoal_common.errors import MembershipChanged, ShoalError
 from shoal_worker.backends import ReduceOp
-from shoal_worker.backends.gloo import GlooBackend
+from shoal_worker.backends.gloo.backend import GlooBackend
 from shoal_worker.store.redis_store import RedisStore
 
 from tests.integration.worker_backends.conformance import check_backend, failures

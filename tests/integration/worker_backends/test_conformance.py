@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from shoal_worker.backends.inmemory import InMemoryBackend
+from shoal_worker.backends.inmemory.backend import InMemoryBackend
 from shoal_worker.launch import launch
 
 from tests.integration.worker_backends.conformance import CHECKS, check_backend

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from shoal_common.errors import MembershipChanged
-from shoal_worker.backends.gloo import GlooBackend
-from shoal_worker.backends.interruptible import BROADCASTS_FROM_BYTES
+from shoal_worker.backends.gloo.backend import GlooBackend
+from shoal_worker.backends.gloo.interruptible import BROADCASTS_FROM_BYTES
 from torch._C._distributed_c10d import AllgatherOptions
 
 _DEADLINE_S = 60.0

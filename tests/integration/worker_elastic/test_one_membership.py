@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from shoal_common.errors import ConfigurationError, DeadlineError, InternalError, MembershipChanged, PreconditionError, ShoalError
 from shoal_worker.backends.base import CommunicationBackend
-from shoal_worker.backends.gloo import GlooBackend
+from shoal_worker.backends.gloo.backend import GlooBackend
 from shoal_worker.backends.waits import Waits
 from shoal_worker.elastic import connecting, waiting_lines
 from shoal_worker.elastic.connecting import connect

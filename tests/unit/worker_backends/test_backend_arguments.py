@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from shoal_common.errors import ConfigurationError, InvalidRequestError, MembershipChanged, PreconditionError
 from shoal_worker.backends import CommunicationBackend, ReduceOp, backend_class, backend_names
-from shoal_worker.backends.gloo import GlooBackend
+from shoal_worker.backends.gloo.backend import GlooBackend
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from shoal_common.errors import PreconditionError
-from shoal_worker.backends.short_sums import Door, ShortSums
+from shoal_worker.backends.gloo.short_sums import Door, ShortSums
 
 _LONG = timedelta(seconds=60)
 

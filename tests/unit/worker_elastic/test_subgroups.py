@@ -13,8 +13,8 @@ import shoal
 import torch
 from shoal_common.errors import ConfigurationError, MembershipChanged, PreconditionError
 from shoal_worker.backends.base import CommunicationBackend
-from shoal_worker.backends.gloo import GlooBackend
-from shoal_worker.backends.inmemory import InMemoryBackend
+from shoal_worker.backends.gloo.backend import GlooBackend
+from shoal_worker.backends.inmemory.backend import InMemoryBackend
 from shoal_worker.elastic.generation import Generation, Peer
 from shoal_worker.elastic.group import Group, Opening
 from shoal_worker.elastic.start import current_session

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from shoal_common.errors import ConfigurationError, MembershipChanged
 from shoal_worker.backends import GroupEndedError
-from shoal_worker.backends.inmemory_turns import run_aside
+from shoal_worker.backends.inmemory.turns import run_aside
 from shoal_worker.elastic.current import find_session
 from shoal_worker.elastic.start import current_session
 from torch import nn

@@ -1,12 +1,17 @@
 """Communication backends: collectives over process groups that can be ended and made anew.
 
-Importing this package makes torch know the backend "shoal_gloo" (torch_backend.py).
+`base.py` has what every backend offers; `gloo`, `inmemory`, `mpi` and `nccl` have one each, which `registry.py` knows by name. Importing
+this package makes torch know the process groups of the first three ("shoal_gloo", "shoal_inmemory", "shoal_mpi").
 """
 
-from shoal_worker.backends import torch_backend as torch_backend
-from shoal_worker.backends.base import CommunicationBackend, ReduceOp
+from shoal_worker.backends.base import CommunicationBackend, Handle, ReduceOp
 from shoal_worker.backends.errors import GroupEndedError
-from shoal_worker.backends.handle import Handle
+from shoal_worker.backends.gloo import backend as _gloo
+from shoal_worker.backends.inmemory import backend as _inmemory
+from shoal_worker.backends.mpi import backend as _mpi
 from shoal_worker.backends.registry import backend_class, backend_names
 
 __all__ = ["CommunicationBackend", "GroupEndedError", "Handle", "ReduceOp", "backend_class", "backend_names"]
+
+for _backend in (_gloo, _inmemory, _mpi):
+    _backend.register()

@@ -10,10 +10,10 @@ from shoal_common.errors import ConfigurationError
 from shoal_worker.backends.base import CommunicationBackend
 
 _BACKENDS: Final = {
-    "gloo": "shoal_worker.backends.gloo:GlooBackend",
-    "inmemory": "shoal_worker.backends.inmemory:InMemoryBackend",
-    "mpi": "shoal_worker.backends.mpi:MPIBackend",
-    "nccl": "shoal_worker.backends.nccl:NCCLBackend",
+    "gloo": "shoal_worker.backends.gloo.backend:GlooBackend",
+    "inmemory": "shoal_worker.backends.inmemory.backend:InMemoryBackend",
+    "mpi": "shoal_worker.backends.mpi.backend:MPIBackend",
+    "nccl": "shoal_worker.backends.nccl.backend:NCCLBackend",
 }
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 from shoal_common.errors import DeadlineError
 
-from shoal_worker.backends.inmemory_turns import run_aside
+from shoal_worker.backends.inmemory.turns import run_aside
 from shoal_worker.elastic.waiting_lines import WaitingLines
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from datetime import timedelta
 
 from shoal_common.errors import DeadlineError
 
-from shoal_worker.backends.inmemory_turns import run_aside
+from shoal_worker.backends.inmemory.turns import run_aside
 
 _log = logging.getLogger(__name__)
 

@@ -16,8 +16,7 @@ import torch
 from shoal_common import codecs
 from shoal_common.errors import ConfigurationError
 
-from shoal_worker.backends.base import CommunicationBackend
-from shoal_worker.backends.handle import Handle
+from shoal_worker.backends.base import CommunicationBackend, Handle
 from shoal_worker.compression import host
 from shoal_worker.compression.memory import BucketMemory
 from shoal_worker.compression.randomness import KeyedRandom

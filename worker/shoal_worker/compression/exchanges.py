@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import torch
 
-from shoal_worker.backends.handle import Handle
+from shoal_worker.backends.base import Handle
 from shoal_worker.compression.base import Errand, Exchange, GradientCompressor, Steps
 from shoal_worker.compression.randomness import KeyedRandom
 

@@ -12,8 +12,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from shoal_common.errors import ConfigurationError, MembershipChanged, PreconditionError
 
-from shoal_worker.backends.base import CommunicationBackend
-from shoal_worker.backends.handle import Handle
+from shoal_worker.backends.base import CommunicationBackend, Handle
 from shoal_worker.compression.base import Errand, GradientCompressor, Steps
 from shoal_worker.compression.exchanges import Chunks, scatter_sum
 from shoal_worker.compression.memory import BucketMemory, Memory, is_finite

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shoal_worker.backends.inmemory_worlds import own_world
+from shoal_worker.backends.worlds import own_world
 
 if TYPE_CHECKING:
     from shoal_worker.elastic.session import Session

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from shoal_common.errors import CorruptDataError, UnavailableError
 
-from shoal_worker.backends.inmemory_turns import run_aside
+from shoal_worker.backends.inmemory.turns import run_aside
 from shoal_worker.elastic.group import Group
 from shoal_worker.elastic.transfer import StateDonor, take_state
 from shoal_worker.metrics import WorkerMetrics

@@ -21,9 +21,9 @@ from shoal_common.errors import ConfigurationError, MembershipChanged
 from torch import nn
 from torch.distributed.distributed_c10d import PrefixStore
 
-from shoal_worker.backends.inmemory_turns import own_turns
-from shoal_worker.backends.inmemory_worlds import Seat, own_world
+from shoal_worker.backends.inmemory.turns import own_turns
 from shoal_worker.backends.registry import backend_class
+from shoal_worker.backends.worlds import Seat, own_world
 from shoal_worker.elastic.generation import Generation, Peer
 from shoal_worker.elastic.group import Group, Opening
 from shoal_worker.elastic.member import LeaveReason

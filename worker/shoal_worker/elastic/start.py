@@ -25,8 +25,8 @@ from shoal_common.settings import Address
 from shoal_common.telemetry import HttpServer, serve_metrics
 
 from shoal_worker.backends import reaper
-from shoal_worker.backends.inmemory_worlds import Seat, own_world
-from shoal_worker.backends.mpi import own_seat
+from shoal_worker.backends.mpi.backend import own_seat
+from shoal_worker.backends.worlds import Seat, own_world
 from shoal_worker.elastic.account import account_for
 from shoal_worker.elastic.contract import StepClock
 from shoal_worker.elastic.current import find_session, set_session

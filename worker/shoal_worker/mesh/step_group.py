@@ -23,7 +23,7 @@ from torch._C._distributed_c10d import (
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
-from shoal_worker.backends.named_group import ForwardingGroup
+from shoal_worker.backends.python_group import ForwardingGroup
 from shoal_worker.elastic.group import Group
 
 _NUMBERS: Final = itertools.count(1)

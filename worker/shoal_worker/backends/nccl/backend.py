@@ -22,8 +22,8 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from shoal_worker.backends import reaper
 from shoal_worker.backends.base import CommunicationBackend
-from shoal_worker.backends.device_group import DeviceGroup
 from shoal_worker.backends.errors import GroupEndedError, cause_of
+from shoal_worker.backends.nccl.device_group import DeviceGroup
 from shoal_worker.settings import set_nccl_defaults
 
 _PATIENCE: Final = {

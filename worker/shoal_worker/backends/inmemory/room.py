@@ -3,7 +3,7 @@
 The nth collective that a rank issues meets the nth of every other. The last rank to come does the arithmetic for all of them, so a
 collective is complete on all ranks at one moment. Whoever waits learns at the deadline which ranks have arrived and what the others are at.
 
-Threads: any, each for its own rank; state is guarded by `inmemory_turns.LOCK`. The arithmetic runs without it.
+Threads: any, each for its own rank; state is guarded by `turns.LOCK`. The arithmetic runs without it.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import torch
 from shoal_common.errors import ConfigurationError, DeadlineError
 from torch.distributed.distributed_c10d import Store
 
-from shoal_worker.backends import inmemory_turns
 from shoal_worker.backends.collective import Collective, UnmatchedCollectiveError, execute
 from shoal_worker.backends.errors import GroupEndedError
-from shoal_worker.backends.inmemory_turns import LOCK, Turns, own_turns
+from shoal_worker.backends.inmemory import turns
+from shoal_worker.backends.inmemory.turns import LOCK, Turns, own_turns
 
 Ending = GroupEndedError | UnmatchedCollectiveError
 
@@ -103,7 +103,7 @@ class Room:
 
     def await_all(self, rank: int, timeout: timedelta) -> None:
         """Until all ranks have entered. Raises DeadlineError naming those that have not, or the error that ended the room."""
-        full = inmemory_turns.wait(
+        full = turns.wait(
             self, lambda: len(self._members) == self.size or self.ended is not None, timeout.total_seconds(), "for the others to come"
         )
         self.check_live()
@@ -162,7 +162,7 @@ class Room:
     def await_meeting(self, meeting: Meeting, rank: int, timeout: timedelta) -> None:
         """Until all ranks have come to it. Raises the error that ended the room; after `timeout`, it ends the room."""
         what = f"in {meeting.calls[rank]} (collective {meeting.number} of group {self.name})"
-        ready = inmemory_turns.wait(self, lambda: meeting.done or self.ended is not None, timeout.total_seconds(), what)
+        ready = turns.wait(self, lambda: meeting.done or self.ended is not None, timeout.total_seconds(), what)
         if not ready:
             arrived = sorted(meeting.calls)
             others = sorted(set(range(self.size)) - meeting.calls.keys())
@@ -205,7 +205,7 @@ class Room:
     def await_reception(self, reception: Reception, rank: int, timeout: timedelta) -> None:
         """Until the message is there. Raises the error that ended the room; after `timeout`, it ends the room."""
         what = f"in {reception} of group {self.name}"
-        ready = inmemory_turns.wait(self, lambda: reception.done or self.ended is not None, timeout.total_seconds(), what)
+        ready = turns.wait(self, lambda: reception.done or self.ended is not None, timeout.total_seconds(), what)
         if not ready:
             others = [one for one in range(self.size) if one != rank and reception.source in (None, one)]
             self._end_late(f"rank {rank} waited {timeout.total_seconds():g} s {what}; {self._at(others)}")
@@ -284,7 +284,7 @@ class Room:
         return "; ".join(f"rank {one} {self._left.get(one, self._last[one])}" for one in ranks)
 
     def _changed(self) -> None:
-        inmemory_turns.changed(self._turns)
+        turns.changed(self._turns)
 
 
 def _synchronize(tensors: Sequence[torch.Tensor]) -> None:

@@ -24,6 +24,8 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Final
 
+from shoal_worker.backends.base import Traffic
+
 Endpoint = tuple[str, int]
 """Numeric address and port."""
 
@@ -53,15 +55,6 @@ class Listener:
     descriptor: int
     inode: int
     endpoint: Endpoint
-
-
-@dataclass(frozen=True, kw_only=True)
-class Traffic:
-    """What a connection has sent, since it was made."""
-
-    acknowledged_bytes: int
-    busy_s: float
-    """For how long it had something to send, or waited to hear that it had come."""
 
 
 def listeners() -> dict[int, Listener]:

@@ -1,6 +1,6 @@
 """Ranks as threads of one process, for notebooks, tests and debugging: `shoal.launch(fn, world_size=4)`.
 
-Results do not depend on timing: reductions go by rank, and ranks that `launch` starts take turns (inmemory_turns.py). A rank that fails
+Results do not depend on timing: reductions go by rank, and ranks that `launch` starts take turns (turns.py). A rank that fails
 ends the group for all, with its reason. It is not for speed.
 """
 
@@ -15,8 +15,8 @@ from torch.distributed.distributed_c10d import Store
 
 from shoal_worker.backends.base import CommunicationBackend
 from shoal_worker.backends.errors import GroupEndedError
-from shoal_worker.backends.inmemory_group import InMemoryGroup
-from shoal_worker.backends.inmemory_room import Room, room_for
+from shoal_worker.backends.inmemory.group import InMemoryGroup
+from shoal_worker.backends.inmemory.room import Room, room_for
 
 NAME: Final = "shoal_inmemory"
 

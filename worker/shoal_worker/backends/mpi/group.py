@@ -23,8 +23,8 @@ from torch._C._distributed_c10d import Work
 
 from shoal_worker.backends.collective import Collective, Kind
 from shoal_worker.backends.errors import GroupEndedError
-from shoal_worker.backends.mpi_buffers import Packed, Reduced
-from shoal_worker.backends.mpi_works import MPIWork
+from shoal_worker.backends.mpi.buffers import Packed, Reduced
+from shoal_worker.backends.mpi.works import MPIWork
 from shoal_worker.backends.python_group import PythonGroup
 from shoal_worker.backends.reductions import check_op, reduce_parts
 

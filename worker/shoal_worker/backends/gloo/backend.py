@@ -4,6 +4,12 @@ Gloo's own abort and shutdown do nothing, and a rank that waits for a stuck peer
 group's own connections (sockets.py) and ends what waits for them (interruptible.py). At the peers it fails what waits for this rank at
 once, and the rest when their watch has noticed (sockets.GRACE_S). The same happens when a rank dies. So a group ends for all of its ranks
 when it ends for one; a rank that leaves in good order does so after a collective that all take part in.
+
+Importing this module also makes torch know `init_process_group("shoal_gloo")`: the same groups as torch's own default group and sub-groups,
+for code that needs torch's world. (The name is not "gloo": torch ignores what is registered under a built-in name.) Beyond torch's "gloo",
+these can be ended, from any thread, by `group.abort()` (`torch.distributed.group.WORLD.abort()`), and let go of their sockets in forked
+children. Such an abort ends the group on this rank, and at a peer what waits for this rank; other than a GlooBackend it does not end by
+itself when a peer leaves, since a script may go on with the others. Timeouts, new_group and destroy_process_group are torch's.
 """
 
 from __future__ import annotations
@@ -11,18 +17,20 @@ from __future__ import annotations
 import contextlib
 import weakref
 from datetime import timedelta
-from typing import ClassVar
+from typing import Any, ClassVar, Final
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import Store
+from torch._C._distributed_c10d import _DistributedBackendOptions
+from torch.distributed.distributed_c10d import GroupName, Store
 
-from shoal_worker.backends.base import CommunicationBackend
-from shoal_worker.backends.forming import FormingGroup
-from shoal_worker.backends.interface import address_for
-from shoal_worker.backends.interruptible import InterruptibleGroup
-from shoal_worker.backends.sockets import Traffic
+from shoal_worker.backends.base import CommunicationBackend, Traffic
+from shoal_worker.backends.gloo.forming import FormingGroup, connect_gloo
+from shoal_worker.backends.gloo.interface import address_for
+from shoal_worker.backends.gloo.interruptible import InterruptibleGroup
 from shoal_worker.store.redis_store import RedisStore
+
+NAME: Final = "shoal_gloo"
 
 
 class GlooBackend(CommunicationBackend):
@@ -95,3 +103,24 @@ class GlooBackend(CommunicationBackend):
 
     def _is_broken(self, error: RuntimeError) -> bool:
         return False  # the group raises MembershipChanged itself
+
+
+def register() -> None:
+    """Makes torch know the backend. Done on import."""
+    if NAME not in dist.Backend.backend_list:
+        dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
+
+
+def _create(options: _DistributedBackendOptions, _: Any) -> InterruptibleGroup:
+    """Called by torch for the default group and each new_group. As with torch's gloo, a peer may take the whole timeout to come."""
+    formed = connect_gloo(
+        options.store,
+        options.group_rank,
+        options.group_size,
+        hostname=address_for(options.store),
+        connect_timeout=options.timeout,
+        timeout=options.timeout,
+    )
+    group = InterruptibleGroup(formed)
+    group._set_group_name(GroupName(options.group_id))
+    return group

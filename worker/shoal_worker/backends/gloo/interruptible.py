@@ -26,16 +26,16 @@ from shoal_common.errors import ShoalError
 from torch._C._distributed_c10d import AllgatherOptions, BroadcastOptions, ReduceScatterOptions, Work
 
 from shoal_worker.backends import reaper
-from shoal_worker.backends.all_of import AllOf
+from shoal_worker.backends.base import Traffic
 from shoal_worker.backends.errors import GroupEndedError, cause_of
-from shoal_worker.backends.forming import GlooGroup
-from shoal_worker.backends.named_group import ForwardingGroup
+from shoal_worker.backends.gloo.all_of import AllOf
+from shoal_worker.backends.gloo.forming import GlooGroup
+from shoal_worker.backends.gloo.scratch import Scratch
+from shoal_worker.backends.gloo.short_sums import MOST_BYTES
+from shoal_worker.backends.gloo.works import InterruptibleWork, Transfer, Waiter, end_works
+from shoal_worker.backends.python_group import ForwardingGroup
 from shoal_worker.backends.reductions import check_op, reduce_parts
-from shoal_worker.backends.scratch import Scratch
-from shoal_worker.backends.short_sums import MOST_BYTES
-from shoal_worker.backends.sockets import Traffic
 from shoal_worker.backends.waits import Waits
-from shoal_worker.backends.works import InterruptibleWork, Transfer, Waiter, end_works
 
 _MANY: Final = 64
 

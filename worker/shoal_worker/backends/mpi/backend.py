@@ -21,10 +21,10 @@ from torch.distributed.rendezvous import register_rendezvous_handler
 
 from shoal_worker.backends.base import DEFAULT_CONNECT_TIMEOUT, DEFAULT_TIMEOUT, CommunicationBackend
 from shoal_worker.backends.errors import GroupEndedError
-from shoal_worker.backends.inmemory_worlds import Seat
+from shoal_worker.backends.worlds import Seat
 
 if TYPE_CHECKING:
-    from shoal_worker.backends.mpi_group import MPIGroup
+    from shoal_worker.backends.mpi.group import MPIGroup
 
 NAME: Final = "shoal_mpi"
 
@@ -68,7 +68,7 @@ class MPIBackend(CommunicationBackend):
         )
 
     def _connect(self, store: Store, timeout: timedelta, connect_timeout: timedelta, hostname: str | None) -> dist.ProcessGroup:
-        from shoal_worker.backends.mpi_group import MPIGroup
+        from shoal_worker.backends.mpi.group import MPIGroup
 
         world = _mpi().COMM_WORLD
         if self._members is not None:
@@ -138,7 +138,7 @@ def register() -> None:
 
 def _create(options: _DistributedBackendOptions, _: Any) -> MPIGroup:
     """Called by torch for the default group and each new_group, on the members alone. MPI lets it wait for them without a deadline."""
-    from shoal_worker.backends.mpi_group import MPIGroup
+    from shoal_worker.backends.mpi.group import MPIGroup
 
     mpi = _mpi()
     members = options.global_ranks_in_group or range(mpi.COMM_WORLD.size)

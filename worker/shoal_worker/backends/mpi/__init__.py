@@ -1,0 +1,1 @@
+"""MPI, through mpi4py: for clusters that start ranks with mpiexec."""

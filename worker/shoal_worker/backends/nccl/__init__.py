@@ -1,0 +1,1 @@
+"""NCCL, for CUDA devices."""

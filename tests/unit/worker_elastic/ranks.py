@@ -111,6 +111,9 @@ class Model:
     def bring_together(self, channel: Channel) -> None:
         """Every rank holds all of it."""
 
+    def keep_two_copies(self, channel: Channel, leaving: Any = ()) -> None:
+        pass
+
     def capture(self) -> dict[str, Any]:
         return {"model": self.module.state_dict()}
 

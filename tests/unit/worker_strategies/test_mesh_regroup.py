@@ -47,6 +47,10 @@ class NextGeneration:
         self._use()
         return self._members.all_gather_integers(values)
 
+    def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor, output_sizes: Sequence[int], input_sizes: Sequence[int]) -> None:
+        self._use()
+        self._members.all_to_all(output, tensor, output_sizes, input_sizes)
+
     def subgroup(self, ranks: Sequence[int], name: str) -> NextGeneration | None:
         self._use()
         left = [self._left[rank] for rank in ranks]
@@ -104,6 +108,51 @@ def test_a_failure_at_any_moment_of_dividing_the_ranks_loses_no_part_that_a_livi
     assert [of[2] for of in (first, second, spare)] == [False, False, True]
     torch.testing.assert_close(first[1], first[0], rtol=0, atol=0)
     torch.testing.assert_close(second[1], spare[0], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"strategy": "zero3"},
+        {"strategy": "hsdp", "shard_size": 2},
+        {"strategy": "hybrid", "data_parallel_strategy": "zero2"},
+        {"strategy": "hybrid", "pipeline_parallel_size": 2},
+    ],
+    ids=lambda options: "-".join(str(value) for value in options.values()),
+)
+def test_what_a_rank_that_leaves_held_outlives_the_death_of_the_only_other_holder(options: dict[str, Any]) -> None:
+    """Rank 1 leaves, and a rank that holds the same dies before the others have divided the state anew."""
+    leaver, dead = 1, 3 if options.get("pipeline_parallel_size") or options.get("shard_size") else 2
+    left = [rank for rank in range(4) if rank not in (leaver, dead)]
+
+    def rank() -> Any:
+        net = models.make()
+        inner = torch.optim.AdamW(net.parameters(), 0.01)
+        model, optimizer = shoal.as_distributed(net, inner, minimum_parameter_group_size=64, **options)
+        x, y = models.data()[:8]
+        for _ in range(2):
+            model.train_step(x, y, models.loss_of)
+            optimizer.step()
+            optimizer.zero_grad()
+        expected = {"model": model.full_state_dict(), "optimizer": optimizer.state_dict()}
+        launch = current_session().group
+        assert launch is not None
+        model.keep_two_copies(launch, [leaver])
+        members = launch.subgroup(left, "left")
+        if members is None:
+            return None
+        model.regroup(cast("Group", NextGeneration(launch, members, left, 2, None)))
+        return expected, model._held.assemble(members)
+
+    results = shoal.launch(rank, world_size=4)
+    for one in left:
+        expected, assembled = results[one]
+        assert assembled["model"].keys() == expected["model"].keys()
+        for name, value in expected["model"].items():
+            assert torch.equal(assembled["model"][name], value), name
+        for number, own in expected["optimizer"]["state"].items():
+            for key, value in own.items():
+                assert torch.equal(torch.as_tensor(assembled["optimizer"]["state"][number][key]), torch.as_tensor(value)), (number, key)
 
 
 def test_what_was_held_before_the_ranks_were_divided_anew_is_let_go() -> None:

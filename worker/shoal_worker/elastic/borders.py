@@ -225,6 +225,12 @@ class Borders:
             _log.warning("ranks %s are asked to leave, and hold parts of the state that no other rank has: all stop", asked)
         # Not at this border: a rank that did not hear of it would go on. The next step's closing tells all, or none.
         self._all_leave_in = number if plan.stop else None
+        if plan.now:
+            try:
+                replica.keep_two_copies(channel, plan.now)
+            except GROUP_LOST as error:
+                formation.recover(error)
+                return
         if channel.rank in plan.now:
             raise Drained(link.draining or "")
         if not plan.now and not any(each.joiners for each in told):

@@ -296,9 +296,11 @@ class Formation:
                 held.replica.regroup(group)
         elif group.rank not in self._spectators:
             lost: StateLostError | None = None
+            channel = GroupChannel(group, _BRINGING, self._spectators)
             try:
                 if held.has_replica:
-                    held.replica.bring_together(GroupChannel(group, _BRINGING, self._spectators))
+                    held.replica.bring_together(channel)
+                    held.replica.keep_two_copies(channel)
             except StateLostError as error:  # on all members alike
                 lost = error
             GroupChannel(group, _TOGETHER, self._spectators).exchange(b"")

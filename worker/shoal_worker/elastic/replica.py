@@ -20,7 +20,7 @@ survivors what became of a step whose group failed. Its optimizer's `step()` is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Protocol
 
@@ -119,6 +119,14 @@ class Replica(Protocol):
     def bring_together(self, channel: Channel) -> None:
         """What every rank holds whole between steps is whole and newest again on all of `channel`, whose group holds others as well that
         nothing is cut for yet. An operation."""
+        ...
+
+    def keep_two_copies(self, channel: Channel, leaving: Collection[int] = ()) -> None:
+        """Copies each part of the state that one rank of `channel` alone holds to another rank, which keeps it until the state is cut anew:
+        the next death loses nothing. An operation; when it returns, all ranks have their copies.
+
+        `leaving`: ranks that are about to leave, whose copies do not count.
+        """
         ...
 
     def has_values(self) -> bool:

@@ -7,7 +7,7 @@ for the ranks before, and in operations between steps, where the newest group ma
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -22,6 +22,8 @@ from shoal_worker.state.serial import dump_tensors, load_tensors
 
 _CHUNK_BYTES: Final = 32 << 20
 """Of values at once; a message has their optimizer state as well, and for a moment there are some copies of it."""
+_COPIES: Final = 2
+"""Of each place where there are several replicas."""
 _VALUE: Final = ""
 """Key of a tensor's values, beside those of its optimizer state."""
 
@@ -92,15 +94,14 @@ def gather(channel: Channel, held: Sequence[Held], blueprint_for: Callable[[Axes
         StateLostError: SHARDS_LOST, no cut is complete any more.
         MembershipChanged: the group is over.
     """
-    rows = [json.loads(told) for told in channel.exchange(json.dumps([one.cut.row() for one in held]).encode())]
-    number, axes, ranks = _newest_complete(rows)
+    number, axes, ranks = _newest_complete(_told(channel, held))
     blueprint = blueprint_for(axes)
-    mine = next((one for one in held if one.cut.number == number), None)
+    mine = [one for one in held if one.cut.number == number]
     tensors = blueprint.template.tensors()
     for names in _chunks(tensors):
         sends = {(name, *place): rank for name in names for place, rank in _senders(blueprint, ranks, name).items()}
         own = [key for key, rank in sends.items() if rank == channel.rank]
-        answers = channel.exchange(_packed(mine, own, state) if mine is not None and own else b"")
+        answers = channel.exchange(_packed(mine, own, state) if mine and own else b"")
         arrived: dict[str, list[_Arrived]] = {name: [] for name in names}
         scalars: dict[str, dict[str, Any]] = {}
         for answer in filter(None, answers):
@@ -112,6 +113,86 @@ def gather(channel: Channel, held: Sequence[Held], blueprint_for: Callable[[Axes
         del answers
         for name in names:
             yield _whole(blueprint, name, arrived[name], scalars.get(name, {}))
+
+
+def copy_singles(
+    channel: Channel, held: Sequence[Held], blueprint_for: Callable[[Axes], Blueprint], leaving: Collection[int]
+) -> list[Held]:
+    """Copies what lies at each place that one rank alone holds to another rank, of the newest cut that is complete. Returns what this rank
+    is to keep. When it returns, every rank has what it is to keep. Of a cut without replicas nothing is copied: such a state is held once.
+
+    `held`: the cuts of which this rank holds parts. `leaving`: ranks that are about to leave: what they hold does not count, and they keep
+    nothing.
+
+    Raises:
+        MembershipChanged: the group is over.
+    """
+    rows = _told(channel, held)
+    try:
+        number, axes, ranks = _newest_complete(rows)
+    except StateLostError:
+        return []  # cutting it anew says so
+    staying = [rank for rank in range(channel.world_size) if rank not in leaving]
+    kept = dict.fromkeys(staying, 0)
+    copies: list[tuple[Place, int, int]] = []
+    for place, own in sorted(ranks.items()) if axes.data > 1 else ():
+        free = [rank for rank in staying if rank not in own]
+        if free and len([rank for rank in own if rank in kept]) < _COPIES:
+            keeper = min(free, key=lambda rank: (kept[rank], rank))
+            kept[keeper] += 1
+            copies.append((place, min(own), keeper))
+    if not copies:
+        return []
+    mine = [one for one in held if one.cut.number == number]
+    arrived: dict[Place, dict[str, Run]] = {place: {} for place, _, keeper in copies if keeper == channel.rank}
+    for names in _chunks(blueprint_for(axes).template.tensors()):
+        sent = [place for place, sender, _ in copies if sender == channel.rank]
+        for answer in filter(None, channel.exchange(_packed_places(mine, sent, names) if sent else b"")):
+            _take_copies(answer, arrived)
+    channel.exchange(b"")
+    shards = next(one[4] for row in rows for one in row if one[0] == number)
+    return [
+        Held(cut=Cut(number=number, axes=axes, at=Coordinate(stage, part, shard), shards=shards), runs={shard: runs})
+        for (stage, part, shard), runs in arrived.items()
+    ]
+
+
+def _packed_places(held: Sequence[Held], places: Sequence[Place], names: Sequence[str]) -> bytes:
+    tensors: dict[str, torch.Tensor] = {}
+    scalars: list[list[Any]] = []
+    for place in places:
+        for name in names:
+            run = _run_at(held, place[0], place[1], place[2], name)
+            if run is None:
+                continue
+            tensors[json.dumps([place, name, _VALUE])] = run.value
+            for key, one in run.state.items():
+                if isinstance(one, torch.Tensor):
+                    tensors[json.dumps([place, name, key])] = one
+                else:
+                    scalars.append([place, name, key, _checked(key, one)])
+    return dump_tensors(tensors, {"scalars": scalars})
+
+
+def _take_copies(answer: bytes, arrived: Mapping[Place, dict[str, Run]]) -> None:
+    loaded, metadata = load_tensors(answer)
+    values: dict[tuple[Place, str], torch.Tensor] = {}
+    states: dict[tuple[Place, str], dict[str, Any]] = {}
+    for told, tensor in loaded.items():
+        place, name, key = json.loads(told)
+        if key == _VALUE:
+            values[tuple(place), name] = tensor
+        else:
+            states.setdefault((tuple(place), name), {})[key] = tensor
+    for place, name, key, one in metadata["scalars"]:
+        states.setdefault((tuple(place), name), {})[key] = one
+    for (place, name), value in values.items():
+        if place in arrived:
+            arrived[place][name] = Run(value=value, state=states.get((place, name), {}))
+
+
+def _told(channel: Channel, held: Sequence[Held]) -> list[Any]:
+    return [json.loads(told) for told in channel.exchange(json.dumps([one.cut.row() for one in held]).encode())]
 
 
 @dataclass(frozen=True)
@@ -156,19 +237,30 @@ def _senders(blueprint: Blueprint, ranks: Mapping[Place, Sequence[int]], name: s
     return {place: sorted(candidates)[turn % len(candidates)] for place, candidates in own.items()}
 
 
-def _packed(held: Held, own: Sequence[tuple[str, int, int]], state: bool) -> bytes:
+def _run_at(held: Sequence[Held], stage: int | None, part: int, shard: int, name: str) -> Run | None:
+    """What is held of a tensor at a place; `stage` None: at any stage, since what several have is the same."""
+    at_hand = (one for one in held if one.cut.at.tensor == part and stage in (None, one.cut.at.pipeline))
+    return next((one.runs[shard][name] for one in at_hand if name in one.runs.get(shard, {})), None)
+
+
+def _checked(key: str, one: Any) -> Any:
+    if not isinstance(one, bool | int | float | str | None):
+        raise ConfigurationError(f"the optimizer keeps a {type(one).__name__} ({key!r}) in its state, which cannot be sent")
+    return one
+
+
+def _packed(held: Sequence[Held], own: Sequence[tuple[str, int, int]], state: bool) -> bytes:
     tensors: dict[str, torch.Tensor] = {}
     scalars: dict[str, dict[str, Any]] = {}
     for name, part, shard in own:
-        run = held.runs[shard].get(name)
+        run = _run_at(held, None, part, shard, name)
         if run is None:
             continue
         tensors[_key(name, part, shard, _VALUE)] = run.value
         first = part == 0 and shard == 0
         for key, one in run.state.items() if state else ():
             if not isinstance(one, torch.Tensor):
-                if not isinstance(one, bool | int | float | str | None):
-                    raise ConfigurationError(f"the optimizer keeps a {type(one).__name__} ({key!r}) in its state, which cannot be sent")
+                _checked(key, one)
                 if first:
                     scalars.setdefault(name, {})[key] = one
             elif first or is_element(one, run.value):

@@ -7,7 +7,7 @@ these, its shard of them (`along_data.py`). The training thread owns it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from shoal_worker.engine.state_in_parts import StateInParts
 from shoal_worker.mesh.along_data import AlongData, Replicated, State
 from shoal_worker.mesh.axes import Axes, Coordinate
 from shoal_worker.mesh.blueprint import Blueprint, Template
-from shoal_worker.mesh.gathering import Cut, Held, Run, Whole, gather, is_element
+from shoal_worker.mesh.gathering import Cut, Held, Run, Whole, copy_singles, gather, is_element
 from shoal_worker.mesh.hidden import HiddenParameters
 from shoal_worker.mesh.step_group import GroupMesh
 from shoal_worker.pipelining.partial import empty_on
@@ -69,7 +69,8 @@ class ModelParts(StateInParts):
         self._dropout = dropout
         self._checkpointed = [module.get_submodule(name) for name in checkpointed]
         self._before: list[Held] = []
-        """The parts of the cuts before, the newest first, until the next commit: of several, if one after another failed half way."""
+        """Parts of the cuts before, the newest first, until the next commit (of several cuts, if one after another failed half way), and
+        copies of what one other rank holds alone."""
         self._blueprints: dict[Axes, Blueprint] = {}
         self._own_pieces()
 
@@ -159,6 +160,10 @@ class ModelParts(StateInParts):
         """For `gather`: the newest first."""
         own = self.hold()
         return [*([own] if own is not None else []), *self._before]
+
+    def copy_singles(self, channel: Channel, leaving: Collection[int]) -> None:
+        """See `Replica.keep_two_copies`."""
+        self._before = [*self._before, *copy_singles(channel, self.held(), self.blueprint_for, leaving)]
 
     def hold(self) -> Held | None:
         """What is here, of a state that is cut; all of it, under the number -1, before."""

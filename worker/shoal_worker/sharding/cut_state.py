@@ -7,7 +7,7 @@ It changes the cut, and it puts the whole together: for checkpoints, for operati
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from shoal_worker.elastic.group import Channel, Group, LocalChannel
 from shoal_worker.engine.elsewhere import inside
 from shoal_worker.engine.materialize import unsaved_buffers
 from shoal_worker.engine.state_in_parts import StateInParts
-from shoal_worker.sharding.assembling import assemble, own_runs
+from shoal_worker.sharding.assembling import assemble, copy_singles, own_runs
 from shoal_worker.sharding.division import Division, among_all
 from shoal_worker.sharding.execution import ShardedExecution
 from shoal_worker.sharding.optimizer_state import ShardedOptimizerState
@@ -60,6 +60,8 @@ class CutState(StateInParts):
         self._stage = stage
         self._before: Held | None = None
         """The shards of the cut before, until the next commit."""
+        self._copies: list[Held] = []
+        """Shards that another rank holds alone beside this one, until they are cut anew."""
         self._places: list[list[Place]] = []
         """The parameters of the optimizer's groups, in the user's order."""
         self._state = ShardedOptimizerState(None)
@@ -118,7 +120,7 @@ class CutState(StateInParts):
         held = self._held(self._keys)
         division = self._divide([peer.host for peer in group.generation.peers])
         cut, self._before = reshard(self.units, self._state, held, self._scalars, self._keys, group, number=number, division=division)
-        self.cut, self.division = cut, division
+        self.cut, self.division, self._copies = cut, division, []
         if self._stage is not Stage.PARAMETERS:
             self._execution.gather_all()
 
@@ -129,8 +131,14 @@ class CutState(StateInParts):
                 self._state.bring_home(unit)
 
     def committed(self) -> None:
-        """A step was applied on this cut: the one before is no longer of use."""
-        self._before = None
+        """A step was applied on this cut: what is held of the state before it is no longer of use."""
+        self._before, self._copies = None, []
+
+    def copy_singles(self, channel: Channel, leaving: Collection[int]) -> None:
+        """See `Replica.keep_two_copies`."""
+        if self.cut is not None:
+            keys = [self._state.element_keys(unit) for unit in self.units]
+            self._copies = [*self._copies, *copy_singles(self.units, self._held(keys), keys, channel, leaving)]
 
     def in_common(self) -> dict[str, int]:
         """Digests of what other ranks hold as well: shards that are mirrored, and parameters that are whole on every rank."""
@@ -150,7 +158,7 @@ class CutState(StateInParts):
     def _held(self, keys: Sequence[Mapping[str, torch.dtype]]) -> list[Held]:
         """The cuts of which this rank holds shards."""
         held = [hold(self.units, self._state, self.cut, keys)] if self.cut is not None else []
-        return held + ([self._before] if self._before is not None else [])
+        return held + ([self._before] if self._before is not None else []) + self._copies
 
     # ------------------------------------------------------------------------------------------- what every rank has of it
 
@@ -216,7 +224,7 @@ class CutState(StateInParts):
         self.module.load_state_dict(state["model"])
         if state["optimizer"] is not None and self.optimizer is not None:
             self.load_optimizer(state["optimizer"])
-        self.cut, self._before = WHOLE, None
+        self.cut, self._before, self._copies = WHOLE, None, []
 
     def load_optimizer(self, saved: Mapping[str, Any]) -> None:
         """See `StateInParts`."""

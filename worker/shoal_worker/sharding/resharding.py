@@ -3,11 +3,14 @@
 One all-to-all per vector moves what each rank lacks (`moving.py`). Nothing is replaced before all of it is here and every rank has said so,
 and the shards held before are kept until the next commit: so a failure on the way leaves either cut whole, and the next try takes the
 newest that is.
+
+Between two cuts a shard may be left with one holder, when a rank has died or leaves and its peers cannot cut anew yet. Then another rank
+keeps a copy of it (`plan_copies`), so that the next death loses nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -19,6 +22,10 @@ from shoal_worker.sharding.optimizer_state import ShardedOptimizerState
 from shoal_worker.sharding.unit import Unit
 
 ROW_LENGTH = 4
+_MOST_COPIES: Final = 4
+"""Shards that a rank keeps copies of beside those of its cut, at most."""
+_MOST_ROWS: Final = 2 + _MOST_COPIES // 2
+"""A rank's cut, the one before, and its copies, two in each row."""
 
 
 class Peers(Protocol):
@@ -84,6 +91,58 @@ class Held:
     vectors: list[dict[int, dict[str, torch.Tensor]]]
 
 
+def rows_of(held: Sequence[Held]) -> list[int]:
+    """The cuts of which this rank holds shards, as equally many integers on every rank."""
+    row = [value for each in held for value in each.cut.row()]
+    assert len(row) <= _MOST_ROWS * ROW_LENGTH
+    return (row + NO_CUT * _MOST_ROWS)[: _MOST_ROWS * ROW_LENGTH]
+
+
+def held_of(held: Sequence[Held], number: int) -> Held | None:
+    """All shards of the cut `number` that this rank holds; None: it holds none."""
+    own = [each for each in held if each.cut.number == number]
+    if len(own) < 2:
+        return own[0] if own else None
+    merged: list[dict[int, dict[str, torch.Tensor]]] = [{} for _ in own[0].vectors]
+    for each in own:
+        for unit, by_position in enumerate(each.vectors):
+            merged[unit].update(by_position)
+    return Held(cut=own[0].cut, vectors=merged)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Copy:
+    """A shard that one rank holds alone, and that another is to keep a copy of."""
+
+    position: int
+    sender: int
+    keeper: int
+
+
+def plan_copies(holders: Mapping[int, Sequence[int]], ranks: Sequence[int], leaving: Collection[int]) -> list[Copy]:
+    """Says which shards are to be copied to which ranks, so that each is held by two ranks of those that stay. Pure; the same on all ranks.
+
+    A shard that nobody holds is left out, and so is one for which all others keep as many copies as they can.
+
+    Args:
+        holders: the ranks that hold each position.
+        ranks: all that take part.
+        leaving: those of them that are about to leave.
+    """
+    staying = [rank for rank in ranks if rank not in leaving]
+    kept = dict.fromkeys(staying, 0)
+    copies = []
+    for position, own in sorted(holders.items()):
+        if not own or len([rank for rank in own if rank in kept]) > 1:
+            continue
+        free = [rank for rank in staying if rank not in own and kept[rank] < _MOST_COPIES]
+        if free:
+            keeper = min(free, key=lambda rank: (kept[rank], rank))
+            kept[keeper] += 1
+            copies.append(Copy(position=position, sender=min(own), keeper=keeper))
+    return copies
+
+
 VALUES = ""
 """Name of the vector of the parameters' values, beside those of the optimizer's element states."""
 
@@ -126,11 +185,9 @@ def reshard(
         MembershipChanged: the group is over.
     """
     rank, world_size = peers.rank, peers.world_size
-    row = [value for each in held for value in each.cut.row()]
-    row = (row + NO_CUT * 2)[: 2 * ROW_LENGTH]
-    chosen, old_world, holders = newest_complete(peers.all_gather_integers(row))
+    chosen, old_world, holders = newest_complete(peers.all_gather_integers(rows_of(held)))
     sends = senders(holders, old_world)
-    mine = next((each for each in held if each.cut.number == chosen), None)
+    mine = held_of(held, chosen)
     gets = [division.held(r) for r in range(world_size)]
     fresh: list[dict[int, dict[str, torch.Tensor]]] = []
     for index, unit in enumerate(units):

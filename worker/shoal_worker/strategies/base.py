@@ -11,7 +11,7 @@ import contextlib
 import copy
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -164,6 +164,9 @@ class ShardedModel(nn.Module, abc.ABC):
 
     def bring_together(self, channel: Channel) -> None:
         """See `Replica`: an update leaves nothing behind on single ranks that others hold."""
+
+    def keep_two_copies(self, channel: Channel, leaving: Collection[int] = ()) -> None:
+        """See `Replica`: every rank holds all of it, or has no peer that could."""
 
     @property
     def steps_alone(self) -> bool:

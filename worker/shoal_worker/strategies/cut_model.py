@@ -6,7 +6,7 @@ every rank alike.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
@@ -147,6 +147,12 @@ class CutModel(ModelInParts[CutState, CutClosing]):
         """See `Replica`: parameters that are whole on every rank were updated on their owners, and perhaps not fetched."""
         if self._parts is not None:
             self._parts.fill(channel)
+
+    @torch.no_grad()
+    def keep_two_copies(self, channel: Channel, leaving: Collection[int] = ()) -> None:
+        """See `Replica`."""
+        if self._parts is not None:
+            self._parts.copy_singles(channel, leaving)
 
     def whole_for(self, channel: Channel) -> AbstractContextManager[None]:
         """See `ShardedModel`."""

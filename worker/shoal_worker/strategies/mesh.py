@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from shoal_common.errors import ConfigurationError, MembershipChanged, Precondit
 from torch.autograd import Variable
 
 from shoal_worker.elastic.contract import Share
-from shoal_worker.elastic.group import Group, LocalChannel
+from shoal_worker.elastic.group import Channel, Group, LocalChannel
 from shoal_worker.elastic.step import CONTROL_LENGTH, Step
 from shoal_worker.engine.elsewhere import gradient_of, guard_parts
 from shoal_worker.failpoints import failpoint
@@ -218,6 +218,12 @@ class MeshModel(DividedModel):
         old, self._division = self._division, None
         if old is not None:
             old.release()
+
+    @torch.no_grad()
+    def keep_two_copies(self, channel: Channel, leaving: Collection[int] = ()) -> None:
+        """See `Replica`."""
+        if self._parts is not None:
+            self._parts.copy_singles(channel, leaving)
 
     @property
     def holds(self) -> list[str]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import signal
+import subprocess
+import sys
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -149,17 +151,27 @@ def test_a_rank_that_ends_before_the_others_fails_the_run(shell: Shell, strategy
     assert "the ranks' scripts went different ways" in command.stderr
 
 
-def test_a_last_checkpoint_that_was_not_written_fails_the_run(shell: Shell) -> None:
-    script = shell.script(
+def saving_to_a_full_disk(shell: Shell) -> Path:
+    return shell.script(
         textwrap.dedent(TRAINING).replace("10_000", "1").partition("        if")[0]
         + "import resource\n"
         + "resource.setrlimit(resource.RLIMIT_FSIZE, (16, 16))  # as of a full disk\n"
         + "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         + "shoal.save_checkpoint('checkpoints')\n"
     )
-    command = shell.start("run", "--standalone", "--nproc-per-node", "2", script)
+
+
+def test_a_last_checkpoint_that_was_not_written_fails_the_run(shell: Shell) -> None:
+    command = shell.start("run", "--standalone", "--nproc-per-node", "2", saving_to_a_full_disk(shell))
     assert command.wait() == 1, command.stderr
     assert "this worker fails: the last checkpoint is not there" in command.stderr + command.stdout
+
+
+def test_a_last_checkpoint_that_was_not_written_fails_a_process_that_trains_alone(shell: Shell) -> None:
+    script = saving_to_a_full_disk(shell)
+    alone = subprocess.run([sys.executable, script], check=False, cwd=script.parent, capture_output=True, text=True, timeout=60)
+    assert alone.returncode == 1, alone.stderr
+    assert "this process fails: the last checkpoint is not there" in alone.stderr
 
 
 def test_a_script_that_ends_by_system_exit_has_finished(shell: Shell) -> None:

@@ -446,6 +446,8 @@ class Session:
             preempted = self._formation is not None and self._formation.preempted and self._departure.stopped is not None
             good = LeaveReason.DRAINED if preempted else LeaveReason.FINISHED
             self._departure.say_goodbye(LeaveReason.FAILED if failed is not None else good, failed or "")
+        elif failed is None:
+            self._departure.finish()
         self._held.registered.let_go()
         if self._exchange is not None:
             self._exchange.close()

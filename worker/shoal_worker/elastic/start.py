@@ -11,6 +11,7 @@ import socket
 import sys
 import threading
 import time
+import weakref
 from contextlib import ExitStack
 from datetime import timedelta
 from types import FrameType, TracebackType
@@ -85,6 +86,7 @@ def open_session(settings: WorkerSettings | None = None) -> Session:
         check_not_torchrun(settings)
         session = Session(settings, None, None, metrics)
         set_session(session)
+        atexit.register(_end_alone, weakref.ref(session))
         return session
     return _open_member(settings, settings.coordinator, metrics)
 
@@ -145,6 +147,17 @@ def _end(session: Session, script: ScriptEnd) -> None:
         set_session(None)
     session.close(failed=script.failure())
     if session.missed is not None and script.failure() is None:
+        _end_now(1, f"this process fails: {session.missed}")
+
+
+def _end_alone(reference: weakref.ref[Session]) -> None:
+    """At the end of a process that is a world of one; does nothing where `shoal.shutdown()` was called."""
+    session = reference()
+    if session is None or find_session() is not session:
+        return
+    set_session(None)
+    session.close()
+    if session.missed is not None:
         _end_now(1, f"this process fails: {session.missed}")
 
 

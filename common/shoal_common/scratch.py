@@ -1,8 +1,13 @@
-"""Temporary directories that go with their owner, also with one that was killed: whoever makes the next one removes what dead ones left.
+"""Temporary directories that go with their owner, also with one that was killed.
 
-An owner holds a lock on a file in its directory for as long as it lives; the kernel lets go of it however it ends. The file gets its name
-when it is locked already, so one that can be locked is a dead owner's. Only directories shoal-* of this user with such a file in them are
-ever removed.
+Each has a keeper: a process of its own that waits for the owner's end, and removes what is left then. It is started before the directory
+is made, in a session of its own, so that no signal to the owner's group or terminal reaches it. An owner that closes in good order removes
+the directory itself, and ends the keeper.
+
+Where the keeper was killed as well (a machine that loses its power, a container that ends), whoever makes the next directory removes what
+dead owners left. An owner holds a lock on a file in its directory for as long as it lives; the kernel lets go of it however it ends. The
+file gets its name when it is locked already, so one that can be locked is a dead owner's; and a directory that has none after a minute is
+one, too. Only directories shoal-* of this user with such a file in them, and shoal-scratch-* without one, are ever removed.
 """
 
 from __future__ import annotations
@@ -10,14 +15,37 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import secrets
 import shutil
+import subprocess
+import sys
 import tempfile
+import time
 import weakref
 from pathlib import Path
 from typing import Final
 
 _PREFIX: Final = "shoal-"
+_OWN_PREFIX: Final = "shoal-scratch-"
 _LOCK: Final = ".shoal-owner"
+_UNLOCKED_S: Final = 60.0
+"""A directory of a living owner has its lock long before it is as old as this."""
+
+# Its standard input ends with the owner, and with all that the owner forked: they hold the other end as well. What the owner started, such
+# as a Redis server that the kernel is ending, may write for a moment longer: so it looks again until nothing comes back.
+_KEEPER: Final = """
+import os, sys
+os.chdir("/")
+while os.read(0, 1):
+    pass
+import shutil, time
+give_up_at = time.monotonic() + 60
+quiet = 0
+while quiet < 5 and time.monotonic() < give_up_at:
+    quiet = 0 if os.path.lexists(sys.argv[1]) else quiet + 1
+    shutil.rmtree(sys.argv[1], ignore_errors=True)
+    time.sleep(0.05)
+"""
 
 
 class ScratchDirectory:
@@ -26,15 +54,54 @@ class ScratchDirectory:
     def __init__(self, purpose: str) -> None:
         """Makes it; `purpose` is part of its name. Raises OSError."""
         remove_orphans()
-        self.path = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{purpose}-"))
-        lock, unnamed = tempfile.mkstemp(dir=self.path)
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        Path(unnamed).rename(self.path / _LOCK)
-        self._finalizer = weakref.finalize(self, _remove, self.path, lock, os.getpid())
+        self.path = Path(tempfile.gettempdir()).absolute() / f"{_OWN_PREFIX}{purpose}-{secrets.token_hex(8)}"
+        keeper = _Keeper(self.path)
+        try:
+            self.path.mkdir(mode=0o700)
+        except BaseException:
+            keeper.close()  # it must not remove what has this name already
+            raise
+        try:
+            lock = _lock(self.path)
+        except BaseException:
+            shutil.rmtree(self.path, ignore_errors=True)
+            keeper.close()
+            raise
+        self._finalizer = weakref.finalize(self, _remove, self.path, lock, keeper, os.getpid())
 
     def close(self) -> None:
         """Removes it with all that it holds. Idempotent; happens by itself when nobody has this object any more, and at exit."""
         self._finalizer()
+
+
+class _Keeper:
+    """The process that removes `path` when its owner, which makes this object, has ended without `close`."""
+
+    def __init__(self, path: Path) -> None:
+        """Starts it. Raises OSError."""
+        # Nothing is ever written to it: it ends with this process.
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", _KEEPER, str(path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    def close(self) -> None:
+        """Ends it: there is nothing to remove any more."""
+        self._process.kill()
+        self._process.wait()
+        self._close_pipe()
+
+    def leave(self) -> None:
+        """Lets go of it in a forked child, whose own it is not."""
+        self._process.returncode = 0  # else it would be warned of
+        self._close_pipe()
+
+    def _close_pipe(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
 
 
 def remove_orphans() -> None:
@@ -48,9 +115,24 @@ def remove_orphans() -> None:
                 _remove_if_orphaned(Path(path))
 
 
-def _remove(path: Path, lock: int, owner: int) -> None:
-    if os.getpid() == owner:  # not a forked child, which inherits this call and the lock
+def _lock(path: Path) -> int:
+    """Takes the lock of an owner. Returns its descriptor."""
+    lock, unnamed = tempfile.mkstemp(dir=path)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        Path(unnamed).rename(path / _LOCK)
+    except BaseException:
+        os.close(lock)
+        raise
+    return lock
+
+
+def _remove(path: Path, lock: int, keeper: _Keeper, owner: int) -> None:
+    if os.getpid() == owner:
         shutil.rmtree(path, ignore_errors=True)
+        keeper.close()
+    else:  # a forked child, which inherits this call and the lock
+        keeper.leave()
     os.close(lock)
 
 
@@ -58,7 +140,12 @@ def _remove_if_orphaned(path: Path) -> None:
     # A link in the place of the directory is not followed: only root and this user could have put one there, and neither would mean this.
     directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        lock = os.open(_LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)
+        try:
+            lock = os.open(_LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)
+        except FileNotFoundError:
+            if path.name.startswith(_OWN_PREFIX) and time.time() - os.fstat(directory).st_mtime > _UNLOCKED_S:
+                shutil.rmtree(path, ignore_errors=True)
+            return
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(path, ignore_errors=True)

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import psutil
 import pytest
@@ -87,17 +88,18 @@ def test_data_in_a_given_directory_is_kept(tmp_path):
     assert (tmp_path / "made here").is_dir()
 
 
-def test_it_dies_with_its_parent_process():
+def test_it_dies_with_its_parent_process_and_its_directory_goes():
     script = _STARTER + "time.sleep(600)"
     parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     try:
-        pid = int(parent.stdout.readline().split()[0])
-        assert psutil.pid_exists(pid)
+        pid, directory = parent.stdout.readline().split()
+        assert psutil.pid_exists(int(pid))
     finally:
         parent.kill()
         parent.wait(10)
         parent.stdout.close()
-    assert _gone(pid)
+    assert _gone(int(pid))
+    assert _within_30_s(lambda: not Path(directory).exists())
 
 
 def test_it_dies_with_a_parent_that_forgets_to_close_it():

@@ -1,13 +1,16 @@
-"""What is removed for the dead, and what is not."""
+"""What is removed for the dead, by whom, and what is not."""
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 from shoal_common.scratch import ScratchDirectory, remove_orphans
 
@@ -18,11 +21,26 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def keepers(process: int) -> list[psutil.Process]:
+    return psutil.Process(process).children()
+
+
+def wait_empty(directory: Path) -> None:
+    give_up_at = time.monotonic() + 10
+    while left := list(directory.iterdir()):
+        assert time.monotonic() < give_up_at, left
+        time.sleep(0.01)
+
+
 def owner(temporary: Path) -> tuple[subprocess.Popen[str], Path]:
     """Another process with a directory."""
     script = "from shoal_common.scratch import ScratchDirectory; own = ScratchDirectory('test'); print(own.path, flush=True); input()"
     process = subprocess.Popen(
-        [sys.executable, "-c", script], env={"TMPDIR": str(temporary)}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-W", "error", "-c", script],
+        env={**os.environ, "TMPDIR": str(temporary)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert process.stdout is not None
     path = Path(process.stdout.readline().strip())
@@ -39,9 +57,60 @@ def test_it_is_gone_with_what_it_holds_when_it_is_closed(temporary: Path) -> Non
     assert list(temporary.iterdir()) == []
 
 
-def test_the_next_owner_removes_what_a_killed_one_left_and_nothing_of_the_living(temporary: Path) -> None:
+def test_its_keeper_ends_with_it() -> None:
+    scratch = ScratchDirectory("test")
+    (keeper,) = keepers(os.getpid())
+    scratch.close()
+    assert not keeper.is_running()
+
+
+def test_what_a_killed_owner_left_is_removed_though_nobody_makes_another(temporary: Path) -> None:
+    process, path = owner(temporary)
+    assert path.parent == temporary
+    with process:
+        process.send_signal(signal.SIGKILL)
+    wait_empty(temporary)
+
+
+def test_no_signal_to_the_owners_group_reaches_its_keeper(temporary: Path) -> None:
+    process, _ = owner(temporary)
+    with process:
+        (keeper,) = keepers(process.pid)
+        assert os.getsid(keeper.pid) == keeper.pid
+        process.kill()
+    wait_empty(temporary)
+
+
+@pytest.mark.parametrize("moment", ["tempfile.mkstemp", "fcntl.flock", "pathlib.Path.rename"])
+def test_an_owner_that_is_killed_before_its_directory_is_locked_leaves_none(temporary: Path, moment: str) -> None:
+    module = moment.split(".", 1)[0]
+    script = (
+        f"import os, signal, {module}; from shoal_common.scratch import ScratchDirectory\n"
+        f"{moment} = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "ScratchDirectory('test')"
+    )
+    died = subprocess.run([sys.executable, "-c", script], env={**os.environ, "TMPDIR": str(temporary)}, timeout=60, check=False)
+    assert died.returncode == -signal.SIGKILL
+    wait_empty(temporary)
+
+
+def test_what_is_written_after_the_owners_death_goes_as_well(temporary: Path) -> None:
+    process, path = owner(temporary)
+    with process:
+        process.kill()
+    give_up_at = time.monotonic() + 10
+    while path.exists() and time.monotonic() < give_up_at:
+        pass
+    path.mkdir()  # as by a server that makes its directory anew while the kernel ends it
+    (path / "file").touch()
+    wait_empty(temporary)
+
+
+def test_where_the_keeper_died_too_the_next_owner_removes_what_was_left_and_nothing_of_the_living(temporary: Path) -> None:
     (dead, left), (living, kept) = owner(temporary), owner(temporary)
     with dead, living:
+        for keeper in keepers(dead.pid):
+            keeper.kill()
         dead.send_signal(signal.SIGKILL)
         dead.wait()
         assert left.exists()
@@ -52,7 +121,18 @@ def test_the_next_owner_removes_what_a_killed_one_left_and_nothing_of_the_living
         living.kill()
     own.close()
     remove_orphans()
-    assert list(temporary.iterdir()) == []
+    wait_empty(temporary)
+
+
+def test_a_directory_that_has_no_lock_after_a_minute_is_removed_and_no_younger_one(temporary: Path) -> None:
+    old, young, other = (temporary / name for name in ("shoal-scratch-test-1", "shoal-scratch-test-2", "shoal-logs-1"))
+    for path in (old, young, other):
+        path.mkdir()
+    an_hour_ago = time.time() - 3600
+    for path in (old, other):
+        os.utime(path, (an_hour_ago, an_hour_ago))
+    remove_orphans()
+    assert sorted(temporary.iterdir()) == [other, young]
 
 
 def test_a_forked_child_that_ends_takes_nothing_away(temporary: Path) -> None:
@@ -61,8 +141,15 @@ def test_a_forked_child_that_ends_takes_nothing_away(temporary: Path) -> None:
         "if not child: sys.exit(0)\n"
         "os.waitpid(child, 0); print(own.path.exists())"
     )
-    answer = subprocess.check_output([sys.executable, "-c", script], env={"TMPDIR": str(temporary)}, text=True, timeout=60)
-    assert answer == "True\n"
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", script],
+        env={**os.environ, "TMPDIR": str(temporary)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert (done.stdout, done.stderr) == ("True\n", "")
     assert list(temporary.iterdir()) == []
 
 

@@ -1,52 +1,94 @@
 """What a process's script is to its job: one phase at a time, and only the moves that have a name."""
 
 import pytest
+from shoal_common.errors import InternalError
 from shoal_worker.elastic.phase import Phase, ScriptPhase
 
+REPLAYING, ARRIVING, TRAINING, TORN, RETURNED, STOPPED, LEFT = PHASES = tuple(Phase)
 
-def after(*moves: str, live: bool = True) -> ScriptPhase:
-    phase = ScriptPhase(live=live)
+PATHS = {
+    REPLAYING: (),
+    ARRIVING: ("feed",),
+    TRAINING: ("begin",),
+    TORN: ("begin", "tear"),
+    RETURNED: ("begin", "go_back"),
+    STOPPED: ("begin", "stop"),
+    LEFT: ("leave",),
+}
+"""How a joiner comes to each phase."""
+
+BUG = None
+MOVES = {
+    # from:         REPLAYING  ARRIVING  TRAINING  TORN      RETURNED  STOPPED   LEFT
+    "begin":       (TRAINING,  BUG,      BUG,      BUG,      BUG,      BUG,      BUG),
+    "be_alone":    (TRAINING,  TRAINING, TRAINING, TORN,     TRAINING, STOPPED,  LEFT),
+    "feed":        (ARRIVING,  ARRIVING, TRAINING, TORN,     RETURNED, STOPPED,  BUG),
+    "arrive":      (BUG,       TRAINING, BUG,      BUG,      BUG,      BUG,      BUG),
+    "fall_behind": (BUG,       BUG,      ARRIVING, TORN,     BUG,      BUG,      BUG),
+    "set_aside":   (REPLAYING, REPLAYING, REPLAYING, REPLAYING, REPLAYING, BUG,  BUG),
+    "tear":        (BUG,       BUG,      TORN,     BUG,      BUG,      BUG,      BUG),
+    "mend":        (BUG,       BUG,      BUG,      TRAINING, BUG,      BUG,      BUG),
+    "replace":     (REPLAYING, ARRIVING, TRAINING, TRAINING, TRAINING, STOPPED,  LEFT),
+    "go_back":     (BUG,       ARRIVING, RETURNED, TORN,     RETURNED, STOPPED,  BUG),
+    "resume":      (BUG,       ARRIVING, TRAINING, TORN,     TRAINING, BUG,      BUG),
+    "stop":        (BUG,       BUG,      STOPPED,  TORN,     STOPPED,  STOPPED,  BUG),
+    "leave":       (LEFT,      LEFT,     LEFT,     LEFT,     LEFT,     LEFT,     LEFT),
+}  # fmt: skip
+
+
+def take(phase: ScriptPhase, *moves: str) -> ScriptPhase:
     for move in moves:
         getattr(phase, move)(*(["asked"] if move in ("stop", "leave") else []))
     return phase
 
 
-@pytest.mark.parametrize(
-    ("live", "moves", "expected"),
-    [
-        (False, [], Phase.REPLAYING),
-        (False, ["feed"], Phase.ARRIVING),
-        (False, ["feed", "arrive"], Phase.TRAINING),
-        (False, ["feed", "arrive", "fall_behind"], Phase.ARRIVING),
-        (False, ["begin"], Phase.TRAINING),
-        (True, ["feed"], Phase.TRAINING),
-        (True, ["set_aside", "feed"], Phase.ARRIVING),
-        (True, ["tear"], Phase.TORN),
-        (True, ["tear", "mend"], Phase.TRAINING),
-        (True, ["tear", "go_back"], Phase.RETURNED),
-        (True, ["go_back", "resume"], Phase.TRAINING),
-        (True, ["resume"], Phase.TRAINING),
-        (True, ["stop"], Phase.STOPPED),
-        (True, ["leave"], Phase.LEFT),
-    ],
-)
-def test_each_move_leads_where_its_name_says(live: bool, moves: list[str], expected: Phase) -> None:
-    assert after(*moves, live=live).now is expected
+def invariant(phase: ScriptPhase) -> bool:
+    """What the module says of `stopped`, and of who holds the job's state."""
+    told = {STOPPED: True, LEFT: True, TORN: phase.stopped is not None}.get(phase.now, False)
+    return (phase.stopped is not None) == told and phase.holds_state == (phase.now not in (REPLAYING, LEFT))
 
 
-@pytest.mark.parametrize(("live", "move"), [(True, "arrive"), (False, "arrive"), (False, "fall_behind"), (False, "tear")])
-def test_a_move_that_no_rule_allows_is_a_bug_and_told_as_one(live: bool, move: str) -> None:
-    with pytest.raises(AssertionError, match="expected to be"):
-        after(move, live=live)
+def test_the_table_knows_every_move() -> None:
+    moves = {name for name, value in vars(ScriptPhase).items() if callable(value) and not name.startswith("_")}
+    assert moves == set(MOVES)
+
+
+@pytest.mark.parametrize("source", PHASES, ids=lambda phase: phase.value)
+@pytest.mark.parametrize("move", MOVES)
+def test_each_move_leads_where_the_table_says_and_from_nowhere_else(move: str, source: Phase) -> None:
+    phase = take(ScriptPhase(live=False), *PATHS[source])
+    assert phase.now is source
+    assert invariant(phase)
+    expected = MOVES[move][PHASES.index(source)]
+    if expected is BUG:
+        with pytest.raises(InternalError, match=rf"^{move}\(\) in phase {source.value}: it may come in "):
+            take(phase, move)
+        assert phase.now is source
+    else:
+        assert take(phase, move).now is expected
+    assert invariant(phase)
+
+
+def test_a_process_that_is_alone_from_the_start_trains() -> None:
+    assert ScriptPhase(live=True).now is TRAINING
+
+
+@pytest.mark.parametrize("cure", ["mend", "replace"])
+def test_a_torn_state_stays_torn_through_a_stop_and_takes_no_step_when_it_is_whole_again(cure: str) -> None:
+    phase = take(ScriptPhase(live=True), "tear", "stop")
+    assert phase.now is TORN
+    assert phase.stopped == "asked"
+    assert take(phase, cure).now is STOPPED
+    assert invariant(phase)
 
 
 def test_the_first_reason_to_stop_is_kept() -> None:
-    phase = after("stop")
+    phase = take(ScriptPhase(live=True), "stop")
     phase.leave("gone")
     assert phase.stopped == "asked"
 
 
 def test_a_script_that_has_left_acts_for_nobody() -> None:
-    phase = after("leave")
+    phase = take(ScriptPhase(live=True), "leave")
     assert not phase.holds_state
     assert not phase.replaying

@@ -9,6 +9,7 @@ import torch
 from shoal_common.errors import ConfigurationError, PreconditionError
 from shoal_worker.elastic.current import set_session
 from shoal_worker.elastic.group import LocalChannel
+from shoal_worker.elastic.phase import Phase, ScriptPhase
 from shoal_worker.elastic.place import Place
 from shoal_worker.elastic.start import current_session
 from shoal_worker.state.snapshot import Snapshot
@@ -90,6 +91,38 @@ def test_a_loop_left_before_the_step_was_finished_may_still_finish_it() -> None:
         break
     assert optimizer.step()
     assert loader.global_step == 1
+
+
+def arriving() -> ScriptPhase:
+    """Makes this process one that was given the job's state, and whose script has not come to its peers' place."""
+    phase: ScriptPhase = current_session()._held.phase
+    phase.now = Phase.ARRIVING
+    return phase
+
+
+def test_a_joiner_that_left_its_loop_before_its_first_step_was_finished_may_still_finish_it() -> None:
+    model, optimizer, loader = start()
+    phase = arriving()
+    for x, y in loader:
+        nn.functional.cross_entropy(model(x), y).backward()
+        break
+    assert phase.now is Phase.ARRIVING
+    assert optimizer.step()
+    assert phase.now is Phase.TRAINING
+    assert loader.global_step == 1
+
+
+def test_an_update_that_raises_in_a_joiners_first_step_is_told_by_its_own_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer, loader = start()
+    phase = arriving()
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise ArithmeticError("half way")
+
+    monkeypatch.setattr(torch.optim.SGD, "step", fail)
+    with pytest.raises(ArithmeticError, match="half way"):
+        train(model, optimizer, loader)
+    assert phase.now is Phase.TORN
 
 
 def test_a_step_that_the_ranks_took_at_different_places_is_refused_before_it_is_applied(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -216,7 +216,7 @@ class HeldState:
         self.replica.restore(captured["replica"])
         self.registered.restored()
         self._kept = None
-        self.phase.mend()
+        self.phase.replace()
         self.compared, self.run = captured["steps"], captured.get("run", "")
         self._waiting = waiting
         self._loops, self._loops_to_enter = dict(captured["loops"]), dict(captured["loops"])

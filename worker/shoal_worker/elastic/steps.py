@@ -271,6 +271,8 @@ class Steps:
         step = self.require()
         if self.diverged is not None:
             raise self._divergence(self.diverged)
+        if self._held.phase.now is Phase.ARRIVING:
+            self._held.phase.arrive()  # its first live batch was not only looked at: the script finishes the step after its loop
         if self._held.phase.now is Phase.TORN:
             raise PreconditionError(
                 "an update of this process raised half way, so that its state is torn: let the error end it; its replacement takes the "
@@ -346,7 +348,7 @@ class Steps:
     def leave_peers(self) -> None:
         """This process left its job: what comes is a world of one."""
         self._borders.leave_peers()
-        self._held.phase.begin()
+        self._held.phase.be_alone()
 
     def _commit(self, step: Step) -> None:
         held = self._held

@@ -314,5 +314,9 @@ class SimulatedClient:
             own_scheduler().sleep(2 * self._process.world.delay(_FASTEST_S, _SLOWEST_S))
         return self._coordinator.lookup()
 
+    def watch_events(self, _: str, **__: Any) -> Iterator[pb.Event]:
+        """See `CoordinatorClient`: what happened is in the simulator's own history."""
+        return iter(())
+
     def close(self) -> None:
         """The stream was ended by then."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import uuid
 import weakref
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from datetime import timedelta
 from typing import Final, NoReturn
 
@@ -153,6 +153,10 @@ class FixedMembership:
     def all_have(self, members: Collection[str], step: int) -> bool:
         """See `Member`: none dies alone, so none is ever in doubt."""
         return True
+
+    def last_departures(self) -> Sequence[str]:
+        """See `Member`: none leaves alone."""
+        return ()
 
     def leave_group(self, reason: str) -> None:
         """See `Member`. The others fail when they need this rank, and not before."""

@@ -412,9 +412,16 @@ class Formation:
         self.reform()
 
     def _why_spare(self) -> str:
-        group = self.group
-        size = group.world_size if group is not None else 1
-        return f"no whole replica of the model can be made with this rank, one of {size}; start more workers"
+        replica, group = self._held.replica, self.group
+        size, rank = (group.world_size, group.rank) if group is not None else (1, 0)
+        left_over = size - replica.replica_size * (size // replica.replica_size)
+        text = f"a replica of the model takes {replica.replica_size} ranks, and there are {size}, of which this is rank {rank}"
+        if rank >= size - left_over:
+            text += f": {replica.replica_size - left_over} more are missing for one with it"
+        else:
+            text += ": there are as many replicas as are asked for"
+        gone = self.membership.last_departures()
+        return f"{text}; start more workers. Gone last: {', '.join(gone) or 'nobody, as far as is known'}"
 
     # -------------------------------------------------------------------------------------------------------- the first state
 

@@ -7,7 +7,7 @@ A protocol, because there are two kinds of place: a member of a job has a coordi
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from datetime import timedelta
 from typing import Protocol
 
@@ -131,6 +131,10 @@ class Member(Protocol):
 
     def all_have(self, members: Collection[str], step: int) -> bool:
         """Whether all of these that belong to the run still are known to have committed `step`."""
+        ...
+
+    def last_departures(self) -> Sequence[str]:
+        """The members that left or were lost last, each with the reason, the latest first; empty: none did, or nobody can tell now."""
         ...
 
     def leave_group(self, reason: str) -> None:

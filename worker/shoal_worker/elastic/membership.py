@@ -10,7 +10,8 @@ import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 
 from shoal_common.clients.coordinator import CoordinatorClient
@@ -33,6 +34,9 @@ from shoal_worker.settings import WorkerSettings
 _log = logging.getLogger(__name__)
 
 _REACH_TIMEOUT = timedelta(seconds=1)
+_EVENTS_TIMEOUT = timedelta(seconds=2)
+_DEPARTURES = ("member_lost", "member_left")
+_DEPARTURES_TOLD = 3
 _NOBODY_COMES = "the run is over, and nobody comes to this generation any more"
 
 
@@ -49,6 +53,8 @@ class Membership:
         self._left = 0
         self._drained = False
         """It has left by itself while the others went on."""
+        self._events_read = ""
+        self._departures: deque[str] = deque(maxlen=_DEPARTURES_TOLD)
         self.waits = Waits()
         self.link = CoordinatorLink(
             client, identity, on_generation=self._interrupt, on_stop_now=self._give_up_forming, away_limit=settings.away_timeout
@@ -195,6 +201,19 @@ class Membership:
             return False
         mine = self.link.identity.member_id
         return all(m.progress.step >= step for m in job.members if m.member_id in members and m.member_id != mine)
+
+    def last_departures(self) -> Sequence[str]:
+        """See `Member`. Asks the coordinator for what it has recorded since this was asked last; not while it is away."""
+        try:
+            job_id, after = self.link.identity.job_id, self._events_read
+            for event in self.link.client.watch_events(job_id, after_event_id=after, deadline=_EVENTS_TIMEOUT):
+                self._events_read = event.event_id
+                if event.kind in _DEPARTURES:
+                    why = event.attributes.get("detail") or event.attributes.get("ending") or "nobody said why"
+                    self._departures.appendleft(f"{event.member_id} ({why})")
+        except (UnavailableError, DeadlineError):
+            pass  # what is known from before is told
+        return tuple(self._departures)
 
     def leave_group(self, reason: str) -> None:
         """Lets go of the group, so that its sockets close and no peer waits for this process."""

@@ -61,6 +61,11 @@ class Replica(Protocol):
         """This rank is a spare: it has no part in the model, and takes no steps until a newer generation gives it one."""
         ...
 
+    @property
+    def replica_size(self) -> int:
+        """How many ranks hold one replica of the model together, where others are spares; 1 where there are none."""
+        ...
+
     def working(self, group: Group) -> Group:
         """Of the ranks of `group`, which was regrouped for, those that are no spares. Asked of those alone."""
         ...

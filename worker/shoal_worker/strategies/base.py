@@ -153,6 +153,11 @@ class ShardedModel(nn.Module, abc.ABC):
         """See `Replica`: there are no spares."""
         return False
 
+    @property
+    def replica_size(self) -> int:
+        """See `Replica`: there are no spares."""
+        return 1
+
     def working(self, group: Group) -> Group:
         """See `Replica`: all do."""
         return group

@@ -232,6 +232,11 @@ class DividedModel(ModelInParts[ModelParts, Closing]):
         return at is not None and at.pipeline == at.tensor == 0
 
     @property
+    def replica_size(self) -> int:
+        """See `Replica`."""
+        return self._divide(self._session.world_size).replica_size
+
+    @property
     def data_parallel_size(self) -> int:
         """Number of replicas."""
         return max(1, self._divide(self._session.world_size).data)

@@ -1,0 +1,56 @@
+"""Examples and pages count as users should: by the run's steps, which are alike on all workers, and not by a number of the script's own."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+_ROOT = Path(__file__).parents[3]
+_SCRIPTS = {
+    str(path.relative_to(_ROOT)): path.read_text() for path in sorted((_ROOT / "examples").glob("*.py")) if path.name != "train_plain.py"
+}
+_PAGES = [_ROOT / "README.md", *sorted((_ROOT / "docs").glob("*.md")), *sorted((_ROOT / "docs" / "strategies").glob("*.md"))]
+_SNIPPETS = {
+    f"{page.relative_to(_ROOT)} {number}": snippet
+    for page in _PAGES
+    for number, snippet in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL))
+}
+
+
+def own_counts(source: str) -> list[str]:
+    """What in loops over a loader counts by itself."""
+    found = []
+    for loop in ast.walk(ast.parse(source)):
+        if not isinstance(loop, ast.For):
+            continue
+        over = ast.unparse(loop.iter)
+        if re.match(r"enumerate\(.*loader", over):
+            found.append(over)
+        if re.search(r"\bloader\b", over):
+            found += [
+                ast.unparse(node)
+                for node in ast.walk(loop)
+                if isinstance(node, ast.AugAssign) and isinstance(node.value, ast.Constant) and isinstance(node.op, ast.Add)
+            ]
+    return found
+
+
+@pytest.mark.parametrize("where", [*_SCRIPTS, *_SNIPPETS])
+def test_no_example_counts_by_itself(where: str) -> None:
+    assert own_counts((_SCRIPTS | _SNIPPETS)[where]) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "for i, batch in enumerate(loader): pass",
+        "for step, _ in enumerate(loader.steps()): pass",
+        "for batch in loader:\n    if optimizer.step():\n        count += 1",
+        "for epoch in loader.epochs(3):\n    for batch in loader:\n        count += 1",
+    ],
+)
+def test_a_count_of_a_scripts_own_is_found(source: str) -> None:
+    assert own_counts(source)

@@ -1,15 +1,18 @@
 """T2: the step time of elastic training against bare torch DDP on the same model, with torchft beside it.
 
-A step is one iteration of the user's loop with each system's own loader: batch, forward, backward, optimizer, zero_grad.
+A step is one iteration of the user's loop with each system's own loader: batch, forward, backward, optimizer, zero_grad. On two ranks Shoal
+takes part three times: comparing what the ranks hold in common as often as by default, never, and in every step.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Final
 
 from benchmarks import plots, turns
+from benchmarks.figures import paired_ratio
 from benchmarks.processes import Stage
 from benchmarks.registry import Options
 from benchmarks.report import Row, Table
@@ -28,20 +31,33 @@ def _start_torchft(stage: Stage, workload: Workload) -> Torchft:
     return Torchft(stage, workload, settings=TorchftSettings(), min_replicas=workload.ranks)
 
 
+def _checking(every: int) -> Side:
+    flag = f"--consistency-check-every={every}"
+    return Side(
+        name=f"shoal with consistency_check_every={every}",
+        command=f"shoal run --standalone -m benchmarks.workers.train_shoal {flag}",
+        start=partial(start_shoal, more=(flag,)),
+    )
+
+
 BASELINE: Final = Side(name="torch DDP", command="torchrun --standalone -m benchmarks.workers.train_ddp", start=start_torchrun)
+SHOAL: Final = Side(name="shoal", command="shoal run --standalone -m benchmarks.workers.train_shoal", start=start_shoal)
+NEVER, ALWAYS = CHECKING = _checking(0), _checking(1)
+"""Shoal that compares what the ranks hold in common never, and in every step."""
 SIDES: Final = (
     BASELINE,
-    Side(name="shoal", command="shoal run --standalone -m benchmarks.workers.train_shoal", start=start_shoal),
+    SHOAL,
     Side(
         name="torchft",
         command="torchft_lighthouse; per replica python -m benchmarks.workers.train_torchft",
         start=_start_torchft,
     ),
 )
+SIDES_OF_RANKS: Final = {2: (*SIDES, *CHECKING), 3: SIDES}
 
 
 def measure(options: Options) -> Table:
-    """See the module. About 3 minutes."""
+    """See the module. About 4 minutes."""
     rounds = 8 if options.quick else 16
     rows = [row for ranks in BATCH_OF_RANKS for row in _rows(ranks, rounds)]
     workloads = ", ".join(f"{batch} samples per rank on {ranks} ranks" for ranks, batch in BATCH_OF_RANKS.items())
@@ -56,7 +72,8 @@ def measure(options: Options) -> Table:
             "ratios to torch DDP's block of the same round, with its 95 % confidence interval (bootstrap over rounds). The other ratio "
             "compares the blocks' median steps, which single hiccups do not move. CPU ms is the processor time of a step and rank, that of "
             "launcher and services included; other users of the machine move it least. Systems that wait for their turn keep their "
-            "background work (heartbeats). Three ranks share two cores."
+            "background work (heartbeats). Three ranks share two cores. consistency_check_every: after how many steps the ranks compare "
+            "what they hold in common; 0 is never, and 100 the default."
         ),
         columns=turns.COLUMNS,
         rows=tuple(rows),
@@ -66,7 +83,8 @@ def measure(options: Options) -> Table:
 
 def _rows(ranks: int, rounds: int) -> list[Row]:
     course = Course(ranks=ranks, width=WIDTH, batch=BATCH_OF_RANKS[ranks], rounds=rounds, steps_per_block=STEPS_PER_BLOCK, warm_up_blocks=3)
-    outcomes = take_turns(SIDES, course)
+    sides = SIDES_OF_RANKS[ranks]
+    outcomes = take_turns(sides, course)
     return [
         turns.row(
             outcomes[side.name],
@@ -74,12 +92,27 @@ def _rows(ranks: int, rounds: int) -> list[Row]:
             name=f"{side.name}, {ranks} ranks",
             command=side.command.replace("--standalone", f"--standalone --nproc-per-node {ranks}"),
         )
-        for side in SIDES
+        for side in sides
     ]
 
 
 def _verdict(rows: Sequence[Row]) -> str:
-    ratios = {row.name: statistics.median(row.samples["ratio"]) for row in rows if row.name.startswith("shoal") and "ratio" in row.samples}
+    measured = {row.name: row for row in rows}
+    names = [f"{SHOAL.name}, {ranks} ranks" for ranks in BATCH_OF_RANKS]
+    ratios = {name: statistics.median(measured[name].samples["ratio"]) for name in names if "ratio" in measured[name].samples}
     if not ratios:
         return "Not measured."
-    return "Measured: " + ", ".join(f"{name} {r:.3f} x ({'reached' if r <= TARGET else 'not reached'})" for name, r in ratios.items()) + "."
+    told = ", ".join(f"{name} {r:.3f} x ({'reached' if r <= TARGET else 'not reached'})" for name, r in ratios.items())
+    return " ".join([f"Measured: {told}.", *_cost_of_checks(measured)])
+
+
+def _cost_of_checks(measured: Mapping[str, Row]) -> list[str]:
+    """The steps with comparisons over those without, round by round."""
+    (ranks,) = [ranks for ranks, sides in SIDES_OF_RANKS.items() if NEVER in sides]
+    default, never, always = (measured[f"{side.name}, {ranks} ranks"].samples.get("step_s", []) for side in (SHOAL, NEVER, ALWAYS))
+    if not never or not len(default) == len(never) == len(always):
+        return []
+    return [
+        f"Comparing what the ranks hold in common, over never: {paired_ratio(default, never)} x at the default, "
+        f"{paired_ratio(always, never)} x in every step."
+    ]

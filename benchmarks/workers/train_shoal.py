@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import logging
 
 import shoal
@@ -11,18 +12,26 @@ from benchmarks.workers.steplog import StepLog
 from benchmarks.workers.workload import parser, workload_of
 
 
+def flags() -> argparse.ArgumentParser:
+    """Of this worker."""
+    own = parser()
+    own.add_argument("--strategy", default="ddp")
+    own.add_argument("--consistency-check-every", type=int, help="steps; the default is Shoal's")
+    own.add_argument("--logs", action="store_true", help="print what Shoal logs")
+    return own
+
+
 def main() -> None:
     """Trains until told otherwise."""
-    flags = parser()
-    flags.add_argument("--strategy", default="ddp")
-    flags.add_argument("--logs", action="store_true", help="print what Shoal logs")
-    options = flags.parse_args()
+    options = flags().parse_args()
     if options.logs:
         logging.basicConfig(level=logging.INFO)
     workload = workload_of(options)
     shoal.init()
     net = training.network(workload)
-    model, optimizer = shoal.as_distributed(net, training.optimizer_of(net), strategy=options.strategy)
+    every = options.consistency_check_every
+    settings = {} if every is None else {"consistency_check_every": every}
+    model, optimizer = shoal.as_distributed(net, training.optimizer_of(net), strategy=options.strategy, **settings)
     loader = shoal.ElasticDataLoader(training.dataset(workload), global_batch_size=workload.global_batch)
     log = StepLog(workload.log, steps=workload.steps, gate=workload.gate)
     for _ in loader.epochs(training.MANY_EPOCHS):

@@ -17,6 +17,7 @@ from shoal_common.clients.coordinator import CoordinatorClient
 from shoal_common.rpc.channel import ChannelSettings
 from shoal_worker.elastic.start import current_session
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from tests.integration.worker_elastic.pacing import pace
 from tests.zygote.children import eventually
@@ -63,6 +64,7 @@ def main(arguments: Sequence[str]) -> None:
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)  # nobody registers it
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=4)  # nor this
     average = Average(model) if shape == "ema" else None
+    averaged = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.9)) if shape == "averaged" else None  # nor this
     x = torch.randn(BATCH * STEPS, 10, generator=torch.Generator().manual_seed(1))
     dataset = torch.utils.data.TensorDataset(x, (x.sum(1) > 0).long())
     loader = shoal.ElasticDataLoader(dataset, global_batch_size=BATCH, micro_batch_size=MICRO)
@@ -107,6 +109,8 @@ def main(arguments: Sequence[str]) -> None:
         scheduler.step()
         if average is not None and committed:
             average.update(model)
+        if averaged is not None:
+            averaged.update_parameters(net)
         if shape == "evaluate" and loader.global_step % 3 == 0:
             evaluations.append(shoal.evaluate(model, validation, correct))
         if shape == "save" and loader.global_step % 3 == 0:
@@ -139,7 +143,7 @@ def main(arguments: Sequence[str]) -> None:
         "outcomes": outcomes,
         "count": count,
         "digest": digest(state),
-        "average": digest(average.values) if average is not None else "",
+        "average": digest(average.values) if average is not None else digest(averaged.state_dict()) if averaged is not None else "",
         "lr": optimizer.param_groups[0]["lr"],
         "scale": scaler.get_scale(),
         "evaluations": evaluations,

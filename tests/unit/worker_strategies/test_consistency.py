@@ -122,3 +122,37 @@ def test_ranks_that_train_other_parameters_are_told_so_before_a_step_is_applied(
         shoal.launch(rank, world_size=2)
     assert stopped.value.reason == "RANKS_DIVERGED"
     assert steps == [0, 0]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2"])
+@pytest.mark.parametrize(("setting", "other"), [("lr", 0.25), ("weight_decay", 0.125)])
+def test_ranks_that_train_with_different_hyper_parameters_are_told_so_in_the_next_step(strategy: str, setting: str, other: float) -> None:
+    """Each is shown its own settings, and nobody applies the step in which they differ."""
+    said: dict[int, str] = {}
+    weights: dict[int, list[torch.Tensor]] = {}
+
+    def rank() -> None:
+        torch.manual_seed(0)
+        net = nn.Linear(8, 4)
+        model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.5), strategy=strategy)
+        loader = shoal.ElasticDataLoader(torch.utils.data.TensorDataset(torch.ones(96, 8)), global_batch_size=12)
+        for (batch,) in loader:
+            if loader.global_step == 2 and shoal.rank() == 1:
+                optimizer.param_groups[0][setting] = other
+            model(batch).square().mean().backward()
+            before = [parameter.detach().clone() for parameter in net.parameters()]
+            try:
+                optimizer.step()
+            except ShoalError as error:
+                said[shoal.rank()] = f"{error.reason} in step {loader.global_step}: {error}"
+                weights[shoal.rank()] = [parameter.detach() - old for parameter, old in zip(net.parameters(), before, strict=True)]
+                raise
+            optimizer.zero_grad()
+
+    with pytest.raises(ShoalError, match="the ranks' optimizers have different settings") as stopped:
+        shoal.launch(rank, world_size=2)
+    assert stopped.value.reason == "RANKS_DIVERGED"
+    assert {number: text.partition(":")[0] for number, text in said.items()} == dict.fromkeys((0, 1), "RANKS_DIVERGED in step 2")
+    assert f"'{setting}': {other}" in said[1]
+    assert f"'{setting}': {other}" not in said[0]
+    assert not any(change.any() for changes in weights.values() for change in changes)

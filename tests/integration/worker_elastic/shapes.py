@@ -118,13 +118,17 @@ def main(arguments: Sequence[str]) -> None:
         optimizer.zero_grad()
         return bool(committed)
 
-    for _ in loader.epochs(EPOCHS):
-        for step in loader.steps():
-            train(step)
+    try:
+        for _ in loader.epochs(EPOCHS):
+            for step in loader.steps():
+                train(step)
+                if shape == "break" and loader.global_step == EPOCHS * STEPS - 3:
+                    break
             if shape == "break" and loader.global_step == EPOCHS * STEPS - 3:
                 break
-        if shape == "break" and loader.global_step == EPOCHS * STEPS - 3:
-            break
+    finally:
+        if shape == "finally":
+            shoal.save_checkpoint(checkpoints, keep=2)
 
     die("left", 0)
     if shape == "left":

@@ -122,9 +122,14 @@ def newest_step(running: Cluster) -> int:
     return int(read_checkpoint(found).state["steps"])
 
 
-@pytest.mark.parametrize("strategy", ["zero2", pytest.param("ddp", marks=pytest.mark.matrix)])
-def test_when_all_ranks_are_asked_to_leave_they_stop_at_one_border_and_save_together(zygote: Zygote, tmp_path: Path, strategy: str) -> None:
-    with cluster(zygote, tmp_path, script=SCRIPT, SHAPE="stop", STRATEGY=strategy, SHOAL_DRAIN_GRACE_S="20") as running:
+@pytest.mark.parametrize(
+    ("strategy", "shape"), [("zero2", "stop"), ("zero2", "finally"), pytest.param("ddp", "stop", marks=pytest.mark.matrix)]
+)
+def test_when_all_ranks_are_asked_to_leave_they_stop_at_one_border_and_save_together(
+    zygote: Zygote, tmp_path: Path, strategy: str, shape: str
+) -> None:
+    """Whether the script saves after the loop, or in a `finally` around it."""
+    with cluster(zygote, tmp_path, script=SCRIPT, SHAPE=shape, STRATEGY=strategy, SHOAL_DRAIN_GRACE_S="20") as running:
         with running.held():
             for index in range(3):
                 running.start(index)
@@ -133,6 +138,22 @@ def test_when_all_ranks_are_asked_to_leave_they_stop_at_one_border_and_save_toge
         assert len({r["steps"] for r in results}) == len({r["digest"] for r in results}) == 1
         assert 0 < results[0]["steps"] < ALL
         assert newest_step(running) == results[0]["steps"]
+
+
+def test_a_rank_that_leaves_alone_saves_nothing_in_finally_and_its_peers_do(zygote: Zygote, tmp_path: Path) -> None:
+    """What it holds by then is a part of an older state."""
+    with cluster(zygote, tmp_path, script=SCRIPT, SHAPE="finally", STRATEGY="zero2") as running:
+        with running.held():
+            for index in range(3):
+                running.start(index)
+            running.wait_steps(2)
+            running.signal(1, signal.SIGTERM)
+            assert running.workers[1].wait() == 0, running.workers[1].said()
+            assert latest(running.output / "checkpoints") is None
+        running.workers.pop(1)
+        results = running.finish(0, 2)
+        assert [r["steps"] for r in results] == [ALL, ALL]
+        assert newest_step(running) == ALL
 
 
 @pytest.mark.parametrize("strategy", ["zero2", pytest.param("ddp", marks=pytest.mark.matrix)])

@@ -1,0 +1,80 @@
+"""What `shoal run` makes of one rank whose script raises while the others wait for it: the job ends, not green, and says whose bug it was."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from typing import Any
+
+import pytest
+
+Shell = Any  # of tests/integration/conftest.py
+Command = Any
+
+TRAINING = """
+    import torch, shoal
+    from torch import nn
+    shoal.init()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+    model, optimizer = shoal.as_distributed(model, torch.optim.SGD(model.parameters(), 0.1), {strategy})
+    rows = torch.ones(64, 4)
+    loader = shoal.ElasticDataLoader(torch.utils.data.TensorDataset(rows), global_batch_size=4)
+    for epoch in loader.epochs({epochs}):
+        for (rows,) in loader:
+            optimizer.zero_grad()
+            {step}
+            optimizer.step()
+"""
+PLAIN = "model(rows).square().mean().backward()"
+
+
+FOR_HOURS = 10_000
+A_MOMENT = 3
+"""Epochs."""
+
+
+def run(shell: Shell, *, strategy: str, step: str, epochs: int = FOR_HOURS) -> Command:
+    """Two ranks of a script that trains for so long; returns when the launcher has ended."""
+    body = TRAINING.replace("{strategy}", strategy).replace("{step}", step).replace("{epochs}", str(epochs))
+    command = shell.start("run", "--standalone", "--nproc-per-node", "2", shell.script(textwrap.dedent(body)))
+    command.wait()
+    return command
+
+
+def check_told(command: Command, *, rank: int, error: str) -> None:
+    """The status is not 0, and the bug is what is told first, with its traceback."""
+    assert command.wait() == 1, command.stderr
+    told = command.stderr.partition("First failure")[2].partition("Later failures")[0]
+    assert re.search(rf"rank +: {rank} ", told), command.stderr
+    assert "Traceback (most recent call last)" in told
+    assert error in told
+
+
+@pytest.mark.parametrize("runs", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_a_bug_on_one_rank_under_zero3_is_not_green_though_the_other_may_finish_alone(shell: Shell, runs: int) -> None:
+    """Which of the two ends first, and whether the other has heard of it by then, differs from run to run."""
+    bug = f"if shoal.rank() == 1 and loader.global_step == 5: raise ValueError('a bug on one rank')\n            {PLAIN}"
+    for _ in range(runs):
+        command = run(shell, strategy="strategy='zero3'", step=bug, epochs=A_MOMENT)
+        check_told(command, rank=1, error="ValueError: a bug on one rank")
+
+
+@pytest.mark.slow
+def test_a_bug_on_one_rank_under_zero3_ends_a_long_job(shell: Shell) -> None:
+    bug = f"if shoal.rank() == 1 and loader.global_step == 5: raise ValueError('a bug on one rank')\n            {PLAIN}"
+    check_told(run(shell, strategy="strategy='zero3'", step=bug), rank=1, error="ValueError: a bug on one rank")
+
+
+def test_a_configuration_that_one_stage_of_a_pipeline_refuses_ends_the_job(shell: Shell) -> None:
+    """Only the last stage sees the loss, which is not one number; the first waits for gradients."""
+    step = "model.train_step(rows, loss_fn=lambda output, _: output.square())"
+    command = run(shell, strategy="strategy='pipeline'", step=step)
+    check_told(command, rank=1, error="ConfigurationError: the loss of a micro-batch is")
+
+
+def test_a_bug_in_the_first_step_of_one_half_of_a_replica_ends_the_job(shell: Shell) -> None:
+    """Without it the other half has nothing to go on with, and nobody takes its place."""
+    bug = f"if shoal.rank() == 1: raise ValueError('a bug in the first step')\n            {PLAIN}"
+    command = run(shell, strategy="strategy='hybrid', tensor_parallel_size=2", step=bug)
+    check_told(command, rank=1, error="ValueError: a bug in the first step")

@@ -1,4 +1,4 @@
-"""What `shoal run` makes of one rank whose script raises while the others wait for it: the job ends, not green, and says whose bug it was."""
+"""What `shoal run` makes of a rank whose script raises while the others wait for it: the job ends, not green, and says whose bug it was."""
 
 from __future__ import annotations
 

@@ -79,3 +79,16 @@ def test_every_metric_has_a_help_text_and_the_services_prefix(shared_coordinator
 
 def test_health_is_ok_while_the_coordinator_serves(shared_coordinator: Coordinator) -> None:
     assert page(shared_coordinator, "/healthz") == "ok\n"
+
+
+def test_metrics_tell_of_a_step_that_stands(make_job: MakeJob, shared_coordinator: Coordinator) -> None:
+    job = make_job(together=2)
+    a, b = job.form("a", "b")
+    assert value(shared_coordinator, "shoal_coordinator_step_stands", job_id=job.job_id) == 0
+    a.beat(1, waiting_s=11, waiting_in="all_reduce")
+    a.told("notice")
+    assert value(shared_coordinator, "shoal_coordinator_step_stands", job_id=job.job_id) == 1
+    a.beat(1, sequence=4)
+    b.beat(1, sequence=4)
+    a.told("notice", lambda notice: not notice.text)
+    assert value(shared_coordinator, "shoal_coordinator_step_stands", job_id=job.job_id) == 0

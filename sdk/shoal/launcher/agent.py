@@ -224,8 +224,8 @@ class Agent:
             if self._ending:
                 return
             if left is not None:
-                if left is not self._node:
-                    return
+                if left is not self._node or (self._workers and all(worker.has_succeeded for worker in self._workers)):
+                    return  # the script has come to its end here, which the coordinator is being told
                 self._note("the set of launchers has changed: starting all workers anew")
             await self._stop_workers(self._settings.shutdown_grace(elastic=False))
             self._node = await self._site.place(again=again)
@@ -244,6 +244,7 @@ class Agent:
 
     async def _watch(self, worker: Worker) -> None:
         status = await worker.child.wait()
+        worker.has_succeeded = status.ok
         report = await self._report(worker, status)
         self._drain(worker)
         self._workers.discard(worker)

@@ -46,6 +46,8 @@ class Worker:
     sources: tuple[Source, ...]
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when its exit has been dealt with."""
+    has_succeeded: bool = False
+    """It has ended with status 0."""
 
     @property
     def has_joined(self) -> bool:

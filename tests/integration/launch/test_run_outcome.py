@@ -68,6 +68,15 @@ def test_a_worker_that_raises_is_replaced_as_often_as_max_restarts_says(shell: S
     assert "[0]: left" in command.stdout
 
 
+def test_fail_fast_ends_the_job_also_where_its_opposite_was_given_before(shell: Shell, elastic_worker: Path) -> None:
+    """As when a wrapper's command line has one of them, and its caller's the other: the last one counts."""
+    command = start(shell, elastic_worker, "--no-fail-fast", "--fail-fast")
+    (shell.directory / "raise-1").touch()
+    assert command.wait() == 1
+    assert "it raised, and no restart cures that: the job ends" in command.stderr
+    assert "[0]: left" in command.stdout
+
+
 def test_without_fail_fast_the_others_go_on_to_the_end_and_the_status_still_tells(shell: Shell, elastic_worker: Path) -> None:
     command = start(shell, elastic_worker, "--no-fail-fast")
     (shell.directory / "raise-1").touch()

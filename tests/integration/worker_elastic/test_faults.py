@@ -1,6 +1,7 @@
 """Faults at exactly the moments that matter. Every faulty run must end with the parameters of the run without a fault, bit for bit, and
 every sample of every epoch must have counted exactly once."""
 
+import json
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -261,6 +262,22 @@ def test_when_all_that_held_the_state_are_gone_a_replacement_starts_from_the_che
         running.start(1)
         (result,) = running.finish(1)
         assert result["digest"] == fault_free["digest"]
+
+
+def test_where_it_is_allowed_a_replacement_that_finds_no_state_begins_anew_at_step_0_and_says_so(
+    zygote: Zygote, tmp_path: Path, fault_free: dict[str, Any]
+) -> None:
+    """The whole run once more, with the first weights."""
+    with cluster(zygote, tmp_path, max_workers=1, lease_ms=2000, EPOCHS=str(EPOCHS), MICRO="1") as running:
+        running.start(0, SHOAL_FAILPOINTS="session.after_commit@25=kill")
+        eventually(running.workers[0].ended.is_set, "the first worker's death")
+        running.start(1, SHOAL_ALLOW_RESTART_FROM_SCRATCH="1")
+        (result,) = running.finish(1)
+        assert "training begins anew, at step 0, as SHOAL_ALLOW_RESTART_FROM_SCRATCH allows" in running.workers[1].said()
+        check_same_run([result], fault_free, running)
+        lines = [json.loads(line) for line in (running.records / f"{running.members[1]}.jsonl").read_text().splitlines()]
+        committed = [(line["epoch"], line["step"]) for line in lines if line["kind"] == "committed"]
+        assert (committed[0], len(committed)) == ((0, 0), STEPS)
 
 
 def test_a_script_that_exits_with_a_status_other_than_0_has_failed(zygote: Zygote, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ these, its shard of them (`along_data.py`). The training thread owns it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -178,6 +178,21 @@ class ModelParts(StateInParts):
             runs[0] |= {name: Run(value=tensor.detach(), state={}) for name, tensor in others.items()}
         return Held(cut=cut, runs=runs)
 
+    def make_whole_again(self, channel: Channel) -> bool:
+        """Where some rank has not cut its state yet and others have, for ranks of which some may be gone: all have it whole afterwards. It
+        is the same, since no step was taken on a cut that not all have. True: it was cut here. Part of an operation. Raises as `gather`."""
+        told = channel.exchange(b"whole" if self.is_whole else b"")
+        if all(told) or not any(told):
+            return False
+        state = self._as_one_process(gather(channel, self.held(), self.blueprint_for))
+        if self.is_whole:
+            return False
+        self.make_whole()
+        self.load_values(state["model"])
+        if state["optimizer"] is not None:
+            self.load_optimizer(state["optimizer"])
+        return True
+
     def _taken(self, one: Whole, blueprint: Blueprint, at: Coordinate) -> Whole | None:
         """This rank's part of one tensor."""
         if not blueprint.is_here(one.name, at):
@@ -306,7 +321,10 @@ class ModelParts(StateInParts):
         if self.is_whole or self.is_empty:
             optimizer = self.optimizer.state_dict() if self.optimizer is not None else None
             return {"model": self.values(channel), "optimizer": optimizer}
-        wholes = {one.name: one for one in gather(channel, self.held(), self.blueprint_for)}
+        return self._as_one_process(gather(channel, self.held(), self.blueprint_for))
+
+    def _as_one_process(self, gathered: Iterable[Whole]) -> dict[str, Any]:
+        wholes = {one.name: one for one in gathered}
         model = {key: wholes[first].value for key, first in self.template.first_names.items()}
         if self.optimizer is None:
             return {"model": model, "optimizer": None}

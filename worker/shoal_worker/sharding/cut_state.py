@@ -248,6 +248,16 @@ class CutState(StateInParts):
         nothing: list[dict[str, torch.dtype]] = [{} for _ in self.units]
         return assemble(self.units, self._held(nothing), nothing, channel)
 
+    def make_whole_again(self, channel: Channel) -> None:
+        """Where some rank has not cut its state yet and others have, for ranks of which some may be gone: all have it whole afterwards. It
+        is the same, since no step was taken on a cut that not all have. Part of an operation. Raises as `regroup`."""
+        told = channel.exchange(b"whole" if self.whole else b"")
+        if all(told) or not any(told):
+            return
+        state = self.assemble(channel)
+        if not self.whole:
+            self.restore_whole(state)
+
     def fill(self, channel: Channel) -> None:
         """Parameters that are whole on every rank get their newest values. Part of an operation. Raises as `regroup`."""
         if self._stage is Stage.PARAMETERS or self.cut is None:

@@ -144,8 +144,10 @@ class CutModel(ModelInParts[CutState, CutClosing]):
 
     @torch.no_grad()
     def bring_together(self, channel: Channel) -> None:
-        """See `Replica`: parameters that are whole on every rank were updated on their owners, and perhaps not fetched."""
+        """See `Replica`: parameters that are whole on every rank were updated on their owners, and perhaps not fetched; and some ranks may
+        have begun the first step, others not."""
         if self._parts is not None:
+            self._parts.make_whole_again(channel)
             self._parts.fill(channel)
 
     @torch.no_grad()

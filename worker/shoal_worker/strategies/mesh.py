@@ -195,6 +195,12 @@ class MeshModel(DividedModel):
         if any(in_parts for in_parts, _ in told):
             self._lay_out(group, gathered=True)
 
+    @torch.no_grad()
+    def bring_together(self, channel: Channel) -> None:
+        """See `Replica`: some ranks may have begun the first step, and laid the model out for ranks that are gone, others not."""
+        if self._parts is not None and self._parts.make_whole_again(channel):
+            self._division = None
+
     def _lay_out(self, group: Group, *, gathered: bool) -> None:
         """Divides the ranks anew. `gathered`: by the parts that they hold; else each has all.
 

@@ -278,6 +278,7 @@ class Coordinator:
         for member_id in decided.changes.members:
             if member_id not in self.state.members:
                 self._pulses.pop(member_id, None)
+                self.world.left_out(member_id)
 
 
 class SimulatedClient:

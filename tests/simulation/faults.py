@@ -56,10 +56,13 @@ class Faults:
                 world.start_process()
             case JobStops():
                 world.note("the job is stopped")
+                if not world.coordinator.away:
+                    world.stopped_at = world.stopped_at if world.stopped_at is not None else world.scheduler.now
                 world.coordinator.submit(StopRequested(reason="a person stopped it"))
             case CoordinatorAway() if not world.coordinator.away:
                 world.note(f"the coordinator is away for {fault.seconds} s")
                 world.coordinator.go_away()
+                world.absences.append((world.scheduler.now, world.scheduler.now + fault.seconds))
                 world.scheduler.after(fault.seconds, world.coordinator.come_back)
 
     def seconds_of_write(self, process: Process) -> int:

@@ -202,7 +202,7 @@ class Training:
 
     @property
     def _checkpoints(self) -> Path:
-        return self.process.world.directory / "checkpoints"
+        return self.process.world.checkpoints
 
     def _enumerate(self, index: int) -> None:
         if index % 2 == 1:

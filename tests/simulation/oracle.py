@@ -15,13 +15,24 @@ from shoal_common.exit_status import PUT_OUT
 from shoal_worker.data.record import audit
 
 from tests.simulation import loops, seams
+from tests.simulation.holdings import parts_by_rank, replica_size
 from tests.simulation.processes import Process
-from tests.simulation.scenario import CoordinatorAway, Drains, Fault, JobStops, Scenario, SlowWrites, Stops, Torn
+from tests.simulation.scenario import Drains, Fault, JobStops, Scenario, SlowWrites, Torn
 from tests.simulation.transfers import tensors_of
 from tests.simulation.world import World
 
-_LEASE_S = 10
-_STATE_LOST = ("is lost", "only a checkpoint can replace", "no rank can give its state", "are fewer than the", "not whole on any of them")
+_LONG_S = 15
+"""Who stands still, or writes, for so long is waited for until the end of a timeout, beside what the others have to do."""
+_HEARD_AFTER_S = 0.1
+"""Longest until the coordinator hears of a death."""
+_TOLD_APART = "scripts went different ways"
+_STATE_LOST = (
+    "is lost: no rank",
+    "only a checkpoint can replace",
+    "no rank can give its state",
+    "are fewer than the",
+    "not whole on any of them",
+)
 _NO_WAY_BACK = "The newest checkpoint cannot take its place in the running script"
 _ALL_GONE = "every process that held the state of the run is gone"
 
@@ -52,13 +63,15 @@ def run(scenario: Scenario, *, keeps_trails: bool = False) -> Verdict:
     """Runs a scenario and judges it."""
     resolved = dataclasses.replace(scenario, faults=tuple(_resolved(scenario, fault) for fault in scenario.faults))
     with seams.installed():
-        world = World(resolved, loops.train, keeps_trails=keeps_trails)
+        world = World(resolved, loops.train, loops.options_of(resolved), keeps_trails=keeps_trails)
         audits: list[Any] = []
         world.at_end = lambda: audits.append(audit(world.records) if world.records.is_dir() else None)
         world.run()
     verdict = Verdict(scenario, world)
-    if _is_refused(world) or _lacks_ranks(world):
-        verdict.violations.clear()
+    if _lacks_ranks(world):
+        verdict.violations = [(kind, text) for kind, text in verdict.violations if kind != "hang"]
+    if _is_refused(world):
+        verdict.violations.clear()  # one in an operation, others in a step: their collectives do not match
     elif not any(kind == "hang" for kind, _ in verdict.violations):
         _judge(verdict, audits[0])
     return verdict
@@ -68,7 +81,7 @@ def run(scenario: Scenario, *, keeps_trails: bool = False) -> Verdict:
 def reference(scenario: Scenario) -> World:
     """The fault-free run of a scenario without faults."""
     with seams.installed():
-        world = World(scenario, loops.train, keeps_trails=True)
+        world = World(scenario, loops.train, loops.options_of(scenario), keeps_trails=True)
         world.run()
     if world.violations or any(process.exit_code for process in world.processes):
         raise AssertionError(f"the run without faults fails:\n{scenario}\n{world.violations}\n{''.join(world.tracebacks)}")
@@ -97,10 +110,13 @@ def _judge(verdict: Verdict, audited: Any) -> None:
 
     _judge_ends(world, finishers, wrong)
     _judge_beginnings(world, wrong)
-    unheard = bool(world.losses) and any(isinstance(fault, CoordinatorAway) for fault in scenario.faults)  # nobody tells of a death
-    if world.timeouts and not unheard and not any(isinstance(fault, Stops | SlowWrites) for fault in scenario.faults):
+    slow = any(process.stood_still_s >= _LONG_S for process in world.processes) or any(
+        isinstance(fault, SlowWrites) and fault.seconds >= _LONG_S for fault in scenario.faults
+    )
+    if world.timeouts and not _unheard(world) and not slow:
         wrong("timeout", f"{len(world.timeouts)} waits took a whole timeout: {world.timeouts[0]}")
     _judge_statuses(world, wrong)
+    _judge_returns(world, survivors, wrong)
     for process in finishers[1:]:
         _compare_ends(finishers[0], process, wrong)
     _judge_steps(world, wrong)
@@ -113,7 +129,7 @@ def _judge(verdict: Verdict, audited: Any) -> None:
         _judge_counters(process, wrong)
     for process in finishers:
         _judge_answers(world, process, wrong)
-    unfinished = finishers[0].diary.ended_with["steps"] < scenario.steps * loops.EPOCHS
+    unfinished = finishers[0].diary.ended_with["steps"] < _all_steps(world)
     if audited is not None:
         for epoch in audited.epochs:
             if epoch.repeated or (epoch.lost and not unfinished):
@@ -121,18 +137,23 @@ def _judge(verdict: Verdict, audited: Any) -> None:
 
 
 def _is_refused(world: World) -> bool:
-    """A joiner's `enumerate(loader)` counts from nought; the ranks were told so by name."""
-    failures = [process.failure for process in world.processes if process.failure and process.exit_code != PUT_OUT]
-    told = ["scripts went different ways" in failure and "enumerate(loader)" in failure for failure in failures]
-    named = all(said or _ALL_GONE in failure for said, failure in zip(told, failures, strict=True))
-    return world.scenario.loop == "enumerate" and any(process.late for process in world.processes) and any(told) and named
+    """A joiner's `enumerate(loader)` counts from nought. The ranks were told so by name, all that were left; nobody failed otherwise."""
+    if world.scenario.loop != "enumerate" or any(kind != "unmatched" for kind, _ in world.violations):
+        return False
+    ended = [process for process in world.processes if not process.dead and process.exit_code]
+    told = [process for process in ended if process.failure and _TOLD_APART in process.failure and "enumerate(loader)" in process.failure]
+    joined = any(process.late and (process in told or process.diary.statuses) for process in world.processes)
+    others = [process for process in ended if process not in told]
+    return joined and len(told) > 0 and all(_is_excused(world, process) for process in others)
 
 
 def _lacks_ranks(world: World) -> bool:
-    """Who is left waits for more: an even number of ranks began, of which each two hold a replica of the model."""
+    """Who is left waits for more: too few to hold a replica of the model between them. Nobody has come to the script's end."""
     scenario = world.scenario
     left = [process for process in world.processes if not process.gone]
-    return scenario.strategy == "hybrid" and scenario.ranks % 2 == 0 and len(left) == 1 and left[0].is_spare
+    finished = any(process.diary.ended_with is not None for process in world.processes)
+    size = replica_size(loops.options_of(scenario))
+    return scenario.strategy == "hybrid" and not finished and 0 < len(left) < size and all(process.is_spare for process in left)
 
 
 def _is_late(process: Process) -> bool:
@@ -144,86 +165,132 @@ def _is_late(process: Process) -> bool:
 def _finishers(world: World) -> list[Process]:
     """Who came to the script's end, but for those that were asked to leave on the way, after which others went on from what they saved."""
     ended = [process for process in world.processes if process.diary.ended_with is not None]
-    asked = {fault.who for fault in world.scenario.faults if isinstance(fault, Drains)}
     most = max((process.diary.ended_with["steps"] for process in ended), default=0)
-    return [process for process in ended if process.name not in asked or process.diary.ended_with["steps"] == most]
+    return [process for process in ended if process.asked_at is None or process.diary.ended_with["steps"] == most]
 
 
 def _judge_ends(world: World, finishers: list[Process], wrong: Any) -> None:
     scenario = world.scenario
-    # Without a loader of Shoal's there is nothing that could end the loop.
-    stops_at_once = scenario.loop == "plain" and any(isinstance(fault, JobStops | Drains) for fault in scenario.faults)
-    stopped = any(isinstance(fault, JobStops) for fault in scenario.faults)
+    stopped = world.stopped_at is not None
     never_began = stopped and world.steps == 0
+    plain = scenario.loop == "plain"  # without a loader of Shoal's there is nothing that could end the loop
     for process in world.processes:
-        if process.dead or never_began:
+        if process.dead:
             continue
         if process.put_out and process.exit_code == 0:
             wrong("put out", f"{process.name} was put out of the job, and ended with 0")
-        put_out = any(isinstance(f, Stops) and f.who == process.name and f.seconds >= _LEASE_S for f in scenario.faults)
-        spare = process.exit_code == PUT_OUT and scenario.strategy == "hybrid"  # no replica could be made with it
-        drained = any(isinstance(f, Drains) and f.who == process.name for f in scenario.faults)
-        if process.exit_code and not put_out and not spare and not _may_be_lost(world, process):
+        if process.exit_code and not _is_excused(world, process):
             wrong("failed", f"{process.name} ended with {process.exit_code}: {process.failure}")
-        elif (
-            process.exit_code == 0 and process.diary.ended_with is None and not (drained or process.late or process.spare or stops_at_once)
-        ):
-            wrong("left early", f"{process.name} ended with 0 before its script's end")
+        elif process.exit_code == 0 and process.diary.ended_with is None:
+            over = stopped or any(_ended_before(other, process) for other in finishers)
+            asked = process.asked_at is not None
+            if not (asked or ((process.late or process.spare) and over) or (plain and stopped) or never_began):
+                wrong("left early", f"{process.name} ended with 0 before its script's end")
     left = [process for process in world.processes if not process.dead]
-    asked = {f.who for f in scenario.faults if isinstance(f, Drains)}
-    away = any(isinstance(f, CoordinatorAway) for f in scenario.faults) and len(left) < len(world.processes)  # nobody says who is left
-    # Without a loader of Shoal's nothing ends the loop.
-    if (
-        left
-        and not finishers
-        and not away
-        and scenario.loop != "plain"
-        and asked >= {process.name for process in world.processes}
-        and not any(p.exit_code for p in world.processes)
-    ):
+    if not left or finishers or plain or never_began or any(process.exit_code for process in left):
+        return  # who failed is judged above
+    if not all(process.asked_at is not None for process in left):
+        only_joiners = stopped and all(process.late and not process.diary.statuses for process in left)  # the others die in the stop
+        if not only_joiners and not _lacks_ranks(world):
+            wrong("unfinished", "nobody came to the script's end")
+    elif all(process.asked_at is not None for process in world.processes) and not _unheard(world):
         wrong("preempted", "all got SIGTERM, and the code after the loop has run nowhere")
-    drains = sum(isinstance(f, Drains) for f in scenario.faults)
-    only_joiners = stopped and not any(process.diary.statuses for process in left)  # they leave at the stop, the others die in it
-    if (
-        left
-        and not finishers
-        and not only_joiners
-        and len(left) > drains
-        and not stops_at_once
-        and not never_began
-        and not any(process.exit_code for process in left)
-    ):
-        wrong("unfinished", "nobody came to the script's end")
+
+
+def _ended_before(one: Process, other: Process) -> bool:
+    return one.ended_at is not None and other.ended_at is not None and one.ended_at <= other.ended_at
+
+
+def _unheard(world: World) -> bool:
+    """Nobody told of a death: the coordinator was away."""
+    return any(begin - _HEARD_AFTER_S <= at <= end for _, at in world.losses for begin, end in world.absences)
 
 
 def _judge_beginnings(world: World, wrong: Any) -> None:
     """Who comes later goes on with what the others have reached."""
     for process in world.processes:
         begins = process.diary.statuses[0][0] if process.diary.statuses else process.steps_before
-        if process.late and begins < process.steps_before and world.scenario.loop not in ("save", "plain"):
+        went_back = world.scenario.loop == "save" and (world.holdings.ever_lost() or not process.peers_before)
+        if process.late and begins < process.steps_before and not went_back:
             wrong("restarted", f"{process.name} began with step {begins} when {process.steps_before} had been committed")
 
 
-def _may_be_lost(world: World, process: Process) -> bool:
-    """All that held a part of the state may have gone: two at once, before what they held was mirrored again."""
+def _is_excused(world: World, process: Process) -> bool:
+    """Its failure is one of those that docs/elastic.md names, and what it names has happened."""
+    if process.exit_code == PUT_OUT:
+        return _was_missed(world, process) or _is_left_over(world, process)
     failure = process.failure or ""
     if _ALL_GONE in failure:
-        asked = {fault.who for fault in world.scenario.faults if isinstance(fault, Drains)}
-        stopped = bool(asked) and world.scenario.strategy == "hybrid"  # the last replica was to lose a rank, and all stopped
-        return stopped or not any(other.exit_code == 0 and other.name not in asked for other in world.processes)
-    if not any(text in failure for text in _STATE_LOST):
+        return _finds_nobody(world, process)
+    return any(text in failure for text in _STATE_LOST) and _may_be_lost(world, process)
+
+
+def _was_missed(world: World, process: Process) -> bool:
+    """It stood still, and its peers went on without it."""
+    return any(one is process for one, _ in world.losses)
+
+
+def _is_left_over(world: World, process: Process) -> bool:
+    """Among the ranks of its last group it is one with which no whole replica could be made."""
+    if world.scenario.strategy != "hybrid" or not process.spare or not process.hosts:
         return False
-    stops = any(isinstance(fault, JobStops) for fault in world.scenario.faults)
-    if world.scenario.loop == "save" and world.scenario.strategy != "hybrid" and not stops and _NO_WAY_BACK not in failure:
+    return not parts_by_rank("hybrid", loops.options_of(world.scenario), process.hosts)[process.rank]
+
+
+def _finds_nobody(world: World, process: Process) -> bool:
+    """All that held the state of the run are gone, none of them at the run's end, and there is no checkpoint."""
+    at = process.ended_at
+    assert at is not None
+    if world.scenario.loop == "save" and process.newest_checkpoint is not None:
         return False
-    # Of an even number of ranks each two hold a replica, which nobody mirrors.
-    drained = {fault.who for fault in world.scenario.faults if isinstance(fault, Drains)}
-    gone = len(world.losses) + len(drained)
-    last_replica = world.scenario.strategy == "hybrid" and world.scenario.ranks % 2 == 0 and gone >= world.scenario.ranks // 2
-    # A rank that was drained, and one that died before the other's shard was mirrored again, are two as well.
-    pairs = itertools.combinations(range(len(world.losses) + len(world.departures)), 2)
-    steps = [*world.losses, *world.departures]
-    return last_replica or any(abs(steps[one] - steps[other]) <= 1 and one < len(world.losses) for one, other in pairs)
+    drained = any(other.asked_at is not None for other in world.processes)
+    for other in world.processes:
+        held_nothing = other.spare or other.is_spare or _ALL_GONE in (other.failure or "")
+        if other is process or held_nothing or any(one is other and when <= at for one, when in world.losses):
+            continue
+        if other.ended_at is None or other.ended_at > at:
+            return False
+        # The last replica of hybrid was to lose a rank, and all stopped.
+        asked = other.asked_at is not None or (drained and world.scenario.strategy == "hybrid" and other.steps < _all_steps(world))
+        if other.exit_code == 0 and not asked:
+            return False
+    return True
+
+
+def _judge_returns(world: World, survivors: list[Process], wrong: Any) -> None:
+    """Who goes back to a checkpoint has lost what only that can replace. Rounds of local_sgd are undone whenever one of them is torn."""
+    if world.scenario.strategy == "local_sgd" or world.holdings.ever_lost():
+        return
+    for process in survivors:
+        reached = [steps for steps, _ in process.diary.statuses]
+        if any(later < earlier for earlier, later in itertools.pairwise(reached)):
+            wrong("went back", f"{process.name} went back to an older state, and no part of the newest was lost")
+
+
+def _may_be_lost(world: World, process: Process) -> bool:
+    """All that held a part of the state are gone, before what they held was mirrored again, and no checkpoint can take its place."""
+    scenario, failure, at = world.scenario, process.failure or "", process.ended_at
+    assert at is not None
+    if "are fewer than the" in failure:
+        gone = [one for one, when in (*world.losses, *world.departures) if when <= at]
+        return len(world.processes) - len(gone) < replica_size(loops.options_of(scenario))
+    if not world.holdings.lost(at):
+        return False
+    if scenario.loop != "save" or (world.stopped_at is not None and world.stopped_at <= at):
+        return True
+    return _NO_WAY_BACK in failure and not _has_checkpoint(process)
+
+
+def _has_checkpoint(process: Process) -> bool:
+    """Of the epoch that its script was in."""
+    newest, steps = process.newest_checkpoint, process.world.scenario.steps
+    if newest is None or process.steps >= _all_steps(process.world):
+        return newest == process.steps
+    return newest // steps == process.steps // steps
+
+
+def _all_steps(world: World) -> int:
+    return world.scenario.steps * loops.EPOCHS
 
 
 def _judge_statuses(world: World, wrong: Any) -> None:

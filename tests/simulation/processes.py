@@ -72,6 +72,8 @@ class Process:
         self.diary = Diary()
         self.late = world.scheduler.now > 0
         """It was not there from the beginning."""
+        self.peers_before = [one.name for one in world.processes if not one.gone and one.exit_code is None]
+        """Who was there when it started."""
         self.steps_before = world.steps
         """What the others had committed when it started."""
         self.left_at: float | None = None
@@ -79,6 +81,18 @@ class Process:
         self.spare = False
         """At its end it had no part in the model."""
         self.files: list[SampleRecord] = []
+        self.ended_at: float | None = None
+        """When it died or ended."""
+        self.asked_at: float | None = None
+        """When it got SIGTERM."""
+        self.stood_still_s = 0.0
+        """For how long, at the longest."""
+        self.steps = 0
+        """What it had committed at its end."""
+        self.rank, self.hosts = 0, list[str]()
+        """Of its last group: where it was in it, and where all of it ran."""
+        self.newest_checkpoint: int | None = None
+        """The steps of the newest complete checkpoint at its end."""
         self.put_out = False
         """The coordinator has told it so, or is about to."""
 
@@ -116,6 +130,7 @@ class Process:
     def comes_to(self, what: str) -> None:
         """Its main thread is about to wait, or passes a failpoint: here it may die, hang, or be told something."""
         self.points += 1
+        self.world.holdings.look(self)
         if self.world.keeps_trails:
             self.trail.append(what)
         self.world.faults.at_point(self)
@@ -132,10 +147,13 @@ class Process:
         """SIGTERM."""
         self.world.note(f"{self.name} gets SIGTERM")
         if self.membership is not None:
+            self.asked_at = self.asked_at if self.asked_at is not None else self.world.scheduler.now
             self.membership.link.drain("SIGTERM")
 
     def _vanish(self, exit_code: int) -> None:
         self.exit_code = exit_code
+        self.ended_at = self.world.scheduler.now
+        self.newest_checkpoint = max((int(one.name.split("-")[1]) for one in self.world.checkpoints.glob("step-*")), default=None)
         lingered_s = self.world.scheduler.now - self.left_at if self.left_at is not None else 0.0
         if self.ended and lingered_s > LONGEST_AFTER_GOODBYE_S and not self.world.faults.seconds_of_write(self) and not self.still_until:
             self.world.violated("lingers", f"{self.name} has ended {lingered_s:.0f} s after it said goodbye")
@@ -161,7 +179,11 @@ class Process:
                 self.world.error_of(self, error)
             else:
                 self.exit_code = 0
-            self.spare = self.session is not None and self.session.is_joining
+            if self.session is not None:
+                self.spare, self.steps = self.session.is_joining, self.session.steps
+                if self.session.group is not None:
+                    generation = self.session.group.generation
+                    self.rank, self.hosts = generation.rank, [peer.host for peer in generation.peers]
             self._leave()
         self.ended = True
         self.world.note(f"{self.name} ends with {self.exit_code}" + (f" ({self.failure})" if self.failure else ""))

@@ -8,10 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from shoal_common.errors import PreconditionError
+from shoal_common.exit_status import PUT_OUT
 from shoal_worker.data.supply import DealtSupply
+from shoal_worker.sharding.cut_state import CutState
+from shoal_worker.sharding.moving import ShardsLostError
 
 from tests.simulation import oracle
 from tests.simulation.loops import Training
+from tests.simulation.processes import Process
 from tests.simulation.scenario import CoordinatorAway, Dies, Drains, JobStops, Joins, Scenario, SlowWrites, Stops, Torn, parse
 from tests.simulation.seeds import scenario_of
 from tests.simulation.shrinking import shrink
@@ -120,3 +125,103 @@ def test_nobody_joins_a_run_that_has_just_ended() -> None:
     verdict = oracle.run(scenario)
     assert [process.name for process in verdict.world.processes] == ["a", "b"]
     assert not verdict.kinds
+
+
+def _raises(monkeypatch: pytest.MonkeyPatch, scenario: Scenario, who: Any, error: BaseException) -> frozenset[str]:
+    """What is found where processes of which `who` says yes end a step in this way."""
+    step = Training._step
+
+    def raising(training: Training) -> None:
+        step(training)
+        if who(training.process):
+            raise error
+
+    oracle.reference(scenario.without_faults())
+    monkeypatch.setattr(Training, "_step", raising)
+    return oracle.run(scenario).kinds
+
+
+@pytest.mark.parametrize(("loop", "kind"), [("flat", "failed"), ("save", "went back")])
+def test_a_state_that_is_given_up_after_one_death_is_found(monkeypatch: pytest.MonkeyPatch, loop: str, kind: str) -> None:
+    scenario = Scenario(strategy="zero1", loop=loop, faults=(Dies(who="b", point=100),))
+    oracle.reference(scenario.without_faults())
+    regroup, gave_up = CutState.regroup, set[int]()
+
+    def losing(state: CutState, group: Any) -> None:
+        if group.world_size == 2 and group.rank not in gave_up:
+            gave_up.add(group.rank)
+            raise ShardsLostError([0], 3)
+        regroup(state, group)
+
+    monkeypatch.setattr(CutState, "regroup", losing)
+    assert kind in oracle.run(scenario).kinds
+
+
+def test_a_survivor_that_fails_is_no_departure(monkeypatch: pytest.MonkeyPatch) -> None:
+    scenario = Scenario(strategy="zero1", faults=(Dies(who="b", point=100),))
+    seen = _raises(monkeypatch, scenario, lambda process: bool(process.world.losses), ShardsLostError([0], 3))
+    assert "failed" in seen
+
+
+def test_all_survivors_that_end_as_spares_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    scenario = Scenario(strategy="hybrid", ranks=4, faults=(Dies(who="d", point=100),))
+    assert "failed" in _raises(monkeypatch, scenario, lambda process: process.points > 150, SystemExit(PUT_OUT))
+
+
+def test_progress_that_is_given_up_beside_a_checkpoint_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    scenario = Scenario(loop="save", ranks=2, faults=(Joins(who="a", point=100), Dies(who="a", point=101), Dies(who="b", point=101)))
+    error = PreconditionError(
+        "every process that held the state of the run is gone, and no checkpoint was taken up", reason="PROGRESS_LOST"
+    )
+    assert "failed" in _raises(monkeypatch, scenario, lambda process: process.late, error)
+
+
+def test_who_stood_still_may_only_end_as_put_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    scenario = Scenario(faults=(Stops(who="b", point=60, seconds=40),))
+    assert "failed" in _raises(monkeypatch, scenario, lambda process: process.name == "b", RuntimeError("a bug"))
+
+
+def test_a_joiner_that_leaves_a_run_that_goes_on_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    scenario = Scenario(faults=(Joins(who="a", point=5), Dies(who="b", point=40)))
+    seen = _raises(monkeypatch, scenario, lambda process: process.late, SystemExit(0))
+    assert {"left early", "failed"} & seen
+
+
+def test_a_wait_of_a_whole_timeout_beside_a_short_stop_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    scenario = Scenario(faults=(Stops(who="a", point=30, seconds=1), SlowWrites(who="a", seconds=1)))
+    step, dreamt = Training._step, set[str]()
+
+    def dreaming(training: Training) -> None:
+        if training.process.name == "b" and training.loader.global_step == 4 and not dreamt:
+            dreamt.add("b")
+            time.sleep(25)
+        step(training)
+
+    oracle.reference(Scenario())
+    monkeypatch.setattr(Training, "_step", dreaming)
+    assert "timeout" in oracle.run(scenario).kinds
+
+
+def _violates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Something else goes wrong as a process starts."""
+    start = Process.start
+
+    def violating(process: Process, script: Any) -> None:
+        if process.name == "a":
+            process.world.violated("donors", "made up")
+        start(process, script)
+
+    monkeypatch.setattr(Process, "start", violating)
+
+
+_LEFT_OVER = Scenario(
+    strategy="hybrid", loop="save", ranks=2, faults=(Joins(who="a", point=5), Dies(who="a", point=150), Dies(who="b", point=150))
+)
+_REFUSED = Scenario(loop="enumerate", faults=(Joins(who="a", point=5), Dies(who="b", point=34)))
+
+
+@pytest.mark.parametrize("scenario", [_LEFT_OVER, _REFUSED])
+def test_a_run_that_may_end_badly_is_judged_in_all_else(monkeypatch: pytest.MonkeyPatch, scenario: Scenario) -> None:
+    assert oracle.run(scenario).ok
+    _violates(monkeypatch)
+    assert "donors" in oracle.run(scenario).kinds

@@ -15,6 +15,7 @@ from shoal_coordinator.membership.spec import JobSpec
 
 from tests.simulation.coordinator import Coordinator, SimulatedClient
 from tests.simulation.faults import Faults
+from tests.simulation.holdings import Holdings
 from tests.simulation.processes import Process
 from tests.simulation.rooms import Room
 from tests.simulation.scenario import Scenario
@@ -31,12 +32,16 @@ _TOLD_AGAIN_AFTER_S = 1.0
 class World:
     """All of one run."""
 
-    def __init__(self, scenario: Scenario, script: Callable[[Process], None], *, keeps_trails: bool = False) -> None:
+    def __init__(
+        self, scenario: Scenario, script: Callable[[Process], None], options: dict[str, Any], *, keeps_trails: bool = False
+    ) -> None:
+        """`options`: what the script gives to its strategy, by which the state lies on the ranks."""
         self.scenario = scenario
         self.scheduler = Scheduler(scenario.schedule)
         self.keeps_trails = keeps_trails
         self.directory = Path(tempfile.mkdtemp(prefix="shoal-simulated-", dir=_memory()))
         self.records = self.directory / "records"
+        self.checkpoints = self.directory / "checkpoints"
         self.faults = Faults(self, scenario.faults)
         self.processes: list[Process] = []
         self.donors: dict[str, SimulatedDonor] = {}
@@ -54,10 +59,15 @@ class World:
         """Called before the files of the run are removed."""
         self.steps = 0
         """The most that a process has committed."""
-        self.losses: list[int] = []
-        """For each process that was lost: committed steps then."""
-        self.departures: list[int] = []
-        """For each that was drained and left: committed steps then."""
+        self.losses: list[tuple[Process, float]] = []
+        """Who was killed, or stood still until its peers went on without it, and when."""
+        self.departures: list[tuple[Process, float]] = []
+        """Who was asked to leave and left, while others went on, and when."""
+        self.absences: list[tuple[float, float]] = []
+        """From when to when the coordinator was away."""
+        self.stopped_at: float | None = None
+        """When the coordinator heard that the job is to stop."""
+        self.holdings = Holdings(self, options)
         self._script = script
         self._rooms: dict[str, Room] = {}
         self._moved_at = 0.0
@@ -100,10 +110,11 @@ class World:
     def process_ended(self, process: Process) -> None:
         """It died or has ended: its launcher notices, and may start another."""
         self.moved()
-        if process.dead or process.still_until > 0:
-            self.losses.append(self.steps)
-        elif process.diary.ended_with is None:
-            self.departures.append(self.steps)
+        others = [one for one in self.processes if not one.gone]
+        if process.dead:
+            self.lost(process)
+        elif process.asked_at is not None and process.exit_code == 0 and process.diary.ended_with is None and others:
+            self.departures.append((process, self.scheduler.now))
         code = process.exit_code or 0
         status = {"exit_code": 0, "signal": code - 128} if code > 128 else {"exit_code": code, "signal": 0}
         report = ExitReported(member_id=process.name, finished=process.has_finished, **status)
@@ -112,6 +123,17 @@ class World:
             self.scheduler.finish("all have ended")
         elif self.scenario.replaced and process.dead and len(self.processes) < 2 * self.scenario.ranks:
             self.scheduler.after(_REPLACED_AFTER_S, self._replace)
+
+    def lost(self, process: Process) -> None:
+        """Its peers have to go on without what it holds."""
+        if all(one is not process for one, _ in self.losses):
+            self.losses.append((process, self.scheduler.now))
+
+    def left_out(self, member_id: str) -> None:
+        """The coordinator has no such member any more: one that stands still is lost to its peers."""
+        for process in self.processes:
+            if process.name == member_id and process.still_until > self.scheduler.now:
+                self.lost(process)
 
     def _report(self, report: ExitReported) -> None:
         """A launcher tells, for as long as it takes."""
@@ -128,6 +150,7 @@ class World:
         """SIGSTOP, and SIGCONT later. Called by its main thread."""
         until = self.scheduler.now + seconds
         process.still_until = until
+        process.stood_still_s = max(process.stood_still_s, seconds)
         self.scheduler.sleep(seconds)
 
     def make_client(self, process: Process) -> Any:

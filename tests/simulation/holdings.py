@@ -1,0 +1,114 @@
+"""Who held which part of the state, by arithmetic from the ranks alone: what the product believes of it is not asked.
+
+A generation is *whole* once each of its ranks was seen with a group that stands and has no joiner left to feed: from then on the state is
+cut, and mirrored, for these ranks. A part is lost when all that held it in the newest whole generation are gone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from shoal_worker.mesh.axes import Axes
+from shoal_worker.sharding.division import Division, among_all, in_replicas
+
+if TYPE_CHECKING:
+    from tests.simulation.processes import Process
+    from tests.simulation.world import World
+
+Part = tuple[int, int, int]
+"""On the pipeline axis, on the tensor axis, and of what is there the shard."""
+
+
+def replica_size(options: dict[str, object]) -> int:
+    """How many ranks hold one replica of the model between them, at least, by the options of a strategy."""
+    axes = _axes(options, 0)
+    return axes.replica_size
+
+
+def parts_by_rank(strategy: str, options: dict[str, object], hosts: Sequence[str]) -> list[frozenset[Part]]:
+    """What each rank holds, its own and what it mirrors. Nothing: it is a spare."""
+    if strategy in ("ddp", "local_sgd"):
+        return [frozenset({(0, 0, 0)})] * len(hosts)
+    if strategy != "hybrid":
+        shard_size = options.get("shard_size")
+        division = in_replicas(hosts, shard_size if isinstance(shard_size, int) else None) if strategy == "hsdp" else among_all(hosts)
+        return [frozenset((0, 0, shard) for shard in division.held(rank)) for rank in range(len(hosts))]
+    axes = _axes(options, len(hosts))
+    cut = options.get("data_parallel_strategy", "ddp") != "ddp"
+    parts = []
+    for rank in range(len(hosts)):
+        at = axes.at(rank)
+        if at is None:
+            parts.append(frozenset[Part]())
+            continue
+        line = [hosts[axes.rank(at.pipeline, at.tensor, data)] for data in range(axes.data)]
+        division = among_all(line) if cut else Division(world_size=axes.data, shards=1)
+        parts.append(frozenset((at.pipeline, at.tensor, shard) for shard in division.held(at.data)))
+    return parts
+
+
+def _axes(options: dict[str, object], ranks: int) -> Axes:
+    pipeline, tensor = (int(str(options.get(f"{axis}_parallel_size", 1))) for axis in ("pipeline", "tensor"))
+    return Axes(pipeline=pipeline, tensor=tensor, data=ranks // (pipeline * tensor))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Whole:
+    """A generation whose ranks hold the state between them."""
+
+    since: float
+    number: int
+    parts: dict[str, frozenset[Part]]
+    """By member."""
+
+    def lacks(self, gone: set[str]) -> bool:
+        """All that held some part are gone."""
+        held = {part for member, parts in self.parts.items() if member not in gone for part in parts}
+        return any(parts - held for parts in self.parts.values())
+
+
+class Holdings:
+    """The whole generations of one run."""
+
+    def __init__(self, world: World, options: dict[str, object]) -> None:
+        self._world, self._options = world, options
+        self.whole: list[Whole] = []
+        """In the order in which they became so."""
+        self._seen: dict[int, set[str]] = {}
+
+    def look(self, process: Process) -> None:
+        """Whether `process` stands in a generation. Called at each of its points."""
+        formation = process.session._formation if process.session is not None else None
+        if formation is None or not formation.healthy or formation._spectators:
+            return
+        group = formation.group
+        assert group is not None
+        number, peers = group.generation.number, group.generation.peers
+        seen = self._seen.setdefault(number, set())
+        if process.name in seen:
+            return
+        seen.add(process.name)
+        if len(seen) == len(peers):
+            parts = parts_by_rank(self._world.scenario.strategy, self._options, [peer.host for peer in peers])
+            named = {peer.member_id: held for peer, held in zip(peers, parts, strict=True)}
+            self.whole.append(Whole(since=self._world.scheduler.now, number=number, parts=named))
+
+    def newest(self, until: float) -> Whole | None:
+        """The newest that was whole at a moment."""
+        return max((whole for whole in self.whole if whole.since <= until), key=lambda whole: whole.number, default=None)
+
+    def lost(self, until: float) -> bool:
+        """All that held some part were gone by then: at least one of them was lost, and the others were lost or left."""
+        whole = self.newest(until)
+        if whole is None:
+            return False
+        deaths = {one.name for one, at in self._world.losses if at <= until}
+        departures = {one.name for one, at in self._world.departures if at <= until}
+        return bool(deaths & whole.parts.keys()) and whole.lacks(deaths | departures)
+
+    def ever_lost(self) -> bool:
+        """At some moment of the run."""
+        moments = [at for _, at in (*self._world.losses, *self._world.departures)]
+        return any(self.lost(at) for at in moments)

@@ -100,13 +100,14 @@ class Holdings:
         return max((whole for whole in self.whole if whole.since <= until), key=lambda whole: whole.number, default=None)
 
     def lost(self, until: float) -> bool:
-        """All that held some part were gone by then: at least one of them was lost, and the others were lost or left."""
+        """All that held some part were gone by then. Who leaves sees to it that two others hold what it held, so one death beside any number
+        of departures loses nothing."""
         whole = self.newest(until)
         if whole is None:
             return False
-        deaths = {one.name for one, at in self._world.losses if at <= until}
+        deaths = {one.name for one, at in self._world.losses if at <= until} & whole.parts.keys()
         departures = {one.name for one, at in self._world.departures if at <= until}
-        return bool(deaths & whole.parts.keys()) and whole.lacks(deaths | departures)
+        return whole.lacks(deaths) or (len(deaths) > 1 and whole.lacks(deaths | departures))
 
     def ever_lost(self) -> bool:
         """At some moment of the run."""

@@ -31,10 +31,10 @@ def _start_torchft(stage: Stage, workload: Workload) -> Torchft:
     return Torchft(stage, workload, settings=TorchftSettings(), min_replicas=workload.ranks)
 
 
-def _checking(every: int) -> Side:
+def _checking(how_often: str, every: int) -> Side:
     flag = f"--consistency-check-every={every}"
     return Side(
-        name=f"shoal with consistency_check_every={every}",
+        name=f"shoal checking {how_often}",
         command=f"shoal run --standalone -m benchmarks.workers.train_shoal {flag}",
         start=partial(start_shoal, more=(flag,)),
     )
@@ -42,7 +42,7 @@ def _checking(every: int) -> Side:
 
 BASELINE: Final = Side(name="torch DDP", command="torchrun --standalone -m benchmarks.workers.train_ddp", start=start_torchrun)
 SHOAL: Final = Side(name="shoal", command="shoal run --standalone -m benchmarks.workers.train_shoal", start=start_shoal)
-NEVER, ALWAYS = CHECKING = _checking(0), _checking(1)
+NEVER, ALWAYS = CHECKING = _checking("never", 0), _checking("each step", 1)
 """Shoal that compares what the ranks hold in common never, and in every step."""
 SIDES: Final = (
     BASELINE,
@@ -72,8 +72,8 @@ def measure(options: Options) -> Table:
             "ratios to torch DDP's block of the same round, with its 95 % confidence interval (bootstrap over rounds). The other ratio "
             "compares the blocks' median steps, which single hiccups do not move. CPU ms is the processor time of a step and rank, that of "
             "launcher and services included; other users of the machine move it least. Systems that wait for their turn keep their "
-            "background work (heartbeats). Three ranks share two cores. consistency_check_every: after how many steps the ranks compare "
-            "what they hold in common; 0 is never, and 100 the default."
+            "background work (heartbeats). Three ranks share two cores. Checking: the ranks compare what they hold in common, after "
+            "every 100 steps by default (consistency_check_every; 0 is never)."
         ),
         columns=turns.COLUMNS,
         rows=tuple(rows),

@@ -71,4 +71,4 @@ def test_a_side_that_failed_on_the_way_is_not_compared(always: Sequence[float]) 
 
 
 def test_the_default_on_the_page_is_shoals() -> None:
-    assert f"{ShardingConfiguration().consistency_check_every} the default" in Path(step_time.__file__).read_text()
+    assert f"every {ShardingConfiguration().consistency_check_every} steps by default" in Path(step_time.__file__).read_text()

@@ -121,7 +121,8 @@ class Network:
         return launchers
 
     def run_alone(self) -> Process:
-        """Starts the script as a single process, without a network or faults: its result is what the others are compared with."""
+        """Starts the script as a single process, without a network or faults: its result is what the others are compared with. `finish`
+        does so, unless it was done before, as while a fault lasts."""
         alone = self.directory / "alone"
         alone.mkdir()
         environment = {**self._environment, "OUTPUT": str(alone)}
@@ -285,7 +286,7 @@ class Network:
             redone: at most so many steps may have been committed in two generations: by one that was put out as it committed, and by those
                 that went on without it.
         """
-        alone = self.run_alone()
+        alone = self._services.get("alone") or self.run_alone()
         self.release()
         ended = {launcher.output.stem: launcher.wait() for launcher in self.launchers}
         expected = {launcher.output.stem: (statuses or {}).get(launcher, 0) for launcher in self.launchers}

@@ -1,6 +1,8 @@
-"""Ranks go back to a checkpoint while others wait to come in, come, or are left over: what the oracle excuses in general, it may not here."""
+"""Ranks go back to a checkpoint while others wait to come in, come, or are left over. What the oracle excuses in general, these do not."""
 
 from __future__ import annotations
+
+import itertools
 
 from tests.simulation import oracle
 from tests.simulation.loops import EPOCHS
@@ -26,7 +28,7 @@ def committed(process: Process) -> list[int]:
 
 def went_back(process: Process) -> bool:
     steps = committed(process)
-    return any(later <= earlier for earlier, later in zip(steps, steps[1:], strict=False))
+    return any(later <= earlier for earlier, later in itertools.pairwise(steps))
 
 
 def check_finished(processes: dict[str, Process], names: str) -> None:

@@ -102,7 +102,8 @@ class InterruptibleGroup(ForwardingGroup):
         if self._sums is not None:
             self._sums.shut_down()
         if unfinished:
-            threading.Thread(target=end_works, args=(unfinished, reason), name="shoal-gloo-abort", daemon=True).start()
+            arguments = unfinished, reason, self._sockets.drain
+            threading.Thread(target=end_works, args=arguments, name="shoal-gloo-abort", daemon=True).start()
         if self._ended is not None:
             self._ended(reason)
 
@@ -282,7 +283,7 @@ class InterruptibleGroup(ForwardingGroup):
             if not work.native_completed:
                 self._unfinished.add(work)
         if self.reason is not None:
-            end_works([work], self.reason)
+            end_works([work], self.reason, self._sockets.drain)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """`ProcessGroup.monitored_barrier`; not interruptible."""

@@ -38,6 +38,8 @@ _SEND_BYTES: Final = 1 << 19
 By default it takes 4 MiB, copied under a lock for which Gloo's other thread spins in epoll_wait meanwhile: a quarter of all processor time
 (docs/decisions/0090). Between hosts more has to be under way, and the kernel's own measure stays."""
 
+_PIECE_BYTES: Final = 1 << 18
+
 _U64: Final = struct.Struct("=Q")
 _BYTES_ACKED_AT: Final = 120
 _BUSY_TIME_AT: Final = 168
@@ -88,7 +90,7 @@ class GroupSockets:
         self._stop = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._watcher: threading.Thread | None = None
         self._closing = threading.Lock()
-        self._closed = False
+        self._closed = self._broken = False
         _LIVE.add(self)
 
     def __len__(self) -> int:
@@ -108,9 +110,22 @@ class GroupSockets:
 
     def shut_down(self) -> None:
         """Breaks every connection of the group. Never blocks; idempotent."""
+        self._broken = True
         for copy in self._copies:
             with contextlib.suppress(OSError):  # broken already, or closed
                 copy.shutdown(socket.SHUT_RDWR)
+
+    def drain(self) -> None:
+        """Takes what the kernel still holds of the broken connections: Gloo's loop, which would read it into tensors even now, finds their
+        end. The kernel takes no more for them. Never blocks; idempotent."""
+        with self._closing:
+            self._drain()
+
+    def _drain(self) -> None:
+        for copy in self._copies if self._broken and not self._closed else ():
+            with contextlib.suppress(OSError):  # it was reset
+                while copy.recv(_PIECE_BYTES, socket.MSG_DONTWAIT):
+                    pass
 
     def watch(self, lost: Callable[[str], None]) -> None:
         """Calls `lost(what happened)` once, from a thread, when a connection of the group has ended GRACE_S ago. Until `close`."""
@@ -123,6 +138,7 @@ class GroupSockets:
         with self._closing:
             if self._closed:
                 return
+            self._drain()
             self._closed = True
         os.eventfd_write(self._stop, 1)
         if self._watcher is not None and self._watcher is not threading.current_thread():

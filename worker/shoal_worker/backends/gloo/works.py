@@ -23,7 +23,8 @@ from shoal_worker.backends.waits import Waits
 
 _MOMENT_S: Final = 10.0
 """The longest such moment. Operations that Gloo tells of a broken connection end within a millisecond, or some under load; as long as a
-thread of Gloo's runs, it may write into tensors that a redo of the step would use."""
+thread of Gloo's runs, it may write into tensors that a redo of the step would use. One that computes for longer than this is not waited
+for any more: nothing in a step does."""
 
 _ONE_PIECE_BYTES: Final = 1024
 """So much is in one TCP segment, with Gloo's header, on every network."""
@@ -361,11 +362,14 @@ def _complete(settled: torch.futures.Future[None] | None) -> None:
         settled.set_result(None)
 
 
-def end_works(works: Sequence[InterruptibleWork | Transfer], reason: str) -> None:
+def end_works(works: Sequence[InterruptibleWork | Transfer], reason: str, drain: Callable[[], None]) -> None:
+    """Ends them, once Gloo is done with them or asleep. `drain` takes what their connections, which are broken, still hold: from then on
+    Gloo's loop has nothing that it could write into a tensor."""
     deadline = time.monotonic() + _MOMENT_S
     for work in works:
         work.follow()
     for work in works:
         work.await_native(deadline - time.monotonic())
+    drain()
     for work in works:
         work.end(reason)

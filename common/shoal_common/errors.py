@@ -31,6 +31,8 @@ class ShoalError(Exception):
     code: ClassVar[str] = "UNKNOWN"
     """Name of its gRPC status."""
     default_reason: ClassVar[str] = "UNKNOWN"
+    failed_at: float | None = None
+    """When it happened (`time.time()`), where it is raised later than that: of failures that led to one another the first is the cause."""
 
     def __init__(self, message: str, *, reason: str | None = None) -> None:
         super().__init__(message)

@@ -157,6 +157,7 @@ def test_nothing_can_be_read_from_the_connections_of_an_ended_group_once_they_ar
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as peer:
         (listener,) = [one for inode, one in listeners().items() if inode not in before]
         gloos, _ = server.accept()
+        gloos.settimeout(10)
         with gloos:
             sockets = GroupSockets(listener, [])
             try:
@@ -176,6 +177,7 @@ def test_connections_are_drained_before_their_copies_are_let_go() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as peer:
         (listener,) = [one for inode, one in listeners().items() if inode not in before]
         gloos, _ = server.accept()
+        gloos.settimeout(10)
         with gloos:
             sockets = GroupSockets(listener, [])
             peer.sendall(b"gradients" * 1000)

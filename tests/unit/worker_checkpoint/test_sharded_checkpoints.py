@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import shutil
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -337,6 +338,18 @@ def test_a_rank_that_cannot_write_its_shard_is_named(tmp_path: Path) -> None:
         write_sharded(temporary, shards_of(0), INFO, gone=lambda _: False, fence=lambda: None, keep=1)
     assert raised.value.reason == "CHECKPOINT_NOT_WRITTEN"
     assert listing(tmp_path) == []
+
+
+def test_a_rank_that_cannot_write_its_shard_failed_before_anyone_could_read_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the times of failures the launcher says which one led to the others."""
+    temporary = begin(tmp_path, INFO.step)
+    (temporary / "shard-00002-of-00002.safetensors").mkdir()
+    told_at: list[float] = []
+    monkeypatch.setattr(Shards, "_note", lambda *_: told_at.append(time.time()))
+    with pytest.raises(shoal.UnavailableError) as raised:
+        shards_of(1).write_aside(temporary)
+    assert raised.value.failed_at is not None
+    assert raised.value.failed_at <= told_at[0]
 
 
 def test_whatever_keeps_a_rank_from_writing_its_shard_is_told_at_once(tmp_path: Path) -> None:

@@ -47,6 +47,14 @@ def test_a_bug_leaves_an_account_in_the_form_of_torchs_record(tmp_path: Path) ->
     assert content["shoal"]["rank"] == -1
 
 
+def test_a_failure_that_is_raised_later_than_it_happened_is_accounted_for_at_its_own_time(tmp_path: Path) -> None:
+    """As of a checkpoint that is written in the background. Who was told of it may raise before this process does."""
+    failing = "__import__('shoal_common.errors').errors.UnavailableError('the disk is full', reason='CHECKPOINT_NOT_WRITTEN')"
+    setting = f"(error := {failing}, setattr(error, 'failed_at', 12.5))[0]"
+    _, said, account = ended(setting, tmp_path)
+    assert json.loads(account.read_text())["shoal"]["unix_s"] == 12.5, said
+
+
 def test_a_peers_death_that_raises_under_the_users_code_ends_the_process_with_a_status_of_its_own(tmp_path: Path) -> None:
     status, said, account = ended("RuntimeError('the step failed') from MembershipChanged('a peer has gone')", tmp_path)
     assert (status, "MembershipChanged: a peer has gone" in said) == (PUT_OUT, True)

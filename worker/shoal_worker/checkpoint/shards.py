@@ -105,6 +105,7 @@ class Shards:
         try:
             self.write(temporary)
         except Exception as error:  # of any kind: without a note the first rank would wait for this shard until its deadline
+            failed_at = time.time()
             try:
                 for number in self.mine:
                     self._note(temporary, number, {"error": f"{type(error).__name__}: {error}"})
@@ -114,7 +115,9 @@ class Shards:
             except OSError as unsaid:
                 _log.error("the first rank cannot be told that a part of %s is missing, and waits for %s: %s", temporary, _TIMEOUT, unsaid)
             if isinstance(error, (OSError, SafetensorError)):
-                raise _not_written(temporary, f"this rank's part of it: {error}") from error
+                told = _not_written(temporary, f"this rank's part of it: {error}")
+                told.failed_at = failed_at  # before the first rank could read of it
+                raise told from error
             raise
 
     def collect(self, temporary: Path, *, gone: Callable[[int], bool]) -> dict[str, Any] | None:

@@ -56,12 +56,13 @@ def leave_account(error: BaseException, traceback: TracebackType | None) -> None
     if path is None:
         return
     now = time.time()
+    failed_at = [cause.failed_at for cause in _chain(error) if isinstance(cause, ShoalError) and cause.failed_at is not None]
     session = find_session()
     text = "".join(format_exception(type(error), error, traceback))
     extra = {"py_callstack": text, "timestamp": str(int(now))}
     content = {
         "message": {"message": f"{type(error).__name__}: {error}", "extraInfo": extra},
-        "shoal": {"rank": session.rank if session is not None else -1, "unix_s": now},
+        "shoal": {"rank": session.rank if session is not None else -1, "unix_s": min([now, *failed_at])},
     }
     with contextlib.suppress(OSError):  # a full disk, say: the traceback is on standard error already
         path.write_text(json.dumps(content))

@@ -118,6 +118,17 @@ def test_replicas_outlive_a_rank_killed_at_any_moment(
     check_same_run(results, alone, running)
 
 
+@pytest.mark.parametrize("along_data", ["fsdp"])
+def test_a_step_that_was_closed_counts_on_the_rank_of_a_mesh_that_missed_the_closing(
+    zygote: Zygote, tmp_path: Path, alone: dict[str, Any], along_data: str
+) -> None:
+    with hybrid_of_four(zygote, tmp_path, tensor_parallel_size=2, data_parallel_strategy=along_data) as running:
+        start(running, 4, of_1="step.closed@7=lose")
+        results = running.finish(0, 1, 2, 3)
+    assert len({result["lost"] for result in results}) == 1
+    check_same_run(results, alone, running)
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize("along_data", ["ddp", "zero1", "zero2", "fsdp"])
 def test_a_rank_that_missed_the_closing_of_a_step_applies_it_when_a_peer_has(

@@ -12,9 +12,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from shoal_common.errors import PreconditionError, ShoalError, UnavailableError
-from shoal_coordinator.membership.effects import AnnounceGeneration, EndSession, SendDrain, SendGeneration, SendStandby, SendStop
-from shoal_coordinator.membership.events import Ending, Event, MemberJoined, MemberLost, MemberReady, StreamBroken
+from shoal_common.errors import InvalidRequestError, PreconditionError, ShoalError, UnavailableError
+from shoal_coordinator.membership.effects import (
+    AnnounceGeneration,
+    EndSession,
+    SendDrain,
+    SendGeneration,
+    SendNotice,
+    SendStandby,
+    SendStop,
+)
+from shoal_coordinator.membership.events import Ending, Event, LeaseEnded, MemberJoined, MemberLost, MemberReady, StreamBroken
 from shoal_coordinator.membership.joining import Joined
 from shoal_coordinator.membership.pulse import Pulse, Pulses, attached, beaten, detached, expired
 from shoal_coordinator.membership.spec import JobSpec, Policy
@@ -167,7 +175,7 @@ class Coordinator:
             return
         kind = message.WhichOneof("message")
         if kind == "heartbeat":
-            self._beat(member_id, message.heartbeat)
+            self._beat(stream, message.heartbeat)
         elif kind == "ready":
             self._submit_for(stream, MemberReady(member_id=member_id))
         elif kind == "collective_failure":
@@ -179,15 +187,28 @@ class Coordinator:
     def _submit_for(self, stream: Stream, event: Event) -> None:
         def done(outcome: Outcome) -> None:
             if isinstance(outcome, ShoalError):
-                self._end(stream.process.name, outcome)
+                self._refuse(stream, outcome)
 
         self.submit(event, done)
 
-    def _beat(self, member_id: str, message: pb.Heartbeat) -> None:
+    def _refuse(self, stream: Stream, error: ShoalError) -> None:
+        """What a member said is wrong: its session ends, and with it its membership."""
+        member_id = stream.process.name
+        if self._streams.get(member_id) is stream:
+            self._note_end(stream, error)
+            self._detach(member_id, stream)
+            self.submit(StreamBroken(member_id=member_id))
+            self.submit(MemberLost(member_id=member_id, ending=Ending.STREAM_BROKEN, detail=f"its session was ended: {error}"))
+
+    def _beat(self, stream: Stream, message: pb.Heartbeat) -> None:
+        member_id = stream.process.name
         before = self._pulses.get(member_id)
         if before is None:
             return
         generation, progress = parse_heartbeat(message)
+        if generation > self.state.number:
+            self._refuse(stream, InvalidRequestError(f"heartbeat.generation={generation}: the newest is {self.state.number}"))
+            return
         self._pulses[member_id] = beaten(before, self._now().ms, generation, progress)
         if generation > before.generation:
             self._wake()
@@ -206,8 +227,12 @@ class Coordinator:
     def _end(self, member_id: str, error: ShoalError | None) -> None:
         stream = self._streams.pop(member_id, None)
         if stream is not None:
-            stream.process.put_out |= isinstance(error, PreconditionError) and error.reason != "JOB_CLOSED"
-            stream.end(error)
+            self._note_end(stream, error)
+
+    @staticmethod
+    def _note_end(stream: Stream, error: ShoalError | None) -> None:
+        stream.process.put_out |= isinstance(error, PreconditionError) and error.reason != "JOB_CLOSED"
+        stream.end(error)
 
     # -------------------------------------------------------------------------------------------------------------- the loop
 
@@ -225,9 +250,8 @@ class Coordinator:
         """Looks at leases, and at what is due."""
         self.world.scheduler.after(_SCAN_S, self._scan)
         if not self.away:
-            lease_ms = self.state.spec.lease_ms
-            for member_id in expired(self._pulses, self._now().ms, lease_ms):
-                self.submit(MemberLost(member_id=member_id, ending=Ending.LEASE_EXPIRED, detail=f"no heartbeat for {lease_ms} ms"))
+            for member_id in expired(self._pulses, self._now().ms, self.state.spec.lease_ms):
+                self.submit(LeaseEnded(member_id=member_id))
 
     def _step(self, incarnation: int) -> None:
         self._stepping = False
@@ -265,13 +289,18 @@ class Coordinator:
                 case SendGeneration():
                     self._tell(effect.member_id, pb.MemberDirective(generation=generation_message(effect.generation)))
                 case SendStandby():
-                    self._tell(effect.member_id, pb.MemberDirective(standby=pb.Standby(reason=effect.reason)))
+                    self._tell(effect.member_id, pb.MemberDirective(standby=pb.Standby(reason=effect.reason, apart_from=effect.apart_from)))
+                case SendNotice(generation=generation):
+                    for rank in generation.ranks:
+                        self._tell(rank.member_id, pb.MemberDirective(notice=pb.Notice(text=effect.text)))
                 case SendDrain():
                     self._tell(effect.member_id, pb.MemberDirective(drain=pb.Drain(reason=effect.reason)))
                 case SendStop():
                     self._tell(
                         effect.member_id,
-                        pb.MemberDirective(stop=pb.Stop(reason=effect.reason, now=effect.now, finished_steps=effect.finished_steps)),
+                        pb.MemberDirective(
+                            stop=pb.Stop(reason=effect.reason, now=effect.now, behind=effect.behind, finished_steps=effect.finished_steps)
+                        ),
                     )
                 case EndSession():
                     self._end(effect.member_id, effect.error)

@@ -15,6 +15,7 @@ import shoal
 import torch
 from shoal_worker.elastic.start import current_session
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, Dataset
 
 from tests.simulation.processes import Process
@@ -23,6 +24,8 @@ from tests.simulation.scenario import Joins, Scenario
 BATCH = 12
 MICRO = 2
 EPOCHS = 2
+_KEPT = 0.8
+"""What a step leaves of the averaged weights of the loop EMA."""
 _WHOLE = ("ddp", "zero1", "zero2", "local_sgd")
 """Strategies whose ranks hold all parameters between steps."""
 
@@ -118,6 +121,8 @@ class Training:
         self.evaluated = shoal.ElasticDataLoader(self.samples, global_batch_size=20, train=False)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 0.9**step) if scenario.loop == "scheduler" else None
         self.scaler = torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=3) if scenario.loop == "scaler" else None
+        # A copy of the whole model, made on every rank. It registers itself.
+        self.averaged = AveragedModel(self.model, multi_avg_fn=get_ema_multi_avg_fn(_KEPT)) if scenario.loop == "EMA" else None
         self.average = Average()
         # Steps may be undone after others have counted them: with a checkpoint, and in a round of local_sgd.
         undone = scenario.loop == "save" or scenario.strategy == "local_sgd"
@@ -183,6 +188,8 @@ class Training:
             self.scaler.update()
         if status:
             self.average.advance()
+            if self.averaged is not None:
+                self._average(self.averaged)
             if self.scheduler is not None:
                 self.scheduler.step()
         self.optimizer.zero_grad()
@@ -191,6 +198,15 @@ class Training:
         diary.statuses.append((session.steps, status.value))
         if self.scenario.strategy in _WHOLE and not getattr(self.model, "steps_in_round", 0):
             diary.values[session.steps] = flattened(self.net)
+
+    def _average(self, averaged: AveragedModel) -> None:
+        """As the documentation says: by torch's call where all parameters are here, else by hand. Within a round ranks hold different ones."""
+        if self.scenario.strategy not in _WHOLE:
+            with torch.no_grad():
+                for kept, new in zip(averaged.parameters(), self.model.gather_full_parameters().values(), strict=True):
+                    kept.lerp_(new, 1 - _KEPT)
+        elif not getattr(self.model, "steps_in_round", 0):
+            averaged.update_parameters(self.model)
 
     def _evaluate(self, _: int) -> None:
         if self.loader.global_step % 2 == 0:
@@ -224,6 +240,7 @@ class Training:
         self.process.diary.ended_with = {
             "state": {name: value.clone() for name, value in sorted(state.items())},
             "optimizer": {} if self.scenario.strategy == "local_sgd" or self.scenario.loop == "break" else self.optimizer.state_dict(),
+            "averaged": {} if self.averaged is None else {name: value.clone() for name, value in self.averaged.state_dict().items()},
             "steps": current_session().steps,
             "count": self.average.count,
             "average": self.average.value,

@@ -21,6 +21,8 @@ from tests.simulation.scenario import Drains, Fault, JobStops, Scenario, SlowWri
 from tests.simulation.transfers import tensors_of
 from tests.simulation.world import World
 
+_STATES = ("state", "optimizer", "averaged")
+"""What a script holds at its end beside what it has counted."""
 _LONG_S = 15
 """Who stands still, or writes, for so long is waited for until the end of a timeout, beside what the others have to do."""
 _HEARD_AFTER_S = 0.1
@@ -339,7 +341,7 @@ def _compare_ends(first: Process, other: Process, wrong: Any) -> None:
     for name in ("steps", "count", "average", "rate", "scale"):
         if mine[name] != theirs[name]:
             wrong("counters", f"{name}: {mine[name]} on {first.name}, {theirs[name]} on {other.name}")
-    for name in ("state", "optimizer"):
+    for name in _STATES:
         apart = _different(tensors_of(mine[name]), tensors_of(theirs[name]))
         if apart:
             wrong("parameters", f"{name} of {first.name} and {other.name} differ: {apart}")
@@ -353,7 +355,7 @@ def _judge_state(world: World, process: Process, wrong: Any) -> None:
     assert expected is not None
     tolerance = 0.0 if loops.is_bitwise(scenario) else 1e-9
     if ended["steps"] == expected["steps"]:
-        for name in ("state", "optimizer"):
+        for name in _STATES:
             apart = _different(tensors_of(expected[name]), tensors_of(ended[name]), tolerance)
             if apart:
                 wrong("result", f"{name} is not that of the run without faults: {apart}")

@@ -324,12 +324,12 @@ class MeshModel(DividedModel):
     @torch.no_grad()
     def discard_step(self) -> None:
         """See `Replica`."""
+        self._whereabouts.pending = False
         if self._division is None:
             for parameter in self.module.parameters():
                 parameter.grad = None
             return
         self._division.forget()
-        self._whereabouts.pending = False
         self._division.buffers.put_back()
 
     @torch.no_grad()
@@ -338,7 +338,7 @@ class MeshModel(DividedModel):
         division = self._divided
         division.buffers.apply(division.gradients.changes)
         division.buffers.commit()
-        division.forget()
         self._in_passes = self._whereabouts.pending = False
+        division.forget()
         self._held.hidden.hide()
         self._held.forget_before()

@@ -22,7 +22,7 @@ from pathlib import Path
 from tests.simulation import oracle
 from tests.simulation.campaign import Work, work_off
 from tests.simulation.exhaustive import cells
-from tests.simulation.scenario import LOOPS, STRATEGIES, Scenario, parse
+from tests.simulation.scenario import ALL_STRATEGIES, LOOPS, Scenario, parse
 from tests.simulation.seeds import scenario_of
 from tests.simulation.shrinking import shrink
 
@@ -60,7 +60,7 @@ def _options() -> argparse.Namespace:
     what.add_argument("--seeds", type=int, help="run so many")
     what.add_argument("--exhaustive", action="store_true", help="run every tear of a step")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
-    parser.add_argument("--strategies", default=",".join(STRATEGIES))
+    parser.add_argument("--strategies", default=",".join(ALL_STRATEGIES))
     parser.add_argument("--loops", default=",".join(LOOPS))
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--shrink", action="store_true", help="with --seed or --scenario: print the smallest that fails alike")

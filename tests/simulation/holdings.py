@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 from shoal_worker.mesh.axes import Axes
 from shoal_worker.sharding.division import Division, among_all, in_replicas
 
+from tests.simulation.scenario import DIVIDED
+
 if TYPE_CHECKING:
     from tests.simulation.processes import Process
     from tests.simulation.world import World
@@ -31,7 +33,7 @@ def parts_by_rank(strategy: str, options: dict[str, object], hosts: Sequence[str
     """What each rank holds, its own and what it mirrors. Nothing: it is a spare."""
     if strategy in ("ddp", "local_sgd"):
         return [frozenset({(0, 0, 0)})] * len(hosts)
-    if strategy != "hybrid":
+    if strategy not in DIVIDED:
         shard_size = options.get("shard_size")
         division = in_replicas(hosts, shard_size if isinstance(shard_size, int) else None) if strategy == "hsdp" else among_all(hosts)
         return [frozenset((0, 0, shard) for shard in division.held(rank)) for rank in range(len(hosts))]

@@ -19,7 +19,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, Dataset
 
 from tests.simulation.processes import Process
-from tests.simulation.scenario import Joins, Scenario
+from tests.simulation.scenario import DIVIDED, Joins, Scenario
 
 BATCH = 12
 MICRO = 2
@@ -79,12 +79,14 @@ class Average:
 def options_of(scenario: Scenario) -> dict[str, Any]:
     """Keyword options that a scenario gives to `shoal.as_distributed`."""
     options: dict[str, Any] = {"minimum_parameter_group_size": 8}
-    if scenario.loop == "micro-batches" and scenario.strategy not in ("hybrid", "local_sgd"):
+    if scenario.loop == "micro-batches" and scenario.strategy not in (*DIVIDED, "local_sgd"):
         options["deterministic"] = True
     if scenario.strategy == "hsdp":
         options["shard_size"] = 1 if scenario.ranks % 2 else 2
     if scenario.strategy == "hybrid":
         options |= {"data_parallel_strategy": "zero2"} if scenario.ranks % 2 else {"tensor_parallel_size": 2, "elementwise_optimizer": True}
+    if scenario.strategy == "pipeline":
+        options |= {"pipeline_parallel_size": 1 if scenario.ranks % 2 else 2}
     if scenario.strategy == "local_sgd":
         options["sync_every"] = 2
     return options
@@ -169,6 +171,9 @@ class Training:
                 break
 
     def _pass(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        if self.scenario.strategy == "pipeline":
+            self.model.train_step(x, y, lambda output, target: ((output - target) ** 2).mean())
+            return
         output = self.model(x)
         # Under local_sgd gradients do not depend on the parameters, so that the mean of the ranks' steps is the step of all samples.
         loss = (output * y).mean() if self.scenario.strategy == "local_sgd" else ((output - y) ** 2).mean()
@@ -260,7 +265,7 @@ def _sums(model: Any, batch: tuple[torch.Tensor, torch.Tensor]) -> dict[str, flo
 
 
 def _make_net(scenario: Scenario, dtype: torch.dtype) -> nn.Module:
-    statistics = scenario.loop == "micro-batches" and scenario.strategy not in ("hybrid", "local_sgd")
+    statistics = scenario.loop == "micro-batches" and scenario.strategy not in (*DIVIDED, "local_sgd")
     blocks = [Block(5, 6, statistics=statistics), Block(6, 4, statistics=statistics)]
     net = nn.Linear(5, 3) if scenario.strategy == "local_sgd" else nn.Sequential(*blocks, nn.Linear(4, 3))
     generator = torch.Generator().manual_seed(11)

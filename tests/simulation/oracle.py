@@ -17,7 +17,7 @@ from shoal_worker.data.record import audit
 from tests.simulation import loops, seams
 from tests.simulation.holdings import parts_by_rank, replica_size
 from tests.simulation.processes import Process
-from tests.simulation.scenario import Drains, Fault, JobStops, Scenario, SlowWrites, Torn
+from tests.simulation.scenario import DIVIDED, Drains, Fault, JobStops, Scenario, SlowWrites, Torn
 from tests.simulation.transfers import tensors_of
 from tests.simulation.world import World
 
@@ -155,13 +155,13 @@ def _lacks_ranks(world: World) -> bool:
     left = [process for process in world.processes if not process.gone]
     finished = any(process.diary.ended_with is not None for process in world.processes)
     size = replica_size(loops.options_of(scenario))
-    return scenario.strategy == "hybrid" and not finished and 0 < len(left) < size and all(process.is_spare for process in left)
+    return scenario.strategy in DIVIDED and not finished and 0 < len(left) < size and all(process.is_spare for process in left)
 
 
 def _is_late(process: Process) -> bool:
     """It came later, or was a spare at first."""
     most = max(len(other.diary.statuses) for other in process.world.processes)
-    return process.late or (process.world.scenario.strategy == "hybrid" and len(process.diary.statuses) < most)
+    return process.late or (process.world.scenario.strategy in DIVIDED and len(process.diary.statuses) < most)
 
 
 def _finishers(world: World) -> list[Process]:
@@ -234,9 +234,9 @@ def _was_missed(world: World, process: Process) -> bool:
 
 def _is_left_over(world: World, process: Process) -> bool:
     """Among the ranks of its last group it is one with which no whole replica could be made."""
-    if world.scenario.strategy != "hybrid" or not process.spare or not process.hosts:
+    if world.scenario.strategy not in DIVIDED or not process.spare or not process.hosts:
         return False
-    return not parts_by_rank("hybrid", loops.options_of(world.scenario), process.hosts)[process.rank]
+    return not parts_by_rank(world.scenario.strategy, loops.options_of(world.scenario), process.hosts)[process.rank]
 
 
 def _finds_nobody(world: World, process: Process) -> bool:
@@ -253,7 +253,7 @@ def _finds_nobody(world: World, process: Process) -> bool:
         if other.ended_at is None or other.ended_at > at:
             return False
         # The last replica of hybrid was to lose a rank, and all stopped.
-        asked = other.asked_at is not None or (drained and world.scenario.strategy == "hybrid" and other.steps < _all_steps(world))
+        asked = other.asked_at is not None or (drained and world.scenario.strategy in DIVIDED and other.steps < _all_steps(world))
         if other.exit_code == 0 and not asked:
             return False
     return True

@@ -58,6 +58,8 @@ class Room:
         self._counts = [0] * size
         self._meetings: dict[int, Meeting] = {}
         self._mail: dict[tuple[int, int, int], list[torch.Tensor]] = {}
+        self._mailed: dict[tuple[int, int], float] = {}
+        """When the last message from one rank to another comes."""
 
     @property
     def full(self) -> bool:
@@ -130,9 +132,11 @@ class Room:
         work.side.pending.remove(work)
 
     def send(self, rank: int, peer: int, tag: int, tensor: torch.Tensor) -> None:
-        """A message that is on its way whatever becomes of the sender."""
-        box, message = self._mail.setdefault((rank, peer, tag), []), tensor.detach().clone()
-        self.world.scheduler.after(self.world.delay(_FASTEST_S, _SLOWEST_S), lambda: box.append(message))
+        """A message that is on its way whatever becomes of the sender, behind those that were sent before."""
+        box, message, scheduler = self._mail.setdefault((rank, peer, tag), []), tensor.detach().clone(), self.world.scheduler
+        comes_at = max(self._mailed.get((rank, peer), 0.0), scheduler.now + self.world.delay(_FASTEST_S, _SLOWEST_S)) + 1e-6
+        self._mailed[rank, peer] = comes_at
+        scheduler.after(comes_at - scheduler.now, lambda: box.append(message))
 
     def mail(self, source: int, rank: int, tag: int) -> list[torch.Tensor]:
         """What has come from `source`."""

@@ -29,7 +29,7 @@ def test_numbered_schedules_end_as_the_run_without_faults(first: int) -> None:
         _check(scenario_of(seed))
 
 
-@pytest.mark.parametrize(("strategy", "loop"), [(s, LOOPS[3 * i % len(LOOPS)]) for i, s in enumerate(STRATEGIES)])
+@pytest.mark.parametrize(("strategy", "loop"), [*((s, LOOPS[3 * i % len(LOOPS)]) for i, s in enumerate(STRATEGIES)), ("pipeline", "save")])
 def test_a_step_may_be_torn_anywhere(strategy: str, loop: str) -> None:
     every = list(tears(strategy, loop))
     for scenario in itertools.islice(every, 7, None, max(1, len(every) // _TEARS)):

@@ -205,7 +205,7 @@ class Training:
             diary.values[session.steps] = flattened(self.net)
 
     def _average(self, averaged: AveragedModel) -> None:
-        """As the documentation says: by torch's call where all parameters are here, else by hand. Within a round ranks hold different ones."""
+        """As the documentation says: by torch's call where all parameters are here, else by hand. Not within a round: ranks differ."""
         if self.scenario.strategy not in _WHOLE:
             with torch.no_grad():
                 for kept, new in zip(averaged.parameters(), self.model.gather_full_parameters().values(), strict=True):

@@ -125,7 +125,8 @@ def _judge(verdict: Verdict, audited: Any) -> None:
     if not finishers:
         return
     if scenario.loop == "plain":
-        return  # what a lost step was to learn from is nowhere else
+        _judge_plain(world, finishers, survivors, wrong)
+        return
     _judge_state(world, finishers[0], wrong)
     for process in survivors:
         _judge_counters(process, wrong)
@@ -175,7 +176,9 @@ def _judge_ends(world: World, finishers: list[Process], wrong: Any) -> None:
     scenario = world.scenario
     stopped = world.stopped_at is not None
     never_began = stopped and world.steps == 0
-    plain = scenario.loop == "plain"  # without a loader of Shoal's there is nothing that could end the loop
+    plain = scenario.loop == "plain"
+    # Without a loader of Shoal's there is nothing that could end the loop; and where the last replica is to lose a rank all stop.
+    stops = stopped or (scenario.strategy in DIVIDED and any(process.asked_at is not None for process in world.processes))
     for process in world.processes:
         if process.dead:
             continue
@@ -186,7 +189,7 @@ def _judge_ends(world: World, finishers: list[Process], wrong: Any) -> None:
         elif process.exit_code == 0 and process.diary.ended_with is None:
             over = stopped or any(_ended_before(other, process) for other in finishers)
             asked = process.asked_at is not None
-            if not (asked or ((process.late or process.spare) and over) or (plain and stopped) or never_began):
+            if not (asked or ((process.late or process.spare) and over) or (plain and stops) or never_began):
                 wrong("left early", f"{process.name} ended with 0 before its script's end")
     left = [process for process in world.processes if not process.dead]
     if not left or finishers or plain or never_began or any(process.exit_code for process in left):
@@ -362,6 +365,22 @@ def _judge_state(world: World, process: Process, wrong: Any) -> None:
         return
     if not any(isinstance(fault, (JobStops, Drains)) for fault in scenario.faults):
         wrong("result", f"{process.name} ended after {ended['steps']} steps, the run without faults after {expected['steps']}")
+
+
+def _judge_plain(world: World, finishers: list[Process], survivors: list[Process], wrong: Any) -> None:
+    """Over a DataLoader of torch's each survivor has had every batch once, and what a lost step was to learn from is nowhere else."""
+    expected = reference(world.scenario.without_faults()).processes[0]
+    stopped = world.stopped_at is not None or any(process.asked_at is not None for process in world.processes)
+    for process in survivors:
+        _judge_counters(process, wrong)
+        had = len(process.diary.statuses)
+        if not stopped and had != len(expected.diary.statuses):
+            wrong("batches", f"{process.name} has taken {had} batches, without faults {len(expected.diary.statuses)}")
+    lost = any(status != "committed" for process in finishers for _, status in process.diary.statuses)
+    if not lost and len(survivors) == len(finishers):
+        _judge_state(world, finishers[0], wrong)
+        for process in finishers:
+            _judge_answers(world, process, wrong)
 
 
 def _judge_counters(process: Process, wrong: Any) -> None:

@@ -225,3 +225,34 @@ def test_a_run_that_may_end_badly_is_judged_in_all_else(monkeypatch: pytest.Monk
     assert oracle.run(scenario).ok
     _violates(monkeypatch)
     assert "donors" in oracle.run(scenario).kinds
+
+
+@pytest.mark.parametrize("who", ["ab", "abc"])
+def test_a_plain_loop_that_learns_something_else_is_found(monkeypatch: pytest.MonkeyPatch, who: str) -> None:
+    scenario = Scenario(loop="plain", schedule=1)
+    step = Training._step
+
+    def damaging(training: Training) -> None:
+        step(training)
+        if training.process.name in who and len(training.process.diary.statuses) == 4:
+            with torch.no_grad():
+                next(training.net.parameters()).view(-1)[0] += 1e-7
+
+    oracle.reference(scenario.without_faults())
+    monkeypatch.setattr(Training, "_step", damaging)
+    assert "result" in oracle.run(scenario).kinds
+
+
+def test_a_plain_loop_that_skips_a_batch_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    scenario = Scenario(loop="plain", schedule=1, faults=(Torn(step=3, collective=-2, dies="c"),))
+    step, skipped = Training._step, set[str]()
+
+    def skipping(training: Training) -> None:
+        if training.process.world.losses and training.process.name not in skipped:
+            skipped.add(training.process.name)
+            return
+        step(training)
+
+    oracle.reference(scenario.without_faults())
+    monkeypatch.setattr(Training, "_step", skipping)
+    assert "batches" in oracle.run(scenario).kinds

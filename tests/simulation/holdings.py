@@ -102,8 +102,8 @@ class Holdings:
         return max((whole for whole in self.whole if whole.since <= until), key=lambda whole: whole.number, default=None)
 
     def lost(self, until: float) -> bool:
-        """All that held some part were gone by then. Who leaves sees to it that two others hold what it held, so one death beside any number
-        of departures loses nothing."""
+        """All that held some part were gone by then. Who leaves sees to it that two others hold what it held, so that one death beside any
+        number of departures loses nothing."""
         whole = self.newest(until)
         if whole is None:
             return False

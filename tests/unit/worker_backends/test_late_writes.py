@@ -15,9 +15,9 @@ import pytest
 import torch
 from shoal_common.errors import MembershipChanged
 from shoal_worker.backends.errors import GroupEndedError
-from shoal_worker.backends.sockets import GroupSockets, listeners
+from shoal_worker.backends.gloo.sockets import GroupSockets, listeners
+from shoal_worker.backends.gloo.works import InterruptibleWork, end_works
 from shoal_worker.backends.waits import Waits
-from shoal_worker.backends.works import InterruptibleWork, end_works
 from shoal_worker.strategies.flight import Flight
 
 _NAME_OF_GLOOS_THREADS = b"pt_gloo_runloop"

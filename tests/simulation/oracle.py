@@ -128,6 +128,7 @@ def _judge(verdict: Verdict, audited: Any) -> None:
         _judge_plain(world, finishers, survivors, wrong)
         return
     _judge_state(world, finishers[0], wrong)
+    _judge_saved(world, finishers, wrong)
     for process in survivors:
         _judge_counters(process, wrong)
     for process in finishers:
@@ -365,6 +366,15 @@ def _judge_state(world: World, process: Process, wrong: Any) -> None:
         return
     if not any(isinstance(fault, (JobStops, Drains)) for fault in scenario.faults):
         wrong("result", f"{process.name} ended after {ended['steps']} steps, the run without faults after {expected['steps']}")
+
+
+def _judge_saved(world: World, finishers: list[Process], wrong: Any) -> None:
+    """What was saved after the loop is there when all have ended."""
+    last = max(finishers, key=lambda process: process.ended_at or 0.0)
+    assert last.diary.ended_with is not None
+    steps = last.diary.ended_with["steps"]
+    if world.scenario.loop == "save" and last.exit_code == 0 and last.newest_checkpoint != steps:
+        wrong("saved", f"{last.name} ended after {steps} steps, and the newest checkpoint is of {last.newest_checkpoint}")
 
 
 def _judge_plain(world: World, finishers: list[Process], survivors: list[Process], wrong: Any) -> None:

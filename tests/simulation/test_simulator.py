@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 import pytest
+import shoal
 import torch
 from shoal_common.errors import PreconditionError
 from shoal_common.exit_status import PUT_OUT
@@ -16,7 +17,7 @@ from shoal_worker.sharding.moving import ShardsLostError
 
 from tests.simulation import oracle
 from tests.simulation.loops import Training
-from tests.simulation.processes import Process
+from tests.simulation.processes import Process, own_process
 from tests.simulation.scenario import CoordinatorAway, Dies, Drains, JobStops, Joins, Scenario, SlowWrites, Stops, Torn, parse
 from tests.simulation.seeds import scenario_of
 from tests.simulation.shrinking import shrink
@@ -256,3 +257,11 @@ def test_a_plain_loop_that_skips_a_batch_is_found(monkeypatch: pytest.MonkeyPatc
     oracle.reference(scenario.without_faults())
     monkeypatch.setattr(Training, "_step", skipping)
     assert "batches" in oracle.run(scenario).kinds
+
+
+def test_a_stopped_job_that_saves_nothing_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    scenario = Scenario(strategy="zero2", loop="save", faults=(JobStops(who="c", point=40),))
+    assert oracle.run(scenario).ok
+    save = shoal.save_checkpoint
+    monkeypatch.setattr(shoal, "save_checkpoint", lambda directory: None if own_process().world.stopped_at is not None else save(directory))
+    assert "saved" in oracle.run(scenario).kinds

@@ -109,7 +109,9 @@ class Model:
         """Every rank holds all of it."""
 
     def bring_together(self, channel: Channel) -> None:
-        """Every rank holds all of it."""
+        """As strategies do whose models are in parts: a rank without values has nothing to say, and says nothing."""
+        if self.has_values():
+            channel.exchange(b"")
 
     def keep_two_copies(self, channel: Channel, leaving: Any = ()) -> None:
         pass

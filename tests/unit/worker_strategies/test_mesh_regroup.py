@@ -155,6 +155,42 @@ def test_what_a_rank_that_leaves_held_outlives_the_death_of_the_only_other_holde
                 assert torch.equal(torch.as_tensor(assembled["optimizer"]["state"][number][key]), torch.as_tensor(value)), (number, key)
 
 
+@pytest.mark.parametrize(
+    ("options", "dead"),
+    [({"strategy": "zero3"}, 0), ({"strategy": "hybrid", "pipeline_parallel_size": 2}, 3)],
+    ids=["zero3", "pipeline"],
+)
+def test_copies_of_what_a_script_has_replaced_since_are_not_taken(options: dict[str, Any], dead: int) -> None:
+    left = [rank for rank in range(4) if rank != dead]
+
+    def rank() -> Any:
+        net = models.make()
+        inner = torch.optim.AdamW(net.parameters(), 0.01)
+        model, optimizer = shoal.as_distributed(net, inner, minimum_parameter_group_size=64, **options)
+        x, y = models.data()[:8]
+        for _ in range(2):
+            before = {"model": model.full_state_dict(), "optimizer": optimizer.state_dict()}
+            model.train_step(x, y, models.loss_of)
+            optimizer.step()
+            optimizer.zero_grad()
+        launch = current_session().group
+        assert launch is not None
+        model.keep_two_copies(launch, [dead])
+        model.load_full(before["model"])
+        optimizer.load_state_dict(before["optimizer"])
+        members = launch.subgroup(left, "left")
+        return None if members is None else (before, model._held.assemble(members))
+
+    results = shoal.launch(rank, world_size=4)
+    for one in left:
+        before, assembled = results[one]
+        for name, value in before["model"].items():
+            assert torch.equal(assembled["model"][name], value), name
+        for number, own in before["optimizer"]["state"].items():
+            for key, value in own.items():
+                assert torch.equal(torch.as_tensor(assembled["optimizer"]["state"][number][key]), torch.as_tensor(value)), (number, key)
+
+
 def test_what_was_held_before_the_ranks_were_divided_anew_is_let_go() -> None:
     """DTensor keeps each mesh that it has seen."""
 

@@ -298,7 +298,8 @@ class Formation:
             lost: StateLostError | None = None
             channel = GroupChannel(group, _BRINGING, self._spectators)
             try:
-                if held.has_replica:
+                # Where a model is on the meta device, no step was taken, and nothing is cut.
+                if all(channel.exchange(b"values" if held.has_replica and held.replica.has_values() else b"")):
                     held.replica.bring_together(channel)
                     held.replica.keep_two_copies(channel)
             except StateLostError as error:  # on all members alike

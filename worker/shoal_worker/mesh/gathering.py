@@ -7,8 +7,9 @@ for the ranks before, and in operations between steps, where the newest group ma
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
@@ -22,8 +23,6 @@ from shoal_worker.state.serial import dump_tensors, load_tensors
 
 _CHUNK_BYTES: Final = 32 << 20
 """Of values at once; a message has their optimizer state as well, and for a moment there are some copies of it."""
-_COPIES: Final = 2
-"""Of each place where there are several replicas."""
 _VALUE: Final = ""
 """Key of a tensor's values, beside those of its optimizer state."""
 
@@ -71,6 +70,8 @@ class Held:
     cut: Cut
     runs: Mapping[int, Mapping[str, Run]]
     """By shard and name. What is no parameter is not cut along the data axis: it is with shard 0."""
+    copied: bool = False
+    """It is a copy of what another rank holds: taken where nobody holds that itself any more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,9 +95,10 @@ def gather(channel: Channel, held: Sequence[Held], blueprint_for: Callable[[Axes
         StateLostError: SHARDS_LOST, no cut is complete any more.
         MembershipChanged: the group is over.
     """
-    number, axes, ranks = _newest_complete(_told(channel, held))
+    told = _newest_complete(_told(channel, held))
+    number, axes, ranks = told.number, told.axes, told.sources()
     blueprint = blueprint_for(axes)
-    mine = [one for one in held if one.cut.number == number]
+    mine = sorted((one for one in held if one.cut.number == number), key=lambda one: one.copied)
     tensors = blueprint.template.tensors()
     for names in _chunks(tensors):
         sends = {(name, *place): rank for name in names for place, rank in _senders(blueprint, ranks, name).items()}
@@ -117,42 +119,44 @@ def gather(channel: Channel, held: Sequence[Held], blueprint_for: Callable[[Axes
 
 def copy_singles(
     channel: Channel, held: Sequence[Held], blueprint_for: Callable[[Axes], Blueprint], leaving: Collection[int]
-) -> list[Held]:
-    """Copies what lies at each place that one rank alone holds to another rank, of the newest cut that is complete. Returns what this rank
-    is to keep. When it returns, every rank has what it is to keep. Of a cut without replicas nothing is copied: such a state is held once.
+) -> list[Held] | None:
+    """Copies what lies at each place that one rank alone has to another rank, of the newest cut that is complete. Returns what this rank is
+    to keep; None, on all ranks alike: nothing has to be copied. Of a cut without replicas nothing is: such a state is held once.
 
-    `held`: the cuts of which this rank holds parts. `leaving`: ranks that are about to leave: what they hold does not count, and they keep
+    `held`: the cuts of which this rank has parts. `leaving`: ranks that are about to leave: what they hold does not count, and they keep
     nothing.
 
     Raises:
         MembershipChanged: the group is over.
     """
-    rows = _told(channel, held)
     try:
-        number, axes, ranks = _newest_complete(rows)
+        told = _newest_complete(_told(channel, held))
     except StateLostError:
-        return []  # cutting it anew says so
+        return None  # cutting it anew says so
     staying = [rank for rank in range(channel.world_size) if rank not in leaving]
-    kept = dict.fromkeys(staying, 0)
+    kept = Counter(rank for keepers in told.keepers.values() for rank in keepers)
     copies: list[tuple[Place, int, int]] = []
-    for place, own in sorted(ranks.items()) if axes.data > 1 else ():
-        free = [rank for rank in staying if rank not in own]
-        if free and len([rank for rank in own if rank in kept]) < _COPIES:
+    for place, sources in sorted(told.sources().items()) if told.axes.data > 1 else ():
+        having = [*told.holders.get(place, ()), *told.keepers.get(place, ())]
+        free = [rank for rank in staying if rank not in having]
+        if free and sum(rank in staying for rank in having) < 2:
             keeper = min(free, key=lambda rank: (kept[rank], rank))
             kept[keeper] += 1
-            copies.append((place, min(own), keeper))
+            copies.append((place, min(sources), keeper))
     if not copies:
-        return []
-    mine = [one for one in held if one.cut.number == number]
+        return None
+    mine = sorted((one for one in held if one.cut.number == told.number), key=lambda one: one.copied)
     arrived: dict[Place, dict[str, Run]] = {place: {} for place, _, keeper in copies if keeper == channel.rank}
-    for names in _chunks(blueprint_for(axes).template.tensors()):
+    for names in _chunks(blueprint_for(told.axes).template.tensors()):
         sent = [place for place, sender, _ in copies if sender == channel.rank]
         for answer in filter(None, channel.exchange(_packed_places(mine, sent, names) if sent else b"")):
             _take_copies(answer, arrived)
-    channel.exchange(b"")
-    shards = next(one[4] for row in rows for one in row if one[0] == number)
     return [
-        Held(cut=Cut(number=number, axes=axes, at=Coordinate(stage, part, shard), shards=shards), runs={shard: runs})
+        Held(
+            cut=Cut(number=told.number, axes=told.axes, at=Coordinate(stage, part, shard), shards=told.shards),
+            runs={shard: runs},
+            copied=True,
+        )
         for (stage, part, shard), runs in arrived.items()
     ]
 
@@ -192,7 +196,28 @@ def _take_copies(answer: bytes, arrived: Mapping[Place, dict[str, Run]]) -> None
 
 
 def _told(channel: Channel, held: Sequence[Held]) -> list[Any]:
-    return [json.loads(told) for told in channel.exchange(json.dumps([one.cut.row() for one in held]).encode())]
+    rows = [[int(one.copied), *one.cut.row()] for one in held]
+    return [json.loads(told) for told in channel.exchange(json.dumps(rows).encode())]
+
+
+@dataclass(kw_only=True)
+class _Told:
+    """One cut, as the ranks have told who has what of it."""
+
+    number: int
+    axes: Axes
+    shards: int
+    holders: dict[Place, list[int]] = field(default_factory=dict)
+    keepers: dict[Place, list[int]] = field(default_factory=dict)
+    """The ranks that keep a copy of what lies at a place."""
+
+    @property
+    def parts(self) -> int:
+        return self.axes.replica_size * self.shards
+
+    def sources(self) -> dict[Place, list[int]]:
+        """The ranks that each place's part is to be had from: those that keep a copy where no rank holds it."""
+        return self.keepers | self.holders
 
 
 @dataclass(frozen=True)
@@ -204,22 +229,21 @@ class _Arrived:
     tensor: torch.Tensor
 
 
-def _newest_complete(rows: Sequence[Sequence[Sequence[int]]]) -> tuple[int, Axes, dict[Place, list[int]]]:
-    """The number, the axes, and who holds each place."""
-    cuts: dict[int, tuple[Axes, int, dict[Place, list[int]]]] = {}
+def _newest_complete(rows: Sequence[Sequence[Sequence[int]]]) -> _Told:
+    """Of the cuts that the ranks told the newest that has all its parts. Raises StateLostError (SHARDS_LOST): none has."""
+    cuts: dict[int, _Told] = {}
     for rank, row in enumerate(rows):
-        for number, pipeline, tensor, data, shards, at_pipeline, at_tensor, *positions in row:
-            cut = cuts.setdefault(number, (Axes(pipeline=pipeline, tensor=tensor, data=data), shards, {}))
+        for copied, number, pipeline, tensor, data, shards, at_pipeline, at_tensor, *positions in row:
+            cut = cuts.setdefault(number, _Told(number=number, axes=Axes(pipeline=pipeline, tensor=tensor, data=data), shards=shards))
             for position in positions:
-                cut[2].setdefault((at_pipeline, at_tensor, position), []).append(rank)
+                (cut.keepers if copied else cut.holders).setdefault((at_pipeline, at_tensor, position), []).append(rank)
     for number in sorted(cuts, reverse=True):
-        axes, shards, ranks = cuts[number]
-        if len(ranks) == axes.replica_size * shards:
-            return number, axes, ranks
+        if len(cuts[number].sources()) == cuts[number].parts:
+            return cuts[number]
     left = "none of the model's parts is"
     if cuts:
-        axes, shards, ranks = cuts[max(cuts)]
-        left = f"of the model's {axes.replica_size * shards} parts {len(ranks)} are"
+        newest = cuts[max(cuts)]
+        left = f"of the model's {newest.parts} parts {len(newest.sources())} are"
     raise StateLostError(
         f"{left} held by any rank, and only a checkpoint can replace the others: no replica of the model is left whole. A script that "
         "calls shoal.save_checkpoint goes back to the newest by itself within an epoch; started anew, one that calls shoal.resume goes on "

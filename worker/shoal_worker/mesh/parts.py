@@ -163,7 +163,10 @@ class ModelParts(StateInParts):
 
     def copy_singles(self, channel: Channel, leaving: Collection[int]) -> None:
         """See `Replica.keep_two_copies`."""
-        self._before = [*self._before, *copy_singles(channel, self.held(), self.blueprint_for, leaving)]
+        copied = copy_singles(channel, self.held(), self.blueprint_for, leaving)
+        if copied is not None:
+            self._before = [*self._before, *copied]  # first: who leaves does so when it has heard of all the others below
+            channel.exchange(b"")
 
     def hold(self) -> Held | None:
         """What is here, of a state that is cut; all of it, under the number -1, before."""
@@ -283,6 +286,7 @@ class ModelParts(StateInParts):
     def load_values(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """See `StateInParts`."""
         self._check_values(tensors)
+        self._before = []  # which is of the values before
         self._put_values({name: self._own_part(name, tensors[name]) for name in self.template.names if self._is_here(name)})
 
     @torch.no_grad()
@@ -291,6 +295,7 @@ class ModelParts(StateInParts):
         self._check_optimizer(saved)
         if self.optimizer is None:
             return
+        self._before = []  # which is of the state before
         tensors = self.template.tensors()
         state: dict[str, dict[str, Any]] = {}
         for group, names in zip(saved["param_groups"], self._group_names, strict=True):

@@ -13,7 +13,7 @@ import torch
 
 from shoal_worker.elastic.group import Channel
 from shoal_worker.sharding.moving import senders
-from shoal_worker.sharding.resharding import VALUES, Cut, Held, held_of, newest_complete, plan_copies, rows_of
+from shoal_worker.sharding.resharding import VALUES, Held, Told, held_of, newest_complete, plan_copies, rows_of
 from shoal_worker.sharding.unit import Unit
 from shoal_worker.state.part import Run
 
@@ -83,24 +83,23 @@ def copy_singles(
     keys: Sequence[Mapping[str, torch.dtype]],
     channel: Channel,
     leaving: Collection[int],
-) -> list[Held]:
-    """Copies each shard that one rank alone holds to another rank, of the newest cut that is complete. Returns what this rank is to keep.
-    When it returns, every rank has what it is to keep.
+) -> tuple[Told, list[dict[int, dict[str, torch.Tensor]]]] | None:
+    """Copies each shard that one rank alone has to another rank, of the newest cut that is complete. Returns that cut and what this rank is
+    to keep, by unit and position; None, on all ranks alike: nothing has to be copied.
 
     `held`, `keys`: see `reshard`. `leaving`: ranks that are about to leave: what they hold does not count, and they keep nothing.
 
     Raises:
         MembershipChanged: the group is over.
     """
-    chosen, world_size, holders = newest_complete(_told(held, channel))
-    complete = all(holders.get(position) for position in range(world_size))
-    copies = plan_copies(holders, range(channel.world_size), leaving) if complete and world_size > 1 else []
+    told = newest_complete(_told(held, channel))
+    copies = plan_copies(told, range(channel.world_size), leaving)
     if not copies:
-        return []
-    mine = held_of(held, chosen)
+        return None
+    mine = held_of(held, told.number)
     kept: list[dict[int, dict[str, torch.Tensor]]] = []
     for index, unit in enumerate(units):
-        size = unit.layout.over(world_size).shard_numel
+        size = unit.layout.over(told.world_size).shard_numel
         vectors = {VALUES: unit.dtype, **keys[index]}
         sent = [copy.position for copy in copies if copy.sender == channel.rank]
         answers = channel.exchange(b"".join(_bytes(mine.vectors[index][p][name]) for p in sent for name in vectors) if mine else b"")
@@ -111,26 +110,17 @@ def copy_singles(
                 begin, offsets[copy.sender] = offsets[copy.sender], offsets[copy.sender] + size * dtype.itemsize
                 if copy.keeper == channel.rank:
                     data = bytearray(answers[copy.sender][begin : offsets[copy.sender]])
-                    arrived.setdefault(copy.position, {})[name] = torch.frombuffer(data, dtype=dtype).to(unit.home.device)
+                    arrived.setdefault(copy.position, {})[name] = torch.frombuffer(data, dtype=dtype)
         kept.append(arrived)
-    channel.exchange(b"")
-    positions = [copy.position for copy in copies if copy.keeper == channel.rank]
-    pairs = [positions[at : at + 2] for at in range(0, len(positions), 2)]
-    return [
-        Held(
-            cut=Cut(number=chosen, world_size=world_size, position=pair[0], mirrored=pair[1] if len(pair) > 1 else None),
-            vectors=[{position: own[position] for position in pair} for own in kept],
-        )
-        for pair in pairs
-    ]
+    return told, kept
 
 
 def _agree(held: Sequence[Held], channel: Channel) -> tuple[list[int], Held | None, bool]:
-    """Of the newest cut that is complete: the rank that sends each position, what this rank holds of it, and whether every rank holds
-    every position."""
-    chosen, world_size, holders = newest_complete(_told(held, channel))
-    everywhere = all(len(holders.get(position, ())) == channel.world_size for position in range(world_size))
-    return senders(holders, world_size), held_of(held, chosen), everywhere
+    """Of the newest cut that is complete: the rank that sends each position, what this rank has of it, and whether every rank has every
+    position."""
+    told = newest_complete(_told(held, channel))
+    everywhere = all(len(told.holders.get(position, ())) == channel.world_size for position in range(told.world_size))
+    return senders(told.sources(), told.world_size), held_of(held, told.number), everywhere
 
 
 def _told(held: Sequence[Held], channel: Channel) -> list[list[int]]:

@@ -23,7 +23,7 @@ from shoal_worker.sharding.assembling import assemble, copy_singles, own_runs
 from shoal_worker.sharding.division import Division, among_all
 from shoal_worker.sharding.execution import ShardedExecution
 from shoal_worker.sharding.optimizer_state import ShardedOptimizerState
-from shoal_worker.sharding.resharding import VALUES, WHOLE, Cut, Held, division_cut, hold, reshard
+from shoal_worker.sharding.resharding import VALUES, WHOLE, Cut, Held, division_cut, hold, merge_copies, reshard
 from shoal_worker.sharding.unit import Stage, Unit
 from shoal_worker.sharding.whole_state import Place, optimizer_state, spread
 from shoal_worker.state.optimizer import ELEMENTWISE
@@ -138,7 +138,10 @@ class CutState(StateInParts):
         """See `Replica.keep_two_copies`."""
         if self.cut is not None:
             keys = [self._state.element_keys(unit) for unit in self.units]
-            self._copies = [*self._copies, *copy_singles(self.units, self._held(keys), keys, channel, leaving)]
+            copied = copy_singles(self.units, self._held(keys), keys, channel, leaving)
+            if copied is not None:
+                self._copies = merge_copies(self._copies, *copied)  # first: who leaves does so when it has heard of all the others below
+                channel.exchange(b"")
 
     def in_common(self) -> dict[str, int]:
         """Digests of what other ranks hold as well: shards that are mirrored, and parameters that are whole on every rank."""
@@ -229,6 +232,7 @@ class CutState(StateInParts):
     def load_optimizer(self, saved: Mapping[str, Any]) -> None:
         """See `StateInParts`."""
         self._check_optimizer(saved)
+        self._before, self._copies = None, []  # which are of the state before
         spread(self._places, saved, self.units, self._state)
         self.settings = [{k: v for k, v in group.items() if k != "params"} for group in saved["param_groups"]]
 
@@ -290,6 +294,7 @@ class CutState(StateInParts):
     def load_values(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """See `StateInParts`."""
         self._check_values(tensors)
+        self._before, self._copies = None, []  # which are of the values before
         names = {id(p): name for name, p in self.module.named_parameters()}
         for unit in self.units:
             unit.load([tensors[names[id(p)]] for p in unit.parameters])

@@ -10,8 +10,9 @@ keeps a copy of it (`plan_copies`), so that the next death loses nothing.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
 import torch
@@ -21,7 +22,6 @@ from shoal_worker.sharding.moving import message, place, runs, senders, sizes
 from shoal_worker.sharding.optimizer_state import ShardedOptimizerState
 from shoal_worker.sharding.unit import Unit
 
-ROW_LENGTH = 4
 _MOST_COPIES: Final = 4
 """Shards that a rank keeps copies of beside those of its cut, at most."""
 _MOST_ROWS: Final = 2 + _MOST_COPIES // 2
@@ -60,27 +60,8 @@ class Cut:
         return [self.number, self.world_size, self.position, -1 if self.mirrored is None else self.mirrored]
 
 
-NO_CUT = [-1, 0, -1, -1]
 WHOLE: Final = Cut(number=0, world_size=1, position=0, mirrored=None)
 """What a rank holds that has not cut anything since it got the state: all of it, which is older than what any peer has cut from it."""
-
-
-def newest_complete(rows: Sequence[Sequence[int]]) -> tuple[int, int, dict[int, list[int]]]:
-    """Of the cuts that the ranks told (each may tell several): its number, its world size, and the ranks that hold each position.
-
-    A cut that no longer has all its positions is passed over for an older one that has; if none has, it is the newest.
-    """
-    cuts: dict[int, tuple[int, dict[int, list[int]]]] = {}
-    for rank, row in enumerate(rows):
-        for number, world_size, position, mirrored in zip(*[iter(row)] * ROW_LENGTH, strict=True):
-            if number < 0:
-                continue
-            holders = cuts.setdefault(number, (world_size, {}))[1]
-            for where in {position, mirrored} - {-1}:
-                holders.setdefault(where, []).append(rank)
-    ranked = sorted(cuts, reverse=True)
-    number = next((n for n in ranked if len(cuts[n][1]) == cuts[n][0]), ranked[0])
-    return number, *cuts[number]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,25 +70,69 @@ class Held:
 
     cut: Cut
     vectors: list[dict[int, dict[str, torch.Tensor]]]
+    copied: bool = False
+    """They are copies of what another rank holds, on the CPU: taken where nobody holds the shards themselves any more."""
+
+
+_NO_ROW: Final = [-1, 0, -1, -1, 0]
 
 
 def rows_of(held: Sequence[Held]) -> list[int]:
     """The cuts of which this rank holds shards, as equally many integers on every rank."""
-    row = [value for each in held for value in each.cut.row()]
-    assert len(row) <= _MOST_ROWS * ROW_LENGTH
-    return (row + NO_CUT * _MOST_ROWS)[: _MOST_ROWS * ROW_LENGTH]
+    row = [value for each in held for value in (*each.cut.row(), int(each.copied))]
+    assert len(row) <= _MOST_ROWS * len(_NO_ROW)
+    return (row + _NO_ROW * _MOST_ROWS)[: _MOST_ROWS * len(_NO_ROW)]
+
+
+@dataclass(kw_only=True)
+class Told:
+    """One cut, as the ranks have told who holds what of it."""
+
+    number: int
+    world_size: int
+    holders: dict[int, list[int]] = field(default_factory=dict)
+    """The ranks that hold each position."""
+    keepers: dict[int, list[int]] = field(default_factory=dict)
+    """The ranks that keep a copy of each position."""
+
+    @property
+    def complete(self) -> bool:
+        """Every position is held, or a copy of it is."""
+        return len(self.holders.keys() | self.keepers.keys()) == self.world_size
+
+    def sources(self) -> dict[int, list[int]]:
+        """The ranks that each position is to be had from: those that keep a copy where no rank holds it."""
+        return self.keepers | self.holders
+
+    def having(self, position: int) -> list[int]:
+        """All ranks that have a position in either way."""
+        return [*self.holders.get(position, ()), *self.keepers.get(position, ())]
+
+
+def newest_complete(rows: Sequence[Sequence[int]]) -> Told:
+    """Of the cuts that the ranks told (each may tell several) the newest that has all its positions; if none has, the newest."""
+    cuts: dict[int, Told] = {}
+    for rank, row in enumerate(rows):
+        for number, world_size, position, mirrored, copied in zip(*[iter(row)] * len(_NO_ROW), strict=True):
+            if number < 0:
+                continue
+            told = cuts.setdefault(number, Told(number=number, world_size=world_size))
+            for where in {position, mirrored} - {-1}:
+                (told.keepers if copied else told.holders).setdefault(where, []).append(rank)
+    ranked = [cuts[number] for number in sorted(cuts, reverse=True)]
+    return next((told for told in ranked if told.complete), ranked[0])
 
 
 def held_of(held: Sequence[Held], number: int) -> Held | None:
-    """All shards of the cut `number` that this rank holds; None: it holds none."""
-    own = [each for each in held if each.cut.number == number]
+    """All shards of the cut `number` that this rank has; None: it has none. Copies stand behind what it holds itself."""
+    own = sorted((each for each in held if each.cut.number == number), key=lambda each: not each.copied)
     if len(own) < 2:
         return own[0] if own else None
     merged: list[dict[int, dict[str, torch.Tensor]]] = [{} for _ in own[0].vectors]
     for each in own:
         for unit, by_position in enumerate(each.vectors):
             merged[unit].update(by_position)
-    return Held(cut=own[0].cut, vectors=merged)
+    return Held(cut=own[-1].cut, vectors=merged)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,28 +144,50 @@ class Copy:
     keeper: int
 
 
-def plan_copies(holders: Mapping[int, Sequence[int]], ranks: Sequence[int], leaving: Collection[int]) -> list[Copy]:
-    """Says which shards are to be copied to which ranks, so that each is held by two ranks of those that stay. Pure; the same on all ranks.
+def plan_copies(told: Told, ranks: Sequence[int], leaving: Collection[int]) -> list[Copy]:
+    """Says which shards are to be copied to which ranks, so that two ranks of those that stay have each. Pure; the same on all ranks.
 
-    A shard that nobody holds is left out, and so is one for which all others keep as many copies as they can.
+    A shard is left out for which all others keep as many copies as they can. Nothing is copied of a cut that is not complete.
 
     Args:
-        holders: the ranks that hold each position.
+        told: the newest cut that is complete.
         ranks: all that take part.
         leaving: those of them that are about to leave.
     """
+    if not told.complete or told.world_size == 1:
+        return []
     staying = [rank for rank in ranks if rank not in leaving]
-    kept = dict.fromkeys(staying, 0)
+    kept = Counter(rank for keepers in told.keepers.values() for rank in keepers)
     copies = []
-    for position, own in sorted(holders.items()):
-        if not own or len([rank for rank in own if rank in kept]) > 1:
+    for position in range(told.world_size):
+        having = told.having(position)
+        if sum(rank in staying for rank in having) > 1:
             continue
-        free = [rank for rank in staying if rank not in own and kept[rank] < _MOST_COPIES]
+        free = [rank for rank in staying if rank not in having and kept[rank] < _MOST_COPIES]
         if free:
             keeper = min(free, key=lambda rank: (kept[rank], rank))
             kept[keeper] += 1
-            copies.append(Copy(position=position, sender=min(own), keeper=keeper))
+            copies.append(Copy(position=position, sender=min(told.sources()[position]), keeper=keeper))
     return copies
+
+
+def merge_copies(kept: Sequence[Held], told: Told, arrived: Sequence[Mapping[int, dict[str, torch.Tensor]]]) -> list[Held]:
+    """The copies that a rank keeps from now on: those of this cut that it had, and those that arrived (by unit and position)."""
+    vectors: list[dict[int, dict[str, torch.Tensor]]] = [dict(own) for own in arrived]
+    for each in kept:
+        if each.cut.number == told.number:
+            for unit, own in enumerate(each.vectors):
+                vectors[unit] |= own
+    positions = sorted({position for own in vectors for position in own})
+    pairs = [positions[at : at + 2] for at in range(0, len(positions), 2)]
+    return [
+        Held(
+            cut=Cut(number=told.number, world_size=told.world_size, position=pair[0], mirrored=pair[1] if len(pair) > 1 else None),
+            vectors=[{position: own[position] for position in pair} for own in vectors],
+            copied=True,
+        )
+        for pair in pairs
+    ]
 
 
 VALUES = ""
@@ -185,9 +232,10 @@ def reshard(
         MembershipChanged: the group is over.
     """
     rank, world_size = peers.rank, peers.world_size
-    chosen, old_world, holders = newest_complete(peers.all_gather_integers(rows_of(held)))
-    sends = senders(holders, old_world)
-    mine = held_of(held, chosen)
+    told = newest_complete(peers.all_gather_integers(rows_of(held)))
+    old_world = told.world_size
+    sends = senders(told.sources(), old_world)
+    mine = held_of(held, told.number)
     gets = [division.held(r) for r in range(world_size)]
     fresh: list[dict[int, dict[str, torch.Tensor]]] = []
     for index, unit in enumerate(units):
@@ -196,7 +244,8 @@ def reshard(
         received, sent = sizes(table, rank)
         arrived: dict[int, dict[str, torch.Tensor]] = {position: {} for position in gets[rank]}
         for name, dtype in {VALUES: unit.dtype, **keys[index]}.items():
-            held_here = {position: vectors[name] for position, vectors in mine.vectors[index].items()} if mine is not None else {}
+            here = mine.vectors[index] if mine is not None else {}
+            held_here = {position: vectors[name].to(unit.home.device) for position, vectors in here.items()}  # copies lie on the CPU
             outgoing = message(table, rank, held_here or {0: torch.empty(0, dtype=dtype)}, old).to(unit.device)
             incoming = torch.empty(sum(received), dtype=dtype, device=unit.device)
             peers.all_to_all(incoming, outgoing, received, sent)

@@ -5,9 +5,10 @@ is made, in a session of its own, so that no signal to the owner's group or term
 the directory itself, and ends the keeper.
 
 Where the keeper was killed as well (a machine that loses its power, a container that ends), whoever makes the next directory removes what
-dead owners left. An owner holds a lock on a file in its directory for as long as it lives; the kernel lets go of it however it ends. The
-file gets its name when it is locked already, so one that can be locked is a dead owner's; and a directory that has none after a minute is
-one, too. Only directories shoal-* of this user with such a file in them, and shoal-scratch-* without one, are ever removed.
+dead owners left. An owner holds a lock on its directory, and on a file in it, for as long as it lives; the kernel lets go of them however
+it ends. The file gets its name when it is locked already, so one that can be locked is a dead owner's; and a directory without one that can
+be locked after a minute is one, too (in a living owner's the file may be gone: systems remove old files from /tmp). Nothing is ever removed
+but directories of this user: shoal-* with such a file in them, and shoal-scratch-* without one.
 """
 
 from __future__ import annotations
@@ -62,12 +63,12 @@ class ScratchDirectory:
             keeper.close()  # it must not remove what has this name already
             raise
         try:
-            lock = _lock(self.path)
+            locks = _lock(self.path)
         except BaseException:
             shutil.rmtree(self.path, ignore_errors=True)
             keeper.close()
             raise
-        self._finalizer = weakref.finalize(self, _remove, self.path, lock, keeper, os.getpid())
+        self._finalizer = weakref.finalize(self, _remove, self.path, locks, keeper, os.getpid())
 
     def close(self) -> None:
         """Removes it with all that it holds. Idempotent; happens by itself when nobody has this object any more, and at exit."""
@@ -81,7 +82,7 @@ class _Keeper:
         """Starts it. Raises OSError."""
         # Nothing is ever written to it: it ends with this process.
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", _KEEPER, str(path)],
+            [sys.executable or "python3", "-I", "-S", "-c", _KEEPER, str(path)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -115,31 +116,39 @@ def remove_orphans() -> None:
                 _remove_if_orphaned(Path(path))
 
 
-def _lock(path: Path) -> int:
-    """Takes the lock of an owner. Returns its descriptor."""
-    lock, unnamed = tempfile.mkstemp(dir=path)
+def _lock(path: Path) -> tuple[int, int]:
+    """Takes the locks of an owner, of the directory and of the file in it. Returns their descriptors."""
+    directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        Path(unnamed).rename(path / _LOCK)
+        fcntl.flock(directory, fcntl.LOCK_EX)  # whoever looks for orphans may have it, for a moment
+        lock, unnamed = tempfile.mkstemp(dir=path)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            Path(unnamed).rename(path / _LOCK)
+        except BaseException:
+            os.close(lock)
+            raise
     except BaseException:
-        os.close(lock)
+        os.close(directory)
         raise
-    return lock
+    return directory, lock
 
 
-def _remove(path: Path, lock: int, keeper: _Keeper, owner: int) -> None:
+def _remove(path: Path, locks: tuple[int, int], keeper: _Keeper, owner: int) -> None:
     if os.getpid() == owner:
         shutil.rmtree(path, ignore_errors=True)
         keeper.close()
     else:  # a forked child, which inherits this call and the lock
         keeper.leave()
-    os.close(lock)
+    for lock in locks:
+        os.close(lock)
 
 
 def _remove_if_orphaned(path: Path) -> None:
     # A link in the place of the directory is not followed: only root and this user could have put one there, and neither would mean this.
     directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
+        fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
         try:
             lock = os.open(_LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)
         except FileNotFoundError:

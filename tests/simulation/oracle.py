@@ -35,6 +35,7 @@ _STATE_LOST = (
     "are fewer than the",
     "not whole on any of them",
 )
+_GIVEN_UP = "was given up: a worker went away before it had written its part"
 _NO_WAY_BACK = "The newest checkpoint cannot take its place in the running script"
 _ALL_GONE = "every process that held the state of the run is gone"
 
@@ -204,7 +205,9 @@ def _judge_ends(world: World, finishers: list[Process], wrong: Any) -> None:
 
 
 def _ended_before(one: Process, other: Process) -> bool:
-    return one.ended_at is not None and other.ended_at is not None and one.ended_at <= other.ended_at
+    """It said goodbye before, from when on the run may be over for others."""
+    at = one.left_at if one.left_at is not None else one.ended_at
+    return at is not None and other.ended_at is not None and at <= other.ended_at
 
 
 def _unheard(world: World) -> bool:
@@ -228,6 +231,8 @@ def _is_excused(world: World, process: Process) -> bool:
     failure = process.failure or ""
     if _ALL_GONE in failure:
         return _finds_nobody(world, process)
+    if _GIVEN_UP in failure:  # who was to write a part of the last checkpoint was lost as it did
+        return any(one.diary.statuses and one.diary.statuses[-1][0] >= process.steps for one, _ in world.losses)
     return any(text in failure for text in _STATE_LOST) and _may_be_lost(world, process)
 
 

@@ -165,3 +165,14 @@ def test_whatever_has_no_owners_lock_is_left_alone(temporary: Path) -> None:
     before = sorted(temporary.rglob("*"))
     remove_orphans()
     assert sorted(temporary.rglob("*")) == before
+
+
+def test_a_living_owner_keeps_its_directory_when_a_cleaner_of_old_files_has_taken_the_lock_file() -> None:
+    owner = ScratchDirectory("living")
+    (owner.path / ".shoal-owner").unlink()
+    long_ago = time.time() - 86400
+    os.utime(owner.path, (long_ago, long_ago))
+    ScratchDirectory("other").close()
+    assert owner.path.is_dir()
+    owner.close()
+    assert not owner.path.exists()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import logging
 import os
 import signal
@@ -86,7 +87,7 @@ def open_session(settings: WorkerSettings | None = None) -> Session:
         check_not_torchrun(settings)
         session = Session(settings, None, None, metrics)
         set_session(session)
-        atexit.register(_end_alone, weakref.ref(session))
+        atexit.register(_end_alone, weakref.ref(session), _script_end())
         return session
     return _open_member(settings, settings.coordinator, metrics)
 
@@ -150,14 +151,22 @@ def _end(session: Session, script: ScriptEnd) -> None:
         _end_now(1, f"this process fails: {session.missed}")
 
 
-def _end_alone(reference: weakref.ref[Session]) -> None:
+@functools.cache
+def _script_end() -> ScriptEnd:
+    """One for the process, whose sessions come and go where it is a notebook's or a test's."""
+    script = ScriptEnd()
+    script.install()
+    return script
+
+
+def _end_alone(reference: weakref.ref[Session], script: ScriptEnd) -> None:
     """At the end of a process that is a world of one; does nothing where `shoal.shutdown()` was called."""
     session = reference()
     if session is None or find_session() is not session:
         return
     set_session(None)
     session.close()
-    if session.missed is not None:
+    if session.missed is not None and script.failure() is None:
         _end_now(1, f"this process fails: {session.missed}")
 
 

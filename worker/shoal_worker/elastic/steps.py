@@ -445,6 +445,9 @@ class Steps:
                 _log.info("the ranks changed while they went back to a checkpoint: %s", again)
             else:
                 self._borders.went_back()
+                step = self._held.step
+                if step is not None and step.lost is None and why_not is None:
+                    step.void()  # a pass before an operation has begun it, with the state that is lost
                 return why_not
 
     def _void(self) -> None:

@@ -15,8 +15,8 @@ _IN_REPLICAS = ("hsdp", "hybrid", "pipeline")
 """Two ranks hold a replica between them: hsdp cuts it into shards, hybrid into tensor-parallel parts, pipeline into stages."""
 _EVERY = {"hsdp": 4, "hybrid": 7, "pipeline": 8}
 """Of so many scenarios one is tried: they have more collectives, and four ranks more than twice the ways, whose number is no multiple."""
-_REFUSED = (("pipeline", "clip"), ("pipeline", "scaler"))
-"""A forward pass between clipping and the step, and a scaler, raise in a pipeline."""
+_REFUSED = (("pipeline", "scaler"),)
+"""A GradScaler raises in a pipeline."""
 
 
 def cells() -> list[tuple[str, str]]:

@@ -288,3 +288,28 @@ def test_a_step_that_is_given_up_reduces_no_gradients_over_a_group_that_is_over(
 
     with pytest.raises(MembershipChanged, match="its ranks can only go on together"):  # which the session says, after the step
         shoal.launch(lose, world_size=2)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"strategy": "pipeline"}, {"strategy": "tensor"}, {"strategy": "hybrid", **ZERO2}],
+    ids=lambda options: "-".join(options.values()),
+)
+def test_a_prediction_between_clipping_and_the_step_changes_nothing(options: dict[str, Any]) -> None:
+    def rank(*, predicts: bool) -> Any:
+        net = models.make()
+        model, optimizer = shoal.as_distributed(net, torch.optim.AdamW(net.parameters(), 0.01), minimum_parameter_group_size=64, **options)
+        x, y = models.data()[:8]
+        for _ in range(2):
+            model.train_step(x, y, models.loss_of)
+            model.clip_grad_norm_(models.MAX_NORM)
+            if predicts:
+                model.predict(x)
+            assert optimizer.step()
+            optimizer.zero_grad()
+        return model.full_state_dict()
+
+    expected, *_ = shoal.launch(lambda: rank(predicts=False), world_size=2)
+    for state in shoal.launch(lambda: rank(predicts=True), world_size=2):
+        for name, value in expected.items():
+            assert torch.equal(state[name], value), name

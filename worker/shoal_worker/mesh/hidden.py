@@ -24,13 +24,16 @@ class HiddenParameters:
         self._absent = [each for each in self._all if each[0].is_meta]
         self._split = [each for each in self._all if isinstance(each[0], DTensor) and not each[0].is_meta]
         self._trained = [each for each in self._all if each[0].requires_grad]
+        self._handed_out = False
+        """The gradients that parameters have are those to update with."""
 
     def hide(self) -> None:
         """No pass is going on."""
-        if any(gradient_of(parameter) is not None for parameter, _ in self._trained):
-            self._whereabouts.pending = True
-        for _, place in self._trained if self._whereabouts.pending else ():
-            place.gradient = True
+        if not self._handed_out:
+            if any(gradient_of(parameter) is not None for parameter, _ in self._trained):
+                self._whereabouts.pending = True
+            for _, place in self._trained if self._whereabouts.pending else ():
+                place.gradient = True
         for parameter, place in (*self._absent, *self._split):
             hide(parameter, place)
         for parameter, place in self._trained:
@@ -39,6 +42,7 @@ class HiddenParameters:
 
     def handed_out(self) -> None:
         """The step's gradients are summed, and those that parameters have are what this rank updates with: nobody is to set others."""
+        self._handed_out = True
         for parameter, place in self._trained:
             place.gradient = place.gradient and gradient_of(parameter) is None
             hide_gradient(parameter, place)
@@ -56,7 +60,7 @@ class HiddenParameters:
 
     def drop_gradients(self) -> None:
         """The parameters have no gradients, here or elsewhere."""
-        self._whereabouts.pending = False
+        self._handed_out = self._whereabouts.pending = False
         for parameter, place in self._trained:
             drop_gradient(parameter, place)
 

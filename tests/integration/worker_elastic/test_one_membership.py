@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from shoal_common.errors import ConfigurationError, DeadlineError, InternalError, MembershipChanged, PreconditionError, ShoalError
+from shoal_protos.v1 import coordinator_pb2 as pb
 from shoal_worker.backends.base import CommunicationBackend
 from shoal_worker.backends.gloo.backend import GlooBackend
 from shoal_worker.backends.waits import Waits
@@ -111,7 +112,7 @@ def test_who_finishes_in_a_generation_that_it_has_just_entered_stops_nobody_ther
     link.entered(3)
     membership.leave(LeaveReason.FINISHED)
     c.beat(3)
-    c.leave(LeaveReason.FINISHED)
+    c.leave(pb.Leave.REASON_FINISHED)
     assert c.end() is None
     assert c.kinds() == ["welcome", "generation"]
 
@@ -222,7 +223,7 @@ def test_a_rank_that_was_kept_out_is_put_out_when_the_run_ends_without_it(job: J
         c.fail(number)
     eventually(lambda: job.phase_of("a") == "quarantined", "a to be kept out")
     assert link.put_out is None
-    b.leave(LeaveReason.FINISHED)
+    b.leave(pb.Leave.REASON_FINISHED)
     with pytest.raises(PreconditionError, match="went on without it"):
         link.wait_generation(after=2, timeout=60 * SECOND, mid_step=True)
     assert link.put_out is not None

@@ -56,18 +56,13 @@ class ScratchDirectory:
         """Makes it; `purpose` is part of its name. Raises OSError."""
         remove_orphans()
         self.path = Path(tempfile.gettempdir()).absolute() / f"{_OWN_PREFIX}{purpose}-{secrets.token_hex(8)}"
-        keeper = _Keeper(self.path)
-        try:
+        with contextlib.ExitStack() as undo:
+            keeper = _Keeper(self.path)
+            undo.callback(keeper.close)  # where the name is taken, it must not remove what has it
             self.path.mkdir(mode=0o700)
-        except BaseException:
-            keeper.close()  # it must not remove what has this name already
-            raise
-        try:
+            undo.callback(shutil.rmtree, self.path, ignore_errors=True)
             locks = _lock(self.path)
-        except BaseException:
-            shutil.rmtree(self.path, ignore_errors=True)
-            keeper.close()
-            raise
+            undo.pop_all()
         self._finalizer = weakref.finalize(self, _remove, self.path, locks, keeper, os.getpid())
 
     def close(self) -> None:
@@ -118,19 +113,15 @@ def remove_orphans() -> None:
 
 def _lock(path: Path) -> tuple[int, int]:
     """Takes the locks of an owner, of the directory and of the file in it. Returns their descriptors."""
-    directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
+    with contextlib.ExitStack() as undo:
+        directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        undo.callback(os.close, directory)
         fcntl.flock(directory, fcntl.LOCK_EX)  # whoever looks for orphans may have it, for a moment
         lock, unnamed = tempfile.mkstemp(dir=path)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            Path(unnamed).rename(path / _LOCK)
-        except BaseException:
-            os.close(lock)
-            raise
-    except BaseException:
-        os.close(directory)
-        raise
+        undo.callback(os.close, lock)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        Path(unnamed).rename(path / _LOCK)
+        undo.pop_all()
     return directory, lock
 
 

@@ -13,7 +13,7 @@ from benchmarks.workers.workload import parser, workload_of
 
 
 def flags() -> argparse.ArgumentParser:
-    """Of this worker."""
+    """Returns the parser of this worker's command line: the workload's options, and its own."""
     own = parser()
     own.add_argument("--strategy", default="ddp")
     own.add_argument("--consistency-check-every", type=int, help="steps; the default is Shoal's")

@@ -14,7 +14,8 @@ from tests.simulation.scenario import ALL_STRATEGIES, LOOPS, Scenario, Torn
 _IN_REPLICAS = ("hsdp", "hybrid", "pipeline")
 """Two ranks hold a replica between them: hsdp cuts it into shards, hybrid into tensor-parallel parts, pipeline into stages."""
 _EVERY = {"hsdp": 4, "hybrid": 7, "pipeline": 8}
-"""Of so many scenarios one is tried: they have more collectives, and four ranks more than twice the ways, whose number is no multiple."""
+"""Tries every 4th scenario of hsdp, every 7th of hybrid and every 8th of pipeline, which have several times as many as the others. None of
+these numbers divides the number of ways in which one collective can be torn, so that all ways are tried."""
 _REFUSED = (("pipeline", "scaler"),)
 """A GradScaler raises in a pipeline."""
 

@@ -63,7 +63,7 @@ class Whole:
     since: float
     number: int
     parts: dict[str, frozenset[Part]]
-    """By member."""
+    """The parts that each member holds, by its name."""
 
     def lacks(self, gone: set[str]) -> bool:
         """All that held some part are gone."""

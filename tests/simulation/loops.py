@@ -205,7 +205,8 @@ class Training:
             diary.values[session.steps] = flattened(self.net)
 
     def _average(self, averaged: AveragedModel) -> None:
-        """As the documentation says: by torch's call where all parameters are here, else by hand. Not within a round: ranks differ."""
+        """Updates the average of the weights as the documentation says: by torch's `update_parameters` where this rank has all
+        parameters, else from `gather_full_parameters`. Within a round of local_sgd it does nothing, since ranks differ there."""
         if self.scenario.strategy not in _WHOLE:
             with torch.no_grad():
                 for kept, new in zip(averaged.parameters(), self.model.gather_full_parameters().values(), strict=True):

@@ -205,7 +205,7 @@ def _judge_ends(world: World, finishers: list[Process], wrong: Any) -> None:
 
 
 def _ended_before(one: Process, other: Process) -> bool:
-    """It said goodbye before, from when on the run may be over for others."""
+    """Whether `one` said goodbye before `other` ended: from a finisher's goodbye on the run may be over for joiners and spares."""
     at = one.left_at if one.left_at is not None else one.ended_at
     return at is not None and other.ended_at is not None and at <= other.ended_at
 
@@ -225,7 +225,7 @@ def _judge_beginnings(world: World, wrong: Any) -> None:
 
 
 def _is_excused(world: World, process: Process) -> bool:
-    """Its failure is one of those that docs/elastic.md names, and what it names has happened."""
+    """Whether `process` failed in a way that docs/elastic.md lists as not survived, after the faults that are listed there."""
     if process.exit_code == PUT_OUT:
         return _was_missed(world, process) or _is_left_over(world, process)
     failure = process.failure or ""
@@ -237,7 +237,7 @@ def _is_excused(world: World, process: Process) -> bool:
 
 
 def _was_missed(world: World, process: Process) -> bool:
-    """It stood still, and its peers went on without it."""
+    """Whether `process` stood still until its peers went on without it."""
     return any(one is process for one, _ in world.losses)
 
 
@@ -293,7 +293,7 @@ def _may_be_lost(world: World, process: Process) -> bool:
 
 
 def _has_checkpoint(process: Process) -> bool:
-    """Of the epoch that its script was in."""
+    """Whether there was a checkpoint of the epoch that the script of `process` was in when it ended."""
     newest, steps = process.newest_checkpoint, process.world.scenario.steps
     if newest is None or process.steps >= _all_steps(process.world):
         return newest == process.steps
@@ -374,7 +374,7 @@ def _judge_state(world: World, process: Process, wrong: Any) -> None:
 
 
 def _judge_saved(world: World, finishers: list[Process], wrong: Any) -> None:
-    """What was saved after the loop is there when all have ended."""
+    """Judges whether the checkpoint that scripts save after their loop is the newest one when all have ended."""
     last = max(finishers, key=lambda process: process.ended_at or 0.0)
     assert last.diary.ended_with is not None
     steps = last.diary.ended_with["steps"]

@@ -86,11 +86,11 @@ class Process:
         self.asked_at: float | None = None
         """When it got SIGTERM."""
         self.stood_still_s = 0.0
-        """For how long, at the longest."""
+        """Longest time for which SIGSTOP stopped this process, in seconds; 0: never."""
         self.steps = 0
         """What it had committed at its end."""
         self.rank, self.hosts = 0, list[str]()
-        """Of its last group: where it was in it, and where all of it ran."""
+        """This process's rank in its last group, and the hosts of all ranks of that group."""
         self.newest_checkpoint: int | None = None
         """The steps of the newest complete checkpoint at its end."""
         self.put_out = False

@@ -135,7 +135,7 @@ Fault: TypeAlias = Dies | Stops | Drains | Joins | JobStops | CoordinatorAway | 
 _KINDS: tuple[type[Fault], ...] = (Dies, Stops, Drains, Joins, JobStops, CoordinatorAway, SlowWrites)
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp", "hybrid", "local_sgd")
-"""Of numbered schedules: what a number means follows from them."""
+"""Strategies that numbered schedules draw from. A number means another schedule when this list changes."""
 ALL_STRATEGIES = (*STRATEGIES, "pipeline")
 DIVIDED = ("hybrid", "pipeline")
 """Several ranks hold a replica of the model between them, where their number is even."""

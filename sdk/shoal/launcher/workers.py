@@ -47,7 +47,7 @@ class Worker:
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when its exit has been dealt with."""
     has_succeeded: bool = False
-    """It has ended with status 0."""
+    """Whether the worker's process has ended with status 0."""
 
     @property
     def has_joined(self) -> bool:

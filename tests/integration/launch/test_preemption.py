@@ -83,7 +83,7 @@ def newest_step(shell: Shell) -> int:
 
 @pytest.mark.parametrize("again", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_preempted_run_saves_after_its_loop_at_one_border_and_again_takes_each_sample_once(shell: Shell, again: bool) -> None:
-    """With the grace that a worker has by default, in which its peers are asked as well."""
+    """SHOAL_DRAIN_GRACE_S is left at its default, 1 s, within which the launcher asks both workers to leave."""
     script, _ = preempt(shell)
     told = ended(shell)
     assert len(told) == 2

@@ -116,7 +116,7 @@ def _lock(path: Path) -> tuple[int, int]:
     with contextlib.ExitStack() as undo:
         directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         undo.callback(os.close, directory)
-        fcntl.flock(directory, fcntl.LOCK_EX)  # whoever looks for orphans may have it, for a moment
+        fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)  # whoever looks for orphans leaves one alone that is as new as this
         lock, unnamed = tempfile.mkstemp(dir=path)
         undo.callback(os.close, lock)
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -139,11 +139,11 @@ def _remove_if_orphaned(path: Path) -> None:
     # A link in the place of the directory is not followed: only root and this user could have put one there, and neither would mean this.
     directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
         try:
             lock = os.open(_LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)
         except FileNotFoundError:
             if path.name.startswith(_OWN_PREFIX) and time.time() - os.fstat(directory).st_mtime > _UNLOCKED_S:
+                fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(path, ignore_errors=True)
             return
         try:

@@ -38,9 +38,8 @@ TRAINING = """
             shoal.save_checkpoint("checkpoints", every_steps=int(os.environ.get("SAVE_EVERY", "1000000")))
             if loader.global_step == 3:
                 pathlib.Path(f"trains-{shoal.rank()}").touch()
-            while loader.global_step >= 3 and not pathlib.Path("go").exists():  # steps go on, slowly
-                time.sleep(0.2)
-                break
+            if loader.global_step >= 3 and not pathlib.Path("go").exists():
+                time.sleep(0.2)  # a slow step: the signal is to come while steps go on
     shoal.save_checkpoint("checkpoints")
     pathlib.Path(f"ended-{shoal.rank()}").write_text(json.dumps([began_at, loader.global_step]))
 """

@@ -1,7 +1,8 @@
 """Who held which part of the state, by arithmetic from the ranks alone: what the product believes of it is not asked.
 
 A generation is *whole* once each of its ranks was seen with a group that stands and has no joiner left to feed: from then on the state is
-cut, and mirrored, for these ranks. A part is lost when all that held it in the newest whole generation are gone.
+cut, and mirrored, for these ranks. So it is once a rank has become a spare in it, since it has given up what it held. A part is lost when
+all that held it in the newest whole generation are gone.
 """
 
 from __future__ import annotations
@@ -83,17 +84,18 @@ class Holdings:
     def look(self, process: Process) -> None:
         """Whether `process` stands in a generation. Called at each of its points."""
         formation = process.session._formation if process.session is not None else None
-        if formation is None or not formation.healthy or formation._spectators:
+        group = formation.group if formation is not None else None
+        if formation is None or group is None or formation._spectators:
             return
-        group = formation.group
-        assert group is not None
         number, peers = group.generation.number, group.generation.peers
-        seen = self._seen.setdefault(number, set())
-        if process.name in seen:
+        if self.whole and self.whole[-1].number >= number:
             return
-        seen.add(process.name)
-        if len(seen) == len(peers):
-            parts = parts_by_rank(self._world.scenario.strategy, self._options, [peer.host for peer in peers])
+        parts = parts_by_rank(self._world.scenario.strategy, self._options, [peer.host for peer in peers])
+        gave_up = process.is_spare and not parts[group.rank]
+        seen = self._seen.setdefault(number, set())
+        if formation.healthy:
+            seen.add(process.name)
+        if len(seen) == len(peers) or gave_up:
             named = {peer.member_id: held for peer, held in zip(peers, parts, strict=True)}
             self.whole.append(Whole(since=self._world.scheduler.now, number=number, parts=named))
 

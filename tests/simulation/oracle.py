@@ -153,10 +153,13 @@ def _is_refused(world: World) -> bool:
 
 
 def _lacks_ranks(world: World) -> bool:
-    """Who is left waits for more: too few to hold a replica of the model between them. Nobody has come to the script's end."""
+    """Who is left waits for more: too few to hold a replica of the model between them. Nobody has come to the script's end, unless all that
+    held the model left before the last step, because one of them was asked to."""
     scenario = world.scenario
     left = [process for process in world.processes if not process.gone]
-    finished = any(process.diary.ended_with is not None for process in world.processes)
+    drained = any(process.asked_at is not None for process in world.processes)
+    ends = [process.diary.ended_with["steps"] for process in world.processes if process.diary.ended_with is not None]
+    finished = bool(ends) and (max(ends) >= _all_steps(world) or not drained)
     size = replica_size(loops.options_of(scenario))
     return scenario.strategy in DIVIDED and not finished and 0 < len(left) < size and all(process.is_spare for process in left)
 
@@ -227,10 +230,11 @@ def _judge_beginnings(world: World, wrong: Any) -> None:
 def _is_excused(world: World, process: Process) -> bool:
     """Whether `process` failed in a way that docs/elastic.md lists as not survived, after the faults that are listed there."""
     if process.exit_code == PUT_OUT:
-        return _was_missed(world, process) or _is_left_over(world, process)
+        nobody = process.spare and _finds_nobody(world, process)
+        return _was_missed(world, process) or _is_left_over(world, process) or nobody
     failure = process.failure or ""
     if _ALL_GONE in failure:
-        return _finds_nobody(world, process)
+        return not (world.scenario.loop == "save" and process.newest_checkpoint is not None) and _finds_nobody(world, process)
     if _GIVEN_UP in failure:  # who was to write a part of the last checkpoint was lost as it did
         return any(one.diary.statuses and one.diary.statuses[-1][0] >= process.steps for one, _ in world.losses)
     return any(text in failure for text in _STATE_LOST) and _may_be_lost(world, process)
@@ -249,11 +253,9 @@ def _is_left_over(world: World, process: Process) -> bool:
 
 
 def _finds_nobody(world: World, process: Process) -> bool:
-    """All that held the state of the run are gone, none of them at the run's end, and there is no checkpoint."""
+    """All that held the state of the run are gone, none of them at the run's end."""
     at = process.ended_at
     assert at is not None
-    if world.scenario.loop == "save" and process.newest_checkpoint is not None:
-        return False
     drained = any(other.asked_at is not None for other in world.processes)
     for other in world.processes:
         held_nothing = other.spare or other.is_spare or _ALL_GONE in (other.failure or "")

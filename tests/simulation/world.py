@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from shoal_common.exit_status import PUT_OUT
 from shoal_coordinator.membership.events import ExitReported
 from shoal_coordinator.membership.spec import JobSpec
 
@@ -119,10 +120,12 @@ class World:
         status = {"exit_code": 0, "signal": code - 128} if code > 128 else {"exit_code": code, "signal": 0}
         report = ExitReported(member_id=process.name, finished=process.has_finished, **status)
         self.scheduler.after(self.delay(0.002, 0.02), lambda: self._report(report))
-        if all(one.gone for one in self.processes):
+        started_again = process.exit_code == PUT_OUT  # by its launcher, also if it was the last
+        replaced = self.scenario.replaced and (process.dead or started_again) and len(self.processes) < 2 * self.scenario.ranks
+        if replaced and (started_again or others):
+            self.scheduler.after(_REPLACED_AFTER_S, self.start_process if started_again else self._replace)
+        elif not others:
             self.scheduler.finish("all have ended")
-        elif self.scenario.replaced and process.dead and len(self.processes) < 2 * self.scenario.ranks:
-            self.scheduler.after(_REPLACED_AFTER_S, self._replace)
 
     def lost(self, process: Process) -> None:
         """Its peers have to go on without what it holds."""

@@ -218,5 +218,9 @@ class Drained(StopTraining):
     """This member alone leaves: it was asked to drain, or got SIGTERM. Ends the process with status 0."""
 
 
+class LeftOver(StopTraining):
+    """Every rank that held the model is gone, and this one is a spare: the process ends, to be started again."""
+
+
 class StateLostError(PreconditionError):
     """The ranks that are left hold but a part of the state: they can only go on from a checkpoint. Raised on all of them alike."""

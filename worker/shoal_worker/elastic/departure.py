@@ -51,10 +51,10 @@ class Departure:
         process still writes."""
         self._exit(reason, status=0)
 
-    def exit_spare(self, kind: str) -> NoReturn:
-        """Ends the process, which has become a spare, at an operation between steps: what it would answer is not the run's. Started again,
-        it waits at the loop's beginning until a replica can be made with it."""
-        reason = f"no whole replica can be made with this rank, which has come to {kind}: it ends, to be started again as a spare"
+    def exit_spare(self, why: str) -> NoReturn:
+        """Ends the process, which is a spare and can do nothing where its script stands. Started again, it waits at the
+        loop's beginning."""
+        reason = f"{why}: it ends, to be started again"
         _log.warning("%s", reason)
         self._exit(reason, status=PUT_OUT)
 

@@ -27,7 +27,7 @@ from typing import Any
 from shoal_common.errors import ConfigurationError, DeadlineError, MembershipChanged, PreconditionError, ShoalError, UnavailableError
 
 from shoal_worker.elastic.apart import COUNTING
-from shoal_worker.elastic.contract import Drained, StateLostError
+from shoal_worker.elastic.contract import Drained, LeftOver, StateLostError
 from shoal_worker.elastic.exchange import StateExchange
 from shoal_worker.elastic.generation import Generation
 from shoal_worker.elastic.group import Group
@@ -62,9 +62,11 @@ class _Offer(enum.IntEnum):
     NOTHING = 0
     STATE = 1
     NOTHING_DONE = 2
-    """A state in which no step was taken, since the one that the job had is lost."""
+    """What the script began with, since the state that the job had is lost."""
     UNREADABLE = 3
     """Nothing: the checkpoint that is to take its place could not be read."""
+    LEFT_OVER = 4
+    """Nothing: a spare, whose script is on its way in a state that is lost."""
 
 
 class Formation:
@@ -498,7 +500,14 @@ class Formation:
         peers_at = None
         failpoint("session.at_border")
         offers = [_Offer(row[0]) for row in group.all_gather_integers([offer])]
-        donors = [r for r, each in enumerate(offers) if each in (_Offer.STATE, _Offer.NOTHING_DONE)]
+        if offer is _Offer.LEFT_OVER:
+            raise LeftOver("every rank that held the model is gone, and this one is a spare without a part of it")
+        if _Offer.LEFT_OVER in offers:
+            raise MembershipChanged("every rank that held the model is gone, and spares without a part of it end")
+        donors = [r for r, each in enumerate(offers) if each is _Offer.STATE]
+        anew = not donors and _Offer.NOTHING_DONE in offers
+        if anew:
+            donors = [offers.index(_Offer.NOTHING_DONE)]
         receivers = [r for r in self._spectators if r not in donors]
         if not donors and _Offer.UNREADABLE not in offers:
             raise PreconditionError("no rank can give its state to the joiners; restart from a checkpoint")
@@ -508,7 +517,7 @@ class Formation:
                 "rank says why; repair or remove it, and start the run again",
                 reason="PROGRESS_LOST",
             )
-        if _Offer.NOTHING_DONE in offers:
+        if anew:
             self._check_may_begin_anew()
         if group.rank in donors:
             name = held.name or held.begin(group.generation.number, None)
@@ -547,14 +556,21 @@ class Formation:
         if len(self._spectators) < group.world_size:
             spectate(group, self._spectators, _BORDER)
             return _Offer.NOTHING
-        # Nobody who held the state is left: the lowest rank starts again, from the newest checkpoint if the script resumes from one.
-        if group.rank != self._spectators[0]:
-            return _Offer.NOTHING
-        try:
-            return _Offer.STATE if self.fallback is not None and self.fallback() else _Offer.NOTHING_DONE
-        except ShoalError as error:
-            self._unreadable = error
-            return _Offer.UNREADABLE
+        # Nobody who took steps is left. The lowest rank has the state if there were too few ranks for the first step, and takes it from the
+        # newest checkpoint if the script resumes from one.
+        replica = self._held.replica
+        if replica.idle and replica.in_parts:
+            return _Offer.LEFT_OVER
+        if group.rank == self._spectators[0]:
+            if replica.idle:
+                return _Offer.STATE
+            try:
+                if self.fallback is not None and self.fallback():
+                    return _Offer.STATE
+            except ShoalError as error:
+                self._unreadable = error
+                return _Offer.UNREADABLE
+        return _Offer.NOTHING_DONE
 
     def _check_may_begin_anew(self) -> None:
         """Raises PreconditionError (PROGRESS_LOST), on all ranks alike, unless that is allowed."""

@@ -198,6 +198,11 @@ class StrategySession(Protocol):
     @property
     def world_size(self) -> int: ...
     @property
+    def begins(self) -> bool:
+        """Its ranks are those that the job was started with: none has gone yet, and none has come later."""
+        ...
+
+    @property
     def steps(self) -> int:
         """Committed steps of the run."""
         ...

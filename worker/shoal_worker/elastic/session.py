@@ -155,6 +155,11 @@ class Session:
         return generation.number if generation is not None else 0
 
     @property
+    def begins(self) -> bool:
+        """Its ranks are those that the job was started with: none has gone yet, and none has come later."""
+        return self.generation <= 1
+
+    @property
     def steps(self) -> int:
         """Committed steps of the run."""
         return self._held.steps
@@ -321,7 +326,8 @@ class Session:
         while self.clock.goes_back or not self.is_redoing:
             if self._held.replica.idle:
                 if answers:
-                    self._departure.exit_spare(kind)
+                    # What it would answer is not the run's.
+                    self._departure.exit_spare(f"no whole replica can be made with this rank, which has come to {kind}")
                 break
             known, result = self._held.operations.take_known()
             if known:

@@ -27,7 +27,17 @@ from shoal_common.errors import MembershipChanged, PreconditionError
 from shoal_worker.elastic.apart import steps_apart
 from shoal_worker.elastic.borders import ALONE, Borders
 from shoal_worker.elastic.consistency import disagreement
-from shoal_worker.elastic.contract import Leases, Placement, Share, StateLostError, StepSource, StepStatus, StopTraining, WeighRows
+from shoal_worker.elastic.contract import (
+    Leases,
+    LeftOver,
+    Placement,
+    Share,
+    StateLostError,
+    StepSource,
+    StepStatus,
+    StopTraining,
+    WeighRows,
+)
 from shoal_worker.elastic.departure import Departure
 from shoal_worker.elastic.formation import Formation
 from shoal_worker.elastic.held import HeldState
@@ -112,6 +122,8 @@ class Steps:
             raise StopTraining(self._departure.stopped)
         try:
             self._settle(source)
+        except LeftOver as alone:
+            self._departure.exit_spare(str(alone))
         except StopTraining as stop:
             if self._held.phase.replaying or self._held.replica.idle:  # it holds no state that the rest of its script could say anything of
                 self._departure.exit_drained(str(stop))

@@ -91,6 +91,8 @@ class DividedModel(ModelInParts[ModelParts, Closing]):
         self._dropout = DropoutRandomness(dropout)
         self._division: Division | None = None
         """None until the first step, in a spare, and where laying it out has failed."""
+        self._too_few = False
+        """No replica can be made of the ranks, and nothing was cut yet: each of them keeps all of the state."""
         self._in_passes = False
         """Between a forward pass and its backward pass."""
         self._standing_in: list[nn.Module] = []
@@ -215,7 +217,7 @@ class DividedModel(ModelInParts[ModelParts, Closing]):
     @property
     def idle(self) -> bool:
         """This rank is a spare: no whole replica could be made with it."""
-        return self._parts is not None and self._parts.is_empty
+        return self._parts is not None and (self._parts.is_empty or self._too_few)
 
     # ---------------------------------------------------------------------------------------------------------------- ranks
 

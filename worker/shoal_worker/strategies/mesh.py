@@ -38,9 +38,9 @@ class MeshModel(DividedModel):
     """A model that several ranks hold together, in training and between steps."""
 
     def attach(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """See `ModelInParts`. Raises ConfigurationError: the model cannot be cut for so many ranks."""
+        """See `ModelInParts`. Raises ConfigurationError: the model cannot be cut for the ranks that the job begins with."""
         super().attach(optimizer)
-        if not self._session.is_joining:
+        if self._session.begins and not self._session.is_joining:  # those whom a death has left wait as spares for its replacement
             self._check_divisible()
 
     # ------------------------------------------------------------------------------------------------------------- training
@@ -190,6 +190,7 @@ class MeshModel(DividedModel):
         """See `Replica`."""
         execution = self._division.execution if self._division is not None else None
         issued = execution.issued.encode().decode() if execution is not None else ""
+        self._too_few = False
         told = [json.loads(each) for each in group.exchange(json.dumps([self.in_parts, issued]).encode())]
         IssuedCollectives.compare([each.encode() for _, each in told], self.strategy)
         if any(in_parts for in_parts, _ in told):
@@ -207,6 +208,9 @@ class MeshModel(DividedModel):
         A failure at any place leaves every rank with the parts that it had, so that they can be divided again.
         """
         held, axes = self._held, self._divide(group.world_size)
+        if axes.data == 0 and not gathered:
+            self._too_few = True
+            return
         at = axes.at(group.rank)
         taken = held.take(group if gathered else LocalChannel(), axes, at)
         division = Division(group, axes, self._session, self.sharding) if at is not None else None

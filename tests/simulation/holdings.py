@@ -91,7 +91,7 @@ class Holdings:
         if self.whole and self.whole[-1].number >= number:
             return
         parts = parts_by_rank(self._world.scenario.strategy, self._options, [peer.host for peer in peers])
-        gave_up = process.is_spare and not parts[group.rank]
+        gave_up = process.is_spare and not parts[group.rank] and self._world.steps > 0  # in the first step the others have all of it still
         seen = self._seen.setdefault(number, set())
         if formation.healthy:
             seen.add(process.name)
@@ -99,14 +99,16 @@ class Holdings:
             named = {peer.member_id: held for peer, held in zip(peers, parts, strict=True)}
             self.whole.append(Whole(since=self._world.scheduler.now, number=number, parts=named))
 
-    def newest(self, until: float) -> Whole | None:
-        """The newest that was whole at a moment."""
-        return max((whole for whole in self.whole if whole.since <= until), key=lambda whole: whole.number, default=None)
+    def newest(self, until: float, *, of: str | None = None) -> Whole | None:
+        """The newest that was whole at a moment. `of`: one that this member was in, if there is any."""
+        found = [whole for whole in self.whole if whole.since <= until]
+        found = [whole for whole in found if of in whole.parts] or found
+        return max(found, key=lambda whole: whole.number, default=None)
 
-    def lost(self, until: float) -> bool:
+    def lost(self, until: float, *, to: str | None = None) -> bool:
         """All that held some part were gone by then. Who leaves sees to it that two others hold what it held, so that one death beside any
-        number of departures loses nothing."""
-        whole = self.newest(until)
+        number of departures loses nothing. `to`: in the newest generation of this member; others may have gone on as it ended."""
+        whole = self.newest(until, of=to)
         if whole is None:
             return False
         deaths = {one.name for one, at in self._world.losses if at <= until} & whole.parts.keys()

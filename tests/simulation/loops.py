@@ -24,6 +24,8 @@ from tests.simulation.scenario import DIVIDED, Joins, Scenario
 BATCH = 12
 MICRO = 2
 EPOCHS = 2
+BREAKS_IN = 2
+"""The step of the second epoch in which a loop breaks off, from 1."""
 _KEPT = 0.8
 """What a step leaves of the averaged weights of the loop EMA."""
 _WHOLE = ("ddp", "zero1", "zero2", "local_sgd")
@@ -86,7 +88,7 @@ def options_of(scenario: Scenario) -> dict[str, Any]:
     if scenario.strategy == "hybrid":
         options |= {"data_parallel_strategy": "zero2"} if scenario.ranks % 2 else {"tensor_parallel_size": 2, "elementwise_optimizer": True}
     if scenario.strategy == "pipeline":
-        options |= {"pipeline_parallel_size": 1 if scenario.ranks % 2 else 2}
+        options |= {"pipeline_parallel_size": 3 if scenario.ranks % 2 else 2}
     if scenario.strategy == "local_sgd":
         options["sync_every"] = 2
     return options
@@ -155,7 +157,7 @@ class Training:
                 self._step()
 
     def _run_dealt(self) -> None:
-        last = self.scenario.steps + 2 if self.scenario.loop == "break" else -1
+        last = self.scenario.steps + BREAKS_IN if self.scenario.loop == "break" else -1
         for _ in self.loader.epochs(EPOCHS):
             for index, batch in enumerate(self.loader.steps() if self.scenario.loop == "micro-batches" else self.loader):
                 if self.scenario.loop == "micro-batches":

@@ -159,9 +159,10 @@ def _lacks_ranks(world: World) -> bool:
     left = [process for process in world.processes if not process.gone]
     drained = any(process.asked_at is not None for process in world.processes)
     ends = [process.diary.ended_with["steps"] for process in world.processes if process.diary.ended_with is not None]
-    finished = bool(ends) and (max(ends) >= _all_steps(world) or not drained)
+    finished = bool(ends) and (max(ends) >= _last_step(world) or not drained)
     size = replica_size(loops.options_of(scenario))
-    return scenario.strategy in DIVIDED and not finished and 0 < len(left) < size and all(process.is_spare for process in left)
+    waiting = all(process.is_spare or process.lacks_ranks for process in left)
+    return scenario.strategy in DIVIDED and not finished and 0 < len(left) < size and waiting
 
 
 def _is_late(process: Process) -> bool:
@@ -234,7 +235,9 @@ def _is_excused(world: World, process: Process) -> bool:
         return _was_missed(world, process) or _is_left_over(world, process) or nobody
     failure = process.failure or ""
     if _ALL_GONE in failure:
-        return not (world.scenario.loop == "save" and process.newest_checkpoint is not None) and _finds_nobody(world, process)
+        fed = bool(process.diary.statuses) or not process.late
+        checkpoint = world.scenario.loop == "save" and process.newest_checkpoint is not None
+        return not fed and not checkpoint and _finds_nobody(world, process)
     if _GIVEN_UP in failure:  # who was to write a part of the last checkpoint was lost as it did
         return any(one.diary.statuses and one.diary.statuses[-1][0] >= process.steps for one, _ in world.losses)
     return any(text in failure for text in _STATE_LOST) and _may_be_lost(world, process)
@@ -264,7 +267,7 @@ def _finds_nobody(world: World, process: Process) -> bool:
         if other.ended_at is None or other.ended_at > at:
             return False
         # The last replica of hybrid was to lose a rank, and all stopped.
-        asked = other.asked_at is not None or (drained and world.scenario.strategy in DIVIDED and other.steps < _all_steps(world))
+        asked = other.asked_at is not None or (drained and world.scenario.strategy in DIVIDED and other.steps < _last_step(world))
         if other.exit_code == 0 and not asked:
             return False
     return True
@@ -287,7 +290,7 @@ def _may_be_lost(world: World, process: Process) -> bool:
     if "are fewer than the" in failure:
         gone = [one for one, when in (*world.losses, *world.departures) if when <= at]
         return len(world.processes) - len(gone) < replica_size(loops.options_of(scenario))
-    if not world.holdings.lost(at):
+    if not world.holdings.lost(at, to=process.name):
         return False
     if scenario.loop != "save" or (world.stopped_at is not None and world.stopped_at <= at):
         return True
@@ -300,6 +303,11 @@ def _has_checkpoint(process: Process) -> bool:
     if newest is None or process.steps >= _all_steps(process.world):
         return newest == process.steps
     return newest // steps == process.steps // steps
+
+
+def _last_step(world: World) -> int:
+    """With which the script leaves its loop."""
+    return world.scenario.steps + loops.BREAKS_IN if world.scenario.loop == "break" else _all_steps(world)
 
 
 def _all_steps(world: World) -> int:

@@ -117,6 +117,11 @@ class Process:
         return self.session is not None and self.session.is_joining
 
     @property
+    def lacks_ranks(self) -> bool:
+        """It has all of the state, and waits for ranks to hold a replica with."""
+        return self.session is not None and self.session._held.has_replica and self.session._held.replica.lacks_ranks
+
+    @property
     def has_finished(self) -> bool:
         """It told its launcher that it came to the end of its script."""
         return self._member_file.exists() and self._member_file.read_text() == "finished"

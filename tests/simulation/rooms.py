@@ -63,8 +63,8 @@ class Room:
 
     @property
     def full(self) -> bool:
-        """All ranks have come."""
-        return len(self.sides) == self.size
+        """All ranks have come, and none has gone again: who comes later finds its door closed."""
+        return len(self.sides) == self.size and all(side.ended is None for side in self.sides.values())
 
     def issue(self, rank: int, call: Collective) -> CollectiveWork:
         """`rank`'s part in its next collective."""

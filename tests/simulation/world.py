@@ -45,6 +45,10 @@ class World:
         self.checkpoints = self.directory / "checkpoints"
         self.faults = Faults(self, scenario.faults)
         self.processes: list[Process] = []
+        self._in_place_of: dict[Process, Process] = {}
+        """The first of those that ran in a process's place one after the other."""
+        self._due = 0
+        """Processes that are about to be started in the place of others."""
         self.donors: dict[str, SimulatedDonor] = {}
         self.stores: dict[str, dict[str, Any]] = {}
         self.violations: list[tuple[str, str]] = []
@@ -100,10 +104,12 @@ class World:
 
     # -------------------------------------------------------------------------------------------------------------- processes
 
-    def start_process(self) -> Process:
+    def start_process(self, *, in_place_of: Process | None = None) -> Process:
         """One more worker."""
         process = Process(self, "abcdefghijklmnopqrstuvwxyz"[len(self.processes)])
         self.processes.append(process)
+        if in_place_of is not None:
+            self._in_place_of[process] = self._in_place_of.get(in_place_of, in_place_of)
         self.note(f"{process.name} starts")
         process.start(self._script)
         return process
@@ -123,8 +129,9 @@ class World:
         started_again = process.exit_code == PUT_OUT  # by its launcher, also if it was the last
         replaced = self.scenario.replaced and (process.dead or started_again) and len(self.processes) < 2 * self.scenario.ranks
         if replaced and (started_again or others):
-            self.scheduler.after(_REPLACED_AFTER_S, self.start_process if started_again else self._replace)
-        elif not others:
+            self._due += 1
+            self.scheduler.after(_REPLACED_AFTER_S, lambda: self._replace(process, even_alone=started_again))
+        elif not others and not self._due:
             self.scheduler.finish("all have ended")
 
     def lost(self, process: Process) -> None:
@@ -145,9 +152,12 @@ class World:
         else:
             self.coordinator.submit(report)
 
-    def _replace(self) -> None:
-        if any(not one.gone for one in self.processes):
-            self.start_process()
+    def _replace(self, former: Process, *, even_alone: bool) -> None:
+        self._due -= 1
+        if even_alone or any(not one.gone for one in self.processes):
+            self.start_process(in_place_of=former)
+        elif not self._due:
+            self.scheduler.finish("all have ended")
 
     def stand_still(self, process: Process, seconds: float) -> None:
         """SIGSTOP, and SIGCONT later. Called by its main thread."""
@@ -165,8 +175,8 @@ class World:
         return SimulatedDonor(process)
 
     def host_of(self, process: Process) -> str:
-        """Two processes a host."""
-        return f"host-{self.processes.index(process) // 2}"
+        """Two processes a host. One that takes the place of another runs where that did."""
+        return f"host-{self.processes.index(self._in_place_of.get(process, process)) // 2}"
 
     # ---------------------------------------------------------------------------------------------------------------- network
 

@@ -6,8 +6,11 @@ The training thread waits; any thread reads. Single values only, so there is no 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Final
+
+_PART_OF_ANOTHER: Final = nullcontext()
 
 
 class Waits:
@@ -20,20 +23,20 @@ class Waits:
         self._total_s = 0.0
         self._last_s = 0.0
 
-    @contextmanager
-    def of(self, what: str) -> Iterator[None]:
+    def of(self, what: str) -> AbstractContextManager[object]:
         """While open, this rank waits in `what`."""
-        if self._since is not None:
-            yield
-            return
-        started = self._clock()
-        self._since = (started, what)
-        try:
-            yield
-        finally:
-            self._since = None
-            self._last_s = self._clock() - started
-            self._total_s += self._last_s
+        return _Wait(self, what) if self._since is None else _PART_OF_ANOTHER
+
+    def begin(self, what: str) -> None:
+        """See `of`."""
+        self._since = (self._clock(), what)
+
+    def end(self) -> None:
+        """See `of`."""
+        since, self._since = self._since, None
+        assert since is not None
+        self._last_s = self._clock() - since[0]
+        self._total_s += self._last_s
 
     @property
     def now(self) -> tuple[float, str]:
@@ -50,3 +53,19 @@ class Waits:
     def total_s(self) -> float:
         """All waits that have ended."""
         return self._total_s
+
+
+class _Wait:
+    """One that is no part of another."""
+
+    __slots__ = ("_waits", "_what")
+
+    def __init__(self, waits: Waits, what: str) -> None:
+        self._waits = waits
+        self._what = what
+
+    def __enter__(self) -> None:
+        self._waits.begin(self._what)
+
+    def __exit__(self, *_: object) -> None:
+        self._waits.end()

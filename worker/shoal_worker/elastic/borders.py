@@ -15,9 +15,7 @@ import logging
 import time
 from dataclasses import asdict
 from datetime import timedelta
-from typing import Any
 
-import xxhash
 from shoal_common.errors import MembershipChanged
 
 from shoal_worker.elastic.contract import Drained, Placement, StepSource, StopTraining
@@ -101,6 +99,9 @@ class Borders:
         else:
             formation.settle()
         self._let_joiners_in(formation, source)
+        while self._held.replica.lacks_ranks and not formation.must_move:
+            formation.await_ranks()
+            self._let_joiners_in(formation, source)
         self._stand_by(formation, source)
 
     def _stand_by(self, formation: Formation, source: StepSource | None) -> None:
@@ -110,9 +111,10 @@ class Borders:
             self._let_joiners_in(formation, source)
 
     def _let_joiners_in(self, formation: Formation, source: StepSource | None) -> None:
-        fed = formation.let_joiners_in(self._held.place(source))
-        if fed is not None:
-            self._peers_at = fed
+        if formation.joiners_wait:
+            fed = formation.let_joiners_in(self._held.place(source))
+            if fed is not None:
+                self._peers_at = fed
 
     def settled(self, placement: Placement) -> bool:
         """Nothing has happened since `placement` was given at this border. An operation in between may have re-formed."""
@@ -130,7 +132,7 @@ class Borders:
 
     def control_word(self, step: Step) -> list[float]:
         """What this rank adds to the step's control word: what it was told that the next border is to settle, and where it stands."""
-        place, settings = self._held.place(step.source), _digest(self._held.registered.settings)
+        place, settings = self._held.place(step.source), self._held.registered.settings_digest()
         if self._formation is None:
             return step.control_word(border_wanted=False, stop_told=False, leaving=False, settings=settings, place=place)
         membership = self._formation.membership
@@ -245,7 +247,3 @@ class Borders:
             raise StopTraining(stop)
         if membership.link.draining is not None and (self._held.replica.asynchronous or self._leaves_alone):
             raise Drained(membership.link.draining)
-
-
-def _digest(settings: list[dict[str, Any]]) -> int:
-    return xxhash.xxh3_64_intdigest(repr(settings).encode())

@@ -27,7 +27,7 @@ from typing import Any
 from shoal_common.errors import ConfigurationError, DeadlineError, MembershipChanged, PreconditionError, ShoalError, UnavailableError
 
 from shoal_worker.elastic.apart import COUNTING
-from shoal_worker.elastic.contract import Drained, LeftOver, StateLostError
+from shoal_worker.elastic.contract import Drained, LeftOver, StateLostError, StopTraining
 from shoal_worker.elastic.exchange import StateExchange
 from shoal_worker.elastic.generation import Generation
 from shoal_worker.elastic.group import Group
@@ -65,8 +65,10 @@ class _Offer(enum.IntEnum):
     """What the script began with, since the state that the job had is lost."""
     UNREADABLE = 3
     """Nothing: the checkpoint that is to take its place could not be read."""
-    LEFT_OVER = 4
-    """Nothing: a spare, whose script is on its way in a state that is lost."""
+    FED = 4
+    """A peer's state, which it was fed itself and has taken no step with: its script may be a little behind the others'."""
+    LEFT_OVER = 5
+    """Nothing: it is a spare, or was about to be none, and its script is on its way in a state that is lost."""
 
 
 class Formation:
@@ -400,17 +402,26 @@ class Formation:
         self.membership.link.stands_by()
         self._outcomes_due = 0  # its count of outcomes will come with the peers' state
         _log.info("no whole replica can be made with this rank: it is a spare until the membership changes")
+        self._await_more(Drained)
+
+    def await_ranks(self) -> None:
+        """There are too few ranks for a replica, and each has all of the state. Waits for the next generation. Raises as `reform`."""
+        alone = self.group is None or self.group.world_size == 1
+        self._await_more(StopTraining if alone else Drained)  # who is alone may be about to save the state
+
+    def _await_more(self, drained: type[StopTraining]) -> None:
+        """Waits for the next generation. `drained`: what to raise if this member is asked to leave."""
         lines = WaitingLines()
         while True:
             lines.say("more ranks", self._why_spare)
             if self.membership.link.draining is not None:
-                raise Drained(self.membership.link.draining)
+                raise drained(self.membership.link.draining)
             with contextlib.suppress(DeadlineError):
                 self.membership.await_generation(_SPARE_LOOK)
                 break
             group = self.group
             if group is not None and group.ended:  # a peer is gone, or came to the end of its script: the coordinator says which
-                self.recover(MembershipChanged("a peer of this spare has left the group"))
+                self.recover(MembershipChanged("a peer of a rank that waits for more has left the group"))
                 return
         self.reform()
 
@@ -474,6 +485,11 @@ class Formation:
 
     # ---------------------------------------------------------------------------------------------------------------- joiners
 
+    @property
+    def joiners_wait(self) -> bool:
+        """There are some, this process or others, to be fed at the next border."""
+        return bool(self._spectators)
+
     def let_joiners_in(self, place: Place) -> Place | None:
         """At a border: joiners take the state and are members from here on. `place`: where this process's script stands. Returns where the
         peers stand if this process is a joiner and has any, else None. Raises as `reform`."""
@@ -501,10 +517,11 @@ class Formation:
         failpoint("session.at_border")
         offers = [_Offer(row[0]) for row in group.all_gather_integers([offer])]
         if offer is _Offer.LEFT_OVER:
-            raise LeftOver("every rank that held the model is gone, and this one is a spare without a part of it")
+            raise LeftOver("every rank that held the whole model between them is gone, and this one is not at its script's beginning")
         if _Offer.LEFT_OVER in offers:
-            raise MembershipChanged("every rank that held the model is gone, and spares without a part of it end")
+            raise MembershipChanged("every rank that held the whole model between them is gone, and spares end, to be started again")
         donors = [r for r, each in enumerate(offers) if each is _Offer.STATE]
+        donors = donors or [r for r, each in enumerate(offers) if each is _Offer.FED]
         anew = not donors and _Offer.NOTHING_DONE in offers
         if anew:
             donors = [offers.index(_Offer.NOTHING_DONE)]
@@ -527,6 +544,8 @@ class Formation:
             captured["state"] = list(name)
             captured["place"] = list(place) if held.phase.holds_state else None
             self._require_exchange().give(group, captured, until=lambda: group.exchange(b""))
+        elif offer is _Offer.FED:
+            group.exchange(b"")
         else:
             state = self._require_exchange().take(group, donors)
             group.exchange(b"")
@@ -552,18 +571,16 @@ class Formation:
                     "iterate over the same loaders in the same order",
                     reason="RANKS_DIVERGED",
                 )
-            return _Offer.NOTHING if self._held.phase.now is Phase.TORN else _Offer.STATE
+            if self._held.phase.now is Phase.TORN:
+                return _Offer.NOTHING
+            return _Offer.FED if self._held.phase.now is Phase.ARRIVING else _Offer.STATE
         if len(self._spectators) < group.world_size:
             spectate(group, self._spectators, _BORDER)
             return _Offer.NOTHING
-        # Nobody who took steps is left. The lowest rank has the state if there were too few ranks for the first step, and takes it from the
-        # newest checkpoint if the script resumes from one.
-        replica = self._held.replica
-        if replica.idle and replica.in_parts:
+        # Nobody who held the state is left: the lowest rank starts again, from the newest checkpoint if the script resumes from one.
+        if self._held.replica.in_parts:
             return _Offer.LEFT_OVER
         if group.rank == self._spectators[0]:
-            if replica.idle:
-                return _Offer.STATE
             try:
                 if self.fallback is not None and self.fallback():
                     return _Offer.STATE

@@ -11,6 +11,7 @@ The training thread issues the collectives. `abort` may be called from any threa
 
 from __future__ import annotations
 
+import array
 import contextlib
 import dataclasses
 import re
@@ -18,6 +19,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from types import TracebackType
 from typing import Protocol
 
 import torch
@@ -281,13 +283,27 @@ class Group:
         if self.world_size == 1:
             self._check()
             return
-        with self.own_collectives("all_reduce") as backend:
+        with self._failures("all_reduce"), self.waiting:
             try:
-                backend.all_reduce_short(tensor)
+                self._live_backend.all_reduce_short(tensor)
             except PreconditionError as error:
                 self.waiting.condemn(str(error))
                 self.abort(str(error))
                 raise
+            except MembershipChanged as error:
+                raise self._over("all_reduce", error) from error
+
+    def sum_numbers(self, values: Sequence[float]) -> list[float]:
+        """Sums over all ranks what each gives, number by number: a few dozen. Raises as `all_reduce_short`."""
+        numbers = array.array("d", values)
+        tensor = torch.frombuffer(numbers, dtype=torch.float64)
+        if self.device.type == "cpu":
+            self.all_reduce_short(tensor)
+            return numbers.tolist()
+        tensor = tensor.to(self.device)
+        self.all_reduce_short(tensor)
+        summed: list[float] = tensor.tolist()
+        return summed
 
     def wait(self, work: dist.Work) -> None:
         """Waits for a collective that was started.
@@ -306,10 +322,9 @@ class Group:
             MembershipChanged: the group is over, or a collective in there has failed.
         """
         with self._failures(what), self.waiting:
-            if self._backend is None:
-                raise MembershipChanged(f"generation {self.generation.number} is over: {self._reason}")
+            backend = self._live_backend
             try:
-                yield self._backend
+                yield backend
             except MembershipChanged as error:
                 raise self._over(what, error) from error
 
@@ -420,20 +435,14 @@ class Group:
         if self._reason is not None:
             raise self._ended(MembershipChanged(f"generation {self.generation.number} is over: {self._reason}"))
 
-    @contextlib.contextmanager
-    def _failures(self, what: str) -> Iterator[None]:
-        self._check()
-        try:
-            yield
-        except MembershipChanged as error:
-            self.abort(str(error))  # the backend has said by itself that its group is over: so is this one
-            if self.waiting.verdict is not None:
-                raise self._ended(error) from error
-            raise
-        except ShoalError:
-            raise
-        except _FAILURES as error:
-            raise self._over(what, error) from error
+    @property
+    def _live_backend(self) -> CommunicationBackend:
+        if self._backend is None:
+            raise MembershipChanged(f"generation {self.generation.number} is over: {self._reason}")
+        return self._backend
+
+    def _failures(self, what: str) -> _Failures:
+        return _Failures(self, what)
 
     def _over(self, what: str, error: Exception) -> ShoalError:
         """What to raise for `error` of a collective: it ends the group."""
@@ -445,6 +454,31 @@ class Group:
         """What to raise for `error`, with which the group ended: if a rank found that their scripts went different ways, that."""
         verdict = self.waiting.verdict
         return error if verdict is None else PreconditionError(verdict, reason="RANKS_DIVERGED")
+
+
+class _Failures:
+    """Put around a collective: what it fails with ends the group, and is raised as one of Shoal's errors. A class and no generator, which
+    takes three times as long: each step enters several."""
+
+    __slots__ = ("_group", "_what")
+
+    def __init__(self, group: Group, what: str) -> None:
+        self._group = group
+        self._what = what
+
+    def __enter__(self) -> None:
+        self._group._check()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is None:
+            return
+        group = self._group
+        if isinstance(error, MembershipChanged):
+            group.abort(str(error))  # the backend has said by itself that its group is over: so is this one
+            if group.waiting.verdict is not None:
+                raise group._ended(error) from error
+        elif isinstance(error, _FAILURES) and not isinstance(error, ShoalError):
+            raise group._over(self._what, error) from error
 
 
 def _shut_down(connection: socket.socket) -> None:

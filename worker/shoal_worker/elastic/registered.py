@@ -29,6 +29,8 @@ from shoal_worker.state.tree import flatten
 _log = logging.getLogger(__name__)
 
 _NO_SETTINGS: Final = frozenset({"params", "param_names"})
+_FIXED: Final = frozenset({bool, float, int, str, type(None)})
+"""Values of these types do not change in place."""
 _ADVANCES: Final = {"get_scale": "update", "update_parameters": "update_parameters", "": "step"}
 """The method that advances an object, by what tells its kind."""
 
@@ -87,6 +89,9 @@ class RegisteredState:
         self._parameters = ""
         """A digest of that, and of which parameters are trained."""
         self._last_scale: float | None = None
+        self._digest = 0
+        self._digested: list[Any] = []
+        """The values that `_digest` is of, names and numbers one after the other; empty: it is to be made anew."""
         """What a GradScaler, known here or not, multiplied the loss of the last step with."""
 
     def advance_with(self, optimizer: torch.optim.Optimizer) -> None:
@@ -144,6 +149,19 @@ class RegisteredState:
             for group in groups
         ]
         return [*plain, {"loss scale": self._last_scale, "parameters": self._parameters}]
+
+    def settings_digest(self) -> int:
+        """Of `settings`. Every step asks for it: it is made anew when a value is another, and each time if one may change in place."""
+        now: list[Any] = [self._last_scale, self._parameters]
+        for group in self._optimizer.param_groups if self._optimizer is not None else []:
+            for name, value in group.items():
+                if name not in _NO_SETTINGS:
+                    now += (name, *value) if type(value) is tuple else (name, value)
+        fixed = _FIXED.issuperset(map(type, now))
+        if not fixed or now != self._digested:
+            self._digest = xxhash.xxh3_64_intdigest(repr(self.settings).encode())
+            self._digested = now if fixed else []
+        return self._digest
 
     def scaled_by(self, scale: float) -> None:
         """A GradScaler multiplied the loss of the step that is applied with `scale`."""

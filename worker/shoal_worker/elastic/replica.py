@@ -62,6 +62,11 @@ class Replica(Protocol):
         ...
 
     @property
+    def lacks_ranks(self) -> bool:
+        """There are fewer ranks than one replica of the model takes, and this one has all of the state: no step begins before more come."""
+        ...
+
+    @property
     def replica_size(self) -> int:
         """How many ranks hold one replica of the model together, where others are spares; 1 where there are none."""
         ...

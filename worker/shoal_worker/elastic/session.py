@@ -251,7 +251,7 @@ class Session:
     @property
     def step(self) -> Step | None:
         """The step in progress."""
-        return self.clock.current
+        return self._held.step
 
     def ensure_step(self) -> Step:
         """The step in progress; begins one in a user's own loop, where no loader does."""

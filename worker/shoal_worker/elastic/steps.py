@@ -21,7 +21,6 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 
-import torch
 from shoal_common.errors import MembershipChanged, PreconditionError
 
 from shoal_worker.elastic.apart import steps_apart
@@ -324,10 +323,13 @@ class Steps:
 
     def _compare_replicas(self) -> None:
         """After every so many steps: compares what ranks hold in common. Raises PreconditionError (REPLICAS_DIVERGED), on all of them."""
-        held, group = self._held, self._borders.group
+        held = self._held
         every, before = held.replica.consistency_check_every, held.compared
         held.compared = held.steps
-        if every == 0 or held.steps // every == before // every or group is None or group.world_size == 1:
+        if every == 0 or held.steps // every == before // every:
+            return
+        group = self._borders.group
+        if group is None or group.world_size == 1:
             return
         try:
             told = [json.loads(each) for each in group.exchange(json.dumps(dict(held.replica.in_common())).encode())]
@@ -471,10 +473,8 @@ class Steps:
         group = self._borders.group
         if group is None or group.world_size == 1:
             return weight
-        total = torch.tensor([weight], dtype=torch.float64, device=group.device)
         try:
-            group.all_reduce_short(total)
+            return group.sum_numbers([weight])[0]
         except MembershipChanged as error:
             self.mark_lost(error)
             return max(weight, 1.0)
-        return float(total)

@@ -190,11 +190,21 @@ class ModelParts(StateInParts):
         state = self._as_one_process(gather(channel, self.held(), self.blueprint_for))
         if self.is_whole:
             return False
+        self.take_whole(state)
+        return True
+
+    def gather_whole(self, channel: Channel) -> dict[str, Any]:
+        """Returns the whole state, put together from the parts that the ranks hold; for `take_whole`. A collective. Raises as `gather`."""
+        state = self._as_one_process(gather(channel, self.held(), self.blueprint_for))
+        channel.exchange(b"")  # all have it: what this rank holds is needed until then
+        return state
+
+    def take_whole(self, state: Mapping[str, Any]) -> None:
+        """This rank holds all of the state from here on; it has to fit."""
         self.make_whole()
         self.load_values(state["model"])
         if state["optimizer"] is not None:
             self.load_optimizer(state["optimizer"])
-        return True
 
     def _taken(self, one: Whole, blueprint: Blueprint, at: Coordinate) -> Whole | None:
         """This rank's part of one tensor."""

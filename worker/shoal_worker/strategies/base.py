@@ -154,6 +154,11 @@ class ShardedModel(nn.Module, abc.ABC):
         return False
 
     @property
+    def lacks_ranks(self) -> bool:
+        """See `Replica`: any number is enough."""
+        return False
+
+    @property
     def replica_size(self) -> int:
         """See `Replica`: there are no spares."""
         return 1

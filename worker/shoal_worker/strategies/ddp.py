@@ -241,13 +241,11 @@ class DDPModel(WholeModel):
             try:
                 if group is None:
                     raise MembershipChanged("there is no group")
-                summed = torch.tensor(control, dtype=torch.float64, device=group.device)
-                group.all_reduce_short(summed)
+                control = group.sum_numbers(control)
                 failpoint("step.closed")
             except MembershipChanged as error:
                 session.mark_lost(error)
                 return
-            control = summed.tolist()
         session.take_control_word(control)
 
     @property

@@ -91,8 +91,6 @@ class DividedModel(ModelInParts[ModelParts, Closing]):
         self._dropout = DropoutRandomness(dropout)
         self._division: Division | None = None
         """None until the first step, in a spare, and where laying it out has failed."""
-        self._too_few = False
-        """No replica can be made of the ranks, and nothing was cut yet: each of them keeps all of the state."""
         self._in_passes = False
         """Between a forward pass and its backward pass."""
         self._standing_in: list[nn.Module] = []
@@ -217,7 +215,16 @@ class DividedModel(ModelInParts[ModelParts, Closing]):
     @property
     def idle(self) -> bool:
         """This rank is a spare: no whole replica could be made with it."""
-        return self._parts is not None and (self._parts.is_empty or self._too_few)
+        return self._parts is not None and self._parts.is_empty
+
+    @property
+    def lacks_ranks(self) -> bool:
+        """See `Replica`."""
+        return self._parts is not None and self._parts.is_whole and self._too_few(self._session.world_size)
+
+    def _too_few(self, world_size: int) -> bool:
+        """For one replica."""
+        return self._divide(world_size).data == 0
 
     # ---------------------------------------------------------------------------------------------------------------- ranks
 

@@ -40,7 +40,7 @@ class MeshModel(DividedModel):
     def attach(self, optimizer: torch.optim.Optimizer | None) -> None:
         """See `ModelInParts`. Raises ConfigurationError: the model cannot be cut for the ranks that the job begins with."""
         super().attach(optimizer)
-        if self._session.begins and not self._session.is_joining:  # those whom a death has left wait as spares for its replacement
+        if self._session.begins and not self._session.is_joining:  # those whom a death has left wait for its replacement
             self._check_divisible()
 
     # ------------------------------------------------------------------------------------------------------------- training
@@ -190,10 +190,15 @@ class MeshModel(DividedModel):
         """See `Replica`."""
         execution = self._division.execution if self._division is not None else None
         issued = execution.issued.encode().decode() if execution is not None else ""
-        self._too_few = False
         told = [json.loads(each) for each in group.exchange(json.dumps([self.in_parts, issued]).encode())]
         IssuedCollectives.compare([each.encode() for _, each in told], self.strategy)
-        if any(in_parts for in_parts, _ in told):
+        if not any(in_parts for in_parts, _ in told):
+            return
+        if self._too_few(group.world_size):
+            state = self._held.gather_whole(group)
+            self._release()
+            self._held.take_whole(state)
+        else:
             self._lay_out(group, gathered=True)
 
     @torch.no_grad()
@@ -208,9 +213,6 @@ class MeshModel(DividedModel):
         A failure at any place leaves every rank with the parts that it had, so that they can be divided again.
         """
         held, axes = self._held, self._divide(group.world_size)
-        if axes.data == 0 and not gathered:
-            self._too_few = True
-            return
         at = axes.at(group.rank)
         taken = held.take(group if gathered else LocalChannel(), axes, at)
         division = Division(group, axes, self._session, self.sharding) if at is not None else None
@@ -254,6 +256,8 @@ class MeshModel(DividedModel):
         self._standing_in.clear()
         if self._division is None:
             try:
+                if self.lacks_ranks:  # nobody begins a step so, unless only to lose it
+                    raise MembershipChanged("there are too few ranks for one replica of the model")
                 self._lay_out(self._session.group or alone(), gathered=False)
             except MembershipChanged as error:
                 self._session.mark_lost(error)
@@ -302,13 +306,11 @@ class MeshModel(DividedModel):
             failpoint("sharded.sealed")
             norm = division.gradients.squared_norm()
             issued = division.execution.issued.word() if division.execution is not None else []
-            summed = torch.tensor([*session.control_word(), norm, *issued], dtype=torch.float64, device=division.all.device)
-            division.all.all_reduce_short(summed)
+            told = division.all.sum_numbers([*session.control_word(), norm, *issued])
             failpoint("step.closed")
         except MembershipChanged as error:
             session.mark_lost(error)
             return
-        told = summed.tolist()
         word, norm, issued = told[:CONTROL_LENGTH], told[CONTROL_LENGTH], told[CONTROL_LENGTH + 1 :]
         if issued:
             IssuedCollectives.check(issued, self.strategy)

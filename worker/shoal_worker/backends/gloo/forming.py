@@ -234,6 +234,8 @@ class FormingGroup:
         )
 
     def _translated(self, error: Exception) -> Exception:
+        if isinstance(error, DeadlineError):  # the store's: it has waited for what an absent rank writes
+            return self._too_late()
         if isinstance(error, ShoalError) or not isinstance(error, RuntimeError):
             return error
         return GroupEndedError(f"connecting {self._world_size} ranks with Gloo failed: {cause_of(error)}")

@@ -99,7 +99,7 @@ class ShortSums:
         to = {distance: self._knock(doors[(self._rank - distance) % self._size], deadline) for distance in distances}
         sources = self._let_in({(self._rank + distance) % self._size for distance in distances}, deadline)
         for connection in [*to.values(), *sources.values()]:
-            connection.settimeout(timeout.total_seconds())
+            _wait_in_kernel(connection, timeout)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for distance in distances:
             source = (self._rank + distance) % self._size
@@ -115,14 +115,16 @@ class ShortSums:
             PreconditionError: another rank sums something else: RANKS_DIVERGED. The sums of this group are over.
         """
         mine = tensor.numpy().reshape(-1)
-        rows = np.empty((self._size, mine.size), mine.dtype)  # row i is of the rank i after this one
-        rows[0] = mine
-        raw, row = rows.data.cast("B"), mine.nbytes
+        known = mine.tobytes()  # row i is of the rank i after this one
+        row = len(known)
         with self._summing:
             self._number += 1
             for round_ in self._rounds:
-                round_.to.sendall(_HEADER.pack(self._number, round_.rows * row) + raw[: round_.rows * row])
-                self._receive(round_, raw[round_.known * row : (round_.known + round_.rows) * row])
+                size = round_.rows * row
+                round_.to.sendall(_HEADER.pack(self._number, size) + known[:size])
+                known += self._receive(round_, size)
+        numbers = np.frombuffer(known, mine.dtype)
+        rows = [numbers[first : first + mine.size] for first in range(0, numbers.size, mine.size)]
         mine[:] = rows[-self._rank]
         for rank in range(1, self._size):
             mine += rows[rank - self._rank]
@@ -209,21 +211,20 @@ class ShortSums:
         if self._given_up:
             raise ConnectionAbortedError("the group was given up")
 
-    def _receive(self, round_: _Round, into: memoryview) -> None:
-        message = bytearray(_HEADER.size + len(into))
-        rest = memoryview(message)
+    def _receive(self, round_: _Round, size: int) -> bytes:
+        message = b""
         try:
-            while rest:
-                received = round_.source.recv_into(rest)
-                if not received:
+            while len(message) < _HEADER.size + size:
+                more = round_.source.recv(_HEADER.size + size - len(message))
+                if not more:
                     raise ConnectionResetError("the connection to a peer ended")
-                rest = rest[received:]
-                if len(message) - len(rest) >= _HEADER.size:
-                    self._check(round_, _HEADER.unpack_from(message), len(into))
-        except TimeoutError:
+                message += more
+                if len(message) >= _HEADER.size:
+                    self._check(round_, _HEADER.unpack_from(message), size)
+        except BlockingIOError:  # the socket's timeout is the kernel's: see _wait_in_kernel
             who = f"rank {round_.source_rank}, or one that it waits for"
             raise TimeoutError(f"Timed out waiting {self._timeout_ms}ms for {who}") from None
-        into[:] = message[_HEADER.size :]
+        return message[_HEADER.size :]
 
     def _check(self, round_: _Round, header: tuple[int, int], size: int) -> None:
         if header != (self._number, size):
@@ -232,6 +233,14 @@ class ShortSums:
                 f"{self._number}: the ranks' scripts went different ways, or train different models",
                 reason="RANKS_DIVERGED",
             )
+
+
+def _wait_in_kernel(connection: socket.socket, timeout: timedelta) -> None:
+    """Reads and writes of `connection` wait so long (then: BlockingIOError). A timeout of Python's would poll before each of them."""
+    connection.settimeout(None)
+    seconds, microseconds = divmod(round(timeout.total_seconds() * 1e6), 10**6)
+    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        connection.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", seconds, microseconds))
 
 
 def _left(deadline: float) -> float:

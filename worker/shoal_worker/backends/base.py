@@ -117,6 +117,8 @@ class CommunicationBackend(abc.ABC):
 
     name: ClassVar[str]
     """What users select it by: "gloo", "nccl"."""
+    device_type: ClassVar[str] = "cpu"
+    """Of the tensors that a rank sums numbers in."""
     averages_natively: ClassVar[bool]
     """Whether the library knows AVERAGE; else it is a sum, divided afterwards."""
 
@@ -250,6 +252,13 @@ class CommunicationBackend(abc.ABC):
         PreconditionError (RANKS_DIVERGED) where a rank is seen to sum something else; the group stands until the caller ends it.
         """
         self.all_reduce(tensor)
+
+    def sum_numbers(self, values: Sequence[float]) -> list[float]:
+        """As `all_reduce_short`, of a few dozen numbers in float64."""
+        tensor = torch.tensor(values, dtype=torch.float64, device=self.device_type)
+        self.all_reduce_short(tensor)
+        summed: list[float] = tensor.tolist()
+        return summed
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, *, async_op: bool = False) -> Handle:
         """Writes the `tensor` of all ranks into `output`, one after the other by rank. `output` holds world_size times as many elements."""

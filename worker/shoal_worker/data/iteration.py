@@ -108,18 +108,17 @@ class Iterations:
 
     def _epoch_steps(self, source: StepSource, epoch: int) -> Iterator[Step]:
         course = self._course
-        if self._is_over(source, epoch):
+        if self._is_over(source, epoch, self._introduction.clock(source)):
             self._pass_over(source)
             return
         self.under_way = True
         course.move_to(epoch)  # ahead of the border, where a joiner may be given this cursor
         took_part = False
-        while not self._is_over(source, epoch):
-            clock = self._introduction.clock(source)
+        while not self._is_over(source, epoch, clock := self._introduction.clock(source)):
             placement = self._begin(source, clock)
             if placement is None:
                 return
-            if self._is_over(source, epoch):
+            if self._is_over(source, epoch, clock):
                 break
             took_part = True
             course.take_part(epoch)
@@ -136,9 +135,9 @@ class Iterations:
         if self._course.within is None:
             self._introduction.clock(source).passed_over(source)
 
-    def _is_over(self, source: StepSource, epoch: int) -> bool:
+    def _is_over(self, source: StepSource, epoch: int, clock: StepClock) -> bool:
         """The run is past this epoch, or has left it; or, in a joiner, the peers are somewhere else."""
-        return self._course.is_past(epoch) or self._introduction.clock(source).is_elsewhere(source, epoch)
+        return self._course.is_past(epoch) or clock.is_elsewhere(source, epoch)
 
     def _begin(self, source: StepSource, clock: StepClock) -> Placement | None:
         """The next border; None when this rank is to stop."""

@@ -11,7 +11,6 @@ The training thread issues the collectives. `abort` may be called from any threa
 
 from __future__ import annotations
 
-import array
 import contextlib
 import dataclasses
 import re
@@ -20,7 +19,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from types import TracebackType
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,6 +31,7 @@ from shoal_worker.elastic.generation import Generation
 from shoal_worker.elastic.waiting import Waiting
 from shoal_worker.store.redis_store import RedisStore
 
+_Sum = TypeVar("_Sum")
 _FAILURES = (RuntimeError, ValueError)
 """What c10d raises, DistError and DistBackendError among them."""
 
@@ -282,10 +282,13 @@ class Group:
         """
         if self.world_size == 1:
             self._check()
-            return
+        else:
+            self._short(lambda backend: backend.all_reduce_short(tensor))
+
+    def _short(self, add_up: Callable[[CommunicationBackend], _Sum]) -> _Sum:
         with self._failures("all_reduce"), self.waiting:
             try:
-                self._live_backend.all_reduce_short(tensor)
+                return add_up(self._live_backend)
             except PreconditionError as error:
                 self.waiting.condemn(str(error))
                 self.abort(str(error))
@@ -295,15 +298,10 @@ class Group:
 
     def sum_numbers(self, values: Sequence[float]) -> list[float]:
         """Sums over all ranks what each gives, number by number: a few dozen. Raises as `all_reduce_short`."""
-        numbers = array.array("d", values)
-        tensor = torch.frombuffer(numbers, dtype=torch.float64)
-        if self.device.type == "cpu":
-            self.all_reduce_short(tensor)
-            return numbers.tolist()
-        tensor = tensor.to(self.device)
-        self.all_reduce_short(tensor)
-        summed: list[float] = tensor.tolist()
-        return summed
+        if self.world_size == 1:
+            self._check()
+            return [*values]
+        return self._short(lambda backend: backend.sum_numbers(values))
 
     def wait(self, work: dist.Work) -> None:
         """Waits for a collective that was started.

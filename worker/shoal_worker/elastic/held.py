@@ -265,13 +265,6 @@ class HeldState:
         self.registered.step_void()
         self.phase.go_back()
 
-    @contextlib.contextmanager
-    def changing(self) -> Iterator[None]:
-        """While open, parameters change: whoever raises in here leaves the state torn."""
-        self.phase.tear()
-        yield
-        self.phase.mend()
-
     def standing(self) -> Standing:
         """What this rank says of itself when a generation forms."""
         step, name = self.step, self._kept.name if self._kept is not None else self.name

@@ -33,6 +33,8 @@ from shoal_common.errors import InternalError
 class Phase(enum.Enum):
     """What the script is to the job."""
 
+    __hash__ = object.__hash__  # Enum's own is written in Python, and each step asks for a dozen
+
     REPLAYING = "replaying"
     """It holds nothing that counts: a joiner that was not fed yet, or a spare. What it asks for is answered locally."""
     ARRIVING = "arriving"

@@ -18,7 +18,6 @@ import json
 import logging
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from datetime import timedelta
 
 from shoal_common.errors import MembershipChanged, PreconditionError
@@ -308,13 +307,17 @@ class Steps:
             )
         self._held.registered.check_groups()
         failpoint("session.before_apply")
-        with self._held.changing() if not self._held.replica.asynchronous else nullcontext():  # there the servers change, or nothing does
-            self._held.registered.applying = True
-            try:
-                apply()
-            finally:
-                self._held.registered.applying = False
-            failpoint("session.after_apply")
+        here = not self._held.replica.asynchronous  # else the servers change, or nothing does
+        if here:
+            self._held.phase.tear()  # it stays torn if what follows raises
+        self._held.registered.applying = True
+        try:
+            apply()
+        finally:
+            self._held.registered.applying = False
+        failpoint("session.after_apply")
+        if here:
+            self._held.phase.mend()
         self._commit(step)
         failpoint("session.after_commit")
         if step.control is not None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, ClassVar, Final
 
@@ -81,6 +82,12 @@ class GlooBackend(CommunicationBackend):
         group = self.process_group
         assert isinstance(group, InterruptibleGroup)
         group.all_reduce_short(tensor)
+
+    def sum_numbers(self, values: Sequence[float]) -> list[float]:
+        """See `CommunicationBackend`: as `all_reduce_short`."""
+        group = self.process_group
+        assert isinstance(group, InterruptibleGroup)
+        return group.sum_numbers(values)
 
     def traffic(self) -> dict[str, Traffic]:
         """See `CommunicationBackend`."""

@@ -16,9 +16,10 @@ from __future__ import annotations
 import atexit
 import threading
 import weakref
+from array import array
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -44,6 +45,9 @@ _open: weakref.WeakSet[InterruptibleGroup] = weakref.WeakSet()
 
 BROADCASTS_FROM_BYTES: Final = 1 << 18
 """All-gathers of so many bytes on (the gathered whole) go by broadcasts, or by an exchange (docs/decisions/0090)."""
+
+_Numbers = TypeVar("_Numbers")
+_Sum = TypeVar("_Sum")
 
 
 class InterruptibleGroup(ForwardingGroup):
@@ -187,11 +191,23 @@ class InterruptibleGroup(ForwardingGroup):
         sums = self._sums
         if sums is None or not tensor.is_cpu or self.size() * tensor.nbytes > MOST_BYTES:
             self.allreduce([tensor]).wait()
-            return
+        else:
+            self._sum_short(sums.all_reduce, tensor)
+
+    def sum_numbers(self, values: Sequence[float]) -> list[float]:
+        """See `CommunicationBackend`."""
+        numbers = array("d", values)
+        if self._sums is None:
+            tensor = torch.frombuffer(numbers, dtype=torch.float64)
+            self.allreduce([tensor]).wait()
+            return numbers.tolist()
+        return self._sum_short(self._sums.sum_numbers, numbers)
+
+    def _sum_short(self, add_up: Callable[[_Numbers], _Sum], mine: _Numbers) -> _Sum:
         self._live()
         try:
             with self.waits.of("all_reduce"):
-                sums.all_reduce(tensor)
+                return add_up(mine)
         except OSError as error:
             self.abort(f"all_reduce on rank {self.rank()} of {self.size()} failed: {cause_of(error)}")
             raise GroupEndedError(str(self.reason)) from error

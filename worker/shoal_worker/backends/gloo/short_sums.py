@@ -4,9 +4,10 @@ At each step every rank waits for such a sum. What counts is how soon the last o
 Gloo's is read by a thread of Gloo's, which has to be woken, and then wakes the one that waits. On cores that have other work both may have
 to wait for a core. Here a rank reads its messages itself (docs/decisions/0184).
 
-Every rank gets all ranks' numbers and adds them up in the order of the ranks, so all have the same bits. What a rank knows doubles in each
-of ceil(log2(ranks)) rounds: in round k it sends all it knows to the rank 2^k before it, and gets as much from the rank 2^k after it (Bruck
-et al. 1997, IEEE TPDS 8(11), "Efficient Algorithms for All-to-All Communications in Multiport Message-Passing Systems", section 3).
+Every rank gets all ranks' numbers and adds them up in the order of the ranks, so all have the same bits. A few ranks send theirs to all
+others at once. Of more, what a rank knows doubles in each of ceil(log2(ranks)) rounds: in round k it sends all it knows to the rank 2^k
+before it, and gets as much from the rank 2^k after it (Bruck et al. 1997, IEEE TPDS 8(11), "Efficient Algorithms for All-to-All
+Communications in Multiport Message-Passing Systems", section 3).
 
 Threads: one thread connects, one sums; `shut_down` is for any, and so is `close`, which waits for a sum to end.
 """
@@ -14,6 +15,7 @@ Threads: one thread connects, one sums; `shut_down` is for any, and so is `close
 from __future__ import annotations
 
 import contextlib
+import operator
 import os
 import secrets
 import selectors
@@ -22,6 +24,7 @@ import struct
 import threading
 import time
 import weakref
+from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -34,6 +37,8 @@ from shoal_common.errors import PreconditionError
 MOST_BYTES: Final = 1 << 14
 """What a rank gets in one sum at the most. For more, an all-reduce sends less."""
 
+_FEW: Final = 4
+"""So many ranks send to all others at once: a message costs less than a round in which the training thread sleeps."""
 _HELLO: Final = struct.Struct("<16sI")
 """The door's token, and who is there."""
 _HEADER: Final = struct.Struct("<II")
@@ -59,16 +64,14 @@ class Door:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Round:
-    """What a rank does in one round."""
+class _Swap:
+    """A message that goes and one that comes, in one round."""
 
     to: socket.socket
     source: socket.socket
     source_rank: int
-    known: int
-    """The ranks whose numbers are here before it, this one and those after it."""
     rows: int
-    """The numbers of so many ranks go, and come."""
+    """The numbers of so many ranks go, this one's and those of the ranks after it; and so many come."""
 
 
 class ShortSums:
@@ -79,7 +82,7 @@ class ShortSums:
         self._rank, self._size = rank, size
         self._listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=64)
         self.door = Door(host=host, port=self._listener.getsockname()[1], token=secrets.token_hex(8))
-        self._rounds: list[_Round] = []
+        self._rounds: list[list[_Swap]] = []
         self._sockets: list[socket.socket] = []
         """All connections, also those that are being made. Only added to, by the thread that connects."""
         self._given_up = False
@@ -95,7 +98,8 @@ class ShortSums:
         Raises OSError when a rank does not come or `shut_down` was called.
         """
         self._timeout_ms = round(timeout.total_seconds() * 1000)
-        distances = [1 << k for k in range((self._size - 1).bit_length())]
+        few = self._size <= _FEW
+        distances = [*range(1, self._size)] if few else [1 << k for k in range((self._size - 1).bit_length())]
         to = {distance: self._knock(doors[(self._rank - distance) % self._size], deadline) for distance in distances}
         sources = self._let_in({(self._rank + distance) % self._size for distance in distances}, deadline)
         for connection in [*to.values(), *sources.values()]:
@@ -103,8 +107,12 @@ class ShortSums:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for distance in distances:
             source = (self._rank + distance) % self._size
-            rows = min(distance, self._size - distance)
-            self._rounds.append(_Round(to=to[distance], source=sources[source], source_rank=source, known=distance, rows=rows))
+            rows = 1 if few else min(distance, self._size - distance)
+            swap = _Swap(to=to[distance], source=sources[source], source_rank=source, rows=rows)
+            if few and self._rounds:
+                self._rounds[0].append(swap)
+            else:
+                self._rounds.append([swap])
         self._listener.close()
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
@@ -115,19 +123,35 @@ class ShortSums:
             PreconditionError: another rank sums something else: RANKS_DIVERGED. The sums of this group are over.
         """
         mine = tensor.numpy().reshape(-1)
-        known = mine.tobytes()  # row i is of the rank i after this one
-        row = len(known)
-        with self._summing:
-            self._number += 1
-            for round_ in self._rounds:
-                size = round_.rows * row
-                round_.to.sendall(_HEADER.pack(self._number, size) + known[:size])
-                known += self._receive(round_, size)
-        numbers = np.frombuffer(known, mine.dtype)
+        numbers = np.frombuffer(self._gather(mine.tobytes()), mine.dtype)
         rows = [numbers[first : first + mine.size] for first in range(0, numbers.size, mine.size)]
         mine[:] = rows[-self._rank]
         for rank in range(1, self._size):
             mine += rows[rank - self._rank]
+
+    def sum_numbers(self, values: array[float]) -> list[float]:
+        """As `all_reduce`, of numbers of type "d"."""
+        numbers = array("d")
+        numbers.frombytes(self._gather(values.tobytes()))
+        count = len(values)
+        rows = [numbers[first : first + count] for first in range(0, len(numbers), count)]
+        total = rows[-self._rank].tolist()
+        for rank in range(1, self._size):
+            total = list(map(operator.add, total, rows[rank - self._rank]))
+        return total
+
+    def _gather(self, mine: bytes) -> bytes:
+        """All ranks' bytes, those of this rank first, then those of the ranks after it."""
+        known, row = mine, len(mine)
+        with self._summing:
+            self._number += 1
+            for round_ in self._rounds:
+                for swap in round_:
+                    size = swap.rows * row
+                    swap.to.sendall(_HEADER.pack(self._number, size) + known[:size])
+                for swap in round_:
+                    known += self._receive(swap, swap.rows * row)
+        return known
 
     def shut_down(self) -> None:
         """Ends what waits here, and at the ranks that are connected to this one. Never blocks; idempotent."""
@@ -211,25 +235,25 @@ class ShortSums:
         if self._given_up:
             raise ConnectionAbortedError("the group was given up")
 
-    def _receive(self, round_: _Round, size: int) -> bytes:
+    def _receive(self, swap: _Swap, size: int) -> bytes:
         message = b""
         try:
             while len(message) < _HEADER.size + size:
-                more = round_.source.recv(_HEADER.size + size - len(message))
+                more = swap.source.recv(_HEADER.size + size - len(message))
                 if not more:
                     raise ConnectionResetError("the connection to a peer ended")
                 message += more
                 if len(message) >= _HEADER.size:
-                    self._check(round_, _HEADER.unpack_from(message), size)
+                    self._check(swap, _HEADER.unpack_from(message), size)
         except BlockingIOError:  # the socket's timeout is the kernel's: see _wait_in_kernel
-            who = f"rank {round_.source_rank}, or one that it waits for"
+            who = f"rank {swap.source_rank}, or one that it waits for"
             raise TimeoutError(f"Timed out waiting {self._timeout_ms}ms for {who}") from None
         return message[_HEADER.size :]
 
-    def _check(self, round_: _Round, header: tuple[int, int], size: int) -> None:
+    def _check(self, swap: _Swap, header: tuple[int, int], size: int) -> None:
         if header != (self._number, size):
             raise PreconditionError(
-                f"rank {round_.source_rank} sends {header[1]} bytes for sum {header[0]} where this rank expects {size} for sum "
+                f"rank {swap.source_rank} sends {header[1]} bytes for sum {header[0]} where this rank expects {size} for sum "
                 f"{self._number}: the ranks' scripts went different ways, or train different models",
                 reason="RANKS_DIVERGED",
             )

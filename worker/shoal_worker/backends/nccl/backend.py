@@ -41,6 +41,7 @@ class NCCLBackend(CommunicationBackend):
     """A `ProcessGroupNCCL` of its own, on CUDA tensors. Raises ConfigurationError where torch has no CUDA or no NCCL."""
 
     name: ClassVar[str] = "nccl"
+    device_type: ClassVar[str] = "cuda"
     averages_natively: ClassVar[bool] = True
 
     def __init__(self) -> None:

@@ -76,12 +76,15 @@ def _check_reductions(backend: CommunicationBackend, dtype: torch.dtype) -> None
 
 
 def _check_short_sums(backend: CommunicationBackend) -> None:
-    """`all_reduce_short` of numbers whose sum depends on the order of adding: the sums of all ranks must be equal to the last bit."""
+    """`all_reduce_short` and `sum_numbers` of numbers whose sum depends on the order of adding: the sums of all ranks must be equal to the
+    last bit."""
     for numel in (1, 20, 3000):
         given = torch.rand(backend.world_size, numel, dtype=torch.float64, generator=torch.Generator().manual_seed(numel))
         summed = given[backend.rank].clone()
         backend.all_reduce_short(summed)
         torch.testing.assert_close(summed, given.sum(0))
+        numbers = torch.tensor(backend.sum_numbers(given[backend.rank].tolist()), dtype=torch.float64)
+        assert torch.equal(numbers, summed), "sum_numbers and all_reduce_short differ"
         everybodys = torch.empty(backend.world_size * numel, dtype=torch.float64)
         backend.all_gather(everybodys, summed)
         assert torch.equal(everybodys.view(-1, numel), summed.expand(backend.world_size, numel)), "the ranks' sums differ"

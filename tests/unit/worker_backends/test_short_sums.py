@@ -7,6 +7,7 @@ import os
 import socket
 import struct
 import time
+from array import array
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -48,6 +49,8 @@ def test_all_ranks_get_the_sum_in_rank_order(size: int) -> None:
                 done.result(60)
             for tensor in mine:
                 assert torch.equal(tensor, expected)
+            summing = [threads.submit(one.sum_numbers, array("d", row.tolist())) for one, row in zip(sums, given, strict=True)]
+            assert [done.result(60) for done in summing] == [expected.tolist()] * size
 
 
 def test_a_rank_may_be_a_sum_ahead() -> None:

@@ -134,6 +134,37 @@ def test_a_scheduler_made_after_its_state_was_loaded_leaves_the_loaded_learning_
     assert (late.last_epoch, optimizer.param_groups[0]["lr"]) == (3, 1.0)
 
 
+@pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)], ids=["number", "tensor"])
+def test_the_digest_of_the_settings_follows_whatever_changes_them(lr: float | torch.Tensor) -> None:
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=lr, betas=(0.9, 0.99))
+    registered = RegisteredState()
+    registered.advance_with(optimizer)
+    digests = [registered.settings_digest()]
+
+    def changed() -> bool:
+        digests.append(registered.settings_digest())
+        assert digests[-1] == registered.settings_digest(), "twice the same settings"
+        return digests[-1] != digests[-2]
+
+    group = optimizer.param_groups[0]
+    assert not changed()
+    group["lr"] *= 2  # in place, where it is a tensor
+    assert changed()
+    group["betas"] = (0.8, 0.99)
+    assert changed()
+    group["weight_decay"] = 0.01
+    assert changed()
+    registered.scaled_by(2.0)
+    assert changed()
+    registered.note_trained([True, False])
+    assert changed()
+    group["own"] = [1, 2]
+    assert changed()
+    group["own"].append(3)
+    assert changed()
+
+
 def test_which_parameters_are_in_which_group_and_which_are_trained_is_among_the_settings() -> None:
     net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
     first, *others = net.parameters()

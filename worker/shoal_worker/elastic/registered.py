@@ -89,10 +89,10 @@ class RegisteredState:
         self._parameters = ""
         """A digest of that, and of which parameters are trained."""
         self._last_scale: float | None = None
+        """What a GradScaler, known here or not, multiplied the loss of the last step with."""
         self._digest = 0
         self._digested: list[Any] = []
         """The values that `_digest` is of, names and numbers one after the other; empty: it is to be made anew."""
-        """What a GradScaler, known here or not, multiplied the loss of the last step with."""
 
     def advance_with(self, optimizer: torch.optim.Optimizer) -> None:
         """`optimizer` is the run's, as the user made it: its schedulers are registered by themselves (`advancing.py`)."""

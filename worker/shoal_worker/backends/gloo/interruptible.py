@@ -32,7 +32,6 @@ from shoal_worker.backends.errors import GroupEndedError, cause_of
 from shoal_worker.backends.gloo.all_of import AllOf
 from shoal_worker.backends.gloo.forming import GlooGroup
 from shoal_worker.backends.gloo.scratch import Scratch
-from shoal_worker.backends.gloo.short_sums import MOST_BYTES
 from shoal_worker.backends.gloo.works import InterruptibleWork, Transfer, Waiter, end_works
 from shoal_worker.backends.python_group import ForwardingGroup
 from shoal_worker.backends.reductions import check_op, reduce_parts
@@ -189,19 +188,19 @@ class InterruptibleGroup(ForwardingGroup):
     def all_reduce_short(self, tensor: torch.Tensor) -> None:
         """See `CommunicationBackend`: over connections of its own (short_sums.py)."""
         sums = self._sums
-        if sums is None or not tensor.is_cpu or self.size() * tensor.nbytes > MOST_BYTES:
+        if sums is None or not tensor.is_cpu or not sums.takes(tensor.nbytes):
             self.allreduce([tensor]).wait()
         else:
             self._sum_short(sums.all_reduce, tensor)
 
     def sum_numbers(self, values: Sequence[float]) -> list[float]:
         """See `CommunicationBackend`."""
-        numbers = array("d", values)
-        if self._sums is None:
+        sums, numbers = self._sums, array("d", values)
+        if sums is None or not sums.takes(len(numbers) * numbers.itemsize):
             tensor = torch.frombuffer(numbers, dtype=torch.float64)
             self.allreduce([tensor]).wait()
             return numbers.tolist()
-        return self._sum_short(self._sums.sum_numbers, numbers)
+        return self._sum_short(sums.sum_numbers, numbers)
 
     def _sum_short(self, add_up: Callable[[_Numbers], _Sum], mine: _Numbers) -> _Sum:
         self._live()
@@ -212,7 +211,7 @@ class InterruptibleGroup(ForwardingGroup):
             self.abort(f"all_reduce on rank {self.rank()} of {self.size()} failed: {cause_of(error)}")
             raise GroupEndedError(str(self.reason)) from error
         except ShoalError:
-            raise  # who called ends the group, when he has told the others why
+            raise  # the caller ends the group, once it has told the other ranks why
         except BaseException:
             self.abort("a sum was left in its middle")  # the next one would find the rest of it
             raise

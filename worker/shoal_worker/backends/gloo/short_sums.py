@@ -115,6 +115,10 @@ class ShortSums:
                 self._rounds.append([swap])
         self._listener.close()
 
+    def takes(self, size: int) -> bool:
+        """So many bytes of each rank are few enough."""
+        return self._size * size <= MOST_BYTES
+
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Sums a contiguous tensor on the CPU, of a dtype that numpy has, in place. Blocks.
 

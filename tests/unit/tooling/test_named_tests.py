@@ -1,4 +1,4 @@
-"""Pages name the tests that hold what they promise: those exist."""
+"""Pages name the tests that hold what they promise: those exist. The index of decisions names all of them."""
 
 from __future__ import annotations
 
@@ -16,6 +16,12 @@ def test_every_test_that_a_page_names_exists(page: str) -> None:
     named = re.findall(r"`([\w/]*(?:test_\w+\.py|\w+/\w+\.txt)[^`]*)`", (_ROOT / page).read_text())
     missing = [name for name in named if not _exists(name)]
     assert not missing
+
+
+def test_every_decision_is_in_the_index_once() -> None:
+    folder = _ROOT / "docs/decisions"
+    named = re.findall(r"\]\(([^)]*)\)", (folder / "README.md").read_text())
+    assert sorted(named) == sorted(path.name for path in folder.glob("[0-9]*.md"))
 
 
 def _exists(name: str) -> bool:

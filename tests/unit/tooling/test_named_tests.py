@@ -1,7 +1,9 @@
-"""Pages name the tests that hold what they promise: those exist. The index of decisions names all of them."""
+"""Pages name the tests that hold what they promise: those exist. So do the functions by which a page follows a step. The
+index of decisions names all of them."""
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -16,6 +18,24 @@ def test_every_test_that_a_page_names_exists(page: str) -> None:
     named = re.findall(r"`([\w/]*(?:test_\w+\.py|\w+/\w+\.txt)[^`]*)`", (_ROOT / page).read_text())
     missing = [name for name in named if not _exists(name)]
     assert not missing
+
+
+def test_the_functions_by_which_a_step_is_followed_exist() -> None:
+    named = re.findall(r"`([\w/]+\.py)::([\w.]+)`", (_ROOT / "docs/architecture.md").read_text())
+    assert len(named) > 30
+    missing = [(file, name) for file, name in named if not _defined(_ROOT / "worker/shoal_worker" / file, name.split("."))]
+    assert not missing
+
+
+def _defined(file: Path, names: list[str]) -> bool:
+    within: ast.AST = ast.parse(file.read_text())
+    for name in names:
+        kinds = (ast.ClassDef, ast.FunctionDef)
+        found = [node for node in ast.iter_child_nodes(within) if isinstance(node, kinds) and node.name == name]
+        if not found:
+            return False
+        within = found[0]
+    return True
 
 
 def test_every_decision_is_in_the_index_once() -> None:

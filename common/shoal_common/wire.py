@@ -41,7 +41,7 @@ class DtypeInfo:
     """shoal.v1.Dtype."""
 
     name: str
-    """As in TensorSpec.dtype."""
+    """The name that TensorSpec.dtype has for it."""
 
     numpy: np.dtype[Any]
     """Little-endian; uint16 for bfloat16."""
@@ -66,7 +66,7 @@ _BY_NAME: Final = {info.name: info for info in DTYPES.values()}
 
 
 def dtype_info(dtype: int | str) -> DtypeInfo:
-    """Of a shoal.v1.Dtype or of a name ("bfloat16"). InvalidRequestError / DTYPE_UNSUPPORTED for others."""
+    """Returns what is known of a shoal.v1.Dtype or of a name ("bfloat16"). InvalidRequestError / DTYPE_UNSUPPORTED for others."""
     info = _BY_NAME.get(dtype) if isinstance(dtype, str) else DTYPES.get(dtype)
     if info is None:
         raise InvalidRequestError(f"dtype {dtype!r}: expected one of {', '.join(_BY_NAME)}", reason="DTYPE_UNSUPPORTED")

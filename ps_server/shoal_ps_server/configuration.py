@@ -16,12 +16,12 @@ class Configuration:
     """One job's settings. Changes make a new one."""
 
     configured: OptimizerSettings
-    """As ConfigureOptimizer gave it: what later callers must agree with."""
+    """What ConfigureOptimizer gave: later callers must agree with it."""
     optimizer: OptimizerSettings
-    """As the schedule has changed it."""
+    """What the schedule has made of it."""
     consistency: Consistency
     revision: int = 0
-    """Of the last SetHyperparameters that was applied."""
+    """Revision of the last SetHyperparameters that was applied."""
 
     def check_equal(self, optimizer: OptimizerSettings, consistency: Consistency) -> None:
         """Raises PreconditionError / OPTIMIZER_CONFLICT unless a later ConfigureOptimizer asks for the same."""

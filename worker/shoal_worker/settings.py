@@ -81,22 +81,22 @@ class WorkerSettings(BaseSettings):
 
     @property
     def rendezvous_timeout(self) -> timedelta:
-        """As a duration."""
+        """`rendezvous_timeout_s` as a duration."""
         return timedelta(seconds=self.rendezvous_timeout_s)
 
     @property
     def collective_timeout(self) -> timedelta:
-        """As a duration."""
+        """`collective_timeout_s` as a duration."""
         return timedelta(seconds=self.collective_timeout_s)
 
     @property
     def connect_timeout(self) -> timedelta:
-        """As a duration."""
+        """`connect_timeout_s` as a duration."""
         return timedelta(seconds=self.connect_timeout_s)
 
     @property
     def away_timeout(self) -> timedelta:
-        """As a duration."""
+        """`away_timeout_s` as a duration."""
         return timedelta(seconds=self.away_timeout_s)
 
 

@@ -27,7 +27,7 @@ class Heard:
 
 
 def heard_of(draft: Draft) -> Heard:
-    """Of the members of the newest generation."""
+    """Returns which members of the newest generation were heard of."""
     ranks = () if draft.generation is None else draft.generation.ranks
     now_ms, unheard_ms = draft.now.ms, draft.spec.unheard_ms
     pulses = [p for rank in ranks if (p := draft.pulse(rank.member_id)) is not None and p.silent_ms(now_ms) <= unheard_ms]

@@ -42,7 +42,7 @@ class Changes:
     """What of the state has to be written: keys of the mappings whose entry was put or removed, and which other parts differ."""
 
     header: bool
-    """Any of the small fields: phase, number, accusations and so on."""
+    """Whether any of the small fields changed: phase, number, accusations and so on."""
     generation: bool
     layout: bool
     members: frozenset[str]

@@ -239,7 +239,7 @@ class JobState:
     spec: JobSpec
     phase: JobPhase = JobPhase.WAITING
     number: int = 0
-    """Of the newest generation; 0 before the first. Never falls."""
+    """Number of the newest generation; 0 before the first. Never falls."""
     generation: Generation | None = None
     """The newest one, also when it is over because members are missing (phase WAITING)."""
     members: Mapping[str, Member] = field(default_factory=dict)
@@ -257,7 +257,7 @@ class JobState:
     ending: JobEnding = JobEnding.NONE
     """NONE if and only if the phase is neither STOPPING nor FINISHED. What has FAILED stays so."""
     stop_reason: str = ""
-    """Of phases STOPPING and FINISHED."""
+    """Why the job stops, or has stopped, in phases STOPPING and FINISHED."""
     departing: bool = False
     """A ranked member has left at the border where all stop: no generation is formed any more."""
 

@@ -63,7 +63,7 @@ class JobLoop:
 
     def __init__(self, stored: Stored, *, store: JobStore, clock: Clock, policy: Policy, metrics: CoordinatorMetrics) -> None:
         self.state: JobState = stored.state
-        """As on disk."""
+        """The job's state as it is on disk."""
         self.sessions = Sessions()
         self._store = store
         self._clock = clock

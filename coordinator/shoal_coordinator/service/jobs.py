@@ -61,7 +61,7 @@ class Jobs:
         return loop
 
     def states(self) -> list[JobState]:
-        """Of all jobs, by id. May be called on any thread."""
+        """Returns the states of all jobs, by id. May be called on any thread."""
         return [loop.state for _, loop in sorted(self._loops.copy().items())]
 
     async def create(self, spec: JobSpec, *, timeout_s: float) -> bool:

@@ -53,7 +53,7 @@ class Fence:
 
     @classmethod
     def restored(cls, *, generation: int, members: Iterable[str], put_out: Mapping[str, int]) -> Fence:
-        """As a snapshot held it."""
+        """Makes the fence that a snapshot held."""
         return cls(generation=generation, members=frozenset(members), put_out=dict(put_out))
 
     def learn(self, generation: int, members: Iterable[str]) -> Change:

@@ -16,7 +16,7 @@ class ElementType:
     """One element type, in every spelling that a server meets."""
 
     name: str
-    """As in a shard map and a snapshot: numpy's."""
+    """The name that shard maps and snapshots have for it: numpy's."""
 
     wire: pb.Dtype
     """shoal.v1.Dtype."""

@@ -45,7 +45,7 @@ class Partition:
 
     @classmethod
     def restored(cls, image: PartitionImage, optimizer: OptimizerSettings | None) -> Partition:
-        """As `image` was taken. The image's tensors become the partition's own."""
+        """Makes the partition that `image` was taken of. The image's tensors become the partition's own."""
         partition = cls(
             spec=image.spec, version=image.version, values=image.values, sequences=dict(image.sequences), batches=dict(image.batches)
         )

@@ -83,7 +83,7 @@ class NodeSession:
         self._on_change = on_change
         self._on_job_lost = on_job_lost
         self._outgoing: queue.SimpleQueue[pb.Leave | None] = queue.SimpleQueue()
-        """Of the stream that is open: each has its own. None ends it."""
+        """What is to be sent on the stream that is open: each has its own queue. None ends it."""
         self._interval_s = _FIRST_INTERVAL_S
         self._leaving = threading.Event()
         self._thread = threading.Thread(target=self._run, name="shoal-node-session", daemon=True)
@@ -133,7 +133,7 @@ class NodeSession:
         self._come_back(str(error))
 
     def _come_back(self, why: str) -> None:
-        """As another member, next."""
+        """Comes back as another member, next."""
         self._join.member_id = str(uuid.uuid4())
         self.standing = Standing(generation=0, placement=None, why=why)
 

@@ -63,7 +63,7 @@ class WorkerExit:
     """The end of a worker process."""
 
     index: int
-    """Of its launcher: 0 .. workers-1."""
+    """Number of the worker at its launcher: 0 .. workers-1."""
     rank: int
     """Its last rank in the job, as far as that is known; else `started_as`."""
     started_as: int
@@ -193,7 +193,7 @@ class RestartPolicy:
         return self.fatal is not None and self._fail_fast
 
     def exit_code(self, *, signal_number: int = 0) -> int:
-        """Of the run, after its last worker; `signal_number`: the launcher was asked to end by it, 0: it was not."""
+        """Returns the exit code of the run, after its last worker; `signal_number`: the launcher was asked to end by it, 0: it was not."""
         if self.fatal is not None:
             return self.fatal.status.code
         if not self.elastic:

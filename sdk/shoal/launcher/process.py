@@ -32,7 +32,7 @@ class ExitStatus:
     """How a process ended."""
 
     code: int
-    """As a shell gives it: the exit code, or 128 + signal."""
+    """The status that a shell gives: the exit code, or 128 + signal."""
     signal: int = 0
     """0: none."""
 

@@ -38,7 +38,7 @@ class ClusterRecord:
     """What was started, for people."""
     host: str
     pid: int
-    """Of the process that runs the cluster."""
+    """Process id of the process that runs the cluster."""
     pid_start_ticks: int
     """With the pid, names that process for good."""
     started_unix_s: float

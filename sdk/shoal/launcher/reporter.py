@@ -77,7 +77,7 @@ class ExitReporter:
                 return None
 
     def news(self) -> JobNews | None:
-        """Of the job; None: the coordinator could not be asked, or does not know the job. Blocks for 2 s at most."""
+        """Returns the news of the job; None: the coordinator could not be asked, or does not know the job. Blocks for 2 s at most."""
         try:
             job = self._client.get_job(self._job_id, deadline=_CALL_DEADLINE)
         except ShoalError:

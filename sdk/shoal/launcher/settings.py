@@ -137,7 +137,7 @@ class RunSettings:
     """One `shoal run` on one machine."""
 
     command: tuple[str, ...]
-    """Of each worker process."""
+    """Command line of each worker process."""
     program: str
     """The script or module, for people."""
     job_id: str

@@ -25,7 +25,7 @@ class Part:
 
     @property
     def dtype(self) -> DtypeInfo:
-        """Of the tensor."""
+        """Element type of the tensor that this is a part of."""
         return self.tensor.dtype
 
     @property

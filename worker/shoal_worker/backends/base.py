@@ -118,7 +118,7 @@ class CommunicationBackend(abc.ABC):
     name: ClassVar[str]
     """What users select it by: "gloo", "nccl"."""
     device_type: ClassVar[str] = "cpu"
-    """Of the tensors that a rank sums numbers in."""
+    """Type of the device on which `sum_numbers` puts them."""
     averages_natively: ClassVar[bool]
     """Whether the library knows AVERAGE; else it is a sum, divided afterwards."""
 
@@ -254,7 +254,7 @@ class CommunicationBackend(abc.ABC):
         self.all_reduce(tensor)
 
     def sum_numbers(self, values: Sequence[float]) -> list[float]:
-        """As `all_reduce_short`, of a few dozen numbers in float64."""
+        """Sums a few dozen numbers over all ranks, in float64, as `all_reduce_short` does; returns the sums."""
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device_type)
         self.all_reduce_short(tensor)
         summed: list[float] = tensor.tolist()

@@ -66,7 +66,7 @@ class Collective:
 
     @property
     def dtypes(self) -> frozenset[torch.dtype]:
-        """Of all its tensors."""
+        """The dtypes of all its tensors."""
         return frozenset(one.dtype for one in (*self.inputs, *self.outputs))
 
     @property

@@ -46,7 +46,7 @@ class Seat:
     """Shared by all ranks, where the backend needs one. In a launch, waiting on it would keep the rank's turn: for what returns at once
     only."""
     timeout: timedelta
-    """Of each wait for other ranks."""
+    """How long a wait for other ranks may take."""
     backend: str = "inmemory"
     """What connects them."""
 

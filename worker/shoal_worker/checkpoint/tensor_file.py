@@ -30,7 +30,7 @@ _READ_BLOCK = 8 << 20
 
 
 def stored(tensor: torch.Tensor) -> torch.Tensor:
-    """As it lies in a file."""
+    """Returns `tensor` as it lies in a file."""
     return tensor if tensor.dtype in STORED_DTYPES else tensor.reshape(-1).view(torch.uint8)
 
 

@@ -44,7 +44,7 @@ class GradientCompressor(abc.ABC):
     """Adds what compression left out of a step to the next step's gradient (Karimireddy et al. 2019). One float32 per gradient element
     and rank, twice while a step is under way."""
     seed: int = 0
-    """Of its random numbers; the same on all ranks."""
+    """Where its random numbers begin; the same on all ranks."""
 
     @abc.abstractmethod
     def payload_bytes(self, shape: Sequence[int]) -> int:
@@ -138,7 +138,7 @@ class Errand:
     """Its index: the same on all ranks."""
     step: int
     shapes: Sequence[Sequence[int]] | None
-    """Of the tensors in it, in order; None: one vector."""
+    """Shapes of the tensors in it, in order; None: one vector."""
     round: int = 0
     """How often it was sent before in the step."""
 

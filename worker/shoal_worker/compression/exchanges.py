@@ -33,7 +33,7 @@ class Chunks:
 
     numel: int
     length: int
-    """Of all parts but the last."""
+    """Number of elements in each part but the last."""
     count: int
 
     @classmethod

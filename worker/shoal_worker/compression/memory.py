@@ -28,7 +28,7 @@ _WARM = "warm."
 
 
 class BucketMemory:
-    """Of one bucket."""
+    """What compression has left out of one bucket, to be added to its next gradient."""
 
     def __init__(self) -> None:
         self._committed: dict[str, torch.Tensor] = {}
@@ -66,7 +66,8 @@ class BucketMemory:
         return target
 
     def compensated_sum(self, start: int, values: torch.Tensor) -> torch.Tensor:
-        """As `compensated_gradient`, for this rank's part of a sum, which begins at `start` in the bucket."""
+        """Adds to this rank's part of a sum, which begins at `start` in the bucket, what was left out of it before; see
+        `compensated_gradient`."""
         return self._compensated(f"{_OWNED}{start}", values)
 
     def _compensated(self, slot: str, values: torch.Tensor) -> torch.Tensor:
@@ -131,7 +132,7 @@ class BucketMemory:
 
 
 class Memory:
-    """Of all buckets of a model, by index."""
+    """What compression has left out, for all buckets of a model, by index."""
 
     def __init__(self) -> None:
         self._buckets: dict[int, BucketMemory] = {}

@@ -80,7 +80,7 @@ def _quantize(values: torch.Tensor, noise: torch.Tensor, scales: torch.Tensor, l
 
 
 def _largest_magnitudes(rows: torch.Tensor) -> torch.Tensor:
-    """Of each row; NaN if it has one."""
+    """Returns the largest magnitude in each row; NaN where the row has one."""
     if host.in_host_memory(rows.device):  # torch's reductions over short rows take 4 times as long
         return torch.from_numpy(np.abs(rows.numpy()).max(axis=1))
     return rows.abs().amax(dim=1)

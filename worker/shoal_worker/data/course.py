@@ -31,7 +31,7 @@ class Course:
         self._orders = orders
         self._next_epoch = 0
         self._loaded_next_epoch = 0
-        """As the state loaded last had it. The script may still have to pass over iterations to get there."""
+        """The next epoch in the state that was loaded last. The script may still have to pass over iterations to get there."""
 
     @property
     def next_epoch(self) -> int:

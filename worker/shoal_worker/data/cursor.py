@@ -41,7 +41,7 @@ class Cursor:
         return replace(self, epoch=epoch, samples=0, step=0)
 
     def to_state(self) -> dict[str, Any]:
-        """As JSON."""
+        """Returns the cursor as what JSON can hold."""
         return asdict(self)
 
     @classmethod

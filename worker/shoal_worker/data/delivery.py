@@ -24,7 +24,7 @@ from shoal_worker.elastic.contract import Share, StepClock, WeighRows
 
 
 class Delivery:
-    """Of one loader."""
+    """Hands the batches of one loader's steps to the user's loop."""
 
     def __init__(
         self,

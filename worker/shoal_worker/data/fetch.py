@@ -35,9 +35,9 @@ class Request:
 
     epoch: int
     indices: tuple[int, ...]
-    """Of the dataset, in order."""
+    """Indices into the dataset, in the order of the batch."""
     key: tuple[int, ...]
-    """Of the random numbers: (seed, epoch, step, micro-batch)."""
+    """What the random numbers follow from: (seed, epoch, step, micro-batch)."""
 
 
 class Fetcher:

@@ -15,7 +15,7 @@ _unnamed: weakref.WeakKeyDictionary[StepClock, int] = weakref.WeakKeyDictionary(
 
 
 class Introduction:
-    """Of one loader."""
+    """Makes one loader known to the sessions that it meets."""
 
     def __init__(self, name: str) -> None:
         """`name`: empty for a training loader that was given none."""

@@ -32,7 +32,7 @@ _NOTHING_LEFT = (
 
 
 class Iterations:
-    """Of one loader."""
+    """The loops over one loader."""
 
     def __init__(self, introduction: Introduction, course: Course, supply: Supply, delivery: Delivery, fetcher: Fetcher) -> None:
         self.under_way = False

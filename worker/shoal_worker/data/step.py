@@ -19,11 +19,11 @@ class DealtStep:
     placement: Placement
     epoch: int
     number: int
-    """Of the step in its epoch, or of the leased batch."""
+    """Number of the step in its epoch, or of the leased batch."""
     positions: range
-    """Of the whole global batch."""
+    """Positions of the whole global batch in the epoch's order."""
     blocks: tuple[Block, ...]
-    """Of this rank."""
+    """The blocks of samples that are this rank's."""
     handed_out: int = 0
     """Samples of this rank that the user's loop has got."""
 

@@ -39,8 +39,8 @@ def is_consequence(error: BaseException) -> bool:
 
 
 def account_for(error: BaseException, traceback: TracebackType | None) -> None:
-    """Of an uncaught exception. One that only tells what happened to others ends the process with PUT_OUT; of any other, an account is left
-    for the launcher.
+    """Deals with an uncaught exception. One that only tells what happened to others ends the process with PUT_OUT; of any other, an account
+    is left for the launcher.
 
     Raises:
         SystemExit: status PUT_OUT.

@@ -39,7 +39,7 @@ class Placement:
     world_size: int
     """Number of data-parallel replicas."""
     speaks: bool = True
-    """Of the ranks of this replica, which get the same samples, it is the one that counts them, and records that it has them."""
+    """Among the ranks of a replica, which all get the same samples, this is the one that counts and records them."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -111,7 +111,7 @@ class Formation:
         self._met = False
         """The ranks of the membership's group are at one, and it does not stand yet."""
         self._outcomes_due = 0
-        """As many outcomes of steps some rank had been told of when the ranks met last."""
+        """The most outcomes of steps that any rank had been told of when the ranks met last."""
         self._meeting_began = 0.0
         self._unreadable: ShoalError | None = None
         self._failed_at: float | None = None

@@ -237,7 +237,7 @@ class Group:
             return self._process_group.all_to_all_single(output, tensor, list(output_sizes), list(input_sizes), AllToAllOptions())
 
     def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor, output_sizes: Sequence[int], input_sizes: Sequence[int]) -> None:
-        """As `all_to_all_async`, and waits.
+        """Starts what `all_to_all_async` does, and waits for it.
 
         Raises:
             MembershipChanged: the group is over.
@@ -403,7 +403,8 @@ class Group:
         self.leave()
 
     def leave(self) -> None:
-        """As `close`, without telling the others where a backend need not: they fail when they need this rank, and not before."""
+        """Closes the group without telling the other ranks where the backend need not: they fail when they need this rank, and not
+        before."""
         with self._lock:
             self._reason = self._reason or "this rank has left it"
             parts, self._parts = self._parts, []

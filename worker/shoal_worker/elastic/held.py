@@ -51,7 +51,7 @@ class HeldState:
         self.step: Step | None = None
         """The step in progress."""
         self.outcomes = 0
-        """Of steps, that the script was told of. A joiner counts on from its peers' count."""
+        """Number of steps whose outcome the script was told. A joiner counts on from its peers' count."""
         self.compared = 0
         """Steps that were committed when the last one was closed: see `Steps._compare_replicas`."""
         self.control: list[float] = []

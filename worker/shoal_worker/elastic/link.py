@@ -265,7 +265,8 @@ class CoordinatorLink:
 
     @property
     def put_out(self) -> ShoalError | None:
-        """As `refused`, if it was a member and the job goes on or has gone on without it; other errors are not cured by another start."""
+        """Why the coordinator refused this process, if it was a member and the job goes on or has gone on without it; other errors are not
+        cured by another start."""
         error = self._fatal
         return error if self._welcome is not None and isinstance(error, PreconditionError) and error.reason != _JOB_CLOSED else None
 
@@ -464,7 +465,7 @@ class CoordinatorLink:
         return not mid_step and self._drain_ordered
 
     def _no_generation_comes(self) -> bool:
-        """As far as is known: the coordinator said so, or has put the job on hold, or is away."""
+        """As far as is known, no generation will come: the coordinator said so, or has put the job on hold, or is away."""
         return self._stop_now or self._standby is not None or self._away_since is not None
 
     def _heartbeat_interval_s(self) -> float:

@@ -32,7 +32,7 @@ _PATIENCE_S: Final = 1.0
 
 
 class Lookout:
-    """Of one session that has peers."""
+    """Looks after the waits of one session that has peers."""
 
     def __init__(self, session: Session) -> None:
         session.on_waiting(self._where)

@@ -25,7 +25,7 @@ class Place(NamedTuple):
     loader: str
     """Its name; empty: the user's own loop."""
     number: int
-    """Of the loader, in the order in which the script made them; from 1."""
+    """Number of the loader, in the order in which the script made them; from 1."""
     epoch: int
     step: int
     """In the epoch."""

@@ -42,7 +42,7 @@ class Progress:
     sequence: int = 0
     """Counts borders, steps and operations entered: grows while the worker is not stuck."""
     samples_per_s: float = 0.0
-    """Of this rank's share, over about the last second."""
+    """Samples per second of this rank, over about the last second."""
     loss: float = math.nan
     """Told last; NaN: never."""
     step_time_s: float = 0.0
@@ -50,7 +50,7 @@ class Progress:
     samples: int = 0
     """Committed samples of this rank, ever."""
     staleness: float = 0.0
-    """Of the last push, in versions (async_sgd)."""
+    """How many versions the last push was behind (async_sgd)."""
     waiting_s: float = 0.0
     """For how long the training thread has waited for its peers without a break; 0: it does not wait."""
     waiting_in: str = ""
@@ -80,7 +80,7 @@ class ProgressMeter:
         self._busy_times: deque[float] = deque(maxlen=_MEDIAN_OF)
         self._last_commit: float | None = None
         self._waited_s = 0.0
-        """Of all waits, at the last commit."""
+        """Seconds that all waits had taken at the last commit."""
         self._cpu = ProcessorTime(clock)
         self.waits = Waits(clock)
         """Notes when this rank waits for its peers."""
@@ -98,7 +98,7 @@ class ProgressMeter:
 
     @property
     def staleness(self) -> float:
-        """Of the last push."""
+        """How many versions the last push was behind."""
         return self._staleness
 
     def pushed(self, staleness: float) -> None:

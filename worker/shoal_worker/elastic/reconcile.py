@@ -59,7 +59,7 @@ class Standing:
     """None: in nothing, or it has taken a state or results since, and its script stands where theirs did."""
 
     def encode(self) -> list[int]:
-        """As integers, for an all-gather of int64."""
+        """Returns it as integers, for an all-gather of int64."""
         flags = [int(self.attached), int(self.spectator), int(self.poisoned), int(self.rewinds)]
         names = [*(self.state or (-1, -1)), *(self.doubt or (-1, -1))]
         return [*names, self.outcomes, *flags, self.operations, *(self.interrupted or (-1, 0))]
@@ -146,7 +146,7 @@ def reconcile(standings: Sequence[Standing]) -> Reconciliation:
 
 
 def _lacking(standings: Sequence[Standing], donors: Sequence[int], furthest: int | None) -> tuple[int, ...]:
-    """Of ranks of one state: those that have finished fewer operations than `furthest`. Where that one rewinds, those that have rewound
+    """Among ranks of one state, those that have finished fewer operations than `furthest`. Where that one rewinds, those that have rewound
     before it lack nothing; only who has to come to the same step yet passes the operations on the way."""
     if furthest is None:
         return ()
@@ -157,7 +157,7 @@ def _lacking(standings: Sequence[Standing], donors: Sequence[int], furthest: int
 
 
 def _apart(holders: Mapping[int, Standing], operations: int) -> tuple[int, ...]:
-    """Of ranks of one state: those in an operation that no other has finished, while another is in the step that follows."""
+    """Among ranks of one state, those in an operation that no other has finished, while another is in the step that follows."""
     interrupted = {r: s.interrupted for r, s in holders.items() if s.interrupted is not None and s.operations == operations}
     in_step = {each.generation for each in interrupted.values() if not each.in_operation}
     return tuple(r for r, each in interrupted.items() if each.in_operation and each.generation in in_step)

@@ -151,7 +151,7 @@ class RegisteredState:
         return [*plain, {"loss scale": self._last_scale, "parameters": self._parameters}]
 
     def settings_digest(self) -> int:
-        """Of `settings`. Every step asks for it: it is made anew when a value is another, and each time if one may change in place."""
+        """Returns a digest of `settings`. It is made anew when a value is another, and each time if one may change in place."""
         now: list[Any] = [self._last_scale, self._parameters]
         for group in self._optimizer.param_groups if self._optimizer is not None else []:
             for name, value in group.items():

@@ -53,7 +53,7 @@ class Replica(Protocol):
 
     @property
     def speaks(self) -> bool:
-        """Of the ranks of its replica it is the first."""
+        """It is the first of the ranks of its replica."""
         ...
 
     @property
@@ -72,7 +72,7 @@ class Replica(Protocol):
         ...
 
     def working(self, group: Group) -> Group:
-        """Of the ranks of `group`, which was regrouped for, those that are no spares. Asked of those alone."""
+        """The ranks of `group`, for which the model was regrouped, that are no spares. Asked of those alone."""
         ...
 
     @property

@@ -73,7 +73,7 @@ class Session:
         self.missed: str | None = None
         """Why this process's end, which its script takes for a good one, is a failure."""
         self.outcome: StepStatus | None = None
-        """Of the last step that the script finished."""
+        """Outcome of the last step that the script finished."""
         self._formation: Formation | None = None
         if membership is not None:
             membership.observe(self.progress)
@@ -386,7 +386,7 @@ class Session:
 
     @property
     def member_id(self) -> str:
-        """Of this process, in its generation; empty in a world of one."""
+        """This process's name in its generation; empty in a world of one."""
         generation = self._generation
         return generation.me.member_id if generation is not None else ""
 

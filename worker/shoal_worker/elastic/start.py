@@ -46,7 +46,7 @@ _log = logging.getLogger(__name__)
 
 _SAME_SIGNAL: Final = timedelta(seconds=5)
 _ELSEWHERE: Final = "192.0.2.1:9"
-"""Of no host at all (RFC 5737): the way there is the way to other machines."""
+"""An address of no host at all (RFC 5737): the way there is the way to other machines."""
 
 
 def current_session() -> Session:

@@ -25,7 +25,7 @@ _OWN: Final = 5
 _SETTINGS: Final = 4
 """Numbers that say whether the ranks' optimizers have the same settings: two digits of a digest of them, and their squares."""
 _BASE: Final = 1 << 20
-"""Of those digits: their squares, summed over 1000 ranks, are exact."""
+"""Base of those digits: their squares, summed over 1000 ranks, are exact."""
 CONTROL_LENGTH: Final = _OWN + _SETTINGS + PLACE_WORD_LENGTH
 """Numbers in a control word. Summed over the ranks as float64, so whole numbers up to 2^53 are exact."""
 

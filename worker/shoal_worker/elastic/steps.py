@@ -428,7 +428,8 @@ class Steps:
         )
 
     def _settle(self, source: StepSource | None) -> None:
-        """As `Borders.settle`. Raises StateLostError as well."""
+        """Settles the border as `Borders.settle` does, after a return to a checkpoint if the state is lost. Raises StateLostError as
+        well."""
         try:
             self._borders.settle(source)
         except StateLostError as lost:

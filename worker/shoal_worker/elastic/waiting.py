@@ -50,7 +50,8 @@ class Wait(NamedTuple):
 
 
 class Waiting:
-    """Of one group and its parts. The training thread enters and leaves it around what it waits for; another thread may look at it."""
+    """Tells what the training thread waits for in one group and its parts. That thread enters and leaves it around each wait; another may
+    look at it."""
 
     def __init__(self, store: RedisStore | None) -> None:
         """`store`: the group's, under whose prefix the notes are; None: this group has none, and nothing is compared."""

@@ -13,7 +13,7 @@ EVERY_S: Final = 10.0
 
 
 class WaitingLines:
-    """Of one wait; belongs to the thread that waits."""
+    """The lines that one wait writes to the log; belongs to the thread that waits."""
 
     def __init__(self, *, waited_s: float = 0.0, first_in_s: float | None = None) -> None:
         """The wait began `waited_s` ago; the first line is due in `first_in_s` (None: as the others)."""

@@ -42,7 +42,7 @@ since a call holds Python's lock, must be able to let the kernel queue all looks
 
 
 class Watch:
-    """Of one member's waits."""
+    """Watches the waits of one member."""
 
     def __init__(self, link: CoordinatorLink, waits: Waits, group: Callable[[], Group | None]) -> None:
         """`group`: the one formed last."""
@@ -55,7 +55,7 @@ class Watch:
         self._missed: tuple[int, frozenset[int]] = (0, frozenset())
         """The generation of the last look, and who was out of reach then."""
         self._reached = False
-        """Of the last look while it was kept out."""
+        """While this member is kept apart from another: the last look reached that one."""
         self._traffic = BusyLinks()
         self._thread = threading.Thread(target=self._run, name="shoal-watch", daemon=True)
 

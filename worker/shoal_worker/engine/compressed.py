@@ -130,7 +130,8 @@ class GradientCompression:
         return {**self.capture(), "ranks": ranks, "units": self._units, "layouts": dict(self._layouts)}
 
     def part(self, whole: StatePart, channel: Channel) -> StatePart:
-        """As `assemble`, for checkpoints that each rank writes a part of: a shard more for each rank, with its residuals, if it has any."""
+        """Returns the state for a checkpoint that each rank writes a part of: a shard more for each rank, with its residuals, if it has
+        any."""
         units = json.loads(channel.exchange(json.dumps(self._units).encode())[0])
         self._reduction.rescale(units / self._units)
         self._units = units

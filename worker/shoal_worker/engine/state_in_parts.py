@@ -18,7 +18,7 @@ from shoal_worker.state.model import check_tensors_fit
 from shoal_worker.state.optimizer import check_fits
 
 Settings = list[dict[str, Any]]
-"""Of an optimizer's parameter groups, without their parameters."""
+"""Hyper-parameters of an optimizer's parameter groups, without their parameters."""
 
 
 class StateInParts(abc.ABC):
@@ -46,11 +46,11 @@ class StateInParts(abc.ABC):
 
     @abc.abstractmethod
     def _shapes(self) -> Mapping[str, torch.Size]:
-        """Of the tensors of the model's state dict when they are whole."""
+        """Shapes of the tensors of the model's state dict when they are whole."""
 
     @abc.abstractmethod
     def _group_shapes(self) -> Sequence[Sequence[torch.Size]]:
-        """Of the whole parameters of each of the optimizer's groups."""
+        """Shapes of the whole parameters in each of the optimizer's groups."""
 
     def check(self, state: Mapping[str, Any]) -> None:
         """Raises CorruptDataError unless this is of the same model and optimizer, as `assemble` of any strategy gives it."""

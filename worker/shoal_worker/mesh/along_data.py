@@ -28,7 +28,7 @@ from shoal_worker.sharding.whole_state import spread
 _NO_CAP: Final = float("inf")
 
 State = Mapping[str, Mapping[str, Any]]
-"""Of an optimizer, by the parameters' names, in the shapes of `pieces`."""
+"""State of an optimizer, by the parameters' names, in the shapes of `pieces`."""
 
 
 class AlongData(abc.ABC):

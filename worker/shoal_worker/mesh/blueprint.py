@@ -49,7 +49,7 @@ class Template:
     pipelined: bool
     """There is a pipeline also where it has one rank."""
     names: tuple[str, ...] = field(init=False)
-    """Of the tensors of the state, parameters first; tied ones once, under the first of their names."""
+    """Names of the tensors of the state, parameters first; tied ones once, under the first of their names."""
     first_names: Mapping[str, str] = field(init=False)
     """By each key of the state dict."""
     parameter_names: frozenset[str] = field(init=False)
@@ -128,7 +128,7 @@ class Blueprint:
         return at.pipeline == self.holders(name)[0] and not whole_elsewhere
 
     def kind(self, name: str) -> Hashable:
-        """Of parameters of one kind, a rank that holds and counts one holds and counts all."""
+        """What kind of parameter it is: a rank that holds and counts one of a kind holds and counts all."""
         return tuple(self.holders(name)), name in self._layouts
 
     def parts(self, name: str) -> int:
@@ -141,7 +141,7 @@ class Blueprint:
         return whole.clone() if layout is None else cut(whole, layout, self.axes.tensor, part)
 
     def shape(self, name: str, part: int) -> torch.Size:
-        """Of `cut`."""
+        """Shape of what `cut` returns."""
         layout, whole = self._layouts.get(name), self.template.tensors()[name]
         return whole.shape if layout is None else cut_shape(layout, self.axes.tensor, part)
 

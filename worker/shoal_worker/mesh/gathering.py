@@ -22,7 +22,7 @@ from shoal_worker.mesh.blueprint import Blueprint
 from shoal_worker.state.serial import dump_tensors, load_tensors
 
 _CHUNK_BYTES: Final = 32 << 20
-"""Of values at once; a message has their optimizer state as well, and for a moment there are some copies of it."""
+"""Bytes of values that are sent at once; a message has their optimizer state as well, and for a moment there are some copies of it."""
 _VALUE: Final = ""
 """Key of a tensor's values, beside those of its optimizer state."""
 
@@ -35,7 +35,7 @@ class Cut:
     """A division of the ranks, and this rank's place in it."""
 
     number: int
-    """Of the generation that it was made in: later ones replace it."""
+    """Number of the generation that it was made in: later cuts replace it."""
     axes: Axes
     at: Coordinate
     shards: int = 1
@@ -230,7 +230,7 @@ class _Arrived:
 
 
 def _newest_complete(rows: Sequence[Sequence[Sequence[int]]]) -> _Told:
-    """Of the cuts that the ranks told the newest that has all its parts. Raises StateLostError (SHARDS_LOST): none has."""
+    """Returns the newest of the cuts that the ranks told that has all its parts. Raises StateLostError (SHARDS_LOST): none has."""
     cuts: dict[int, _Told] = {}
     for rank, row in enumerate(rows):
         for copied, number, pipeline, tensor, data, shards, at_pipeline, at_tensor, *positions in row:
@@ -253,8 +253,8 @@ def _newest_complete(rows: Sequence[Sequence[Sequence[int]]]) -> _Told:
 
 
 def _senders(blueprint: Blueprint, ranks: Mapping[Place, Sequence[int]], name: str) -> dict[tuple[int, int], int]:
-    """Of one tensor, by part and shard. The ranks that hold it take turns, by its name. All of one part's shards are of one stage: what
-    stages share, each cuts in its own way."""
+    """Returns which rank sends each part and shard of one tensor. The ranks that hold it take turns, by its name. All of one part's shards
+    are of one stage: what stages share, each cuts in its own way."""
     holders, turn = blueprint.holders(name), sum(name.encode())
     stage = holders[turn % len(holders)]
     own = {(part, shard): at for (pipeline, part, shard), at in ranks.items() if pipeline == stage and part < blueprint.parts(name)}

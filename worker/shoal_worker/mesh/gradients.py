@@ -22,7 +22,7 @@ _SMALLEST: Final = 1e-12
 
 
 class MeshGradients(abc.ABC):
-    """Of one division of the ranks."""
+    """The gradients of this rank's part of the model, for one division of the ranks."""
 
     def __init__(self, pieces: Mapping[str, nn.Parameter], *, buffers: int, averages: bool, device: torch.device) -> None:
         """`buffers`: elements of them. `averages`: losses are means, so gradients weigh what their samples do."""
@@ -48,18 +48,18 @@ class MeshGradients(abc.ABC):
 
     @abc.abstractmethod
     def scale(self, factor: float) -> None:
-        """What was handed out."""
+        """Multiplies the gradients that were handed out."""
 
     @abc.abstractmethod
     def norm_here(self) -> float:
-        """Of what was handed out here."""
+        """Returns the norm of the gradients that were handed out on this rank."""
 
     @abc.abstractmethod
     def forget(self) -> None:
-        """What was handed out."""
+        """Forgets what was handed out."""
 
     def begin(self) -> None:
-        """Of a step."""
+        """Begins a step."""
         self._flat.zero_()
 
     def add(self, weight: float, found: Mapping[str, torch.Tensor | None], changes: torch.Tensor) -> None:
@@ -81,7 +81,7 @@ class MeshGradients(abc.ABC):
         own.add_(gradient.to(own.dtype), alpha=factor)
 
     def factor(self, weight: float) -> float:
-        """Of the gradients of a pass that weighs so much."""
+        """Returns what the gradients of a pass that weighs so much are multiplied with."""
         return weight if self._averages else float(weight > 0)
 
     @property
@@ -103,7 +103,7 @@ class MeshGradients(abc.ABC):
             self.sum_pass()
 
     def sum_over(self, replicas: Group) -> None:
-        """Of the step. Raises MembershipChanged."""
+        """Sums the step's gradients over the replicas. Raises MembershipChanged."""
         replicas.all_reduce(self._flat)
 
     @property
@@ -113,7 +113,7 @@ class MeshGradients(abc.ABC):
 
     @property
     def like(self) -> torch.Tensor:
-        """Of the dtype and on the device that changes of buffers are wanted in."""
+        """Returns a tensor of the dtype and on the device that changes of buffers are wanted in."""
         return self._flat
 
     @property
@@ -129,17 +129,17 @@ class MeshGradients(abc.ABC):
 
     @property
     def divisor(self) -> float:
-        """Of the sums."""
+        """What the sums are divided by."""
         return self.total_weight if self._averages else 1.0
 
     @property
     def total_weight(self) -> float:
-        """Of the whole batch."""
+        """Weight of the whole batch."""
         return float(self._weight) or 1.0
 
     @property
     def changes(self) -> torch.Tensor:
-        """Of the buffers, the mean over the batch."""
+        """Changes of the buffers, the mean over the batch."""
         mean: torch.Tensor = self._changes / self.total_weight
         return mean
 
@@ -158,9 +158,9 @@ class ReplicatedGradients(MeshGradients):
         super().__init__(pieces, buffers=buffers, averages=averages, device=device)
         self._counted = [name for name in self._pieces if counts(name)]
         self._first: dict[str, tuple[torch.Tensor, float]] = {}
-        """Of parameters to which one gradient was added."""
+        """The gradient, and its factor, of parameters to which one gradient was added."""
         self._sums: dict[str, torch.Tensor] = {}
-        """Of others."""
+        """The sums of parameters to which several gradients were added."""
 
     def begin(self) -> None:
         """See `MeshGradients`."""
@@ -242,8 +242,8 @@ class ReplicatedGradients(MeshGradients):
 
 
 def _squared_norm(terms: Iterable[tuple[torch.Tensor, float]]) -> float:
-    """Of tensors times numbers. By rows in float32, and over the rows in float64: longer sums of float32 lose digits, and all of it in
-    float64 takes several times as long. Where squares are beyond float32, in float64 after all."""
+    """Returns the squared norm of tensors times numbers. By rows in float32, and over the rows in float64: longer sums of float32 lose
+    digits, and all of it in float64 takes several times as long. Where squares are beyond float32, in float64 after all."""
     terms = list(terms)
     rows = [_norms(tensor.flatten(1) if tensor.dim() > 1 else tensor).mul_(factor).reshape(-1) for tensor, factor in terms]
     if not rows:

@@ -81,7 +81,7 @@ class ModelParts(StateInParts):
         self.optimizer = optimizer
 
     def blueprint_for(self, axes: Axes) -> Blueprint:
-        """Of any division. Raises ConfigurationError: the model cannot be cut so."""
+        """Returns where each tensor lies for a division of the ranks. Raises ConfigurationError: the model cannot be cut so."""
         if axes not in self._blueprints:
             self._blueprints[axes] = Blueprint(self.template, axes)
         return self._blueprints[axes]

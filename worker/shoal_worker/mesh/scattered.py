@@ -26,7 +26,7 @@ _IN_FLIGHT: Final = 2
 
 
 class ScatteredGradients(MeshGradients):
-    """Of the trained units of one rank's part."""
+    """Gradients that are scattered over the replicas: those of the trained units of one rank's part."""
 
     def __init__(
         self,
@@ -101,10 +101,10 @@ class ScatteredGradients(MeshGradients):
 
 
 class GradientsOfPasses(ScatteredGradients):
-    """Of units that are gathered block by block: their gradients are reduced in the backward passes themselves, and freed there."""
+    """Gradients of units that are gathered block by block: they are reduced in the backward passes themselves, and freed there."""
 
     def __init__(self, *args: Any, execution: ShardedExecution, **kwargs: Any) -> None:
-        """As `ScatteredGradients`. `execution`: of the units."""
+        """`execution` runs the units; the other arguments are those of `ScatteredGradients`."""
         super().__init__(*args, **kwargs)
         self._execution = execution
 

@@ -86,7 +86,7 @@ class StepWork(Work):
         return self.is_completed()
 
     def synchronize(self) -> None:
-        """As `wait`."""
+        """Waits for the collective, as `wait` does."""
         self.wait()
 
     def result(self) -> list[torch.Tensor]:

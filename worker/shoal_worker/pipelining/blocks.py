@@ -46,7 +46,7 @@ class Block:
     """A piece that is not cut: one or more submodules that run one after the other."""
 
     names: tuple[str, ...]
-    """Of its submodules, in the model. In a layered model those before and after the layers make one block each."""
+    """Names of its submodules in the model. In a layered model those before and after the layers make one block each."""
 
     @property
     def name(self) -> str:

@@ -40,7 +40,7 @@ Loss = Callable[[Any, Any], torch.Tensor]
 
 @dataclass(frozen=True)
 class _Shape:
-    """Of one tensor between stages."""
+    """Shape and dtype of one tensor between stages."""
 
     size: tuple[int, ...]
     dtype: str
@@ -101,7 +101,7 @@ class _Held:
     inputs: tuple[torch.Tensor, ...]
     outputs: tuple[torch.Tensor, ...]
     gradients: tuple[torch.Tensor | None, ...] | None = None
-    """Of the outputs; None: ones, of the loss."""
+    """Gradients of the outputs; None: the outputs are losses, whose gradients are ones."""
     weights_later: list[dict[str, Any]] | None = None
     """torch's notes for the second half of a split backward pass; None: that half is the whole of it."""
 
@@ -137,7 +137,8 @@ class Engine:
         self._last = stage_count - 1
         self._links = links
         self._shapes: dict[tuple[int, int, bool, bool], _BorderShape] = {}
-        """Of what a stage (the first key) hands on, for a micro-batch's signature, with or without gradients, in training mode or not."""
+        """Shapes of what a stage (the first key) hands on, for a micro-batch's signature, with or without gradients, in training mode or
+        not."""
         self._trainable: tuple[bool, ...] = ()
 
     def run(

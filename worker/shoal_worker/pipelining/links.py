@@ -110,7 +110,7 @@ class Links:
         self.start_all_reduce(tensor, what, op)()
 
     def start_all_reduce(self, tensor: torch.Tensor, what: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Callable[[], None]:
-        """As `all_reduce`; the result is in place once the returned function has been called."""
+        """Starts an all-reduce; the result is in place once the returned function has been called."""
         return start_all_reduce(self._group, tensor, what, op) if self.size > 1 else lambda: None
 
     def broadcast(self, tensor: torch.Tensor, source: int, what: str) -> None:
@@ -148,7 +148,7 @@ def all_reduce(group: dist.ProcessGroup, tensor: torch.Tensor, what: str, op: di
 def start_all_reduce(
     group: dist.ProcessGroup, tensor: torch.Tensor, what: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
 ) -> Callable[[], None]:
-    """As `all_reduce`; the result is in place once the returned function has been called."""
+    """Starts an all-reduce; the result is in place once the returned function has been called."""
     options = AllreduceOptions()
     options.reduceOp = dist.ReduceOp(op)
     with _group_errors(what):

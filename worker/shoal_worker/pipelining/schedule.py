@@ -171,7 +171,7 @@ def forward_schedule(rank_of: tuple[int, ...], micro_batches: int) -> Schedule:
 
 
 class _StandIn:
-    """As much of a stage as torch's schedules look at when they compute their order."""
+    """Has as much of a stage as torch's schedules look at when they compute their order."""
 
     def __init__(self, index: int, stages: int, rank: int, ranks: int) -> None:
         self.stage_index, self.num_stages, self.group_rank, self.group_size = index, stages, rank, ranks
@@ -181,7 +181,8 @@ class _StandIn:
 
 
 def _one_forward_one_backward(ranks: int, micro_batches: int) -> dict[int, list[Any]]:
-    """As torch's Schedule1F1B runs; the order that it gives as a value lacks the last stage's first forward pass (torch 2.13)."""
+    """Returns the order in which torch's Schedule1F1B runs; the order that it gives as a value lacks the last stage's first forward pass
+    (torch 2.13)."""
     order: dict[int, list[Any]] = {}
     for rank in range(ranks):
         ahead = min(ranks - 1 - rank, micro_batches)

@@ -53,7 +53,7 @@ class Border:
         raise TypeError(f"{what} returned {type(value).__name__}; between stages go a tensor or a tuple of tensors: give other cut_points")
 
     def value(self) -> Any:
-        """As the next block of a chain takes it."""
+        """The value as the next block of a chain takes it."""
         return self.tensors if self.wrapped else self.tensors[0]
 
 

@@ -116,8 +116,8 @@ def copy_singles(
 
 
 def _agree(held: Sequence[Held], channel: Channel) -> tuple[list[int], Held | None, bool]:
-    """Of the newest cut that is complete: the rank that sends each position, what this rank has of it, and whether every rank has every
-    position."""
+    """Returns, for the newest cut that is complete: the rank that sends each position, what this rank has of it, and whether every rank has
+    every position."""
     told = newest_complete(_told(held, channel))
     everywhere = all(len(told.holders.get(position, ())) == channel.world_size for position in range(told.world_size))
     return senders(told.sources(), told.world_size), held_of(held, told.number), everywhere

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class CompressedScatter:
-    """Of one unit."""
+    """Scatters one unit's gradients, compressed."""
 
     def __init__(self, compression: GradientCompression, session: Session, number: int) -> None:
         """`number`: of the unit, the same on all ranks."""

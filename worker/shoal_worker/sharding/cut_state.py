@@ -54,7 +54,7 @@ class CutState(StateInParts):
         self.cut: Cut | None = WHOLE
         """None: nothing; a joiner that has got no shards yet."""
         self.division = Division(world_size=1, shards=1)
-        """Of the ranks that it is cut for."""
+        """How the ranks that it is cut for are divided."""
         self._divide = divide
         self._execution = execution
         self._stage = stage
@@ -67,7 +67,7 @@ class CutState(StateInParts):
         self._state = ShardedOptimizerState(None)
         self._scalars: list[list[dict[str, Any]]] = [[{} for _ in unit.parameters] for unit in self.units]
         self._keys: list[dict[str, torch.dtype]] = [{} for _ in self.units]
-        """Of the optimizer's state, in a joiner that has got no shards yet."""
+        """Names and dtypes of the optimizer's state, in a joiner that has got no shards yet."""
 
     def use_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """See `StateInParts`: it updates pieces."""
@@ -194,7 +194,7 @@ class CutState(StateInParts):
         return self._as_one_process(assemble(self.units, self._held(keys), keys, channel))
 
     def capture_whole(self) -> dict[str, Any]:
-        """As `assemble`, of a state that is not cut."""
+        """Returns a state that is not cut, in the form that `assemble` returns."""
         keys = [self._state.element_keys(unit) for unit in self.units]
         return self._as_one_process([vectors[0] for vectors in hold(self.units, self._state, WHOLE, keys).vectors])
 

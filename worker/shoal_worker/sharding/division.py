@@ -19,7 +19,7 @@ def buddy_stride(hosts: Sequence[str]) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Division:
-    """Of `world_size` ranks."""
+    """How `world_size` ranks are divided into replicas that hold all shards between them."""
 
     world_size: int
     shards: int

@@ -212,7 +212,7 @@ class ShardedExecution:
         self._visited = []
 
     def forget(self) -> None:
-        """As `settle`, and nothing is added up."""
+        """Waits for what is under way, as `settle` does, and adds nothing up."""
         self.settle()
         self.came, self.factor = False, None
         self._whereabouts.pending = False

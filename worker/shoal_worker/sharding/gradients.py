@@ -21,7 +21,7 @@ _SQUARED_AT_ONCE: Final = 1 << 16
 
 
 class CutGradients:
-    """Of all trained units."""
+    """The gradients of all trained units."""
 
     def __init__(self, trained: Sequence[Unit], *, exact: bool) -> None:
         """`exact`: the norm's bits do not depend on the number of ranks."""
@@ -57,7 +57,7 @@ class CutGradients:
         return torch.cat([plain, torch.stack(digits).sum(0) if digits else torch.zeros(DIGITS, dtype=torch.float64)])
 
     def squared_norm(self, summed: torch.Tensor) -> float:
-        """Of all gradients, from the sum of the ranks' parts."""
+        """Returns the squared norm of all gradients, from the sum of the ranks' parts."""
         return from_digits(summed[1:].tolist()) if self._exact and summed[0].isfinite() else float(summed[0])
 
     def hand_out(self, divisor: float, present: Sequence[bool]) -> None:
@@ -69,7 +69,7 @@ class CutGradients:
                 holding.hand_out(divisor, here)
 
     def scale(self, factor: float) -> None:
-        """What was handed out."""
+        """Multiplies the gradients that were handed out."""
         for unit in self._trained:
             for holding in unit.holdings:
                 for piece in holding.pieces:
@@ -77,7 +77,7 @@ class CutGradients:
                         piece.grad.mul_(factor)
 
     def norm_here(self) -> float:
-        """Of what was handed out: of this rank's own shard, and of the one that it mirrors."""
+        """Returns the norm of the gradients that were handed out, those of this rank's own shard and of the one that it mirrors."""
         pieces = (piece for unit in self._trained for holding in unit.holdings for piece in holding.pieces)
         gradients = [piece.grad for piece in pieces if piece.grad is not None]
         return math.sqrt(sum(float(_squared_norm(g)) for g in gradients))

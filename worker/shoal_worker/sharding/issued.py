@@ -21,7 +21,7 @@ _CHECK_BITS: Final = 20
 
 
 class IssuedCollectives:
-    """Of one rank in one step."""
+    """The collectives that one rank has issued in one step."""
 
     def __init__(self) -> None:
         self._step = 0

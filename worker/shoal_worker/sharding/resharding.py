@@ -56,7 +56,7 @@ class Cut:
     mirrored: int | None
 
     def row(self) -> list[int]:
-        """As integers."""
+        """Returns it as integers."""
         return [self.number, self.world_size, self.position, -1 if self.mirrored is None else self.mirrored]
 
 
@@ -110,7 +110,7 @@ class Told:
 
 
 def newest_complete(rows: Sequence[Sequence[int]]) -> Told:
-    """Of the cuts that the ranks told (each may tell several) the newest that has all its positions; if none has, the newest."""
+    """Returns the newest of the cuts that the ranks told (each may tell several) that has all its positions; if none has, the newest."""
     cuts: dict[int, Told] = {}
     for rank, row in enumerate(rows):
         for number, world_size, position, mirrored, copied in zip(*[iter(row)] * len(_NO_ROW), strict=True):

@@ -116,13 +116,13 @@ class Unit:
         self.leaves = tuple(leaves) if leaves is not None else self.parameters
         self.trained = self.parameters[0].requires_grad
         self.dtype = self.parameters[0].dtype
-        """Of the shards."""
+        """Dtype of the shards."""
         self.device = self.parameters[0].device
-        """Of the whole parameters."""
+        """Device of the whole parameters."""
         self.home = home or Home(self.device)
         self.stage = stage
         self.sum_dtype = torch.float64 if wide or self.dtype == torch.float64 else torch.float32
-        """Of gradients, in the sum."""
+        """Dtype in which gradients are summed."""
         self._wire_dtype = reduce_dtype or self.sum_dtype
         self._whole_dtype = param_dtype if param_dtype is not None and self.dtype.is_floating_point else self.dtype
         self.apart = stage is Stage.PARAMETERS or self.home.apart or self._whole_dtype != self.dtype

@@ -23,7 +23,7 @@ def optimizer_state(
     scalars: Sequence[Sequence[Mapping[str, Any]]],
     wholes: Sequence[Mapping[str, torch.Tensor]],
 ) -> dict[str, Any]:
-    """As `torch.optim.Optimizer.state_dict()` of one process. `places`: the parameters of each group."""
+    """Returns what `torch.optim.Optimizer.state_dict()` of one process would. `places`: the parameters of each group."""
     state: dict[int, dict[str, Any]] = {}
     groups, number = [], 0
     for group, own in zip(places, settings, strict=True):

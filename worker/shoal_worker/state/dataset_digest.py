@@ -23,7 +23,7 @@ DRAWN: Final = "what the sampler drew"
 """In what a loader deals by: a digest of the epoch's order."""
 
 _ROWS: Final = 1 << 16
-"""Of a tensor, evenly spaced, at most."""
+"""At most so many rows of a tensor are looked at, evenly spaced."""
 
 
 def identity_of(dataset: Any) -> str:

@@ -42,7 +42,7 @@ class ForwardingOptimizer(torch.optim.Optimizer):
         return self.optimizer.step(closure)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's."""
+        """Clears the gradients, as torch's `zero_grad` does."""
         self.optimizer.zero_grad(set_to_none=set_to_none)
 
     def state_dict(self) -> dict[str, Any]:

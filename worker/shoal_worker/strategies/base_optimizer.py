@@ -85,7 +85,7 @@ class ShardedOptimizer(ForwardingOptimizer, abc.ABC):
             self.optimizer.step()
 
     def _scale_gradients(self, scale: float) -> None:
-        """Of what is to be updated."""
+        """Multiplies the gradients of what is to be updated."""
         for parameter in (p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None):
             parameter.grad.mul_(scale)
 

@@ -16,24 +16,24 @@ class Closing:
     number: int
     """Which step of this model it is, from 1."""
     divisor: float
-    """Of the summed gradients."""
+    """What the summed gradients are divided by."""
     squared_norm: float
-    """Of the gradients, before the divisor."""
+    """Squared norm of the gradients, before the divisor."""
 
     @property
     def norm(self) -> float:
-        """Of the gradients that were handed out; NaN if they are not finite."""
+        """Norm of the gradients that were handed out; NaN if they are not finite."""
         return math.sqrt(self.squared_norm) / self.divisor if math.isfinite(self.squared_norm) else math.nan
 
 
 @dataclass(kw_only=True)
 class CutClosing(Closing):
-    """Of a model that is cut over all ranks: of each parameter every rank has a piece."""
+    """The closing of a model that is cut over all ranks: every rank has a piece of each parameter."""
 
     present: list[bool]
     """For each trained parameter: some rank used it."""
     changes: torch.Tensor
-    """Of the buffers; the mean over the ranks."""
+    """Changes of the buffers, the mean over the ranks."""
 
 
 class ClosingSum:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from shoal_worker.elastic.session import Session
 
 Loss = Callable[[Any, Any], torch.Tensor]
-"""Of an output and its targets: the mean over the batch."""
+"""Computes the loss of an output and its targets: the mean over the batch."""
 
 
 class Model(Protocol):
@@ -82,7 +82,7 @@ class OptimizationInputData:
     training: Any
     """A map-style dataset of (inputs, targets) pairs, or a pair of tensors."""
     validation: Any = None
-    """As `training`; None: the training loss decides."""
+    """Validation data, in one of the forms of `training`; None: the training loss decides."""
     loss_fn: Loss | None = None
     """None: the output's `.loss`."""
     metric_fn: Loss | None = None
@@ -94,7 +94,7 @@ class OptimizationInputData:
     micro_batch_size: int | None = None
     """Samples in a micro-batch: see `ElasticDataLoader`. None: a step is one batch per rank."""
     seed: int = 0
-    """Of the samples' order."""
+    """What the order of the samples follows from."""
     max_norm: float | None = None
     """Gradients are clipped to this norm; None: they are not."""
     scheduler: Any = None

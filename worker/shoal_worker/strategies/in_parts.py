@@ -47,7 +47,7 @@ class Gradients(Protocol):
         ...
 
     def norm_here(self) -> float:
-        """Of all that this rank has, mirrored ones too."""
+        """Returns the norm of all gradients that this rank has, mirrored ones too."""
         ...
 
 
@@ -121,7 +121,7 @@ class ModelInParts(TorchCalls, Generic[State, Closed]):
         self._applied = 0
         """Steps applied since the state was a fresh one or a checkpoint's; the same on all ranks."""
         self._closing: Closed | None = None
-        """Of the step in progress once it is closed, and of the last one until then."""
+        """The closing of the step in progress once that is closed, and of the last step until then."""
         self._clipped = 1.0
         """By what clipping has scaled the gradients of the step in progress."""
         self._shown = False
@@ -256,7 +256,7 @@ class ModelInParts(TorchCalls, Generic[State, Closed]):
         return torch.tensor(norm, dtype=torch.float64, device=self._session.device)
 
     def scale_gradients(self, scale: float) -> None:
-        """Of what this rank is to update."""
+        """Multiplies the gradients of what this rank is to update."""
         with inside():
             self._gradients.scale(scale)
 

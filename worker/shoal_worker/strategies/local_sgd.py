@@ -390,7 +390,7 @@ class LocalSGDOptimizer(DDPOptimizer):
         self._model.end_round()
 
     def synchronize_optimizer_state(self) -> None:
-        """As `synchronize_parameters`, and averages the optimizer state, too."""
+        """Averages parameters, as `synchronize_parameters` does, and the optimizer state as well."""
         self._model.end_round(average_optimizer_state=True)
 
 

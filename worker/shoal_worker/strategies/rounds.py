@@ -75,7 +75,7 @@ class Round:
         self.steps = 0
         """Committed ones. 0: all ranks hold the same parameters."""
         self.weight = 0.0
-        """Of this rank's samples in those."""
+        """Weight of this rank's samples in the round's steps."""
         self.trained: dict[str, torch.Tensor] = {}
         """The parameters that some step of the round trains, by name."""
         self.ends_early = False

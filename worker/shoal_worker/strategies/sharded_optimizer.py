@@ -21,7 +21,7 @@ class ShardedParametersOptimizer(ElasticOptimizer):
         self.optimizer.param_groups = groups
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's; see `ModelInParts.zero_grad`."""
+        """Clears the gradients, as torch's `zero_grad` does; see `ModelInParts.zero_grad`."""
         self._model.zero_grad(set_to_none)
 
     def _apply(self) -> None:
@@ -37,7 +37,7 @@ class ShardedParametersOptimizer(ElasticOptimizer):
         self._model.scale_gradients(scale)
 
     def state_dict(self) -> dict[str, Any]:
-        """As one process would have it, whole: it loads under any strategy. Every rank calls it."""
+        """Returns the state that one process would have, whole: it loads under any strategy. Every rank calls it."""
         return self._model.optimizer_state_dict()  # type: ignore[no-any-return]
 
     def _load(self, state: dict[str, Any]) -> None:

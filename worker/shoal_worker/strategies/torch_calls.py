@@ -37,8 +37,8 @@ class TorchCalls(ShardedModel):
 
     @torch.no_grad()
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As `optimizer.zero_grad()`: the gradients of the backward passes before it are void. What micro-batches have added up stays, as
-        under ddp: a step's gradients are its own in any case. Every rank calls it."""
+        """Clears the gradients, as `optimizer.zero_grad()` does: those of the backward passes before it are void. What micro-batches have
+        added up stays, as under ddp: a step's gradients are its own in any case. Every rank calls it."""
         step = self._session.step
         if not self.has_values() or (step is not None and step.in_micro_batches and step.control is None):
             return

@@ -79,9 +79,9 @@ class Block:
     """Path of each layer that begins the block -> how many parts its output consists of."""
     row: str
     heads: int | None = None
-    """Of the queries; None for an MLP."""
+    """Number of heads of the queries; None for an MLP."""
     key_heads: int | None = None
-    """Of keys and values."""
+    """Number of heads of keys and values."""
     reason: str
 
 
@@ -140,7 +140,8 @@ def _attention(path: str, module: nn.Module, parent: nn.Module | None) -> Iterat
 
 
 def _heads(module: nn.Module, parent: nn.Module | None, width: int, key_width: int) -> tuple[int | None, int | None]:
-    """Of queries and of keys, as attributes of the attention module, of the one around it or of their configurations say."""
+    """Returns the numbers of heads of queries and of keys, as attributes of the attention module, of the one around it or of their
+    configurations say."""
     places = [p for m in (module, parent) if m is not None for p in (m, getattr(m, "config", None)) if p is not None]
     heads = _attribute(places, HEADS)
     if heads is None:

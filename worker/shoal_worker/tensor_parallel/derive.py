@@ -326,7 +326,7 @@ def _own(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def _elements(module: nn.Module) -> int:
-    """Of the largest parameter that the module itself holds."""
+    """Returns how many elements the largest parameter has that the module itself holds."""
     return max((p.numel() for _, p in _own(module)), default=0)
 
 

@@ -24,9 +24,9 @@ class Cut:
     dimension: int
     start: int
     shape: tuple[int, ...]
-    """Of the whole."""
+    """Shape of the whole."""
     stride: tuple[int, ...] | None = None
-    """Of the whole; None: contiguous. One process draws in the order of memory."""
+    """Stride of the whole; None: contiguous. One process draws in the order of memory."""
 
 
 def cut_of(tensor: DTensor) -> Cut | None:

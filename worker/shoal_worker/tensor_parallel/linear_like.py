@@ -14,7 +14,7 @@ class LinearLike:
     in_features: int
     out_features: int
     output_dimension: int
-    """Of the weight: 0 for nn.Linear, 1 for Conv1D."""
+    """Dimension of the weight along which outputs lie: 0 for nn.Linear, 1 for Conv1D."""
 
 
 def linear_like(module: nn.Module) -> LinearLike | None:

@@ -19,13 +19,13 @@ class ParameterLayout:
     """Where one parameter's elements lie."""
 
     name: str
-    """As `named_parameters` of the whole model says it."""
+    """The name that `named_parameters` of the whole model gives it."""
     shape: tuple[int, ...]
-    """Of the original parameter, and so of the gathered one."""
+    """Shape of the original parameter, and so of the gathered one."""
     stored_shape: tuple[int, ...]
-    """Of the distributed one: a packed parameter has a dimension for its parts, so that one contiguous split cuts each of them."""
+    """Shape of the distributed parameter: a packed one has a dimension for its parts, so that one contiguous split cuts each of them."""
     dimension: int | None
-    """Of `stored_shape` that is split; None: whole on every rank."""
+    """Dimension of `stored_shape` that is split; None: whole on every rank."""
     element_size: int
     """Bytes."""
     trainable: bool = True

@@ -134,7 +134,7 @@ class ShortSums:
             mine += rows[rank - self._rank]
 
     def sum_numbers(self, values: array[float]) -> list[float]:
-        """As `all_reduce`, of numbers of type "d"."""
+        """Returns the sums over all ranks of an array of type "d". Raises as `all_reduce`."""
         numbers = array("d")
         numbers.frombytes(self._gather(values.tobytes()))
         count = len(values)

@@ -222,7 +222,7 @@ def _is_same(descriptor: int, inode: int) -> bool:
 
 
 _LIVE: Final[weakref.WeakSet[GroupSockets]] = weakref.WeakSet()
-"""Of this process, for its forked children."""
+"""All groups' sockets in this process: a forked child closes its copies of them."""
 
 
 def _let_go_in_child() -> None:

@@ -64,7 +64,7 @@ class Message:
 
 
 class Room:
-    """Of `size` ranks, under `name`."""
+    """Where `size` ranks meet under `name` to do collectives together."""
 
     def __init__(self, name: str, size: int) -> None:
         self.name, self.size = name, size

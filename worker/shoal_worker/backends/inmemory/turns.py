@@ -240,7 +240,7 @@ def changed(turns: Turns | None) -> None:
 
 
 def _random_states() -> tuple[Any, ...]:
-    """Of the generators that ranks as processes would have each for themselves."""
+    """Returns the states of the random generators that ranks, as processes, would have each for themselves."""
     devices = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
     return (
         torch.default_generator.get_state(),

@@ -55,7 +55,7 @@ class MPIBackend(CommunicationBackend):
         hostname: str | None = None,
         members: Sequence[int] | None = None,
     ) -> None:
-        """As the other backends' `initialize`; rank and world size are MPI's (others are refused), `store` and `hostname` are not used."""
+        """Joins MPI's world, whose rank and world size are the only ones that it takes; `store` and `hostname` are not used."""
         world = _mpi().COMM_WORLD
         super().initialize(
             rank=world.rank if rank is None else rank,

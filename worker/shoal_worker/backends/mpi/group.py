@@ -84,7 +84,7 @@ class MPIGroup(PythonGroup):
 
     @property
     def timeout(self) -> timedelta:
-        """Of each wait."""
+        """How long a wait for other ranks may take."""
         return self._timeout
 
     def check_live(self) -> None:

@@ -34,7 +34,7 @@ class Owner(Protocol):
 
     @property
     def timeout(self) -> timedelta:
-        """Of each wait."""
+        """How long a wait for other ranks may take."""
         ...
 
     def abort(self, reason: str) -> None:

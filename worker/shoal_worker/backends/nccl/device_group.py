@@ -63,7 +63,7 @@ class DeviceWork(Work):
         return self._group.reason is not None or bool(self._native.is_completed())
 
     def synchronize(self) -> None:
-        """As `wait`."""
+        """Waits for the collective, as `wait` does."""
         self.wait()
 
     def result(self) -> Any:

@@ -28,6 +28,8 @@ from tests.simulation.shrinking import shrink
 
 _AT_ONCE = 50
 """Seeds that a process runs before it says how they went."""
+_PIECES_A_PROCESS, _CELLS_A_PROCESS = 20, 3
+"""A process keeps some 4 MB of each schedule: after so many pieces of work another takes its place. A cell has up to 1300 schedules."""
 
 
 def main() -> int:
@@ -38,7 +40,8 @@ def main() -> int:
     if options.seed is not None:
         return _show(scenario_of(options.seed), options)
     began, wrong, runs = time.monotonic(), Counter[str](), 0
-    with multiprocessing.get_context("spawn").Pool(options.processes, maxtasksperchild=20) as pool:
+    pieces = _CELLS_A_PROCESS if options.exhaustive else _PIECES_A_PROCESS
+    with multiprocessing.get_context("spawn").Pool(options.processes, maxtasksperchild=pieces) as pool:
         for work, done, failures in pool.imap_unordered(work_off, _works(options)):
             runs += done
             print(f"{' '.join(map(str, work))}: {done} schedules, {len(failures)} wrong", flush=True)

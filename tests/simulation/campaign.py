@@ -42,11 +42,11 @@ def work_off(work: Work) -> tuple[Work, int, list[tuple[str, frozenset[str]]]]:
 
 
 def _collect() -> None:
-    """Collects garbage. What is there afterwards is torch's, nine tenths of all, and runs without faults that are kept: it is not looked
-    through again."""
+    """Collects garbage. What is there after the first schedule is torch's, nine tenths of all, and is not looked through again."""
     gc.collect()
-    gc.disable()
-    gc.freeze()
+    if gc.isenabled():
+        gc.disable()
+        gc.freeze()
 
 
 def _scenarios(work: Work) -> Iterator[tuple[str, Scenario]]:

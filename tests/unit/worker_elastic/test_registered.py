@@ -165,6 +165,18 @@ def test_the_digest_of_the_settings_follows_whatever_changes_them(lr: float | to
     assert changed()
 
 
+@pytest.mark.parametrize(("first", "then"), [(1.0, 1), (0.0, -0.0), (True, 1)])
+def test_equal_numbers_have_one_digest_also_on_a_rank_that_came_later(first: float, then: float) -> None:
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    member, joiner = RegisteredState(), RegisteredState()
+    for registered in (member, joiner):
+        registered.advance_with(optimizer)
+    optimizer.param_groups[0]["weight_decay"] = first
+    before = member.settings_digest()
+    optimizer.param_groups[0]["weight_decay"] = then
+    assert joiner.settings_digest() == member.settings_digest() == before
+
+
 def test_which_parameters_are_in_which_group_and_which_are_trained_is_among_the_settings() -> None:
     net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
     first, *others = net.parameters()

@@ -34,9 +34,9 @@ class Waits:
     def end(self) -> None:
         """See `of`."""
         since, self._since = self._since, None
-        assert since is not None
-        self._last_s = self._clock() - since[0]
-        self._total_s += self._last_s
+        if since is not None:  # else another thread's wait has ended this one
+            self._last_s = self._clock() - since[0]
+            self._total_s += self._last_s
 
     @property
     def now(self) -> tuple[float, str]:

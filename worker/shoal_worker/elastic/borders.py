@@ -22,6 +22,7 @@ from shoal_worker.elastic.contract import Drained, Placement, StepSource, StopTr
 from shoal_worker.elastic.formation import GROUP_LOST, Formation
 from shoal_worker.elastic.group import Group
 from shoal_worker.elastic.held import HeldState
+from shoal_worker.elastic.phase import Phase
 from shoal_worker.elastic.place import Place
 from shoal_worker.elastic.step import Step
 from shoal_worker.elastic.who_leaves import Told, who_leaves
@@ -83,7 +84,7 @@ class Borders:
             self._leave_if_asked(formation, stop=link.stopped)
             return
         if self._held.replica.idle:
-            self._stand_by(formation, source)
+            self._await_ranks(formation, source)
             return
         if self._held.in_round or formation.must_move:
             return  # of a round all ranks come to the end, whatever happens; and a step that is void here as well has to begin
@@ -99,20 +100,23 @@ class Borders:
         else:
             formation.settle()
         self._let_joiners_in(formation, source)
-        while self._held.replica.lacks_ranks and not formation.must_move:
-            formation.await_ranks()
-            self._let_joiners_in(formation, source)
-        self._stand_by(formation, source)
+        self._await_ranks(formation, source)
 
-    def _stand_by(self, formation: Formation, source: StepSource | None) -> None:
-        """While this process is a spare."""
-        while self._held.replica.idle:
-            formation.stand_by()
+    def _await_ranks(self, formation: Formation, source: StepSource | None) -> None:
+        """While no whole replica can be made with this rank."""
+        replica = self._held.replica
+        while replica.idle or (replica.lacks_ranks and not formation.must_move):
+            if replica.idle:
+                formation.stand_by()
+            else:
+                formation.await_ranks()
             self._let_joiners_in(formation, source)
 
     def _let_joiners_in(self, formation: Formation, source: StepSource | None) -> None:
         if formation.joiners_wait:
-            fed = formation.let_joiners_in(self._held.place(source))
+            # A joiner's script is behind the peers that have fed it, and no step was taken since: it is with them as far as others see.
+            arriving = self._peers_at if self._held.phase.now is Phase.ARRIVING else None
+            fed = formation.let_joiners_in(arriving or self._held.place(source))
             if fed is not None:
                 self._peers_at = fed
 

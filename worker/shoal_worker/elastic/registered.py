@@ -151,15 +151,18 @@ class RegisteredState:
         return [*plain, {"loss scale": self._last_scale, "parameters": self._parameters}]
 
     def settings_digest(self) -> int:
-        """Returns a digest of `settings`. It is made anew when a value is another, and each time if one may change in place."""
+        """Returns a digest of `settings`, the same for equal numbers of any type. It is made anew when a value is another, and each time
+        if one may change in place."""
         now: list[Any] = [self._last_scale, self._parameters]
+        kinds = set[type]()
         for group in self._optimizer.param_groups if self._optimizer is not None else []:
             for name, value in group.items():
                 if name not in _NO_SETTINGS:
-                    now += (name, *value) if type(value) is tuple else (name, value)
-        fixed = _FIXED.issuperset(map(type, now))
+                    now += (name, value)
+                    kinds.update(map(type, value) if type(value) is tuple else (type(value),))
+        fixed = kinds <= _FIXED
         if not fixed or now != self._digested:
-            self._digest = xxhash.xxh3_64_intdigest(repr(self.settings).encode())
+            self._digest = xxhash.xxh3_64_intdigest(repr(_canonical(self.settings)).encode())
             self._digested = now if fixed else []
         return self._digest
 
@@ -346,3 +349,12 @@ def _plain(value: Any) -> Any:
         parts = [_plain(part) for part in value]
         return None if None in parts else parts
     return value if isinstance(value, bool | int | float | str) else None
+
+
+def _canonical(settings: Any) -> Any:
+    """`settings` with one form for equal numbers: 1, True and 1.0 are the same, as are 0.0 and -0.0."""
+    if isinstance(settings, Mapping):
+        return {name: _canonical(value) for name, value in settings.items()}
+    if isinstance(settings, list | tuple):
+        return [_canonical(value) for value in settings]
+    return float(settings) + 0.0 if isinstance(settings, bool | int | float) else settings

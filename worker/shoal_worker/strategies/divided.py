@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import torch
-from shoal_common.errors import ConfigurationError, PreconditionError
+from shoal_common.errors import ConfigurationError, MembershipChanged, PreconditionError
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
@@ -205,7 +205,15 @@ class DividedModel(ModelInParts[ModelParts, Closing]):
         return self._division is not None and self._division.pipeline is not None and self.module is self._held.module
 
     def _through_pipeline(self, inputs: Any) -> Any:
-        return self._divided.predict(inputs)
+        """In a step a failure is that of the step: nothing is raised into the user's loop, and the outputs are none that count. In an
+        operation between steps it is raised, and the operation done again."""
+        try:
+            return self._divided.predict(inputs)
+        except MembershipChanged as error:
+            if self._session.step is None:
+                raise
+            self._session.mark_lost(error)
+            return call_module(self._stand_in(), inputs)
 
     @property
     def in_parts(self) -> bool:

@@ -68,6 +68,7 @@ class _Swap:
     """A message that goes and one that comes, in one round."""
 
     to: socket.socket
+    to_rank: int
     source: socket.socket
     source_rank: int
     rows: int
@@ -108,7 +109,8 @@ class ShortSums:
         for distance in distances:
             source = (self._rank + distance) % self._size
             rows = 1 if few else min(distance, self._size - distance)
-            swap = _Swap(to=to[distance], source=sources[source], source_rank=source, rows=rows)
+            to_rank = (self._rank - distance) % self._size
+            swap = _Swap(to=to[distance], to_rank=to_rank, source=sources[source], source_rank=source, rows=rows)
             if few and self._rounds:
                 self._rounds[0].append(swap)
             else:
@@ -128,7 +130,7 @@ class ShortSums:
         """
         mine = tensor.numpy().reshape(-1)
         numbers = np.frombuffer(self._gather(mine.tobytes()), mine.dtype)
-        rows = [numbers[first : first + mine.size] for first in range(0, numbers.size, mine.size)]
+        rows = [numbers[mine.size * rank : mine.size * (rank + 1)] for rank in range(self._size)]
         mine[:] = rows[-self._rank]
         for rank in range(1, self._size):
             mine += rows[rank - self._rank]
@@ -137,8 +139,7 @@ class ShortSums:
         """Returns the sums over all ranks of an array of type "d". Raises as `all_reduce`."""
         numbers = array("d")
         numbers.frombytes(self._gather(values.tobytes()))
-        count = len(values)
-        rows = [numbers[first : first + count] for first in range(0, len(numbers), count)]
+        rows = [numbers[len(values) * rank : len(values) * (rank + 1)] for rank in range(self._size)]
         total = rows[-self._rank].tolist()
         for rank in range(1, self._size):
             total = list(map(operator.add, total, rows[rank - self._rank]))
@@ -152,7 +153,10 @@ class ShortSums:
             for round_ in self._rounds:
                 for swap in round_:
                     size = swap.rows * row
-                    swap.to.sendall(_HEADER.pack(self._number, size) + known[:size])
+                    try:
+                        swap.to.sendall(_HEADER.pack(self._number, size) + known[:size])
+                    except BlockingIOError:
+                        raise self._late(swap.to_rank) from None
                 for swap in round_:
                     known += self._receive(swap, swap.rows * row)
         return known
@@ -250,9 +254,11 @@ class ShortSums:
                 if len(message) >= _HEADER.size:
                     self._check(swap, _HEADER.unpack_from(message), size)
         except BlockingIOError:  # the socket's timeout is the kernel's: see _wait_in_kernel
-            who = f"rank {swap.source_rank}, or one that it waits for"
-            raise TimeoutError(f"Timed out waiting {self._timeout_ms}ms for {who}") from None
+            raise self._late(swap.source_rank) from None
         return message[_HEADER.size :]
+
+    def _late(self, rank: int) -> TimeoutError:
+        return TimeoutError(f"Timed out waiting {self._timeout_ms}ms for rank {rank}, or one that it waits for")
 
     def _check(self, swap: _Swap, header: tuple[int, int], size: int) -> None:
         if header != (self._number, size):
@@ -264,9 +270,10 @@ class ShortSums:
 
 
 def _wait_in_kernel(connection: socket.socket, timeout: timedelta) -> None:
-    """Reads and writes of `connection` wait so long (then: BlockingIOError). A timeout of Python's would poll before each of them."""
+    """Reads and writes of `connection` wait so long (then: BlockingIOError). A timeout of Python's would poll before each of them. After a
+    signal that the script handles, the kernel begins anew."""
     connection.settimeout(None)
-    seconds, microseconds = divmod(round(timeout.total_seconds() * 1e6), 10**6)
+    seconds, microseconds = divmod(max(1, round(timeout.total_seconds() * 1e6)), 10**6)
     for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
         connection.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", seconds, microseconds))
 

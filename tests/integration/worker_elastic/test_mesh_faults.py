@@ -97,6 +97,19 @@ def test_a_rank_left_over_at_the_start_is_a_spare_until_a_joiner_makes_a_replica
         check_same_run(results, alone, running)
 
 
+def test_a_death_in_the_first_step_leaves_a_rank_that_waits_with_the_whole_model_for_another(
+    zygote: Zygote, tmp_path: Path, alone: dict[str, Any]
+) -> None:
+    settings = {"EPOCHS": str(EPOCHS), "STRATEGY": "hybrid", "OPTIONS": json.dumps({"tensor_parallel_size": 2})}
+    with cluster(zygote, tmp_path, min_workers=2, max_workers=2, script=SCRIPT, **settings) as running:
+        start(running, 2, of_1="sharded.sealed@1=kill")
+        running.workers.pop(1).wait()
+        running.start(2)
+        results = running.finish(0, 2)
+        assert [result["replicas"] for result in results] == [1] * 2
+        check_same_run(results, alone, running)
+
+
 def test_fewer_ranks_than_a_replica_has_are_refused(zygote: Zygote, tmp_path: Path) -> None:
     settings = {"EPOCHS": "1", "STRATEGY": "tensor", "OPTIONS": json.dumps({"tensor_parallel_size": 4})}
     with cluster(zygote, tmp_path, join_grace_ms=1, script=SCRIPT, **settings) as running:

@@ -101,7 +101,7 @@ def test_a_death_in_the_first_step_leaves_a_rank_that_waits_with_the_whole_model
     zygote: Zygote, tmp_path: Path, alone: dict[str, Any]
 ) -> None:
     settings = {"EPOCHS": str(EPOCHS), "STRATEGY": "hybrid", "OPTIONS": json.dumps({"tensor_parallel_size": 2})}
-    with cluster(zygote, tmp_path, min_workers=2, max_workers=2, script=SCRIPT, **settings) as running:
+    with cluster(zygote, tmp_path, min_workers=1, max_workers=2, script=SCRIPT, **settings) as running:
         start(running, 2, of_1="sharded.sealed@1=kill")
         running.workers.pop(1).wait()
         running.start(2)

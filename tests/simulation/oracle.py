@@ -306,7 +306,7 @@ def _has_checkpoint(process: Process) -> bool:
 
 
 def _last_step(world: World) -> int:
-    """With which the script leaves its loop."""
+    """Number of committed steps with which the script leaves its loop."""
     return world.scenario.steps + loops.BREAKS_IN if world.scenario.loop == "break" else _all_steps(world)
 
 

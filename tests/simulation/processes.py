@@ -118,7 +118,7 @@ class Process:
 
     @property
     def lacks_ranks(self) -> bool:
-        """It has all of the state, and waits for ranks to hold a replica with."""
+        """This process has all of the state, and waits for more ranks, with which it could hold a replica."""
         return self.session is not None and self.session._held.has_replica and self.session._held.replica.lacks_ranks
 
     @property

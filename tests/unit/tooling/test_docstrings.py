@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 _ROOT = Path(__file__).parents[3]
-_FRAGMENT = re.compile(r"(Of|As(?! far as)|Any) ")
+_FRAGMENT = re.compile(r"(Of|As|Any) ")
 """What such a docstring begins with."""
 
 

@@ -465,7 +465,7 @@ class CoordinatorLink:
         return not mid_step and self._drain_ordered
 
     def _no_generation_comes(self) -> bool:
-        """As far as is known, no generation will come: the coordinator said so, or has put the job on hold, or is away."""
+        """Whether no generation will come, as far as is known: the coordinator said so, or has put the job on hold, or is away."""
         return self._stop_now or self._standby is not None or self._away_since is not None
 
     def _heartbeat_interval_s(self) -> float:

@@ -53,7 +53,7 @@ class Replica(Protocol):
 
     @property
     def speaks(self) -> bool:
-        """It is the first of the ranks of its replica."""
+        """This rank is the first of those that hold its replica of the model."""
         ...
 
     @property
@@ -204,7 +204,7 @@ class StrategySession(Protocol):
     def world_size(self) -> int: ...
     @property
     def begins(self) -> bool:
-        """Its ranks are those that the job was started with: none has gone yet, and none has come later."""
+        """The ranks are those that the job was started with: none has gone yet, and none has come later."""
         ...
 
     @property

@@ -156,7 +156,7 @@ class Session:
 
     @property
     def begins(self) -> bool:
-        """Its ranks are those that the job was started with: none has gone yet, and none has come later."""
+        """The ranks are those that the job was started with: none has gone yet, and none has come later."""
         return self.generation <= 1
 
     @property

@@ -231,7 +231,7 @@ class DividedModel(ModelInParts[ModelParts, Closing]):
         return self._parts is not None and self._parts.is_whole and self._too_few(self._session.world_size)
 
     def _too_few(self, world_size: int) -> bool:
-        """For one replica."""
+        """Whether so many ranks are fewer than one replica of the model takes."""
         return self._divide(world_size).data == 0
 
     # ---------------------------------------------------------------------------------------------------------------- ranks

@@ -124,7 +124,7 @@ def test_ranks_at_different_loops_refuse_to_feed_a_joiner() -> None:
 def test_joiners_that_find_nobody_start_from_the_checkpoint() -> None:
     members = [Member(Model(1.0), live=False), Member(Model(2.0), live=False)]
     for member in members:
-        member.formation.fallback = lambda member=member: member.model.restore(Model(7.0).capture()) is None
+        member.formation.feeding.fallback = lambda member=member: member.model.restore(Model(7.0).capture()) is None
     assert form(members, border) == [None, None]
     assert [m.model.value for m in members] == [7.0, 7.0]
 
@@ -135,7 +135,7 @@ def test_joiners_that_find_neither_the_state_nor_a_checkpoint_do_not_begin_at_st
 ) -> None:
     members = [Member(Model(1.0), live=False), Member(Model(2.0), live=False)]
     for member in members:
-        member.formation.fallback = reads
+        member.formation.feeding.fallback = reads
     outcomes = form(members, border)
     assert [getattr(o, "reason", None) for o in outcomes] == ["PROGRESS_LOST"] * 2
     assert "shoal.resume" in str(outcomes[0])

@@ -16,25 +16,23 @@ training thread, except that `failed_now` may be called from a collective's call
 from __future__ import annotations
 
 import contextlib
-import enum
-import json
 import logging
 import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from shoal_common.errors import ConfigurationError, DeadlineError, MembershipChanged, PreconditionError, ShoalError, UnavailableError
+from shoal_common.errors import ConfigurationError, DeadlineError, MembershipChanged, PreconditionError, UnavailableError
 
 from shoal_worker.elastic.apart import COUNTING
-from shoal_worker.elastic.contract import Drained, LeftOver, StateLostError, StopTraining
+from shoal_worker.elastic.contract import Drained, StateLostError, StopTraining
 from shoal_worker.elastic.exchange import StateExchange
+from shoal_worker.elastic.feeding import Feeding
 from shoal_worker.elastic.generation import Generation
 from shoal_worker.elastic.group import Group
 from shoal_worker.elastic.held import HeldState
 from shoal_worker.elastic.member import Member
 from shoal_worker.elastic.operations import GroupChannel, spectate
-from shoal_worker.elastic.phase import Phase
 from shoal_worker.elastic.place import Place
 from shoal_worker.elastic.progress import ProgressMeter
 from shoal_worker.elastic.reconcile import STANDING_LENGTH, Interrupted, Reconciliation, Standing, StateName, reconcile
@@ -50,25 +48,9 @@ _log = logging.getLogger(__name__)
 GROUP_LOST = (MembershipChanged, UnavailableError)
 """What a collective or a transfer raises when the group it ran on is over: the cure is a new generation."""
 
-_BORDER = "border"
 _BRINGING, _TOGETHER = "bringing together", "together"
 _SPARE_LOOK = timedelta(seconds=0.2)
 """How often a spare looks whether its peers are there."""
-
-
-class _Offer(enum.IntEnum):
-    """What a rank gives to joiners."""
-
-    NOTHING = 0
-    STATE = 1
-    NOTHING_DONE = 2
-    """What the script began with, since the state that the job had is lost."""
-    UNREADABLE = 3
-    """Nothing: the checkpoint that is to take its place could not be read."""
-    FED = 4
-    """A peer's state, which it was fed itself and has taken no step with: its script may be a little behind the others'."""
-    LEFT_OVER = 5
-    """Nothing: it is a spare, or was about to be none, and its script is on its way in a state that is lost."""
 
 
 class Formation:
@@ -86,9 +68,7 @@ class Formation:
     ) -> None:
         """`exchange`: None for strategies without a process group."""
         self.membership = membership
-        self.fallback: Callable[[], bool] | None = None
-        """Loads the newest checkpoint into this process, and says whether there was one; called if every process that held the state is
-        gone."""
+        self.feeding = Feeding(held, exchange, allow_restart=settings.allow_restart_from_scratch)
         self.where: Callable[[], Where | None] = lambda: None
         """See `Waiting.where`."""
         self.border_due = False
@@ -113,7 +93,6 @@ class Formation:
         self._outcomes_due = 0
         """The most outcomes of steps that any rank had been told of when the ranks met last."""
         self._meeting_began = 0.0
-        self._unreadable: ShoalError | None = None
         self._failed_at: float | None = None
 
     # ------------------------------------------------------------------------------------------------------------ who is here
@@ -498,7 +477,7 @@ class Formation:
             group = self._require_group()
             started = time.monotonic()
             try:
-                peers_at = self._feed_spectators(group, place)
+                peers_at = self.feeding.feed(group, self._spectators, place)
             except GROUP_LOST as error:
                 self.recover(error)
             except StateLostError:
@@ -506,99 +485,9 @@ class Formation:
                     raise
                 # The members go back to a checkpoint, and come to this border again with a state that is whole.
             else:
+                self._spectators, self._outcomes_due = (), self._held.outcomes
                 self._metrics.join_seconds.observe(time.monotonic() - started)
         return peers_at
-
-    def _feed_spectators(self, group: Group, place: Place) -> Place | None:
-        """Everybody is here when the first exchange is over."""
-        held = self._held
-        offer = self._meet_at_border(group, place)
-        peers_at = None
-        failpoint("session.at_border")
-        offers = [_Offer(row[0]) for row in group.all_gather_integers([offer])]
-        if offer is _Offer.LEFT_OVER:
-            raise LeftOver("every rank that held the whole model between them is gone, and this one is not at its script's beginning")
-        if _Offer.LEFT_OVER in offers:
-            raise MembershipChanged("every rank that held the whole model between them is gone, and spares end, to be started again")
-        donors = [r for r, each in enumerate(offers) if each is _Offer.STATE]
-        donors = donors or [r for r, each in enumerate(offers) if each is _Offer.FED]
-        anew = not donors and _Offer.NOTHING_DONE in offers
-        if anew:
-            donors = [offers.index(_Offer.NOTHING_DONE)]
-        receivers = [r for r in self._spectators if r not in donors]
-        if not donors and _Offer.UNREADABLE not in offers:
-            raise PreconditionError("no rank can give its state to the joiners; restart from a checkpoint")
-        if _Offer.UNREADABLE in offers:
-            raise self._unreadable or PreconditionError(
-                "every process that held the state of the run is gone, and the newest checkpoint could not be read: the log of the first "
-                "rank says why; repair or remove it, and start the run again",
-                reason="PROGRESS_LOST",
-            )
-        if anew:
-            self._check_may_begin_anew()
-        if group.rank in donors:
-            name = held.name or held.begin(group.generation.number, None)
-            captured = held.capture() if receivers else {}
-            captured["operations"] = held.operations.encode()
-            captured["outcomes"] = held.outcomes
-            captured["state"] = list(name)
-            captured["place"] = list(place) if held.phase.holds_state else None
-            self._require_exchange().give(group, captured, until=lambda: group.exchange(b""))
-        elif offer is _Offer.FED:
-            group.exchange(b"")
-        else:
-            state = self._require_exchange().take(group, donors)
-            group.exchange(b"")
-            held.restore(state)
-            held.operations.restart(state["operations"], passed=True)
-            held.outcomes = self._outcomes_due = state["outcomes"]
-            held.name = StateName(*state["state"])
-            peers_at = Place(*state["place"]) if state["place"] is not None else None
-        held.replica.regroup(group)
-        held.phase.feed()
-        if len(self._spectators) == group.world_size:
-            held.phase.arrive()  # there are no others that it would have to come to
-        self._spectators = ()
-        return peers_at
-
-    def _meet_at_border(self, group: Group, place: Place) -> _Offer:
-        """Returns when all members stand at the border: what this rank gives there."""
-        if group.rank not in self._spectators:
-            places = [json.loads(told) for told in self.channel(_BORDER).exchange(json.dumps(place).encode())]
-            if any(other != list(place) for other in places):
-                raise PreconditionError(
-                    f"the ranks' scripts went different ways: they stand at (loader, its number, epoch, step) {places}; every rank must "
-                    "iterate over the same loaders in the same order",
-                    reason="RANKS_DIVERGED",
-                )
-            if self._held.phase.now is Phase.TORN:
-                return _Offer.NOTHING
-            return _Offer.FED if self._held.phase.now is Phase.ARRIVING else _Offer.STATE
-        if len(self._spectators) < group.world_size:
-            spectate(group, self._spectators, _BORDER)
-            return _Offer.NOTHING
-        # Nobody who held the state is left: the lowest rank starts again, from the newest checkpoint if the script resumes from one.
-        if self._held.replica.in_parts:
-            return _Offer.LEFT_OVER
-        if group.rank == self._spectators[0]:
-            try:
-                if self.fallback is not None and self.fallback():
-                    return _Offer.STATE
-            except ShoalError as error:
-                self._unreadable = error
-                return _Offer.UNREADABLE
-        return _Offer.NOTHING_DONE
-
-    def _check_may_begin_anew(self) -> None:
-        """Raises PreconditionError (PROGRESS_LOST), on all ranks alike, unless that is allowed."""
-        what = "every process that held the state of the run is gone, and no checkpoint was taken up: training begins anew, at step 0"
-        if not self._settings.allow_restart_from_scratch:
-            raise PreconditionError(
-                f"{what}. That loses all progress: save checkpoints, and call shoal.resume(...) before the loop; or allow it by "
-                "`shoal run --allow-restart-from-scratch` (SHOAL_ALLOW_RESTART_FROM_SCRATCH=1)",
-                reason="PROGRESS_LOST",
-            )
-        _log.warning("%s, as SHOAL_ALLOW_RESTART_FROM_SCRATCH allows", what)
 
     # -------------------------------------------------------------------------------------------------------------- invariants
 

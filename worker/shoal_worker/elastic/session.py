@@ -415,7 +415,7 @@ class Session:
         """`fallback` loads the newest checkpoint into this process, and says whether there was one; it is called if every process that held
         the state is gone."""
         if self._formation is not None:
-            self._formation.fallback = fallback
+            self._formation.feeding.fallback = fallback
 
     def go_back_by(self, load: Callable[[], str | None]) -> None:
         """`load` puts the newest checkpoint in the place of the state, with all ranks; it returns why it cannot, or None. Called in a step,

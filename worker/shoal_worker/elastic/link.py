@@ -44,6 +44,8 @@ _FIRST_BACKOFF_S = 0.05
 _LONGEST_BACKOFF_S = 2.0
 _JOB_PATIENCE_S = 30.0
 _DRAIN_LOOK_S = 0.5
+_AWAY_BESIDE_A_FAILURE_S = 20.0
+"""A member that is asked to leave waits so long for a coordinator that is away, if its group has failed. Batch systems kill after 30 s."""
 _JOB_CLOSED = "JOB_CLOSED"
 _RETRYABLE = (UnavailableError, DeadlineError)
 
@@ -174,7 +176,7 @@ class CoordinatorLink:
                 self._raise_if_over()
                 if self._stop is not None and not mid_step:
                     raise StopTraining(self._stop)
-                if self._drain is not None and (self._drains_now(mid_step) or after == 0 or self._no_generation_comes()):
+                if self._drain is not None and (self._drains_now(mid_step) or after == 0 or self._no_generation_comes(mid_step)):
                     raise Drained(self._drain)
                 if self._stop is not None and self._stop_now:
                     raise StopTraining(self._stop)
@@ -464,9 +466,11 @@ class CoordinatorLink:
         they may have been told as well, and all leave together."""
         return not mid_step and self._drain_ordered
 
-    def _no_generation_comes(self) -> bool:
-        """Whether no generation will come, as far as is known: the coordinator said so, or has put the job on hold, or is away."""
-        return self._stop_now or self._standby is not None or self._away_since is not None
+    def _no_generation_comes(self, mid_step: bool) -> bool:
+        """Whether no generation will come, as far as is known: the coordinator said so, or has put the job on hold, or is away. Beside a
+        failure this member may have the only copy of a part of the state, so it waits a while for a coordinator to come back."""
+        away = self._away_since is not None and (not mid_step or self._away_for_s() > _AWAY_BESIDE_A_FAILURE_S)
+        return self._stop_now or self._standby is not None or away
 
     def _heartbeat_interval_s(self) -> float:
         return self._welcome.heartbeat_interval_ms / 1000 if self._welcome is not None else 1.0

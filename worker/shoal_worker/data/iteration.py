@@ -43,10 +43,18 @@ class Iterations:
         self._delivery = delivery
         self._fetcher = fetcher
         self._stopped = False
+        self._last_epoch = 0
+        """The last epoch of the loop that asks for borders."""
+
+    @property
+    def is_over(self) -> bool:
+        """See `StepSource.is_over`."""
+        return self._course.is_past(self._last_epoch)
 
     def epochs(self, source: StepSource, n: int) -> Iterator[int]:
         """See `ElasticDataLoader.epochs`."""
         course, clock = self._course, self._introduction.clock
+        self._last_epoch = n - 1
         try:
             epoch = clock(source).enter_epochs(source)
         except StopTraining:
@@ -115,7 +123,7 @@ class Iterations:
         course.move_to(epoch)  # ahead of the border, where a joiner may be given this cursor
         took_part = False
         while not self._is_over(source, epoch, clock := self._introduction.clock(source)):
-            placement = self._begin(source, clock)
+            placement = self._begin(source, epoch, clock)
             if placement is None:
                 return
             if self._is_over(source, epoch, clock):
@@ -139,10 +147,11 @@ class Iterations:
         """The run is past this epoch, or has left it; or, in a joiner, the peers are somewhere else."""
         return self._course.is_past(epoch) or clock.is_elsewhere(source, epoch)
 
-    def _begin(self, source: StepSource, clock: StepClock) -> Placement | None:
+    def _begin(self, source: StepSource, epoch: int, clock: StepClock) -> Placement | None:
         """The next border; None when this rank is to stop."""
         self._supply.drop()
         self._stopped = False
+        self._last_epoch = epoch
         try:
             return clock.begin_step(source)
         except StopTraining:

@@ -186,6 +186,11 @@ class ElasticDataLoader:
         """See `StepSource.under_way`."""
         return self._iterations.under_way
 
+    @property
+    def is_over(self) -> bool:
+        """See `StepSource.is_over`."""
+        return self._iterations.is_over
+
     def count_from(self, epoch: int | None) -> None:
         """See `StepSource.count_from`."""
         self._course.count_from(epoch)

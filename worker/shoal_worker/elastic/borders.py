@@ -103,9 +103,10 @@ class Borders:
         self._await_ranks(formation, source)
 
     def _await_ranks(self, formation: Formation, source: StepSource | None) -> None:
-        """While no whole replica can be made with this rank."""
+        """While no whole replica can be made with this rank: for the step that follows, if one does. Where the state that was taken here is
+        that of the run's end none does, and who were let in would come to the end of its script without a step."""
         replica = self._held.replica
-        while replica.idle or (replica.lacks_ranks and not formation.must_move):
+        while replica.idle or (replica.lacks_ranks and not formation.must_move and not (source is not None and source.is_over)):
             if replica.idle:
                 formation.stand_by()
             else:

@@ -183,6 +183,11 @@ class StepSource(Protocol):
         """The script is inside an iteration of it."""
         ...
 
+    @property
+    def is_over(self) -> bool:
+        """The cursor is behind the last step of the loop that has asked for the border: none follows it."""
+        ...
+
     def count_from(self, epoch: int | None) -> None:
         """Sets `next_epoch` to `epoch`, or with None to what it was in the state loaded last."""
         ...

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 Part = tuple[int, int, int]
 """On the pipeline axis, on the tensor axis, and of what is there the shard."""
 
+_LEAVES_AFTER_S = 20.0
+"""Who is asked to leave waits so long beside a death for a coordinator that is away (docs/elastic.md)."""
+
 
 def replica_size(options: dict[str, object]) -> int:
     """How many ranks hold one replica of the model between them, at least, by the options of a strategy."""
@@ -106,14 +109,19 @@ class Holdings:
         return max(found, key=lambda whole: whole.number, default=None)
 
     def lost(self, until: float, *, to: str | None = None) -> bool:
-        """All that held some part were gone by then. Who leaves sees to it that two others hold what it held, so that one death beside any
-        number of departures loses nothing. `to`: in the newest generation of this member; others may have gone on as it ended."""
+        """All that held some part were gone by then. `to`: in the newest generation of this member; others may have gone on as it ended.
+
+        Who leaves sees to it that two others hold what it held, so that one death beside any number of departures loses nothing. But
+        beside a death nobody waits longer than 20 s for a coordinator that is away.
+        """
         whole = self.newest(until, of=to)
         if whole is None:
             return False
         deaths = {one.name for one, at in self._world.losses if at <= until} & whole.parts.keys()
-        departures = {one.name for one, at in self._world.departures if at <= until}
-        return whole.lacks(deaths) or (len(deaths) > 1 and whole.lacks(deaths | departures))
+        departures = {one.name: at for one, at in self._world.departures if at <= until}
+        if len(deaths) < 2:
+            departures = {name: at for name, at in departures.items() if deaths and self._world.away_since(at, _LEAVES_AFTER_S)}
+        return whole.lacks(deaths | departures.keys())
 
     def ever_lost(self) -> bool:
         """At some moment of the run."""

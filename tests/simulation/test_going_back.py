@@ -61,7 +61,7 @@ def test_a_replacement_that_comes_while_a_rank_goes_back_goes_on_from_its_checkp
 
 def test_a_spare_goes_back_with_the_rank_that_holds_the_rest_of_its_replica() -> None:
     """c is left over when d dies; with a the only other copy of a part of the model goes, and c takes its place."""
-    processes = run("hybrid, loop save, 4 ranks, schedule 1", "d dies at point 70", "a dies at point 150")
+    processes = run("hybrid, loop save, 4 ranks, schedule 1", "d dies at point 70", "a dies at point 136")
     assert went_back(processes["b"])
     check_finished(processes, "b c")
     assert len(committed(processes["c"])) < len(committed(processes["b"]))  # it was left over for a while

@@ -139,6 +139,10 @@ class World:
         if all(one is not process for one, _ in self.losses):
             self.losses.append((process, self.scheduler.now))
 
+    def away_since(self, at: float, seconds: float) -> bool:
+        """At that moment the coordinator had been away for so long."""
+        return any(begin + seconds <= at <= end for begin, end in self.absences)
+
     def left_out(self, member_id: str) -> None:
         """The coordinator has no such member any more: one that stands still is lost to its peers."""
         for process in self.processes:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal_common.errors import ConfigurationError, CorruptDataError, ShoalError
+from shoal_common.errors import ConfigurationError, CorruptDataError, DeadlineError, ShoalError, UnavailableError
 
 from shoal_worker.checkpoint import manifest
 from shoal_worker.checkpoint.company import DISK_PATIENCE, in_company, on_first
@@ -36,6 +37,11 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+_ASK_GONE = timedelta(seconds=1)
+"""How often a rank asks whether the one that completes the last checkpoint is still there."""
+_LOOK = timedelta(seconds=0.05)
+"""How often it looks whether the checkpoint is."""
+
 _FILES = frozenset({"registered", "sources", "loops", "steps", "run"})
 """Parts of the captured state beside the replica's own (model, optimizer)."""
 
@@ -51,6 +57,8 @@ class CheckpointSaver:
         """What the newest save was, if it was given up, since a rank went away with its part. Written by the writer's thread."""
         self._collects = False
         """The save under way, if there is one, waits for shards that other ranks write."""
+        self._elsewhere: _Elsewhere | None = None
+        """The newest save, where another rank completes it."""
 
     @classmethod
     def of(cls, session: Session) -> CheckpointSaver:
@@ -92,6 +100,8 @@ class CheckpointSaver:
         what = f"writing step-{info.step} to {directory}"
         fence, shards, temporary = session.fence(), copy.shards, copy.temporary
         self._collects, self._given_up_last = copy.first, None
+        mine = copy.first or copy.whole is not None
+        self._elsewhere = None if mine else _Elsewhere(directory / f"step-{info.step}", copy.completed_by, shared=temporary is not None)
         given_up = self._given_up = threading.Event()
         if shards is not None and temporary is not None:
 
@@ -127,6 +137,10 @@ class CheckpointSaver:
         failed: object = self._settle(DISK_PATIENCE)
         if failed is None and self._given_up_last is not None:
             failed = f"{self._given_up_last} was given up: a worker went away before it had written its part"
+        elsewhere = self._elsewhere
+        if failed is None and elsewhere is not None and not session.has_left:
+            self._writer.submit(lambda: elsewhere.wait(session), what=f"waiting for {elsewhere.path}", timeout=DISK_PATIENCE)
+            failed = self._settle(DISK_PATIENCE)
         if failed is None:
             return
         _log.error("the last checkpoint: %s", failed)
@@ -140,6 +154,40 @@ class CheckpointSaver:
         except Exception as error:  # of any kind: raised by `save`, later
             return error
         return None
+
+
+@dataclass(frozen=True)
+class _Elsewhere:
+    """A checkpoint that another rank completes."""
+
+    path: Path
+    member: str
+    """The member that does."""
+    shared: bool
+    """All ranks see the directory; else perhaps."""
+
+    def wait(self, session: Session) -> None:
+        """Returns when the checkpoint is there, or nothing can be known of it here. On the writer's thread.
+
+        Raises:
+            UnavailableError (CHECKPOINT_NOT_WRITTEN): the member has gone, and it is not there.
+            DeadlineError (CHECKPOINT_SLOW): it takes too long.
+        """
+        if not self.shared and latest(self.path.parent, run=session.run) is None:
+            return  # the directory may be one of the other rank's machine
+        give_up_at, ask_at = time.monotonic() + DISK_PATIENCE.total_seconds(), time.monotonic()
+        while not self.path.is_dir():
+            now = time.monotonic()
+            if now >= ask_at:
+                if session.is_gone(self.member) and not self.path.is_dir():
+                    raise UnavailableError(
+                        f"writing {self.path} was given up: a worker went away before it had written its part",
+                        reason="CHECKPOINT_NOT_WRITTEN",
+                    )
+                ask_at = now + _ASK_GONE.total_seconds()
+            if now > give_up_at:
+                raise DeadlineError(f"{self.path} is not there after {DISK_PATIENCE}; is the disk too slow?", reason="CHECKPOINT_SLOW")
+            time.sleep(_LOOK.total_seconds())
 
 
 @dataclass
@@ -157,6 +205,8 @@ class _Copy:
     """Where the parts are written."""
     first: bool = False
     """This rank completes the checkpoint."""
+    completed_by: str = ""
+    """The member that does."""
     _writers: dict[int, str] = field(default_factory=dict)
     """The member that writes each shard."""
 
@@ -169,10 +219,11 @@ class _Copy:
             whole = self.session.assemble(channel)
             if channel.rank == 0:
                 self.whole = whole.pop("replica") | whole
-        refused = self._refused() if channel.rank == 0 else ""
-        refused = channel.exchange(refused.encode())[0].decode()  # who comes out of this knows that all is copied, or the first rank has it
-        if refused:
-            raise ConfigurationError(refused)
+        told = {"refused": self._refused() if channel.rank == 0 else "", "member": self.session.member_id}
+        told = json.loads(channel.exchange(json.dumps(told).encode())[0])  # who comes out of this knows that all is copied
+        if told["refused"]:
+            raise ConfigurationError(told["refused"])
+        self.completed_by = told["member"]
 
     def drop(self) -> None:
         """Nothing is written."""

@@ -1,0 +1,63 @@
+"""What a rank does at its end about the run's last checkpoint, where another rank completes it."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from shoal_common.errors import UnavailableError
+from shoal_worker.checkpoint import manifest
+from shoal_worker.checkpoint.saving import _Elsewhere
+
+
+class Session:
+    """Knows who has gone."""
+
+    run = "this-run"
+
+    def __init__(self, *gone: str) -> None:
+        self._gone = gone
+
+    def is_gone(self, member_id: str) -> bool:
+        return member_id in self._gone
+
+
+def awaited(path: Path, *, shared: bool, gone: bool) -> None:
+    session: Any = Session("first") if gone else Session()
+    _Elsewhere(path, "first", shared=shared).wait(session)
+
+
+def test_a_checkpoint_that_is_there_is_not_missed_whoever_has_gone(tmp_path: Path) -> None:
+    path = tmp_path / "step-7"
+    path.mkdir()
+    (path / manifest.NAME).write_text("{}")
+    for shared in (False, True):
+        awaited(path, shared=shared, gone=True)
+
+
+def test_it_is_waited_for_while_who_completes_it_is_there(tmp_path: Path) -> None:
+    path = tmp_path / "step-7"
+    later = threading.Timer(0.2, path.mkdir)
+    later.start()
+    awaited(path, shared=True, gone=False)
+    assert path.is_dir()
+    later.join()
+
+
+def test_it_is_missed_when_who_was_to_complete_it_has_gone(tmp_path: Path) -> None:
+    with pytest.raises(UnavailableError, match="step-7 was given up: a worker went away") as raised:
+        awaited(tmp_path / "step-7", shared=True, gone=True)
+    assert raised.value.reason == "CHECKPOINT_NOT_WRITTEN"
+
+
+def test_in_a_directory_that_may_be_another_machines_nothing_is_missed_unless_an_older_one_of_the_run_shows_that_it_is_not(
+    tmp_path: Path,
+) -> None:
+    awaited(tmp_path / "step-7", shared=False, gone=True)
+    older = tmp_path / "step-6"
+    older.mkdir()
+    (older / manifest.NAME).write_text("{}")
+    with pytest.raises(UnavailableError, match="step-7"):
+        awaited(tmp_path / "step-7", shared=False, gone=True)

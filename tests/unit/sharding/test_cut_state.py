@@ -11,7 +11,7 @@ import pytest
 import torch
 from shoal_common.errors import ConfigurationError
 from shoal_worker.elastic.group import LocalChannel
-from shoal_worker.engine.partition import by_bytes
+from shoal_worker.engine.parameter_groups import by_bytes
 from shoal_worker.sharding.cut_state import CutState, check_elementwise
 from shoal_worker.sharding.division import buddy_stride
 from shoal_worker.sharding.execution import ShardedExecution

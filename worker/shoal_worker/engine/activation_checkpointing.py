@@ -15,7 +15,7 @@ from shoal_common.errors import ConfigurationError
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from shoal_worker.engine.partition import repeated
+from shoal_worker.engine.parameter_groups import repeated
 
 _FORWARD = "forward"
 

@@ -20,7 +20,7 @@ from shoal_worker.elastic.replica import StrategySession
 from shoal_worker.elastic.step import Step
 from shoal_worker.engine.buffers import CommittedBuffers
 from shoal_worker.engine.elsewhere import drop_gradient
-from shoal_worker.engine.partition import Group as Block
+from shoal_worker.engine.parameter_groups import ParameterGroup
 from shoal_worker.failpoints import failpoint
 from shoal_worker.mesh.along_data import InShards
 from shoal_worker.mesh.axes import Axes
@@ -54,7 +54,7 @@ class Sharding:
     stage: Stage
     bucket_bytes: int
     """What is reduced or gathered at once."""
-    blocks: Callable[[nn.Module], Sequence[Block]] | None = None
+    blocks: Callable[[nn.Module], Sequence[ParameterGroup]] | None = None
     """What of a model is gathered at once in its passes."""
 
 

@@ -26,10 +26,10 @@ from shoal_worker.elastic.modes import evaluating
 from shoal_worker.elastic.session import Session
 from shoal_worker.elastic.step import Step
 from shoal_worker.engine.activation_checkpointing import checkpoint_activations
+from shoal_worker.engine.agreeing import agreed
 from shoal_worker.engine.elsewhere import blank_copies
 from shoal_worker.state.part import StatePart
 from shoal_worker.state.serial import dump_tensors, load_tensors, read_tensors, write_file
-from shoal_worker.strategies.agreeing import agreed
 from shoal_worker.strategies.settings import check_settings
 
 T = TypeVar("T")

@@ -16,10 +16,10 @@ from torch.utils import _pytree as pytree
 
 from shoal_worker.elastic.group import Channel
 from shoal_worker.engine.buffers import CommittedBuffers
+from shoal_worker.engine.closing import CutClosing
 from shoal_worker.engine.compressed import check_floating, compression_of
 from shoal_worker.engine.elsewhere import refuse_loading
-from shoal_worker.engine.partition import Group as ParameterGroup
-from shoal_worker.engine.partition import alike
+from shoal_worker.engine.parameter_groups import ParameterGroup, alike
 from shoal_worker.sharding.collectives import SessionCollectives
 from shoal_worker.sharding.compressing import CompressedScatter
 from shoal_worker.sharding.cut_state import CutState
@@ -29,7 +29,6 @@ from shoal_worker.sharding.gradients import CutGradients
 from shoal_worker.sharding.homes import home_of
 from shoal_worker.sharding.unit import Stage, Unit
 from shoal_worker.state.part import StatePart
-from shoal_worker.strategies.closing import CutClosing
 from shoal_worker.strategies.in_parts import ModelInParts
 
 

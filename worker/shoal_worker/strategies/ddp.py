@@ -25,11 +25,11 @@ from shoal_worker.engine.buffers import CommittedBuffers
 from shoal_worker.engine.compressed import compression_of
 from shoal_worker.engine.materialize import has_values, materialize, unsaved_buffers
 from shoal_worker.failpoints import failpoint
+from shoal_worker.replicated.accumulation import AccumulatedReduction
+from shoal_worker.replicated.reduction import OverlappedReduction
 from shoal_worker.state.optimizer import check_fits
-from shoal_worker.strategies.accumulation import AccumulatedReduction
 from shoal_worker.strategies.base import call_module, check_optimizer_covers, check_reproducible, loss_of
 from shoal_worker.strategies.elastic_optimizer import ElasticOptimizer
-from shoal_worker.strategies.reduction import OverlappedReduction
 from shoal_worker.strategies.whole import WholeModel
 
 

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from shoal_worker.elastic.consistency import digest_of, state_tensors
 from shoal_worker.elastic.group import Channel
+from shoal_worker.engine.closing import Closing
 from shoal_worker.engine.elsewhere import refuse_loading
 from shoal_worker.mesh.axes import Axes
 from shoal_worker.mesh.blueprint import Blueprint, Template, meta_copy
@@ -27,7 +28,6 @@ from shoal_worker.mesh.gradients import MeshGradients
 from shoal_worker.mesh.parts import ModelParts
 from shoal_worker.pipelining.pipeline import PipelineSettings
 from shoal_worker.strategies.base import call_module
-from shoal_worker.strategies.closing import Closing
 from shoal_worker.strategies.in_parts import ModelInParts
 from shoal_worker.tensor_parallel.context import DropoutRandomness
 

@@ -10,7 +10,7 @@ from typing import ClassVar, Final
 
 from shoal_common.errors import ConfigurationError
 
-from shoal_worker.engine.partition import by_modules
+from shoal_worker.engine.parameter_groups import by_modules
 from shoal_worker.mesh.axes import Axes
 from shoal_worker.mesh.division import Sharding
 from shoal_worker.sharding.unit import Stage

@@ -27,12 +27,12 @@ from shoal_common.errors import ConfigurationError, PreconditionError
 from shoal_worker.elastic.contract import Leases, Share
 from shoal_worker.elastic.group import Channel
 from shoal_worker.elastic.step import Step, StepPhase
+from shoal_worker.engine.closing import Closing
 from shoal_worker.engine.elsewhere import Whereabouts, guard_parts, inside
 from shoal_worker.engine.materialize import has_values, materialize
 from shoal_worker.engine.state_in_parts import StateInParts
 from shoal_worker.sharding.cut_state import check_elementwise
 from shoal_worker.strategies.base import ShardedModel, check_optimizer_covers, replaced_parameters
-from shoal_worker.strategies.closing import Closing
 from shoal_worker.strategies.torch_calls import TorchCalls
 
 State = TypeVar("State", bound=StateInParts)

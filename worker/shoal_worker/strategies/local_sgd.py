@@ -30,11 +30,11 @@ from shoal_worker.elastic.session import Session
 from shoal_worker.elastic.step import Step, StepPhase
 from shoal_worker.engine.materialize import unsaved_buffers
 from shoal_worker.failpoints import failpoint
-from shoal_worker.strategies.accumulation import AccumulatedReduction
-from shoal_worker.strategies.averaging import Add, adding, mean_optimizer_state, weighted_mean
+from shoal_worker.replicated.accumulation import AccumulatedReduction
+from shoal_worker.replicated.averaging import Add, adding, mean_optimizer_state, weighted_mean
+from shoal_worker.replicated.rounds import OuterMomentum, Round, RoundOptions, check_configuration
 from shoal_worker.strategies.base import call_module, loss_of
 from shoal_worker.strategies.ddp import DDPModel, DDPOptimizer
-from shoal_worker.strategies.rounds import OuterMomentum, Round, RoundOptions, check_configuration
 
 
 class _ThisRank:

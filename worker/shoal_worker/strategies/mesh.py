@@ -22,6 +22,7 @@ from torch.autograd import Variable
 from shoal_worker.elastic.contract import Share
 from shoal_worker.elastic.group import Channel, Group, LocalChannel
 from shoal_worker.elastic.step import CONTROL_LENGTH, Step
+from shoal_worker.engine.closing import Closing
 from shoal_worker.engine.elsewhere import gradient_of, guard_parts
 from shoal_worker.failpoints import failpoint
 from shoal_worker.mesh.division import Division, alone
@@ -29,7 +30,6 @@ from shoal_worker.pipelining.micro_batches import cut_batch
 from shoal_worker.sharding.hooks import when_gradients_come
 from shoal_worker.sharding.issued import IssuedCollectives
 from shoal_worker.strategies.base import call_module, loss_of
-from shoal_worker.strategies.closing import Closing
 from shoal_worker.strategies.divided import DividedModel
 from shoal_worker.tensor_parallel.region import loss_parallel
 

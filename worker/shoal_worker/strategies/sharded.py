@@ -21,11 +21,11 @@ from shoal_common.errors import MembershipChanged, PreconditionError
 from shoal_worker.elastic.contract import Share
 from shoal_worker.elastic.group import Group
 from shoal_worker.elastic.step import Step
+from shoal_worker.engine.closing import ClosingSum, CutClosing
 from shoal_worker.failpoints import failpoint
 from shoal_worker.sharding.issued import IssuedCollectives
 from shoal_worker.sharding.unit import Stage
 from shoal_worker.strategies.base import call_module, check_reproducible, loss_of
-from shoal_worker.strategies.closing import ClosingSum, CutClosing
 from shoal_worker.strategies.cut_model import CutModel, in_dtype
 
 _WIDE: Final = torch.empty(0, dtype=torch.float64)

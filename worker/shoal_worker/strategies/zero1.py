@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from shoal_worker.engine.partition import Group, by_bytes
+from shoal_worker.engine.parameter_groups import ParameterGroup, by_bytes
 from shoal_worker.sharding.unit import Stage
 from shoal_worker.strategies.sharded import ShardedParametersModel
 from shoal_worker.strategies.sharded_optimizer import ShardedParametersOptimizer
@@ -20,7 +20,7 @@ class ZeRO1Model(ShardedParametersModel):
     strategy: ClassVar[str] = "zero1"
     stage: ClassVar[Stage] = Stage.OPTIMIZER
 
-    def groups(self) -> list[Group]:
+    def groups(self) -> list[ParameterGroup]:
         """Buckets: reduced as soon as the backward pass has filled them."""
         return by_bytes(self.module, self.config.bucket_cap_mb << 20)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from shoal_worker.engine.partition import Group, by_modules
+from shoal_worker.engine.parameter_groups import ParameterGroup, by_modules
 from shoal_worker.sharding.unit import Stage
 from shoal_worker.strategies.sharded import ShardedParametersModel
 from shoal_worker.strategies.sharded_optimizer import ShardedParametersOptimizer
@@ -21,7 +21,7 @@ class ZeRO3Model(ShardedParametersModel):
     stage: ClassVar[Stage] = Stage.PARAMETERS
     settings: ClassVar[frozenset[str]] = ShardedParametersModel.settings | {"shard_modules"}
 
-    def groups(self) -> list[Group]:
+    def groups(self) -> list[ParameterGroup]:
         """Blocks: one is whole in memory while it computes."""
         return by_modules(self.module, self.config.shard_modules, at_least=self.config.minimum_parameter_group_size)
 

@@ -14,7 +14,7 @@ from torch import nn
 
 
 @dataclass(frozen=True, kw_only=True)
-class Group:
+class ParameterGroup:
     """The parameters of one unit-to-be."""
 
     name: str
@@ -24,7 +24,7 @@ class Group:
     parameters: tuple[nn.Parameter, ...]
 
 
-def by_modules(module: nn.Module, shard_modules: Sequence[type[nn.Module] | str] | None, *, at_least: int) -> list[Group]:
+def by_modules(module: nn.Module, shard_modules: Sequence[type[nn.Module] | str] | None, *, at_least: int) -> list[ParameterGroup]:
     """A group for each module named by `shard_modules` (classes, or names of submodules), and one, the first, for what is in none of them.
 
     None: the children of containers that repeat a class (the blocks of a transformer), from `at_least` elements on. A parameter that
@@ -46,37 +46,37 @@ def by_modules(module: nn.Module, shard_modules: Sequence[type[nn.Module] | str]
     for home in ["", *(name for name in modules if name in chosen)]:
         own = {name: p for name, p in module.named_parameters() if owner[id(p)] == home}
         if own:
-            groups.append(Group(name=home, module=modules[home], names=tuple(own), parameters=tuple(own.values())))
+            groups.append(ParameterGroup(name=home, module=modules[home], names=tuple(own), parameters=tuple(own.values())))
     if not groups or groups[0].name:
-        groups.insert(0, Group(name="", module=module, names=(), parameters=()))
+        groups.insert(0, ParameterGroup(name="", module=module, names=(), parameters=()))
     return groups
 
 
-def by_bytes(module: nn.Module, cap: int) -> list[Group]:
+def by_bytes(module: nn.Module, cap: int) -> list[ParameterGroup]:
     """The parameters in their order, in groups of at most `cap` bytes (one that is larger has a group of its own)."""
-    groups: list[Group] = []
+    groups: list[ParameterGroup] = []
     names: list[str] = []
     parameters: list[nn.Parameter] = []
     filled = 0
     for name, parameter in module.named_parameters():
         size = parameter.numel() * parameter.element_size()
         if names and filled + size > cap:
-            groups.append(Group(name=names[0], module=module, names=tuple(names), parameters=tuple(parameters)))
+            groups.append(ParameterGroup(name=names[0], module=module, names=tuple(names), parameters=tuple(parameters)))
             names, parameters, filled = [], [], 0
         names.append(name)
         parameters.append(parameter)
         filled += size
-    groups.append(Group(name=names[0] if names else "", module=module, names=tuple(names), parameters=tuple(parameters)))
+    groups.append(ParameterGroup(name=names[0] if names else "", module=module, names=tuple(names), parameters=tuple(parameters)))
     return groups
 
 
-def alike(group: Group) -> Iterable[Group]:
+def alike(group: ParameterGroup) -> Iterable[ParameterGroup]:
     """The group cut by dtype and by whether it is trained: what can lie in one vector and be reduced as one."""
     kinds: dict[tuple[torch.dtype, bool], list[int]] = {}
     for index, parameter in enumerate(group.parameters):
         kinds.setdefault((parameter.dtype, parameter.requires_grad), []).append(index)
     for indices in kinds.values():
-        yield Group(
+        yield ParameterGroup(
             name=group.name,
             module=group.module,
             names=tuple(group.names[i] for i in indices),

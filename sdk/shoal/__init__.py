@@ -64,12 +64,12 @@ if TYPE_CHECKING:
     from shoal_worker.launch import launch
     from shoal_worker.strategies.async_sgd import AsyncSGDModel, AsyncSGDOptimizer
     from shoal_worker.strategies.ddp import DDPModel, DDPOptimizer
-    from shoal_worker.strategies.elastic_optimizer import ElasticOptimizer
     from shoal_worker.strategies.fitting import EpochRecord, OptimizationInputData, OptimizationResult
     from shoal_worker.strategies.fsdp import FSDPModel, FSDPOptimizer
     from shoal_worker.strategies.hsdp import HSDPModel, HSDPOptimizer
     from shoal_worker.strategies.hybrid import HybridShardedModel, HybridShardedOptimizer
     from shoal_worker.strategies.local_sgd import LocalSGDModel, LocalSGDOptimizer
+    from shoal_worker.strategies.optimizer import ElasticOptimizer
     from shoal_worker.strategies.pipeline import PipelineParallelModel, PipelineParallelOptimizer
     from shoal_worker.strategies.tensor import TensorParallelModel, TensorParallelOptimizer
     from shoal_worker.strategies.zero1 import ZeRO1Model, ZeRO1Optimizer
@@ -161,7 +161,7 @@ _HOMES = {
     "CoordinatorClient": "shoal_common.clients.coordinator",
     "DDPModel": "shoal_worker.strategies.ddp",
     "DDPOptimizer": "shoal_worker.strategies.ddp",
-    "ElasticOptimizer": "shoal_worker.strategies.elastic_optimizer",
+    "ElasticOptimizer": "shoal_worker.strategies.optimizer",
     "EpochRecord": "shoal_worker.strategies.fitting",
     "FSDPModel": "shoal_worker.strategies.fsdp",
     "FSDPOptimizer": "shoal_worker.strategies.fsdp",

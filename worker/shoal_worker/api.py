@@ -25,8 +25,8 @@ from shoal_worker.elastic.evaluation import evaluate as _evaluate
 from shoal_worker.elastic.fixed import check_own
 from shoal_worker.elastic.start import current_session, open_session
 from shoal_worker.strategies import registry
-from shoal_worker.strategies.base import ShardedModel
-from shoal_worker.strategies.base_optimizer import ShardedOptimizer
+from shoal_worker.strategies.model import ShardedModel
+from shoal_worker.strategies.optimizer import ShardedOptimizer
 
 __all__ = [
     "ElasticDataLoader",
@@ -52,7 +52,6 @@ __all__ = [
     "world_size",
 ]
 
-_FOR_SLOW_LINKS = {"ddp": "powersgd"} | dict.fromkeys(("zero1", "zero2", "zero3", "fsdp", "async_sgd"), "topk")
 _CONFIG_FIELDS = frozenset(f.name for f in dataclasses.fields(ShardingConfiguration))
 
 
@@ -146,7 +145,7 @@ def as_distributed_for_low_bandwidth(
     async_sgd); with other strategies, which do not compress, nothing. An optimizer that names a compressor (`GradientCompressionOptimizer`)
     keeps it. `options` as for `as_distributed`, and over these. Measured in T9 and docs/decisions/0127.
     """
-    chosen = None if isinstance(optimizer, GradientCompressionOptimizer) else _FOR_SLOW_LINKS.get(strategy)
+    chosen = None if isinstance(optimizer, GradientCompressionOptimizer) else registry.compressor_for(strategy)
     config = ShardingConfiguration.for_low_bandwidth(gradient_compression=chosen)
     return as_distributed(model, optimizer, strategy=strategy, config=config, **options)
 

@@ -196,7 +196,7 @@ def test_once_the_servers_hold_values_nobody_overwrites_them_by_accident(session
     with pytest.raises(PreconditionError, match="the parameter servers hold newer values"):
         model.with_parameters({"0.bias": torch.zeros(16)})
     with pytest.raises(PreconditionError, match="the parameter servers hold newer values"):
-        model.restore({"model": {}, "optimizer": None})
+        model.engine.restore({"model": {}, "optimizer": None})
 
 
 def test_a_saved_model_has_the_servers_values_and_loads_only_before_the_first_step(session: Session, tmp_path: Path) -> None:

@@ -287,7 +287,7 @@ def test_a_lost_step_puts_back_the_buffers_as_they_were_when_it_began() -> None:
     norm.running_mean.fill_(5.0)  # the user's own change, between two steps
     model(x).square().sum().backward()
     assert float(norm.running_mean[0]) != 5.0
-    model.discard_step()
+    model.engine.discard_step()
     assert norm.running_mean.tolist() == [5.0] * 16
     assert int(norm.num_batches_tracked) == 1
 

@@ -23,7 +23,7 @@ def test_ranks_that_come_leave_no_rank_with_more_of_the_model_and_those_over_are
     def rank() -> list[Axes]:
         net = models.make()
         model: Any = shoal.as_distributed(net, torch.optim.AdamW(net.parameters()), strategy=strategy, minimum_parameter_group_size=64)[0]
-        return [model.axes_for(world) for world in range(1, 10)]
+        return [model.engine.layouts.axes(world) for world in range(1, 10)]
 
     (divisions,) = shoal.launch(rank, world_size=1)
     assert [getattr(axes, axis) for axes in divisions] == sizes

@@ -97,11 +97,11 @@ def test_a_failure_at_any_moment_of_dividing_the_ranks_loses_no_part_that_a_livi
             # A spare uses the group for the parts, and once more when all have theirs; in between the others connect and lay out.
             over = min(attempt, EXCHANGES + 1) if members.rank == SPARE else attempt
             with pytest.raises(MembershipChanged, match="a peer is gone"):
-                model.regroup(cast("Group", NextGeneration(launch, members, LEFT, 1 + attempt, over)))
-            assert model.in_parts
-            assert not model.idle
-        model.regroup(cast("Group", NextGeneration(launch, members, LEFT, 2 + USES, None)))
-        return before, dict(model.local_shard), model.idle
+                model.engine.regroup(cast("Group", NextGeneration(launch, members, LEFT, 1 + attempt, over)))
+            assert model.engine.in_parts
+            assert not model.engine.idle
+        model.engine.regroup(cast("Group", NextGeneration(launch, members, LEFT, 2 + USES, None)))
+        return before, dict(model.local_shard), model.engine.idle
 
     first, _, second, spare = shoal.launch(rank, world_size=4)
     assert not spare[1], "a spare holds nothing"
@@ -137,12 +137,12 @@ def test_what_a_rank_that_leaves_held_outlives_the_death_of_the_only_other_holde
         expected = {"model": model.full_state_dict(), "optimizer": optimizer.state_dict()}
         launch = current_session().group
         assert launch is not None
-        model.keep_two_copies(launch, [leaver])
+        model.engine.keep_two_copies(launch, [leaver])
         members = launch.subgroup(left, "left")
         if members is None:
             return None
-        model.regroup(cast("Group", NextGeneration(launch, members, left, 2, None)))
-        return expected, model._held.assemble(members)
+        model.engine.regroup(cast("Group", NextGeneration(launch, members, left, 2, None)))
+        return expected, model.engine._held.assemble(members)
 
     results = shoal.launch(rank, world_size=4)
     for one in left:
@@ -175,11 +175,11 @@ def test_copies_of_what_a_script_has_replaced_since_are_not_taken(options: dict[
             optimizer.zero_grad()
         launch = current_session().group
         assert launch is not None
-        model.keep_two_copies(launch, [dead])
+        model.engine.keep_two_copies(launch, [dead])
         model.load_full(before["model"])
         optimizer.load_state_dict(before["optimizer"])
         members = launch.subgroup(left, "left")
-        return None if members is None else (before, model._held.assemble(members))
+        return None if members is None else (before, model.engine._held.assemble(members))
 
     results = shoal.launch(rank, world_size=4)
     for one in left:
@@ -207,7 +207,7 @@ def test_what_was_held_before_the_ranks_were_divided_anew_is_let_go() -> None:
             held.append(weakref.ref(inner.param_groups[0]["params"][0]))
             group = current_session().group
             assert group is not None
-            model.regroup(group)
+            model.engine.regroup(group)
         model.train_step(x, y, models.loss_of)
         optimizer.step()
         gc.collect()

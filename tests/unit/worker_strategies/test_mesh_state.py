@@ -109,7 +109,7 @@ def test_what_is_saved_and_read_is_whole(tmp_path: Path, world: int, options: di
         torch.testing.assert_close(optimizer.state_dict()["state"], state["state"], rtol=0, atol=0)
 
         session = current_session()
-        session.operation("checkpoint", lambda channel: assembled.update(model.assemble(channel)))
+        session.operation("checkpoint", lambda channel: assembled.update(model.engine.assemble(channel)))
         assert list(assembled) == (["model", "optimizer"] if shoal.rank() == 0 else []), "one rank alone has room for the whole"
 
         held = sum(p.numel() for p in model.local_shard.values())

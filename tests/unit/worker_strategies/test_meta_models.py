@@ -45,7 +45,7 @@ def trained(net: nn.Module) -> dict[str, Any]:
     model, optimizer = distributed(net)
     model(torch.randn(4, 3)).sum().backward()
     optimizer.step()
-    return model.capture()
+    return model.engine.capture()
 
 
 def same(one: Rotary, other: Rotary) -> bool:
@@ -58,9 +58,9 @@ def test_a_meta_model_gets_its_unsaved_buffers_from_a_peer() -> None:
     state = trained(peers)
     net = on_meta()
     model, _ = distributed(net)
-    assert not model.has_values()
-    model.restore(state)
-    assert model.has_values()
+    assert not model.engine.has_values()
+    model.engine.restore(state)
+    assert model.engine.has_values()
     assert same(peers, net)
     assert net.again.table is net.table
 
@@ -83,7 +83,7 @@ def test_buffers_that_have_values_keep_them() -> None:
     state = trained(peers)
     net.table = net.again.table = torch.full((3,), 5.0)
     model, _ = distributed(net)
-    model.restore(state)
+    model.engine.restore(state)
     assert net.table.tolist() == [5.0] * 3
 
 

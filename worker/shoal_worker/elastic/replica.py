@@ -29,6 +29,7 @@ import torch
 from shoal_worker.elastic.contract import Leases, StepStatus
 from shoal_worker.elastic.group import Channel, Group
 from shoal_worker.elastic.operations import Body
+from shoal_worker.elastic.registered import RegisteredState
 from shoal_worker.elastic.step import Step
 from shoal_worker.state.part import StatePart
 
@@ -36,7 +37,11 @@ from shoal_worker.state.part import StatePart
 class Replica(Protocol):
     """A strategy's model and optimizer, as the session sees them."""
 
-    strategy: ClassVar[str]
+    @property
+    def strategy(self) -> str:
+        """Its name."""
+        ...
+
     asynchronous: ClassVar[bool]
     """No process group: every iteration is a step of its own (async_sgd)."""
     backend_name: str
@@ -208,6 +213,11 @@ class StrategySession(Protocol):
         ...
 
     @property
+    def ranks_may_come(self) -> bool:
+        """Further processes may join the job."""
+        ...
+
+    @property
     def steps(self) -> int:
         """Committed steps of the run."""
         ...
@@ -220,6 +230,15 @@ class StrategySession(Protocol):
     @property
     def step(self) -> Step | None:
         """The step in progress."""
+        ...
+
+    @property
+    def registered(self) -> RegisteredState:
+        """What the loop has registered beside model and optimizer."""
+        ...
+
+    def trains(self, replica: object) -> bool:
+        """Whether `replica` is the run's model; a clone of it is not."""
         ...
 
     def attach(self, replica: Replica) -> None:

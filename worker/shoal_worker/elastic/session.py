@@ -155,6 +155,11 @@ class Session:
         return generation.number if generation is not None else 0
 
     @property
+    def ranks_may_come(self) -> bool:
+        """See `StrategySession`."""
+        return self._membership is not None and self._membership.only_backend is None
+
+    @property
     def begins(self) -> bool:
         """The ranks are those that the job was started with: none has gone yet, and none has come later."""
         return self.generation <= 1

@@ -16,12 +16,12 @@ from shoal_worker.state.digest import state_digest
 
 if TYPE_CHECKING:
     from shoal_worker.elastic.group import Channel
-    from shoal_worker.elastic.session import Session
+    from shoal_worker.elastic.replica import StrategySession
 
 T = TypeVar("T")
 
 
-def agreed(session: Session, kind: str, read: Callable[[], T]) -> T:
+def agreed(session: StrategySession, kind: str, read: Callable[[], T]) -> T:
     """What `read` gives, if it gives the same on all ranks; an operation. `kind`: the call, for errors. Nothing is changed.
 
     Raises:

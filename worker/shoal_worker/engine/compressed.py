@@ -24,7 +24,7 @@ from shoal_worker.state.serial import dump_tensors, load_tensors
 
 if TYPE_CHECKING:
     from shoal_worker.elastic.group import Channel, Group
-    from shoal_worker.elastic.session import Session
+    from shoal_worker.elastic.replica import StrategySession
 
 _KINDS: Final = ("buckets", "micro-batches", "units")
 """Ways to cut a model's gradients into what is compressed at once; a script may use several."""
@@ -34,7 +34,7 @@ _PER_KIND: Final = 1 << 20
 class GradientCompression:
     """One model's compressor on one rank, with its memory."""
 
-    def __init__(self, compressor: GradientCompressor, session: Session) -> None:
+    def __init__(self, compressor: GradientCompressor, session: StrategySession) -> None:
         self.compressor = compressor
         self._session = session
         self._reduction = CompressedReduction(compressor)
@@ -179,7 +179,7 @@ class GradientCompression:
         self._units, self._layouts = state["units"], dict(state["layouts"])
 
 
-def compression_of(compressor: GradientCompressor | None, session: Session) -> GradientCompression | None:
+def compression_of(compressor: GradientCompressor | None, session: StrategySession) -> GradientCompression | None:
     """None where nothing is compressed."""
     return None if compressor is None else GradientCompression(compressor, session)
 

@@ -7,12 +7,11 @@ Made anew for each generation, and dropped with it. The training thread owns it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
 
 from shoal_worker.elastic.generation import Generation, Peer
 from shoal_worker.elastic.group import Group
@@ -20,11 +19,11 @@ from shoal_worker.elastic.replica import StrategySession
 from shoal_worker.elastic.step import Step
 from shoal_worker.engine.buffers import CommittedBuffers
 from shoal_worker.engine.elsewhere import drop_gradient
-from shoal_worker.engine.parameter_groups import ParameterGroup
 from shoal_worker.failpoints import failpoint
 from shoal_worker.mesh.along_data import InShards
 from shoal_worker.mesh.axes import Axes
 from shoal_worker.mesh.gathering import Cut, Whole
+from shoal_worker.mesh.layouts import Sharding
 from shoal_worker.mesh.parts import ModelParts, Shard
 from shoal_worker.mesh.step_group import GroupMesh, StepGroup
 from shoal_worker.pipelining import gradients as stage_gradients
@@ -36,7 +35,7 @@ from shoal_worker.sharding.collectives import PartCollectives
 from shoal_worker.sharding.division import Division as Shards
 from shoal_worker.sharding.division import among_all
 from shoal_worker.sharding.execution import ShardedExecution
-from shoal_worker.sharding.unit import Stage, taken_gradient
+from shoal_worker.sharding.unit import taken_gradient
 from shoal_worker.tensor_parallel.apply import unparallelize
 from shoal_worker.tensor_parallel.layers import run_inside
 
@@ -45,17 +44,6 @@ def alone() -> Group:
     """A world of one, as a group."""
     me = Peer(rank=0, member_id="", host="", donor_address="", joining=False)
     return Group(Generation(number=0, nonce="", peers=(me,), rank=0, interrupts_below=0), None, None)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sharding:
-    """What the data axis cuts of each rank's part."""
-
-    stage: Stage
-    bucket_bytes: int
-    """What is reduced or gathered at once."""
-    blocks: Callable[[nn.Module], Sequence[ParameterGroup]] | None = None
-    """What of a model is gathered at once in its passes."""
 
 
 class Division:

@@ -20,7 +20,7 @@ from shoal_worker.replicated.flight import Flight
 
 if TYPE_CHECKING:
     from shoal_worker.config import ShardingConfiguration
-    from shoal_worker.elastic.session import Session
+    from shoal_worker.elastic.replica import StrategySession
     from shoal_worker.engine.buffers import CommittedBuffers
 
 _CHUNK_ELEMENTS = 8 << 20
@@ -33,10 +33,13 @@ class AccumulatedReduction:
         self,
         module: nn.Module,
         buffers: CommittedBuffers,
-        session: Session,
+        session: StrategySession,
         config: ShardingConfiguration,
         compression: GradientCompression | None = None,
+        *,
+        alone: bool = False,
     ) -> None:
+        """`alone`: the sum is over this rank's micro-batches, and says nothing of the other ranks."""
         self._buffers = buffers
         self._session = session
         self._config = config
@@ -46,6 +49,7 @@ class AccumulatedReduction:
         self._parameters: list[nn.Parameter] = []
         self._groups: list[list[nn.Parameter]] = []
         self._compression = compression
+        self._alone = alone
         self._flight = Flight(session, compression)
         self._loss_sum = self._loss_weight = 0.0
         self._open = False
@@ -95,7 +99,7 @@ class AccumulatedReduction:
             return
         if not self._open:
             self._start()  # a rank without micro-batches takes part with weight nought
-        if session.elastic:
+        if session.elastic and not self._alone:
             self._send(step.share.total_weight if step.share is not None else None)
             if not self._flight.land():
                 return
@@ -105,7 +109,8 @@ class AccumulatedReduction:
             # Where the dtype is the same it is no copy, but another object: users may give `.grad` other memory.
             mean = summed.div_(divisor).to(parameter.dtype).detach() if here else None
             parameter.grad = mean.to_sparse(1) if mean is not None and id(parameter) in self._sparse_ids else mean
-        session.seal_step()
+        if not self._alone:
+            session.seal_step()
 
     def _send(self, total_weight: float | None) -> None:
         if self._compression is None:

@@ -14,19 +14,20 @@ import torch
 import torch.distributed as dist
 from shoal_common.errors import MembershipChanged
 
+from shoal_worker.engine.losing import LosingStep
 from shoal_worker.failpoints import failpoint
 
 if TYPE_CHECKING:
     from shoal_worker.compression.reduction import Reduction
     from shoal_worker.elastic.group import Group
-    from shoal_worker.elastic.session import Session
+    from shoal_worker.elastic.replica import StrategySession
     from shoal_worker.engine.compressed import GradientCompression
 
 
 class Flight:
     """Owned by the training thread, or by the thread that runs the backward pass while the training thread waits for that."""
 
-    def __init__(self, session: Session, compression: GradientCompression | None = None) -> None:
+    def __init__(self, session: StrategySession, compression: GradientCompression | None = None) -> None:
         self._session = session
         self._compression = compression
         self._works: list[tuple[Group, dist.Work]] = []
@@ -37,15 +38,12 @@ class Flight:
         step, group = self._session.step, self._session.group
         if step is None or step.lost is not None:
             return
-        try:
+        with LosingStep(self._session):
             if group is None:
                 raise MembershipChanged("there is no group")
             work = group.all_reduce_async(torch.view_as_real(tensor) if tensor.is_complex() else tensor)
-        except MembershipChanged as error:
-            self._session.mark_lost(error)
-            return
-        if work is not None:
-            self._works.append((group, work))
+            if work is not None:
+                self._works.append((group, work))
 
     def send_compressed(self, bucket: torch.Tensor, kind: str, number: int, shapes: Sequence[Sequence[int]]) -> None:
         """Starts to sum `bucket` over all ranks, in place and compressed; see `GradientCompression.start`."""
@@ -53,36 +51,29 @@ class Flight:
         assert compression is not None
         if step is None or step.lost is not None:
             return
-        try:
+        with LosingStep(self._session):
             if group is None:
                 raise MembershipChanged("there is no group")
             self._reductions.append((group, compression.start(group, bucket, kind, number, shapes)))
-        except MembershipChanged as error:
-            self._session.mark_lost(error)
 
     def land(self) -> bool:
         """Waits for all that were started. True if the step is not lost: all sums are in place."""
         self._finish_compressed()
         works, self._works = self._works, []
         for group, work in works:
-            try:
+            with LosingStep(self._session):
                 group.wait(work)
-            except MembershipChanged as error:
-                self._session.mark_lost(error)
         step = self._session.step
         if step is None or step.lost is not None:
             return False
-        try:
+        with LosingStep(self._session) as completing:
             failpoint("reduction.completed")
-        except MembershipChanged as error:
-            self._session.mark_lost(error)
-            return False
-        return True
+        return not completing.failed
 
     def _finish_compressed(self) -> None:
         """On all ranks in the order in which they were started."""
         reductions, self._reductions = self._reductions, []
-        try:
+        with LosingStep(self._session) as finishing:
             for group, reduction in reductions:
                 if not reduction.done:
                     with group.own_collectives("compressed all_reduce"):
@@ -93,7 +84,6 @@ class Flight:
                 if not reduction.done:
                     with group.own_collectives("compressed all_reduce"):
                         reduction.wait()
-        except MembershipChanged as error:
-            self._session.mark_lost(error)
+        if finishing.failed:
             for _, reduction in reductions:
                 reduction.abandon()

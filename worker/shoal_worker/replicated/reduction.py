@@ -36,7 +36,7 @@ from shoal_worker.replicated.flight import Flight
 if TYPE_CHECKING:
     from shoal_worker.config import ShardingConfiguration
     from shoal_worker.elastic.contract import Share
-    from shoal_worker.elastic.session import Session
+    from shoal_worker.elastic.replica import StrategySession
     from shoal_worker.engine.buffers import CommittedBuffers
 
 
@@ -47,7 +47,7 @@ class OverlappedReduction:
         self,
         module: nn.Module,
         buffers: CommittedBuffers,
-        session: Session,
+        session: StrategySession,
         config: ShardingConfiguration,
         compression: GradientCompression | None = None,
     ) -> None:

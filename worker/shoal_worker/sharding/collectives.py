@@ -12,10 +12,10 @@ from typing import Final, Protocol
 
 import torch
 import torch.distributed as dist
-from shoal_common.errors import MembershipChanged
 
 from shoal_worker.elastic.group import Group
 from shoal_worker.elastic.replica import StrategySession
+from shoal_worker.engine.losing import LosingStep
 from shoal_worker.sharding.division import Division
 
 
@@ -110,13 +110,12 @@ class SessionCollectives:
         if self.lost:
             _clear(tensor)
             return False
-        try:
+        with LosingStep(self._session, raises_outside=True) as summing:
             if group is not None and group.world_size > 1:
                 group.all_reduce_short(tensor)
-        except MembershipChanged as error:
-            self._failed(tensor, error)
-            return False
-        return True
+        if summing.failed:
+            _clear(tensor)
+        return not summing.failed
 
     def pass_on(self, received: torch.Tensor, sent: torch.Tensor, *, stride: int) -> Pending:
         """See `Collectives`."""
@@ -144,19 +143,13 @@ class SessionCollectives:
         if group is None or group.world_size == 1:
             alone()
             return _DONE
-        try:
+        with LosingStep(self._session, raises_outside=True) as issuing:
             work = start(group)
-        except MembershipChanged as error:
-            self._failed(cleared, error)
+        if issuing.failed:
+            _clear(cleared)
             return _FAILED
         assert work is not None, "a group of several ranks has something to wait for"
-        return _Issued(self, group, work, cleared)
-
-    def _failed(self, cleared: torch.Tensor | None, error: MembershipChanged) -> None:
-        if self._session.step is None:
-            raise error
-        self._session.mark_lost(error)
-        _clear(cleared)
+        return _Issued(self._session, group, work, cleared)
 
 
 class PartCollectives(SessionCollectives):
@@ -225,8 +218,8 @@ class _Then:
 
 
 class _Issued:
-    def __init__(self, collectives: SessionCollectives, group: Group, work: dist.Work, cleared: torch.Tensor | None) -> None:
-        self._collectives = collectives
+    def __init__(self, session: StrategySession, group: Group, work: dist.Work, cleared: torch.Tensor | None) -> None:
+        self._session = session
         self._group = group
         self._work = work
         self._cleared = cleared
@@ -235,12 +228,11 @@ class _Issued:
         """See `Pending`."""
         group, work = self._group, self._work
         del self._group, self._work  # both keep sockets open
-        try:
+        with LosingStep(self._session, raises_outside=True) as waiting:
             group.wait(work)
-        except MembershipChanged as error:
-            self._collectives._failed(self._cleared, error)
-            return False
-        return True
+        if waiting.failed:
+            _clear(self._cleared)
+        return not waiting.failed
 
 
 def _clear(tensor: torch.Tensor | None) -> None:

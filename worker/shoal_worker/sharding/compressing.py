@@ -11,18 +11,19 @@ import torch
 from shoal_common.errors import MembershipChanged
 
 from shoal_worker.compression.reduction import Reduction
+from shoal_worker.engine.losing import LosingStep
 from shoal_worker.sharding.collectives import Pending
 
 if TYPE_CHECKING:
     from shoal_worker.elastic.group import Group
-    from shoal_worker.elastic.session import Session
+    from shoal_worker.elastic.replica import StrategySession
     from shoal_worker.engine.compressed import GradientCompression
 
 
 class CompressedScatter:
     """Scatters one unit's gradients, compressed."""
 
-    def __init__(self, compression: GradientCompression, session: Session, number: int) -> None:
+    def __init__(self, compression: GradientCompression, session: StrategySession, number: int) -> None:
         """`number`: of the unit, the same on all ranks."""
         self._compression = compression
         self._session = session
@@ -32,7 +33,7 @@ class CompressedScatter:
         """See `Collectives.reduce_scatter`."""
         session, group = self._session, self._session.group
         step = session.step
-        try:
+        with LosingStep(session):
             if step is not None and step.lost is not None:
                 raise MembershipChanged(step.lost)
             if group is None or group.world_size == 1:
@@ -40,14 +41,12 @@ class CompressedScatter:
                 shard.copy_(full)
                 return _Scattering(session, None, None, shard)
             return _Scattering(session, group, self._compression.start_scatter(group, shard, full, self._number), shard)
-        except MembershipChanged as error:
-            session.mark_lost(error)
-            shard.zero_()
-            return _Scattering(session, None, None, None)
+        shard.zero_()
+        return _Scattering(session, None, None, None)
 
 
 class _Scattering:
-    def __init__(self, session: Session, group: Group | None, reduction: Reduction | None, shard: torch.Tensor | None) -> None:
+    def __init__(self, session: StrategySession, group: Group | None, reduction: Reduction | None, shard: torch.Tensor | None) -> None:
         """`shard`: None: the step is lost. `reduction`: None: nothing is to be waited for."""
         self._session = session
         self._group = group
@@ -60,12 +59,9 @@ class _Scattering:
         del self._group, self._reduction  # they keep sockets open
         if shard is None or group is None or reduction is None:
             return shard is not None
-        try:
-            with group.own_collectives("compressed reduce_scatter"):
-                reduction.wait()
-        except MembershipChanged as error:
+        with LosingStep(self._session) as waiting, group.own_collectives("compressed reduce_scatter"):
+            reduction.wait()
+        if waiting.failed:
             reduction.abandon()
-            self._session.mark_lost(error)
             shard.zero_()
-            return False
-        return True
+        return not waiting.failed

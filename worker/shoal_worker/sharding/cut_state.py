@@ -1,7 +1,7 @@
 """Parameters and optimizer state of one model, as this rank holds them: whole at first, then cut over the ranks of a group.
 
 It changes the cut, and it puts the whole together: for checkpoints, for operations between steps, for the user. It knows nothing of steps
-(`strategies/sharded.py`) and of when units are gathered (`execution.py`). The training thread owns it.
+(`engine.py`) and of when units are gathered (`execution.py`). The training thread owns it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from shoal_common.errors import ConfigurationError, PreconditionError
+from shoal_common.errors import PreconditionError
 from torch import nn
 
 from shoal_worker.elastic.consistency import digest_of, state_tensors
@@ -26,19 +26,7 @@ from shoal_worker.sharding.optimizer_state import ShardedOptimizerState
 from shoal_worker.sharding.resharding import VALUES, WHOLE, Cut, Held, division_cut, hold, merge_copies, reshard
 from shoal_worker.sharding.unit import Stage, Unit
 from shoal_worker.sharding.whole_state import Place, optimizer_state, spread
-from shoal_worker.state.optimizer import ELEMENTWISE
 from shoal_worker.state.part import StatePart
-
-
-def check_elementwise(optimizer: torch.optim.Optimizer, *, elementwise: bool) -> None:
-    """Raises ConfigurationError unless an optimizer is known, or said, to be elementwise, and has not stepped before."""
-    if type(optimizer).__name__ not in ELEMENTWISE and not elementwise:
-        raise ConfigurationError(
-            f"parameters are cut into flat pieces, and {type(optimizer).__name__} is not known to treat each element by itself; use "
-            f"one of {', '.join(sorted(ELEMENTWISE))}, or say elementwise_optimizer=True if it does"
-        )
-    if any(float(own.get("step", 1)) > 0 for own in optimizer.state.values()):
-        raise ConfigurationError("the optimizer has stepped before: call as_distributed first, then load its state")
 
 
 class CutState(StateInParts):

@@ -1,4 +1,5 @@
-"""Whether a saved optimizer state is of the optimizer that is to take it: asked before anything is changed.
+"""Whether an optimizer's state can be cut, and whether a saved one is of the optimizer that is to take it: asked before anything is
+changed.
 
 torch's `load_state_dict` compares the numbers of groups and parameters, and takes moments of any shape; the next step then fails, or
 broadcasts.
@@ -10,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
-from shoal_common.errors import CorruptDataError
+from shoal_common.errors import ConfigurationError, CorruptDataError
 
 ELEMENTWISE: Final = frozenset({"SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adadelta", "Adagrad", "RMSprop", "Rprop", "ASGD"})
 """Optimizers of torch.optim that update each element from its own gradient and state alone. So their state has the parameters' shapes."""
@@ -45,3 +46,14 @@ def check_fits(saved: Any, optimizer: torch.optim.Optimizer, shapes: Sequence[Se
 
 def _differs(what: str) -> CorruptDataError:
     return CorruptDataError(f"the state is of another optimizer: {what}; nothing was changed", reason="OPTIMIZER_DIFFERS")
+
+
+def check_elementwise(optimizer: torch.optim.Optimizer, *, elementwise: bool) -> None:
+    """Raises ConfigurationError unless an optimizer is known, or said, to be elementwise, and has not stepped before."""
+    if type(optimizer).__name__ not in ELEMENTWISE and not elementwise:
+        raise ConfigurationError(
+            f"parameters are cut into flat pieces, and {type(optimizer).__name__} is not known to treat each element by itself; use "
+            f"one of {', '.join(sorted(ELEMENTWISE))}, or say elementwise_optimizer=True if it does"
+        )
+    if any(float(own.get("step", 1)) > 0 for own in optimizer.state.values()):
+        raise ConfigurationError("the optimizer has stepped before: call as_distributed first, then load its state")

@@ -17,366 +17,41 @@ schedule go on from a peer's.
 
 from __future__ import annotations
 
-import atexit
-import copy
-import logging
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
-import torch
-from shoal_common.errors import ConfigurationError, CorruptDataError, PreconditionError
-from shoal_common.rpc.channel import ChannelSettings
-from torch import nn
-
-from shoal_worker.asynchronous.handover import Handover
-from shoal_worker.asynchronous.hyperparameters import Revision, ServerOptimizer
-from shoal_worker.asynchronous.iteration import Iteration
-from shoal_worker.asynchronous.job import Job
-from shoal_worker.asynchronous.leases import CoordinatorLeases, LeaseSource, LocalLeases
-from shoal_worker.asynchronous.options import AsyncOptions, check_configuration
-from shoal_worker.asynchronous.own_cluster import OwnCluster
-from shoal_worker.asynchronous.servers import ParameterServers
-from shoal_worker.asynchronous.tensors import HostTensor, check_gradients, gradients
-from shoal_worker.elastic.contract import Leases, StepSource
-from shoal_worker.elastic.membership import Membership
-from shoal_worker.engine.materialize import materialize
-from shoal_worker.strategies.async_optimizer import AsyncSGDOptimizer
-from shoal_worker.strategies.base import ShardedModel, call_module, check_optimizer_covers, loss_of
-from shoal_worker.strategies.whole import WholeModel
-
-__all__ = ["AsyncSGDModel", "AsyncSGDOptimizer"]
-
-_log = logging.getLogger(__name__)
+from shoal_worker.asynchronous.engine import AsyncEngine
+from shoal_worker.strategies.declaration import Strategy
+from shoal_worker.strategies.model import ShardedModel
+from shoal_worker.strategies.optimizer import ShardedOptimizer
 
 
-class AsyncSGDModel(WholeModel):
+class AsyncSGDModel(ShardedModel):
     """A worker's copy of the model, whose values come from the parameter servers.
 
     The servers get rank 0's values, or those of a checkpoint that `shoal.resume` loads before, when the first step begins. From then on the
     servers' values are the model's.
     """
 
-    strategy = "async_sgd"
-    asynchronous: ClassVar[bool] = True
-    compresses: ClassVar[bool] = True
-    options = frozenset({"consistency", "staleness_bound", "pull_every", "server_timeout"})
+    declaration: ClassVar[Strategy] = Strategy(
+        name="async_sgd",
+        engine=AsyncEngine,
+        memory="P + G, and (P + O)/S on each of S servers",
+        sent="2P",
+        a_death="its batch is dealt again",
+        options=frozenset({"consistency", "staleness_bound", "pull_every", "server_timeout"}),
+        compressor="topk",
+    )
 
-    # ------------------------------------------------------------------------------------------------------------ beginning
 
-    def initialize_sharding(self) -> None:
-        """Nothing is sharded on the workers."""
-        check_configuration(self.config, self.backend_name)
-        self._async_options = AsyncOptions(**self._options)
-        self._servers: ParameterServers | None = None
-        self._optimizer: torch.optim.Optimizer | None = None
-        self._schedule: ServerOptimizer | None = None
-        self._leases: LeaseSource = LocalLeases()
-        self._job: Job | None = None
-        self._own_cluster: OwnCluster | None = None
-        self._tensors: list[HostTensor] = []
-        self._started = False
-        self._clock = 0
-        """Iterations finished, as the servers are told; the idle ones of a worker that found no batch count too."""
-        self._handover: Handover | None = None
-        self._joins_late = False
-        """The job had begun when this worker came."""
-        self._placed = False
-        """The first loader knows which epoch the others are in."""
-        if not any(p.requires_grad for p in self.module.parameters()):
-            raise ConfigurationError("the model has no parameter with requires_grad=True: there is nothing to train")
-        if any(buffer.is_meta for buffer in self.module.buffers()):
-            raise ConfigurationError(
-                "the model has buffers on the meta device: with async_sgd buffers are each worker's own, and come from nowhere else; build "
-                "it with values"
-            )
+class AsyncSGDOptimizer(ShardedOptimizer):
+    """The user's optimizer, as the servers run it: `step` pushes and pulls. Its state stays empty here.
 
-    def attach(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """See `ShardedModel`. Lays the tensors out over the servers, and waits for these."""
-        if optimizer is None:
-            raise ConfigurationError(
-                'strategy="async_sgd" needs the optimizer, which the servers run: as_distributed(model, optimizer, ...)'
-            )
-        check_optimizer_covers(self.module, optimizer)
-        names = {id(parameter): name for name, parameter in self.module.named_parameters()}
-        trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        self._optimizer, self._schedule = optimizer, ServerOptimizer(optimizer, names)
-        self._tensors = [HostTensor(name, p, trained=id(p) in trained) for name, p in self.module.named_parameters()]
-        self._joins_late = self._session.is_joining
-        self._session.attach(self)
-        atexit.register(self._leave)
-        self._session.on_close(self._leave)
-        try:
-            job = self._open_job()
-            shard_map = job.declare([tensor.spec for tensor in self._tensors])
-            self._servers = ParameterServers(
-                job, shard_map, self._tensors, self._schedule, self._async_options, self._session.metrics, self.config.compressor
-            )
-            self._servers.configure()
-        except BaseException:
-            self._leave()
-            raise
-
-    def _open_job(self) -> Job:
-        membership, settings = self._session.membership, self._session.settings
-        if membership is None:
-            self._own_cluster = OwnCluster()
-            link, channel = self._own_cluster.link, self._own_cluster.channel
-        else:
-            assert settings.coordinator is not None
-            assert isinstance(membership, Membership), "a rank of a launch was refused"
-            link, channel = membership.link, ChannelSettings(address=settings.coordinator, token=settings.token, tls=settings.tls)
-        job = Job(link, channel, patience=settings.rendezvous_timeout, straggler_patience=settings.collective_timeout)
-        if membership is not None:
-            self._job, self._leases = job, CoordinatorLeases(job)
-            if self._session.donor is not None:
-                self._handover = Handover(self._session.donor, job, self._own_state)
-        return job
-
-    def _start(self) -> None:
-        """Gives the servers rank 0's values if they have none, and takes over what they have."""
-        if self._started:
-            return
-        has_values = self.has_values()
-        if not has_values:
-            self._materialize()
-        self._require_servers().start(has_values=has_values)
-        self._started = True
-        if self._joins_late:
-            self._go_on_from_a_peer()
-
-    def _go_on_from_a_peer(self) -> None:
-        state = self._handover.take() if self._handover is not None else None
-        if state is None:
-            _log.warning("no peer could give its registered state and schedule; those of this joiner begin anew")
-            return
-        assert self._schedule is not None
-        self._require_optimizer().load_state_dict({"state": {}, "param_groups": state["groups"]})
-        self._schedule.adopt(state["revision"])
-        self._session.registered.restore(state["registered"])
-
-    def _own_state(self) -> dict[str, Any]:
-        return {
-            "registered": self._session.registered.capture(),
-            "groups": self._require_optimizer().state_dict()["param_groups"],
-            "revision": self.look_at_schedule().number,
-        }
-
-    def _materialize(self) -> None:
-        materialize(self.module, self._optimizer, self._session.device)
-        parameters = dict(self.module.named_parameters())
-        for tensor in self._tensors:
-            tensor.parameter = parameters[tensor.name]
-
-    def _leave(self) -> None:
-        """Takes leave of the servers; stops those that are this process's own. Idempotent."""
-        atexit.unregister(self._leave)
-        if self._handover is not None:
-            self._handover.close()
-        if self._servers is not None:
-            self._servers.close()
-        if self._own_cluster is not None:
-            self._own_cluster.close()
-            self._own_cluster = None
-
-    # ------------------------------------------------------------------------------------------------------------- training
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward pass, with the values pulled last."""
-        if self.module.training and torch.is_grad_enabled():
-            self._session.ensure_step()
-        return self.module(*args, **kwargs)
-
-    def train_step(
-        self,
-        inputs: Any,
-        targets: Any = None,
-        loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
-    ) -> torch.Tensor:
-        """Forward, loss and backward. Returns the loss of this worker's batch: there is no common one."""
-        step = self._session.ensure_step()
-        loss = loss_of(call_module(self, inputs), targets, loss_fn)
-        step.loss = float(loss.detach())
-        loss.backward()
-        return loss.detach()
-
-    def synchronize_gradients(self) -> None:
-        """Nothing to do: each worker's gradient is pushed by itself, in `optimizer.step()`."""
-
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Scales this worker's gradient, which is pushed by itself, so that its norm is at most `max_norm`; returns the norm before."""
-        return nn.utils.clip_grad_norm_(self.module.parameters(), max_norm, norm_type)
-
-    def exchange(self, *, push: bool) -> None:
-        """Ends an iteration: pushes this worker's gradients and pulls what all workers have reached. `push` False: they are unusable.
-
-        Raises:
-            InvalidRequestError (GRADIENT_NOT_FINITE): a gradient has NaN or infinite values; nothing was sent.
-            ConfigurationError: a gradient or a parameter that servers do not take; nothing was sent.
-            DeadlineError (SERVER_AWAY): a server was away for longer than `server_timeout`.
-            StopTraining: the job stood still for want of workers, and was stopped then.
-        """
-        sent: dict[str, memoryview] = {}
-        if push:
-            trained = [tensor for tensor in self._tensors if tensor.trained]
-            check_gradients(trained)
-            sent = {tensor.name: view for tensor, view in zip(trained, gradients(trained), strict=True) if view is not None}
-        clock = self._clock + 1
-        pull = clock % self._async_options.pull_every == 0
-        step = self._session.step
-        source = step.source if step is not None else None
-        batch = self._leases.at_hand(source.name) if source is not None else 0
-        iteration = Iteration(clock=clock, revision=self.look_at_schedule(), gradients=sent, pull=pull, batch=batch)
-        staleness = self._require_servers().exchange(iteration)
-        self._clock = clock
-        if sent:
-            self._session.progress.pushed(staleness)
+    Settings changed in `param_groups`, by schedulers say, go to the servers with the next push. Of several workers' schedules the one that
+    is furthest counts.
+    """
 
     @property
-    def is_attached(self) -> bool:
-        """The optimizer is known."""
-        return self._schedule is not None
-
-    def look_at_schedule(self) -> Revision:
-        """Notices what schedulers have changed."""
-        assert self._schedule is not None
-        return self._schedule.look()
-
-    def pull(self) -> None:
-        """Brings back what all workers have reached; between steps."""
-        if self._started:
-            self._require_servers().pull()
-
-    # --------------------------------------------------------------------------------------------- Replica: for the session
-
-    def step_begins(self) -> None:
-        """See `Replica`."""
-        source = self._session.step.source if self._session.step is not None else None
-        if source is not None and not source.leased:
-            raise ConfigurationError(
-                f"loader {source.name!r} deals steps that all ranks take together, and with async_sgd there are none; give it batch_size= "
-                "(the samples of one push) instead of global_batch_size= and micro_batch_size="
-            )
-        self._start()
-        if self._job is not None:
-            self._job.entered()
-            if self._handover is not None:
-                self._handover.refresh()
-            if source is not None and not self._placed:
-                _move_to_epoch(source, self._job.epoch_of_others())
-                self._placed = True
-
-    def lease_batches(self, *, loader: str, epoch: int, batches_in_epoch: int, finished: Sequence[int], want: int) -> Leases:
-        """See `StepClock`."""
-        answer = self._leases.lease(loader=loader, epoch=epoch, batches_in_epoch=batches_in_epoch, finished=finished, want=want)
-        if want and not answer.batches:
-            if answer.epoch_done:
-                # Nobody pushes before the next epoch begins: what is evaluated between epochs is the same on all ranks.
-                self.pull()
-            elif self._async_options.waits_for_others:
-                # Others may wait for this worker to finish an iteration, and it will find none before they have finished theirs.
-                self._clock = self._require_servers().catch_up(self._clock)
-        return answer
-
-    def capture(self) -> dict[str, Any]:
-        """See `Replica`: for checkpoints. The optimizer's state stays on the servers, which write snapshots of their own meanwhile."""
-        if self._started:
-            self._require_servers().write_snapshots()
-        return {"model": self.full_state_dict(), "optimizer": self._require_optimizer().state_dict()}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """See `Replica`: of a checkpoint, before the first step. Servers that have values keep them; others get these."""
-        self._check_not_started("shoal.resume")
-        groups = state["optimizer"]["param_groups"] if state["optimizer"] is not None else []
-        own = self._require_optimizer().param_groups
-        if len(groups) != len(own) or any(mine.keys() - loaded.keys() - {"initial_lr"} for mine, loaded in zip(own, groups, strict=True)):
-            raise CorruptDataError("the checkpoint is of another optimizer: its parameter groups differ", reason="OPTIMIZER_DIFFERS")
-        self._check_fits(state["model"])
-        if not self.has_values():
-            self._materialize()
-        self.module.load_state_dict(state["model"])
-        # The settings alone: momentum and moments of a synchronous run have no place on the workers.
-        self._require_optimizer().load_state_dict({"state": {}, "param_groups": groups})
-
-    def has_values(self) -> bool:
-        """See `Replica`."""
-        return not any(t.is_meta for t in self.module.state_dict().values())
-
-    def micro_batch_begins(self) -> None:
-        """See `Replica`. Loaders with micro-batches are refused when the step begins."""
-
-    def micro_batch_ends(self, weight: float) -> None:
-        """See `Replica`."""
-
-    def finish_reduction(self) -> None:
-        """See `Replica`: nothing is reduced."""
-
-    def discard_step(self) -> None:
-        """See `Replica`."""
-        for parameter in self.module.parameters():
-            parameter.grad = None
-
-    def commit_step(self) -> None:
-        """See `Replica`: buffers are this worker's own."""
-
-    # ---------------------------------------------------------------------------------------------------------------- state
-
-    def gather_full_parameters(self) -> dict[str, torch.Tensor]:
-        """The servers' values as they are now, on this rank's device; before the first step this worker's. The module stays as it is."""
-        own = {name: parameter.detach() for name, parameter in self.module.named_parameters()}
-        if not self._started:
-            return {name: value.clone() for name, value in own.items()}
-        return {name: value.to(own[name].device) for name, value in self._require_servers().read().items()}
-
-    def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
-        """`gather_full_parameters`, and this worker's own buffers."""
-        if rank0_only and self._session.rank != 0:
-            return {}
-        state: dict[str, torch.Tensor] = copy.deepcopy(self.module.state_dict())
-        names = {id(parameter): name for name, parameter in self.module.named_parameters()}
-        values = self.gather_full_parameters()
-        for name, parameter in self.module.named_parameters(remove_duplicate=False):
-            if name in state:
-                state[name] = values[names[id(parameter)]]
-        return state
-
-    @property
-    def local_shard(self) -> dict[str, torch.Tensor]:
-        """This worker's copy of the parameters, as it was pulled last."""
-        return {name: parameter.detach() for name, parameter in self.module.named_parameters()}
-
-    def with_parameters(self, parameters: torch.Tensor | Mapping[str, torch.Tensor]) -> ShardedModel:
-        """See `ShardedModel`. Only before the first step: after it the servers' values are the model's.
-
-        Raises:
-            PreconditionError: later.
-        """
-        self._check_not_started("with_parameters")
-        return super().with_parameters(parameters)
-
-    def load_full(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """See `WholeModel`; as with `with_parameters`, only before the first step."""
-        self._check_not_started("load_model or deserialize")
-        super().load_full(tensors)
-
-    # ----------------------------------------------------------------------------------------------------------- invariants
-
-    def _check_not_started(self, what: str) -> None:
-        if self._started:
-            raise PreconditionError(
-                f"{what}: the parameter servers hold newer values since the first step; call it before the training loop"
-            )
-
-    def _require_servers(self) -> ParameterServers:
-        assert self._servers is not None
-        return self._servers
-
-    def _require_optimizer(self) -> torch.optim.Optimizer:
-        assert self._optimizer is not None
-        return self._optimizer
-
-
-def _move_to_epoch(source: StepSource, epoch: int) -> None:
-    """A joiner goes on where the others are; what it may have missed of that epoch is leased to whoever asks."""
-    state = source.state_dict()
-    if state["epoch"] < epoch:
-        source.load_state_dict({**state, "epoch": epoch, "samples": 0, "step": 0})
+    def last_staleness(self) -> float:
+        """Versions that others' pushes made between the pull that the last push was computed on and that push; the most of any
+        partition."""
+        return self._session.progress.staleness

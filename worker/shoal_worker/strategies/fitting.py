@@ -12,7 +12,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from shoal_common.errors import ConfigurationError
@@ -24,27 +24,13 @@ from shoal_worker.data.loader import ElasticDataLoader
 from shoal_worker.elastic.contract import StepStatus
 from shoal_worker.elastic.early_stop import Patience
 from shoal_worker.elastic.evaluation import evaluate
+from shoal_worker.engine.passes import Loss
 
 if TYPE_CHECKING:
-    from shoal_worker.config import ShardingConfiguration
     from shoal_worker.data.evaluation import EvaluationBatches
     from shoal_worker.elastic.group import Channel
     from shoal_worker.elastic.session import Session
-
-Loss = Callable[[Any, Any], torch.Tensor]
-"""Computes the loss of an output and its targets: the mean over the batch."""
-
-
-class Model(Protocol):
-    """What a fit asks of a model: see `ShardedModel`."""
-
-    config: ShardingConfiguration
-    module: nn.Module
-    asynchronous: bool
-
-    def train_step(self, inputs: Any, targets: Any = None, loss_fn: Loss | None = None) -> torch.Tensor: ...
-    def predict(self, inputs: Any) -> Any: ...
-    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor: ...
+    from shoal_worker.strategies.model import ShardedModel
 
 
 class Optimizer(Protocol):
@@ -176,7 +162,7 @@ class _Progress:
         return next((record for record in reversed(self.history) if record.improved), None)
 
 
-def fit(session: Session, model: Model, optimizer: Optimizer, data: OptimizationInputData) -> OptimizationResult:
+def fit(session: Session, model: ShardedModel, optimizer: Optimizer, data: OptimizationInputData) -> OptimizationResult:
     """See `ShardedOptimizer.optimize`."""
     if not isinstance(data, OptimizationInputData):
         raise ConfigurationError(f"optimize({type(data).__name__}): expected a shoal.OptimizationInputData")
@@ -187,7 +173,7 @@ def fit(session: Session, model: Model, optimizer: Optimizer, data: Optimization
         )
     name = next(name for number in itertools.count(1) if session.registered.find(name := f"optimize-{number}") is None)
     progress = _Progress(mode=data.mode, min_delta=data.min_delta, patience=data.patience)
-    leased = model.asynchronous
+    leased = model.engine.asynchronous
     loader = ElasticDataLoader(
         _dataset(data.training, "training"),
         global_batch_size=None if leased else data.global_batch_size,
@@ -223,7 +209,7 @@ def fit(session: Session, model: Model, optimizer: Optimizer, data: Optimization
 
 
 def _epoch(
-    session: Session, model: Model, optimizer: Optimizer, data: OptimizationInputData, loader: ElasticDataLoader
+    session: Session, model: ShardedModel, optimizer: Optimizer, data: OptimizationInputData, loader: ElasticDataLoader
 ) -> tuple[float, float]:
     """Trains on what is left of the loader's epoch; this rank's summed loss and samples."""
     total, samples = 0.0, 0.0
@@ -264,7 +250,7 @@ def _mean(session: Session, sums: tuple[float, float]) -> float:
     return total / samples if samples else math.nan
 
 
-def _validate(session: Session, model: Model, data: OptimizationInputData, loader: ElasticDataLoader) -> float:
+def _validate(session: Session, model: ShardedModel, data: OptimizationInputData, loader: ElasticDataLoader) -> float:
     measure = data.metric_fn or data.loss_fn
     assert measure is not None
 
@@ -272,7 +258,7 @@ def _validate(session: Session, model: Model, data: OptimizationInputData, loade
         samples, (inputs, targets) = counted
         return {"sum": float(measure(model.predict(inputs), targets)) * samples, "samples": float(samples)}
 
-    found = evaluate(session, cast(nn.Module, model), _Counted(loader.evaluation_batches()), sums)
+    found = evaluate(session, model, _Counted(loader.evaluation_batches()), sums)
     return found["sum"] / found["samples"]
 
 

@@ -9,50 +9,44 @@ for the sake of faults, unless there is one replica alone: that one mirrors its 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
 from typing import ClassVar
 
 from shoal_common.errors import ConfigurationError
 
-from shoal_worker.elastic.group import Group
-from shoal_worker.sharding.collectives import ReplicatedCollectives
-from shoal_worker.sharding.division import Division, in_replicas
-from shoal_worker.strategies.sharded_optimizer import ShardedParametersOptimizer
-from shoal_worker.strategies.zero3 import ZeRO3Model
+from shoal_worker.engine.base import Setup
+from shoal_worker.sharding.division import in_replicas
+from shoal_worker.sharding.engine import OPTIONS, SETTINGS, ShardedEngine, in_blocks
+from shoal_worker.sharding.unit import Stage
+from shoal_worker.strategies.declaration import Strategy
+from shoal_worker.strategies.model import ShardedModel
+from shoal_worker.strategies.optimizer import ShardedOptimizer
 
 
-class HSDPModel(ZeRO3Model):
+def _engine(setup: Setup) -> ShardedEngine:
+    size = setup.options.get("shard_size")
+    if size is not None and (type(size) is not int or size < 1):
+        raise ConfigurationError(f"shard_size={size!r}: expected the number of ranks in a replica, at least 1, or None")
+    return ShardedEngine(setup, stage=Stage.PARAMETERS, groups=in_blocks, divide=functools.partial(in_replicas, shards=size))
+
+
+class HSDPModel(ShardedModel):
     """Parameters, gradients and optimizer state are cut over the ranks of a replica, and there are several.
 
     `shard_size`: ranks in a replica. None: as many as the largest host has. Where it does not divide the number of ranks, after a death
     say, replicas have the next larger number of ranks that does.
     """
 
-    strategy: ClassVar[str] = "hsdp"
-    compresses: ClassVar[bool] = False  # most of what it sends stays within a host
-    options: ClassVar[frozenset[str]] = ZeRO3Model.options | {"shard_size"}
-
-    _collectives: ReplicatedCollectives
-
-    def collectives(self) -> ReplicatedCollectives:
-        """See `CutModel`."""
-        return ReplicatedCollectives(self._session)
-
-    def on_before_initialize_sharding(self) -> None:
-        """Raises ConfigurationError for a `shard_size` that cannot be."""
-        size = self._options.get("shard_size")
-        if size is not None and (type(size) is not int or size < 1):
-            raise ConfigurationError(f"shard_size={size!r}: expected the number of ranks in a replica, at least 1, or None")
-
-    def divide(self, hosts: Sequence[str]) -> Division:
-        """See `CutModel`."""
-        return in_replicas(hosts, self._options.get("shard_size"))
-
-    def regroup(self, group: Group) -> None:
-        """See `Replica`."""
-        self._collectives.connect(group, self.divide([peer.host for peer in group.generation.peers]))
-        super().regroup(group)
+    declaration: ClassVar[Strategy] = Strategy(
+        name="hsdp",
+        engine=_engine,
+        memory="(P + G + O)/S + two blocks",
+        sent="3P(S-1)/S within, 2(P/S)(R-1)/R between",
+        a_death="loses nothing: other replicas have its shard",
+        options=OPTIONS | {"shard_size"},
+        settings=SETTINGS | {"shard_modules"},  # and no compression: most of what it sends stays within a host
+    )
 
 
-class HSDPOptimizer(ShardedParametersOptimizer):
+class HSDPOptimizer(ShardedOptimizer):
     """The user's optimizer, stepped on this rank's shard."""

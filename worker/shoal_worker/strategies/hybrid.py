@@ -10,20 +10,64 @@ from typing import ClassVar, Final
 
 from shoal_common.errors import ConfigurationError
 
+from shoal_worker.engine.base import Setup
 from shoal_worker.engine.parameter_groups import by_modules
 from shoal_worker.mesh.axes import Axes
-from shoal_worker.mesh.division import Sharding
+from shoal_worker.mesh.engine import PIPELINE_OPTIONS, TENSOR_OPTIONS, MeshEngine
+from shoal_worker.mesh.layouts import Fits, MeshPlan, Sharding, checked_size
 from shoal_worker.sharding.unit import Stage
-from shoal_worker.strategies.divided import PIPELINE_OPTIONS, TENSOR_OPTIONS
-from shoal_worker.strategies.mesh import MeshModel
-from shoal_worker.strategies.pipeline import PipelineOptimizer
-from shoal_worker.strategies.tensor import checked_size
+from shoal_worker.strategies.declaration import Strategy
+from shoal_worker.strategies.model import ShardedModel
+from shoal_worker.strategies.optimizer import ShardedOptimizer
 
 _ALONG_DATA: Final = {"ddp": None, "zero1": Stage.OPTIMIZER, "zero2": Stage.GRADIENTS, "fsdp": Stage.PARAMETERS}
-_SIZES = frozenset({"pipeline_parallel_size", "tensor_parallel_size", "data_parallel_size"})
+_SIZES: Final = frozenset({"pipeline_parallel_size", "tensor_parallel_size", "data_parallel_size"})
 
 
-class HybridShardedModel(MeshModel):
+def _engine(setup: Setup) -> MeshEngine:
+    options, config = setup.options, setup.config
+    along_data = options.get("data_parallel_strategy", "ddp")
+    if along_data not in list(_ALONG_DATA):
+        raise ConfigurationError(f"data_parallel_strategy={along_data!r}: expected one of {', '.join(_ALONG_DATA)}")
+    pipeline = checked_size("pipeline_parallel_size", options.get("pipeline_parallel_size", 1))
+    pipelined = pipeline > 1
+    if config.shard_modules is not None and (along_data != "fsdp" or pipelined):
+        raise ConfigurationError(
+            f"shard_modules={config.shard_modules!r} with data_parallel_strategy={along_data!r} and pipeline_parallel_size={pipeline}: "
+            'only "fsdp" without a pipeline gathers parameters by modules; leave it out'
+        )
+    if pipelined and options.get("sequence_dimension") is not None:
+        raise ConfigurationError(
+            f"sequence_dimension={options['sequence_dimension']} with pipeline_parallel_size={pipeline}: what stages hand on is whole; "
+            "leave one of the two out"
+        )
+    tensor = checked_size("tensor_parallel_size", options.get("tensor_parallel_size", 1))
+    wanted = options.get("data_parallel_size", -1)
+
+    def axes(world_size: int, fits: Fits) -> Axes:
+        possible = world_size // (pipeline * tensor)
+        return Axes(
+            pipeline=pipeline,
+            tensor=tensor,
+            data=possible if wanted == -1 else min(possible, checked_size("data_parallel_size", wanted)),
+        )
+
+    sharding = _sharding(setup, _ALONG_DATA[along_data], pipelined=pipelined)
+    plan = MeshPlan(axes_for=axes, pipelined=pipelined, cuts_parameters=tensor > 1 or sharding is not None, sharding=sharding)
+    return MeshEngine(setup, plan)
+
+
+def _sharding(setup: Setup, stage: Stage | None, *, pipelined: bool) -> Sharding | None:
+    """What the data axis cuts."""
+    if stage is None:
+        return None
+    config, blocks = setup.config, None
+    if stage is Stage.PARAMETERS and not pipelined:
+        blocks = functools.partial(by_modules, shard_modules=config.shard_modules, at_least=config.minimum_parameter_group_size)
+    return Sharding(stage=stage, bucket_bytes=config.bucket_cap_mb << 20, blocks=blocks)
+
+
+class HybridShardedModel(ShardedModel):
     """`pipeline_parallel_size` x `tensor_parallel_size` ranks hold a replica; `data_parallel_size`: the most; -1: as many as there can be.
 
     `data_parallel_strategy`: "ddp", replicas hold their own gradients and optimizer state; "zero1", each holds a share of the optimizer
@@ -31,61 +75,16 @@ class HybridShardedModel(MeshModel):
     pipeline all of a rank's stages. (Rajbhandari et al., "ZeRO", SC 2020, section 5.)
     """
 
-    strategy: ClassVar[str] = "hybrid"
-    settings: ClassVar[frozenset[str]] = frozenset({"shard_modules"})
-    options: ClassVar[frozenset[str]] = _SIZES | TENSOR_OPTIONS | PIPELINE_OPTIONS | {"data_parallel_strategy"}
-
-    def initialize_sharding(self) -> None:
-        """See `MeshModel`."""
-        along_data = self._options.get("data_parallel_strategy", "ddp")
-        if along_data not in list(_ALONG_DATA):
-            raise ConfigurationError(f"data_parallel_strategy={along_data!r}: expected one of {', '.join(_ALONG_DATA)}")
-        if self.config.shard_modules is not None and (along_data != "fsdp" or self.pipelined):
-            raise ConfigurationError(
-                f"shard_modules={self.config.shard_modules!r} with data_parallel_strategy={along_data!r} and pipeline_parallel_size="
-                f'{self._size("pipeline_parallel_size")}: only "fsdp" without a pipeline gathers parameters by modules; leave it out'
-            )
-        if self.pipelined and self._options.get("sequence_dimension") is not None:
-            raise ConfigurationError(
-                f"sequence_dimension={self._options['sequence_dimension']} with pipeline_parallel_size="
-                f"{self._size('pipeline_parallel_size')}: what stages hand on is whole; leave one of the two out"
-            )
-        super().initialize_sharding()
-        if self.sharding is not None and self.sharding.blocks is not None:
-            self.sharding.blocks(self._template.module)
-
-    @property
-    def pipelined(self) -> bool:
-        """See `MeshModel`."""
-        return self._size("pipeline_parallel_size") > 1
-
-    @property
-    def _any_optimizer(self) -> bool:
-        return (self._size("tensor_parallel_size") == 1 and self.sharding is None) or super()._any_optimizer
-
-    @property
-    def sharding(self) -> Sharding | None:
-        """See `MeshModel`."""
-        stage = _ALONG_DATA[self._options.get("data_parallel_strategy", "ddp")]
-        if stage is None:
-            return None
-        blocks = None
-        if stage is Stage.PARAMETERS and not self.pipelined:
-            blocks = functools.partial(
-                by_modules, shard_modules=self.config.shard_modules, at_least=self.config.minimum_parameter_group_size
-            )
-        return Sharding(stage=stage, bucket_bytes=self.config.bucket_cap_mb << 20, blocks=blocks)
-
-    def axes_for(self, world_size: int) -> Axes:
-        """See `MeshModel`."""
-        pipeline, tensor = self._size("pipeline_parallel_size"), self._size("tensor_parallel_size")
-        possible, wanted = world_size // (pipeline * tensor), self._options.get("data_parallel_size", -1)
-        data = possible if wanted == -1 else min(possible, checked_size("data_parallel_size", wanted))
-        return Axes(pipeline=pipeline, tensor=tensor, data=data)
-
-    def _size(self, option: str) -> int:
-        return checked_size(option, self._options.get(option, 1))
+    declaration: ClassVar[Strategy] = Strategy(
+        name="hybrid",
+        engine=_engine,
+        memory="(P + G + O)/(p t); with zero2 along d (P + (G + O)/d)/(p t), with fsdp (P + G + O)/(p t d) and what is gathered",
+        sent="the sum of tensor's, pipeline's and 2(P/(p t))(d-1)/d",
+        a_death="as tensor",
+        options=_SIZES | TENSOR_OPTIONS | PIPELINE_OPTIONS | {"data_parallel_strategy"},
+        settings=frozenset({"shard_modules"}),
+    )
 
 
-class HybridShardedOptimizer(PipelineOptimizer):
+class HybridShardedOptimizer(ShardedOptimizer):
     """The user's optimizer, stepped on what this rank holds of its replica."""

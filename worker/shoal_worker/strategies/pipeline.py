@@ -9,56 +9,43 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from shoal_common.errors import ConfigurationError
-
-from shoal_worker.elastic.contract import StepStatus
+from shoal_worker.engine.base import Setup
 from shoal_worker.mesh.axes import Axes
-from shoal_worker.strategies.divided import PIPELINE_OPTIONS
-from shoal_worker.strategies.mesh import MeshModel
-from shoal_worker.strategies.sharded_optimizer import ShardedParametersOptimizer
-from shoal_worker.strategies.tensor import checked_size
+from shoal_worker.mesh.engine import PIPELINE_OPTIONS, MeshEngine
+from shoal_worker.mesh.layouts import Fits, MeshPlan, checked_size, first_that_fits
+from shoal_worker.strategies.declaration import Strategy
+from shoal_worker.strategies.model import ShardedModel
+from shoal_worker.strategies.optimizer import ShardedOptimizer
 
 
-class PipelineParallelModel(MeshModel):
+def _engine(setup: Setup) -> MeshEngine:
+    """Without a size the axis is the largest for which there are layers: at the start it has to be the number of ranks."""
+    size = setup.options.get("pipeline_parallel_size")
+
+    def axes(world_size: int, fits: Fits) -> Axes:
+        if size is not None:
+            return Axes(pipeline=checked_size("pipeline_parallel_size", size), tensor=1, data=world_size // size)
+        return first_that_fits((Axes(pipeline=n, tensor=1, data=world_size // n) for n in range(world_size, 0, -1)), fits)
+
+    def all_ranks(world_size: int) -> Axes:
+        return Axes(pipeline=world_size, tensor=1, data=1)
+
+    given = "pipeline_parallel_size" in setup.options
+    return MeshEngine(setup, MeshPlan(axes_for=axes, axes_at_start=None if given else all_ranks, pipelined=True, cuts_parameters=False))
+
+
+class PipelineParallelModel(ShardedModel):
     """A stage on each rank, or on each of `pipeline_parallel_size`; what is left makes further replicas."""
 
-    strategy: ClassVar[str] = "pipeline"
-    options: ClassVar[frozenset[str]] = PIPELINE_OPTIONS | {"pipeline_parallel_size"}
-
-    @property
-    def pipelined(self) -> bool:
-        """See `MeshModel`."""
-        return True
-
-    @property
-    def _any_optimizer(self) -> bool:
-        return True  # no parameter is cut
-
-    def axes_for(self, world_size: int) -> Axes:
-        """See `MeshModel`. Without a size it is the largest for which there are layers: at the start the number of ranks."""
-        given = self._options.get("pipeline_parallel_size")
-        if given is not None:
-            return Axes(pipeline=checked_size("pipeline_parallel_size", given), tensor=1, data=world_size // given)
-        return self._most_cut(Axes(pipeline=size, tensor=1, data=world_size // size) for size in range(world_size, 0, -1))
-
-    def _check_divisible(self) -> None:
-        if "pipeline_parallel_size" not in self._options:  # too few layers are refused; after a death the best is made of what is left
-            self._held.blueprint_for(Axes(pipeline=self._session.world_size, tensor=1, data=1))
-        super()._check_divisible()
+    declaration: ClassVar[Strategy] = Strategy(
+        name="pipeline",
+        engine=_engine,
+        memory="the stage's share, and micro-batches in flight",
+        sent="activations at stage borders",
+        a_death="as tensor",
+        options=PIPELINE_OPTIONS | {"pipeline_parallel_size"},
+    )
 
 
-class PipelineOptimizer(ShardedParametersOptimizer):
-    """The user's optimizer, stepped on the parameters of this rank's stages."""
-
-    def _finish(self) -> StepStatus:
-        scaled = self._set_by_scaler("grad_scale") is not None or self._set_by_scaler("found_inf") is not None
-        if scaled and self._model.pipelined:
-            raise ConfigurationError(
-                "a GradScaler with a pipeline: train_step takes losses through their backward passes itself, so nothing can scale them; "
-                "use bfloat16, which needs none: torch.autocast(..., dtype=torch.bfloat16) around train_step"
-            )
-        return super()._finish()
-
-
-class PipelineParallelOptimizer(PipelineOptimizer):
+class PipelineParallelOptimizer(ShardedOptimizer):
     """The user's optimizer, stepped on the parameters of this rank's stages."""

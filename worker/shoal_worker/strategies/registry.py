@@ -1,9 +1,10 @@
-"""The strategies by name. Adding one is a file and a line here."""
+"""The strategies by name. Adding one is a file with its declaration, and a line here."""
 
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
 
 from shoal_common.errors import ConfigurationError
 
@@ -13,22 +14,31 @@ if TYPE_CHECKING:
 
     from shoal_worker.config import ShardingConfiguration
     from shoal_worker.elastic.session import Session
-    from shoal_worker.strategies.base import ShardedModel
-    from shoal_worker.strategies.base_optimizer import ShardedOptimizer
+    from shoal_worker.strategies.declaration import Strategy
+    from shoal_worker.strategies.model import ShardedModel
+    from shoal_worker.strategies.optimizer import ShardedOptimizer
 
 _STRATEGIES = {
     "ddp": ("shoal_worker.strategies.ddp", "DDPModel", "DDPOptimizer"),
-    "fsdp": ("shoal_worker.strategies.fsdp", "FSDPModel", "FSDPOptimizer"),
-    "hsdp": ("shoal_worker.strategies.hsdp", "HSDPModel", "HSDPOptimizer"),
     "zero1": ("shoal_worker.strategies.zero1", "ZeRO1Model", "ZeRO1Optimizer"),
     "zero2": ("shoal_worker.strategies.zero2", "ZeRO2Model", "ZeRO2Optimizer"),
     "zero3": ("shoal_worker.strategies.zero3", "ZeRO3Model", "ZeRO3Optimizer"),
+    "fsdp": ("shoal_worker.strategies.fsdp", "FSDPModel", "FSDPOptimizer"),
+    "hsdp": ("shoal_worker.strategies.hsdp", "HSDPModel", "HSDPOptimizer"),
     "tensor": ("shoal_worker.strategies.tensor", "TensorParallelModel", "TensorParallelOptimizer"),
     "pipeline": ("shoal_worker.strategies.pipeline", "PipelineParallelModel", "PipelineParallelOptimizer"),
     "hybrid": ("shoal_worker.strategies.hybrid", "HybridShardedModel", "HybridShardedOptimizer"),
     "local_sgd": ("shoal_worker.strategies.local_sgd", "LocalSGDModel", "LocalSGDOptimizer"),
     "async_sgd": ("shoal_worker.strategies.async_sgd", "AsyncSGDModel", "AsyncSGDOptimizer"),
 }
+
+_INSTEAD: Final = {
+    "param_dtype": "compute within torch.autocast, or take {known}",
+    "reduce_dtype": 'use gradient_compression="bf16", or take {known}',
+    "offload": "take {known}, whose optimizer state is in shards",
+    "shard_modules": "take {known}, which gather parameters by modules, or leave it out",
+}
+"""Settings that not every strategy knows, and what to do instead."""
 
 
 def names() -> tuple[str, ...]:
@@ -49,6 +59,16 @@ def find(name: str) -> tuple[type[ShardedModel], type[ShardedOptimizer]]:
     return getattr(module, model), getattr(module, optimizer)
 
 
+def declarations() -> list[Strategy]:
+    """What all strategies declare."""
+    return [find(name)[0].declaration for name in _STRATEGIES]
+
+
+def compressor_for(name: str) -> str | None:
+    """The compressor that suits a strategy over slow links; None: it takes none, or there is no such strategy."""
+    return find(name)[0].declaration.compressor if name in _STRATEGIES else None
+
+
 def build(
     model_class: type[ShardedModel],
     optimizer_class: type[ShardedOptimizer],
@@ -65,13 +85,43 @@ def build(
     Raises:
         ConfigurationError: options that the strategy does not know, or values that cannot work.
     """
-    unknown = sorted(set(options) - set(model_class.options))
+    strategy = model_class.declaration
+    unknown = sorted(set(options) - strategy.options)
     if unknown:
-        known = ", ".join(sorted(model_class.options)) or "none of its own"
+        known = ", ".join(sorted(strategy.options)) or "none of its own"
         raise ConfigurationError(
-            f"strategy {model_class.strategy!r} does not know {unknown}; its options: {known}, and those of ShardingConfiguration"
+            f"strategy {strategy.name!r} does not know {unknown}; its options: {known}, and those of ShardingConfiguration"
         )
+    _check(strategy, model, config)
     distributed = model_class(model, session, config, backend=backend, **options)
     wrapped = optimizer_class(optimizer, distributed, session) if optimizer is not None else None
-    distributed.attach(optimizer)
+    distributed.engine.attach(optimizer)
     return distributed, wrapped
+
+
+def _check(strategy: Strategy, module: nn.Module, config: ShardingConfiguration) -> None:
+    """Raises ConfigurationError: a setting, or a parameter, that the strategy does not know."""
+    name = strategy.name
+    if config.compressor is not None and strategy.compressor is None:
+        compress = _those(lambda other: other.compressor is not None)
+        raise ConfigurationError(
+            f"gradient_compression={config.compressor.name!r} with strategy={name!r}, which does not compress: take {compress}, or leave "
+            "it out"
+        )
+    for field, instead in _INSTEAD.items():
+        value = getattr(config, field)
+        if value is not None and field not in strategy.settings:
+            know_it = _those(lambda other, field=field: field in other.settings)  # type: ignore[misc]  # mypy does not see the default
+            raise ConfigurationError(f"{field}={value!r} with strategy={name!r}, which does not know it: {instead.format(known=know_it)}")
+    for parameter_name, parameter in module.named_parameters() if not strategy.complex_parameters else ():
+        if parameter.requires_grad and parameter.is_complex():
+            raise ConfigurationError(
+                f"parameter {parameter_name!r} is complex, and strategy={name!r} sums real numbers: keep it as two real ones "
+                f"(torch.view_as_complex in the forward pass), or take {_those(lambda other: other.complex_parameters)}"
+            )
+
+
+def _those(fit: Callable[[Strategy], bool]) -> str:
+    """The strategies that fit, for an error: "zero1, zero2 or fsdp"."""
+    fitting = [strategy.name for strategy in declarations() if fit(strategy)]
+    return " or ".join(filter(None, (", ".join(fitting[:-1]), fitting[-1])))

@@ -8,46 +8,43 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from shoal_common.errors import ConfigurationError
-
+from shoal_worker.engine.base import Setup
 from shoal_worker.mesh.axes import Axes
-from shoal_worker.strategies.divided import TENSOR_OPTIONS
-from shoal_worker.strategies.mesh import MeshModel
-from shoal_worker.strategies.sharded_optimizer import ShardedParametersOptimizer
+from shoal_worker.mesh.engine import TENSOR_OPTIONS, MeshEngine
+from shoal_worker.mesh.layouts import Fits, MeshPlan, checked_size, first_that_fits
+from shoal_worker.strategies.declaration import Strategy
+from shoal_worker.strategies.model import ShardedModel
+from shoal_worker.strategies.optimizer import ShardedOptimizer
 
 
-class TensorParallelModel(MeshModel):
+def _engine(setup: Setup) -> MeshEngine:
+    """Without a size the axis is the largest that the plan allows: at the start it has to be the number of ranks."""
+    size = setup.options.get("tensor_parallel_size")
+
+    def axes(world_size: int, fits: Fits) -> Axes:
+        if size is not None:
+            return Axes(pipeline=1, tensor=checked_size("tensor_parallel_size", size), data=world_size // size)
+        return first_that_fits((Axes(pipeline=1, tensor=n, data=world_size // n) for n in range(world_size, 0, -1)), fits)
+
+    def all_ranks(world_size: int) -> Axes:
+        return Axes(pipeline=1, tensor=world_size, data=1)
+
+    given = "tensor_parallel_size" in setup.options
+    return MeshEngine(setup, MeshPlan(axes_for=axes, axes_at_start=None if given else all_ranks, pipelined=False, cuts_parameters=True))
+
+
+class TensorParallelModel(ShardedModel):
     """Layers are split over all ranks, or over `tensor_parallel_size` of them; what is left makes further replicas."""
 
-    strategy: ClassVar[str] = "tensor"
-    options: ClassVar[frozenset[str]] = TENSOR_OPTIONS | {"tensor_parallel_size"}
-
-    @property
-    def pipelined(self) -> bool:
-        """See `MeshModel`."""
-        return False
-
-    def axes_for(self, world_size: int) -> Axes:
-        """See `MeshModel`. Without a size it is the largest that the plan allows: at the start the number of ranks."""
-        given = self._options.get("tensor_parallel_size")
-        if given is not None:
-            return Axes(pipeline=1, tensor=checked_size("tensor_parallel_size", given), data=world_size // given)
-        return self._most_cut(Axes(pipeline=1, tensor=size, data=world_size // size) for size in range(world_size, 0, -1))
-
-    def _check_divisible(self) -> None:
-        if (
-            "tensor_parallel_size" not in self._options
-        ):  # what cannot be split so is refused; after a death the best is made of what is left
-            self._held.blueprint_for(Axes(pipeline=1, tensor=self._session.world_size, data=1))
-        super()._check_divisible()
+    declaration: ClassVar[Strategy] = Strategy(
+        name="tensor",
+        engine=_engine,
+        memory="(P + G + O)/N of split layers",
+        sent="2 all-reduces of activations a block and direction",
+        a_death="loses nothing with a second replica; else back to the checkpoint",
+        options=TENSOR_OPTIONS | {"tensor_parallel_size"},
+    )
 
 
-class TensorParallelOptimizer(ShardedParametersOptimizer):
+class TensorParallelOptimizer(ShardedOptimizer):
     """The user's optimizer, stepped on this rank's part of each layer."""
-
-
-def checked_size(option: str, value: object) -> int:
-    """Raises ConfigurationError: not a number of ranks."""
-    if not isinstance(value, int) or value < 1:
-        raise ConfigurationError(f"{option}={value!r}: expected a number of ranks, at least 1")
-    return value

@@ -6,24 +6,30 @@ what ddp sends. (Rajbhandari et al., "ZeRO", SC 2020, section 5.1.)
 
 from __future__ import annotations
 
+import functools
 from typing import ClassVar
 
-from shoal_worker.engine.parameter_groups import ParameterGroup, by_bytes
+from shoal_worker.sharding.engine import OPTIONS, SETTINGS, ShardedEngine, in_buckets
 from shoal_worker.sharding.unit import Stage
-from shoal_worker.strategies.sharded import ShardedParametersModel
-from shoal_worker.strategies.sharded_optimizer import ShardedParametersOptimizer
+from shoal_worker.strategies.declaration import Strategy
+from shoal_worker.strategies.model import ShardedModel
+from shoal_worker.strategies.optimizer import ShardedOptimizer
 
 
-class ZeRO1Model(ShardedParametersModel):
+class ZeRO1Model(ShardedModel):
     """Optimizer state is cut over the ranks."""
 
-    strategy: ClassVar[str] = "zero1"
-    stage: ClassVar[Stage] = Stage.OPTIMIZER
+    declaration: ClassVar[Strategy] = Strategy(
+        name="zero1",
+        engine=functools.partial(ShardedEngine, stage=Stage.OPTIMIZER, groups=in_buckets),
+        memory="P + G + O/N",
+        sent="2P(N-1)/N",
+        a_death="loses nothing: its shard is mirrored",
+        options=OPTIONS,
+        settings=SETTINGS,
+        compressor="topk",
+    )
 
-    def groups(self) -> list[ParameterGroup]:
-        """Buckets: reduced as soon as the backward pass has filled them."""
-        return by_bytes(self.module, self.config.bucket_cap_mb << 20)
 
-
-class ZeRO1Optimizer(ShardedParametersOptimizer):
+class ZeRO1Optimizer(ShardedOptimizer):
     """The user's optimizer, stepped on this rank's share of the parameters; the others are fetched."""

@@ -6,19 +6,30 @@ Per rank: P + (G+O)/N bytes and one bucket; 2P(N-1)/N bytes sent per step. With 
 
 from __future__ import annotations
 
+import functools
 from typing import ClassVar
 
+from shoal_worker.sharding.engine import OPTIONS, SETTINGS, ShardedEngine, in_buckets
 from shoal_worker.sharding.unit import Stage
-from shoal_worker.strategies.sharded_optimizer import ShardedParametersOptimizer
-from shoal_worker.strategies.zero1 import ZeRO1Model
+from shoal_worker.strategies.declaration import Strategy
+from shoal_worker.strategies.model import ShardedModel
+from shoal_worker.strategies.optimizer import ShardedOptimizer
 
 
-class ZeRO2Model(ZeRO1Model):
+class ZeRO2Model(ShardedModel):
     """Gradients and optimizer state are cut over the ranks, in zero1's buckets."""
 
-    strategy: ClassVar[str] = "zero2"
-    stage: ClassVar[Stage] = Stage.GRADIENTS
+    declaration: ClassVar[Strategy] = Strategy(
+        name="zero2",
+        engine=functools.partial(ShardedEngine, stage=Stage.GRADIENTS, groups=in_buckets),
+        memory="P + (G + O)/N",
+        sent="2P(N-1)/N",
+        a_death="loses nothing: its shard is mirrored",
+        options=OPTIONS,
+        settings=SETTINGS,
+        compressor="topk",
+    )
 
 
-class ZeRO2Optimizer(ShardedParametersOptimizer):
+class ZeRO2Optimizer(ShardedOptimizer):
     """The user's optimizer, stepped on this rank's share of the parameters; the others are fetched."""

@@ -6,25 +6,30 @@ again for the backward pass, gradients reduce-scattered). (Rajbhandari et al., "
 
 from __future__ import annotations
 
+import functools
 from typing import ClassVar
 
-from shoal_worker.engine.parameter_groups import ParameterGroup, by_modules
+from shoal_worker.sharding.engine import OPTIONS, SETTINGS, ShardedEngine, in_blocks
 from shoal_worker.sharding.unit import Stage
-from shoal_worker.strategies.sharded import ShardedParametersModel
-from shoal_worker.strategies.sharded_optimizer import ShardedParametersOptimizer
+from shoal_worker.strategies.declaration import Strategy
+from shoal_worker.strategies.model import ShardedModel
+from shoal_worker.strategies.optimizer import ShardedOptimizer
 
 
-class ZeRO3Model(ShardedParametersModel):
+class ZeRO3Model(ShardedModel):
     """Parameters, gradients and optimizer state are cut over the ranks."""
 
-    strategy: ClassVar[str] = "zero3"
-    stage: ClassVar[Stage] = Stage.PARAMETERS
-    settings: ClassVar[frozenset[str]] = ShardedParametersModel.settings | {"shard_modules"}
+    declaration: ClassVar[Strategy] = Strategy(
+        name="zero3",
+        engine=functools.partial(ShardedEngine, stage=Stage.PARAMETERS, groups=in_blocks),
+        memory="(P + G + O)/N + two blocks",
+        sent="3P(N-1)/N",
+        a_death="loses nothing: its shard is mirrored",
+        options=OPTIONS,
+        settings=SETTINGS | {"shard_modules"},
+        compressor="topk",
+    )
 
-    def groups(self) -> list[ParameterGroup]:
-        """Blocks: one is whole in memory while it computes."""
-        return by_modules(self.module, self.config.shard_modules, at_least=self.config.minimum_parameter_group_size)
 
-
-class ZeRO3Optimizer(ShardedParametersOptimizer):
+class ZeRO3Optimizer(ShardedOptimizer):
     """The user's optimizer, stepped on this rank's shard."""

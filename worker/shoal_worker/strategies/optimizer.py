@@ -1,8 +1,7 @@
-"""What every strategy's optimizer has in common: the public surface of `ShardedOptimizer`."""
+"""`ShardedOptimizer`: the optimizer that users hold, under every strategy. What a step does is its engine's (`engine/base.py`)."""
 
 from __future__ import annotations
 
-import abc
 from collections.abc import Callable
 from typing import Any
 
@@ -10,15 +9,15 @@ import torch
 from shoal_common.errors import ConfigurationError, CorruptDataError, PreconditionError
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from shoal_worker.elastic.contract import StepStatus
+from shoal_worker.elastic.contract import Placement, StepStatus
 from shoal_worker.elastic.current import find_session
 from shoal_worker.elastic.early_stop import should_early_stop
 from shoal_worker.elastic.session import Session
 from shoal_worker.state.forwarding import ForwardingOptimizer
-from shoal_worker.state.optimizer import check_fits
 from shoal_worker.state.serial import dump_tensors, load_tensors
 from shoal_worker.state.tree import flatten, unflatten
 from shoal_worker.strategies.fitting import OptimizationInputData, OptimizationResult, fit
+from shoal_worker.strategies.model import ShardedModel
 
 
 def _check_alone(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -31,18 +30,28 @@ def _check_alone(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
 register_optimizer_step_pre_hook(_check_alone)
 
 
-class ShardedOptimizer(ForwardingOptimizer, abc.ABC):
-    """The optimizer that goes with a `ShardedModel`.
+MembershipCallback = Callable[[Placement, Placement], object]
+"""Called with where this process stood, and where it stands now."""
 
-    It shares `param_groups` and `state` with the user's optimizer, so that schedulers and code that looks into them work on either.
+
+class ShardedOptimizer(ForwardingOptimizer):
+    """The optimizer that goes with a `ShardedModel`, and goes on with other ranks when some die, leave or join.
+
+    It shares `param_groups` and `state` with the user's optimizer, so that schedulers and code that looks into them work on either. Nothing
+    has to be done about other ranks: the global batch stays what it is, so learning rate and schedule do, too, and steps that a fault made
+    void are taken again. `on_membership_change` is for what lies outside of training: logging, the number of data workers, a cost account.
     """
 
     _step_supports_amp_scaling = True  # GradScaler then hands over its scale and its finding instead of skipping step()
 
-    def __init__(self, optimizer: torch.optim.Optimizer, model: Any, session: Session) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, model: ShardedModel, session: Session) -> None:
+        """`as_distributed` makes it."""
         super().__init__(optimizer)
         self._model = model
+        self._engine = model.engine
         self._session = session
+        self._callbacks: list[MembershipCallback] = []
+        self._stood: Placement | None = None
         self.defaults = optimizer.defaults
         session.registered.advance_with(optimizer)
         self._patch_step_hooks()
@@ -62,36 +71,58 @@ class ShardedOptimizer(ForwardingOptimizer, abc.ABC):
                 f"{type(self.optimizer).__name__}.step(closure): closures run the backward pass again, outside of the step; "
                 "use an optimizer that needs none (LBFGS does)"
             )
-        return self._finish()
+        scaled, inspected = self._set_by_scaler("grad_scale") is not None, self._set_by_scaler("found_inf") is not None
+        status = self._engine.finish_step(self._update, scaled=scaled, inspected=inspected)
+        before, self._stood = self._stood, self.membership
+        if before is not None and before.generation != self._stood.generation:
+            for callback in self._callbacks:
+                callback(before, self._stood)
+        return status
 
-    def _finish(self) -> StepStatus:
-        """Ends the step."""
-        return self._session.finish_step(self._apply)
-
-    def _apply(self) -> None:
-        """Every rank's part is in: updates the parameters. What a GradScaler found it has left on this optimizer, on every rank alike."""
+    def _update(self) -> None:
+        """The step counts: updates the parameters. What a GradScaler found it has left on this optimizer, on every rank alike."""
         found_inf = self._set_by_scaler("found_inf")
         usable = found_inf is None or not float(found_inf) > 0
         grad_scale = self._set_by_scaler("grad_scale")
         if grad_scale is not None:
             self._session.registered.scaled_by(float(grad_scale))
         if usable and grad_scale is not None:
-            self._scale_gradients(1.0 / float(grad_scale))
-        self._update(usable=usable)
-
-    def _update(self, *, usable: bool) -> None:
-        """The user's optimizer's own step. Gradients that are not `usable` change nothing, though the step counts."""
-        if usable:
-            self.optimizer.step()
-
-    def _scale_gradients(self, scale: float) -> None:
-        """Multiplies the gradients of what is to be updated."""
-        for parameter in (p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None):
-            parameter.grad.mul_(scale)
+            self._engine.scale_gradients(1.0 / float(grad_scale))
+        self._engine.step_optimizer(usable=usable)
 
     def _set_by_scaler(self, name: str) -> torch.Tensor | None:
         """What a GradScaler left here for its step. (A `getattr` of what is not there costs as much as a small kernel.)"""
         return self.__dict__.get(name)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The user's optimizer's own, over what this rank updates: under zero1 and those like it pieces of the parameters. Looking at them
+        ends the reduction of a plain step, since it may be a GradScaler that looks."""
+        self._engine.groups_are_read()
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.optimizer.param_groups = groups
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears the gradients, as torch's `zero_grad` does."""
+        self._engine.zero_grad(lambda: self.optimizer.zero_grad(set_to_none=set_to_none))
+
+    @property
+    def membership(self) -> Placement:
+        """Where this process stands now: `generation`, `rank` and `world_size`."""
+        session = self._session
+        return Placement(generation=session.generation, rank=session.rank, world_size=session.world_size)
+
+    def on_membership_change(self, callback: MembershipCallback) -> None:
+        """`callback(before, after)` is called on the training thread at the end of the first `step()` that finds other ranks than the one
+        before it, on every rank that had taken that. What it raises comes out of `step()`, which has done its work then."""
+        self._callbacks.append(callback)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state that one process would have, whole: it loads under any strategy. Every rank calls it."""
+        return self._engine.optimizer_state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads what one process's optimizer, or this one under any strategy, gave. Every rank calls it, with the same.
@@ -100,17 +131,12 @@ class ShardedOptimizer(ForwardingOptimizer, abc.ABC):
             CorruptDataError: it is of another optimizer; nothing is changed.
             ConfigurationError: ranks were given different states; nothing is changed.
         """
-        self._load(self._model.agreed("optimizer.load_state_dict", lambda: state_dict))
-
-    def _load(self, state: dict[str, Any]) -> None:
-        """Takes over a state that all ranks were given alike."""
-        check_fits(state, self.optimizer, [[p.shape for p in group["params"]] for group in self.optimizer.param_groups])
-        self.optimizer.load_state_dict(state)
+        self._engine.load_optimizer_state_dict(self._engine.agreed("optimizer.load_state_dict", lambda: state_dict))
 
     def serialize(self) -> bytes:
         """Settings and state, for `deserialize` under any strategy and number of ranks. Every rank calls it."""
         structure, tensors = flatten(self.state_dict())
-        return dump_tensors(tensors, {"kind": "optimizer", "strategy": self._model.strategy, "structure": structure})
+        return dump_tensors(tensors, {"kind": "optimizer", "strategy": self._engine.strategy, "structure": structure})
 
     def deserialize(self, data: bytes) -> None:
         """Loads what `serialize` of any strategy gave. Every rank calls it, with the same bytes.
@@ -119,7 +145,7 @@ class ShardedOptimizer(ForwardingOptimizer, abc.ABC):
             CorruptDataError: damaged, foreign or newer, or not of this optimizer; nothing is changed.
             ConfigurationError: ranks were given different bytes; nothing is changed.
         """
-        self._load(self._model.agreed("optimizer.deserialize", lambda: _optimizer_state(data)))
+        self._engine.load_optimizer_state_dict(self._engine.agreed("optimizer.deserialize", lambda: _optimizer_state(data)))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused: the model's layout over the ranks is fixed when it is made.
@@ -145,17 +171,19 @@ class ShardedOptimizer(ForwardingOptimizer, abc.ABC):
             PreconditionError: always.
         """
         raise PreconditionError(
-            f"an optimizer with strategy={self._model.strategy!r} cannot be pickled or copied (torch.save(optimizer) pickles): save "
+            f"an optimizer with strategy={self._engine.strategy!r} cannot be pickled or copied (torch.save(optimizer) pickles): save "
             "optimizer.state_dict() or optimizer.serialize(), on every rank"
         )
 
-    @abc.abstractmethod
     def synchronize_parameters(self) -> None:
-        """Brings the ranks' parameters together, where they may differ between steps; else there is nothing to do."""
+        """Brings the ranks' parameters together, where they may differ between steps: under local_sgd the next step ends the round, under
+        async_sgd this worker pulls what all have reached. Else there is nothing to do. Every rank calls it."""
+        self._engine.synchronize_parameters()
 
-    @abc.abstractmethod
     def synchronize_optimizer_state(self) -> None:
-        """Brings the ranks' optimizer states together, where they may differ between steps; else there is nothing to do."""
+        """Brings the ranks' optimizer states together, where they may differ between steps: under local_sgd, with the parameters. Else
+        there is nothing to do. Every rank calls it."""
+        self._engine.synchronize_optimizer_state()
 
     def should_early_stop(self, metric: float, *, mode: str = "min", patience: int = 5, min_delta: float = 0.0) -> bool:
         """One answer for all ranks: has `metric` not improved by more than `min_delta` in the last `patience` calls?
@@ -175,3 +203,7 @@ def _optimizer_state(data: bytes) -> dict[str, Any]:
         raise CorruptDataError("this is a model's state, not an optimizer's: load it with model.deserialize()", reason="FILE_FOREIGN")
     state: dict[str, Any] = unflatten(metadata.get("structure"), tensors)
     return state
+
+
+ElasticOptimizer = ShardedOptimizer
+"""Every strategy's optimizer goes on with other ranks."""

@@ -1,15 +1,17 @@
-"""What strategies have in common whose ranks need not hold all of a model: how a step ends, and what there is to do between steps.
+"""What engines have in common whose ranks need not hold all of a model: how a step ends, and what there is to do between steps.
 
-`cut_model.py` cuts a model's vectors over the ranks (zero1 and those like it), `divided.py` its layers and stages (tensor, pipeline,
-hybrid). Either way a step is applied on all ranks or on none:
+`sharding/engine.py` cuts a model's tensors over the ranks (zero1 and those like it), `mesh/engine.py` its layers and stages (tensor,
+pipeline, hybrid). Either way a step is applied on all ranks or on none:
 
 1. The gradients are summed. Each rank then has all that it, or the rank that mirrors it, needs to apply the step: it is sealed.
 2. The closing: one small all-reduce with the control word and the gradients' norm. Who has seen it knows that all ranks are sealed.
 3. Each rank updates what it holds.
 
 So after a failure either no survivor has seen the closing, and the step is void, or one has: then the others get it from that one
-(`take_closing`), and go on as if they had seen it themselves. What is cut over the ranks is cut anew after the update. All of it runs on
-the training thread.
+(`take_closing`), and go on as if they had seen it themselves. What is cut over the ranks is cut anew after the update.
+
+What torch's own calls do (`state_dict`, `zero_grad`, `to`): they are right, or raise and say what to call instead. Most of that is in the
+parameters themselves, which are what torch looks at (`elsewhere.py`); docs/torch-calls.md has the table.
 """
 
 from __future__ import annotations
@@ -18,22 +20,22 @@ import abc
 import copy
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from shoal_common.errors import ConfigurationError, PreconditionError
 
-from shoal_worker.elastic.contract import Leases, Share
+from shoal_worker.elastic.contract import Share
 from shoal_worker.elastic.group import Channel
 from shoal_worker.elastic.step import Step, StepPhase
+from shoal_worker.engine.base import Engine, Setup
 from shoal_worker.engine.closing import Closing
-from shoal_worker.engine.elsewhere import Whereabouts, guard_parts, inside
+from shoal_worker.engine.elsewhere import Whereabouts, guard_parts, inside, is_hidden
 from shoal_worker.engine.materialize import has_values, materialize
+from shoal_worker.engine.parameters import check_optimizer_covers, check_trains, named_values
+from shoal_worker.engine.passes import Loss
 from shoal_worker.engine.state_in_parts import StateInParts
-from shoal_worker.sharding.cut_state import check_elementwise
-from shoal_worker.strategies.base import ShardedModel, check_optimizer_covers, replaced_parameters
-from shoal_worker.strategies.torch_calls import TorchCalls
+from shoal_worker.state.optimizer import check_elementwise
 
 State = TypeVar("State", bound=StateInParts)
 Closed = TypeVar("Closed", bound=Closing)
@@ -51,10 +53,8 @@ class Gradients(Protocol):
         ...
 
 
-class ModelInParts(TorchCalls, Generic[State, Closed]):
+class PartitionedEngine(Engine, Generic[State, Closed]):
     """A model of which a rank need not hold all."""
-
-    asynchronous: ClassVar[bool] = False
 
     # --------------------------------------------------------------------------------------------------- what is cut, and how
 
@@ -83,7 +83,7 @@ class ModelInParts(TorchCalls, Generic[State, Closed]):
         """What the buffers are now is the committed state."""
 
     @abc.abstractmethod
-    def _take_pass(self, inputs: Any, targets: Any, loss_fn: Callable[[Any, Any], torch.Tensor] | None) -> torch.Tensor | None:
+    def _take_pass(self, inputs: Any, targets: Any, loss_fn: Loss | None) -> torch.Tensor | None:
         """Takes a batch through both passes. Returns its loss; None where only a peer knows it, and the closing will tell."""
 
     @property
@@ -96,6 +96,10 @@ class ModelInParts(TorchCalls, Generic[State, Closed]):
         """Gives the optimizer the gradients of a closed step."""
 
     @abc.abstractmethod
+    def _drop_gradients(self) -> None:
+        """There are no gradients here, of the step in progress or of the one before."""
+
+    @abc.abstractmethod
     def _updated(self) -> None:
         """The optimizer has stepped."""
 
@@ -105,17 +109,14 @@ class ModelInParts(TorchCalls, Generic[State, Closed]):
 
     # ---------------------------------------------------------------------------------------------------------------- start
 
-    def initialize_sharding(self) -> None:
+    def __init__(self, setup: Setup) -> None:
         """Takes note of the model. It is cut when the first step begins: until then all ranks hold it whole.
 
         Raises:
             ConfigurationError: nothing is to be trained.
         """
-        self.module = getattr(self.module, "_orig_mod", self.module)  # of what torch.compile gave
-        if not any(p.requires_grad for p in self.module.parameters()):
-            raise ConfigurationError("the model has no parameter with requires_grad=True: there is nothing to train")
-        self._optimizer: torch.optim.Optimizer | None = None
-        """The user's."""
+        super().__init__(setup)
+        check_trains(self.module)
         self._parts: State | None = None
         """None while the module is on the meta device: it is built when values come."""
         self._applied = 0
@@ -131,24 +132,21 @@ class ModelInParts(TorchCalls, Generic[State, Closed]):
         self._skipped = False
         """A GradScaler found infinities in them: the step counts, but nothing is updated."""
         self._whereabouts = Whereabouts(self.strategy)
-        self._prepare()
-        if has_values(self.module):
-            self._build()
-
-    @abc.abstractmethod
-    def _prepare(self) -> None:
-        """What there is to do about a module that may have no values yet. Raises ConfigurationError: it cannot be trained so."""
 
     def _build(self) -> None:
+        """The module has values, or gets them now: its state is taken over. Each engine calls it at the end of its constructor, unless the
+        module is on the meta device."""
+        if not has_values(self.module):
+            return
         self._parts = self._make_state()
-        if self._optimizer is not None:
-            self._parts.use_optimizer(self._optimizer)
+        if self.optimizer is not None:
+            self._parts.use_optimizer(self.optimizer)
 
     def _give_values(self, state: Mapping[str, Any]) -> None:
         """To a module on the meta device, before it takes over a state that was captured or assembled."""
         if self._parts is None:
             unsaved = state.get("buffers", {}) if "model" in state else state["unsaved"]
-            materialize(self.module, self._optimizer, self._session.device, buffers=unsaved)
+            materialize(self.module, self.optimizer, self._session.device, buffers=unsaved)
             self._build()
 
     @property
@@ -163,8 +161,8 @@ class ModelInParts(TorchCalls, Generic[State, Closed]):
         return bool(self._options.get("elementwise_optimizer", False))
 
     def attach(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """See `ShardedModel`. The optimizer gets what this rank holds in the place of the parameters, at the latest in the first step."""
-        self._optimizer = optimizer
+        """See `Engine`. The optimizer gets what this rank holds in the place of the parameters, at the latest in the first step."""
+        self.optimizer = optimizer
         if optimizer is not None:
             check_optimizer_covers(self.module, optimizer)
             check_elementwise(optimizer, elementwise=self._any_optimizer)
@@ -178,7 +176,7 @@ class ModelInParts(TorchCalls, Generic[State, Closed]):
 
     # ------------------------------------------------------------------------------------------------------------- training
 
-    def train_step(self, inputs: Any, targets: Any = None, loss_fn: Callable[[Any, Any], torch.Tensor] | None = None) -> torch.Tensor:
+    def train_step(self, inputs: Any, targets: Any, loss_fn: Loss | None) -> torch.Tensor:
         """See `ShardedModel`. All ranks of a replica pass the same batch. The loss travels in the closing.
 
         In `loader.steps()` the batch is the micro-batch: its own loss is returned, on every rank of the replica.
@@ -237,7 +235,7 @@ class ModelInParts(TorchCalls, Generic[State, Closed]):
         self._take(self._as_closing(told))
 
     @torch.no_grad()
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+    def clip_grad_norm_(self, max_norm: float, norm_type: float) -> torch.Tensor:
         """See `ShardedModel`. The norm came with the closing, so this needs no communication.
 
         Raises:
@@ -260,8 +258,9 @@ class ModelInParts(TorchCalls, Generic[State, Closed]):
         with inside():
             self._gradients.scale(scale)
 
-    def show_to_scaler(self) -> None:
-        """Before a GradScaler looks for infinities in what this rank is to update: what one rank found, all are to find."""
+    def groups_are_read(self) -> None:
+        """See `Engine`. It may be a GradScaler, which looks for infinities in what this rank is to update: what one rank found, all are to
+        find. So that ends the reduction of a plain step."""
         step = self._session.step
         if step is None or step.share is None:
             return
@@ -284,13 +283,13 @@ class ModelInParts(TorchCalls, Generic[State, Closed]):
         return self._clipped
 
     def skip(self) -> None:
-        """The step is closed, but nothing is to be updated."""
+        """See `Engine`."""
         self._skipped = True
 
-    def update(self, step: Callable[[], Any]) -> None:
-        """Updates what this rank holds."""
+    def apply(self, update: Callable[[], None]) -> None:
+        """See `Engine`. Updates what this rank holds."""
         guard_parts(self._held.optimized, guarded=False)
-        step()
+        update()
         self._applied += 1
         with torch.no_grad():
             self._updated()
@@ -305,11 +304,37 @@ class ModelInParts(TorchCalls, Generic[State, Closed]):
                 f"with strategy {self.strategy!r} what is trained is fixed then; start the next phase in a new run, from a checkpoint"
             )
 
-    def lease_batches(self, *, loader: str, epoch: int, batches_in_epoch: int, finished: Sequence[int], want: int) -> Leases:
-        """Refused: a step is all ranks'."""
-        raise ConfigurationError(
-            f"loader {loader!r}: batch_size= leases batches for async_sgd; with strategy={self.strategy!r} give global_batch_size="
-        )
+    # ----------------------------------------------------------------------------------------------------------- torch's own calls
+
+    @torch.no_grad()
+    def zero_grad(self, clear: Callable[[], None]) -> None:
+        """See `Engine`: the gradients of the backward passes before it are void. What micro-batches have added up stays, as under ddp: a
+        step's gradients are its own in any case."""
+        step = self._session.step
+        if not self.has_values() or (step is not None and step.in_micro_batches and step.control is None):
+            return
+        if self._whereabouts.pending and step is not None and step.control is not None:
+            self.skip()
+        self._drop_gradients()
+
+    def check_values_here(self, call: str, instead: str) -> None:
+        """See `Engine`."""
+        if any(is_hidden(p) for p in self.module.parameters()):
+            raise PreconditionError(
+                f"model.{call} with strategy={self.strategy!r}: ranks hold parts of the parameters between passes. Called on every rank, "
+                f"{instead}"
+            )
+
+    def check_conversion(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+        """See `Engine`. A device and dtype that all tensors have already is no change."""
+        for kind in {(t.dtype, t.device) for t in (*self.module.parameters(), *self.module.buffers()) if not t.is_meta}:
+            became = fn(torch.empty(0, dtype=kind[0], device=kind[1]))
+            if (became.dtype, became.device) != kind:
+                raise PreconditionError(
+                    f"model.to({became.dtype}, {became.device}) of a model in {kind[0]} on {kind[1]}: with strategy={self.strategy!r} the "
+                    "layout over the ranks is fixed; convert the module before as_distributed, or give param_dtype="
+                )
+        return False
 
     # ---------------------------------------------------------------------------------------------------------------- state
 
@@ -374,15 +399,9 @@ class ModelInParts(TorchCalls, Generic[State, Closed]):
             "use ddp"
         )
 
-    def save_model(self, path: str | Path) -> None:
-        """See `ShardedModel`. When it returns on any rank, the file is in place."""
-        super().save_model(path)
-        self._session.operation("save_model", lambda channel: channel.exchange(b"") and None)
-
-    def with_parameters(self, parameters: torch.Tensor | Mapping[str, torch.Tensor]) -> ShardedModel:
-        """See `ShardedModel`. Every rank calls it, with the same values."""
+    def use_parameters(self, parameters: torch.Tensor | Mapping[str, torch.Tensor]) -> None:
+        """See `Engine`."""
         whole, names = self.full_state_dict(), self._parameter_names()
         own = {first: whole[first] for first in dict.fromkeys(names.values())}
-        replaced = self.agreed("with_parameters", lambda: replaced_parameters(parameters, own))
+        replaced = self.agreed("with_parameters", lambda: named_values(parameters, own))
         self.load_full(whole | {name: replaced[first] for name, first in names.items() if first in replaced})
-        return self

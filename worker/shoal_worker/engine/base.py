@@ -1,0 +1,386 @@
+"""What an engine is: how a strategy's model is trained and kept, below the public `ShardedModel` and `ShardedOptimizer`.
+
+There are four: `replicated/engine.py` (every rank holds the whole), `sharding/engine.py` (tensors are cut over the ranks),
+`mesh/engine.py` (layers and stages lie on different ranks) and `asynchronous/engine.py` (values come from parameter servers). A strategy
+declares which one, and with what (`strategies/declaration.py`).
+
+An engine stands between three: the model and the optimizer that users hold, which hand their calls on to it, and the session, whose
+`Replica` it is. All of it runs on the training thread; hooks of a backward pass run on torch's thread for it, while the training thread
+waits.
+"""
+
+from __future__ import annotations
+
+import abc
+import copy
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from shoal_common.errors import ConfigurationError
+from torch import nn
+
+from shoal_worker.config import ShardingConfiguration
+from shoal_worker.elastic.contract import Leases, StepStatus
+from shoal_worker.elastic.group import Channel, Group
+from shoal_worker.elastic.modes import evaluating
+from shoal_worker.elastic.replica import StrategySession
+from shoal_worker.engine.agreeing import agreed
+from shoal_worker.engine.elsewhere import blank_copies
+from shoal_worker.engine.parameters import named_values
+from shoal_worker.engine.passes import Loss, call_module
+from shoal_worker.state.model import check_tensors_fit
+from shoal_worker.state.optimizer import check_fits
+from shoal_worker.state.part import StatePart
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """What an engine is made from."""
+
+    strategy: str
+    """The strategy's name, for errors and metadata."""
+    module: nn.Module
+    """The user's own, whole."""
+    call: Callable[..., Any]
+    """The module's forward pass: what torch.compile made of it, where it did."""
+    model: Callable[..., Any]
+    """The `ShardedModel`, to be called as the user calls it, with the hooks that the user put on it."""
+    show: Callable[[nn.Module], None]
+    """Makes another module the one that `ShardedModel.module` is."""
+    session: StrategySession
+    config: ShardingConfiguration
+    backend_name: str
+    options: Mapping[str, Any]
+    """The strategy's own keyword arguments of `as_distributed`."""
+
+
+class Engine(abc.ABC):
+    """One model and its optimizer in training. Where nothing else is said, this rank holds the whole of both."""
+
+    asynchronous: ClassVar[bool] = False
+    """See `Replica`."""
+
+    def __init__(self, setup: Setup) -> None:
+        """Lays the module out over the ranks.
+
+        Raises:
+            ConfigurationError: it cannot be trained so.
+        """
+        self.strategy = setup.strategy
+        self.backend_name = setup.backend_name
+        self.module = setup.module
+        self.config = setup.config
+        self.optimizer: torch.optim.Optimizer | None = None
+        """The user's; None: there is none, or `attach` is to come."""
+        self._setup = setup
+        self._session = setup.session
+        self._options = setup.options
+
+    # ------------------------------------------------------------------------------------ for ShardedModel: passes and gradients
+
+    @abc.abstractmethod
+    def attach(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Joins the session: from here on module and optimizer are the run's state. Once."""
+
+    @abc.abstractmethod
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward pass, which in training begins the step where no loader did."""
+
+    @abc.abstractmethod
+    def train_step(self, inputs: Any, targets: Any, loss_fn: Loss | None) -> torch.Tensor:
+        """See `ShardedModel.train_step`."""
+
+    @torch.no_grad()
+    def predict(self, inputs: Any) -> Any:
+        """See `ShardedModel.predict`."""
+        with evaluating(self.module):
+            return call_module(self.module, inputs)
+
+    def loss_parallel(self) -> AbstractContextManager[None]:
+        """See `ShardedModel.loss_parallel`."""
+        return nullcontext()
+
+    @abc.abstractmethod
+    def synchronize_gradients(self) -> None:
+        """See `ShardedModel.synchronize_gradients`."""
+
+    def zero_grad(self, clear: Callable[[], None]) -> None:
+        """Clears the gradients of the step in progress. `clear`: torch's own way, for gradients that are where torch looks for them."""
+        clear()
+
+    def get_gradients(self) -> dict[str, torch.Tensor]:
+        """See `ShardedModel.get_gradients`."""
+        return {name: p.grad for name, p in self.module.named_parameters() if p.grad is not None}
+
+    def set_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        """See `ShardedModel.set_gradients`."""
+        parameters = dict(self.module.named_parameters())
+        for name, gradient in gradients.items():
+            if name not in parameters:
+                raise ConfigurationError(f"set_gradients: the model has no parameter {name!r}; it has {sorted(parameters)[:5]} ...")
+            if gradient.shape != parameters[name].shape:
+                raise ConfigurationError(
+                    f"set_gradients: the gradient of {name!r} has shape {tuple(gradient.shape)}, "
+                    f"the parameter {tuple(parameters[name].shape)}"
+                )
+        for name, gradient in gradients.items():
+            parameters[name].grad = gradient.to(parameters[name].dtype)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float) -> torch.Tensor:
+        """See `ShardedModel.clip_grad_norm_`."""
+        return nn.utils.clip_grad_norm_(self.module.parameters(), max_norm, norm_type)
+
+    # ------------------------------------------------------------------------------------------------- for ShardedModel: values
+
+    def check_values_here(self, call: str, instead: str) -> None:
+        """Raises PreconditionError where this rank has not all values of the module. `call`, `instead`: for the error."""
+
+    def check_conversion(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+        """Whether torch is to apply `fn` (a conversion: `to`, `half`, `cuda` and the like) to the module's tensors.
+
+        Raises:
+            PreconditionError: it would put them elsewhere than where the ranks' shards are.
+        """
+        return True
+
+    def gather_full_parameters(self) -> dict[str, torch.Tensor]:
+        """See `ShardedModel.gather_full_parameters`."""
+        return {name: p.detach().clone() for name, p in self.module.named_parameters()}
+
+    def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
+        """See `ShardedModel.full_state_dict`."""
+        return {} if rank0_only and self._session.rank != 0 else copy.deepcopy(self.module.state_dict())
+
+    @property
+    def local_shard(self) -> dict[str, torch.Tensor]:
+        """See `ShardedModel.local_shard`."""
+        return {name: p.detach() for name, p in self.module.named_parameters()}
+
+    def load_full(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """See `ShardedModel.load_full`."""
+        self._check_fits(tensors)
+        self.module.load_state_dict(tensors)
+
+    def _check_fits(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Raises CorruptDataError unless these are the tensors of the module's state dict."""
+        check_tensors_fit(tensors, self.module, {name: value.shape for name, value in self.module.state_dict().items()})
+
+    def use_parameters(self, parameters: torch.Tensor | Mapping[str, torch.Tensor]) -> None:
+        """See `ShardedModel.with_parameters`."""
+        own = dict(self.module.named_parameters())
+        with torch.no_grad():
+            for name, value in self.agreed("with_parameters", lambda: named_values(parameters, own)).items():
+                own[name].copy_(value)
+
+    def agreed(self, kind: str, read: Callable[[], T]) -> T:
+        """What `read` gives, once all ranks that train this model have been given the same; see `agreeing.agreed`. A clone's is its own."""
+        return agreed(self._session, kind, read) if self.is_trained else read()
+
+    @property
+    def is_trained(self) -> bool:
+        """It is the run's model, and not a clone of it."""
+        return self._session.trains(self)
+
+    def clone(self, remake: Callable[[nn.Module], nn.Module]) -> nn.Module:
+        """A copy of the whole module as it is now. `remake`: makes a `ShardedModel` of the same strategy from a module."""
+        state = self.full_state_dict()
+        copied = copy.deepcopy(self.module, blank_copies(self.module))
+        for name, tensor in copied.state_dict(keep_vars=True).items():
+            if isinstance(tensor, torch.Tensor):
+                tensor.data = state[name]  # in place of what lies here, which may be a part, or nothing
+        return copied
+
+    def layout(self) -> dict[str, Any]:
+        """What there is to tell of how it lies over the ranks, for `ShardedModel.get_model_metadata`; JSON-able."""
+        return {}
+
+    def whole_parameters(self) -> list[tuple[torch.Tensor, torch.Size]]:
+        """The module's parameters, with the shapes that they have when they are whole."""
+        return [(p, p.shape) for p in self.module.parameters()]
+
+    # ------------------------------------------------------------------------------------------------------ for ShardedOptimizer
+
+    def groups_are_read(self) -> None:
+        """Somebody is about to look at the optimizer's parameter groups: a scheduler, a GradScaler, the user."""
+
+    def finish_step(self, update: Callable[[], None], *, scaled: bool, inspected: bool) -> StepStatus:
+        """Ends the step. `update` is called if the step counts, in `apply`.
+
+        Args:
+            scaled: a GradScaler has left its scale, for gradients that are not unscaled yet.
+            inspected: a GradScaler has looked for infinities.
+        """
+        return self._session.finish_step(lambda: self.apply(update))
+
+    def apply(self, update: Callable[[], None]) -> None:
+        """Every rank's part of the step is in: calls `update`, with this rank's gradients where the optimizer finds them."""
+        update()
+
+    def step_optimizer(self, *, usable: bool) -> None:
+        """The user's optimizer's own step. Gradients that are not `usable` change nothing, though the step counts."""
+        assert self.optimizer is not None
+        if usable:
+            self.optimizer.step()
+        else:
+            self.skip()
+
+    def skip(self) -> None:
+        """The step counts, but a GradScaler found its gradients unusable, on all ranks alike."""
+
+    def scale_gradients(self, scale: float) -> None:
+        """Multiplies the gradients of what this rank is to update."""
+        groups = self.optimizer.param_groups if self.optimizer is not None else ()
+        for parameter in (p for group in groups for p in group["params"] if p.grad is not None):
+            parameter.grad.mul_(scale)
+
+    def optimizer_state_dict(self) -> dict[str, Any]:
+        """The optimizer's whole state, as one process would have it."""
+        assert self.optimizer is not None
+        return self.optimizer.state_dict()
+
+    def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes over an optimizer's whole state, the same on all ranks.
+
+        Raises:
+            CorruptDataError: it is of another optimizer; nothing is changed.
+        """
+        self._check_optimizer_fits(state)
+        assert self.optimizer is not None
+        self.optimizer.load_state_dict(dict(state))
+
+    def _check_optimizer_fits(self, state: Mapping[str, Any]) -> None:
+        """Raises CorruptDataError unless this is a state of this optimizer, over whole parameters."""
+        assert self.optimizer is not None
+        check_fits(state, self.optimizer, [[p.shape for p in group["params"]] for group in self.optimizer.param_groups])
+
+    def synchronize_parameters(self) -> None:
+        """Brings the ranks' parameters together. They agree after every step: nothing to do."""
+
+    def synchronize_optimizer_state(self) -> None:
+        """Brings the ranks' optimizer states together. Each is right after every step: nothing to do."""
+
+    # ------------------------------------------------------------------------------------- for the session: see `Replica` for each
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Each rank is a replica."""
+        return self._session.rank
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Each rank is a replica."""
+        return self._session.world_size
+
+    @property
+    def speaks(self) -> bool:
+        """Each rank is a replica."""
+        return True
+
+    @property
+    def idle(self) -> bool:
+        """There are no spares."""
+        return False
+
+    @property
+    def lacks_ranks(self) -> bool:
+        """Any number of ranks is enough."""
+        return False
+
+    @property
+    def replica_size(self) -> int:
+        """There are no spares."""
+        return 1
+
+    def working(self, group: Group) -> Group:
+        """All ranks work."""
+        return group
+
+    @property
+    def in_parts(self) -> bool:
+        """Each rank has all of the state."""
+        return False
+
+    @property
+    def holds(self) -> Sequence[str]:
+        """The state is not in parts."""
+        return ()
+
+    @property
+    def steps_alone(self) -> bool:
+        """The ranks take steps together."""
+        return False
+
+    @property
+    def consistency_check_every(self) -> int:
+        """As configured."""
+        return self.config.consistency_check_every
+
+    def in_common(self) -> Mapping[str, int]:
+        """Nothing that others hold."""
+        return {}
+
+    @abc.abstractmethod
+    def has_values(self) -> bool: ...
+
+    @abc.abstractmethod
+    def capture(self) -> dict[str, Any]: ...
+
+    @abc.abstractmethod
+    def restore(self, state: Mapping[str, Any]) -> None: ...
+
+    def assemble(self, channel: Channel) -> dict[str, Any]:
+        """What is captured is whole."""
+        return self.capture()
+
+    def part(self, channel: Channel) -> StatePart | None:
+        """There are no parts: `assemble` it."""
+        return None
+
+    def whole_for(self, channel: Channel) -> AbstractContextManager[None]:
+        """The module is whole."""
+        return nullcontext()
+
+    def regroup(self, group: Group) -> None:
+        """Nothing is cut over the ranks."""
+
+    def bring_together(self, channel: Channel) -> None:
+        """An update leaves nothing behind on single ranks that others hold."""
+
+    def keep_two_copies(self, channel: Channel, leaving: Collection[int] = ()) -> None:
+        """Every rank holds all of it, or has no peer that could."""
+
+    def lease_batches(self, *, loader: str, epoch: int, batches_in_epoch: int, finished: Sequence[int], want: int) -> Leases:
+        """Refused: a step is all ranks'."""
+        raise ConfigurationError(
+            f"loader {loader!r}: batch_size= leases batches for async_sgd; with strategy={self.strategy!r} give global_batch_size="
+        )
+
+    @abc.abstractmethod
+    def step_begins(self) -> None: ...
+
+    @abc.abstractmethod
+    def micro_batch_begins(self) -> None: ...
+
+    @abc.abstractmethod
+    def micro_batch_ends(self, weight: float) -> None: ...
+
+    @abc.abstractmethod
+    def finish_reduction(self) -> None: ...
+
+    def closing(self) -> dict[str, Any]:
+        """A rank that has the sums needs no more."""
+        return {}
+
+    def take_closing(self, told: Mapping[str, Any]) -> None:
+        """It has the sums."""
+
+    @abc.abstractmethod
+    def discard_step(self) -> None: ...
+
+    @abc.abstractmethod
+    def commit_step(self) -> None: ...

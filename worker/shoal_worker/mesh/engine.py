@@ -1,0 +1,601 @@
+"""The engine of tensor, pipeline and hybrid: the model's layers and stages lie on different ranks, which hold one replica together.
+
+One engine over three axes (`axes.py`): `tensor` and `pipeline` are those where the others have one rank, `hybrid` has all. The model's
+layers communicate in its passes, along the tensor axis and between the stages. A step ends as `engine/partitioned.py` says. Its gradients
+are sealed when those of this rank's part, added up over the micro-batches, are summed over the replicas, and, where these hold shards of
+the sums (`along_data.py`), with the ranks that mirror them. After a failure the state is cut for the ranks that are left (`regroup`), from
+the parts that any of them holds. A part that nobody holds is lost: see docs/strategies/hybrid.md.
+
+How the ranks are divided now is in `division.py`, what this rank holds of the model in `parts.py`. All of it runs on the training thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from shoal_common.errors import ConfigurationError, MembershipChanged, PreconditionError
+from torch import nn
+from torch.autograd import Variable
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from shoal_worker.elastic.consistency import digest_of, state_tensors
+from shoal_worker.elastic.contract import Share, StepStatus
+from shoal_worker.elastic.group import Channel, Group, LocalChannel
+from shoal_worker.elastic.step import CONTROL_LENGTH, Step
+from shoal_worker.engine.base import Setup
+from shoal_worker.engine.closing import Closing
+from shoal_worker.engine.elsewhere import gradient_of, guard_parts, refuse_loading
+from shoal_worker.engine.losing import LosingStep
+from shoal_worker.engine.parameters import check_shaped
+from shoal_worker.engine.partitioned import PartitionedEngine
+from shoal_worker.engine.passes import Loss, call_module, loss_of
+from shoal_worker.failpoints import failpoint
+from shoal_worker.mesh.blueprint import Template, meta_copy
+from shoal_worker.mesh.division import Division, alone
+from shoal_worker.mesh.gradients import MeshGradients
+from shoal_worker.mesh.layouts import Layouts, MeshPlan
+from shoal_worker.mesh.parts import ModelParts
+from shoal_worker.mesh.whole_module import whole_module, zeros
+from shoal_worker.pipelining.micro_batches import cut_batch
+from shoal_worker.pipelining.pipeline import PipelineSettings
+from shoal_worker.sharding.hooks import when_gradients_come
+from shoal_worker.sharding.issued import IssuedCollectives
+from shoal_worker.tensor_parallel.context import DropoutRandomness
+from shoal_worker.tensor_parallel.region import loss_parallel
+
+TENSOR_OPTIONS = frozenset({"plan", "sequence_dimension", "loss_parallel", "example_inputs", "dropout", "elementwise_optimizer"})
+PIPELINE_OPTIONS = frozenset({"schedule", "micro_batches", "stages_per_rank", "cut_points"})
+"""Keyword arguments of `as_distributed` that this engine reads."""
+
+
+class MeshEngine(PartitionedEngine[ModelParts, Closing]):
+    """A model that several ranks hold together."""
+
+    def __init__(self, setup: Setup, plan: MeshPlan) -> None:
+        super().__init__(setup)
+        check_shaped(self.module)
+        if self.config.deterministic:
+            raise ConfigurationError(
+                f"deterministic=True with strategy={self.strategy!r}: how a model is split changes the order of its own sums, so results "
+                "cannot be bitwise those of another number of ranks; leave it out, or take ddp, zero1, zero2, zero3 or fsdp"
+            )
+        own = self._options
+        dropout = own.get("dropout", DropoutRandomness.PER_SHARD)
+        if dropout not in list(DropoutRandomness):
+            raise ConfigurationError(f"dropout={dropout!r}: expected one of {', '.join(DropoutRandomness)}")
+        self._dropout = DropoutRandomness(dropout)
+        self._plan = plan
+        self._template = self._make_template()
+        if plan.sharding is not None and plan.sharding.blocks is not None:
+            plan.sharding.blocks(self._template.module)  # raises for names that the model does not have
+        self.layouts = Layouts(plan, self._template)
+        self._division: Division | None = None
+        """None until the first step, in a spare, and where laying it out has failed."""
+        self._in_passes = False
+        """Between a forward pass and its backward pass."""
+        self._standing_in: nn.Module | None = None
+        self._build()
+
+    def _make_template(self) -> Template:
+        own = self._options
+        checkpointed = {name: part for name, part in self.module.named_modules() if "forward" in part.__dict__}
+        forwards = [part.__dict__.pop("forward") for part in checkpointed.values()]
+        template = meta_copy(self.module)
+        for part, forward in zip(checkpointed.values(), forwards, strict=True):
+            part.__dict__["forward"] = forward
+        self._checkpointed = tuple(checkpointed)
+        """Names of modules whose activations are computed again: their forward passes stand in them, not in their classes."""
+        return Template(
+            module=template,
+            plan_options={
+                "minimum_parameter_group_size": self.config.minimum_parameter_group_size,
+                **{name: own[name] for name in ("plan", "sequence_dimension", "loss_parallel", "example_inputs") if name in own},
+            },
+            pipeline=PipelineSettings(
+                loss_reduction="mean" if self.config.loss_reduction == "mean" else "sum",
+                **{name: own[name] for name in PIPELINE_OPTIONS if name in own},
+            ),
+            pipelined=self._plan.pipelined,
+        )
+
+    @property
+    def _any_optimizer(self) -> bool:
+        return not self._plan.cuts_parameters or super()._any_optimizer
+
+    def attach(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """See `PartitionedEngine`. Raises ConfigurationError: the model cannot be cut for the ranks that the job begins with."""
+        super().attach(optimizer)
+        session = self._session
+        if session.begins and not session.is_joining:  # those whom a death has left wait for its replacement
+            self.layouts.check_start(session.world_size, ranks_may_come=session.ranks_may_come)
+
+    def _make_state(self) -> ModelParts:
+        refuse_loading(self.module)
+        return ModelParts(
+            self.module,
+            self._template,
+            self._session.device,
+            dropout=self._dropout,
+            checkpointed=self._checkpointed,
+            whereabouts=self._whereabouts,
+        )
+
+    @property
+    def _divided(self) -> Division:
+        if self._division is None:
+            raise PreconditionError("the model is not laid out over the ranks: that happens when the first step begins")
+        return self._division
+
+    @property
+    def _gradients(self) -> MeshGradients:
+        return self._divided.gradients
+
+    def _own_pieces(self) -> Iterable[tuple[str, torch.Tensor]]:
+        return self._held.along_data.own.items()
+
+    def _trained(self) -> Iterator[tuple[str, torch.Tensor, bool]]:
+        for name, piece in self._held.pieces.items():
+            yield name, piece, self._held.is_trained(name)
+
+    def _parameter_names(self) -> dict[str, str]:
+        template = self._template
+        return {name: first for name, first in template.first_names.items() if first in template.parameter_names}
+
+    def _commit_buffers(self) -> None:
+        if self._division is not None:
+            self._division.buffers.commit()
+
+    # ------------------------------------------------------------------------------------------------------------- training
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward pass, on all ranks of a replica together.
+
+        Raises:
+            ConfigurationError: in training, of a pipeline: only train_step can take a batch through it.
+        """
+        training = self._trains
+        if training and self.module.training and self._plan.pipelined:
+            raise ConfigurationError(
+                f"model(x) with strategy={self.strategy!r}: in training a pipeline takes a batch through both passes at once; "
+                "call loss = model.train_step(x, y, loss_fn) in the place of the forward pass, the loss and backward()"
+            )
+        # In a loop without a loader of Shoal's a spare waits here, where its next step begins.
+        begun = training and self.idle and self._session.step is None and self._begin_pass()
+        if self._ahead or (training and not begun and not self._begin_pass()):
+            return self._stand_in()(*args, **kwargs)
+        with self._passing():
+            if self._pipeline_here:
+                return self._through_pipeline(kwargs if kwargs and not args else args)
+            output = self.module(*args, **kwargs)
+        if training and self._parts is not None:
+            self._parts.hidden.show()
+            self._in_passes = True
+            when_gradients_come(output, lambda _: Variable._execution_engine.queue_callback(self._after_passes), mode="any")
+        return output
+
+    def _after_passes(self) -> None:
+        self._in_passes = False
+        self._held.hidden.hide()
+
+    def _begin_pass(self) -> bool:
+        """Before passes of training. True if they are part of a step."""
+        step = self._session.ensure_step()
+        if step is not self._session.step:
+            return False  # a joiner's pass ahead of its loop
+        if step.control is not None:
+            raise PreconditionError(
+                "the gradients of this step are reduced already, by train_step, clip_grad_norm_, synchronize_gradients or a GradScaler: do "
+                "all backward passes of a step before; to accumulate, give micro_batch_size= to the loader and loop over loader.steps()"
+            )
+        self._prepare_pass(step)
+        return True
+
+    def _prepare_pass(self, step: Step) -> None:
+        if self._division is not None and step.lost is None:
+            with LosingStep(self._session):
+                self._division.begin_pass(step)
+
+    def _take_pass(self, inputs: Any, targets: Any, loss_fn: Loss | None) -> torch.Tensor | None:
+        if self._plan.pipelined:
+            return self._train_in_pipeline(inputs, targets, loss_fn)
+        output = call_module(self._setup.model, inputs)
+        with self.loss_parallel():
+            loss = loss_of(output, targets, loss_fn)
+        loss.backward()
+        return loss
+
+    def _train_in_pipeline(self, inputs: Any, targets: Any, loss_fn: Loss | None) -> torch.Tensor | None:
+        if not self._begin_pass() or self._division is None:  # ahead of the loop, or the step was lost before the model was laid out
+            loss = loss_of(call_module(self._stand_in(), inputs), targets, loss_fn)
+            loss.backward()
+            return loss
+        count = self._template.pipeline.micro_batches
+        seeds = torch.randint(2**62, (count,)).tolist()  # the ranks of a replica draw alike
+        batches = cut_batch(inputs, targets, count=count, seeds=seeds)
+        step = self._session.step
+        if step is not None and step.weigh is not None:
+            weights = step.weigh([one.samples for one in batches])
+            batches = [dataclasses.replace(one, weight=weight) for one, weight in zip(batches, weights, strict=True)]
+        several = step is not None and step.in_micro_batches  # of which the closing tells but the mean
+        with LosingStep(self._session), self._passing():
+            return self._division.train_on(batches, None if loss_fn is None else self._within_region(loss_fn), everywhere=several)
+        return torch.zeros((), dtype=torch.float64)
+
+    @contextlib.contextmanager
+    def loss_parallel(self) -> Iterator[None]:
+        """See `ShardedModel`."""
+        mesh = self._division.mesh if self._division is not None else None
+        with loss_parallel(mesh) if mesh is not None and self._options.get("loss_parallel") else contextlib.nullcontext():
+            yield
+
+    def _within_region(self, loss_fn: Loss) -> Callable[[Any, Any], torch.Tensor]:
+        def loss(output: Any, targets: Any) -> torch.Tensor:
+            with self.loss_parallel():
+                return loss_fn(output, targets)
+
+        return loss
+
+    @torch.no_grad()
+    def predict(self, inputs: Any) -> Any:
+        """See `ShardedModel`. All ranks of a replica call it, with the same inputs, and get the same outputs."""
+        if self._ahead:
+            return call_module(self._stand_in().eval(), inputs)
+        with self._passing():
+            if self._pipeline_here:
+                return self._through_pipeline(inputs)
+            return pytree.tree_map_only(DTensor, DTensor.full_tensor, super().predict(inputs))
+
+    @contextlib.contextmanager
+    def _passing(self) -> Iterator[None]:
+        """While open, the module computes: nothing of its parameters is hidden."""
+        if self._parts is None or self._in_passes:
+            yield
+            return
+        self._parts.hidden.show()
+        try:
+            yield
+        finally:
+            self._parts.hidden.hide()
+
+    @property
+    def _ahead(self) -> bool:
+        """This process's script is not where its peers' are, and the model is laid out over them: they would not answer. Or a failure has
+        left it laid out over nobody, and the step is lost."""
+        return self.in_parts and (self._session.is_joining or self._division is None)
+
+    def _stand_in(self) -> nn.Module:
+        """What such a script computes with: nobody uses the answer. The module itself where it is whole."""
+        if not self.in_parts:
+            return self.module
+        if self._standing_in is None:
+            self._standing_in = self._whole_module(zeros(self._template))
+        return self._standing_in.train(self.module.training)
+
+    @property
+    def _pipeline_here(self) -> bool:
+        return self._division is not None and self._division.pipeline is not None and self.module is self._held.module
+
+    def _through_pipeline(self, inputs: Any) -> Any:
+        """In a step a failure is that of the step: nothing is raised into the user's loop, and the outputs are none that count. In an
+        operation between steps it is raised, and the operation done again."""
+        with LosingStep(self._session, raises_outside=True):
+            return self._divided.predict(inputs)
+        return call_module(self._stand_in(), inputs)
+
+    # ------------------------------------------------------------------------------------------------------ for ShardedOptimizer
+
+    def finish_step(self, update: Callable[[], None], *, scaled: bool, inspected: bool) -> StepStatus:
+        """See `Engine`. Raises ConfigurationError: a GradScaler with a pipeline."""
+        if (scaled or inspected) and self._plan.pipelined:
+            raise ConfigurationError(
+                "a GradScaler with a pipeline: train_step takes losses through their backward passes itself, so nothing can scale them; "
+                "use bfloat16, which needs none: torch.autocast(..., dtype=torch.bfloat16) around train_step"
+            )
+        return super().finish_step(update, scaled=scaled, inspected=inspected)
+
+    # --------------------------------------------------------------------------------------------- Replica: for the session
+
+    def capture(self) -> dict[str, Any]:
+        """See `Replica`. Before the first step all of the state; from then on what every rank has of it."""
+        if not self.in_parts:
+            own = {"model": self.module.state_dict(), "optimizer": self.optimizer.state_dict() if self.optimizer is not None else None}
+            unsaved = self._held.unsaved() if self._parts is not None else {}
+            return own | {"applied": self._applied} | ({"buffers": unsaved} if unsaved else {})
+        return {"unsaved": self._held.unsaved(), "settings": self._held.settings, "applied": self._applied}
+
+    @torch.no_grad()
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """See `Replica`."""
+        self._give_values(state)
+        held = self._held
+        if "model" in state:
+            held.check(state)
+            if self.in_parts and (self._division is None or self._division.group.broken is not None):
+                self._division = None
+                held.make_whole()  # parts of it are lost, and this is to take their place: it is cut anew when the next step begins
+            held.load_values(state["model"])
+            if state["optimizer"] is not None:
+                held.load_optimizer(state["optimizer"])
+            self._applied = state.get("applied", 0)  # a checkpoint's ranks begin to count anew
+            self._closing = None
+        else:
+            if self._division is None or state["applied"] != self._applied:
+                self._release()
+                held.drop()  # nothing, or too old: what its peers hold comes when the ranks are divided
+                self._closing = None
+            held.settings = state["settings"]
+            self._applied = state["applied"]
+        self._commit_buffers()
+
+    def _hand_out(self, closing: Closing) -> None:
+        self._held.hidden.show_gradients()
+        self._gradients.hand_out(closing.divisor)
+        self._held.hidden.handed_out()
+        guard_parts(self._held.optimized, guarded=True)
+
+    def _updated(self) -> None:
+        self._held.along_data.updated()
+
+    def _as_closing(self, told: Mapping[str, Any]) -> Closing:
+        return Closing(**told)
+
+    @torch.no_grad()
+    def regroup(self, group: Group) -> None:
+        """See `Replica`."""
+        execution = self._division.execution if self._division is not None else None
+        issued = execution.issued.encode().decode() if execution is not None else ""
+        told = [json.loads(each) for each in group.exchange(json.dumps([self.in_parts, issued]).encode())]
+        IssuedCollectives.compare([each.encode() for _, each in told], self.strategy)
+        if not any(in_parts for in_parts, _ in told):
+            return
+        if self.layouts.too_few(group.world_size):
+            state = self._held.gather_whole(group)
+            self._release()
+            self._held.take_whole(state)
+        else:
+            self._lay_out(group, gathered=True)
+
+    @torch.no_grad()
+    def bring_together(self, channel: Channel) -> None:
+        """See `Replica`: some ranks may have begun the first step, and laid the model out for ranks that are gone, others not."""
+        if self._parts is not None and self._parts.make_whole_again(channel):
+            self._division = None
+
+    def _lay_out(self, group: Group, *, gathered: bool) -> None:
+        """Divides the ranks anew. `gathered`: by the parts that they hold; else each has all.
+
+        A failure at any place leaves every rank with the parts that it had, so that they can be divided again.
+        """
+        held, axes = self._held, self.layouts.axes(group.world_size)
+        at = axes.at(group.rank)
+        taken = held.take(group if gathered else LocalChannel(), axes, at)
+        division = Division(group, axes, self._session, self._plan.sharding) if at is not None else None
+        if division is not None:
+            self._release()
+            division.lay_out(held, taken, averages=self.config.loss_reduction == "mean")
+            self._division = division
+        if gathered:
+            group.exchange(b"")  # all have theirs: what a spare holds is needed until then
+        if division is None:
+            self._release()
+            held.drop()
+
+    def _release(self) -> None:
+        old, self._division = self._division, None
+        if old is not None:
+            old.release()
+
+    @torch.no_grad()
+    def keep_two_copies(self, channel: Channel, leaving: Collection[int] = ()) -> None:
+        """See `Replica`."""
+        if self._parts is not None:
+            self._parts.copy_singles(channel, leaving)
+
+    @property
+    def holds(self) -> list[str]:
+        """See `Replica`: the shards that it holds of its part of the model."""
+        if self._division is None or not self.in_parts:
+            return []
+        cut = self._division.cut
+        return [f"{cut.at.pipeline}.{cut.at.tensor}.{position}" for position in cut.positions]
+
+    def working(self, group: Group) -> Group:
+        """See `Replica`."""
+        return self._division.all if self._division is not None and self._division.group is group else group
+
+    @torch.no_grad()
+    def step_begins(self) -> None:
+        """See `Replica`."""
+        self._begin_step()
+        self._standing_in = None
+        if self._division is None:
+            with LosingStep(self._session) as dividing:
+                if self.lacks_ranks:  # nobody begins a step so, unless only to lose it
+                    raise MembershipChanged("there are too few ranks for one replica of the model")
+                self._lay_out(self._session.group or alone(), gathered=False)
+            if dividing.failed:
+                return
+        if self.idle:
+            return
+        division = self._divided
+        self._check_training()
+        self._held.hidden.drop_gradients()
+        division.begin_step(self._applied + 1)
+        step = self._session.step
+        if step is not None and step.source is None:
+            division.seed_step()
+
+    def micro_batch_begins(self) -> None:
+        """See `Replica`."""
+        if self._division is not None:
+            self._division.buffers.put_back()
+
+    def micro_batch_ends(self, weight: float) -> None:
+        """See `Replica`."""
+        step = self._session.step
+        if self._division is not None and step is not None and step.lost is None:
+            self._held.hidden.show_gradients()
+            with LosingStep(self._session):
+                self._division.add(weight)
+
+    @torch.no_grad()
+    def _reduce(self, step: Step, share: Share) -> None:
+        session = self._session
+        division = self._divided
+        self._held.hidden.show_gradients()
+        with LosingStep(self._session) as summing:
+            if not step.in_micro_batches:
+                division.add(share.weight)
+            self._prepare_pass(step)
+            for _ in range(share.most_micro_batches - (share.micro_batches or 0)):
+                division.take_part()
+            division.sum_gradients()
+            if step.lost is not None:
+                return
+            failpoint("reduction.completed")
+            session.seal_step()
+            failpoint("sharded.sealed")
+            norm = division.gradients.squared_norm()
+            issued = division.execution.issued.word() if division.execution is not None else []
+            told = division.all.sum_numbers([*session.control_word(), norm, *issued])
+            failpoint("step.closed")
+        if summing.failed:
+            return
+        word, norm, issued = told[:CONTROL_LENGTH], told[CONTROL_LENGTH], told[CONTROL_LENGTH + 1 :]
+        if issued:
+            IssuedCollectives.check(issued, self.strategy)
+        self._close(Closing(number=self._applied + 1, squared_norm=norm, divisor=division.gradients.divisor), word)
+
+    @property
+    def _has_gradients(self) -> bool:
+        step = self._session.step
+        left = self._division is not None and self._division.gradients.any_left
+        return left or (step is not None and step.control is not None) or any(gradient_of(p) is not None for p in self.module.parameters())
+
+    def _drop_gradients(self) -> None:
+        self._held.hidden.drop_gradients()
+        if self._division is not None:
+            self._division.drop_gradients()
+
+    @torch.no_grad()
+    def discard_step(self) -> None:
+        """See `Replica`."""
+        self._whereabouts.pending = False
+        if self._division is None:
+            for parameter in self.module.parameters():
+                parameter.grad = None
+            return
+        self._division.forget()
+        self._division.buffers.put_back()
+
+    @torch.no_grad()
+    def commit_step(self) -> None:
+        """See `Replica`."""
+        division = self._divided
+        division.buffers.apply(division.gradients.changes)
+        division.buffers.commit()
+        self._in_passes = self._whereabouts.pending = False
+        division.forget()
+        self._held.hidden.hide()
+        self._held.forget_before()
+
+    @property
+    def in_parts(self) -> bool:
+        """See `Replica`."""
+        return self._parts is not None and not self._parts.is_whole
+
+    @property
+    def idle(self) -> bool:
+        """This rank is a spare: no whole replica could be made with it."""
+        return self._parts is not None and self._parts.is_empty
+
+    @property
+    def lacks_ranks(self) -> bool:
+        """See `Replica`."""
+        return self._parts is not None and self._parts.is_whole and self.layouts.too_few(self._session.world_size)
+
+    # ---------------------------------------------------------------------------------------------------------------- ranks
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Which replica of the model this rank belongs to; 0 in a spare."""
+        at = self.layouts.axes(self._session.world_size).at(self._session.rank)
+        return at.data if at is not None else 0
+
+    @property
+    def speaks(self) -> bool:
+        """See `Replica`."""
+        at = self.layouts.axes(self._session.world_size).at(self._session.rank)
+        return at is not None and at.pipeline == at.tensor == 0
+
+    @property
+    def replica_size(self) -> int:
+        """See `Replica`."""
+        return self.layouts.axes(self._session.world_size).replica_size
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Number of replicas."""
+        return max(1, self.layouts.axes(self._session.world_size).data)
+
+    # ---------------------------------------------------------------------------------------------------------------- state
+
+    @torch.no_grad()
+    def assemble(self, channel: Channel) -> dict[str, Any]:
+        """See `Replica`."""
+        if channel.rank != 0:
+            self._held.help_assemble(channel)
+            return {}
+        unsaved = self._held.unsaved()
+        whole = self._held.assemble(channel)
+        return whole | {"buffers": unsaved} if unsaved else whole
+
+    def in_common(self) -> Mapping[str, int]:
+        """See `Replica`: this rank's part, with the other replicas' ranks that hold the same."""
+        division, held = self._division, self._held
+        if division is None:
+            return {}
+        at = division.cut.at
+        digests = {}
+        for position, runs in held.along_data.runs(held.optimizer).items():
+            tensors = [[run.value, *state_tensors({name: run.state}, [name])] for name, run in sorted(runs.items())]
+            digests[f"part {at.pipeline}.{at.tensor}, shard {position}"] = digest_of(tensor for each in tensors for tensor in each)
+        return digests
+
+    @contextlib.contextmanager
+    def whole_for(self, channel: Channel) -> Iterator[None]:
+        """See `ShardedModel`. The whole model has to fit on each rank beside its part."""
+        if self._parts is None or not self.in_parts:
+            yield
+            return
+        whole, own = self._whole_module(self._held.values(channel)), self.module
+        for part, original in zip(whole.modules(), own.modules(), strict=True):
+            part.training = original.training
+        self._show(whole)
+        try:
+            yield
+        finally:
+            self._show(own)
+
+    def _show(self, module: nn.Module) -> None:
+        """It is what is computed with from now on, and what `ShardedModel.module` is."""
+        self.module = module
+        self._setup.show(module)
+
+    def _whole_module(self, values: Mapping[str, torch.Tensor]) -> nn.Module:
+        return whole_module(self._template, values, self._held.unsaved(), self._session.device)
+
+    def clone(self, remake: Callable[[nn.Module], nn.Module]) -> nn.Module:
+        """See `Engine`: a plain module, as the user wrote it."""
+        return self._whole_module(self.full_state_dict())
+
+    def whole_parameters(self) -> list[tuple[torch.Tensor, torch.Size]]:
+        """See `Engine`."""
+        tensors = self._template.tensors()
+        return [(tensors[name], tensors[name].shape) for name in self._template.names if name in self._template.parameter_names]

@@ -1,0 +1,316 @@
+"""The engine of strategies whose ranks hold the whole model each, and sum its gradients in every step.
+
+How the sums travel is in `reduction.py` (plain steps, overlapped with the backward pass) and `accumulation.py` (micro-batches).
+`local_sgd.py` changes what is summed, and when. All of it runs on the training thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from shoal_common.errors import ConfigurationError, MembershipChanged, PreconditionError
+from torch import nn
+
+from shoal_worker.elastic.consistency import digest_of, state_tensors
+from shoal_worker.elastic.contract import StepStatus
+from shoal_worker.elastic.group import Channel
+from shoal_worker.elastic.step import StepPhase
+from shoal_worker.engine.base import Engine, Setup
+from shoal_worker.engine.buffers import CommittedBuffers
+from shoal_worker.engine.compressed import compression_of
+from shoal_worker.engine.losing import LosingStep
+from shoal_worker.engine.materialize import has_values, materialize, unsaved_buffers
+from shoal_worker.engine.parameters import check_optimizer_covers, check_shaped, check_trains
+from shoal_worker.engine.passes import Loss, call_module, check_reproducible, loss_of
+from shoal_worker.failpoints import failpoint
+from shoal_worker.replicated.accumulation import AccumulatedReduction
+from shoal_worker.replicated.reduction import OverlappedReduction
+
+
+class ReplicatedEngine(Engine):
+    """A replica of the whole model on every rank."""
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        self._compression = compression_of(self.config.compressor, self._session)
+        self._skipped = False
+        """A GradScaler found the step's gradients unusable."""
+        self._overlapped: OverlappedReduction | None = None
+        self._accumulated: AccumulatedReduction | None = None
+        self._attached = False
+        check_shaped(self.module)
+        check_trains(self.module)
+        if any(isinstance(m, nn.SyncBatchNorm) for m in self.module.modules()):
+            raise ConfigurationError(
+                "the model has SyncBatchNorm, which works in torch's default process group alone; an elastic job has none. Use BatchNorm: "
+                "its running statistics are averaged over the ranks"
+            )
+        self._step_buffers = CommittedBuffers(self.module)
+
+    def attach(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """See `Engine`."""
+        if optimizer is not None:
+            check_optimizer_covers(self.module, optimizer)
+        self.optimizer = optimizer
+        self._attached = True
+        self._session.attach(self)
+        self._step_buffers.commit()
+
+    # ------------------------------------------------------------------------------------------------------------- training
+
+    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]  # what it calls, the module, may be compiled
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward pass; in training its backward pass reduces the gradients over all ranks.
+
+        Outputs may have any form. Parameters that take no part in the pass are no error, also where they differ by rank.
+        """
+        reduces = self.module.training and torch.is_grad_enabled() and self._begin_pass()
+        output = self._setup.call(*args, **kwargs)
+        if reduces:
+            self._follow(output)
+        return output
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _begin_pass(self) -> bool:
+        """Before a forward pass of training. True if gradients are reduced during its backward pass."""
+        if not self._attached:
+            raise PreconditionError("this model is a clone, for evaluation: a process trains the one model that as_distributed gave it")
+        step = self._session.ensure_step()
+        if step.source is not None:  # else this may be a dry run before the loop, and no step
+            check_reproducible(self.config, step)
+        if self._in_micro_batches:
+            return False
+        if step.phase is StepPhase.DECIDED:
+            raise PreconditionError(
+                "the gradients of this step are reduced already, by train_step, clip_grad_norm_ or synchronize_gradients: do all backward "
+                "passes of a step before; to accumulate, give micro_batch_size= to the loader and loop over loader.steps()"
+            )
+        if self._session.elastic:
+            self._reduction().prepare()
+        return self._session.elastic
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _follow(self, output: Any) -> None:
+        self._reduction().follow(output)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside only add to this rank's gradients, as with torch's DDP; the next one outside reduces what has been added
+        up. What no later pass has reduced, `optimizer.step()` does."""
+        reduces = self._session.elastic and not self._in_micro_batches
+        with self._reduction().paused() if reduces else contextlib.nullcontext():
+            yield
+
+    def train_step(self, inputs: Any, targets: Any, loss_fn: Loss | None) -> torch.Tensor:
+        """See `ShardedModel`. The loss travels in the step's control word, so that it costs no collective of its own.
+
+        In `loader.steps()` the batch is the micro-batch, which one rank has whole: its own loss is returned, and the ranks' mean over the
+        step is what `shoal status` shows.
+        """
+        session = self._session
+        step = session.ensure_step()
+        loss = loss_of(call_module(self._setup.model, inputs), targets, loss_fn)
+        told = float(loss.detach())
+        step.loss = (
+            told if step.micro_batch is None or not self._in_micro_batches else self._accumulation().add_loss(told, step.micro_batch)
+        )
+        loss.backward()
+        if not self.config.auto_sync_gradients and not self._in_micro_batches:
+            self.synchronize_gradients()
+        session.finish_reduction_if_whole()
+        if step.control is not None and step.control[2] > 0:
+            return loss.detach().new_tensor(step.control[1] / step.control[2])
+        return loss.detach()
+
+    def synchronize_gradients(self) -> None:
+        """Sums the gradients over the ranks. Only needed with `auto_sync_gradients=False`, after the backward pass; what was reduced before
+        is not reduced again."""
+        self._reduce_what_is_left()
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float) -> torch.Tensor:
+        """See `ShardedModel`. Closes the step, if that is not done; the gradients are whole on every rank."""
+        self.finish_reduction()
+        return super().clip_grad_norm_(max_norm, norm_type)
+
+    # --------------------------------------------------------------------------------------------- Replica: for the session
+
+    @property
+    def _in_micro_batches(self) -> bool:
+        step = self._session.step
+        return step is not None and step.share is not None and step.share.micro_batches is not None
+
+    def capture(self) -> dict[str, Any]:
+        """See `Replica`."""
+        captured: dict[str, Any] = {
+            "model": self.module.state_dict(),
+            "optimizer": self.optimizer.state_dict() if self.optimizer is not None else None,
+        }
+        if self._compression is not None:
+            captured["compression"] = self._compression.capture()
+        buffers = unsaved_buffers(self.module)
+        return captured | {"buffers": buffers} if buffers else captured
+
+    def assemble(self, channel: Channel) -> dict[str, Any]:
+        """See `Replica`: with what compression left behind on each rank."""
+        if self._compression is None:
+            return self.capture()
+        return self.capture() | {"compression": self._compression.assemble(channel)}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """See `Replica`."""
+        self._check_fits(state["model"])
+        if self.optimizer is not None and state["optimizer"] is not None:
+            self._check_optimizer_fits(state["optimizer"])
+        if not self.has_values():
+            materialize(self.module, self.optimizer, self._session.device, buffers=state.get("buffers"))
+        with torch.no_grad():
+            self.module.load_state_dict(state["model"])
+        if self.optimizer is not None and state["optimizer"] is not None:
+            self.optimizer.load_state_dict(state["optimizer"])
+        if self._compression is not None:
+            self._compression.restore(state.get("compression"))
+        self._step_buffers.commit()
+
+    def in_common(self) -> Mapping[str, int]:
+        """See `Replica`: all of it."""
+        optimizer = self.optimizer
+        moments = state_tensors(optimizer.state, self.module.parameters()) if optimizer is not None else ()
+        return {"the model": digest_of(_saved(self.module)), "the optimizer's state": digest_of(moments)}
+
+    def has_values(self) -> bool:
+        """See `Replica`."""
+        return has_values(self.module)
+
+    @torch.no_grad()
+    def step_begins(self) -> None:
+        """See `Replica`. What the user did to buffers between two steps is a part of what a redo starts from."""
+        self._step_buffers.commit()
+        self._skipped = False
+        if self._compression is not None:
+            self._compression.step_begins()
+
+    def micro_batch_begins(self) -> None:
+        """See `Replica`."""
+        self._accumulation().micro_batch_begins()
+
+    def micro_batch_ends(self, weight: float) -> None:
+        """See `Replica`."""
+        self._accumulation().micro_batch_ends(weight)
+
+    def finish_reduction(self) -> None:
+        """See `Replica`."""
+        step = self._session.step
+        by_hand = not self.config.auto_sync_gradients and not self._in_micro_batches
+        if by_hand and step is not None and step.phase is StepPhase.OPEN and step.lost is None:
+            raise PreconditionError(
+                "auto_sync_gradients=False: call model.synchronize_gradients() after the backward pass, before clipping and "
+                "optimizer.step()"
+            )
+        self._reduce_what_is_left()
+        self._close()
+        self._session.settle_step()
+
+    def _close(self) -> None:
+        """The closing of the step (`elastic/step.py`)."""
+        session = self._session
+        step, group = session.step, session.group
+        if step is None or step.phase is not StepPhase.SEALED or step.lost is not None:
+            return
+        control = session.control_word()
+        if session.elastic:
+            with LosingStep(self._session) as closing:
+                if group is None:
+                    raise MembershipChanged("there is no group")
+                control = group.sum_numbers(control)
+                failpoint("step.closed")
+            if closing.failed:
+                return
+        session.take_control_word(control)
+
+    @property
+    def holds_unreduced_gradients(self) -> bool:
+        """Some of this rank's gradients are its own still; `optimizer.step()` would reduce them."""
+        step = self._session.step
+        if not self._session.elastic or step is None or step.lost is not None:
+            return False
+        return step.phase is StepPhase.OPEN or (not self._in_micro_batches and self._reduction().pending)
+
+    @torch.no_grad()
+    def _reduce_what_is_left(self) -> None:
+        """The end of the step's reduction: after micro-batches the whole of it; else what the hooks of backward passes have not done."""
+        step = self._session.step
+        if step is None or step.share is None or step.lost is not None:
+            return
+        check_reproducible(self.config, step)
+        if self._in_micro_batches:
+            if step.micro_batch is not None:
+                raise PreconditionError(
+                    "gradients are reduced when the inner loop has come to its end, and this is inside it (or it was left early): clip "
+                    "and call synchronize_gradients() between `for batch in step:` and optimizer.step()"
+                )
+            self._accumulation().finish()
+        elif not self._session.elastic:
+            self._session.seal_step()
+        elif step.phase is StepPhase.OPEN or self._reduction().pending:
+            self._reduction().synchronize()
+
+    @torch.no_grad()
+    def discard_step(self) -> None:
+        """See `Replica`."""
+        for reduction in (self._overlapped, self._accumulated):
+            if reduction is not None:
+                reduction.discard()
+        self._step_buffers.put_back()
+        if self._compression is not None:
+            self._compression.void()
+        for parameter in self.module.parameters():
+            parameter.grad = None
+
+    @torch.no_grad()
+    def commit_step(self) -> None:
+        """See `Replica`."""
+        if self._accumulated is not None and self._accumulated.open:
+            self._accumulated.write_buffers()
+        elif self._overlapped is not None:
+            self._overlapped.write_buffers()
+        if self._compression is not None:
+            self._compression.commit(unusable=self._skipped)
+
+    def _accumulation(self) -> AccumulatedReduction:
+        if self._accumulated is None:
+            self._accumulated = AccumulatedReduction(self.module, self._step_buffers, self._session, self.config, self._compression)
+        return self._accumulated
+
+    def _reduction(self) -> OverlappedReduction:
+        if self._overlapped is None:
+            self._overlapped = OverlappedReduction(self.module, self._step_buffers, self._session, self.config, self._compression)
+        return self._overlapped
+
+    # ------------------------------------------------------------------------------------------------------ for ShardedOptimizer
+
+    def finish_step(self, update: Callable[[], None], *, scaled: bool, inspected: bool) -> StepStatus:
+        """See `Engine`."""
+        if inspected and self.holds_unreduced_gradients:
+            raise PreconditionError(
+                "the GradScaler has looked at gradients that are not reduced yet, so ranks would not agree whether to skip the step: make "
+                "the last backward pass outside of no_sync(), or call model.synchronize_gradients() before scaler.unscale_() or step()"
+            )
+        return super().finish_step(update, scaled=scaled, inspected=inspected)
+
+    def skip(self) -> None:
+        """See `Engine`."""
+        self._skipped = True
+
+    # ---------------------------------------------------------------------------------------------------------------- state
+
+    def clone(self, remake: Callable[[nn.Module], nn.Module]) -> nn.Module:
+        """See `Engine`: another `ShardedModel`, with which no rank trains."""
+        return remake(copy.deepcopy(self.module))
+
+
+def _saved(module: nn.Module) -> Iterator[torch.Tensor]:
+    return (value for value in module.state_dict().values() if isinstance(value, torch.Tensor))

@@ -1,0 +1,356 @@
+"""The engine of local SGD: every rank trains its own replica on its own samples, and the ranks average their parameters now and then.
+
+A *round* is the steps between two averages. Steps commit on each rank as they come, without a word to the others; a round is what commits
+on all. A failure inside of one is acted upon at its end, where all ranks' scripts stand at one place: that step is void, and every rank is
+put back to the round's start (`StrategySession.keep`): parameters, optimizer state, buffers, registered state and cursor, so the loader
+deals its samples again, to whatever ranks there are then. A round ends after `sync_every` steps or with the epoch, whichever is first,
+since a script cannot go back into a loop that it has left. Joins, drains and stops wait for its end.
+
+Optimizer state stays each rank's own. One that has none (a joiner, one that was behind) gets the mean of the others'.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from shoal_common.errors import MembershipChanged, PreconditionError
+
+from shoal_worker.elastic.contract import StepStatus
+from shoal_worker.elastic.group import Channel, Group, LocalChannel
+from shoal_worker.elastic.step import StepPhase
+from shoal_worker.engine.base import Setup
+from shoal_worker.engine.losing import LosingStep
+from shoal_worker.engine.materialize import unsaved_buffers
+from shoal_worker.engine.passes import Loss, call_module, loss_of
+from shoal_worker.failpoints import failpoint
+from shoal_worker.replicated.accumulation import AccumulatedReduction
+from shoal_worker.replicated.averaging import Add, adding, mean_optimizer_state, weighted_mean
+from shoal_worker.replicated.engine import ReplicatedEngine
+from shoal_worker.replicated.rounds import OuterMomentum, Round, RoundOptions, check_configuration
+
+
+class LocalSGDEngine(ReplicatedEngine):
+    """A replica of the whole model on every rank, trained on its own between averages."""
+
+    def __init__(self, setup: Setup) -> None:
+        """Reads the options; the whole module stays on this rank.
+
+        Raises:
+            ConfigurationError: options that cannot work, or settings that mean nothing here.
+        """
+        super().__init__(setup)
+        check_configuration(self.config)
+        self._rounds = RoundOptions(**self._options)
+        self._outer = OuterMomentum(self._rounds)
+        self._round = Round()
+        self._step_weight = 0.0
+        self._reduced = False
+        """The micro-batches of the step are summed up."""
+        self._averaging = False
+        """This step ends the round, and this rank's update is done."""
+        self._average: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Each tensor of the module that is averaged, with its mean."""
+        self._mean_state: dict[int, dict[str, Any]] | None = None
+
+    @property
+    def steps_alone(self) -> bool:
+        """See `Replica`: those inside a round are."""
+        return True
+
+    @property
+    def steps_in_round(self) -> int:
+        """Steps since the last average; 0: all ranks hold the same parameters."""
+        return self._round.steps
+
+    # ------------------------------------------------------------------------------------------------------------- training
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _begin_pass(self) -> bool:
+        """Before a forward pass of training. Its gradients stay here."""
+        if not self._attached:
+            raise PreconditionError("this model is a clone, for evaluation: a process trains the one model that as_distributed gave it")
+        self._session.ensure_step()
+        return False
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Changes nothing: gradients are never reduced."""
+        yield
+
+    def train_step(self, inputs: Any, targets: Any, loss_fn: Loss | None) -> torch.Tensor:
+        """Forward, loss and backward on this rank's samples. Returns their loss: the ranks do not meet in each step."""
+        step = self._session.ensure_step()
+        loss = loss_of(call_module(self._setup.model, inputs), targets, loss_fn)
+        told = float(loss.detach())
+        summed = self._in_micro_batches and step.micro_batch is not None
+        step.loss = self._accumulation().add_loss(told, step.micro_batch or 0.0) if summed else told
+        loss.backward()
+        return loss.detach()
+
+    def synchronize_gradients(self) -> None:
+        """Gradients stay each rank's own: nothing is sent."""
+        self.finish_reduction()
+
+    def synchronize_parameters(self) -> None:
+        """Ends the round with the next step. Call it on every rank before that step's `step()`."""
+        self._round.ends_early = True
+
+    def synchronize_optimizer_state(self) -> None:
+        """Averages parameters, as `synchronize_parameters` does, and the optimizer state as well."""
+        self._round.ends_early = self._round.averages_state = True
+
+    def finish_step(self, update: Callable[[], None], *, scaled: bool, inspected: bool) -> StepStatus:
+        """See `Engine`. The last step of a round averages parameters, and gives LOST if that failed: then the round is done again from its
+        start."""
+        self._prepare_end(update)
+        return super().finish_step(update, scaled=scaled, inspected=inspected)
+
+    def _prepare_end(self, update: Callable[[], None]) -> None:
+        """Ahead of the end of a step: if it ends a round, this rank's own update comes first, and then the average."""
+        step = self._session.step
+        if step is None or step.share is None or step.lost is not None or self._averaging:
+            return
+        if not self._round.ends_with_next_step(self._rounds):
+            return
+        self.finish_reduction()
+        self._update(update)
+        if self._accumulated is not None and self._accumulated.open:
+            self._accumulated.write_buffers()
+        self._averaging = True
+
+    def apply(self, update: Callable[[], None]) -> None:
+        """See `Engine`: this rank's own update, or the average that it is a part of."""
+        if self._averaging:
+            self._take_average()
+        else:
+            self._update(update)
+
+    def _update(self, update: Callable[[], None]) -> None:
+        step = self._session.step
+        assert step is not None
+        assert step.share is not None
+        if not self._in_micro_batches:
+            self._step_weight = step.share.weight
+        if self._step_weight > 0:  # else the batch was a stand-in
+            update()
+
+    # ------------------------------------------------------------------------------------------------------------ averaging
+
+    def finish_reduction(self) -> None:
+        """See `Replica`. Micro-batches are summed up on this rank; at the end of a round parameters and buffers over all."""
+        step = self._session.step
+        if step is None or step.share is None or step.lost is not None:
+            return
+        if self._in_micro_batches and not self._reduced:
+            self._reduce_what_is_left()
+            self._reduced = True
+        if self._averaging and step.phase is StepPhase.OPEN:
+            if step.placement.generation != self._round.generation:  # what ranks had trained that are gone is gone as well
+                self._session.void_step("the ranks have changed since the round began")
+                return
+            with LosingStep(self._session) as averaging:
+                self._sum_round()
+                failpoint("reduction.completed")
+            if not averaging.failed:
+                self._session.seal_step()
+        self._close()
+        self._session.settle_step()
+
+    def _add(self, tensor: torch.Tensor) -> None:
+        if not self._session.elastic:
+            return
+        group = self._session.group
+        if group is None:
+            raise MembershipChanged("there is no group")
+        group.all_reduce(tensor)
+
+    @torch.no_grad()
+    def _sum_round(self) -> None:
+        """The round's average. Raises MembershipChanged."""
+        session = self._session
+        tensors = self._averaged()
+        weight = self._round.weight + self._step_weight
+        known = torch.tensor([weight], dtype=torch.float64, device=tensors[0].device)
+        self._add(known)
+        total = float(known)
+        share = weight / total if total > 0 else 1.0 / session.world_size
+        self._average = list(zip(tensors, weighted_mean(tensors, share, self._add), strict=True))
+        group = session.group
+        if (self._rounds.average_optimizer_state or self._round.averages_state) and group is not None and self.optimizer is not None:
+            self._mean_state = mean_optimizer_state(self.optimizer.state_dict()["state"], group.exchange, self._add, tensors[0].device)
+
+    def _averaged(self) -> list[torch.Tensor]:
+        """What the round has changed: parameters, then statistics and counters in buffers."""
+        parameters = {id(p) for p in self.module.parameters()}
+        saved = (value for value in self.module.state_dict(keep_vars=True).values() if isinstance(value, torch.Tensor))
+        buffers = {id(value): value for value in saved if id(value) not in parameters}
+        statistics = [b for b in buffers.values() if b.is_floating_point() or b.dtype == torch.int64]
+        return [*self._round.trained.values(), *statistics]
+
+    @torch.no_grad()
+    def _take_average(self) -> None:
+        for tensor, mean in self._average:
+            tensor.copy_(mean)
+        self._outer.move(self._round.trained)
+        if self._mean_state is not None and self.optimizer is not None:
+            self._load_optimizer_state(self._mean_state)
+
+    def _load_optimizer_state(self, state: Mapping[int, Mapping[str, Any]]) -> None:
+        assert self.optimizer is not None
+        self.optimizer.load_state_dict({"state": state, "param_groups": self.optimizer.state_dict()["param_groups"]})
+
+    # --------------------------------------------------------------------------------------------- Replica: for the session
+
+    @torch.no_grad()
+    def step_begins(self) -> None:
+        """See `Replica`. At the head of a round its start is kept."""
+        super().step_begins()
+        self._forget_step()
+        step = self._session.step
+        assert step is not None
+        if self._round.steps == 0:
+            self._outer.round_begins(dict(self.module.named_parameters()))
+            if self._session.elastic:
+                self._session.keep(self._captured())
+        self._round.step_begins(step.source, self.module, step.placement.generation)
+
+    def micro_batch_ends(self, weight: float) -> None:
+        """See `Replica`."""
+        super().micro_batch_ends(weight)
+        self._step_weight += weight
+
+    @property
+    def holds_unreduced_gradients(self) -> bool:
+        """False: they stay this rank's own."""
+        return False
+
+    def discard_step(self) -> None:
+        """See `Replica`."""
+        super().discard_step()
+        self._forget_step()
+
+    def commit_step(self) -> None:
+        """See `Replica`."""
+        super().commit_step()
+        if self._averaging:
+            self._round_over()
+            self._session.release()
+        else:
+            self._round.step_committed(self._step_weight)
+
+    def _forget_step(self) -> None:
+        self._step_weight, self._reduced, self._averaging = 0.0, False, False
+        self._average, self._mean_state = [], None
+
+    def _round_over(self) -> None:
+        self._round = Round()
+        self._forget_step()
+
+    def _accumulation(self) -> AccumulatedReduction:
+        if self._accumulated is None:
+            self._accumulated = AccumulatedReduction(self.module, self._step_buffers, self._session, self.config, alone=True)
+        return self._accumulated
+
+    def _captured(self) -> dict[str, Any]:
+        """All that this rank has."""
+        return super().capture() | ({"outer_momentum": self._outer.momentum} if self._outer.momentum else {})
+
+    def capture(self) -> dict[str, Any]:
+        """See `Replica`. What all ranks have alike at a round's end: of the optimizer its settings; its state comes with `regroup`."""
+        captured = self._captured()
+        if captured["optimizer"] is not None:
+            captured["optimizer"] = {**captured["optimizer"], "state": {}}
+        return captured
+
+    @torch.no_grad()
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """See `Replica`."""
+        fresh = not self.has_values()
+        super().restore(state)
+        for name, buffer in unsaved_buffers(self.module).items() if not fresh else ():
+            value = state.get("buffers", {}).get(name)
+            if value is not None and value.shape == buffer.shape:
+                buffer.copy_(value)
+        self._outer.momentum = {name: value.clone() for name, value in state.get("outer_momentum", {}).items()}
+        self._round_over()
+
+    def in_common(self) -> Mapping[str, int]:
+        """See `Replica`: the average. The optimizer's state is each rank's own."""
+        return {name: digest for name, digest in super().in_common().items() if name == "the model"}
+
+    def regroup(self, group: Group) -> None:
+        """See `Replica`. A rank without optimizer state gets the mean of the others'."""
+        if self.optimizer is None:
+            return
+        state = self.optimizer.state_dict()["state"]
+        held = [row[0] for row in group.all_gather_integers([int(bool(state))])]
+        if not any(held) or all(held):
+            return
+        device = next(self.module.parameters()).device
+        mean = mean_optimizer_state(state, group.exchange, group.all_reduce, device)
+        if not state:
+            self._load_optimizer_state(mean)
+
+    @torch.no_grad()
+    def assemble(self, channel: Channel) -> dict[str, Any]:
+        """See `Replica`: the ranks' means, also inside of a round; that goes on from what it was."""
+        captured = self._captured()
+        if isinstance(channel, LocalChannel):
+            return captured
+        add = adding(channel)
+        if self._round.steps > 0:
+            with self.whole_for(channel):
+                captured["model"] = copy.deepcopy(self.module.state_dict())
+        if self.optimizer is not None:
+            mean = mean_optimizer_state(captured["optimizer"]["state"], channel.exchange, add, torch.device("cpu"))
+            captured["optimizer"] = {**captured["optimizer"], "state": mean}
+        return captured
+
+    @contextlib.contextmanager
+    def whole_for(self, channel: Channel) -> Iterator[None]:
+        """See `Replica`. Inside of a round the ranks' parameters differ: while open, the module has their mean."""
+        if self._round.steps == 0 or isinstance(channel, LocalChannel):
+            yield
+            return
+        tensors = self._averaged()
+        add: Add = adding(channel)
+        weight = torch.tensor([self._round.weight], dtype=torch.float64)
+        add(weight)
+        share = self._round.weight / float(weight) if float(weight) > 0 else 1.0 / channel.world_size
+        means = weighted_mean(tensors, share, add)
+        with torch.no_grad():
+            own = [tensor.clone() for tensor in tensors]
+            _copy(tensors, means)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                _copy(tensors, own)
+
+    # ---------------------------------------------------------------------------------------------------------------- state
+
+    def gather_full_parameters(self) -> dict[str, torch.Tensor]:
+        """See `ShardedModel`. Every rank calls it."""
+        whole = self.full_state_dict()
+        return {name: whole[name] for name, _ in self.module.named_parameters()}
+
+    def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
+        """See `ShardedModel`. Every rank calls it; inside of a round it gives the ranks' means."""
+        whole: dict[str, torch.Tensor] = {}
+
+        def body(channel: Channel) -> None:
+            whole.clear()
+            with self.whole_for(channel):
+                whole.update(copy.deepcopy(self.module.state_dict()))
+
+        self._session.operation("full_state_dict", body)
+        return {} if rank0_only and self._session.rank != 0 else whole
+
+
+def _copy(into: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+    for tensor, value in zip(into, values, strict=True):
+        tensor.copy_(value)

@@ -1,0 +1,437 @@
+"""The engine of zero1, zero2, zero3, fsdp and hsdp: tensors of parameters, gradients and optimizer state are cut over the ranks.
+
+Strategies differ in what is cut (`Stage`), in what is gathered or reduced at once (`groups`), and in whether there are replicas of the
+shards (`divide`). (Rajbhandari et al., "ZeRO", SC 2020, sections 5 and 7; Zhao et al., "PyTorch FSDP", VLDB 2023, section 3.) The optimizer
+updates flat pieces of parameters. That is right for optimizers that treat each element by itself, which most do; others are refused.
+
+A step ends as `engine/partitioned.py` says. Its gradients are sealed when each rank has its shard's sum, and has passed it on to its buddy,
+who mirrors the shard: parameters and optimizer state, as further pieces of the same optimizer. The closing also tells which parameters were
+used and how the buffers changed. Owners and mirrors apply the same update. After a failure the shards are cut for the new group
+(`regroup`). What there is to do with the state between steps is in `cut_state.py`; when units are gathered in the passes, in
+`execution.py`. All of it runs on the training thread, on every rank alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Final
+
+import torch
+from shoal_common.errors import ConfigurationError, PreconditionError
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from shoal_worker.config import ShardingConfiguration
+from shoal_worker.elastic.contract import Share
+from shoal_worker.elastic.group import Channel, Group
+from shoal_worker.elastic.step import Step
+from shoal_worker.engine.base import Setup
+from shoal_worker.engine.buffers import CommittedBuffers
+from shoal_worker.engine.closing import ClosingSum, CutClosing
+from shoal_worker.engine.compressed import check_floating, compression_of
+from shoal_worker.engine.elsewhere import refuse_loading
+from shoal_worker.engine.losing import LosingStep
+from shoal_worker.engine.parameter_groups import ParameterGroup, alike, by_bytes, by_modules
+from shoal_worker.engine.partitioned import PartitionedEngine
+from shoal_worker.engine.passes import Loss, call_module, check_reproducible, loss_of
+from shoal_worker.failpoints import failpoint
+from shoal_worker.sharding.collectives import ReplicatedCollectives, SessionCollectives
+from shoal_worker.sharding.compressing import CompressedScatter
+from shoal_worker.sharding.cut_state import CutState
+from shoal_worker.sharding.division import Division, among_all
+from shoal_worker.sharding.execution import ShardedExecution
+from shoal_worker.sharding.gradients import CutGradients
+from shoal_worker.sharding.homes import home_of
+from shoal_worker.sharding.issued import IssuedCollectives
+from shoal_worker.sharding.unit import Stage, Unit
+from shoal_worker.state.part import StatePart
+
+_WIDE: Final = torch.empty(0, dtype=torch.float64)
+"""What the closing is summed in, and where."""
+
+Groups = Callable[[nn.Module, ShardingConfiguration], list[ParameterGroup]]
+"""What of a model is gathered or reduced at once, the group of the outermost module first."""
+Divide = Callable[[Sequence[str]], Division]
+"""How ranks on these hosts divide the model."""
+
+OPTIONS: Final = frozenset({"elementwise_optimizer"})
+"""Keyword arguments of `as_distributed` that this engine reads."""
+SETTINGS: Final = frozenset({"param_dtype", "reduce_dtype", "offload"})
+"""Fields of the configuration that it reads, and not every engine does."""
+
+
+def in_buckets(module: nn.Module, config: ShardingConfiguration) -> list[ParameterGroup]:
+    """Buckets: reduced as soon as the backward pass has filled them."""
+    return by_bytes(module, config.bucket_cap_mb << 20)
+
+
+def in_blocks(module: nn.Module, config: ShardingConfiguration) -> list[ParameterGroup]:
+    """Blocks: one is whole in memory while it computes."""
+    return by_modules(module, config.shard_modules, at_least=config.minimum_parameter_group_size)
+
+
+class ShardedEngine(PartitionedEngine[CutState, CutClosing]):
+    """A model whose optimizer state, and perhaps gradients and parameters, are cut over the ranks."""
+
+    def __init__(self, setup: Setup, *, stage: Stage, groups: Groups, divide: Divide | None = None) -> None:
+        """Takes over the memory of the parameters. They are cut when the first step begins: until then all ranks hold them whole.
+
+        Args:
+            setup: the model and the rest.
+            stage: what is cut.
+            groups: what is gathered or reduced at once.
+            divide: into replicas that each hold all shards; None: all ranks hold them between them, once.
+        """
+        super().__init__(setup)
+        compressor = self.config.compressor
+        if compressor is not None and not compressor.codec:
+            raise ConfigurationError(
+                f"gradient_compression={compressor.name!r} with strategy={self.strategy!r}: it needs whole matrices on every rank, and "
+                "gradients are cut here; take topk, int8 or another, or ddp"
+            )
+        self.stage = stage
+        self._groups = groups
+        self._divide = divide or among_all
+        self._replicas = ReplicatedCollectives(self._session) if divide is not None else None
+        self._collectives = self._replicas or SessionCollectives(self._session)
+        self._compression = compression_of(compressor, self._session)
+        self._weights = 0.0
+        """Weight of the micro-batches of this rank in this step."""
+        self._changes: torch.Tensor | None = None
+        """By how much they changed the buffers, weighted."""
+        self._build()
+
+    def _unit(self, part: ParameterGroup) -> Unit:
+        config = self.config
+        return Unit(
+            part.name,
+            part.parameters,
+            part.names,
+            stage=self.stage,
+            wide=config.deterministic,
+            param_dtype=config.param_dtype,
+            reduce_dtype=config.reduce_dtype,
+            home=home_of(config.offload, part.parameters[0].device),
+            whereabouts=self._whereabouts,
+        )
+
+    def _make_state(self) -> CutState:
+        units = [(group.module, [self._unit(part) for part in alike(group)]) for group in self._groups(self.module, self.config)]
+        self._execution = ShardedExecution(units, self._collectives, self.stage, self._whereabouts)
+        state = CutState(self.module, self._execution, self.stage, self._divide)
+        if any(unit.apart for unit in state.units):
+            refuse_loading(self.module)
+        if self._compression is not None:
+            for number, unit in enumerate(state.trained):
+                check_floating(self._compression.compressor.name, unit.parameters)
+                unit.compressed = CompressedScatter(self._compression, self._session, number)
+        self._summed = CutGradients(state.trained, exact=self.config.deterministic)
+        self._step_buffers = CommittedBuffers(self.module)
+        return state
+
+    # ------------------------------------------------------------------------------------------------------------- training
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward pass; in training its backward pass reduces the gradients over all ranks."""
+        if self._trains:
+            step = self._session.ensure_step()
+            if step.source is not None:  # else this may be a dry run before the loop, and no step
+                check_reproducible(self.config, step)
+            if step is self._session.step:
+                self._weigh(step)
+            else:  # a joiner's pass ahead of its loop
+                self._execution.factor = 0.0
+        if self.config.param_dtype is not None:
+            args, kwargs = in_dtype((args, kwargs), self.config.param_dtype)
+        return self._setup.call(*args, **kwargs)
+
+    def _take_pass(self, inputs: Any, targets: Any, loss_fn: Loss | None) -> torch.Tensor:
+        loss = loss_of(call_module(self._setup.model, inputs), targets, loss_fn)
+        loss.backward()
+        return loss
+
+    def _weigh(self, step: Step) -> None:
+        """What the gradients of the coming pass count."""
+        if step.control is not None:
+            raise PreconditionError(
+                "the gradients of this step are reduced already, by clip_grad_norm_, synchronize_gradients or a GradScaler: do all "
+                "backward passes of a step before"
+            )
+        share = step.share
+        self._execution.show_gradients()
+        self._prepare_pass(step)
+        if step.in_micro_batches:
+            weight = step.micro_batch or 0.0
+        elif share is None or not share.total_weight:
+            weight = 0.0
+        else:
+            weight = share.weight / share.total_weight
+        self._execution.factor = weight if self.config.loss_reduction == "mean" else float(weight > 0)
+
+    def _prepare_pass(self, step: Step) -> None:
+        """Before a step's first collective."""
+        self._execution.reduces_in_backward = self.stage > Stage.OPTIMIZER or not step.in_micro_batches
+        if self._compression is not None:
+            total = step.share.total_weight if step.share is not None and step.in_micro_batches else None
+            self._compression.weigh(total or 1.0 if self.config.loss_reduction == "mean" else 1.0)
+        group = self._session.group
+        if group is None or step.lost is not None or self.stage is not Stage.PARAMETERS or not step.in_micro_batches:
+            return
+        with LosingStep(self._session):
+            self._execution.learn_passes(group)
+
+    # --------------------------------------------------------------------------------------------- Replica: for the session
+
+    def capture(self) -> dict[str, Any]:
+        """See `Replica`. Before the first step all of the state; from then on what every rank has of it."""
+        if self._held.whole:
+            return self._held.capture_whole() | {"applied": self._applied}
+        return self._held.capture_common() | {"applied": self._applied}
+
+    @torch.no_grad()
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """See `Replica`."""
+        self._give_values(state)
+        if "model" in state:
+            self._held.restore_whole(state)
+            self._applied = state.get("applied", 0)  # a checkpoint's ranks begin to count anew
+            if self._compression is not None:
+                self._compression.restore(state.get("compression"))
+            self._closing = None
+        else:
+            if not self._held.whole and self._held.cut is not None and state["applied"] != self._applied:
+                raise PreconditionError(
+                    f"this rank has applied {self._applied} steps and its peers {state['applied']}: it holds shards of an older state, and "
+                    "cannot follow; let it end, and start another in its place"
+                )
+            self._applied = state["applied"]
+            self._held.restore_common(state)
+        self._step_buffers.commit()
+
+    def _hand_out(self, closing: CutClosing) -> None:
+        self._gradients.hand_out(closing.divisor, closing.present)
+
+    def _as_closing(self, told: Mapping[str, Any]) -> CutClosing:
+        return CutClosing(**told)
+
+    @torch.no_grad()
+    def regroup(self, group: Group) -> None:
+        """See `Replica`."""
+        if self._replicas is not None:
+            self._replicas.connect(group, self._divide([peer.host for peer in group.generation.peers]))
+        IssuedCollectives.compare(group.exchange(self._execution.issued.encode() if self._parts is not None else b""), self.strategy)
+        if self._parts is not None:
+            self._execution.regrouped()
+            self._parts.regroup(group)
+        elif any(row[0] for row in group.all_gather_integers([0])):
+            raise PreconditionError("this rank's model is on the meta device, and its peers' states are cut already: it should be a joiner")
+
+    @torch.no_grad()
+    def step_begins(self) -> None:
+        """See `Replica`."""
+        step, group = self._session.step, self._session.group
+        assert step is not None
+        self._check_training()
+        self._begin_step()
+        self._execution.begin_step(self._applied + 1)
+        self._weights, self._changes = 0.0, None
+        if self._held.whole:
+            hosts = [peer.host for peer in group.generation.peers] if group is not None else [""]
+            self._held.cut_whole(number=step.placement.generation, rank=step.placement.rank, hosts=hosts)
+        elif self.stage is not Stage.PARAMETERS:
+            self._execution.gather_all()  # where a failure kept it from being done after the update
+        if self._compression is not None:
+            trained = self._held.trained
+            self._compression.laid_out("units", [unit.parameter_names for unit in trained], [u.layout.padded_numel for u in trained])
+            self._compression.step_begins()
+
+    def micro_batch_begins(self) -> None:
+        """See `Replica`."""
+        self._step_buffers.put_back()
+
+    def micro_batch_ends(self, weight: float) -> None:
+        """See `Replica`."""
+        if weight > 0:
+            self._weights += weight
+            changes = self._step_buffers.changes(_WIDE) * weight
+            self._changes = changes if self._changes is None else self._changes + changes
+
+    @torch.no_grad()
+    def _reduce(self, step: Step, share: Share) -> None:
+        session = self._session
+        check_reproducible(self.config, step)
+        self._prepare_pass(step)
+        if step.in_micro_batches and self.stage > Stage.OPTIMIZER:
+            for _ in range(share.most_micro_batches - (share.micro_batches or 0)):
+                self._execution.take_part()
+        self._execution.reduce_rest()
+        if step.lost is not None or not self._seal():
+            return
+        failpoint("sharded.sealed")
+        gradients = self._gradients
+        summing = ClosingSum(
+            session.control_word(),
+            self._execution.issued.word(),
+            [self._weights],
+            gradients.squared_norm_part(self._held.trained if self._held.division.replica(session.rank) == 0 else []),
+            gradients.touched,
+            self._buffer_changes(step),
+        )
+        summed = summing.to_send(session.group.device if session.group is not None else "cpu")
+        if not self._collectives.all_reduce_short(summed) or not self._passes("step.closed"):
+            return
+        word, issued, weights, norm, present, changes = summing.split(summed)
+        IssuedCollectives.check(issued.tolist(), self.strategy)
+        total = (float(weights) or 1.0) if step.in_micro_batches else 1.0
+        closing = CutClosing(
+            number=self._applied + 1,
+            divisor=total if self.config.loss_reduction == "mean" else 1.0,
+            squared_norm=self._gradients.squared_norm(norm),
+            present=[count > 0 for count in present.tolist()],
+            changes=changes / total,
+        )
+        self._close(closing, word.tolist())
+
+    def _buffer_changes(self, step: Step) -> torch.Tensor:
+        """This rank's part in the changes of the buffers."""
+        if step.in_micro_batches:
+            return torch.zeros(self._step_buffers.size, dtype=torch.float64) if self._changes is None else self._changes
+        share = step.share
+        assert share is not None
+        return self._step_buffers.changes(_WIDE) * (share.weight / (share.total_weight or 1.0))
+
+    def _passes(self, name: str) -> bool:
+        with LosingStep(self._session) as passing:
+            failpoint(name)
+        return not passing.failed
+
+    @property
+    def _has_gradients(self) -> bool:
+        return self._execution.came
+
+    def _drop_gradients(self) -> None:
+        self._execution.drop_gradients()
+
+    def _seal(self) -> bool:
+        """Passes the summed gradients on to the buddy. False: the step is lost."""
+        if not self._gradients.pass_on(self._collectives, self._held.division) or not self._passes("reduction.completed"):
+            return False
+        self._session.seal_step()
+        return True
+
+    def _updated(self) -> None:
+        """Fetches the other ranks' pieces where parameters are whole on every rank."""
+        self._held.updated()
+        self._execution.applied()
+
+    @torch.no_grad()
+    def discard_step(self) -> None:
+        """See `Replica`."""
+        self._execution.forget()
+        self._step_buffers.put_back()
+
+    @torch.no_grad()
+    def commit_step(self) -> None:
+        """See `Replica`."""
+        assert self._closing is not None
+        self._step_buffers.apply(self._closing.changes)
+        self._execution.forget()
+        self._step_buffers.commit()
+        self._held.committed()
+        if self._compression is not None:
+            self._compression.commit(unusable=self._skipped)
+
+    # ---------------------------------------------------------------------------------------------------------------- state
+
+    @property
+    def _gradients(self) -> CutGradients:
+        return self._summed
+
+    def _own_pieces(self) -> list[tuple[str, torch.Tensor]]:
+        return [each for unit in self._held.units for each in zip(unit.parameter_names, unit.own.pieces, strict=True)]
+
+    def _trained(self) -> Iterator[tuple[str, torch.Tensor, bool]]:
+        for unit in self._held.units:
+            for name, parameter in zip(unit.parameter_names, unit.parameters, strict=True):
+                yield name, parameter, unit.trained
+
+    def _check_training(self) -> None:
+        super()._check_training()
+        moved = next(filter(None, (unit.moved for unit in self._held.units)), None)
+        if moved is not None:
+            raise ConfigurationError(
+                f"parameter {moved!r} was given other memory or another dtype after as_distributed (by module.half() or p.data = ..., "
+                f"say): with strategy={self.strategy!r} it would be trained no more; convert the module before as_distributed, and set "
+                "values with model.with_parameters(values)"
+            )
+
+    def _parameter_names(self) -> dict[str, str]:
+        first = {id(p): name for name, p in self.module.named_parameters()}
+        return {name: first[id(p)] for name, p in self.module.named_parameters(remove_duplicate=False)}
+
+    def _commit_buffers(self) -> None:
+        self._step_buffers.commit()
+
+    @torch.no_grad()
+    def assemble(self, channel: Channel) -> dict[str, Any]:
+        """See `Replica`: with what compression left behind on each rank."""
+        whole = self._held.assemble(channel)
+        return whole if self._compression is None else whole | {"compression": self._compression.assemble(channel)}
+
+    @torch.no_grad()
+    def part(self, channel: Channel) -> StatePart | None:
+        """See `Replica`."""
+        part = self._held.part(channel)
+        return part if part is None or self._compression is None else self._compression.part(part, channel)
+
+    def in_common(self) -> Mapping[str, int]:
+        """See `Replica`: shards with the ranks that mirror them, and what is whole on every rank."""
+        return self._held.in_common() if self._parts is not None and not self._parts.whole else {}
+
+    @torch.no_grad()
+    def bring_together(self, channel: Channel) -> None:
+        """See `Replica`: parameters that are whole on every rank were updated on their owners, and perhaps not fetched; and some ranks may
+        have begun the first step, others not."""
+        if self._parts is not None:
+            self._parts.make_whole_again(channel)
+            self._parts.fill(channel)
+
+    @torch.no_grad()
+    def keep_two_copies(self, channel: Channel, leaving: Collection[int] = ()) -> None:
+        """See `Replica`."""
+        if self._parts is not None:
+            self._parts.copy_singles(channel, leaving)
+
+    def whole_for(self, channel: Channel) -> AbstractContextManager[None]:
+        """See `ShardedModel`."""
+        return self._held.whole_for(channel) if self._parts is not None else nullcontext()
+
+    @property
+    def in_parts(self) -> bool:
+        """See `Replica`."""
+        return self._parts is not None and self._parts.cut is not None and self._parts.cut.world_size > 1
+
+    @property
+    def holds(self) -> list[str]:
+        """See `Replica`: shards, the one that it mirrors among them."""
+        cut = self._parts.cut if self._parts is not None and self.in_parts else None
+        return [str(position) for position in (cut.position, cut.mirrored) if position is not None] if cut is not None else []
+
+    def layout(self) -> dict[str, Any]:
+        """See `Engine`: what is cut, into how many shards, how many ranks own each, and whether others mirror it."""
+        division = self._parts.division if self._parts is not None else Division(world_size=1, shards=1)
+        return {
+            "sharded": [stage.name.lower() for stage in Stage if stage <= self.stage],
+            "shards": division.shards,
+            "replicas": division.replicas,
+            "mirrored": division.mirrors,
+        }
+
+    def whole_parameters(self) -> list[tuple[torch.Tensor, torch.Size]]:
+        return [each for unit in self._held.units for each in zip(unit.own.pieces, unit.layout.shapes, strict=True)]
+
+
+def in_dtype(inputs: Any, dtype: torch.dtype) -> Any:
+    """Floating-point tensors within `inputs`, converted."""
+    return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, inputs)

@@ -1,0 +1,278 @@
+"""`ShardedModel`: the model that users hold, under every strategy. What it does, its engine does (`engine/base.py`)."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from shoal_common.errors import PreconditionError, UnavailableError
+from torch import nn
+
+from shoal_worker.checkpoint.company import on_first
+from shoal_worker.config import ShardingConfiguration
+from shoal_worker.elastic.group import Channel
+from shoal_worker.elastic.session import Session
+from shoal_worker.engine.activation_checkpointing import checkpoint_activations
+from shoal_worker.engine.base import Engine, Setup
+from shoal_worker.engine.passes import Loss
+from shoal_worker.state.serial import dump_tensors, load_tensors, read_tensors, write_file
+from shoal_worker.strategies.declaration import Strategy
+
+
+class ShardedModel(nn.Module):
+    """A model that several ranks train together.
+
+    `model.module` is the user's own; attributes that this class lacks are looked up there.
+    """
+
+    declaration: ClassVar[Strategy]
+    """What the strategy is: its engine, its options, its costs."""
+
+    def __init__(self, module: nn.Module, session: Session, config: ShardingConfiguration, *, backend: str | None, **options: Any) -> None:
+        """`backend`: None chooses by the session's device. `options`: those that the strategy declares.
+
+        Raises:
+            ConfigurationError: the strategy cannot train it so.
+        """
+        super().__init__()
+        # What torch.compile gave is called, but state is named as in the user's own module.
+        self._call: Callable[..., Any] = module.__call__
+        self.module = getattr(module, "_orig_mod", module)
+        self.config = config
+        self.backend_name = backend or session.default_backend
+        self._session = session
+        self._options = options
+        if session.device.type == "cuda":
+            torch.cuda.set_device(session.device)  # NCCL binds groups to it, and ranks of one host must not share one
+        checkpoint_activations(self.module, config.activation_checkpointing)
+        self.on_before_initialize_sharding()
+        self.initialize_sharding()
+
+    def on_before_initialize_sharding(self) -> None:
+        """Hook for subclasses: called once, before anything is sharded."""
+
+    def initialize_sharding(self) -> None:
+        """Makes the engine, which lays the module out over the ranks. Called once, by the constructor."""
+        self.engine: Engine = self.declaration.engine(
+            Setup(
+                strategy=self.strategy,
+                module=self.module,
+                call=self._call,
+                model=self,
+                show=self._show,
+                session=self._session,
+                config=self.config,
+                backend_name=self.backend_name,
+                options=self._options,
+            )
+        )
+
+    def _show(self, module: nn.Module) -> None:
+        self.module = module
+
+    @property
+    def strategy(self) -> str:
+        """Name of the strategy."""
+        return self.declaration.name
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+    # ------------------------------------------------------------------------------------------------------------- training
+
+    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]  # what it calls, the module, may be compiled
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward pass; in training its backward pass reduces the gradients, where the strategy does."""
+        return self.engine.forward(*args, **kwargs)
+
+    def train_step(self, inputs: Any, targets: Any = None, loss_fn: Loss | None = None) -> torch.Tensor:
+        """Forward, loss, backward and synchronization. Returns the loss averaged over the whole batch, the same on every rank.
+
+        A mapping as `inputs` becomes keyword arguments, a tuple positional ones. Without `loss_fn` the output's `.loss` is used. In
+        `loader.steps()` the batch is a micro-batch, and the loss its own. Under local_sgd and async_sgd, where ranks do not meet in each
+        step, it is this rank's.
+        """
+        return self.engine.train_step(inputs, targets, loss_fn)
+
+    def predict(self, inputs: Any) -> Any:
+        """The forward pass in evaluation mode, without gradients; each module's mode is put back afterwards. All ranks of a replica call
+        it, with the same inputs, and get the same outputs."""
+        return self.engine.predict(inputs)
+
+    def loss_parallel(self) -> AbstractContextManager[None]:
+        """Put around a loss that is computed outside of a model made with `loss_parallel=True`: its logits are split over the vocabulary.
+        `train_step` does it itself; without that option it does nothing."""
+        return self.engine.loss_parallel()
+
+    def synchronize_gradients(self) -> None:
+        """Sums the gradients over the ranks, where that does not happen by itself during the backward pass: with
+        `auto_sync_gradients=False`. What was reduced before is not reduced again."""
+        self.engine.synchronize_gradients()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears the gradients, as `optimizer.zero_grad()` does. Every rank calls it."""
+        self.engine.zero_grad(lambda: super(ShardedModel, self).zero_grad(set_to_none))
+
+    def get_gradients(self) -> dict[str, torch.Tensor]:
+        """The gradients by parameter name, as they are now: of `local_shard`, where gradients are cut over the ranks. Parameters without
+        one are left out."""
+        return self.engine.get_gradients()
+
+    def set_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Replaces gradients by name.
+
+        Raises:
+            ConfigurationError: an unknown name or another shape, or gradients are cut over the ranks; nothing is changed.
+        """
+        self.engine.set_gradients(gradients)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scales the gradients so that their norm over all parameters of all ranks is at most `max_norm`; returns the norm before.
+
+        Raises:
+            ConfigurationError: another norm than the Euclidean one, where gradients are cut over the ranks.
+        """
+        return self.engine.clip_grad_norm_(max_norm, norm_type)
+
+    # ---------------------------------------------------------------------------------------------------------------- state
+
+    @property
+    def local_shard(self) -> dict[str, torch.Tensor]:
+        """What this rank holds of the parameters, by the parameters' names."""
+        return self.engine.local_shard
+
+    def gather_full_parameters(self) -> dict[str, torch.Tensor]:
+        """Copies of the whole parameters on every rank, by the original module's names. Every rank calls it."""
+        return self.engine.gather_full_parameters()
+
+    def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
+        """Copies of parameters and buffers under the original module's names; with `rank0_only` empty on other ranks. Every rank calls
+        it."""
+        return self.engine.full_state_dict(rank0_only=rank0_only)
+
+    def load_full(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Takes over what `full_state_dict` of any strategy gave, the same on every rank.
+
+        Raises:
+            CorruptDataError: names or shapes are not the model's; nothing is changed.
+        """
+        self.engine.load_full(tensors)
+
+    def with_parameters(self, parameters: torch.Tensor | Mapping[str, torch.Tensor]) -> ShardedModel:
+        """This model with other values: a flat vector of all parameters in order, or a dict by name. Returns self. Every rank calls it,
+        with the same values.
+
+        Raises:
+            ConfigurationError: a name, a shape or the number of elements does not fit, or ranks differ; nothing is changed.
+        """
+        self.engine.use_parameters(parameters)
+        return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """torch's own, where this rank has all values. Raises PreconditionError where it has not."""
+        self.engine.check_values_here("state_dict()", "model.full_state_dict() gives the whole, under the original module's names")
+        return super().state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """torch's own, where this rank has all values; every rank loads the same. Raises PreconditionError where it has not."""
+        self.engine.check_values_here(
+            "load_state_dict()", "model.load_full(state) takes what model.full_state_dict() gave, and model.load_model(path) reads a file"
+        )
+        return super().load_state_dict(*args, **kwargs)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        """What `to`, `half`, `float`, `cuda` and the like come down to. Raises PreconditionError where the layout over ranks is fixed."""
+        if not self.engine.check_conversion(fn):
+            return self
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call,no-any-return]  # torch's is untyped
+
+    def clone(self) -> nn.Module:
+        """A copy of the whole model as it is now, to keep, evaluate or save. It takes no part in training. Every rank calls it."""
+        return self.engine.clone(lambda module: type(self)(module, self._session, self.config, backend=self.backend_name, **self._options))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        """A clone: what AveragedModel and other keepers of moving averages ask for. Every rank calls it."""
+        return self.clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refused: what pickle would write is this rank's process as well.
+
+        Raises:
+            PreconditionError: always.
+        """
+        raise PreconditionError(
+            f"a model with strategy={self.strategy!r} cannot be pickled (torch.save(model) does): save model.full_state_dict() or "
+            "model.clone(), or call model.save_model(path), on every rank"
+        )
+
+    # ---------------------------------------------------------------------------------------------------------------- files
+
+    def serialize(self) -> bytes:
+        """Parameters and buffers with the strategy's name and layout. Every rank calls it."""
+        return dump_tensors(self.full_state_dict(), self.get_model_metadata())
+
+    def deserialize(self, data: bytes) -> None:
+        """Loads what `serialize` of any strategy gave. Every rank calls it, with the same bytes.
+
+        Raises:
+            CorruptDataError: damaged, foreign or newer, or not of this model; nothing is changed.
+            ConfigurationError: ranks were given different bytes; nothing is changed.
+        """
+        self.load_full(self.engine.agreed("deserialize", lambda: load_tensors(data)[0]))
+
+    def save_model(self, path: str | Path) -> None:
+        """Writes `serialize()` to a file, atomically, on the first rank that holds the state. Every rank calls it; when it returns, the
+        file is there.
+
+        Raises:
+            UnavailableError (FILE_NOT_WRITTEN): on all ranks: the first one cannot write it.
+        """
+        target, tensors = Path(path), self.full_state_dict()
+
+        def write() -> str | None:
+            return write_file(target, dump_tensors(tensors, self.get_model_metadata())) if self._session.is_first else None
+
+        def body(channel: Channel) -> str | None:
+            refused: str | None = json.loads(channel.exchange(json.dumps(on_first(channel, write)).encode())[0])
+            return refused
+
+        refused = self._session.operation("save_model", body) if self.engine.is_trained else write()
+        if refused is not None:
+            raise UnavailableError(refused, reason="FILE_NOT_WRITTEN")
+
+    def load_model(self, path: str | Path) -> None:
+        """Reads a file of `save_model`, which every rank must see. Raises what `deserialize` raises."""
+        self.load_full(self.engine.agreed("load_model", lambda: read_tensors(Path(path))[0]))
+
+    def get_model_metadata(self) -> dict[str, Any]:
+        """What the model is and how it is laid out; JSON-able."""
+        whole, layout = self.engine.whole_parameters(), self.engine.layout()
+        return {
+            "strategy": self.strategy,
+            "world_size": self._session.world_size,
+            "module": type(self.module).__name__,
+            "parameters": sum(math.prod(shape) for _, shape in whole),
+            "parameter_bytes": sum(math.prod(shape) * p.element_size() for p, shape in whole),
+            "trainable_parameters": sum(math.prod(shape) for p, shape in whole if p.requires_grad),
+            **({"layout": layout} if layout else {}),
+        }
+
+    # ---------------------------------------------------------------------------------------------------------------- ranks
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Which replica of the model this rank belongs to."""
+        return self.engine.data_parallel_rank
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Number of replicas."""
+        return self.engine.data_parallel_size

@@ -1,4 +1,4 @@
-"""The closing of a step: one small all-reduce after which every rank knows the same of it. See `in_parts.py` for what follows from it."""
+"""The closing of a step: one small all-reduce after which every rank knows the same of it. `partitioned.py` says what follows."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@
   pass. So ranks of which some do not use a parameter still issue the same collectives. Gatherings follow the passes, which must go through
   the blocks in the same order on all ranks: `issued` finds those that do not.
 
-It knows nothing of steps: who calls it says how much the coming gradients weigh, and when to reduce (`strategies/sharded.py`). All of it
+It knows nothing of steps: who calls it says how much the coming gradients weigh, and when to reduce (`engine.py`). All of it
 runs on the training thread, or in a backward pass on the thread that torch runs it on while the training thread waits.
 """
 

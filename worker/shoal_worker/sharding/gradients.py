@@ -1,6 +1,6 @@
 """The gradients of a step, summed over the ranks, as far as this rank holds them: of its own shard and of the one that it mirrors.
 
-It knows nothing of how a step ends (`strategies/sharded.py`). The training thread owns it.
+It knows nothing of how a step ends (`engine.py`). The training thread owns it.
 """
 
 from __future__ import annotations

@@ -138,7 +138,7 @@ def test_a_step_that_the_ranks_took_at_different_places_is_refused_before_it_is_
         ]
         step.decide([a + b for a, b in zip(*words, strict=True)])
 
-    monkeypatch.setattr(model, "finish_reduction", reduce_with_a_rank_that_takes_the_next_step)
+    monkeypatch.setattr(model.engine, "finish_reduction", reduce_with_a_rank_that_takes_the_next_step)
     for x, y in loader:
         nn.functional.cross_entropy(model(x), y).backward()
         break

@@ -24,8 +24,8 @@ _HEADER: Final = """\
 
 Measured side by side with the peers on one machine; each table says on what, by which command and how busy the machine was before. Tables
 may be of different days. `make bench` makes all of them again (about two hours on two quiet cores, half for T13), `python -m benchmarks t2`
-one, and `python -m benchmarks --docs docs` writes this page from what was measured last. What was not reached says so; decisions
-[0007](decisions/0007-where-the-time-of-a-step-goes.md) and [0065](decisions/0065-where-the-time-of-a-push-goes.md) say where the time goes.
+one, and `python -m benchmarks --docs docs` writes this page from what was measured last. What was not reached says so;
+[where-the-time-goes.md](benchmarks/where-the-time-goes.md) says where the time goes.
 """
 
 

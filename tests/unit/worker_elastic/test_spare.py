@@ -108,7 +108,7 @@ def test_who_left_last_and_why_is_what_the_coordinator_recorded() -> None:
 def replica_size(options: dict[str, Any]) -> int:
     net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
     model, _ = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1), **options)
-    return cast(int, cast(Any, model).replica_size)
+    return cast(int, cast(Any, model).engine.replica_size)
 
 
 @pytest.mark.parametrize(("options", "expected"), [({"strategy": "ddp"}, 1), ({"strategy": "pipeline", "pipeline_parallel_size": 2}, 2)])

@@ -288,7 +288,7 @@ class Engine(abc.ABC):
 
     @property
     def lacks_ranks(self) -> bool:
-        """Any number of ranks is enough."""
+        """False: one rank is enough."""
         return False
 
     @property
@@ -317,7 +317,7 @@ class Engine(abc.ABC):
 
     @property
     def consistency_check_every(self) -> int:
-        """As configured."""
+        """What the configuration says."""
         return self.config.consistency_check_every
 
     def in_common(self) -> Mapping[str, int]:

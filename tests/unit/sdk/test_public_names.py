@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import shoal
 
-
 _ALIASES = {"ElasticOptimizer": "ShardedOptimizer"}
 """Second names: every strategy's optimizer is elastic."""
 

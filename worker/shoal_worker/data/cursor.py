@@ -1,7 +1,12 @@
-"""Where a training loader stands. Pure; one method per move.
+"""Where a training loader stands in its run: its cursor, and which epoch an iteration is. This is what checkpoints keep and joiners get.
 
-The cursor counts samples, not steps, so that a run can go on with another global batch size.
-"""
+The cursor counts samples, not steps, so that a run can go on with another global batch size. It is pure; one method per move.
+
+Inside `epochs()`, an iteration is of the epoch that stands there; else the k-th iteration is of epoch k, where one that is broken off
+before its first commit (`next(iter(loader))`, to look at a batch) does not count. An iteration of an epoch that is over yields nothing; of
+the cursor's, the rest; of a later one, all of it: leaving a loop early gives up what remained of the epoch.
+
+Deals nothing and knows no session. Used by the training thread alone."""
 
 from __future__ import annotations
 
@@ -9,8 +14,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from shoal_common.errors import CorruptDataError
+from shoal_common.errors import ConfigurationError, CorruptDataError
 
+from shoal_worker.data.orders import EpochOrders
 from shoal_worker.data.plan import EpochPlan
 
 
@@ -56,3 +62,103 @@ class Cursor:
             if type(value) is not int or value < 0:
                 raise CorruptDataError(f"the loader's state has {name}={value!r}; expected a whole number of at least 0")
         return cls(**values)  # type: ignore[arg-type]  # checked above
+
+
+_STATE_VERSION = 1
+
+
+class Course:
+    """The cursor and the count of epochs."""
+
+    def __init__(self, orders: EpochOrders) -> None:
+        self.cursor = Cursor()
+        """After the last commit, or at the head of the epoch that an iteration has moved on to."""
+        self.within: int | None = None
+        """The epoch that `epochs()` has given out; None outside of it."""
+        self._orders = orders
+        self._next_epoch = 0
+        self._loaded_next_epoch = 0
+        """The next epoch in the state that was loaded last. The script may still have to pass over iterations to get there."""
+
+    @property
+    def next_epoch(self) -> int:
+        """See `StepSource.next_epoch`."""
+        return max(self._next_epoch, self._loaded_next_epoch)
+
+    def count_from(self, epoch: int | None) -> None:
+        """See `StepSource.count_from`."""
+        self._next_epoch = self._loaded_next_epoch if epoch is None else epoch
+
+    @property
+    def next_iteration(self) -> int:
+        """The epoch of the iteration that begins now."""
+        return self._next_epoch if self.within is None else self.within
+
+    def is_past(self, epoch: int) -> bool:
+        """The run has left this epoch behind."""
+        return epoch < self._loaded_next_epoch or epoch < self.cursor.epoch
+
+    def move_to(self, epoch: int) -> None:
+        """An iteration of `epoch` goes on from the cursor, or from the epoch's head if the cursor is before that."""
+        if self.cursor.epoch < epoch:
+            self.cursor = self.cursor.at_epoch(epoch)
+
+    def take_part(self, epoch: int) -> None:
+        """A step of `epoch` begins: the script has come to the place that the loaded state told of."""
+        self.move_to(epoch)
+        self._next_epoch, self._loaded_next_epoch = epoch, 0
+
+    def end_iteration(self, epoch: int) -> None:
+        """The iteration of `epoch` is over, and counts."""
+        self._next_epoch = max(self._next_epoch, epoch + 1)
+
+    def end_epoch(self) -> None:
+        """The cursor's epoch has no further step."""
+        self.cursor = self.cursor.at_epoch(self.cursor.epoch + 1)
+
+    # --------------------------------------------------------------------------------------------------------------- state
+
+    def capture(self) -> dict[str, Any]:
+        """The cursor, in samples, and what its meaning depends on. JSON-able."""
+        return {
+            "version": _STATE_VERSION,
+            **self.cursor.to_state(),
+            "next_epoch": self.next_epoch,
+            **self._orders.arguments,
+            "identity": self._orders.identity,
+            "order": self._orders.digest(self.cursor.epoch) if self.cursor.samples else None,
+        }
+
+    def load(self, state: Mapping[str, Any], *, loader: str, leased: bool) -> None:
+        """Takes over a captured state. `loader`: its name, for errors. `leased`: no rank stands within an epoch.
+
+        Raises:
+            CorruptDataError: this is no loader's state, or a newer release's.
+            ConfigurationError: the cursor is within an epoch whose order is another one here, so samples would be lost or seen twice.
+        """
+        if state.get("version") != _STATE_VERSION:
+            raise CorruptDataError(
+                f"loader {loader!r}: the state has version {state.get('version')!r}; this release reads {_STATE_VERSION}"
+            )
+        cursor, next_epoch = Cursor.from_state(state), state.get("next_epoch")
+        if type(next_epoch) is not int or next_epoch < 0:
+            raise CorruptDataError(f"the loader's state has next_epoch={next_epoch!r}; expected a whole number of at least 0")
+        if cursor.samples and not leased:
+            self._check_order(cursor, state, loader)
+        self.cursor = cursor
+        self._loaded_next_epoch = next_epoch
+
+    def _check_order(self, cursor: Cursor, state: Mapping[str, Any], loader: str) -> None:
+        arguments = self._orders.arguments
+        here = {"length": arguments["length"], "order": self._orders.digest(cursor.epoch)}
+        if not self._orders.drawn:
+            here |= arguments
+        if "identity" in state:  # earlier releases did not write it
+            here["identity"] = self._orders.identity
+        for field, value in here.items():
+            if state.get(field) != value:
+                raise ConfigurationError(
+                    f"loader {loader!r}: the state is {cursor.samples} samples into epoch {cursor.epoch} of an order with "
+                    f"{field}={state.get(field)!r}, but here it is {value!r}: samples would be lost or seen twice. "
+                    "Use the same dataset, seed, shuffle and sampler, or a state saved between epochs"
+                )

@@ -1,27 +1,58 @@
 """The user's loops over a training loader: over epochs, over steps, over batches.
 
 An iteration asks the session for a border before each step, takes the step from the `Supply` by the placement that it gets, and ends when
-the run is past its epoch, or is to stop. Which epoch an iteration is, `course.py` says.
+the run is past its epoch, or is to stop. Which epoch an iteration is, `cursor.py` says. Before the first border the loader is made known to
+the session that it is used under, and gets a name there if it has none.
 
-Owns whether an iteration is under way and whether the last one was stopped. The loader is handed in as `source` and never kept: only loops
-that run hold it. All of it runs on the thread of the user's training loop.
-"""
+Owns whether an iteration is under way, whether the last one was stopped, and the loader's name. The loader is handed in as `source` and
+never kept: only loops that run hold it. The session is remembered weakly: an iteration may be left while the process ends. All of it runs
+on the thread of the user's training loop."""
 
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Generator, Iterator
 from typing import Any
 
 from shoal_common.errors import ShoalError
 
-from shoal_worker.data.course import Course
+from shoal_worker.data.cursor import Course
+from shoal_worker.data.dealer import Step
 from shoal_worker.data.delivery import Delivery
 from shoal_worker.data.fetch import Fetcher
-from shoal_worker.data.introduction import Introduction
-from shoal_worker.data.step import Step
 from shoal_worker.data.supply import Supply
 from shoal_worker.elastic.contract import Placement, StepClock, StepSource, StopTraining
+from shoal_worker.elastic.start import current_clock
+
+_unnamed: weakref.WeakKeyDictionary[StepClock, int] = weakref.WeakKeyDictionary()
+"""How many loaders without a name each session has seen. Ranks that are threads of one process have a session each."""
+
+
+class Introduction:
+    """Makes one loader known to the sessions that it meets."""
+
+    def __init__(self, name: str) -> None:
+        """`name`: empty for a training loader that was given none."""
+        self.name = name
+        self._session: weakref.ref[StepClock] | None = None
+
+    def clock(self, source: StepSource) -> StepClock:
+        """The session; registers `source`, the loader, with one that it meets for the first time."""
+        clock = current_clock()
+        if self.met is not clock:
+            if not self.name:
+                _unnamed[clock] = _unnamed.get(clock, 0) + 1
+                self.name = "loader" if _unnamed[clock] == 1 else f"loader-{_unnamed[clock]}"
+            self._session = weakref.ref(clock)
+            clock.register_source(source)
+        return clock
+
+    @property
+    def met(self) -> StepClock | None:
+        """The session met last, if it is still there."""
+        return self._session() if self._session is not None else None
+
 
 _log = logging.getLogger(__name__)
 

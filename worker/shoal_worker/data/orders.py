@@ -19,8 +19,8 @@ import xxhash
 from shoal_common.errors import ConfigurationError
 from torch.utils.data import BatchSampler, DistributedSampler, Sampler
 
+from shoal_worker.data.fetch import seeded
 from shoal_worker.data.plan import Order, permutation
-from shoal_worker.data.seeding import seeded
 
 
 class EpochOrders:

@@ -25,8 +25,8 @@ from shoal_worker.elastic.generation import Generation, Peer
 from shoal_worker.elastic.link import CoordinatorLink, MemberIdentity
 from shoal_worker.elastic.member import LeaveReason
 from shoal_worker.elastic.membership import Membership
-from shoal_worker.elastic.reach import unreachable
 from shoal_worker.elastic.transfer import StateDonor
+from shoal_worker.elastic.watch import unreachable
 from shoal_worker.settings import WorkerSettings
 from shoal_worker.store.redis_store import RedisStore
 

@@ -1,27 +1,124 @@
-"""Evaluates a model on all ranks together, each batch once, also when a rank dies on the way.
+"""What the ranks do between steps now and then, together: evaluate a model, decide on early stopping, and when (every k steps).
 
-Every rank keeps the sums of the batches it computed. When the membership changes, the batches that died with a rank are dealt again; the
-others are not computed twice. The totals are added up in the order of the batches, so they do not depend on the number of ranks.
-"""
+Each batch is evaluated once, also when a rank dies on the way: every rank keeps the sums of the batches it computed, and when the
+membership changes, the batches that died with a rank are dealt again; the others are not computed twice. The totals are added up in the
+order of the batches, so they do not depend on the number of ranks.
+
+Early stopping is kept in the session, so that joiners and checkpoints carry it. What happens every k steps (`every_steps=`) goes by the
+committed steps of the run: a count of the script's own starts from nought in a process that joins."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from shoal_common.errors import ConfigurationError
+from shoal_common.errors import ConfigurationError, PreconditionError
 from torch import nn
 from torch.utils.data import DistributedSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from shoal_worker.elastic.apart import evaluations_apart
-from shoal_worker.elastic.modes import evaluating
+from shoal_worker.elastic.contract import StepStatus
 from shoal_worker.state.dataset_digest import SAMPLES, identity_of
 
 if TYPE_CHECKING:
     from shoal_worker.elastic.group import Channel
     from shoal_worker.elastic.session import Session
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """`model` is in evaluation mode inside. Afterwards each of its modules has its own mode again: users freeze some, BatchNorms say, by
+    `.eval()` on them alone, and `model.train()` would undo that."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+def is_due(session: Session, every_steps: int, what: str) -> bool:
+    """Whether `what` happens now: the last thing that the script did about steps was one that was committed, and its number in the run is a
+    multiple of `every_steps`. So it is on all ranks alike, on one that joined as well, and not again when the step after it was lost.
+
+    Raises:
+        ConfigurationError: `every_steps` is no whole number of at least 1.
+        PreconditionError: a batch was handed out, and its step is not finished.
+    """
+    if type(every_steps) is not int or every_steps < 1:
+        raise ConfigurationError(f"{what}(every_steps={every_steps!r}): expected a whole number of at least 1")
+    step = session.step
+    if step is not None and step.source is not None and step.handed_out:
+        if step.left:  # of a batch that was only looked at; a rank that joined here has finished no step before it
+            return False
+        raise PreconditionError(
+            f"{what}(every_steps={every_steps}) was called inside a step: call it between optimizer.step() and the next batch, so that it "
+            "goes by the step that was just finished",
+            reason="STEP_NOT_FINISHED",
+        )
+    return session.outcome is StepStatus.COMMITTED and not session.is_redoing and session.steps % every_steps == 0
+
+
+_NAME = "shoal.early_stop"
+
+
+class Patience:
+    """How often in a row a metric did not improve."""
+
+    def __init__(self) -> None:
+        self.best: float | None = None
+        self.bad_calls = 0
+
+    def observe(self, metric: float, *, mode: str, patience: int, min_delta: float) -> bool:
+        """Counts one value; True if it is time to stop. NaN never improves."""
+        gain = math.inf if self.best is None else (self.best - metric if mode == "min" else metric - self.best)
+        if not math.isnan(metric) and gain > min_delta:
+            self.best, self.bad_calls = metric, 0
+        else:
+            self.bad_calls += 1
+        return self.bad_calls >= patience
+
+    def state_dict(self) -> dict[str, Any]:
+        """For joiners and checkpoints."""
+        return {"best": self.best, "bad_calls": self.bad_calls}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Inverse of `state_dict`."""
+        self.best, self.bad_calls = state["best"], state["bad_calls"]
+
+
+def should_early_stop(session: Session, metric: float, *, mode: str, patience: int, min_delta: float) -> bool:
+    """See `ShardedOptimizer.should_early_stop`."""
+    if mode not in ("min", "max"):
+        raise ConfigurationError(f'should_early_stop(mode={mode!r}): expected "min" or "max"')
+    if patience < 1:
+        raise ConfigurationError(f"should_early_stop(patience={patience}): expected at least 1")
+    if min_delta < 0:
+        raise ConfigurationError(f"should_early_stop(min_delta={min_delta}): expected at least 0")
+    try:
+        value = float(metric)
+    except (TypeError, ValueError, RuntimeError) as error:  # the last: a tensor of several elements
+        raise ConfigurationError(f"should_early_stop(metric={metric!r}): expected one number ({error})") from error
+    counter = session.registered.find(_NAME)
+    if counter is None:
+        counter = Patience()
+        session.registered.register(_NAME, counter)
+    assert isinstance(counter, Patience)
+
+    def average(channel: Channel) -> float:
+        values = [json.loads(v) for v in channel.exchange(json.dumps(value).encode())]
+        return float(sum(values) / len(values))
+
+    mean = session.operation("should_early_stop", average)
+    if session.is_joining or session.is_redoing:
+        return False
+    return counter.observe(mean, mode=mode, patience=patience, min_delta=min_delta)
+
 
 Sums = dict[str, float]
 

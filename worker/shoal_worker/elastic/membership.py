@@ -26,9 +26,8 @@ from shoal_worker.elastic.group import Group
 from shoal_worker.elastic.link import CoordinatorLink, MemberIdentity
 from shoal_worker.elastic.member import LeaveReason
 from shoal_worker.elastic.progress import ProgressMeter
-from shoal_worker.elastic.reach import unreachable
 from shoal_worker.elastic.replica import Replica
-from shoal_worker.elastic.watch import LOOK_AFTER_S, Watch
+from shoal_worker.elastic.watch import LOOK_AFTER_S, Watch, unreachable
 from shoal_worker.settings import WorkerSettings
 
 _log = logging.getLogger(__name__)

@@ -24,8 +24,8 @@ from torch import nn
 
 from shoal_worker.config import ShardingConfiguration
 from shoal_worker.elastic.contract import Leases, StepStatus
+from shoal_worker.elastic.evaluation import evaluating
 from shoal_worker.elastic.group import Channel, Group
-from shoal_worker.elastic.modes import evaluating
 from shoal_worker.elastic.replica import StrategySession
 from shoal_worker.engine.agreeing import agreed
 from shoal_worker.engine.elsewhere import blank_copies

@@ -22,8 +22,7 @@ from torch.utils.data import TensorDataset
 
 from shoal_worker.data.loader import ElasticDataLoader
 from shoal_worker.elastic.contract import StepStatus
-from shoal_worker.elastic.early_stop import Patience
-from shoal_worker.elastic.evaluation import evaluate
+from shoal_worker.elastic.evaluation import Patience, evaluate
 from shoal_worker.engine.passes import Loss
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from shoal_worker.mesh.axes import Axes
-from shoal_worker.sharding.division import Division, among_all, in_replicas
+from shoal_worker.sharding.layout import Division, among_all, in_replicas
 
 from tests.simulation.scenario import DIVIDED
 

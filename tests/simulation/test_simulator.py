@@ -13,7 +13,7 @@ from shoal_common.errors import PreconditionError
 from shoal_common.exit_status import PUT_OUT
 from shoal_worker.data.supply import DealtSupply
 from shoal_worker.sharding.cut_state import CutState
-from shoal_worker.sharding.moving import ShardsLostError
+from shoal_worker.sharding.layout import ShardsLostError
 
 from tests.simulation import oracle
 from tests.simulation.loops import Training

@@ -18,9 +18,8 @@ import torch
 import torch.distributed as dist
 from shoal_common.errors import ConfigurationError, DeadlineError, MembershipChanged
 from shoal_worker.backends import GroupEndedError
-from shoal_worker.backends.collective import UnmatchedCollectiveError
+from shoal_worker.backends.collective import UnmatchedCollectiveError, reduce_parts
 from shoal_worker.backends.inmemory.backend import InMemoryBackend
-from shoal_worker.backends.reductions import reduce_parts
 from shoal_worker.launch import launch
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import init_device_mesh

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from shoal_common import codecs
 from shoal_common.errors import ConfigurationError
 from shoal_protos.v1 import parameter_server_pb2 as pb
-from shoal_worker.compression import compressor_class, compressor_names, host, parse_compression
+from shoal_worker.compression import compressor_class, compressor_names, parse_compression, scratch
 from shoal_worker.compression.powersgd import PowerSGDCompressor, orthonormal
 from shoal_worker.compression.quantized import Int8Compressor
 from shoal_worker.compression.randomness import KeyedRandom
@@ -216,7 +216,7 @@ def test_the_general_operations_that_devices_take_give_the_same(monkeypatch, nam
     compressor, values = compressor_class(name)(), drawn(length)
     payload = compressor.compress(values)
     expected = compressor.decompress(payload, values.shape)
-    monkeypatch.setattr(host, "in_host_memory", lambda device: False)
+    monkeypatch.setattr(scratch, "in_host_memory", lambda device: False)
     torch.testing.assert_close(compressor.decompress(payload, values.shape), expected, rtol=1e-6, atol=0)
     again = compressor.compress(values)
     found = compressor.decompress(again, values.shape)

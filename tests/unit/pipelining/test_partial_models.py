@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 from shoal_common.errors import ConfigurationError
-from shoal_worker.pipelining.micro_batches import cut_batch, merge_outputs
+from shoal_worker.pipelining.micro_batches import Call, cut_batch, merge_outputs
 from shoal_worker.pipelining.partial import partial_model
 from shoal_worker.pipelining.split import split_model
-from shoal_worker.pipelining.values import Call
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

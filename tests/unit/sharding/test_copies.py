@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from shoal_worker.sharding.division import Division
+from shoal_worker.sharding.layout import Division
 from shoal_worker.sharding.resharding import Held, Told, division_cut, held_of, merge_copies, newest_complete, plan_copies, rows_of
 
 

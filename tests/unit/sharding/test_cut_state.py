@@ -13,11 +13,11 @@ from shoal_common.errors import ConfigurationError
 from shoal_worker.elastic.group import LocalChannel
 from shoal_worker.engine.parameter_groups import by_bytes
 from shoal_worker.sharding.cut_state import CutState
-from shoal_worker.sharding.division import buddy_stride
 from shoal_worker.sharding.execution import ShardedExecution
+from shoal_worker.sharding.layout import buddy_stride
 from shoal_worker.sharding.resharding import Cut, hold
 from shoal_worker.sharding.unit import Stage, Unit
-from shoal_worker.state.optimizer import check_elementwise
+from shoal_worker.state.fits import check_elementwise
 from torch import nn
 
 from tests.unit.sharding.rank_threads import RankThread, run_ranks

@@ -7,7 +7,7 @@ from fractions import Fraction
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from shoal_worker.sharding.exact import from_digits, square_digits
+from shoal_worker.sharding.gradients import from_digits, square_digits
 
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
 

@@ -8,7 +8,7 @@ import pytest
 import shoal
 import torch
 from shoal_common.errors import ConfigurationError
-from shoal_worker.sharding.division import Division, in_replicas
+from shoal_worker.sharding.layout import Division, in_replicas
 from torch import nn
 
 X = torch.randn(24, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)

@@ -8,7 +8,7 @@ import pytest
 import shoal
 import torch
 from shoal_common.errors import PreconditionError
-from shoal_worker.sharding.issued import IssuedCollectives
+from shoal_worker.sharding.collectives import IssuedCollectives
 from torch import nn
 
 X = torch.randn(16, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)

@@ -6,8 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shoal_worker.sharding.layout import UnitLayout
-from shoal_worker.sharding.moving import ShardsLostError, message, place, runs, senders, sizes
+from shoal_worker.sharding.layout import ShardsLostError, UnitLayout, message, place, runs, senders, sizes
 
 
 def layout(numel: int, world_size: int) -> UnitLayout:

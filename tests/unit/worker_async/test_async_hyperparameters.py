@@ -8,7 +8,7 @@ import pytest
 import torch
 from shoal_common.errors import ConfigurationError
 from shoal_protos.v1 import parameter_server_pb2 as pb
-from shoal_worker.asynchronous.hyperparameters import ServerOptimizer
+from shoal_worker.asynchronous.options import ServerOptimizer
 from torch import nn
 
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]

@@ -18,7 +18,7 @@ from shoal_worker.backends.errors import GroupEndedError
 from shoal_worker.backends.gloo.sockets import GroupSockets, listeners
 from shoal_worker.backends.gloo.works import InterruptibleWork, end_works
 from shoal_worker.backends.waits import Waits
-from shoal_worker.replicated.flight import Flight
+from shoal_worker.replicated.buckets import Flight
 
 _NAME_OF_GLOOS_THREADS = b"pt_gloo_runloop"
 _LONG_S = 0.5

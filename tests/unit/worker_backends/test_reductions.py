@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from shoal_worker.backends.gloo.scratch import Scratch
-from shoal_worker.backends.reductions import op_name, reduce_parts
+from shoal_worker.backends.collective import op_name, reduce_parts
+from shoal_worker.backends.gloo.interruptible import Scratch
 
 _INTEGERS = [torch.tensor([3, 5]), torch.tensor([6, 1]), torch.tensor([2, 7])]
 

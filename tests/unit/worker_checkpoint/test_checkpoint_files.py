@@ -18,7 +18,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from shoal_common.errors import ConfigurationError, CorruptDataError, DeadlineError, StaleGenerationError, UnavailableError
-from shoal_worker.checkpoint import directories
+from shoal_worker.checkpoint import manifest
 from shoal_worker.checkpoint.files import begin, check_place, latest, read_checkpoint, write_checkpoint
 from shoal_worker.checkpoint.manifest import CheckpointInfo
 from shoal_worker.state.digest import state_digest
@@ -152,7 +152,7 @@ def test_the_one_written_is_kept_though_older_than_the_rest(tmp_path):
 @pytest.mark.parametrize("exchange", [True, False])
 def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path, monkeypatch, exchange):
     if not exchange:
-        monkeypatch.setattr(directories, "_RENAME_EXCHANGE", 1 << 20)  # what a file system that cannot answers: EINVAL
+        monkeypatch.setattr(manifest, "_RENAME_EXCHANGE", 1 << 20)  # what a file system that cannot answers: EINVAL
     write(tmp_path, {"a": 1})
     write(tmp_path, {"a": 2})
     assert read_checkpoint(tmp_path / "step-1").state == {"a": 2}
@@ -182,7 +182,7 @@ def test_a_disk_that_fails_is_told_and_leaves_what_was_there(tmp_path, monkeypat
     def full(*_args):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(directories.os, "fsync", full)
+    monkeypatch.setattr(manifest.os, "fsync", full)
     with pytest.raises(UnavailableError, match="No space left") as raised:
         write(tmp_path, {"model": torch.ones(3)}, 2, keep=1)
     assert raised.value.reason == "CHECKPOINT_NOT_WRITTEN"
@@ -375,7 +375,7 @@ def test_kill_9_in_the_middle_of_saves_always_leaves_a_whole_checkpoint(tmp_path
 def test_what_a_killed_writer_has_left_makes_room_for_the_next(tmp_path):
     dead = subprocess.Popen(["true"])
     dead.wait()
-    (tmp_path / f".step-5.{directories._host()}.{dead.pid}.{'0' * 32}.tmp").mkdir()
+    (tmp_path / f".step-5.{manifest._host()}.{dead.pid}.{'0' * 32}.tmp").mkdir()
     begun = begin(tmp_path, 6)
     assert listing(tmp_path) == [begun.name]
 
@@ -384,7 +384,7 @@ def test_leftovers_of_other_hosts_and_of_living_processes_are_left_alone(tmp_pat
     token = "0" * 32
     dead = subprocess.Popen(["true"])
     dead.wait()
-    host = directories._host()
+    host = manifest._host()
     names = [f".step-5.{host}.{os.getppid()}.{token}.tmp", f".step-5.elsewhere.{dead.pid}.{token}.tmp", ".step-5.mine.tmp"]
     for name in [*names, f".step-5.{host}.{dead.pid}.{token}.tmp"]:
         (tmp_path / name).mkdir()

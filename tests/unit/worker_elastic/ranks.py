@@ -19,11 +19,11 @@ from shoal_worker.elastic.formation import Formation
 from shoal_worker.elastic.generation import Generation, Peer
 from shoal_worker.elastic.group import Channel, Group
 from shoal_worker.elastic.held import HeldState
-from shoal_worker.elastic.lookout import Waiting
 from shoal_worker.elastic.membership import Membership
 from shoal_worker.elastic.progress import ProgressMeter
 from shoal_worker.elastic.reconcile import StateName
 from shoal_worker.elastic.transfer import StateDonor
+from shoal_worker.elastic.waiting import Waiting
 from shoal_worker.engine.materialize import materialize
 from shoal_worker.metrics import WorkerMetrics
 from shoal_worker.settings import WorkerSettings

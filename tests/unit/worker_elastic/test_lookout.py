@@ -10,8 +10,9 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from shoal_worker.elastic.lookout import Lookout, Waiting
+from shoal_worker.elastic.lookout import Lookout
 from shoal_worker.elastic.operations import Operations
+from shoal_worker.elastic.waiting import Waiting
 from shoal_worker.store.errors import StoreUnavailableError
 from shoal_worker.store.redis_store import RedisStore
 

@@ -7,7 +7,7 @@ import pytest
 import shoal
 import torch
 from shoal_common.errors import ConfigurationError, PreconditionError
-from shoal_worker.replicated.averaging import mean_optimizer_state, weighted_mean
+from shoal_worker.replicated.rounds import mean_optimizer_state, weighted_mean
 from torch import nn
 
 from tests.unit.worker_elastic.ranks import Room

@@ -15,12 +15,9 @@ import torch
 from shoal_common.errors import ConfigurationError, CorruptDataError, PreconditionError
 from shoal_common.rpc.channel import ChannelSettings
 
-from shoal_worker.asynchronous.handover import Handover
-from shoal_worker.asynchronous.hyperparameters import Revision, ServerOptimizer
 from shoal_worker.asynchronous.iteration import Iteration
-from shoal_worker.asynchronous.job import Job
-from shoal_worker.asynchronous.leases import CoordinatorLeases, LeaseSource, LocalLeases
-from shoal_worker.asynchronous.options import AsyncOptions, check_configuration
+from shoal_worker.asynchronous.job import CoordinatorLeases, Handover, Job, LeaseSource, LocalLeases
+from shoal_worker.asynchronous.options import AsyncOptions, Revision, ServerOptimizer, check_configuration
 from shoal_worker.asynchronous.own_cluster import OwnCluster
 from shoal_worker.asynchronous.servers import ParameterServers
 from shoal_worker.asynchronous.tensors import HostTensor, check_gradients, gradients

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from shoal_protos.v1 import parameter_server_pb2 as pb
 
-from shoal_worker.asynchronous.hyperparameters import Revision
-from shoal_worker.asynchronous.layout import Part
+from shoal_worker.asynchronous.options import Revision
+from shoal_worker.asynchronous.tensors import Part
 from shoal_worker.compression.base import GradientCompressor
 from shoal_worker.compression.pushes import CompressedPushes
 

@@ -1,24 +1,43 @@
 """This worker's job, as asynchronous training needs it: who it is there, in which generation, and where the parameter servers are.
 
 Any thread may call; the coordinator's link and client are safe to share.
+
+Where the batches of leased loaders come from: the coordinator, who deals a dead worker's again, or this process when it is alone.
+
+Used by the training thread.
+
+A worker's own state for joiners: what the user registered, and the optimizer's settings with the place in their schedule.
+
+In synchronous training the state travels at borders, while all stand still. Here nobody does, and with ssp a member may be waiting for the
+very joiner that asks. So each worker keeps an offer open, a copy made at one of its last borders, and its donor's threads serve that
+whatever the training thread does (elastic/transfer.py). The name of an offer is its giver's key, which the coordinator tells members alone.
+
+`refresh`, `take` and `close` belong to the training thread.
 """
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import itertools
 import logging
 import random
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
-from shoal_common.errors import ConfigurationError, DeadlineError, PreconditionError, ShoalError, UnavailableError
+from shoal_common.errors import ConfigurationError, CorruptDataError, DeadlineError, PreconditionError, ShoalError, UnavailableError
 from shoal_common.rpc.channel import ChannelSettings
+from shoal_common.wire import checksum
 from shoal_protos.v1 import coordinator_pb2 as pb
 
+from shoal_worker.elastic.contract import Leases
 from shoal_worker.elastic.generation import Peer
 from shoal_worker.elastic.link import CoordinatorLink
+from shoal_worker.elastic.transfer import StateDonor, take_state
 
 _log = logging.getLogger(__name__)
 
@@ -168,3 +187,136 @@ class Job:
     def _raise_if_over(self, error: ShoalError) -> None:
         if error.reason == "CLIENT_CLOSED":
             raise error
+
+
+class LeaseSource(Protocol):
+    """Gives out the batches of each loader's epochs, each to one worker."""
+
+    def lease(self, *, loader: str, epoch: int, batches_in_epoch: int, finished: Sequence[int], want: int) -> Leases:
+        """See `StepClock.lease_batches`. Loaders take batches in the order in which they were leased, one at a time, and say `finished`
+        before they take the next. `want` 0: the loop is left; beside those finished, what is still leased goes back."""
+        ...
+
+    def at_hand(self, loader: str) -> int:
+        """Key of the batch of `loader` that is being worked on: the same in whichever member has it, and of no other batch of the job.
+        0: it cannot come to another member."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Held:
+    epoch: int
+    batches_in_epoch: int
+    batches: tuple[int, ...]
+    """Leased and not acknowledged, in the order of leasing."""
+
+
+class CoordinatorLeases:
+    """The coordinator's. Requests are numbered, so that one whose answer was lost is answered alike when it is repeated."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._numbers: defaultdict[tuple[str, int], itertools.count[int]] = defaultdict(lambda: itertools.count(1))
+        self._held: dict[str, _Held] = {}
+        """By loader."""
+
+    def lease(self, *, loader: str, epoch: int, batches_in_epoch: int, finished: Sequence[int], want: int) -> Leases:
+        """See `LeaseSource`. Raises DeadlineError when the coordinator is away for too long, and what it refuses."""
+        held = self._held.get(loader)
+        if held is not None and held.epoch != epoch and held.batches:
+            # Its loop was left with a batch that was handed out, and could still be finished until now.
+            self._ask(loader, held.epoch, held.batches_in_epoch, (), 0)
+        kept = [batch for batch in held.batches if batch not in finished] if held is not None and held.epoch == epoch and want else []
+        answer = self._ask(loader, epoch, batches_in_epoch, finished, want)
+        self._held[loader] = _Held(epoch=epoch, batches_in_epoch=batches_in_epoch, batches=(*kept, *answer.batches))
+        return Leases(batches=tuple(answer.batches), epoch_done=answer.epoch_done, retry_after_s=answer.retry_after_ms / 1000)
+
+    def at_hand(self, loader: str) -> int:
+        """See `LeaseSource`."""
+        held = self._held[loader]
+        return checksum(f"{loader}\n{held.epoch}\n{held.batches[0]}".encode())
+
+    def _ask(self, loader: str, epoch: int, batches_in_epoch: int, finished: Sequence[int], want: int) -> pb.LeaseBatchesResponse:
+        return self._job.lease_batches(
+            loader=loader,
+            epoch=epoch,
+            batches_in_epoch=batches_in_epoch,
+            want=want,
+            finished=finished,
+            sequence=next(self._numbers[loader, epoch]),
+        )
+
+
+class LocalLeases:
+    """For a world of one: batches in order."""
+
+    def __init__(self) -> None:
+        self._dealt: defaultdict[tuple[str, int], int] = defaultdict(int)
+        self._returned: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
+        self._open: defaultdict[tuple[str, int], set[int]] = defaultdict(set)
+
+    def lease(self, *, loader: str, epoch: int, batches_in_epoch: int, finished: Sequence[int], want: int) -> Leases:
+        """See `LeaseSource`."""
+        key = (loader, epoch)
+        self._open[key] -= set(finished)
+        if want == 0:
+            self._returned[key] = sorted({*self._returned[key], *self._open[key]})
+            self._open[key].clear()
+        again, self._returned[key] = self._returned[key][:want], self._returned[key][want:]
+        first = self._dealt[key]
+        fresh = range(first, min(first + want - len(again), batches_in_epoch))
+        self._dealt[key] += len(fresh)
+        batches = (*again, *fresh)
+        self._open[key] |= set(batches)
+        done = self._dealt[key] == batches_in_epoch and not self._open[key] and not self._returned[key]
+        return Leases(batches=batches, epoch_done=done, retry_after_s=0.0)
+
+    def at_hand(self, loader: str) -> int:
+        """See `LeaseSource`: nobody else is there."""
+        return 0
+
+
+_REST: Final = 50
+"""Copying may take one part of so many of the training thread's time: a scheduler's state is copied at nearly every border, a large one (an
+average of the parameters, say) now and then."""
+_PATIENCE: Final = timedelta(seconds=5)
+"""For one peer: its offer is open already, unless it has not come to its first step."""
+
+
+class Handover:
+    """This worker's offer, and what it takes of others'."""
+
+    def __init__(self, donor: StateDonor, job: Job, capture: Callable[[], dict[str, Any]]) -> None:
+        """`capture` gives this worker's state; it may share memory with it."""
+        self._donor = donor
+        self._job = job
+        self._capture = capture
+        self._offer = contextlib.ExitStack()
+        self._due_at = 0.0
+
+    def refresh(self) -> None:
+        """At a border: what is offered must not grow too old."""
+        begun = time.monotonic()
+        if begun < self._due_at:
+            return
+        state = copy.deepcopy(self._capture())
+        self._offer.close()
+        self._offer.enter_context(self._donor.offering(state, self._donor.key))
+        ended = time.monotonic()
+        self._due_at = ended + _REST * (ended - begun)
+
+    def take(self) -> dict[str, Any] | None:
+        """A peer's state; None: none of them has any to give, or it could not be had."""
+        for peer in self._job.peers_before():
+            try:
+                state, _ = take_state([peer.donor_address], peer.donor_key, timeout=_PATIENCE)
+            except (UnavailableError, CorruptDataError) as error:
+                _log.info("member %s gave no state: %s", peer.member_id, error)
+            else:
+                taken: dict[str, Any] = state
+                return taken
+        return None
+
+    def close(self) -> None:
+        """Takes the offer back. Idempotent."""
+        self._offer.close()

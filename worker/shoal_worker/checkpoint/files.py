@@ -23,8 +23,16 @@ import torch
 from shoal_common.errors import ConfigurationError, CorruptDataError
 
 from shoal_worker.checkpoint import manifest
-from shoal_worker.checkpoint.directories import make_temporary, publish, remove, remove_leftovers
-from shoal_worker.checkpoint.manifest import CheckpointInfo, damaged, read_manifest, write_manifest
+from shoal_worker.checkpoint.manifest import (
+    CheckpointInfo,
+    damaged,
+    make_temporary,
+    publish,
+    read_manifest,
+    remove,
+    remove_leftovers,
+    write_manifest,
+)
 from shoal_worker.checkpoint.shards import SHARDED, Shards, read_shards
 from shoal_worker.checkpoint.tensor_file import STORED_DTYPES, SUFFIX, disk_errors, read_tensors, write_tensors
 from shoal_worker.state.snapshot import Snapshot

@@ -23,9 +23,8 @@ from shoal_common.errors import ConfigurationError, CorruptDataError, DeadlineEr
 
 from shoal_worker.checkpoint import manifest
 from shoal_worker.checkpoint.company import DISK_PATIENCE, in_company, on_first
-from shoal_worker.checkpoint.directories import remove
 from shoal_worker.checkpoint.files import begin, check_place, latest, read_checkpoint, write_checkpoint, write_sharded
-from shoal_worker.checkpoint.manifest import CheckpointInfo
+from shoal_worker.checkpoint.manifest import CheckpointInfo, remove
 from shoal_worker.checkpoint.shards import Shards
 from shoal_worker.checkpoint.writer import CheckpointWriter
 from shoal_worker.state.part import StatePart

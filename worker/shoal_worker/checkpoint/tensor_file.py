@@ -14,8 +14,7 @@ import xxhash
 from safetensors import SafetensorError
 from shoal_common.errors import UnavailableError
 
-from shoal_worker.checkpoint.directories import sync_file
-from shoal_worker.checkpoint.manifest import damaged
+from shoal_worker.checkpoint.manifest import damaged, sync_file
 
 SUFFIX: Final = ".safetensors"
 STORED_DTYPES: Final = frozenset(

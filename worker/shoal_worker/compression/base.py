@@ -17,7 +17,7 @@ from shoal_common import codecs
 from shoal_common.errors import ConfigurationError
 
 from shoal_worker.backends.base import CommunicationBackend, Handle
-from shoal_worker.compression import host
+from shoal_worker.compression import scratch
 from shoal_worker.compression.memory import BucketMemory
 from shoal_worker.compression.randomness import KeyedRandom
 from shoal_worker.compression.scratch import Scratch
@@ -92,7 +92,7 @@ class GradientCompressor(abc.ABC):
 
 def tiles(length: int, device: torch.device) -> Iterator[tuple[int, int]]:
     """Pieces of a tensor to work on one after another: of cache size on the CPU, the whole on a device."""
-    size = _TILE if host.in_host_memory(device) else max(1, length)
+    size = _TILE if scratch.in_host_memory(device) else max(1, length)
     for start in range(0, length, size):
         yield start, min(start + size, length)
 

@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 import torch
 
-from shoal_worker.compression import host
+from shoal_worker.compression import scratch
 
 _MASK: Final = (1 << 64) - 1
 
@@ -26,7 +26,7 @@ class KeyedRandom:
 
     def noise16(self, count: int, device: torch.device) -> torch.Tensor:
         """`count` int16 values, each of the 65536 as likely as any."""
-        if host.in_host_memory(device):
+        if scratch.in_host_memory(device):
             words = self.numpy().bit_generator.random_raw(-(-count // 4))
             return torch.from_numpy(words.view(np.int16)[:count])
         return torch.randint(-32768, 32768, (count,), dtype=torch.int16, device=device, generator=self._on(device))

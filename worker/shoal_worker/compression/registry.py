@@ -12,8 +12,8 @@ from shoal_common.errors import ConfigurationError
 from shoal_worker.compression.base import GradientCompressor
 
 _COMPRESSORS: Final = {
-    "fp16": "shoal_worker.compression.halves:Float16Compressor",
-    "bf16": "shoal_worker.compression.halves:BFloat16Compressor",
+    "fp16": "shoal_worker.compression.quantized:Float16Compressor",
+    "bf16": "shoal_worker.compression.quantized:BFloat16Compressor",
     "int8": "shoal_worker.compression.quantized:Int8Compressor",
     "topk": "shoal_worker.compression.sparse:TopKCompressor",
     "randomk": "shoal_worker.compression.sparse:RandomKCompressor",

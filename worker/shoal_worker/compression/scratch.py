@@ -1,11 +1,18 @@
 """Buffers that collectives send from and receive into, kept from step to step.
 
 Fresh memory of this size costs a page fault for every 4 KiB, which takes longer than compressing into it. Belongs to the training thread.
+
+Which of two ways to take: the CPU has quicker ones than torch's general operations for some things, a device only has those.
 """
 
 from __future__ import annotations
 
 import torch
+
+
+def in_host_memory(device: torch.device) -> bool:
+    """Tensors there can be seen as numpy arrays."""
+    return device.type == "cpu"
 
 
 class Scratch:

@@ -12,7 +12,7 @@ from shoal_common import codecs
 from shoal_common.codecs import SIGN_BLOCK, blocks
 from torch.nn import functional
 
-from shoal_worker.compression import host
+from shoal_worker.compression import scratch
 from shoal_worker.compression.base import Exchange, GradientCompressor, blocked_payload_bytes, scale_blocks, tiles
 from shoal_worker.compression.exchanges import Chunked
 from shoal_worker.compression.randomness import KeyedRandom
@@ -80,7 +80,7 @@ def _mean_magnitudes(values: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def _pack(negative: torch.Tensor, out: torch.Tensor) -> None:
-    if host.in_host_memory(negative.device):
+    if scratch.in_host_memory(negative.device):
         out.copy_(torch.from_numpy(np.packbits(negative.numpy(), bitorder="little")))
         return
     rows = functional.pad(negative, (0, -negative.numel() % 8)).view(-1, 8)
@@ -90,7 +90,7 @@ def _pack(negative: torch.Tensor, out: torch.Tensor) -> None:
 
 def _signs(packed: torch.Tensor) -> torch.Tensor:
     """Eight values of 1 or -1 for each byte."""
-    if host.in_host_memory(packed.device):
+    if scratch.in_host_memory(packed.device):
         return torch.from_numpy(np.take(_SIGNS_OF_BYTES, packed.numpy(), axis=0, mode="clip")).view(-1)
     bits = packed[:, None] >> torch.arange(8, dtype=torch.uint8, device=packed.device) & 1
     return (1 - 2 * bits.float()).view(-1)

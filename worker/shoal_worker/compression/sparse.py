@@ -14,7 +14,7 @@ from shoal_common import codecs
 from shoal_common.codecs import RANDOMK_HEADER_BYTES, TOPK_BLOCK, blocks, randomk_draw, randomk_places
 from shoal_common.errors import ConfigurationError
 
-from shoal_worker.compression import host
+from shoal_worker.compression import scratch
 from shoal_worker.compression.base import Errand, Exchange, GradientCompressor, Steps, blocked_payload_bytes, tiles
 from shoal_worker.compression.exchanges import Gathered, all_reduce_bytes
 from shoal_worker.compression.randomness import KeyedRandom
@@ -166,7 +166,7 @@ def _topk_parts(payload: torch.Tensor, count: int, kept: int) -> tuple[torch.Ten
 
 def _largest(values: torch.Tensor, kept: int) -> torch.Tensor:
     """The places of the `kept` values of largest magnitude, ascending."""
-    if host.in_host_memory(values.device):
+    if scratch.in_host_memory(values.device):
         return torch.from_numpy(_largest_on_cpu(values.numpy(), kept))
     return torch.topk(values.abs(), kept, sorted=False).indices.sort().values
 

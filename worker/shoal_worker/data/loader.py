@@ -33,7 +33,7 @@ from shoal_worker.data.record import SampleRecord
 from shoal_worker.data.supply import DealtSupply, LeasedSupply, Supply
 from shoal_worker.elastic.contract import Placement
 from shoal_worker.settings import WorkerSettings
-from shoal_worker.state.dataset_digest import DRAWN, SAMPLES, identity_of
+from shoal_worker.state.digest import DRAWN, SAMPLES, identity_of
 
 
 class ElasticDataLoader:

@@ -15,7 +15,7 @@ from shoal_common.errors import MembershipChanged, PreconditionError
 from shoal_worker.elastic.contract import StepSource
 from shoal_worker.elastic.group import Group
 from shoal_worker.elastic.place import Place
-from shoal_worker.state.dataset_digest import DRAWN, SAMPLES
+from shoal_worker.state.digest import DRAWN, SAMPLES
 
 REASON: Final = "RANKS_DIVERGED"
 COUNTING: Final = (

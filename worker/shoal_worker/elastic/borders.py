@@ -2,7 +2,7 @@
 
 Who is asked to leave goes on for a moment (SHOAL_DRAIN_GRACE_S). If all ranks are asked within it, as when an allocation is taken back, all
 stop together: their scripts run on, and can save what they hold between them. Else it leaves by itself, unless it holds what no rank that
-stays has (`who_leaves.py`).
+stays has (`departure.py`).
 
 Holds the `Formation` until the process leaves its job, and owns where the peers stood when this joiner was fed, and since when this process
 is asked to leave. It takes no steps. All of it runs on the training thread, except `failed`, which a collective's callback may call.
@@ -19,13 +19,13 @@ from datetime import timedelta
 from shoal_common.errors import MembershipChanged
 
 from shoal_worker.elastic.contract import Drained, Placement, StepSource, StopTraining
+from shoal_worker.elastic.departure import Told, who_leaves
 from shoal_worker.elastic.formation import GROUP_LOST, Formation
 from shoal_worker.elastic.group import Group
 from shoal_worker.elastic.held import HeldState
 from shoal_worker.elastic.phase import Phase
 from shoal_worker.elastic.place import Place
 from shoal_worker.elastic.step import Step
-from shoal_worker.elastic.who_leaves import Told, who_leaves
 
 _log = logging.getLogger(__name__)
 

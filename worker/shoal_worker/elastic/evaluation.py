@@ -22,7 +22,7 @@ from torch.utils.data import DistributedSampler, RandomSampler, SubsetRandomSamp
 
 from shoal_worker.elastic.apart import evaluations_apart
 from shoal_worker.elastic.contract import StepStatus
-from shoal_worker.state.dataset_digest import SAMPLES, identity_of
+from shoal_worker.state.digest import SAMPLES, identity_of
 
 if TYPE_CHECKING:
     from shoal_worker.elastic.group import Channel

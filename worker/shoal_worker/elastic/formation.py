@@ -31,12 +31,12 @@ from shoal_worker.elastic.feeding import Feeding
 from shoal_worker.elastic.generation import Generation
 from shoal_worker.elastic.group import Group
 from shoal_worker.elastic.held import HeldState
-from shoal_worker.elastic.lookout import Where
 from shoal_worker.elastic.member import Member
 from shoal_worker.elastic.operations import GroupChannel, spectate
 from shoal_worker.elastic.place import Place
 from shoal_worker.elastic.progress import ProgressMeter
 from shoal_worker.elastic.reconcile import STANDING_LENGTH, Interrupted, Reconciliation, Standing, StateName, reconcile
+from shoal_worker.elastic.waiting import Where
 from shoal_worker.elastic.waiting_lines import WaitingLines
 from shoal_worker.failpoints import failpoint
 from shoal_worker.metrics import WorkerMetrics

@@ -28,7 +28,7 @@ from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions, Barrie
 
 from shoal_worker.backends.base import CommunicationBackend, Traffic
 from shoal_worker.elastic.generation import Generation
-from shoal_worker.elastic.lookout import Waiting
+from shoal_worker.elastic.waiting import Waiting
 from shoal_worker.store.redis_store import RedisStore
 
 _Sum = TypeVar("_Sum")

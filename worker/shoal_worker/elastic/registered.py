@@ -5,6 +5,14 @@ They advance by a call that the user's loop makes, mostly after `optimizer.step(
 script calls again for an epoch that it passes over, as it does after a resume and in a joiner; one that was made before the step was found
 lost is undone. So their `step` (of a scheduler), `update` (of a scaler) or `update_parameters` (of an averaged model) is wrapped at
 registration, and the wrapper asks this class. All of it runs on the training thread.
+
+They are found without being registered: a script that forgot `register_state` would train its joiners with other learning rates. torch
+tells nobody of their making; so `__new__` of their classes notes each one here, with a number that counts those of its kind as the script
+makes them, which is the same on every rank. The session registers those that belong to its model or optimizer when the next step begins: by
+then they are whole.
+
+Copies (`copy.deepcopy` of the best average so far, say) are the user's own, and are not noted. torch's classes are changed once for the
+process, when this module is imported; what they do stays the same.
 """
 
 from __future__ import annotations
@@ -13,18 +21,66 @@ import copy
 import functools
 import logging
 import math
+import sys
+import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol, runtime_checkable
+from typing import Any, Final, NamedTuple, Protocol, runtime_checkable
 
 import torch
 import xxhash
 from shoal_common.errors import ConfigurationError
 from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.swa_utils import AveragedModel
 
-from shoal_worker.elastic.advancing import Made, newly_made
 from shoal_worker.state.tree import flatten
+
+NAMES: Final[dict[type[Any], str]] = {LRScheduler: "scheduler", torch.amp.GradScaler: "scaler", AveragedModel: "averaged"}
+"""What they are registered as, with a number."""
+
+
+class Made(NamedTuple):
+    """One that the script has made."""
+
+    name: str
+    one: Any
+
+
+class _Thread(threading.local):
+    """Where ranks are threads, each makes its own."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.made: list[tuple[str, weakref.ref[Any]]] = []
+
+
+_own: Final = _Thread()
+
+
+def newly_made() -> list[Made]:
+    """What this thread has made and nobody has asked for, oldest first."""
+    made, _own.made = _own.made, []
+    return [Made(name, one) for name, reference in made if (one := reference()) is not None]
+
+
+def _note(kind: Any, name: str) -> None:
+    plain: Any = kind.__new__
+
+    def new(cls: type[Any], *args: Any, **kwargs: Any) -> Any:
+        one = plain(cls) if plain is object.__new__ else plain(cls, *args, **kwargs)
+        if sys._getframe(1).f_globals.get("__name__") not in ("copyreg", "copy"):
+            _own.made.append((f"shoal.{name}.{_own.counts[name]}", weakref.ref(one)))
+            _own.counts[name] += 1
+        return one
+
+    kind.__new__ = new
+
+
+for _kind, _name in NAMES.items():
+    _note(_kind, _name)
+
 
 _log = logging.getLogger(__name__)
 
@@ -95,7 +151,7 @@ class RegisteredState:
         """The values that `_digest` is of, names and numbers one after the other; empty: it is to be made anew."""
 
     def advance_with(self, optimizer: torch.optim.Optimizer) -> None:
-        """`optimizer` is the run's, as the user made it: its schedulers are registered by themselves (`advancing.py`)."""
+        """`optimizer` is the run's, as the user made it: its schedulers are registered by themselves (`registered.py`)."""
         self._optimizer = optimizer
 
     def made_from(self, parameters: Iterable[torch.Tensor], optimizer: torch.optim.Optimizer | None) -> None:
@@ -272,7 +328,7 @@ class RegisteredState:
         self._passing = True
 
     def find_new(self) -> None:
-        """Registers what the script has made of its own accord and what belongs to the run: see `advancing.py`."""
+        """Registers what the script has made of its own accord and what belongs to the run: see `registered.py`."""
         made = newly_made()
         if not made and (not self._undecided or self._optimizer is None):
             return

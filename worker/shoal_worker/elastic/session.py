@@ -34,7 +34,6 @@ from shoal_worker.elastic.formation import GROUP_LOST, Formation
 from shoal_worker.elastic.generation import Generation
 from shoal_worker.elastic.group import Channel, Group, LocalChannel
 from shoal_worker.elastic.held import HeldState
-from shoal_worker.elastic.lookout import Where
 from shoal_worker.elastic.member import LeaveReason, Member
 from shoal_worker.elastic.operations import Body, GroupChannel, Operations
 from shoal_worker.elastic.phase import Phase
@@ -45,6 +44,7 @@ from shoal_worker.elastic.replica import Replica
 from shoal_worker.elastic.step import Step, StepPhase
 from shoal_worker.elastic.steps import Steps
 from shoal_worker.elastic.transfer import StateDonor
+from shoal_worker.elastic.waiting import Where
 from shoal_worker.failpoints import failpoint
 from shoal_worker.metrics import WorkerMetrics
 from shoal_worker.settings import WorkerSettings

@@ -27,12 +27,10 @@ from shoal_worker.elastic.contract import Leases, StepStatus
 from shoal_worker.elastic.evaluation import evaluating
 from shoal_worker.elastic.group import Channel, Group
 from shoal_worker.elastic.replica import StrategySession
-from shoal_worker.engine.agreeing import agreed
 from shoal_worker.engine.elsewhere import blank_copies
-from shoal_worker.engine.parameters import named_values
+from shoal_worker.engine.parameters import agreed, named_values
 from shoal_worker.engine.passes import Loss, call_module
-from shoal_worker.state.model import check_tensors_fit
-from shoal_worker.state.optimizer import check_fits
+from shoal_worker.state.fits import check_fits, check_tensors_fit
 from shoal_worker.state.part import StatePart
 
 T = TypeVar("T")

@@ -1,13 +1,27 @@
-"""Parameters that users give, and what is to be true of a model's own before it is trained."""
+"""Parameters that users give, and what is to be true of a model's own before it is trained.
+
+What the ranks are given from outside, and must be given alike: a file's content, another model's values.
+
+Ranks that hold copies of one state do not notice when one of them is given something else: they train on, each on its own. So what is given
+goes through an operation first, in which the ranks compare digests. What one rank cannot read, none takes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from shoal_common.errors import ConfigurationError
+from shoal_common.errors import ConfigurationError, ShoalError
 from torch import nn
 from torch.nn.parameter import is_lazy
+
+from shoal_worker.state.digest import state_digest
+
+if TYPE_CHECKING:
+    from shoal_worker.elastic.group import Channel
+    from shoal_worker.elastic.replica import StrategySession
 
 
 def named_values(parameters: torch.Tensor | Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
@@ -55,3 +69,38 @@ def check_shaped(module: nn.Module) -> None:
     """Raises ConfigurationError: a parameter or buffer of the module gets its shape in the first forward pass."""
     if any(is_lazy(t) for t in (*module.parameters(), *module.buffers())):
         raise ConfigurationError("the model has lazy parameters without a shape: run one batch through it before as_distributed")
+
+
+T = TypeVar("T")
+
+
+def agreed(session: StrategySession, kind: str, read: Callable[[], T]) -> T:
+    """What `read` gives, if it gives the same on all ranks; an operation. `kind`: the call, for errors. Nothing is changed.
+
+    Raises:
+        ConfigurationError: the ranks have read different things, or another rank could read nothing.
+        ShoalError: what `read` raised here.
+    """
+    value, refused, told = None, None, {}
+    try:
+        value = read()
+        told = {"digest": f"{state_digest(value):016x}"}
+    except ShoalError as error:
+        refused, told = error, {"error": str(error)}
+
+    def body(channel: Channel) -> list[Any]:
+        return [json.loads(each) for each in channel.exchange(json.dumps(told).encode())]
+
+    everyones = session.operation(kind, body)
+    if refused is not None:
+        raise refused
+    for rank, other in enumerate(everyones):
+        if "error" in other:
+            raise ConfigurationError(f"{kind}: rank {rank} was given what it cannot take, so no rank takes anything: {other['error']}")
+        if other != everyones[0]:
+            raise ConfigurationError(
+                f"{kind}: rank {rank} was given other values than rank 0 (their digests: {other['digest']}, {everyones[0]['digest']}); "
+                "give all ranks the same"
+            )
+    assert value is not None
+    return value

@@ -35,7 +35,7 @@ from shoal_worker.engine.materialize import has_values, materialize
 from shoal_worker.engine.parameters import check_optimizer_covers, check_trains, named_values
 from shoal_worker.engine.passes import Loss
 from shoal_worker.engine.state_in_parts import StateInParts
-from shoal_worker.state.optimizer import check_elementwise
+from shoal_worker.state.fits import check_elementwise
 
 State = TypeVar("State", bound=StateInParts)
 Closed = TypeVar("Closed", bound=Closing)

@@ -14,8 +14,7 @@ import torch
 from torch import nn
 
 from shoal_worker.elastic.group import Channel
-from shoal_worker.state.model import check_tensors_fit
-from shoal_worker.state.optimizer import check_fits
+from shoal_worker.state.fits import check_fits, check_tensors_fit
 
 Settings = list[dict[str, Any]]
 """Hyper-parameters of an optimizer's parameter groups, without their parameters."""

@@ -18,12 +18,12 @@ from shoal_worker.engine.elsewhere import Whereabouts
 from shoal_worker.mesh.gathering import Run
 from shoal_worker.mesh.gradients import MeshGradients, ReplicatedGradients
 from shoal_worker.mesh.scattered import GradientsOfPasses, ScatteredGradients
+from shoal_worker.sharding.assembling import spread
 from shoal_worker.sharding.collectives import Collectives
-from shoal_worker.sharding.division import Division
 from shoal_worker.sharding.execution import ShardedExecution
-from shoal_worker.sharding.optimizer_state import ShardedOptimizerState
+from shoal_worker.sharding.layout import Division
+from shoal_worker.sharding.resharding import ShardedOptimizerState
 from shoal_worker.sharding.unit import Stage, Unit
-from shoal_worker.sharding.whole_state import spread
 
 _NO_CAP: Final = float("inf")
 

@@ -2,6 +2,8 @@
 
 Derived from shapes alone, so every rank derives the same, also for a division that it has never been in: of a peer's state, or of one that
 was cut before a rank died. No process groups, no values.
+
+The module as the user wrote it, whole, beside this rank's part of it: for evaluation, for copies, and to stand in.
 """
 
 from __future__ import annotations
@@ -21,8 +23,7 @@ from shoal_worker.pipelining.pipeline import PipelineSettings
 from shoal_worker.pipelining.schedule import checked_stages_per_rank, schedule_kind, stage_ranks
 from shoal_worker.pipelining.split import Split, named_tensors, split_model
 from shoal_worker.tensor_parallel.derive import make_plan
-from shoal_worker.tensor_parallel.parameters import Share, cut, cut_shape
-from shoal_worker.tensor_parallel.plan import ParameterLayout, TensorParallelPlan
+from shoal_worker.tensor_parallel.plan import ParameterLayout, Share, TensorParallelPlan, cut, cut_shape
 
 
 def meta_copy(module: nn.Module) -> nn.Module:
@@ -152,3 +153,26 @@ class Blueprint:
             return parts[0]
         assert layout.dimension is not None
         return torch.cat(list(parts), layout.dimension).reshape(layout.shape)
+
+
+def whole_module(
+    template: Template, values: Mapping[str, torch.Tensor], unsaved: Mapping[str, torch.Tensor], device: torch.device
+) -> nn.Module:
+    """A new module with these values. `unsaved`: buffers that are no part of its state dict."""
+    whole = copy.deepcopy(template.module).to_empty(device=device)
+    for first, second in template.first_names.items():  # to_empty makes tied ones several
+        owner, _, name = first.rpartition(".")
+        source, _, own = second.rpartition(".")
+        if first != second and first in template.tied_parameters:
+            setattr(whole.get_submodule(owner), name, whole.get_submodule(source)._parameters[own])
+    whole.load_state_dict(values)
+    buffers = dict(whole.named_buffers())
+    for name, value in unsaved.items():
+        buffers[name].copy_(value)
+    return whole
+
+
+def zeros(template: Template) -> dict[str, torch.Tensor]:
+    """Values for a module whose answers nobody uses: all nought."""
+    tensors = template.tensors()
+    return {key: torch.zeros(tensors[first].shape) for key, first in template.first_names.items()}

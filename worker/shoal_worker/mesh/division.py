@@ -32,12 +32,11 @@ from shoal_worker.pipelining.micro_batches import MicroBatch
 from shoal_worker.pipelining.pipeline import Pipeline
 from shoal_worker.randomness import seed_generators
 from shoal_worker.sharding.collectives import PartCollectives
-from shoal_worker.sharding.division import Division as Shards
-from shoal_worker.sharding.division import among_all
 from shoal_worker.sharding.execution import ShardedExecution
+from shoal_worker.sharding.layout import Division as Shards
+from shoal_worker.sharding.layout import among_all
 from shoal_worker.sharding.unit import taken_gradient
-from shoal_worker.tensor_parallel.apply import unparallelize
-from shoal_worker.tensor_parallel.layers import run_inside
+from shoal_worker.tensor_parallel.layers import run_inside, unparallelize
 
 
 def alone() -> Group:

@@ -36,16 +36,15 @@ from shoal_worker.engine.parameters import check_shaped
 from shoal_worker.engine.partitioned import PartitionedEngine
 from shoal_worker.engine.passes import Loss, call_module, loss_of
 from shoal_worker.failpoints import failpoint
-from shoal_worker.mesh.blueprint import Template, meta_copy
+from shoal_worker.mesh.blueprint import Template, meta_copy, whole_module, zeros
 from shoal_worker.mesh.division import Division, alone
 from shoal_worker.mesh.gradients import MeshGradients
 from shoal_worker.mesh.layouts import Layouts, MeshPlan
 from shoal_worker.mesh.parts import ModelParts
-from shoal_worker.mesh.whole_module import whole_module, zeros
 from shoal_worker.pipelining.micro_batches import cut_batch
 from shoal_worker.pipelining.pipeline import PipelineSettings
+from shoal_worker.sharding.collectives import IssuedCollectives
 from shoal_worker.sharding.hooks import when_gradients_come
-from shoal_worker.sharding.issued import IssuedCollectives
 from shoal_worker.tensor_parallel.context import DropoutRandomness
 from shoal_worker.tensor_parallel.region import loss_parallel
 

@@ -27,8 +27,8 @@ from shoal_worker.mesh.hidden import HiddenParameters
 from shoal_worker.mesh.step_group import GroupMesh
 from shoal_worker.pipelining.partial import empty_on
 from shoal_worker.pipelining.split import named_tensors
-from shoal_worker.tensor_parallel.apply import parallelize, unparallelize
 from shoal_worker.tensor_parallel.context import DropoutRandomness
+from shoal_worker.tensor_parallel.layers import parallelize, unparallelize
 
 _ALONE = Axes(pipeline=1, tensor=1, data=1)
 

@@ -16,9 +16,9 @@ from torch import nn
 from shoal_worker.elastic.group import Group
 from shoal_worker.mesh.gradients import MeshGradients
 from shoal_worker.sharding.collectives import Collectives
-from shoal_worker.sharding.division import Division
 from shoal_worker.sharding.execution import ShardedExecution
 from shoal_worker.sharding.gradients import CutGradients
+from shoal_worker.sharding.layout import Division
 from shoal_worker.sharding.unit import Reducing, Stage, Unit
 
 _IN_FLIGHT: Final = 2

@@ -26,10 +26,9 @@ from shoal_common.errors import ConfigurationError
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from shoal_worker.pipelining.links import Incoming, Links
-from shoal_worker.pipelining.micro_batches import MicroBatch
+from shoal_worker.pipelining.micro_batches import Border, MicroBatch, keep_gradients_from
 from shoal_worker.pipelining.partial import PartialModel
 from shoal_worker.pipelining.schedule import Kind, Schedule
-from shoal_worker.pipelining.values import Border, keep_gradients_from
 from shoal_worker.randomness import seed_generators
 
 _HEADER_BYTES: Final = 1024

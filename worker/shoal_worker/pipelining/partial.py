@@ -1,6 +1,6 @@
 """The part of a model that one stage runs.
 
-Of a chain it is some of the blocks. A layered model (blocks.py) keeps its own forward code, which each stage runs whole, on a copy of the
+Of a chain it is some of the blocks. A layered model (split.py) keeps its own forward code, which each stage runs whole, on a copy of the
 model
 in which what other stages hold has no values:
 
@@ -26,10 +26,9 @@ import torch
 from shoal_common.errors import ConfigurationError
 from torch import nn
 
-from shoal_worker.pipelining.blocks import Form
+from shoal_worker.pipelining.micro_batches import Border, Call, tensors_in
 from shoal_worker.pipelining.placeholder import Placeholder, absent_like, placeholder_like
-from shoal_worker.pipelining.split import Split, named_tensors
-from shoal_worker.pipelining.values import Border, Call, tensors_in
+from shoal_worker.pipelining.split import Form, Split, named_tensors
 
 Inside = Callable[[Callable[[], Any], bool], Any]
 """What a part of the model's forward pass, and whether it is its end, becomes: its result."""

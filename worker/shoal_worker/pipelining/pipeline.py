@@ -19,9 +19,8 @@ from shoal_common.errors import ConfigurationError
 from torch import nn
 
 from shoal_worker.pipelining.engine import Engine, Loss
-from shoal_worker.pipelining.links import Links
+from shoal_worker.pipelining.links import Links, broadcast_output, plain
 from shoal_worker.pipelining.micro_batches import MicroBatch, cut_batch, merge_outputs
-from shoal_worker.pipelining.outputs import broadcast_output, plain
 from shoal_worker.pipelining.partial import Inside, PartialModel, partial_model
 from shoal_worker.pipelining.schedule import checked_stages_per_rank, forward_schedule, schedule_kind, stage_ranks, training_schedule
 from shoal_worker.pipelining.split import Split, split_model

@@ -16,7 +16,7 @@ from torch import nn
 
 from shoal_worker.elastic.step import StepPhase
 from shoal_worker.engine.compressed import GradientCompression, check_floating
-from shoal_worker.replicated.flight import Flight
+from shoal_worker.replicated.buckets import Flight
 
 if TYPE_CHECKING:
     from shoal_worker.config import ShardingConfiguration

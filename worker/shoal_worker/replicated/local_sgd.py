@@ -28,9 +28,17 @@ from shoal_worker.engine.materialize import unsaved_buffers
 from shoal_worker.engine.passes import Loss, call_module, loss_of
 from shoal_worker.failpoints import failpoint
 from shoal_worker.replicated.accumulation import AccumulatedReduction
-from shoal_worker.replicated.averaging import Add, adding, mean_optimizer_state, weighted_mean
 from shoal_worker.replicated.engine import ReplicatedEngine
-from shoal_worker.replicated.rounds import OuterMomentum, Round, RoundOptions, check_configuration
+from shoal_worker.replicated.rounds import (
+    Add,
+    OuterMomentum,
+    Round,
+    RoundOptions,
+    adding,
+    check_configuration,
+    mean_optimizer_state,
+    weighted_mean,
+)
 
 
 class LocalSGDEngine(ReplicatedEngine):

@@ -30,8 +30,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from shoal_worker.engine.compressed import GradientCompression, check_floating, memory_order
-from shoal_worker.replicated.buckets import Bucket, Slot, lay_out
-from shoal_worker.replicated.flight import Flight
+from shoal_worker.replicated.buckets import Bucket, Flight, Slot, lay_out
 
 if TYPE_CHECKING:
     from shoal_worker.config import ShardingConfiguration

@@ -2,21 +2,105 @@
 
 Inside a step a failure never raises: the forward or backward pass that asked is the user's own. The step is marked lost, the results are
 zeros, and nothing more is sent in that step. Outside of a step (evaluation, gathering a state) the failure is raised, because the session
-then does the whole operation again. Runs on the training thread and, in a backward pass, on the thread that torch runs it on.
+then does the whole operation again. So it is with a unit's reduce-scatter that is compressed, in the place of the collectives' own where
+the model has `gradient_compression=`.
+
+Ranks that gather blocks in different orders pair up wrongly. With blocks of one size nothing fails: each takes another block's values for
+its own. So each rank notes which collectives it issued in a step, and a check word of that rides in the closing. Where sizes differ a
+collective fails, and the step is lost before its closing: then the ranks compare what they issued when they next meet.
+
+Runs on the training thread and, in a backward pass, on the thread that torch runs it on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Final, Protocol
+import json
+import zlib
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Final, Protocol
 
 import torch
 import torch.distributed as dist
+from shoal_common.errors import MembershipChanged, PreconditionError
 
+from shoal_worker.compression.reduction import Reduction
 from shoal_worker.elastic.group import Group
+from shoal_worker.elastic.place import agree
 from shoal_worker.elastic.replica import StrategySession
 from shoal_worker.engine.losing import LosingStep
-from shoal_worker.sharding.division import Division
+from shoal_worker.sharding.layout import Division
+
+if TYPE_CHECKING:
+    from shoal_worker.elastic.group import Group
+    from shoal_worker.elastic.replica import StrategySession
+    from shoal_worker.engine.compressed import GradientCompression
+
+_CHECK_BITS: Final = 20
+"""So that the squares' sum over up to 8192 ranks is exact in float64."""
+
+
+class IssuedCollectives:
+    """The collectives that one rank has issued in one step."""
+
+    def __init__(self) -> None:
+        self._step = 0
+        self._codes: list[int] = []
+        self._check = 0
+
+    def begin(self, step: int) -> None:
+        """Step number `step` of this model begins."""
+        self._step, self._check = step, 0
+        self._codes.clear()
+
+    def add(self, kind: str, unit: int) -> None:
+        """A collective was issued for unit number `unit`."""
+        code = 2 * unit + (kind == "reduce")
+        self._codes.append(code)
+        self._check = zlib.crc32(code.to_bytes(4, "little"), self._check)
+
+    def word(self) -> list[float]:
+        """What this rank adds to the check word."""
+        value = float(self._check & ((1 << _CHECK_BITS) - 1))
+        return [1.0, value, value * value]
+
+    def encode(self) -> bytes:
+        """For `compare` on the other ranks."""
+        return json.dumps([self._step, *self._codes]).encode() if self._codes else b""
+
+    @staticmethod
+    def check(summed: Sequence[float], strategy: str) -> None:
+        """`summed`: the ranks' words.
+
+        Raises:
+            PreconditionError: they issued different collectives.
+        """
+        if not agree(summed):
+            raise _different(strategy)
+
+    @staticmethod
+    def compare(told: Sequence[bytes], strategy: str) -> None:
+        """After a failure. `told`: what the ranks say. Those that were in one step issued the same up to where each came to its end.
+
+        Raises:
+            PreconditionError: they did not.
+        """
+        steps: dict[int, list[list[int]]] = {}
+        for each in filter(None, told):
+            step, *codes = json.loads(each)
+            steps.setdefault(step, []).append(codes)
+        for logs in steps.values():
+            longest = max(logs, key=len)
+            if any(codes != longest[: len(codes)] for codes in logs):
+                raise _different(strategy)
+
+
+def _different(strategy: str) -> PreconditionError:
+    return PreconditionError(
+        "the ranks gathered the model's blocks in different orders, so that blocks were mixed up, and the step cannot count: with "
+        f"strategy={strategy!r} every rank's passes must go through the same blocks in the same order, leaving out none. Choose larger "
+        "blocks (shard_modules=), inside which ranks may differ, or use zero2, which gathers nothing in a pass",
+        reason="RANKS_DIVERGED",
+    )
 
 
 class Pending(Protocol):
@@ -243,3 +327,50 @@ def _clear(tensor: torch.Tensor | None) -> None:
 def _copy(to: torch.Tensor, source: torch.Tensor) -> None:
     if to.data_ptr() != source.data_ptr():
         to.copy_(source)
+
+
+class CompressedScatter:
+    """Scatters one unit's gradients, compressed."""
+
+    def __init__(self, compression: GradientCompression, session: StrategySession, number: int) -> None:
+        """`number`: of the unit, the same on all ranks."""
+        self._compression = compression
+        self._session = session
+        self._number = number
+
+    def __call__(self, shard: torch.Tensor, full: torch.Tensor) -> Pending:
+        """See `Collectives.reduce_scatter`."""
+        session, group = self._session, self._session.group
+        step = session.step
+        with LosingStep(session):
+            if step is not None and step.lost is not None:
+                raise MembershipChanged(step.lost)
+            if group is None or group.world_size == 1:
+                self._compression.pay(full, "units", self._number)
+                shard.copy_(full)
+                return _Scattering(session, None, None, shard)
+            return _Scattering(session, group, self._compression.start_scatter(group, shard, full, self._number), shard)
+        shard.zero_()
+        return _Scattering(session, None, None, None)
+
+
+class _Scattering:
+    def __init__(self, session: StrategySession, group: Group | None, reduction: Reduction | None, shard: torch.Tensor | None) -> None:
+        """`shard`: None: the step is lost. `reduction`: None: nothing is to be waited for."""
+        self._session = session
+        self._group = group
+        self._reduction = reduction
+        self._shard = shard
+
+    def wait(self) -> bool:
+        """See `Pending`."""
+        group, reduction, shard = self._group, self._reduction, self._shard
+        del self._group, self._reduction  # they keep sockets open
+        if shard is None or group is None or reduction is None:
+            return shard is not None
+        with LosingStep(self._session) as waiting, group.own_collectives("compressed reduce_scatter"):
+            reduction.wait()
+        if waiting.failed:
+            reduction.abandon()
+            shard.zero_()
+        return not waiting.failed

@@ -19,13 +19,11 @@ from shoal_worker.elastic.group import Channel, Group, LocalChannel
 from shoal_worker.engine.elsewhere import inside
 from shoal_worker.engine.materialize import unsaved_buffers
 from shoal_worker.engine.state_in_parts import StateInParts
-from shoal_worker.sharding.assembling import assemble, copy_singles, own_runs
-from shoal_worker.sharding.division import Division, among_all
+from shoal_worker.sharding.assembling import Place, assemble, copy_singles, optimizer_state, own_runs, spread
 from shoal_worker.sharding.execution import ShardedExecution
-from shoal_worker.sharding.optimizer_state import ShardedOptimizerState
-from shoal_worker.sharding.resharding import VALUES, WHOLE, Cut, Held, division_cut, hold, merge_copies, reshard
+from shoal_worker.sharding.layout import Division, among_all
+from shoal_worker.sharding.resharding import VALUES, WHOLE, Cut, Held, ShardedOptimizerState, division_cut, hold, merge_copies, reshard
 from shoal_worker.sharding.unit import Stage, Unit
-from shoal_worker.sharding.whole_state import Place, optimizer_state, spread
 from shoal_worker.state.part import StatePart
 
 

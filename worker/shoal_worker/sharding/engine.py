@@ -36,14 +36,12 @@ from shoal_worker.engine.parameter_groups import ParameterGroup, alike, by_bytes
 from shoal_worker.engine.partitioned import PartitionedEngine
 from shoal_worker.engine.passes import Loss, call_module, check_reproducible, loss_of
 from shoal_worker.failpoints import failpoint
-from shoal_worker.sharding.collectives import ReplicatedCollectives, SessionCollectives
-from shoal_worker.sharding.compressing import CompressedScatter
+from shoal_worker.sharding.collectives import CompressedScatter, IssuedCollectives, ReplicatedCollectives, SessionCollectives
 from shoal_worker.sharding.cut_state import CutState
-from shoal_worker.sharding.division import Division, among_all
 from shoal_worker.sharding.execution import ShardedExecution
 from shoal_worker.sharding.gradients import CutGradients
 from shoal_worker.sharding.homes import home_of
-from shoal_worker.sharding.issued import IssuedCollectives
+from shoal_worker.sharding.layout import Division, among_all
 from shoal_worker.sharding.unit import Stage, Unit
 from shoal_worker.state.part import StatePart
 

@@ -1,17 +1,28 @@
-"""How the parameters of one unit lie one after the other in a flat vector, and which elements each rank owns. Pure arithmetic.
+"""Where sharded elements lie, and what moves when that changes. Pure arithmetic: all ranks compute the same.
 
-A unit is what is gathered and reduced in one collective. Its parameters, in order, fill a vector that is padded so that it divides into
-equal shards of whole cache lines, one per rank. A rank's shard is cut at the parameters' borders into pieces: an optimizer sees one piece
-per parameter, perhaps an empty one, so that parameter groups keep their meaning.
+Within a unit (`UnitLayout`): what is gathered and reduced in one collective. Its parameters, in order, fill a vector that is padded so that
+it divides into equal shards of whole cache lines, one per rank. A rank's shard is cut at the parameters' borders into pieces: an optimizer
+sees one piece per parameter, perhaps an empty one, so that parameter groups keep their meaning.
+
+Among ranks (`Division`): into how many shards a model is divided, and which of them each rank holds. Ranks that hold all shards between
+them are a replica: adjacent ranks, so that a replica of a host's size lies on one host. With one replica each shard is mirrored by another
+rank; with several each has its copies in the others, and needs no mirror.
+
+From one division to another (`senders` and below): position p of w is the p-th of w equal parts of a unit's flat vector. Before a move each
+old position is held by one or more ranks (its owner, its buddy); after it, each rank holds the positions given to it. One all-to-all per
+vector does it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+
+from shoal_worker.elastic.contract import StateLostError
 
 _ALIGNMENT = 16
 """Elements. Shards start at multiples of it, so that vectorized kernels run on all of a shard."""
@@ -90,3 +101,151 @@ class UnitLayout:
 def layout_of(parameters: Sequence[torch.Tensor], world_size: int) -> UnitLayout:
     """The layout of these parameters."""
     return UnitLayout(shapes=tuple(p.shape for p in parameters), world_size=world_size)
+
+
+def buddy_stride(hosts: Sequence[str]) -> int:
+    """How many ranks further the mirror of a shard lies: as many as the largest host has. Ranks of one host are adjacent, so no mirror lies
+    on its shard's own host, unless that host has more than half of the ranks."""
+    return max(Counter(hosts).values()) % len(hosts) or 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Division:
+    """How `world_size` ranks are divided into replicas that hold all shards between them."""
+
+    world_size: int
+    shards: int
+    """Divides `world_size`."""
+    stride: int = 1
+    """With one replica: how many ranks further a shard is mirrored."""
+
+    @property
+    def replicas(self) -> int:
+        """How many ranks hold each shard as their own."""
+        return self.world_size // self.shards
+
+    @property
+    def mirrors(self) -> bool:
+        """Ranks hold other ranks' shards beside their own."""
+        return self.replicas == 1 and self.shards > 1
+
+    def position(self, rank: int) -> int:
+        """Which shard is the rank's own."""
+        return rank % self.shards
+
+    def mirrored(self, rank: int) -> int | None:
+        """Which shard it mirrors."""
+        return (rank - self.stride) % self.shards if self.mirrors else None
+
+    def held(self, rank: int) -> list[int]:
+        """All shards that it holds, ascending."""
+        mirrored = self.mirrored(rank)
+        return sorted({self.position(rank)} | ({mirrored} if mirrored is not None else set()))
+
+    def replica(self, rank: int) -> int:
+        """Number of the replica that the rank belongs to."""
+        return rank // self.shards
+
+
+def among_all(hosts: Sequence[str]) -> Division:
+    """A shard for each rank. `hosts`: of the ranks; at least one."""
+    return Division(world_size=len(hosts), shards=len(hosts), stride=buddy_stride(hosts))
+
+
+def in_replicas(hosts: Sequence[str], shards: int | None) -> Division:
+    """Replicas of so many ranks; None: of as many as the largest host has. If that does not divide the number of ranks: of the next larger
+    number that does, at last of all of them. So no rank comes to hold more than was asked for."""
+    world_size = len(hosts)
+    wanted = min(shards or max(Counter(hosts).values()), world_size)
+    fitting = next(number for number in range(wanted, world_size + 1) if world_size % number == 0)
+    return Division(world_size=world_size, shards=fitting, stride=buddy_stride(hosts))
+
+
+class ShardsLostError(StateLostError):
+    """Nobody holds some position any more."""
+
+    def __init__(self, positions: Sequence[int], world_size: int) -> None:
+        super().__init__(
+            f"nobody holds the shards {list(positions)} of {world_size} any more: all ranks died at once that held them, and only a "
+            "checkpoint can replace them. A script that calls shoal.save_checkpoint goes back to the newest by itself within an epoch; "
+            "started anew, one that calls shoal.resume goes on from it",
+            reason="SHARDS_LOST",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """Elements [start, end) of the flat vector that one rank sends to another, from one position to one position."""
+
+    start: int
+    end: int
+    old_position: int
+    new_position: int
+
+
+def senders(holders: Mapping[int, Sequence[int]], positions: int) -> list[int]:
+    """Who sends each old position: the rank among its holders that has sent least so far. `holders`: ranks by position.
+
+    Raises:
+        ShardsLostError: a position has none.
+    """
+    lost = [position for position in range(positions) if not holders.get(position)]
+    if lost:
+        raise ShardsLostError(lost, positions)
+    load: dict[int, int] = {}
+    chosen = []
+    for position in range(positions):
+        sender = min(holders[position], key=lambda rank: (load.get(rank, 0), rank))
+        load[sender] = load.get(sender, 0) + 1
+        chosen.append(sender)
+    return chosen
+
+
+def runs(*, numel: int, old_shard: int, new_shard: int, sends: Sequence[int], gets: Sequence[Sequence[int]]) -> list[list[list[Run]]]:
+    """[sender][receiver] -> the runs that travel, in the order in which they lie in the message.
+
+    Args:
+        numel: elements of the flat vector, without padding.
+        old_shard, new_shard: elements of a shard before and after, padding included.
+        sends: the rank that sends each old position.
+        gets: the new positions that each rank of the new group will hold.
+    """
+    table: list[list[list[Run]]] = [[[] for _ in gets] for _ in gets]
+    for receiver, positions in enumerate(gets):
+        for new_position in positions:
+            first, last = new_position * new_shard, min(numel, (new_position + 1) * new_shard)
+            for old_position in range(first // old_shard, -(-last // old_shard) if last > first else first // old_shard):
+                start, end = max(first, old_position * old_shard), min(last, (old_position + 1) * old_shard)
+                if start < end:
+                    run = Run(start=start, end=end, old_position=old_position, new_position=new_position)
+                    table[sends[old_position]][receiver].append(run)
+    return table
+
+
+def message(table: Sequence[Sequence[Sequence[Run]]], rank: int, shards: Mapping[int, torch.Tensor], old_shard: int) -> torch.Tensor:
+    """What `rank` sends, to all receivers one after the other. `shards`: the old positions that it holds."""
+    parts = [
+        shards[run.old_position][run.start - run.old_position * old_shard : run.end - run.old_position * old_shard]
+        for to_receiver in table[rank]
+        for run in to_receiver
+    ]
+    return torch.cat(parts) if parts else next(iter(shards.values())).new_empty(0)
+
+
+def sizes(table: Sequence[Sequence[Sequence[Run]]], rank: int) -> tuple[list[int], list[int]]:
+    """Elements that `rank` receives from each rank, and sends to each."""
+    received = [sum(run.end - run.start for run in row[rank]) for row in table]
+    sent = [sum(run.end - run.start for run in to_receiver) for to_receiver in table[rank]]
+    return received, sent
+
+
+def place(
+    table: Sequence[Sequence[Sequence[Run]]], rank: int, received: torch.Tensor, shards: Mapping[int, torch.Tensor], new_shard: int
+) -> None:
+    """Puts what `rank` received where it belongs. `shards`: its new positions, to be filled."""
+    offset = 0
+    for row in table:
+        for run in row[rank]:
+            length, begins = run.end - run.start, run.start - run.new_position * new_shard
+            shards[run.new_position][begins : begins + length] = received[offset : offset + length]
+            offset += length

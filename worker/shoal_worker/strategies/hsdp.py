@@ -15,8 +15,8 @@ from typing import ClassVar
 from shoal_common.errors import ConfigurationError
 
 from shoal_worker.engine.base import Setup
-from shoal_worker.sharding.division import in_replicas
 from shoal_worker.sharding.engine import OPTIONS, SETTINGS, ShardedEngine, in_blocks
+from shoal_worker.sharding.layout import in_replicas
 from shoal_worker.sharding.unit import Stage
 from shoal_worker.strategies.declaration import Strategy
 from shoal_worker.strategies.model import ShardedModel

@@ -15,10 +15,8 @@ from shoal_common.errors import ConfigurationError
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shoal_worker.tensor_parallel.blocks import Block, find_blocks, joined
-from shoal_worker.tensor_parallel.linear_like import LinearLike, linear_like
-from shoal_worker.tensor_parallel.plan import ParameterLayout, PlanEntry, TensorParallelPlan
-from shoal_worker.tensor_parallel.styles import Split, Style, to_split
+from shoal_worker.tensor_parallel.blocks import Block, LinearLike, find_blocks, joined, linear_like
+from shoal_worker.tensor_parallel.plan import ParameterLayout, PlanEntry, Split, Style, TensorParallelPlan, to_split
 from shoal_worker.tensor_parallel.trace import trace_blocks
 
 _NORMS: Final = (

@@ -13,9 +13,8 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from shoal_worker.tensor_parallel.attention import attend, scaled_dot_product_attention
+from shoal_worker.tensor_parallel.attention import Cut, attend, scaled_dot_product_attention
 from shoal_worker.tensor_parallel.context import DropoutRandomness, ParallelContext, grad_partial, local_offset, whole
-from shoal_worker.tensor_parallel.dropout import Cut
 from shoal_worker.tensor_parallel.region import RegionMode, region
 
 

@@ -2,6 +2,12 @@
 
 A plan is made from shapes alone (derive.py), so that every rank makes the same one, also where its parameters are on `meta`, and it can be
 looked at before anything is distributed: `print(plan)`. It holds no tensor and no process group.
+
+Styles are the words that plans are written in: how one module's parameters are split over the ranks of a tensor-parallel group. What a
+style does to a forward pass is in layers.py.
+
+`Distributor` and what stands below it turn the parameters of a module into the shards that a plan names. Called at the beginning
+of a run.
 """
 
 from __future__ import annotations
@@ -9,9 +15,70 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import cached_property
 
-from shoal_worker.tensor_parallel.styles import Style
+import torch
+from shoal_common.errors import ConfigurationError
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+
+class Style(StrEnum):
+    """One way to split a module. What goes in and comes out is said as the model's own code sees it."""
+
+    COLUMN = "column"
+    """A linear layer by output features. The output stays split; what follows works on its part, up to a `ROW`."""
+    PACKED_COLUMN = "packed_column"
+    """`COLUMN` for a layer whose output is several parts side by side (query | key | value): each part is split by itself."""
+    COLUMN_GATHERED = "column_gathered"
+    """A linear layer by output features, whose output is gathered at once: for a layer that has no partner."""
+    ROW = "row"
+    """A linear layer by input features. Its input is what a `COLUMN` left split, its output is summed over the ranks."""
+    VOCABULARY = "vocabulary"
+    """An embedding by rows: each rank looks up its own, and the outputs are summed."""
+    EMBEDDING_DIMENSION = "embedding_dimension"
+    """An embedding or embedding bag by columns, whose output is gathered."""
+    ATTENTION = "attention"
+    """nn.MultiheadAttention by heads. Its `out_proj` is a `ROW` of its own."""
+    REPLICATE = "replicate"
+    """Whole on every rank."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split:
+    """A style with what it needs to know, for plans that a user gives. A bare `Style`, or its name, stands for one with defaults."""
+
+    style: Style
+    parts: int = 1
+    """How many equal parts lie side by side in a `PACKED_COLUMN`'s output: 3 for query | key | value."""
+    heads: int | None = None
+    """Attention heads that the output (per part), or the input of a `ROW`, consists of; they must divide by the group's size."""
+
+    def __post_init__(self) -> None:
+        if self.parts < 1 or (self.style is Style.PACKED_COLUMN) != (self.parts > 1):
+            raise ConfigurationError(
+                f"Split(style={self.style.value!r}, parts={self.parts}): packed_column needs parts of at least 2, "
+                "and no other style has more than one"
+            )
+
+
+def to_split(value: Split | Style | str) -> Split:
+    """What a user may write for a split.
+
+    Raises:
+        ConfigurationError: not the name of a style.
+    """
+    if isinstance(value, Split):
+        return value
+    try:
+        style = Style(value)
+    except ValueError:
+        raise ConfigurationError(
+            f"tensor-parallel plan: {value!r} is not a style; expected one of {', '.join(s.value for s in Style)}"
+        ) from None
+    return Split(style=style, parts=3 if style is Style.PACKED_COLUMN else 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,3 +227,89 @@ class TensorParallelPlan:
 
 
 _ENTERING = (Style.COLUMN, Style.PACKED_COLUMN, Style.COLUMN_GATHERED, Style.ATTENTION)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """What of a model is on this rank, where it is cut in another way too: into pipeline stages."""
+
+    parameters: frozenset[str]
+    """By all their names. They get memory, with any values in it; others stay on `meta`."""
+    elsewhere: tuple[str, ...]
+    """Modules that other ranks run, with all that they contain: they stay as they are."""
+
+    def runs(self, module: str) -> bool:
+        """Whether this rank runs a module, or something that it contains."""
+        return not any(module == other or module.startswith(f"{other}.") for other in self.elsewhere)
+
+
+class Distributor:
+    """Gives the parameters of this rank's share memory for their parts. A parameter that several modules share stays one."""
+
+    def __init__(self, mesh: DeviceMesh, share: Share, device: torch.device) -> None:
+        self.share = share
+        self._mesh = mesh
+        self._device = device
+        self._made: dict[int, nn.Parameter] = {}
+        """The parameters made so far, by the id of the one that each replaced and by their own: a tied one is met again under either."""
+
+    def distribute(self, module: nn.Module, attribute: str, layout: ParameterLayout) -> None:
+        """Puts this rank's part of a parameter in its place, with any values in it."""
+        old = module._parameters[attribute]
+        assert old is not None
+        new = self._made.get(id(old))
+        if new is None:
+            new = self._part(old, layout) if layout.name in self.share.parameters else old
+            self._made[id(old)] = self._made[id(new)] = new
+        module.register_parameter(attribute, new)
+
+    def _part(self, old: nn.Parameter, layout: ParameterLayout) -> nn.Parameter:
+        if layout.dimension is None:
+            return nn.Parameter(torch.empty_like(old, device=self._device), old.requires_grad)
+        shape = cut_shape(layout, self._mesh.size(), self._mesh.get_local_rank())
+        new = nn.Parameter(_distributed(torch.empty(shape, dtype=old.dtype, device=self._device), layout, self._mesh))
+        _keep_gradients_placed(new)
+        new.requires_grad_(old.requires_grad)
+        return new
+
+
+def cut(whole: torch.Tensor, layout: ParameterLayout, size: int, part: int) -> torch.Tensor:
+    """The part that rank `part` of `size` holds of a whole tensor; a copy. Pieces are of one size, rounded up, the last one smaller."""
+    assert layout.dimension is not None
+    begin, length = _range(layout, size, part)
+    return whole.reshape(layout.stored_shape).narrow(layout.dimension, begin, length).clone(memory_format=torch.contiguous_format)
+
+
+def cut_shape(layout: ParameterLayout, size: int, part: int) -> torch.Size:
+    """The shape of `cut`."""
+    assert layout.dimension is not None
+    shape = list(layout.stored_shape)
+    shape[layout.dimension] = _range(layout, size, part)[1]
+    return torch.Size(shape)
+
+
+def _range(layout: ParameterLayout, size: int, part: int) -> tuple[int, int]:
+    """Where it begins, and how long it is. As DTensor cuts."""
+    assert layout.dimension is not None
+    length = layout.stored_shape[layout.dimension]
+    piece = -(-length // size)
+    begin = min(part * piece, length)
+    return begin, min(piece, length - begin)
+
+
+def _distributed(local: torch.Tensor, layout: ParameterLayout, mesh: DeviceMesh) -> DTensor:
+    assert layout.dimension is not None
+    meta = torch.empty(layout.stored_shape, device="meta")
+    return DTensor.from_local(local, mesh, [Shard(layout.dimension)], run_check=False, shape=meta.shape, stride=meta.stride())
+
+
+def _keep_gradients_placed(parameter: nn.Parameter) -> None:
+    """A gradient that comes as a sum yet to be made, or whole, is brought to the parameter's own layout before it is added up."""
+    placements = parameter.placements  # type: ignore[attr-defined]  # set where it was cut
+
+    def placed(gradient: torch.Tensor) -> torch.Tensor:
+        if isinstance(gradient, DTensor) and gradient.placements != placements:
+            return gradient.redistribute(placements=placements)
+        return gradient
+
+    parameter.register_hook(placed)

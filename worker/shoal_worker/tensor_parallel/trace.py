@@ -18,8 +18,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from shoal_worker.tensor_parallel.blocks import Block
-from shoal_worker.tensor_parallel.linear_like import LinearLike, linear_like
+from shoal_worker.tensor_parallel.blocks import Block, LinearLike, linear_like
 
 _ELEMENTWISE = frozenset(
     (

@@ -27,8 +27,8 @@ from torch.distributed.distributed_c10d import GroupName, Store
 
 from shoal_worker.backends.base import CommunicationBackend, Traffic
 from shoal_worker.backends.gloo.forming import FormingGroup, connect_gloo
-from shoal_worker.backends.gloo.interface import address_for
 from shoal_worker.backends.gloo.interruptible import InterruptibleGroup
+from shoal_worker.backends.gloo.sockets import address_for
 from shoal_worker.store.redis_store import RedisStore
 
 NAME: Final = "shoal_gloo"

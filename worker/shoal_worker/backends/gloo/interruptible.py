@@ -9,6 +9,11 @@ does so again; it is left to its timeout, and the group is destroyed after that.
 Point-to-point transfers are ended in the same way (works.Transfer). Sums of a few numbers do not go through Gloo (short_sums.py).
 
 Threads: one thread issues collectives; they complete in Gloo's threads; `abort` is for any thread.
+
+Memory that collectives need again and again, kept between them.
+
+What is freed to the system comes back as pages that the kernel has to clear first: for 64 MiB that takes longer than to receive them (docs/
+decisions/0090). A few buffers are kept, for as long as their group. Threads: any.
 """
 
 from __future__ import annotations
@@ -28,14 +33,41 @@ from torch._C._distributed_c10d import AllgatherOptions, BroadcastOptions, Reduc
 
 from shoal_worker.backends import reaper
 from shoal_worker.backends.base import Traffic
+from shoal_worker.backends.collective import check_op, reduce_parts
 from shoal_worker.backends.errors import GroupEndedError, cause_of
-from shoal_worker.backends.gloo.all_of import AllOf
 from shoal_worker.backends.gloo.forming import GlooGroup
-from shoal_worker.backends.gloo.scratch import Scratch
-from shoal_worker.backends.gloo.works import InterruptibleWork, Transfer, Waiter, end_works
+from shoal_worker.backends.gloo.works import AllOf, InterruptibleWork, Transfer, Waiter, end_works
 from shoal_worker.backends.python_group import ForwardingGroup
-from shoal_worker.backends.reductions import check_op, reduce_parts
 from shoal_worker.backends.waits import Waits
+
+_MOST: Final = 2
+"""Buffers kept: so many collectives of one kind overlap."""
+
+
+class Scratch:
+    """Buffers that nobody uses at the moment."""
+
+    def __init__(self) -> None:
+        self._free: list[torch.Tensor] = []
+        self._lock = threading.Lock()
+
+    def take(self, like: torch.Tensor) -> torch.Tensor:
+        """A tensor of that dtype, shape and device, with any values."""
+        with self._lock:
+            fitting = [one for one in self._free if one.nbytes >= like.nbytes and one.device == like.device]
+            found = min(fitting, key=lambda one: one.nbytes, default=None)
+            if found is not None:
+                self._free = [one for one in self._free if one is not found]
+        if found is None:
+            found = torch.empty(like.nbytes, dtype=torch.uint8, device=like.device)
+        return found[: like.nbytes].view(like.dtype).view(like.shape)
+
+    def give_back(self, tensor: torch.Tensor) -> None:
+        """Takes back what `take` gave, when nothing reads or writes it any more. The smallest is let go of when there are too many."""
+        whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+        with self._lock:
+            self._free = sorted([*self._free, whole], key=lambda one: one.nbytes)[-_MOST:]
+
 
 _MANY: Final = 64
 

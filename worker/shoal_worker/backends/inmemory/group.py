@@ -13,11 +13,10 @@ import torch
 from shoal_common.errors import InvalidRequestError
 from torch._C._distributed_c10d import Work
 
-from shoal_worker.backends.collective import Collective
+from shoal_worker.backends.collective import Collective, check_op
 from shoal_worker.backends.errors import GroupEndedError
 from shoal_worker.backends.inmemory.room import Meeting, Reception, Room
 from shoal_worker.backends.python_group import PythonGroup
-from shoal_worker.backends.reductions import check_op
 
 
 class InMemoryGroup(PythonGroup):

@@ -15,7 +15,7 @@ import torch
 from mpi4py import MPI
 from shoal_common.errors import InvalidRequestError
 
-from shoal_worker.backends.reductions import op_name, premultiplier
+from shoal_worker.backends.collective import op_name, premultiplier
 
 _TYPES: Final = {
     torch.float32: MPI.FLOAT,

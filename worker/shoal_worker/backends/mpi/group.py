@@ -21,12 +21,11 @@ from mpi4py import MPI
 from shoal_common.errors import InvalidRequestError
 from torch._C._distributed_c10d import Work
 
-from shoal_worker.backends.collective import Collective, Kind
+from shoal_worker.backends.collective import Collective, Kind, check_op, reduce_parts
 from shoal_worker.backends.errors import GroupEndedError
 from shoal_worker.backends.mpi.buffers import Packed, Reduced
 from shoal_worker.backends.mpi.works import MPIWork
 from shoal_worker.backends.python_group import PythonGroup
-from shoal_worker.backends.reductions import check_op, reduce_parts
 
 _ABORT_TAG: Final[Any] = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)
 """For messages that say why a group is over."""

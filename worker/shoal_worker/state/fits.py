@@ -1,17 +1,33 @@
-"""Whether an optimizer's state can be cut, and whether a saved one is of the optimizer that is to take it: asked before anything is
-changed.
+"""Whether a saved state is of the model, or the optimizer, that is to take it: asked as a whole before anything is changed. And whether an
+optimizer's state can be cut.
 
-torch's `load_state_dict` compares the numbers of groups and parameters, and takes moments of any shape; the next step then fails, or
-broadcasts.
+torch's `load_state_dict` of a model copies what fits, and only then complains. That of an optimizer compares the numbers of groups and
+parameters, and takes moments of any shape; the next step then fails, or broadcasts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import torch
 from shoal_common.errors import ConfigurationError, CorruptDataError
+from torch import nn
+
+
+def check_tensors_fit(tensors: Mapping[str, torch.Tensor], module: nn.Module, shapes: Mapping[str, torch.Size]) -> None:
+    """Checks what `full_state_dict` of any strategy gave. `shapes`: of the tensors of `module`'s state when they are whole.
+
+    Raises:
+        CorruptDataError (MODEL_DIFFERS): names or shapes are others.
+    """
+    differing = sorted(set(tensors) ^ set(shapes)) or [name for name, shape in shapes.items() if tensors[name].shape != shape]
+    if differing:
+        raise CorruptDataError(
+            f"the state is of another model than this {type(module).__name__}: names or shapes differ, {differing[:3]} among them",
+            reason="MODEL_DIFFERS",
+        )
+
 
 ELEMENTWISE: Final = frozenset({"SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adadelta", "Adagrad", "RMSprop", "Rprop", "ASGD"})
 """Optimizers of torch.optim that update each element from its own gradient and state alone. So their state has the parameters' shapes."""

@@ -1,0 +1,99 @@
+"""What a group's training thread waits for, and what ranks write down of it for each other, beside their collectives.
+
+At one place of the run, behind a step or an operation, all ranks whose scripts go the same way wait in the same thing: in the next step, or
+in the next operation. Only an operation in the middle of a step, behind collectives of that, comes after another thing at its place; so it
+is not compared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from typing import Final, NamedTuple
+
+from shoal_common.errors import ShoalError
+
+from shoal_worker.elastic.contract import StepSource
+from shoal_worker.store.redis_store import RedisStore
+
+At = tuple[int, int]
+"""Committed steps of the run, and operations between steps since the last one."""
+
+_VERDICT: Final = "verdict"
+_NONE: Final = "-"
+
+
+class Where(NamedTuple):
+    """Where a script stands that waits for its peers, and in what."""
+
+    at: At
+    operation: str | None
+    """The kind of the operation that it is in; None: a step."""
+    source: StepSource | None = None
+    """Whose step; None: a loop without a loader of Shoal's."""
+
+    @property
+    def what(self) -> str:
+        """Such as "evaluate", or "a step of loader 'loader'"."""
+        if self.operation is not None:
+            return self.operation
+        return f"a step of loader {self.source.name!r}" if self.source is not None else "a step"
+
+
+class Wait(NamedTuple):
+    """One that is under way."""
+
+    since: float
+    """time.monotonic()."""
+    where: Where
+
+
+class Waiting:
+    """Tells what the training thread waits for in one group and its parts. That thread enters and leaves it around each wait; another may
+    look at it."""
+
+    def __init__(self, store: RedisStore | None) -> None:
+        """`store`: the group's, under whose prefix the notes are; None: this group has none, and nothing is compared."""
+        self.now: Wait | None = None
+        """The wait under way, if it can be compared with others'."""
+        self.where: Callable[[], Where | None] = lambda: None
+        """Where the script stands; None: at a border, where nothing is compared."""
+        self._stepped_at: At | None = None
+        """The last place at which the script was in a step's collectives."""
+        self._notes = store.with_prefix(f"{store.prefix}:notes") if store is not None else None
+        self._verdict: str | None = None
+
+    def __enter__(self) -> None:
+        where = self.where()
+        if where is None or (where.operation is not None and where.at == self._stepped_at):
+            return
+        if where.operation is None:
+            self._stepped_at = where.at
+        self.now = Wait(time.monotonic(), where)
+
+    def __exit__(self, *_: object) -> None:
+        self.now = None
+
+    def note(self, at: At, text: str) -> str:
+        """Writes down `text` for a place, if no rank has yet. Returns what is written there. Raises StoreError, ShoalError."""
+        if self._notes is None:
+            return text
+        return self._notes.compare_set(f"{at[0]}/{at[1]}", "", text).decode()
+
+    def condemn(self, verdict: str) -> None:
+        """The group is to end, on all ranks that hear of it, with this error."""
+        self._verdict = verdict
+        if self._notes is not None:
+            with contextlib.suppress(ShoalError, RuntimeError):  # the store is away: this rank has its error all the same
+                self._notes.set(_VERDICT, verdict)
+
+    @property
+    def verdict(self) -> str | None:
+        """What a rank of the group was condemned for; None: the group ended otherwise. Asks the store, once."""
+        if self._verdict is None and self._notes is not None:
+            notes, self._notes = self._notes, None
+            with contextlib.suppress(ShoalError, RuntimeError):
+                found = notes.compare_set(_VERDICT, _NONE, _NONE).decode()
+                self._verdict = found if found != _NONE else None
+        return self._verdict

@@ -163,7 +163,7 @@ def _note_gradients(account: dict[str, Any], model: Any, inner: torch.optim.Opti
 
 def _pieces(model: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """What the optimizer of a sharded strategy updates: this rank's pieces, and those that it mirrors. Nothing public tells them apart."""
-    held = getattr(model, "_held", None)
+    held = model.engine._held if hasattr(type(model.engine), "_held") else None  # engines whose ranks hold all have none
     units = getattr(held, "units", None) or getattr(getattr(held, "along_data", None), "units", [])
     return [p for unit in units for p in unit.own.pieces], [p for unit in units for p in unit.mirror.pieces]
 

@@ -6,9 +6,11 @@ import os
 import socket
 
 import pytest
+import shoal
+import torch
 
 from benchmarks.memory_and_wire import CASES, Account
-from benchmarks.workers.account import Live
+from benchmarks.workers.account import Live, _pieces
 from benchmarks.workers.wire import traffic
 
 
@@ -60,3 +62,20 @@ def test_the_formulas_for_three_ranks_with_adamw(strategy: str, held: float, sen
     assert case.held is not None
     assert case.sent is not None
     assert (case.held(3), case.sent(3)) == (pytest.approx(held), pytest.approx(sent))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options", "pieces"),
+    [("ddp", {}, (0, 0)), ("zero1", {}, (2, 2)), ("hybrid", {"data_parallel_strategy": "zero2", "elementwise_optimizer": True}, (2, 2))],
+)
+def test_what_a_rank_mirrors_is_told_from_what_it_holds(strategy: str, options: dict[str, object], pieces: tuple[int, int]) -> None:
+    def rank() -> tuple[int, int]:
+        net = torch.nn.Linear(6, 2)
+        model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1), strategy=strategy, **options)
+        for x, y in shoal.ElasticDataLoader(torch.utils.data.TensorDataset(torch.ones(4, 6), torch.ones(4, 2)), global_batch_size=4):
+            model.train_step(x, y, torch.nn.functional.mse_loss)
+            optimizer.step()
+        own, mirrored = _pieces(model)
+        return len(own), len(mirrored)
+
+    assert shoal.launch(rank, world_size=2) == [pieces] * 2

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import shoal
 import torch
+from shoal_common.errors import PreconditionError
 from torch import nn
 
 
@@ -44,3 +48,27 @@ def test_a_clone_is_the_whole_model_and_stays_as_it_was(strategy: str) -> None:
         epoch()
 
     shoal.launch(body, world_size=2)
+
+
+@pytest.mark.usefixtures("fresh_session")
+@pytest.mark.parametrize("strategy", ["ddp", "local_sgd", "zero1"])
+def test_the_memory_of_a_clone_is_free_when_it_is_dropped(strategy: str) -> None:
+    net = nn.Linear(4, 4)
+    model, _ = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1), strategy=strategy)
+    gc.disable()
+    try:
+        clone = model.clone()
+        weight = weakref.ref(next(clone.parameters()))
+        del clone
+        assert weight() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.usefixtures("fresh_session")
+def test_the_module_that_is_trained_cannot_be_replaced() -> None:
+    net = nn.Linear(4, 4)
+    model = shoal.as_distributed(net)
+    with pytest.raises(PreconditionError, match=r"model\.module was replaced"):
+        model.module = nn.Linear(4, 4)
+    assert model.module is net

@@ -1,7 +1,8 @@
 """The seam between the session and a strategy, from both sides.
 
-A strategy's model is a `Replica`: what the session calls. A strategy calls nothing of the session but what `StrategySession` has. So a new
-strategy is written against this file; loaders stand on the other side of the session, behind `contract.py`, and know no strategy.
+A strategy's engine is a `Replica`: what the session calls. It calls nothing of the session but what `StrategySession` has. So a new engine
+is written against this file and its base class (`engine/base.py`); loaders stand on the other side of the session, behind `contract.py`,
+and know no strategy.
 
 The order of calls in one step, all on the training thread:
 

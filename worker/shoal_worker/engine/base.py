@@ -38,7 +38,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What an engine is made from."""
+    """What an engine is made from.
+
+    Three things can be called: `module` by itself computes and does no more; `call` is the same, as torch.compile made it, and what
+    `Engine.forward` calls; `model` goes through `Engine.forward`, and is what `Engine.train_step` calls.
+    """
 
     strategy: str
     """The strategy's name, for errors and metadata."""
@@ -207,9 +211,11 @@ class Engine(abc.ABC):
         """Somebody is about to look at the optimizer's parameter groups: a scheduler, a GradScaler, the user."""
 
     def finish_step(self, update: Callable[[], None], *, scaled: bool, inspected: bool) -> StepStatus:
-        """Ends the step. `update` is called if the step counts, in `apply`.
+        """Ends the step.
 
         Args:
+            update: what is to be done if the step counts, called in `apply`. It is `ShardedOptimizer`'s, and calls this engine in turn: it
+                undoes a GradScaler's scale by `scale_gradients`, and then calls `step_optimizer`.
             scaled: a GradScaler has left its scale, for gradients that are not unscaled yet.
             inspected: a GradScaler has looked for infinities.
         """

@@ -134,8 +134,8 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
         self._whereabouts = Whereabouts(self.strategy)
 
     def _build(self) -> None:
-        """The module has values, or gets them now: its state is taken over. Each engine calls it at the end of its constructor, unless the
-        module is on the meta device."""
+        """Takes the module's state over, if it has values. Each engine calls it at the end of its constructor; a module on the meta device
+        gets its values later, and then it is called again."""
         if not has_values(self.module):
             return
         self._parts = self._make_state()

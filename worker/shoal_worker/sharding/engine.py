@@ -427,6 +427,7 @@ class ShardedEngine(PartitionedEngine[CutState, CutClosing]):
         }
 
     def whole_parameters(self) -> list[tuple[torch.Tensor, torch.Size]]:
+        """See `Engine`."""
         return [each for unit in self._held.units for each in zip(unit.own.pieces, unit.layout.shapes, strict=True)]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -27,11 +28,18 @@ from shoal_worker.strategies.declaration import Strategy
 class ShardedModel(nn.Module):
     """A model that several ranks train together.
 
-    `model.module` is the user's own; attributes that this class lacks are looked up there.
+    `model.module` is the user's own, and stays what it is; attributes that this class lacks are looked up there.
     """
 
     declaration: ClassVar[Strategy]
     """What the strategy is: its engine, its options, its costs."""
+    strategy: ClassVar[str]
+    """Name of the strategy."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "declaration" in cls.__dict__:
+            cls.strategy = cls.declaration.name
 
     def __init__(self, module: nn.Module, session: Session, config: ShardingConfiguration, *, backend: str | None, **options: Any) -> None:
         """`backend`: None chooses by the session's device. `options`: those that the strategy declares.
@@ -54,17 +62,30 @@ class ShardedModel(nn.Module):
         self.initialize_sharding()
 
     def on_before_initialize_sharding(self) -> None:
-        """Hook for subclasses: called once, before anything is sharded."""
+        """Hook for subclasses: called once, before anything is sharded. `self.module` and `self.config` are there, and may be changed; what
+        an engine does (`state_dict`, `to`, `full_state_dict`, ...) is not."""
 
     def initialize_sharding(self) -> None:
         """Makes the engine, which lays the module out over the ranks. Called once, by the constructor."""
+        itself = weakref.ref(self)  # else the memory of a model that nobody needs any more would wait for Python's collector
+
+        def call_model(*args: Any, **kwargs: Any) -> Any:
+            model = itself()
+            assert model is not None, "it calls"
+            return model(*args, **kwargs)
+
+        def show(module: nn.Module) -> None:
+            model = itself()
+            if model is not None:
+                super(ShardedModel, model).__setattr__("module", module)
+
         self.engine: Engine = self.declaration.engine(
             Setup(
                 strategy=self.strategy,
                 module=self.module,
                 call=self._call,
-                model=self,
-                show=self._show,
+                model=call_model,
+                show=show,
                 session=self._session,
                 config=self.config,
                 backend_name=self.backend_name,
@@ -72,13 +93,14 @@ class ShardedModel(nn.Module):
             )
         )
 
-    def _show(self, module: nn.Module) -> None:
-        self.module = module
-
-    @property
-    def strategy(self) -> str:
-        """Name of the strategy."""
-        return self.declaration.name
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Raises PreconditionError: another module, after the engine has taken over the one that was given."""
+        if name == "module" and "engine" in self.__dict__:
+            raise PreconditionError(
+                "model.module was replaced: what is trained is the module that as_distributed was given; change its values with "
+                "model.with_parameters(values), and compile it before as_distributed"
+            )
+        super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -88,7 +110,6 @@ class ShardedModel(nn.Module):
 
     # ------------------------------------------------------------------------------------------------------------- training
 
-    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]  # what it calls, the module, may be compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward pass; in training its backward pass reduces the gradients, where the strategy does."""
         return self.engine.forward(*args, **kwargs)

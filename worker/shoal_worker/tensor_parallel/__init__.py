@@ -1,7 +1,7 @@
 """Tensor parallelism: one model's layers split over several ranks, on torch's DTensor and `parallelize_module`.
 
 make_plan (derive.py) says how a model is split, parallelize (layers.py) splits it.
-The strategy that ties this to sessions and optimizers is strategies/tensor.py.
+The engine that ties this to sessions and optimizers is mesh/engine.py.
 """
 
 from shoal_worker.tensor_parallel.context import DropoutRandomness as DropoutRandomness

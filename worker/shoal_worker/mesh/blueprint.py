@@ -11,12 +11,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import torch
 from shoal_common.errors import ConfigurationError
 from torch import nn
 
+from shoal_worker.config import ShardingConfiguration
 from shoal_worker.mesh.axes import Axes, Coordinate
 from shoal_worker.pipelining.partial import empty_on
 from shoal_worker.pipelining.pipeline import PipelineSettings
@@ -25,16 +26,26 @@ from shoal_worker.pipelining.split import Split, named_tensors, split_model
 from shoal_worker.tensor_parallel.derive import make_plan
 from shoal_worker.tensor_parallel.plan import ParameterLayout, Share, TensorParallelPlan, cut, cut_shape
 
+TENSOR_OPTIONS: Final = frozenset({"plan", "sequence_dimension", "loss_parallel", "example_inputs", "dropout", "elementwise_optimizer"})
+PIPELINE_OPTIONS: Final = frozenset({"schedule", "micro_batches", "stages_per_rank", "cut_points"})
+"""Keyword arguments of `as_distributed` that say how a model is cut."""
+
 
 def meta_copy(module: nn.Module) -> nn.Module:
-    """The module's structure without values; tied tensors stay tied."""
+    """The module's structure without values; tied tensors stay tied. Where activations are computed again, the forward pass that does it
+    stays behind: it stands in the module, not in its class."""
     tensors = {id(t): empty_on(t, torch.device("meta")) for t in named_tensors(module).values()}
+    checkpointed = [part for part in module.modules() if "forward" in part.__dict__]
+    forwards = [part.__dict__.pop("forward") for part in checkpointed]
     try:
         copied: nn.Module = copy.deepcopy(module, dict(tensors))
     except (TypeError, RuntimeError) as error:
         raise ConfigurationError(
             f"{type(module).__name__} cannot be copied, which cutting it needs ({error}): give it __deepcopy__"
         ) from error
+    finally:
+        for part, forward in zip(checkpointed, forwards, strict=True):
+            part.__dict__["forward"] = forward
     return copied
 
 
@@ -85,6 +96,22 @@ class Template:
         """The rank of each stage of a pipeline over so many ranks."""
         kind = schedule_kind(self.pipeline.schedule)
         return stage_ranks(kind, ranks, checked_stages_per_rank(kind, self.pipeline.stages_per_rank))
+
+
+def template_of(module: nn.Module, config: ShardingConfiguration, options: Mapping[str, Any], *, pipelined: bool) -> Template:
+    """The template of a module, and what the strategy's options say of how it is cut."""
+    return Template(
+        module=meta_copy(module),
+        plan_options={
+            "minimum_parameter_group_size": config.minimum_parameter_group_size,
+            **{name: options[name] for name in ("plan", "sequence_dimension", "loss_parallel", "example_inputs") if name in options},
+        },
+        pipeline=PipelineSettings(
+            loss_reduction="mean" if config.loss_reduction == "mean" else "sum",
+            **{name: options[name] for name in PIPELINE_OPTIONS if name in options},
+        ),
+        pipelined=pipelined,
+    )
 
 
 class Blueprint:

@@ -24,7 +24,6 @@ from torch.autograd import Variable
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from shoal_worker.elastic.consistency import digest_of, state_tensors
 from shoal_worker.elastic.contract import Share, StepStatus
 from shoal_worker.elastic.group import Channel, Group, LocalChannel
 from shoal_worker.elastic.step import CONTROL_LENGTH, Step
@@ -36,21 +35,16 @@ from shoal_worker.engine.parameters import check_shaped
 from shoal_worker.engine.partitioned import PartitionedEngine
 from shoal_worker.engine.passes import Loss, call_module, loss_of
 from shoal_worker.failpoints import failpoint
-from shoal_worker.mesh.blueprint import Template, meta_copy, whole_module, zeros
+from shoal_worker.mesh.blueprint import template_of, whole_module, zeros
 from shoal_worker.mesh.division import Division, alone
 from shoal_worker.mesh.gradients import MeshGradients
 from shoal_worker.mesh.layouts import Layouts, MeshPlan
 from shoal_worker.mesh.parts import ModelParts
 from shoal_worker.pipelining.micro_batches import cut_batch
-from shoal_worker.pipelining.pipeline import PipelineSettings
 from shoal_worker.sharding.collectives import IssuedCollectives
 from shoal_worker.sharding.hooks import when_gradients_come
 from shoal_worker.tensor_parallel.context import DropoutRandomness
 from shoal_worker.tensor_parallel.region import loss_parallel
-
-TENSOR_OPTIONS = frozenset({"plan", "sequence_dimension", "loss_parallel", "example_inputs", "dropout", "elementwise_optimizer"})
-PIPELINE_OPTIONS = frozenset({"schedule", "micro_batches", "stages_per_rank", "cut_points"})
-"""Keyword arguments of `as_distributed` that this engine reads."""
 
 
 class MeshEngine(PartitionedEngine[ModelParts, Closing]):
@@ -70,7 +64,9 @@ class MeshEngine(PartitionedEngine[ModelParts, Closing]):
             raise ConfigurationError(f"dropout={dropout!r}: expected one of {', '.join(DropoutRandomness)}")
         self._dropout = DropoutRandomness(dropout)
         self._plan = plan
-        self._template = self._make_template()
+        self._checkpointed = tuple(name for name, part in self.module.named_modules() if "forward" in part.__dict__)
+        """Names of modules whose activations are computed again: their forward passes stand in them, not in their classes."""
+        self._template = template_of(self.module, self.config, own, pipelined=plan.pipelined)
         if plan.sharding is not None and plan.sharding.blocks is not None:
             plan.sharding.blocks(self._template.module)  # raises for names that the model does not have
         self.layouts = Layouts(plan, self._template)
@@ -80,28 +76,6 @@ class MeshEngine(PartitionedEngine[ModelParts, Closing]):
         """Between a forward pass and its backward pass."""
         self._standing_in: nn.Module | None = None
         self._build()
-
-    def _make_template(self) -> Template:
-        own = self._options
-        checkpointed = {name: part for name, part in self.module.named_modules() if "forward" in part.__dict__}
-        forwards = [part.__dict__.pop("forward") for part in checkpointed.values()]
-        template = meta_copy(self.module)
-        for part, forward in zip(checkpointed.values(), forwards, strict=True):
-            part.__dict__["forward"] = forward
-        self._checkpointed = tuple(checkpointed)
-        """Names of modules whose activations are computed again: their forward passes stand in them, not in their classes."""
-        return Template(
-            module=template,
-            plan_options={
-                "minimum_parameter_group_size": self.config.minimum_parameter_group_size,
-                **{name: own[name] for name in ("plan", "sequence_dimension", "loss_parallel", "example_inputs") if name in own},
-            },
-            pipeline=PipelineSettings(
-                loss_reduction="mean" if self.config.loss_reduction == "mean" else "sum",
-                **{name: own[name] for name in PIPELINE_OPTIONS if name in own},
-            ),
-            pipelined=self._plan.pipelined,
-        )
 
     @property
     def _any_optimizer(self) -> bool:
@@ -557,15 +531,7 @@ class MeshEngine(PartitionedEngine[ModelParts, Closing]):
 
     def in_common(self) -> Mapping[str, int]:
         """See `Replica`: this rank's part, with the other replicas' ranks that hold the same."""
-        division, held = self._division, self._held
-        if division is None:
-            return {}
-        at = division.cut.at
-        digests = {}
-        for position, runs in held.along_data.runs(held.optimizer).items():
-            tensors = [[run.value, *state_tensors({name: run.state}, [name])] for name, run in sorted(runs.items())]
-            digests[f"part {at.pipeline}.{at.tensor}, shard {position}"] = digest_of(tensor for each in tensors for tensor in each)
-        return digests
+        return self._held.in_common() if self._division is not None else {}
 
     @contextlib.contextmanager
     def whole_for(self, channel: Channel) -> Iterator[None]:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from shoal_worker.elastic.consistency import digest_of, state_tensors
 from shoal_worker.elastic.group import Channel
 from shoal_worker.engine.activation_checkpointing import checkpoint_activations
 from shoal_worker.engine.elsewhere import Whereabouts
@@ -155,6 +156,16 @@ class ModelParts(StateInParts):
             {name: named[name] for name in self.template.names if name in self.template.parameter_names}, self.whereabouts
         )
         self.hidden.hide()
+
+    def in_common(self) -> dict[str, int]:
+        """Digests of this rank's shards, with their optimizer state, by what they are of."""
+        assert self.cut is not None
+        at = self.cut.at
+        digests = {}
+        for position, runs in self.along_data.runs(self.optimizer).items():
+            tensors = [[run.value, *state_tensors({name: run.state}, [name])] for name, run in sorted(runs.items())]
+            digests[f"part {at.pipeline}.{at.tensor}, shard {position}"] = digest_of(tensor for each in tensors for tensor in each)
+        return digests
 
     def held(self) -> list[Held]:
         """For `gather`: the newest first."""

@@ -211,7 +211,7 @@ REFUSED_VARIATIONS: Final[Mapping[tuple[str, str], str]] = {
     **{(name, "param_dtype"): "compute within torch.autocast, or take zero1" for name in ROWS if name not in _IN_SHARDS},
     **{(name, "reduce_dtype"): 'use gradient_compression="bf16", or take zero1' for name in ROWS if name not in _IN_SHARDS},
     **{
-        (name, "shard_modules"): "take zero3, fsdp or hsdp, which gather parameters by modules, or leave it out"
+        (name, "shard_modules"): "take zero3, fsdp, hsdp or hybrid, which gather parameters by modules, or leave it out"
         for name, row in ROWS.items()
         if row.strategy not in ("zero3", "fsdp", "hsdp", "hybrid")
     },

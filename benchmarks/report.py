@@ -70,7 +70,7 @@ class Machine:
     python: str
     versions: Mapping[str, str]
     load_average: float
-    """Over the minute before the first measurement: above nought, others use the machine too."""
+    """Over the minute before the first measurement: above zero, others use the machine too."""
 
     @classmethod
     def here(cls) -> Machine:

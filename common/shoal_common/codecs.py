@@ -236,7 +236,7 @@ def _encode_int8(values: Values, kept: int, random: np.random.Generator) -> list
     with np.errstate(all="ignore"):
         largest = np.abs(rows).max(axis=1)
         scales = np.where(np.isfinite(largest), largest / np.float32(INT8_LARGEST), np.float32(np.nan)).astype(_F4)
-        # A magnitude so small that its scale has hardly a bit left is nought: the division would not stay within int8.
+        # A magnitude so small that its scale has hardly a bit left is zero: the division would not stay within int8.
         scales[largest < np.finfo(np.float32).tiny * 256] = 0
         inverse = np.where(scales > 0, 1 / scales, 0)[:, None].astype(np.float32)
         levels = np.floor(rows * inverse + random.random(rows.shape, np.float32))
@@ -291,7 +291,7 @@ def randomk_places(start: int, stride: int, kept: int, length: int) -> NDArray[n
 
 
 def _in_blocks(values: Values, block: int) -> Values:
-    """One block a row, the last filled up with noughts."""
+    """One block a row, the last filled up with zeros."""
     rows = np.zeros((blocks(values.size, block), block), np.float32)
     rows.reshape(-1)[: values.size] = values
     return rows

@@ -1,6 +1,6 @@
 """The models of the parity matrix, each with its data: small, and each with something that sharding gets wrong easily.
 
-No parameter has a gradient that is nought in exact arithmetic (a bias before a BatchNorm, a key's bias in attention): AdamW would make
+No parameter has a gradient that is zero in exact arithmetic (a bias before a BatchNorm, a key's bias in attention): AdamW would make
 steps of full length from its rounding errors.
 """
 

@@ -142,7 +142,7 @@ def _judge(verdict: Verdict, audited: Any) -> None:
 
 
 def _is_refused(world: World) -> bool:
-    """A joiner's `enumerate(loader)` counts from nought. The ranks were told so by name, all that were left; nobody failed otherwise."""
+    """A joiner's `enumerate(loader)` counts from zero. The ranks were told so by name, all that were left; nobody failed otherwise."""
     if world.scenario.loop != "enumerate" or any(kind != "unmatched" for kind, _ in world.violations):
         return False
     ended = [process for process in world.processes if not process.dead and process.exit_code]

@@ -98,7 +98,7 @@ def test_topk_contracts_by_the_share_it_keeps(length, seed, ratio):
         torch.where(torch.arange(300_000) % 4 == 0, 1.0, 1e-30),
         torch.where(torch.arange(300_000) % 4 == 1, 1.0, 0.0),
     ],
-    ids=["noughts", "ones", "few", "half", "ties", "ramp", "seen", "unseen"],
+    ids=["zeros", "ones", "few", "half", "ties", "ramp", "seen", "unseen"],
 )
 def test_topk_finds_the_largest_where_a_sample_misleads(values):
     found = round_trip(TopKCompressor(ratio=0.01), values)

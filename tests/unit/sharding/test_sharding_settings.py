@@ -13,7 +13,7 @@ import torch
 from shoal_common.errors import ConfigurationError, LimitError
 from shoal_worker.elastic.formation import GROUP_LOST
 from shoal_worker.engine.elsewhere import inside
-from shoal_worker.sharding.homes import FileHome
+from shoal_worker.sharding.offload import FileHome
 from shoal_worker.sharding.unit import Stage, Unit
 from torch import nn
 

@@ -14,11 +14,11 @@ from typing import Any, cast
 
 import torch
 from shoal_common.errors import MembershipChanged
+from shoal_worker.elastic.committed_state import HeldState
 from shoal_worker.elastic.exchange import StateExchange
 from shoal_worker.elastic.formation import Formation
 from shoal_worker.elastic.generation import Generation, Peer
 from shoal_worker.elastic.group import Channel, Group
-from shoal_worker.elastic.held import HeldState
 from shoal_worker.elastic.membership import Membership
 from shoal_worker.elastic.progress import ProgressMeter
 from shoal_worker.elastic.reconcile import StateName
@@ -90,7 +90,7 @@ class Model:
     """The least that the session takes for a strategy's model."""
 
     strategy, asynchronous, backend_name, in_parts = "test", False, "gloo", False
-    data_parallel_rank, data_parallel_size, idle, lacks_ranks, speaks = 0, 1, False, False, True
+    data_parallel_rank, data_parallel_size, idle, lacks_ranks, leads_replica = 0, 1, False, False, True
     consistency_check_every = 0
     steps_alone = False
 

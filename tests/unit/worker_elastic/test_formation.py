@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 from shoal_common.errors import ConfigurationError, MembershipChanged, PreconditionError
 from shoal_worker.elastic.phase import Phase
-from shoal_worker.elastic.place import Place
 from shoal_worker.elastic.reconcile import StateName
+from shoal_worker.elastic.script_position import Place
 
 from tests.unit.worker_elastic.ranks import Member, Model, form
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from shoal_worker.elastic.held import HeldState
+from shoal_worker.elastic.committed_state import HeldState
 
 
 class Loader:

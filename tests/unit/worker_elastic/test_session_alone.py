@@ -10,7 +10,7 @@ from shoal_common.errors import ConfigurationError, PreconditionError
 from shoal_worker.elastic.current import set_session
 from shoal_worker.elastic.group import LocalChannel
 from shoal_worker.elastic.phase import Phase, ScriptPhase
-from shoal_worker.elastic.place import Place
+from shoal_worker.elastic.script_position import Place
 from shoal_worker.elastic.start import current_session
 from shoal_worker.state.snapshot import Snapshot
 from torch import nn

@@ -162,7 +162,7 @@ class _PowerIteration(Exchange):
 
 
 def orthonormal(matrix: torch.Tensor) -> torch.Tensor:
-    """An orthonormal basis of a space that holds the columns (Householder QR: also when they are dependent, or nought)."""
+    """An orthonormal basis of a space that holds the columns (Householder QR: also when they are dependent, or zero)."""
     basis: torch.Tensor = torch.linalg.qr(matrix).Q
     return basis
 
@@ -170,7 +170,7 @@ def orthonormal(matrix: torch.Tensor) -> torch.Tensor:
 def _start(power: PowerSGDCompressor, errand: Errand, random: KeyedRandom, number: int, one: _Matrix, device: torch.device) -> torch.Tensor:
     """The Q to begin with: orthonormal, so that the size of gradients does not multiply from step to step."""
     warm = errand.memory.warm_start(number) if power.warm_start else None
-    # A row of noughts would stay one: its gradient was nought, or of lower rank.
+    # A row of zeros would stay one: its gradient was zero, or of lower rank.
     if warm is not None and warm.shape == (one.rank, one.columns) and bool(warm.any(dim=1).all()):
         return orthonormal(warm.t())
     return orthonormal(random.normal(one.columns, one.rank).to(device))

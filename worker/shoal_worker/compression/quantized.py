@@ -77,7 +77,7 @@ class BFloat16Compressor(_HalfCompressor):
 
 
 _SMALLEST: Final = 256 * torch.finfo(torch.float32).tiny
-"""Blocks whose largest magnitude is below this (3e-36) become noughts: their scale would be denormal."""
+"""Blocks whose largest magnitude is below this (3e-36) become zeros: their scale would be denormal."""
 
 
 @dataclass(frozen=True, kw_only=True)

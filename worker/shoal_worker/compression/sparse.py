@@ -176,7 +176,7 @@ def _largest_on_cpu(values: NDArray[np.float32], kept: int) -> NDArray[np.int64]
     if candidates is None:
         return _largest_of(np.abs(values), kept)
     if candidates.size < kept:
-        # Only noughts are left: any will do. Among the first `kept` places there are enough that are no candidates.
+        # Only zeros are left: any will do. Among the first `kept` places there are enough that are no candidates.
         spare = np.ones(kept, bool)
         spare[candidates[candidates < kept]] = False
         return np.sort(np.concatenate([candidates, np.flatnonzero(spare)[: kept - candidates.size]]))
@@ -184,7 +184,7 @@ def _largest_on_cpu(values: NDArray[np.float32], kept: int) -> NDArray[np.int64]
 
 
 def _candidates(values: NDArray[np.float32], kept: int) -> NDArray[np.int64] | None:
-    """Places, ascending, among which the `kept` largest are; fewer than `kept` if all others are noughts. None: no good guess."""
+    """Places, ascending, among which the `kept` largest are; fewer than `kept` if all others are zeros. None: no good guess."""
     count = values.size
     if count <= _SAMPLES or kept * _SURPLUS * 2 > count:
         return None

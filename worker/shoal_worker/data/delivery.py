@@ -131,7 +131,7 @@ class Delivery:
         return None if self._weight_fn is not None else float(len(dealt.positions))
 
     def _note(self, dealt: DealtStep, block: Block, request: Request, loader: str) -> None:
-        if self._record is None or not dealt.placement.speaks:
+        if self._record is None or not dealt.placement.leads_replica:
             return
         self._record.write(
             "dealt",

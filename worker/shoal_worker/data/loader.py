@@ -275,7 +275,7 @@ class ElasticDataLoader:
                 self._record.write("finished", **place)
             else:
                 self._record.write("committed", **place, begin=dealt.positions.start)
-        return dealt.handed_out if placement.speaks else 0
+        return dealt.handed_out if placement.leads_replica else 0
 
     def state_dict(self) -> dict[str, Any]:
         """The cursor after the last commit, in samples, and what its meaning depends on. JSON-able."""

@@ -1,7 +1,7 @@
 """What ranks are told whose scripts went different ways: RANKS_DIVERGED, with who is where, or what differs.
 
-A step's control word says only that they did (`place.py`); then all ranks know it, and tell each other the rest here. Used by the training
-thread.
+A step's control word says only that they did (`script_position.py`); then all ranks know it, and tell each other the rest here. Used by the
+training thread.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from shoal_common.errors import MembershipChanged, PreconditionError
 
 from shoal_worker.elastic.contract import StepSource
 from shoal_worker.elastic.group import Group
-from shoal_worker.elastic.place import Place
+from shoal_worker.elastic.script_position import Place
 from shoal_worker.state.digest import DRAWN, SAMPLES
 
 REASON: Final = "RANKS_DIVERGED"
 COUNTING: Final = (
-    "A count of the script's own, such as enumerate(loader)'s or that of `if optimizer.step(): count += 1`, starts from nought in a "
+    "A count of the script's own, such as enumerate(loader)'s or that of `if optimizer.step(): count += 1`, starts from zero in a "
     "process that joins: what happens every k steps goes by loader.global_step, or by every_steps= of save_checkpoint and evaluate"
 )
 """The usual cause, and its remedy."""

@@ -18,13 +18,13 @@ from datetime import timedelta
 
 from shoal_common.errors import MembershipChanged
 
+from shoal_worker.elastic.committed_state import HeldState
 from shoal_worker.elastic.contract import Drained, Placement, StepSource, StopTraining
 from shoal_worker.elastic.departure import Told, who_leaves
 from shoal_worker.elastic.formation import GROUP_LOST, Formation
 from shoal_worker.elastic.group import Group
-from shoal_worker.elastic.held import HeldState
 from shoal_worker.elastic.phase import Phase
-from shoal_worker.elastic.place import Place
+from shoal_worker.elastic.script_position import Place
 from shoal_worker.elastic.step import Step
 
 _log = logging.getLogger(__name__)
@@ -56,7 +56,10 @@ class Borders:
             return Placement(generation=generation.number, rank=generation.rank, world_size=generation.world_size)
         replica = self._held.replica
         return Placement(
-            generation=generation.number, rank=replica.data_parallel_rank, world_size=replica.data_parallel_size, speaks=replica.speaks
+            generation=generation.number,
+            rank=replica.data_parallel_rank,
+            world_size=replica.data_parallel_size,
+            leads_replica=replica.leads_replica,
         )
 
     @property

@@ -38,7 +38,7 @@ class Placement:
     """This replica's data-parallel rank: who deals samples to it. Equals the global rank unless a model is split over ranks."""
     world_size: int
     """Number of data-parallel replicas."""
-    speaks: bool = True
+    leads_replica: bool = True
     """Among the ranks of a replica, which all get the same samples, this is the one that counts and records them."""
 
 

@@ -5,7 +5,7 @@ membership changes, the batches that died with a rank are dealt again; the other
 order of the batches, so they do not depend on the number of ranks.
 
 Early stopping is kept in the session, so that joiners and checkpoints carry it. What happens every k steps (`every_steps=`) goes by the
-committed steps of the run: a count of the script's own starts from nought in a process that joins."""
+committed steps of the run: a count of the script's own starts from zero in a process that joins."""
 
 from __future__ import annotations
 

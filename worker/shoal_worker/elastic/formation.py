@@ -25,17 +25,17 @@ from typing import Any
 from shoal_common.errors import ConfigurationError, DeadlineError, MembershipChanged, PreconditionError, UnavailableError
 
 from shoal_worker.elastic.apart import COUNTING
+from shoal_worker.elastic.committed_state import HeldState
 from shoal_worker.elastic.contract import Drained, StateLostError, StopTraining
 from shoal_worker.elastic.exchange import StateExchange
 from shoal_worker.elastic.feeding import Feeding
 from shoal_worker.elastic.generation import Generation
 from shoal_worker.elastic.group import Group
-from shoal_worker.elastic.held import HeldState
 from shoal_worker.elastic.member import Member
 from shoal_worker.elastic.operations import GroupChannel, spectate
-from shoal_worker.elastic.place import Place
 from shoal_worker.elastic.progress import ProgressMeter
 from shoal_worker.elastic.reconcile import STANDING_LENGTH, Interrupted, Reconciliation, Standing, StateName, reconcile
+from shoal_worker.elastic.script_position import Place
 from shoal_worker.elastic.waiting import Where
 from shoal_worker.elastic.waiting_lines import WaitingLines
 from shoal_worker.failpoints import failpoint

@@ -58,7 +58,7 @@ class Replica(Protocol):
         ...
 
     @property
-    def speaks(self) -> bool:
+    def leads_replica(self) -> bool:
         """This rank is the first of those that hold its replica of the model."""
         ...
 

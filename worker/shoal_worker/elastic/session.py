@@ -4,7 +4,7 @@ It puts the parts together and gives each side its view of them; what happens is
 
 - `steps.py`      begins, commits and loses steps: what loaders call (`contract.py`) and strategies (`replica.py`)
 - `formation.py`  forms generations, and brings the ranks of one to the same state
-- `held.py`       the state that this process holds
+- `committed_state.py`       the state that this process holds
 - `departure.py`  how its part in the run ends
 - `member.py`       its place among the ranks: `membership.py` and `link.py` have it from a coordinator, `fixed.py` from `shoal.launch`
 
@@ -27,13 +27,13 @@ from typing import Any, Final
 import torch
 from shoal_common.errors import PreconditionError, ShoalError
 
+from shoal_worker.elastic.committed_state import HeldState
 from shoal_worker.elastic.contract import StateLostError, StepStatus, StopTraining
 from shoal_worker.elastic.departure import Departure
 from shoal_worker.elastic.exchange import StateExchange
 from shoal_worker.elastic.formation import GROUP_LOST, Formation
 from shoal_worker.elastic.generation import Generation
 from shoal_worker.elastic.group import Channel, Group, LocalChannel
-from shoal_worker.elastic.held import HeldState
 from shoal_worker.elastic.member import LeaveReason, Member
 from shoal_worker.elastic.operations import Body, GroupChannel, Operations
 from shoal_worker.elastic.phase import Phase

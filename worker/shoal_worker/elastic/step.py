@@ -18,7 +18,7 @@ from typing import Final
 from shoal_common.errors import PreconditionError
 
 from shoal_worker.elastic.contract import Placement, Share, StepSource, WeighRows
-from shoal_worker.elastic.place import PLACE_WORD_LENGTH, Place, agree
+from shoal_worker.elastic.script_position import PLACE_WORD_LENGTH, Place, agree
 
 _OWN: Final = 5
 """Numbers of a control word that are the step's own; the others say where the script stands."""

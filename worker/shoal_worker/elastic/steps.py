@@ -24,6 +24,7 @@ from shoal_common.errors import MembershipChanged, PreconditionError
 
 from shoal_worker.elastic.apart import steps_apart
 from shoal_worker.elastic.borders import ALONE, Borders
+from shoal_worker.elastic.committed_state import HeldState
 from shoal_worker.elastic.consistency import disagreement
 from shoal_worker.elastic.contract import (
     Leases,
@@ -38,7 +39,6 @@ from shoal_worker.elastic.contract import (
 )
 from shoal_worker.elastic.departure import Departure
 from shoal_worker.elastic.formation import Formation
-from shoal_worker.elastic.held import HeldState
 from shoal_worker.elastic.phase import Phase
 from shoal_worker.elastic.progress import ProgressMeter
 from shoal_worker.elastic.step import Step

@@ -281,7 +281,7 @@ class Engine(abc.ABC):
         return self._session.world_size
 
     @property
-    def speaks(self) -> bool:
+    def leads_replica(self) -> bool:
         """Each rank is a replica."""
         return True
 

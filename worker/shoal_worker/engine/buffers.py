@@ -84,7 +84,7 @@ class CommittedBuffers:
                 )
         floats, committed = (_flat(of[self._floats], like.dtype, like.device) for of in (now, before))
         counted, counted_before = (_flat(of[self._counters], torch.int64, like.device) for of in (now, before))
-        # Where equal, nought: the difference of two infinities is not.
+        # Where equal, zero: the difference of two infinities is not.
         return torch.cat([torch.where(floats == committed, 0.0, floats - committed), (counted - counted_before).to(like.dtype)])
 
     def apply(self, changes: torch.Tensor) -> None:

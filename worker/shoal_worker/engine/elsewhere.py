@@ -1,7 +1,7 @@
 """What stands for parameters and gradients that are not where torch looks for them, so that torch's own calls raise instead of being wrong.
 
 A module's parameters stay the same objects, also while their values are freed or cut over ranks, and so do those whose gradients are summed
-into shards. Whoever looks at them then would find nothing: an empty state dict, a norm of nought. So their class changes for that time, as
+into shards. Whoever looks at them then would find nothing: an empty state dict, a norm of zero. So their class changes for that time, as
 torch's own lazy parameters change theirs:
 
 - A parameter without values (`hide`) tells what it is (shape, dtype, number of elements), and raises at every use of its values.

@@ -200,6 +200,6 @@ def whole_module(
 
 
 def zeros(template: Template) -> dict[str, torch.Tensor]:
-    """Values for a module whose answers nobody uses: all nought."""
+    """Values for a module whose answers nobody uses: all zero."""
     tensors = template.tensors()
     return {key: torch.zeros(tensors[first].shape) for key, first in template.first_names.items()}

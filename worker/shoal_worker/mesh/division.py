@@ -20,8 +20,8 @@ from shoal_worker.elastic.step import Step
 from shoal_worker.engine.buffers import CommittedBuffers
 from shoal_worker.engine.elsewhere import drop_gradient
 from shoal_worker.failpoints import failpoint
-from shoal_worker.mesh.along_data import InShards
 from shoal_worker.mesh.axes import Axes
+from shoal_worker.mesh.data_axis import InShards
 from shoal_worker.mesh.gathering import Cut, Whole
 from shoal_worker.mesh.layouts import Sharding
 from shoal_worker.mesh.parts import ModelParts, Shard

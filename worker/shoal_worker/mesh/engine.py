@@ -3,7 +3,7 @@
 One engine over three axes (`axes.py`): `tensor` and `pipeline` are those where the others have one rank, `hybrid` has all. The model's
 layers communicate in its passes, along the tensor axis and between the stages. A step ends as `engine/partitioned.py` says. Its gradients
 are sealed when those of this rank's part, added up over the micro-batches, are summed over the replicas, and, where these hold shards of
-the sums (`along_data.py`), with the ranks that mirror them. After a failure the state is cut for the ranks that are left (`regroup`), from
+the sums (`data_axis.py`), with the ranks that mirror them. After a failure the state is cut for the ranks that are left (`regroup`), from
 the parts that any of them holds. A part that nobody holds is lost: see docs/strategies/hybrid.md.
 
 How the ranks are divided now is in `division.py`, what this rank holds of the model in `parts.py`. All of it runs on the training thread.
@@ -502,7 +502,7 @@ class MeshEngine(PartitionedEngine[ModelParts, Closing]):
         return at.data if at is not None else 0
 
     @property
-    def speaks(self) -> bool:
+    def leads_replica(self) -> bool:
         """See `Replica`."""
         at = self.layouts.axes(self._session.world_size).at(self._session.rank)
         return at is not None and at.pipeline == at.tensor == 0

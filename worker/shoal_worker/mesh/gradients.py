@@ -18,7 +18,7 @@ from torch import nn
 from shoal_worker.elastic.group import Group
 
 _SMALLEST: Final = 1e-12
-"""A norm in float32 below it may miss squares that float32 has rounded to nought."""
+"""A norm in float32 below it may miss squares that float32 has rounded to zero."""
 
 
 class MeshGradients(abc.ABC):
@@ -147,7 +147,7 @@ class MeshGradients(abc.ABC):
 class ReplicatedGradients(MeshGradients):
     """Each replica has them whole. Where there are several they lie in one flat vector with the rest, so that their sum is one all-reduce.
 
-    What a step's first pass leaves is kept as it is, with its factor: most steps have one pass, and then what adding it to noughts would
+    What a step's first pass leaves is kept as it is, with its factor: most steps have one pass, and then what adding it to zeros would
     cost is saved. It is never written to, since autograd may have given its memory to two parameters.
     """
 

@@ -2,7 +2,7 @@
 
 The user's module stays the same object; its layers are changed in place, and get other parameters, each time that the ranks are divided
 anew. The optimizer updates `pieces`: plain tensors, which share the memory of what the layers compute with; or, where the data axis cuts
-these, its shard of them (`along_data.py`). The training thread owns it.
+these, its shard of them (`data_axis.py`). The training thread owns it.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from shoal_worker.engine.activation_checkpointing import checkpoint_activations
 from shoal_worker.engine.elsewhere import Whereabouts
 from shoal_worker.engine.materialize import unsaved_buffers
 from shoal_worker.engine.state_in_parts import StateInParts
-from shoal_worker.mesh.along_data import AlongData, Replicated, State
 from shoal_worker.mesh.axes import Axes, Coordinate
 from shoal_worker.mesh.blueprint import Blueprint, Template
+from shoal_worker.mesh.data_axis import AlongData, Replicated, State
 from shoal_worker.mesh.gathering import Cut, Held, Run, Whole, copy_singles, gather, is_element
 from shoal_worker.mesh.hidden import HiddenParameters
 from shoal_worker.mesh.step_group import GroupMesh

@@ -2,7 +2,7 @@
 
 torch finds groups by their names in a world that a process has one of; a generation's groups come and go, and are in no such world. Layers
 cut over ranks communicate in the middle of a forward or backward pass, which may be the user's. So a collective that fails in a step does
-not raise there: its result is noughts, the step is marked lost, and `optimizer.step()` says so. Between steps it raises.
+not raise there: its result is zeros, the step is marked lost, and `optimizer.step()` says so. Between steps it raises.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def keep_gradients_from(output: Any) -> None:
-    """What comes back to an output in the backward pass becomes nought, also what is no number."""
+    """What comes back to an output in the backward pass becomes zero, also what is no number."""
     for one in pytree.tree_leaves(output):
         if isinstance(one, torch.Tensor) and one.requires_grad:
             one.register_hook(torch.zeros_like)

@@ -98,7 +98,7 @@ class AccumulatedReduction:
         if step is None or step.lost is not None or step.phase is not StepPhase.OPEN:
             return
         if not self._open:
-            self._start()  # a rank without micro-batches takes part with weight nought
+            self._start()  # a rank without micro-batches takes part with weight zero
         if session.elastic and not self._alone:
             self._send(step.share.total_weight if step.share is not None else None)
             if not self._flight.land():

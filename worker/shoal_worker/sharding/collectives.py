@@ -25,8 +25,8 @@ from shoal_common.errors import MembershipChanged, PreconditionError
 
 from shoal_worker.compression.reduction import Reduction
 from shoal_worker.elastic.group import Group
-from shoal_worker.elastic.place import agree
 from shoal_worker.elastic.replica import StrategySession
+from shoal_worker.elastic.script_position import agree
 from shoal_worker.engine.losing import LosingStep
 from shoal_worker.sharding.layout import Division
 

@@ -40,8 +40,8 @@ from shoal_worker.sharding.collectives import CompressedScatter, IssuedCollectiv
 from shoal_worker.sharding.cut_state import CutState
 from shoal_worker.sharding.execution import ShardedExecution
 from shoal_worker.sharding.gradients import CutGradients
-from shoal_worker.sharding.homes import home_of
 from shoal_worker.sharding.layout import Division, among_all
+from shoal_worker.sharding.offload import home_of
 from shoal_worker.sharding.unit import Stage, Unit
 from shoal_worker.state.part import StatePart
 

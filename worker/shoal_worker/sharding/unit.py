@@ -13,7 +13,7 @@ nobody computes with it (the storage is resized to nothing, as torch's FSDP does
 values again because the unit is gathered before its backward pass). Meanwhile the parameters are empty. Optimizers update pieces of shards
 (`Holding`).
 
-Where parameters are computed with in another dtype than they are updated in, or are updated elsewhere (`homes.py`), shards have memory of
+Where parameters are computed with in another dtype than they are updated in, or are updated elsewhere (`offload.py`), shards have memory of
 their own at every stage, and `full` is a copy of them: P in the dtype of the computation, and P/N in their own.
 
 It does not know when to gather or reduce (`execution.py`).
@@ -30,8 +30,8 @@ from torch.distributed.tensor import DTensor
 
 from shoal_worker.engine.elsewhere import Leaves, Place, Whereabouts, drop_gradient, gradient_of, is_hidden
 from shoal_worker.sharding.collectives import Collectives, Pending
-from shoal_worker.sharding.homes import Home
 from shoal_worker.sharding.layout import Piece, UnitLayout, layout_of
+from shoal_worker.sharding.offload import Home
 
 
 class Stage(enum.IntEnum):
@@ -304,7 +304,7 @@ class Unit:
     # -------------------------------------------------------------------------------------------------------------- gradients
 
     def add_gradient(self, index: int, factor: float) -> None:
-        """Takes over the gradient of one parameter, weighted by `factor`; nought: it may hold anything, NaN among it."""
+        """Takes over the gradient of one parameter, weighted by `factor`; zero: it may hold anything, NaN among it."""
         gradient = taken_gradient(self.leaves[index])
         if gradient is None:
             return

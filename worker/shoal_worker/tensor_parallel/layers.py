@@ -129,7 +129,7 @@ class Row(nn.Module):
 
 
 class Vocabulary(nn.Module):
-    """nn.Embedding by rows: each rank looks up those that it has; the others' outputs are nought, and all are summed."""
+    """nn.Embedding by rows: each rank looks up those that it has; the others' outputs are zero, and all are summed."""
 
     _shoal_context: ParallelContext
 

@@ -65,7 +65,7 @@ class FileHome(Home):
             raise ConfigurationError(f"offload={str(directory)!r}: expected a directory that can be written; {error}") from error
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """See `Home`. Its elements are nought.
+        """See `Home`. Its elements are zero.
 
         Raises:
             LimitError (OFFLOAD_FULL): the disk is full or failing. This rank cannot go on, and another group would not help.

@@ -19,10 +19,10 @@ from shoal_common.errors import ConfigurationError, PreconditionError
 from shoal_worker.elastic.contract import StepSource
 from shoal_worker.elastic.operations import Operations
 from shoal_worker.elastic.phase import Phase, ScriptPhase
-from shoal_worker.elastic.place import Place
 from shoal_worker.elastic.reconcile import Interrupted, Standing, StateName
 from shoal_worker.elastic.registered import RegisteredState
 from shoal_worker.elastic.replica import Replica
+from shoal_worker.elastic.script_position import Place
 from shoal_worker.elastic.step import Step
 from shoal_worker.state.serial import dump_tensors, load_tensors
 from shoal_worker.state.tree import flatten, unflatten

@@ -218,7 +218,7 @@ class CoordinatorLeases:
         self._job = job
         self._numbers: defaultdict[tuple[str, int], itertools.count[int]] = defaultdict(lambda: itertools.count(1))
         self._held: dict[str, _Held] = {}
-        """By loader."""
+        """The batches that this worker holds a lease on, by the loader's name."""
 
     def lease(self, *, loader: str, epoch: int, batches_in_epoch: int, finished: Sequence[int], want: int) -> Leases:
         """See `LeaseSource`. Raises DeadlineError when the coordinator is away for too long, and what it refuses."""
@@ -248,7 +248,7 @@ class CoordinatorLeases:
 
 
 class LocalLeases:
-    """For a world of one: batches in order."""
+    """Leases in a world of one, where nobody else asks: the batches of an epoch in their order."""
 
     def __init__(self) -> None:
         self._dealt: defaultdict[tuple[str, int], int] = defaultdict(int)
@@ -280,7 +280,7 @@ _REST: Final = 50
 """Copying may take one part of so many of the training thread's time: a scheduler's state is copied at nearly every border, a large one (an
 average of the parameters, say) now and then."""
 _PATIENCE: Final = timedelta(seconds=5)
-"""For one peer: its offer is open already, unless it has not come to its first step."""
+"""How long a joiner waits for one peer's state. A peer's offer is open already, unless it has not come to its first step."""
 
 
 class Handover:

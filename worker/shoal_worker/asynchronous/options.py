@@ -153,7 +153,8 @@ class ServerOptimizer:
 
     @property
     def spec(self) -> pb.OptimizerSpec:
-        """For ConfigureOptimizer: as it was when it was handed to `as_distributed`, which is the same in every worker, joiners too."""
+        """The optimizer as it was when it was handed to `as_distributed`, for the call ConfigureOptimizer. The same in every worker, in
+        joiners too."""
         return pb.OptimizerSpec(name=self.name, hyperparameters=dict(self._configured[0]), groups=self._messages(self._configured))
 
     def look(self) -> Revision:

@@ -29,7 +29,7 @@ _COMBINATIONS: Final[dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tens
     "BXOR": torch.bitwise_xor,
 }
 _EXACT: Final = frozenset({"MIN", "MAX", "BAND", "BOR", "BXOR"})
-"""They round nothing, so that half precision needs no detour."""
+"""Reductions that round nothing, so that tensors of half precision need not be reduced in a wider dtype."""
 
 
 def op_name(op: Any) -> str:

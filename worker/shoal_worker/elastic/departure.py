@@ -26,10 +26,10 @@ from shoal_worker.elastic.member import LeaveReason, Member
 
 @dataclass(frozen=True, kw_only=True)
 class Told:
-    """By one rank."""
+    """What one rank tells the others at a border, of itself."""
 
     asked: bool
-    """To leave."""
+    """This rank was asked to leave."""
     excluded: bool
     """The coordinator has written a generation without it: it goes at this border."""
     holds: Sequence[str]
@@ -37,7 +37,7 @@ class Told:
     stopping: bool
     """This rank knows that the job stops. In such a job all ranks leave at one border, and the next step's closing says which."""
     joiners: bool
-    """It knows of a generation with members that are not in this one."""
+    """This rank knows of a newer generation, with members that are not in the present one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ class WhoLeaves:
 
 
 def who_leaves(told: Sequence[Told]) -> WhoLeaves:
-    """From what all ranks told, in rank order. Every rank must pass the same list."""
+    """Decides who leaves at a border. `told`: what each rank has told, in rank order; the same list on every rank."""
     if any(each.stopping for each in told):
         return WhoLeaves(now=frozenset(), stop=False)
     copies = Counter(part for each in told for part in each.holds)

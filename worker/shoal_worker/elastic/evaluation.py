@@ -84,7 +84,7 @@ class Patience:
         return self.bad_calls >= patience
 
     def state_dict(self) -> dict[str, Any]:
-        """For joiners and checkpoints."""
+        """Returns the best metric and the count of calls without a better one, for joiners and checkpoints."""
         return {"best": self.best, "bad_calls": self.bad_calls}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -36,11 +36,11 @@ from shoal_worker.state.part import StatePart
 
 
 class Replica(Protocol):
-    """A strategy's model and optimizer, as the session sees them."""
+    """A strategy's engine, with its model and optimizer, as the session sees it."""
 
     @property
     def strategy(self) -> str:
-        """Its name."""
+        """The strategy's name."""
         ...
 
     asynchronous: ClassVar[bool]

@@ -185,7 +185,7 @@ class Engine(abc.ABC):
 
     @property
     def is_trained(self) -> bool:
-        """It is the run's model, and not a clone of it."""
+        """Whether this engine's model is the one that the run trains, and not a clone of that."""
         return self._session.trains(self)
 
     def clone(self, remake: Callable[[nn.Module], nn.Module]) -> nn.Module:
@@ -377,11 +377,11 @@ class Engine(abc.ABC):
     def finish_reduction(self) -> None: ...
 
     def closing(self) -> dict[str, Any]:
-        """A rank that has the sums needs no more."""
+        """Nothing: a rank that has the gradients' sums can apply the step without knowing more."""
         return {}
 
     def take_closing(self, told: Mapping[str, Any]) -> None:
-        """It has the sums."""
+        """Does nothing: this rank has the gradients' sums, and needs no more to apply the step."""
 
     @abc.abstractmethod
     def discard_step(self) -> None: ...

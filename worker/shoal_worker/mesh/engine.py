@@ -549,7 +549,7 @@ class MeshEngine(PartitionedEngine[ModelParts, Closing]):
             self._show(own)
 
     def _show(self, module: nn.Module) -> None:
-        """It is what is computed with from now on, and what `ShardedModel.module` is."""
+        """Makes `module` the one that passes compute with, and the one that `ShardedModel.module` is."""
         self.module = module
         self._setup.show(module)
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from shoal_common.errors import ConfigurationError
 from torch import nn
@@ -62,6 +63,27 @@ def checked_size(option: str, value: object) -> int:
     if not isinstance(value, int) or value < 1:
         raise ConfigurationError(f"{option}={value!r}: expected a number of ranks, at least 1")
     return value
+
+
+def plan_along(
+    option: str, options: Mapping[str, Any], axes: Callable[[int, int], Axes], *, pipelined: bool, cuts_parameters: bool
+) -> MeshPlan:
+    """The plan for one axis beside that of the replicas. `axes(size, replicas)`: the axes when it has so many ranks.
+
+    `options[option]` is its size. Without that it is as long as the model allows: in a job that begins it has to be the number of ranks.
+    """
+    given = options.get(option)
+    if given is not None:
+        size = checked_size(option, given)
+        return MeshPlan(
+            axes_for=lambda world_size, fits: axes(size, world_size // size), pipelined=pipelined, cuts_parameters=cuts_parameters
+        )
+    return MeshPlan(
+        axes_for=lambda world_size, fits: first_that_fits((axes(n, world_size // n) for n in range(world_size, 0, -1)), fits),
+        axes_at_start=lambda world_size: axes(world_size, 1),
+        pipelined=pipelined,
+        cuts_parameters=cuts_parameters,
+    )
 
 
 class Layouts:

@@ -36,8 +36,9 @@ class OffersBlocks(Protocol):
     """A model that says how it is cut."""
 
     def pipeline_blocks(self) -> list[nn.Module]:
-        """Its submodules in the order in which they run. The first takes the model's inputs, each other one what the one before it
-        returned (a tensor, or a tuple of tensors, as one argument), and the last one's output is the model's. Cuts fall between them."""
+        """Returns the model's submodules in the order in which they run. The first takes the model's inputs, each other one what the one
+        before it returned (a tensor, or a tuple of tensors, as one argument), and the last one's output is the model's. Cuts fall between
+        them."""
         ...
 
 

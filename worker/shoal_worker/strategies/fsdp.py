@@ -6,29 +6,19 @@ largest blocks, two at a time; 3P(N-1)/N bytes sent per step. (Zhao et al., "PyT
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 from typing import ClassVar
 
-from shoal_worker.sharding.engine import OPTIONS, SETTINGS, ShardedEngine, in_blocks
-from shoal_worker.sharding.unit import Stage
 from shoal_worker.strategies.declaration import Strategy
 from shoal_worker.strategies.model import ShardedModel
 from shoal_worker.strategies.optimizer import ShardedOptimizer
+from shoal_worker.strategies.zero3 import ZeRO3Model
 
 
 class FSDPModel(ShardedModel):
     """Parameters, gradients and optimizer state are cut over the ranks."""
 
-    declaration: ClassVar[Strategy] = Strategy(
-        name="fsdp",
-        engine=functools.partial(ShardedEngine, stage=Stage.PARAMETERS, groups=in_blocks),
-        memory="(P + G + O)/N + two blocks",
-        sent="3P(N-1)/N",
-        a_death="loses nothing: its shard is mirrored",
-        options=OPTIONS,
-        settings=SETTINGS | {"shard_modules"},
-        compressor="topk",
-    )
+    declaration: ClassVar[Strategy] = dataclasses.replace(ZeRO3Model.declaration, name="fsdp")
 
 
 class FSDPOptimizer(ShardedOptimizer):

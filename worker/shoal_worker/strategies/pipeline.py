@@ -13,26 +13,21 @@ from shoal_worker.engine.base import Setup
 from shoal_worker.mesh.axes import Axes
 from shoal_worker.mesh.blueprint import PIPELINE_OPTIONS
 from shoal_worker.mesh.engine import MeshEngine
-from shoal_worker.mesh.layouts import Fits, MeshPlan, checked_size, first_that_fits
+from shoal_worker.mesh.layouts import plan_along
 from shoal_worker.strategies.declaration import Strategy
 from shoal_worker.strategies.model import ShardedModel
 from shoal_worker.strategies.optimizer import ShardedOptimizer
 
 
 def _engine(setup: Setup) -> MeshEngine:
-    """Without a size the axis is the largest for which there are layers: at the start it has to be the number of ranks."""
-    size = setup.options.get("pipeline_parallel_size")
-
-    def axes(world_size: int, fits: Fits) -> Axes:
-        if size is not None:
-            return Axes(pipeline=checked_size("pipeline_parallel_size", size), tensor=1, data=world_size // size)
-        return first_that_fits((Axes(pipeline=n, tensor=1, data=world_size // n) for n in range(world_size, 0, -1)), fits)
-
-    def all_ranks(world_size: int) -> Axes:
-        return Axes(pipeline=world_size, tensor=1, data=1)
-
-    given = "pipeline_parallel_size" in setup.options
-    return MeshEngine(setup, MeshPlan(axes_for=axes, axes_at_start=None if given else all_ranks, pipelined=True, cuts_parameters=False))
+    plan = plan_along(
+        "pipeline_parallel_size",
+        setup.options,
+        lambda size, replicas: Axes(pipeline=size, tensor=1, data=replicas),
+        pipelined=True,
+        cuts_parameters=False,
+    )
+    return MeshEngine(setup, plan)
 
 
 class PipelineParallelModel(ShardedModel):

@@ -111,14 +111,19 @@ def _check(strategy: Strategy, module: nn.Module, config: ShardingConfiguration)
     for field, instead in _INSTEAD.items():
         value = getattr(config, field)
         if value is not None and field not in strategy.settings:
-            know_it = _those(lambda other, field=field: field in other.settings)  # type: ignore[misc]  # mypy does not see the default
-            raise ConfigurationError(f"{field}={value!r} with strategy={name!r}, which does not know it: {instead.format(known=know_it)}")
+            raise ConfigurationError(
+                f"{field}={value!r} with strategy={name!r}, which does not know it: {instead.format(known=_those_that_know(field))}"
+            )
     for parameter_name, parameter in module.named_parameters() if not strategy.complex_parameters else ():
         if parameter.requires_grad and parameter.is_complex():
             raise ConfigurationError(
                 f"parameter {parameter_name!r} is complex, and strategy={name!r} sums real numbers: keep it as two real ones "
                 f"(torch.view_as_complex in the forward pass), or take {_those(lambda other: other.complex_parameters)}"
             )
+
+
+def _those_that_know(setting: str) -> str:
+    return _those(lambda strategy: setting in strategy.settings)
 
 
 def _those(fit: Callable[[Strategy], bool]) -> str:

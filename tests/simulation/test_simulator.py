@@ -12,8 +12,8 @@ import torch
 from shoal_common.errors import PreconditionError
 from shoal_common.exit_status import PUT_OUT
 from shoal_worker.data.supply import DealtSupply
+from shoal_worker.engine.holders import ShardsLostError
 from shoal_worker.sharding.cut_state import CutState
-from shoal_worker.sharding.layout import ShardsLostError
 
 from tests.simulation import oracle
 from tests.simulation.loops import Training
@@ -151,7 +151,7 @@ def test_a_state_that_is_given_up_after_one_death_is_found(monkeypatch: pytest.M
     def losing(state: CutState, group: Any) -> None:
         if group.world_size == 2 and group.rank not in gave_up:
             gave_up.add(group.rank)
-            raise ShardsLostError([0], 3)
+            raise ShardsLostError(lost=1, shards=3)
         regroup(state, group)
 
     monkeypatch.setattr(CutState, "regroup", losing)
@@ -160,7 +160,7 @@ def test_a_state_that_is_given_up_after_one_death_is_found(monkeypatch: pytest.M
 
 def test_a_survivor_that_fails_is_no_departure(monkeypatch: pytest.MonkeyPatch) -> None:
     scenario = Scenario(strategy="zero1", faults=(Dies(who="b", point=100),))
-    seen = _raises(monkeypatch, scenario, lambda process: bool(process.world.losses), ShardsLostError([0], 3))
+    seen = _raises(monkeypatch, scenario, lambda process: bool(process.world.losses), ShardsLostError(lost=1, shards=3))
     assert "failed" in seen
 
 

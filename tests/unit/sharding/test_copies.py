@@ -6,11 +6,12 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from shoal_worker.engine.holders import Claim, HeldShards, ShardsLostError, Turns, newest_complete, plan_copies
 from shoal_worker.sharding.layout import Division
-from shoal_worker.sharding.resharding import Held, Told, division_cut, held_of, merge_copies, newest_complete, plan_copies, rows_of
+from shoal_worker.sharding.resharding import Held, division_cut, held_of, merge_copies, newest_of, rows_of
 
 
-def told(world_size: int, gone: Sequence[int] = (), copies: Sequence[tuple[int, int]] = ()) -> Told:
+def told(world_size: int, gone: Sequence[int] = (), copies: Sequence[tuple[int, int]] = ()) -> HeldShards[int]:
     """A cut in which each rank holds its shard and mirrors the one before, without the ranks `gone`; `copies`: (position, keeper)."""
     division = Division(world_size=world_size, shards=world_size)
     rows: list[list[int]] = []
@@ -18,30 +19,35 @@ def told(world_size: int, gone: Sequence[int] = (), copies: Sequence[tuple[int, 
         own = [Held(cut=division_cut(division, rank, 3), vectors=[])] if rank not in gone else []
         kept = [position for position, keeper in copies if keeper == rank and rank not in gone]
         vectors = [{position: {"": torch.zeros(1)} for position in kept}]
-        rows.append(rows_of(own + merge_copies([], Told(number=3, world_size=world_size), vectors)))
-    return newest_complete(rows)
+        rows.append(rows_of(own + merge_copies([], HeldShards(cut=3, shards=world_size), vectors)))
+    return newest_of(rows)
 
 
 def test_what_a_rank_that_leaves_holds_is_copied_to_others() -> None:
     copies = plan_copies(told(4), range(4), [1])
-    assert [(copy.position, copy.sender) for copy in copies] == [(0, 0), (1, 1)]
-    assert all(copy.keeper in (2, 3) for copy in copies if copy.position == 0)
-    assert all(copy.keeper in (0, 3) for copy in copies if copy.position == 1)
+    assert [(copy.place, copy.sender) for copy in copies] == [(0, 0), (1, 1)]
+    assert all(copy.keeper in (2, 3) for copy in copies if copy.place == 0)
+    assert all(copy.keeper in (0, 3) for copy in copies if copy.place == 1)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_nothing_is_copied_where_all_have_all(world_size: int) -> None:
-    assert plan_copies(told(world_size), range(world_size), []) == []
+def test_nothing_is_copied_where_all_have_all() -> None:
+    assert plan_copies(told(2), range(2), []) == []
 
 
 def test_a_shard_that_is_copied_already_is_not_copied_again() -> None:
     first = plan_copies(told(4, gone=[1]), [0, 2, 3], [])
-    assert {copy.position for copy in first} == {0, 1}
-    assert plan_copies(told(4, gone=[1], copies=[(copy.position, copy.keeper) for copy in first]), [0, 2, 3], []) == []
+    assert {copy.place for copy in first} == {0, 1}
+    assert plan_copies(told(4, gone=[1], copies=[(copy.place, copy.keeper) for copy in first]), [0, 2, 3], []) == []
 
 
-def test_nothing_is_copied_of_a_cut_that_has_lost_a_shard() -> None:
-    assert plan_copies(told(4, gone=[1, 2]), [0, 3], []) == []
+def test_a_cut_that_has_lost_a_shard_is_lost() -> None:
+    with pytest.raises(ShardsLostError, match="nobody holds 1 of the model's 4 shards"):
+        told(4, gone=[1, 2])
+
+
+def test_where_nobody_has_told_of_a_shard_all_are_lost() -> None:
+    with pytest.raises(ShardsLostError, match="nobody holds any shard"):
+        told(2, gone=[0, 1])
 
 
 def test_deaths_one_after_another_spread_their_copies_over_all_ranks_and_no_rank_has_too_many() -> None:
@@ -51,7 +57,7 @@ def test_deaths_one_after_another_spread_their_copies_over_all_ranks_and_no_rank
         gone.append(dead)
         copies = [(position, keeper) for position, keeper in copies if keeper != dead]
         left = [rank for rank in range(10) if rank not in gone]
-        copies += [(copy.position, copy.keeper) for copy in plan_copies(told(10, gone, copies), left, [])]
+        copies += [(copy.place, copy.keeper) for copy in plan_copies(told(10, gone, copies), left, [])]
         now = told(10, gone, copies)  # it would raise if a rank had more than it can tell
         assert all(len(now.having(position)) == 2 for position in range(10))
     counts = [sum(keeper == rank for _, keeper in copies) for rank in (0, 1, 2, 4, 6, 8)]
@@ -66,8 +72,22 @@ def test_a_copy_stands_behind_what_a_rank_holds_itself() -> None:
 
 def test_what_a_rank_holds_and_copies_of_one_cut_are_told_as_one() -> None:
     own = Held(cut=division_cut(Division(world_size=4, shards=4), 2, 3), vectors=[{2: {"": torch.ones(1)}, 1: {"": torch.ones(1)}}])
-    copies = merge_copies([], Told(number=3, world_size=4), [{0: {"": torch.zeros(1)}, 3: {"": torch.zeros(1)}}])
+    copies = merge_copies([], HeldShards(cut=3, shards=4), [{0: {"": torch.zeros(1)}, 3: {"": torch.zeros(1)}}])
     merged = held_of([own, *copies], 3)
     assert merged is not None
     assert sorted(merged.vectors[0]) == [0, 1, 2, 3]
     assert held_of(copies, 2) is None
+
+
+def test_ranks_of_a_mesh_have_places_instead_of_positions() -> None:
+    places = [(stage, 0, position) for stage in range(2) for position in range(2)]
+    rows = [(0, places[:2]), (1, places[:2]), (2, places[2:]), (3, places[2:])]
+    held = newest_complete(Claim(rank=rank, cut=1, shards=4, places=own, copied=False) for rank, own in rows)
+    assert sorted(held.senders().values()) == [0, 1, 2, 3]
+    assert [(copy.place, copy.sender, copy.keeper) for copy in plan_copies(held, range(4), [3])] == [(places[2], 2, 0), (places[3], 2, 1)]
+
+
+def test_who_has_sent_least_sends_next() -> None:
+    turns = Turns()
+    assert [turns.choose([0, 1], amount) for amount in (10, 3, 3, 3, 3)] == [0, 1, 1, 1, 1]
+    assert turns.choose([0, 1]) == 0

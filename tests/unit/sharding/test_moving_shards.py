@@ -6,7 +6,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shoal_worker.sharding.layout import ShardsLostError, UnitLayout, message, place, runs, senders, sizes
+from shoal_worker.engine.holders import Claim, HeldShards, ShardsLostError, newest_complete
+from shoal_worker.sharding.layout import UnitLayout, message, place, runs, sizes
 
 
 def layout(numel: int, world_size: int) -> UnitLayout:
@@ -29,12 +30,14 @@ def test_every_element_arrives_wherever_it_is_to_be_held(numel: int, old_world: 
         number: {p: whole[p * old.shard_numel :][: old.shard_numel] for p in {r, (r - 1) % old_world}} for number, r in enumerate(alive)
     }
     holders = {p: [rank for rank, shards in held.items() if p in shards] for p in range(old_world)}
+    claims = [Claim(rank=rank, cut=1, shards=old_world, places=list(shards), copied=False) for rank, shards in held.items()]
     if not all(holders.values()):
-        with pytest.raises(ShardsLostError, match="all ranks died at once that held them"):
-            senders(holders, old_world)
+        with pytest.raises(ShardsLostError, match=r"nobody holds (\d of the model's|any shard)"):
+            newest_complete(claims)
         return
+    sends = newest_complete(claims).senders()
     gets = [sorted({rank, (rank - 1) % new_world}) for rank in range(new_world)]
-    table = runs(numel=numel, old_shard=old.shard_numel, new_shard=new.shard_numel, sends=senders(holders, old_world), gets=gets)
+    table = runs(numel=numel, old_shard=old.shard_numel, new_shard=new.shard_numel, sends=sends, gets=gets)
     empty = {0: torch.empty(0, dtype=torch.float64)}
     sent = [message(table, rank, held.get(rank, empty), old.shard_numel).split(sizes(table, rank)[1]) for rank in range(new_world)]
     for rank in range(new_world):
@@ -49,4 +52,5 @@ def test_every_element_arrives_wherever_it_is_to_be_held(numel: int, old_world: 
 
 
 def test_holders_share_the_sending() -> None:
-    assert sorted(senders({0: [0, 1], 1: [1, 2], 2: [2, 0]}, 3)) == [0, 1, 2]
+    held = HeldShards(cut=1, shards=3, holders={0: [0, 1], 1: [1, 2], 2: [2, 0]})
+    assert sorted(held.senders().values()) == [0, 1, 2]

@@ -7,7 +7,6 @@ for the ranks before, and in operations between steps, where the newest group ma
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -15,8 +14,9 @@ from typing import Any, Final
 import torch
 from shoal_common.errors import ConfigurationError
 
-from shoal_worker.elastic.contract import StateLostError
 from shoal_worker.elastic.group import Channel
+from shoal_worker.engine.holders import Claim, HeldShards, ShardsLostError, Turns, newest_complete, plan_copies
+from shoal_worker.engine.state_in_parts import is_element
 from shoal_worker.mesh.axes import Axes, Coordinate
 from shoal_worker.mesh.blueprint import Blueprint
 from shoal_worker.state.serial import dump_tensors, load_tensors
@@ -49,9 +49,16 @@ class Cut:
         return [self.at.data % self.shards, *([self.mirrored] if self.mirrored is not None else [])]
 
     def row(self) -> list[int]:
-        """For the others."""
+        """Returns it as integers, for the other ranks."""
         axes = self.axes
         return [self.number, axes.pipeline, axes.tensor, axes.data, self.shards, self.at.pipeline, self.at.tensor, *self.positions]
+
+    @classmethod
+    def of_row(cls, row: Sequence[int]) -> Cut:
+        """The cut of which a rank told `row`."""
+        number, pipeline, tensor, data, shards, at_pipeline, at_tensor, position, *mirrored = row
+        axes, at = Axes(pipeline=pipeline, tensor=tensor, data=data), Coordinate(at_pipeline, at_tensor, position)
+        return cls(number=number, axes=axes, at=at, shards=shards, mirrored=mirrored[0] if mirrored else None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,16 +99,16 @@ def gather(channel: Channel, held: Sequence[Held], blueprint_for: Callable[[Axes
     `held`: the cuts of which this rank holds parts. `state`: the optimizer's too.
 
     Raises:
-        StateLostError: SHARDS_LOST, no cut is complete any more.
+        ShardsLostError: no cut is complete any more.
         MembershipChanged: the group is over.
     """
-    told = _newest_complete(_told(channel, held))
-    number, axes, ranks = told.number, told.axes, told.sources()
-    blueprint = blueprint_for(axes)
-    mine = sorted((one for one in held if one.cut.number == number), key=lambda one: one.copied)
+    told, cut = _newest(channel, held)
+    blueprint = blueprint_for(cut.axes)
+    senders = _Senders(blueprint, told.sources())
+    mine = sorted((one for one in held if one.cut.number == told.cut), key=lambda one: one.copied)
     tensors = blueprint.template.tensors()
     for names in _chunks(tensors):
-        sends = {(name, *place): rank for name in names for place, rank in _senders(blueprint, ranks, name).items()}
+        sends = {(name, *place): rank for name in names for place, rank in senders.of(name, tensors[name].numel()).items()}
         own = [key for key, rank in sends.items() if rank == channel.rank]
         answers = channel.exchange(_packed(mine, own, state) if mine and own else b"")
         arrived: dict[str, list[_Arrived]] = {name: [] for name in names}
@@ -130,30 +137,21 @@ def copy_singles(
         MembershipChanged: the group is over.
     """
     try:
-        told = _newest_complete(_told(channel, held))
-    except StateLostError:
+        told, cut = _newest(channel, held)
+    except ShardsLostError:
         return None  # cutting it anew says so
-    staying = [rank for rank in range(channel.world_size) if rank not in leaving]
-    kept = Counter(rank for keepers in told.keepers.values() for rank in keepers)
-    copies: list[tuple[Place, int, int]] = []
-    for place, sources in sorted(told.sources().items()) if told.axes.data > 1 else ():
-        having = [*told.holders.get(place, ()), *told.keepers.get(place, ())]
-        free = [rank for rank in staying if rank not in having]
-        if free and sum(rank in staying for rank in having) < 2:
-            keeper = min(free, key=lambda rank: (kept[rank], rank))
-            kept[keeper] += 1
-            copies.append((place, min(sources), keeper))
+    copies = plan_copies(told, range(channel.world_size), leaving) if cut.axes.data > 1 else []
     if not copies:
         return None
-    mine = sorted((one for one in held if one.cut.number == told.number), key=lambda one: one.copied)
-    arrived: dict[Place, dict[str, Run]] = {place: {} for place, _, keeper in copies if keeper == channel.rank}
-    for names in _chunks(blueprint_for(told.axes).template.tensors()):
-        sent = [place for place, sender, _ in copies if sender == channel.rank]
+    mine = sorted((one for one in held if one.cut.number == told.cut), key=lambda one: one.copied)
+    arrived: dict[Place, dict[str, Run]] = {copy.place: {} for copy in copies if copy.keeper == channel.rank}
+    for names in _chunks(blueprint_for(cut.axes).template.tensors()):
+        sent = [copy.place for copy in copies if copy.sender == channel.rank]
         for answer in filter(None, channel.exchange(_packed_places(mine, sent, names) if sent else b"")):
             _take_copies(answer, arrived)
     return [
         Held(
-            cut=Cut(number=told.number, axes=told.axes, at=Coordinate(stage, part, shard), shards=told.shards),
+            cut=Cut(number=cut.number, axes=cut.axes, at=Coordinate(stage, part, shard), shards=cut.shards),
             runs={shard: runs},
             copied=True,
         )
@@ -195,29 +193,20 @@ def _take_copies(answer: bytes, arrived: Mapping[Place, dict[str, Run]]) -> None
             arrived[place][name] = Run(value=value, state=states.get((place, name), {}))
 
 
-def _told(channel: Channel, held: Sequence[Held]) -> list[Any]:
+def _newest(channel: Channel, held: Sequence[Held]) -> tuple[HeldShards[Place], Cut]:
+    """Who holds what of the newest cut that is complete, and that cut on some rank. Raises ShardsLostError: none is complete."""
     rows = [[int(one.copied), *one.cut.row()] for one in held]
-    return [json.loads(told) for told in channel.exchange(json.dumps(rows).encode())]
-
-
-@dataclass(kw_only=True)
-class _Told:
-    """One cut, as the ranks have told who has what of it."""
-
-    number: int
-    axes: Axes
-    shards: int
-    holders: dict[Place, list[int]] = field(default_factory=dict)
-    keepers: dict[Place, list[int]] = field(default_factory=dict)
-    """The ranks that keep a copy of what lies at a place."""
-
-    @property
-    def parts(self) -> int:
-        return self.axes.replica_size * self.shards
-
-    def sources(self) -> dict[Place, list[int]]:
-        """The ranks that each place's part is to be had from: those that keep a copy where no rank holds it."""
-        return self.keepers | self.holders
+    claims: list[Claim[Place]] = []
+    cuts: dict[int, Cut] = {}
+    for rank, told in enumerate(channel.exchange(json.dumps(rows).encode())):
+        for copied, *row in json.loads(told):
+            cut = Cut.of_row(row)
+            cuts.setdefault(cut.number, cut)
+            places = [(cut.at.pipeline, cut.at.tensor, position) for position in cut.positions]
+            shards = cut.axes.replica_size * cut.shards
+            claims.append(Claim(rank=rank, cut=cut.number, shards=shards, places=places, copied=bool(copied)))
+    newest = newest_complete(claims)
+    return newest, cuts[newest.cut]
 
 
 @dataclass(frozen=True)
@@ -229,36 +218,23 @@ class _Arrived:
     tensor: torch.Tensor
 
 
-def _newest_complete(rows: Sequence[Sequence[Sequence[int]]]) -> _Told:
-    """Returns the newest of the cuts that the ranks told that has all its parts. Raises StateLostError (SHARDS_LOST): none has."""
-    cuts: dict[int, _Told] = {}
-    for rank, row in enumerate(rows):
-        for copied, number, pipeline, tensor, data, shards, at_pipeline, at_tensor, *positions in row:
-            cut = cuts.setdefault(number, _Told(number=number, axes=Axes(pipeline=pipeline, tensor=tensor, data=data), shards=shards))
-            for position in positions:
-                (cut.keepers if copied else cut.holders).setdefault((at_pipeline, at_tensor, position), []).append(rank)
-    for number in sorted(cuts, reverse=True):
-        if len(cuts[number].sources()) == cuts[number].parts:
-            return cuts[number]
-    left = "none of the model's parts is"
-    if cuts:
-        newest = cuts[max(cuts)]
-        left = f"of the model's {newest.parts} parts {len(newest.sources())} are"
-    raise StateLostError(
-        f"{left} held by any rank, and only a checkpoint can replace the others: no replica of the model is left whole. A script that "
-        "calls shoal.save_checkpoint goes back to the newest by itself within an epoch; started anew, one that calls shoal.resume goes on "
-        "from it",
-        reason="SHARDS_LOST",
-    )
+@dataclass(frozen=True)
+class _Senders:
+    """Chooses who sends what of each tensor."""
 
+    blueprint: Blueprint
+    ranks: Mapping[Place, Sequence[int]]
+    """Those that have what lies at each place."""
+    stages: Turns = field(default_factory=Turns)
+    turns: Turns = field(default_factory=Turns)
 
-def _senders(blueprint: Blueprint, ranks: Mapping[Place, Sequence[int]], name: str) -> dict[tuple[int, int], int]:
-    """Returns which rank sends each part and shard of one tensor. The ranks that hold it take turns, by its name. All of one part's shards
-    are of one stage: what stages share, each cuts in its own way."""
-    holders, turn = blueprint.holders(name), sum(name.encode())
-    stage = holders[turn % len(holders)]
-    own = {(part, shard): at for (pipeline, part, shard), at in ranks.items() if pipeline == stage and part < blueprint.parts(name)}
-    return {place: sorted(candidates)[turn % len(candidates)] for place, candidates in own.items()}
+    def of(self, name: str, elements: int) -> dict[tuple[int, int], int]:
+        """The rank that sends each part and shard of one tensor, which has so many elements. All of one part's shards are of one stage:
+        what stages share, each cuts in its own way."""
+        stage = self.stages.choose(self.blueprint.holders(name), elements)
+        parts = self.blueprint.parts(name)
+        own = {(part, shard): at for (pipeline, part, shard), at in sorted(self.ranks.items()) if pipeline == stage and part < parts}
+        return {place: self.turns.choose(candidates, elements) for place, candidates in own.items()}
 
 
 def _run_at(held: Sequence[Held], stage: int | None, part: int, shard: int, name: str) -> Run | None:
@@ -287,14 +263,9 @@ def _packed(held: Sequence[Held], own: Sequence[tuple[str, int, int]], state: bo
                 _checked(key, one)
                 if first:
                     scalars.setdefault(name, {})[key] = one
-            elif first or is_element(one, run.value):
-                tensors[_key(name, part, shard, key, element=is_element(one, run.value))] = one
+            elif first or is_element(one, run.value.shape):
+                tensors[_key(name, part, shard, key, element=is_element(one, run.value.shape))] = one
     return dump_tensors(tensors, {"scalars": scalars})
-
-
-def is_element(one: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether optimizer state belongs to the elements of a parameter, or of the part of it that is here."""
-    return one.dim() > 0 and one.shape == value.shape
 
 
 def _key(name: str, part: int, shard: int, key: str, *, element: bool = True) -> str:

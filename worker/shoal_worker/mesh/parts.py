@@ -19,11 +19,11 @@ from shoal_worker.elastic.group import Channel
 from shoal_worker.engine.activation_checkpointing import checkpoint_activations
 from shoal_worker.engine.elsewhere import Whereabouts
 from shoal_worker.engine.materialize import unsaved_buffers
-from shoal_worker.engine.state_in_parts import StateInParts
+from shoal_worker.engine.state_in_parts import StateInParts, is_element
 from shoal_worker.mesh.axes import Axes, Coordinate
 from shoal_worker.mesh.blueprint import Blueprint, Template
 from shoal_worker.mesh.data_axis import AlongData, Replicated, State
-from shoal_worker.mesh.gathering import Cut, Held, Run, Whole, copy_singles, gather, is_element
+from shoal_worker.mesh.gathering import Cut, Held, Run, Whole, copy_singles, gather
 from shoal_worker.mesh.hidden import HiddenParameters
 from shoal_worker.mesh.step_group import GroupMesh
 from shoal_worker.pipelining.partial import empty_on
@@ -330,7 +330,7 @@ class ModelParts(StateInParts):
     def _own_state(self, name: str, value: Any, whole: torch.Tensor) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        return self._own_part(name, value).to(self._device) if is_element(value, whole) else value.clone()
+        return self._own_part(name, value).to(self._device) if is_element(value, whole.shape) else value.clone()
 
     def _is_here(self, name: str) -> bool:
         return self.blueprint is None or (self.cut is not None and self.blueprint.is_here(name, self.cut.at))

@@ -16,16 +16,15 @@ from typing import Any
 import torch
 
 from shoal_worker.elastic.group import Channel
-from shoal_worker.sharding.layout import senders
+from shoal_worker.engine.holders import HeldShards, ShardsLostError, plan_copies
+from shoal_worker.engine.state_in_parts import is_element
 from shoal_worker.sharding.resharding import (
     ELEMENTS,
     VALUES,
     Held,
     ShardedOptimizerState,
-    Told,
     held_of,
-    newest_complete,
-    plan_copies,
+    newest_of,
     rows_of,
 )
 from shoal_worker.sharding.unit import Unit
@@ -72,7 +71,7 @@ def spread(places: Sequence[Sequence[Place]], saved: Mapping[str, Any], units: S
         for index, (shape, own) in enumerate(zip(unit.layout.shapes, states, strict=True)):
             scalars.append({ELEMENTS: []} if own else {})
             for key, value in own.items():
-                if isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == shape:
+                if is_element(value, shape):
                     flat = vectors.setdefault(key, torch.zeros(unit.layout.padded_numel, dtype=value.dtype, device=unit.device))
                     unit.layout.views(flat)[index].copy_(value)
                     scalars[index][ELEMENTS].append(key)
@@ -133,7 +132,7 @@ def own_runs(
     """
     sends, mine, _ = _agree(held, channel)
     shards: dict[int, list[Run]] = {}
-    for position in (p for p, rank in enumerate(sends) if rank == channel.rank):
+    for position in (p for p, rank in sends.items() if rank == channel.rank):
         assert mine is not None
         shards[position] = [
             Run(vector=outline, begin=position * unit.layout.over(len(sends)).shard_numel, values=vectors[position][name])
@@ -149,7 +148,7 @@ def copy_singles(
     keys: Sequence[Mapping[str, torch.dtype]],
     channel: Channel,
     leaving: Collection[int],
-) -> tuple[Told, list[dict[int, dict[str, torch.Tensor]]]] | None:
+) -> tuple[HeldShards[int], list[dict[int, dict[str, torch.Tensor]]]] | None:
     """Copies each shard that one rank alone has to another rank, of the newest cut that is complete. Returns that cut and what this rank is
     to keep, by unit and position; None, on all ranks alike: nothing has to be copied.
 
@@ -158,16 +157,19 @@ def copy_singles(
     Raises:
         MembershipChanged: the group is over.
     """
-    told = newest_complete(_told(held, channel))
-    copies = plan_copies(told, range(channel.world_size), leaving)
+    try:
+        told = newest_of(_told(held, channel))
+    except ShardsLostError:
+        return None  # cutting it anew says so
+    copies = plan_copies(told, range(channel.world_size), leaving) if told.shards > 1 else []
     if not copies:
         return None
-    mine = held_of(held, told.number)
+    mine = held_of(held, told.cut)
     kept: list[dict[int, dict[str, torch.Tensor]]] = []
     for index, unit in enumerate(units):
-        size = unit.layout.over(told.world_size).shard_numel
+        size = unit.layout.over(told.shards).shard_numel
         vectors = {VALUES: unit.dtype, **keys[index]}
-        sent = [copy.position for copy in copies if copy.sender == channel.rank]
+        sent = [copy.place for copy in copies if copy.sender == channel.rank]
         answers = channel.exchange(b"".join(_bytes(mine.vectors[index][p][name]) for p in sent for name in vectors) if mine else b"")
         arrived: dict[int, dict[str, torch.Tensor]] = {}
         offsets = dict.fromkeys(range(channel.world_size), 0)
@@ -176,17 +178,17 @@ def copy_singles(
                 begin, offsets[copy.sender] = offsets[copy.sender], offsets[copy.sender] + size * dtype.itemsize
                 if copy.keeper == channel.rank:
                     data = bytearray(answers[copy.sender][begin : offsets[copy.sender]])
-                    arrived.setdefault(copy.position, {})[name] = torch.frombuffer(data, dtype=dtype)
+                    arrived.setdefault(copy.place, {})[name] = torch.frombuffer(data, dtype=dtype)
         kept.append(arrived)
     return told, kept
 
 
-def _agree(held: Sequence[Held], channel: Channel) -> tuple[list[int], Held | None, bool]:
+def _agree(held: Sequence[Held], channel: Channel) -> tuple[dict[int, int], Held | None, bool]:
     """Returns, for the newest cut that is complete: the rank that sends each position, what this rank has of it, and whether every rank has
     every position."""
-    told = newest_complete(_told(held, channel))
-    everywhere = all(len(told.holders.get(position, ())) == channel.world_size for position in range(told.world_size))
-    return senders(told.sources(), told.world_size), held_of(held, told.number), everywhere
+    told = newest_of(_told(held, channel))
+    everywhere = all(len(told.holders.get(position, ())) == channel.world_size for position in range(told.shards))
+    return told.senders(), held_of(held, told.cut), everywhere
 
 
 def _told(held: Sequence[Held], channel: Channel) -> list[list[int]]:

@@ -8,7 +8,7 @@ Among ranks (`Division`): into how many shards a model is divided, and which of 
 them are a replica: adjacent ranks, so that a replica of a host's size lies on one host. With one replica each shard is mirrored by another
 rank; with several each has its copies in the others, and needs no mirror.
 
-From one division to another (`senders` and below): position p of w is the p-th of w equal parts of a unit's flat vector. Before a move each
+From one division to another (`runs` and below): position p of w is the p-th of w equal parts of a unit's flat vector. Before a move each
 old position is held by one or more ranks (its owner, its buddy); after it, each rank holds the positions given to it. One all-to-all per
 vector does it.
 """
@@ -21,8 +21,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-
-from shoal_worker.elastic.contract import StateLostError
 
 _ALIGNMENT = 16
 """Elements. Shards start at multiples of it, so that vectorized kernels run on all of a shard."""
@@ -161,18 +159,6 @@ def in_replicas(hosts: Sequence[str], shards: int | None) -> Division:
     return Division(world_size=world_size, shards=fitting, stride=buddy_stride(hosts))
 
 
-class ShardsLostError(StateLostError):
-    """Nobody holds some position any more."""
-
-    def __init__(self, positions: Sequence[int], world_size: int) -> None:
-        super().__init__(
-            f"nobody holds the shards {list(positions)} of {world_size} any more: all ranks died at once that held them, and only a "
-            "checkpoint can replace them. A script that calls shoal.save_checkpoint goes back to the newest by itself within an epoch; "
-            "started anew, one that calls shoal.resume goes on from it",
-            reason="SHARDS_LOST",
-        )
-
-
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """Elements [start, end) of the flat vector that one rank sends to another, from one position to one position."""
@@ -183,25 +169,7 @@ class Run:
     new_position: int
 
 
-def senders(holders: Mapping[int, Sequence[int]], positions: int) -> list[int]:
-    """Who sends each old position: the rank among its holders that has sent least so far. `holders`: ranks by position.
-
-    Raises:
-        ShardsLostError: a position has none.
-    """
-    lost = [position for position in range(positions) if not holders.get(position)]
-    if lost:
-        raise ShardsLostError(lost, positions)
-    load: dict[int, int] = {}
-    chosen = []
-    for position in range(positions):
-        sender = min(holders[position], key=lambda rank: (load.get(rank, 0), rank))
-        load[sender] = load.get(sender, 0) + 1
-        chosen.append(sender)
-    return chosen
-
-
-def runs(*, numel: int, old_shard: int, new_shard: int, sends: Sequence[int], gets: Sequence[Sequence[int]]) -> list[list[list[Run]]]:
+def runs(*, numel: int, old_shard: int, new_shard: int, sends: Mapping[int, int], gets: Sequence[Sequence[int]]) -> list[list[list[Run]]]:
     """[sender][receiver] -> the runs that travel, in the order in which they lie in the message.
 
     Args:

@@ -5,7 +5,7 @@ and the shards held before are kept until the next commit: so a failure on the w
 newest that is.
 
 Between two cuts a shard may be left with one holder, when a rank has died or leaves and its peers cannot cut anew yet. Then another rank
-keeps a copy of it (`plan_copies`), so that the next death loses nothing.
+keeps a copy of it (`engine/holders.py`), so that the next death loses nothing.
 
 An optimizer's state, seen through the pieces of parameters that it updates.
 
@@ -16,23 +16,19 @@ other options have others, and momentum has nothing beside them.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 import torch
 
-from shoal_worker.sharding.layout import Division, message, place, runs, senders, sizes
+from shoal_worker.engine.holders import MOST_COPIES, Claim, HeldShards, newest_complete
+from shoal_worker.engine.state_in_parts import is_element
+from shoal_worker.sharding.layout import Division, message, place, runs, sizes
 from shoal_worker.sharding.unit import Holding, Unit
 
 ELEMENTS: Final = "elements of"
 """Key of the names of a parameter's element states, among its scalars."""
-
-
-def is_of_elements(value: object, piece: torch.Tensor) -> bool:
-    """Whether a value of the state belongs to the elements of a piece."""
-    return isinstance(value, torch.Tensor) and value.dim() == 1 and value.shape == piece.shape
 
 
 class ShardedOptimizerState:
@@ -46,7 +42,7 @@ class ShardedOptimizerState:
         found: dict[str, torch.dtype] = {}
         for piece in unit.own.pieces:
             for key, value in self._of(piece).items():
-                if is_of_elements(value, piece):
+                if is_element(value, piece.shape):
                     found[key] = value.dtype
         return dict(sorted(found.items()))
 
@@ -83,7 +79,7 @@ class ShardedOptimizerState:
         for holding in unit.holdings:
             for piece in holding.pieces:
                 for key, value in self._of(piece).items():
-                    if is_of_elements(value, piece) and value.numel() and value.untyped_storage().filename is None:
+                    if is_element(value, piece.shape) and value.numel() and value.untyped_storage().filename is None:
                         self._of(piece)[key] = unit.home.copy(value)
 
     def cut(self, unit: Unit, keys: Mapping[str, torch.dtype], world_size: int, position: int, mirrored: int | None) -> None:
@@ -109,13 +105,11 @@ class ShardedOptimizerState:
 
 
 def _scalars(state: Mapping[str, Any], piece: torch.Tensor) -> dict[str, Any]:
-    elements = sorted(key for key, value in state.items() if is_of_elements(value, piece))
+    elements = sorted(key for key, value in state.items() if is_element(value, piece.shape))
     return {**{key: value for key, value in state.items() if key not in elements}, ELEMENTS: elements}
 
 
-_MOST_COPIES: Final = 4
-"""Shards that a rank keeps copies of beside those of its cut, at most."""
-_MOST_ROWS: Final = 2 + _MOST_COPIES // 2
+_MOST_ROWS: Final = 2 + MOST_COPIES // 2
 """A rank's cut, the one before, and its copies, two in each row."""
 
 
@@ -175,43 +169,14 @@ def rows_of(held: Sequence[Held]) -> list[int]:
     return (row + _NO_ROW * _MOST_ROWS)[: _MOST_ROWS * len(_NO_ROW)]
 
 
-@dataclass(kw_only=True)
-class Told:
-    """One cut, as the ranks have told who holds what of it."""
-
-    number: int
-    world_size: int
-    holders: dict[int, list[int]] = field(default_factory=dict)
-    """The ranks that hold each position."""
-    keepers: dict[int, list[int]] = field(default_factory=dict)
-    """The ranks that keep a copy of each position."""
-
-    @property
-    def complete(self) -> bool:
-        """Every position is held, or a copy of it is."""
-        return len(self.holders.keys() | self.keepers.keys()) == self.world_size
-
-    def sources(self) -> dict[int, list[int]]:
-        """The ranks that each position is to be had from: those that keep a copy where no rank holds it."""
-        return self.keepers | self.holders
-
-    def having(self, position: int) -> list[int]:
-        """All ranks that have a position in either way."""
-        return [*self.holders.get(position, ()), *self.keepers.get(position, ())]
-
-
-def newest_complete(rows: Sequence[Sequence[int]]) -> Told:
-    """Returns the newest of the cuts that the ranks told (each may tell several) that has all its positions; if none has, the newest."""
-    cuts: dict[int, Told] = {}
-    for rank, row in enumerate(rows):
-        for number, world_size, position, mirrored, copied in zip(*[iter(row)] * len(_NO_ROW), strict=True):
-            if number < 0:
-                continue
-            told = cuts.setdefault(number, Told(number=number, world_size=world_size))
-            for where in {position, mirrored} - {-1}:
-                (told.keepers if copied else told.holders).setdefault(where, []).append(rank)
-    ranked = [cuts[number] for number in sorted(cuts, reverse=True)]
-    return next((told for told in ranked if told.complete), ranked[0])
+def newest_of(rows: Sequence[Sequence[int]]) -> HeldShards[int]:
+    """Who holds what of the newest cut that is complete, by what `rows_of` gave on each rank. Raises ShardsLostError: none is."""
+    told = [(rank, entry) for rank, row in enumerate(rows) for entry in zip(*[iter(row)] * len(_NO_ROW), strict=True)]
+    return newest_complete(
+        Claim(rank=rank, cut=number, shards=world_size, places={position, mirrored} - {-1}, copied=bool(copied))
+        for rank, (number, world_size, position, mirrored, copied) in told
+        if number >= 0
+    )
 
 
 def held_of(held: Sequence[Held], number: int) -> Held | None:
@@ -226,54 +191,18 @@ def held_of(held: Sequence[Held], number: int) -> Held | None:
     return Held(cut=own[-1].cut, vectors=merged)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Copy:
-    """A shard that one rank holds alone, and that another is to keep a copy of."""
-
-    position: int
-    sender: int
-    keeper: int
-
-
-def plan_copies(told: Told, ranks: Sequence[int], leaving: Collection[int]) -> list[Copy]:
-    """Says which shards are to be copied to which ranks, so that two ranks of those that stay have each. Pure; the same on all ranks.
-
-    A shard is left out for which all others keep as many copies as they can. Nothing is copied of a cut that is not complete.
-
-    Args:
-        told: the newest cut that is complete.
-        ranks: all that take part.
-        leaving: those of them that are about to leave.
-    """
-    if not told.complete or told.world_size == 1:
-        return []
-    staying = [rank for rank in ranks if rank not in leaving]
-    kept = Counter(rank for keepers in told.keepers.values() for rank in keepers)
-    copies = []
-    for position in range(told.world_size):
-        having = told.having(position)
-        if sum(rank in staying for rank in having) > 1:
-            continue
-        free = [rank for rank in staying if rank not in having and kept[rank] < _MOST_COPIES]
-        if free:
-            keeper = min(free, key=lambda rank: (kept[rank], rank))
-            kept[keeper] += 1
-            copies.append(Copy(position=position, sender=min(told.sources()[position]), keeper=keeper))
-    return copies
-
-
-def merge_copies(kept: Sequence[Held], told: Told, arrived: Sequence[Mapping[int, dict[str, torch.Tensor]]]) -> list[Held]:
+def merge_copies(kept: Sequence[Held], told: HeldShards[int], arrived: Sequence[Mapping[int, dict[str, torch.Tensor]]]) -> list[Held]:
     """The copies that a rank keeps from now on: those of this cut that it had, and those that arrived (by unit and position)."""
     vectors: list[dict[int, dict[str, torch.Tensor]]] = [dict(own) for own in arrived]
     for each in kept:
-        if each.cut.number == told.number:
+        if each.cut.number == told.cut:
             for unit, own in enumerate(each.vectors):
                 vectors[unit] |= own
     positions = sorted({position for own in vectors for position in own})
     pairs = [positions[at : at + 2] for at in range(0, len(positions), 2)]
     return [
         Held(
-            cut=Cut(number=told.number, world_size=told.world_size, position=pair[0], mirrored=pair[1] if len(pair) > 1 else None),
+            cut=Cut(number=told.cut, world_size=told.shards, position=pair[0], mirrored=pair[1] if len(pair) > 1 else None),
             vectors=[{position: own[position] for position in pair} for own in vectors],
             copied=True,
         )
@@ -323,10 +252,9 @@ def reshard(
         MembershipChanged: the group is over.
     """
     rank, world_size = peers.rank, peers.world_size
-    told = newest_complete(peers.all_gather_integers(rows_of(held)))
-    old_world = told.world_size
-    sends = senders(told.sources(), old_world)
-    mine = held_of(held, told.number)
+    told = newest_of(peers.all_gather_integers(rows_of(held)))
+    old_world, sends = told.shards, told.senders()
+    mine = held_of(held, told.cut)
     gets = [division.held(r) for r in range(world_size)]
     fresh: list[dict[int, dict[str, torch.Tensor]]] = []
     for index, unit in enumerate(units):

@@ -1,7 +1,7 @@
 """The server's optimizer: what a job asked for, checked, and made into one `torch.optim` instance per partition.
 
-The arithmetic is torch's; this module only knows which hyperparameters an optimizer takes, which values torch would refuse (so that a
-request is refused before anything changed), and which state tensors it keeps (for snapshots). Adding an optimizer is one `_Kind` more.
+The arithmetic is torch's. Which optimizers there are, with which hyperparameters and state, is declared in
+`shoal_common.server_optimizers`; values that torch would refuse are refused here, before anything has changed.
 
 Nothing here is shared: an `OptimizerSettings` is a value, and a built optimizer belongs to the thread that owns its partition.
 """
@@ -12,94 +12,10 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, Final
 
 import torch
 from shoal_common.errors import InvalidRequestError
-
-Hyperparameters = Mapping[str, float]
-"""Name -> value, with every name that the optimizer has. Switches are 0 or 1."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Kind:
-    name: str
-    defaults: Hyperparameters
-    """torch's own."""
-    switches: frozenset[str]
-    """Hyperparameters that are 0 or 1."""
-    structural: frozenset[str]
-    """Those that decide which state is kept, and so cannot change once it runs."""
-    below_one: frozenset[str]
-    """Those that must lie in [0, 1)."""
-    state: frozenset[str]
-    """Names of the state tensors that it may keep per partition."""
-    arguments: Callable[[Hyperparameters], dict[str, Any]]
-    """Hyperparameters -> keys of a torch parameter group."""
-    build: Callable[[torch.Tensor, dict[str, Any]], torch.optim.Optimizer]
-
-
-def _sgd_arguments(values: Hyperparameters) -> dict[str, Any]:
-    return {
-        "lr": values["lr"],
-        "momentum": values["momentum"],
-        "dampening": values["dampening"],
-        "weight_decay": values["weight_decay"],
-        "nesterov": bool(values["nesterov"]),
-        "maximize": bool(values["maximize"]),
-    }
-
-
-def _build_sgd(value: torch.Tensor, arguments: dict[str, Any]) -> torch.optim.Optimizer:
-    # torch 2.13's fused SGD leaves 16-bit parameters on the CPU unchanged, without a word (tests/unit/ps_server/test_optimizer.py).
-    return torch.optim.SGD([value], fused=value.element_size() >= 4, **arguments)
-
-
-def _adamw_arguments(values: Hyperparameters) -> dict[str, Any]:
-    return {
-        "lr": values["lr"],
-        "betas": (values["beta1"], values["beta2"]),
-        "eps": values["eps"],
-        "weight_decay": values["weight_decay"],
-        "amsgrad": bool(values["amsgrad"]),
-        "maximize": bool(values["maximize"]),
-    }
-
-
-def _build_adamw(value: torch.Tensor, arguments: dict[str, Any]) -> torch.optim.Optimizer:
-    # Fused is 4 times faster here, and the only form whose eps survives in float16.
-    return torch.optim.AdamW([value], fused=True, **arguments)
-
-
-_KINDS: Final = {
-    kind.name: kind
-    for kind in (
-        _Kind(
-            name="sgd",
-            defaults=MappingProxyType(
-                {"lr": 1e-3, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": 0.0, "maximize": 0.0}
-            ),
-            switches=frozenset({"nesterov", "maximize"}),
-            structural=frozenset(),
-            below_one=frozenset(),
-            state=frozenset({"momentum_buffer"}),
-            arguments=_sgd_arguments,
-            build=_build_sgd,
-        ),
-        _Kind(
-            name="adamw",
-            defaults=MappingProxyType(
-                {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 1e-2, "amsgrad": 0.0, "maximize": 0.0}
-            ),
-            switches=frozenset({"amsgrad", "maximize"}),
-            structural=frozenset({"amsgrad"}),
-            below_one=frozenset({"beta1", "beta2"}),
-            state=frozenset({"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}),
-            arguments=_adamw_arguments,
-            build=_build_adamw,
-        ),
-    )
-}
+from shoal_common.server_optimizers import SERVER_OPTIMIZERS, Hyperparameters, OptimizerDeclaration
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,14 +49,14 @@ class OptimizerSettings:
         Raises InvalidRequestError / OPTIMIZER_INVALID on unknown names, impossible values, groups that were never configured, and changes
         of hyperparameters that decide which state is kept.
         """
-        kind = _KINDS[self.name]
+        declared = SERVER_OPTIMIZERS[self.name]
         own = {group.tensors: group.hyperparameters for group in groups}
         known = {group.tensors for group in self.groups}
         for tensors in own:
             if tensors not in known:
                 raise _invalid(f"no parameter group was configured with the tensors {_shown(tensors)}: name exactly a group's tensors")
         for change in (hyperparameters, *own.values()):
-            for name in kind.structural & change.keys():
+            for name in declared.structural & change.keys():
                 raise _invalid(f"{name} decides which state {self.name} keeps and cannot change: set it in ConfigureOptimizer")
         return optimizer_settings(
             name=self.name,
@@ -153,17 +69,20 @@ class OptimizerSettings:
 
     def build(self, value: torch.Tensor, *, tensor: str) -> torch.optim.Optimizer:
         """An optimizer for one partition's values, cut from `tensor`; it changes them in place."""
-        kind = _KINDS[self.name]
-        return kind.build(value, kind.arguments(self.for_tensor(tensor)))
+        declared = SERVER_OPTIMIZERS[self.name]
+        made: Callable[..., torch.optim.Optimizer] = getattr(torch.optim, declared.torch_class)
+        least = declared.fused_from_bytes
+        fused = {} if least is None else {"fused": value.element_size() >= least}
+        return made([value], **fused, **declared.arguments(self.for_tensor(tensor)))
 
     def retune(self, optimizer: torch.optim.Optimizer, *, tensor: str) -> None:
         """Puts these hyperparameters into an optimizer that was built with earlier ones; its state stays."""
-        optimizer.param_groups[0].update(_KINDS[self.name].arguments(self.for_tensor(tensor)))
+        optimizer.param_groups[0].update(SERVER_OPTIMIZERS[self.name].arguments(self.for_tensor(tensor)))
 
     @property
     def state_names(self) -> frozenset[str]:
         """Names of the state tensors that this optimizer may keep per partition."""
-        return _KINDS[self.name].state
+        return SERVER_OPTIMIZERS[self.name].state
 
 
 def optimizer_settings(
@@ -174,15 +93,15 @@ def optimizer_settings(
     `tensors`: the names that groups may use; None: any. Raises InvalidRequestError / OPTIMIZER_INVALID: an optimizer or hyperparameter that
     does not exist, a value that torch would refuse, a tensor that does not exist or is in two groups.
     """
-    kind = _KINDS.get(name)
-    if kind is None:
-        raise _invalid(f"there is no optimizer {name!r}: expected one of {', '.join(sorted(_KINDS))}")
+    declared = SERVER_OPTIMIZERS.get(name)
+    if declared is None:
+        raise _invalid(f"there is no optimizer {name!r}: expected one of {', '.join(sorted(SERVER_OPTIMIZERS))}")
     checked = OptimizerSettings(
         name=name,
-        hyperparameters=MappingProxyType({**kind.defaults, **_known(kind, hyperparameters)}),
-        groups=tuple(ParameterGroup(tensors=group.tensors, hyperparameters=_known(kind, group.hyperparameters)) for group in groups),
+        hyperparameters=MappingProxyType({**declared.defaults, **_known(declared, hyperparameters)}),
+        groups=tuple(ParameterGroup(tensors=group.tensors, hyperparameters=_known(declared, group.hyperparameters)) for group in groups),
     )
-    _check_values(kind, checked.hyperparameters)
+    _check_values(declared, checked.hyperparameters)
     seen: set[str] = set()
     for group in checked.groups:
         if not group.tensors:
@@ -192,7 +111,7 @@ def optimizer_settings(
         if tensors is not None and (unknown := group.tensors - tensors):
             raise _invalid(f"a parameter group names tensors that the job has not declared: {_shown(unknown)}")
         seen |= group.tensors
-        _check_values(kind, {**checked.hyperparameters, **group.hyperparameters})
+        _check_values(declared, {**checked.hyperparameters, **group.hyperparameters})
     return checked
 
 
@@ -202,24 +121,24 @@ def warm_up() -> None:
     optimizer_settings(name="sgd", hyperparameters={}).build(torch.zeros(1), tensor="")
 
 
-def _known(kind: _Kind, hyperparameters: Mapping[str, float]) -> Mapping[str, float]:
+def _known(declared: OptimizerDeclaration, hyperparameters: Mapping[str, float]) -> Mapping[str, float]:
     for name in hyperparameters:
-        if name not in kind.defaults:
-            raise _invalid(f"{kind.name} has no hyperparameter {name!r}: expected some of {', '.join(kind.defaults)}")
+        if name not in declared.defaults:
+            raise _invalid(f"{declared.name} has no hyperparameter {name!r}: expected some of {', '.join(declared.defaults)}")
     return MappingProxyType({name: float(value) for name, value in sorted(hyperparameters.items())})
 
 
-def _check_values(kind: _Kind, values: Hyperparameters) -> None:
+def _check_values(declared: OptimizerDeclaration, values: Hyperparameters) -> None:
     for name, value in values.items():
-        if name in kind.switches:
+        if name in declared.switches:
             if value not in (0.0, 1.0):
                 raise _invalid(f"{name}={value}: expected 0 or 1")
         elif not math.isfinite(value) or value < 0:
             raise _invalid(f"{name}={value}: expected a finite number, 0 or above")
-        elif name in kind.below_one and value >= 1:
+        elif name in declared.below_one and value >= 1:
             raise _invalid(f"{name}={value}: expected a number in [0, 1)")
-    if values.get("nesterov") and (values["momentum"] <= 0 or values["dampening"] != 0):
-        raise _invalid(f"nesterov needs momentum above 0 and no dampening, not {values['momentum']} and {values['dampening']}")
+    if wrong := declared.contradiction(values):
+        raise _invalid(wrong)
 
 
 def _invalid(message: str) -> InvalidRequestError:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import ClassVar
 
 import pytest
+import shoal
 import torch
 import torch.distributed as dist
 from shoal_common.errors import ConfigurationError, InvalidRequestError, MembershipChanged, PreconditionError
-from shoal_worker.backends import CommunicationBackend, ReduceOp, backend_class, backend_names
+from shoal_worker.backends import CommunicationBackend, ReduceOp, backend_class, backend_names, registry
 from shoal_worker.backends.gloo.backend import GlooBackend
 
 
@@ -24,6 +26,25 @@ def alone() -> Iterator[GlooBackend]:
 def test_backends_are_found_by_name() -> None:
     assert backend_class("gloo") is GlooBackend
     assert {backend_class(name).name for name in backend_names()} == set(backend_names())
+
+
+class NewBackend(GlooBackend):
+    """What somebody adds."""
+
+    name: ClassVar[str] = "new"
+
+
+def test_a_new_backend_is_a_class_and_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(registry._BACKENDS, "new", f"{__name__}:NewBackend")
+    backend = backend_class("new")()
+    backend.initialize(rank=0, world_size=1, store=dist.HashStore(), hostname="127.0.0.1")
+    backend.all_reduce(torch.ones(1))
+    backend.shutdown()
+    with pytest.raises(ConfigurationError, match="expected one of gloo, inmemory, mpi, nccl, new"):
+        backend_class("glo")
+    net = torch.nn.Linear(1, 1)
+    with pytest.raises(ConfigurationError, match=r"backend='new'.*'inmemory'"):
+        shoal.launch(lambda: shoal.as_distributed(net, torch.optim.SGD(net.parameters()), backend="new"), world_size=1)
 
 
 def test_an_unknown_backend_is_refused_with_the_known_names() -> None:

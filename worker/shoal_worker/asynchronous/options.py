@@ -11,13 +11,13 @@ All of it runs on the training thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 import torch
 from shoal_common.errors import ConfigurationError
+from shoal_common.server_optimizers import SERVER_OPTIMIZERS, in_words
 from shoal_protos.v1 import parameter_server_pb2 as pb
 
 from shoal_worker.backends.registry import backend_names
@@ -101,24 +101,6 @@ Values = tuple[tuple[str, float], ...]
 """One group's hyperparameters by the servers' names, sorted."""
 
 
-def _sgd(group: Mapping[str, Any]) -> dict[str, float]:
-    return {name: float(group[name]) for name in ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")}
-
-
-def _adamw(group: Mapping[str, Any]) -> dict[str, float]:
-    beta1, beta2 = group["betas"]
-    plain = {name: float(group[name]) for name in ("lr", "eps", "weight_decay", "amsgrad", "maximize")}
-    return plain | {"beta1": float(beta1), "beta2": float(beta2)}
-
-
-_READERS: dict[type[torch.optim.Optimizer], tuple[str, Callable[[Mapping[str, Any]], dict[str, float]]]] = {
-    torch.optim.SGD: ("sgd", _sgd),
-    torch.optim.AdamW: ("adamw", _adamw),
-}
-_STRUCTURAL = frozenset({"amsgrad"})
-"""Decides which state a server keeps, so it cannot change."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Revision:
     """The hyperparameters at one moment of the schedule."""
@@ -138,14 +120,14 @@ class ServerOptimizer:
             ConfigurationError: an optimizer that the servers do not have.
         """
         # Exactly these classes: a subclass may override the update, which would be lost without a word.
-        known = _READERS.get(type(optimizer))
+        declared = (one for one in SERVER_OPTIMIZERS.values() if getattr(torch.optim, one.torch_class) is type(optimizer))
+        known = next(declared, None)
         if known is None:
             raise ConfigurationError(
                 f"optimizer={type(optimizer).__module__}.{type(optimizer).__qualname__}: with async_sgd the parameter servers run the "
-                "optimizer, and they have torch.optim.SGD and torch.optim.AdamW; use one of these (Adam without weight decay is "
-                "AdamW(weight_decay=0))"
+                f"optimizer, and they have {in_words()}; use one of these (Adam without weight decay is AdamW(weight_decay=0))"
             )
-        self.name, self._read_group = known
+        self._declared = known
         self._optimizer = optimizer
         self._tensors = tuple(tuple(names[id(p)] for p in group["params"]) for group in optimizer.param_groups)
         self._configured = self._read()
@@ -155,7 +137,9 @@ class ServerOptimizer:
     def spec(self) -> pb.OptimizerSpec:
         """The optimizer as it was when it was handed to `as_distributed`, for the call ConfigureOptimizer. The same in every worker, in
         joiners too."""
-        return pb.OptimizerSpec(name=self.name, hyperparameters=dict(self._configured[0]), groups=self._messages(self._configured))
+        return pb.OptimizerSpec(
+            name=self._declared.name, hyperparameters=dict(self._configured[0]), groups=self._messages(self._configured)
+        )
 
     def look(self) -> Revision:
         """The newest revision; a new one if a scheduler, or the user, has changed something since the last look.
@@ -180,7 +164,7 @@ class ServerOptimizer:
         )
 
     def _read(self) -> tuple[Values, ...]:
-        return tuple(tuple(sorted(self._read_group(group).items())) for group in self._optimizer.param_groups)
+        return tuple(tuple(sorted(self._declared.read(group).items())) for group in self._optimizer.param_groups)
 
     def _messages(self, groups: tuple[Values, ...]) -> list[pb.ParameterGroup]:
         """Nothing for a single group: its hyperparameters are the optimizer's own."""
@@ -190,11 +174,11 @@ class ServerOptimizer:
         return [pb.ParameterGroup(tensors=tensors, hyperparameters=dict(values)) for tensors, values in pairs if tensors]
 
     def _variable(self, values: Values) -> dict[str, float]:
-        return {name: value for name, value in values if name not in _STRUCTURAL}
+        return {name: value for name, value in values if name not in self._declared.structural}
 
     def _check_structure(self, now: tuple[Values, ...]) -> None:
         for before, after in zip(self._configured, now, strict=True):
-            for name in _STRUCTURAL & dict(before).keys():
+            for name in self._declared.structural:
                 if dict(before)[name] != dict(after)[name]:
                     raise ConfigurationError(
                         f"{name} was changed to {bool(dict(after)[name])} while the optimizer runs; it decides which state the servers "

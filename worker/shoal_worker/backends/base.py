@@ -118,7 +118,7 @@ class CommunicationBackend(abc.ABC):
     name: ClassVar[str]
     """What users select it by: "gloo", "nccl"."""
     device_type: ClassVar[str] = "cpu"
-    """Type of the device on which `sum_numbers` puts them."""
+    """Type of the device on which tensors of collectives must live, and `sum_numbers` puts its own."""
     averages_natively: ClassVar[bool]
     """Whether the library knows AVERAGE; else it is a sum, divided afterwards."""
 

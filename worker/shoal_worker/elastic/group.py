@@ -120,7 +120,8 @@ class Group:
     @property
     def device(self) -> torch.device:
         """Where tensors of collectives must live."""
-        return torch.device("cuda", torch.cuda.current_device()) if self._backend and self._backend.name == "nccl" else torch.device("cpu")
+        kind = self._backend.device_type if self._backend is not None else "cpu"
+        return torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
 
     @property
     def broken(self) -> str | None:

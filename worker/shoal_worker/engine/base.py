@@ -180,7 +180,7 @@ class Engine(abc.ABC):
                 own[name].copy_(value)
 
     def agreed(self, kind: str, read: Callable[[], T]) -> T:
-        """What `read` gives, once all ranks that train this model have been given the same; see `agreeing.agreed`. A clone's is its own."""
+        """What `read` gives, once all ranks that train this model have been given the same (`parameters.agreed`). A clone's is its own."""
         return agreed(self._session, kind, read) if self.is_trained else read()
 
     @property

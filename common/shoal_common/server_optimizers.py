@@ -1,0 +1,97 @@
+"""The optimizers that parameter servers run, by name. Adding one is a declaration here.
+
+A worker takes a user's torch optimizer apart by it, and a server makes one out of what the worker sends. Hyperparameters travel as numbers
+by name; what torch has as a pair (`betas`) is two names, what it has as a switch is 0 or 1. This module imports no torch: a class is named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Final
+
+Hyperparameters = Mapping[str, float]
+"""Name -> value, with every name that the optimizer has."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerDeclaration:
+    """One optimizer: its hyperparameters, and what torch calls them."""
+
+    name: str
+    torch_class: str
+    """Its class in `torch.optim`. Exactly this one: a subclass may override the update."""
+    defaults: Hyperparameters
+    """torch's own, of all its hyperparameters."""
+    switches: frozenset[str] = frozenset()
+    """Hyperparameters that are 0 or 1."""
+    structural: frozenset[str] = frozenset()
+    """Those that decide which state is kept, and so cannot change once it runs."""
+    below_one: frozenset[str] = frozenset()
+    """Those that must lie in [0, 1)."""
+    pairs: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    """Keys of a torch parameter group that hold two hyperparameters."""
+    state: frozenset[str]
+    """Names of the state tensors that it may keep for a parameter."""
+    fused_from_bytes: int | None = None
+    """torch's fused implementation is used for values of at least so many bytes each; None: never."""
+    contradiction: Callable[[Hyperparameters], str] = lambda values: ""
+    """What is wrong with values of which each is possible by itself; empty: nothing."""
+
+    def arguments(self, values: Hyperparameters) -> dict[str, Any]:
+        """Hyperparameters as keys of a torch parameter group."""
+        paired = {name for names in self.pairs.values() for name in names}
+        single = {name: bool(values[name]) if name in self.switches else values[name] for name in self.defaults if name not in paired}
+        return single | {key: (values[first], values[second]) for key, (first, second) in self.pairs.items()}
+
+    def read(self, group: Mapping[str, Any]) -> dict[str, float]:
+        """Takes the hyperparameters out of a torch parameter group: the inverse of `arguments`."""
+        pairs = {name: value for key, names in self.pairs.items() for name, value in zip(names, group[key], strict=True)}
+        return {name: float(pairs[name] if name in pairs else group[name]) for name in self.defaults}
+
+
+def _nesterov_alone(values: Hyperparameters) -> str:
+    if values["nesterov"] and (values["momentum"] <= 0 or values["dampening"] != 0):
+        return f"nesterov needs momentum above 0 and no dampening, not {values['momentum']} and {values['dampening']}"
+    return ""
+
+
+SERVER_OPTIMIZERS: Final = {
+    declaration.name: declaration
+    for declaration in (
+        OptimizerDeclaration(
+            name="sgd",
+            torch_class="SGD",
+            defaults=MappingProxyType(
+                {"lr": 1e-3, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": 0.0, "maximize": 0.0}
+            ),
+            switches=frozenset({"nesterov", "maximize"}),
+            state=frozenset({"momentum_buffer"}),
+            # torch 2.13's fused SGD leaves 16-bit parameters on the CPU unchanged, without a word.
+            fused_from_bytes=4,
+            contradiction=_nesterov_alone,
+        ),
+        OptimizerDeclaration(
+            name="adamw",
+            torch_class="AdamW",
+            defaults=MappingProxyType(
+                {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 1e-2, "amsgrad": 0.0, "maximize": 0.0}
+            ),
+            switches=frozenset({"amsgrad", "maximize"}),
+            structural=frozenset({"amsgrad"}),
+            below_one=frozenset({"beta1", "beta2"}),
+            pairs=MappingProxyType({"betas": ("beta1", "beta2")}),
+            state=frozenset({"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}),
+            # 4 times faster here, and the only form whose eps survives in float16.
+            fused_from_bytes=0,
+        ),
+    )
+}
+"""By name."""
+
+
+def in_words() -> str:
+    """The torch classes that a server runs, for people: "torch.optim.SGD and torch.optim.AdamW"."""
+    *others, last = [f"torch.optim.{declaration.torch_class}" for declaration in SERVER_OPTIMIZERS.values()]
+    return f"{', '.join(others)} and {last}"

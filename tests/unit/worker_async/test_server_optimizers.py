@@ -1,0 +1,63 @@
+"""An optimizer on the parameter servers is a declaration: servers, workers and their errors know it by that alone."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+from shoal_common.errors import ConfigurationError, InvalidRequestError
+from shoal_common.server_optimizers import SERVER_OPTIMIZERS, OptimizerDeclaration
+from shoal_ps_server.shard.optimizer import optimizer_settings
+from shoal_worker.asynchronous.options import ServerOptimizer
+
+RMSPROP = OptimizerDeclaration(
+    name="rmsprop",
+    torch_class="RMSprop",
+    defaults={"lr": 1e-2, "alpha": 0.99, "eps": 1e-8, "weight_decay": 0.0, "momentum": 0.0, "centered": 0.0},
+    switches=frozenset({"centered"}),
+    structural=frozenset({"centered"}),
+    below_one=frozenset({"alpha"}),
+    state=frozenset({"step", "square_avg", "momentum_buffer", "grad_avg"}),
+)
+
+
+@pytest.fixture
+def new(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The declaration that somebody adds."""
+    monkeypatch.setitem(SERVER_OPTIMIZERS, "rmsprop", RMSPROP)
+
+
+@pytest.mark.usefixtures("new")
+def test_a_new_optimizer_is_a_declaration() -> None:
+    torch.manual_seed(1)
+    own, there = (torch.nn.Parameter(torch.arange(4.0)) for _ in range(2))
+    optimizer = torch.optim.RMSprop([own], lr=0.1, momentum=0.5, centered=True)
+    spec = ServerOptimizer(optimizer, {id(own): "w"}).spec
+    settings = optimizer_settings(name=spec.name, hyperparameters=dict(spec.hyperparameters))
+    built = settings.build(there, tensor="w")
+    for _ in range(3):
+        own.grad = there.grad = torch.randn(4)
+        optimizer.step()
+        built.step()
+    assert there.equal(own)
+    assert set(built.state[there]) <= settings.state_names
+    with pytest.raises(InvalidRequestError, match="centered decides which state rmsprop keeps"):
+        settings.changed({"centered": 0.0}, [])
+
+
+@pytest.mark.usefixtures("new")
+def test_errors_know_a_new_optimizer() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    with pytest.raises(ConfigurationError, match=r"torch\.optim\.SGD, torch\.optim\.AdamW and torch\.optim\.RMSprop"):
+        ServerOptimizer(torch.optim.Adagrad([parameter]), {id(parameter): "w"})
+    with pytest.raises(InvalidRequestError, match="expected one of adamw, rmsprop, sgd"):
+        optimizer_settings(name="adagrad", hyperparameters={})
+
+
+@pytest.mark.parametrize("declared", [*SERVER_OPTIMIZERS.values(), RMSPROP], ids=lambda one: one.name)
+def test_a_declaration_has_torchs_names_and_defaults(declared: OptimizerDeclaration) -> None:
+    signature = inspect.signature(getattr(torch.optim, declared.torch_class)).parameters
+    arguments = declared.arguments(declared.defaults)
+    assert {name: signature[name].default for name in arguments} == arguments
+    assert declared.read(arguments) == dict(declared.defaults)

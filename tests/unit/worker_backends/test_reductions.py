@@ -8,8 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from shoal_worker.backends.collective import op_name, reduce_parts
-from shoal_worker.backends.gloo.interruptible import Scratch
+from shoal_worker.scratch import ScratchMemory
 
+CPU = torch.device("cpu")
 _INTEGERS = [torch.tensor([3, 5]), torch.tensor([6, 1]), torch.tensor([2, 7])]
 
 
@@ -70,20 +71,19 @@ def test_what_cannot_be_reduced_is_refused(op: Any, dtype: torch.dtype) -> None:
 
 
 def test_scratch_is_used_again_and_only_by_one_at_a_time() -> None:
-    scratch = Scratch()
-    first = scratch.take(torch.empty(3, 4))
-    second = scratch.take(torch.empty(3, 4))
+    scratch = ScratchMemory()
+    first, second = (scratch.take((3, 4), torch.float32, CPU) for _ in range(2))
     assert first.data_ptr() != second.data_ptr()
     scratch.give_back(first)
-    again = scratch.take(torch.empty(2, 3, dtype=torch.float64))
+    again = scratch.take((2, 3), torch.float64, CPU)
     assert again.data_ptr() == first.data_ptr()
     assert (again.shape, again.dtype) == ((2, 3), torch.float64)
 
 
 def test_scratch_keeps_the_two_largest() -> None:
-    scratch = Scratch()
-    taken = [scratch.take(torch.empty(size)) for size in (10, 30, 20)]
+    scratch = ScratchMemory(most=2)
+    taken = [scratch.take((size,), torch.float32, CPU) for size in (10, 30, 20)]
     for one in taken:
         scratch.give_back(one)
-    kept = {scratch.take(torch.empty(15)).data_ptr(), scratch.take(torch.empty(15)).data_ptr()}
+    kept = {scratch.take((15,), torch.float32, CPU).data_ptr() for _ in range(2)}
     assert kept == {taken[1].data_ptr(), taken[2].data_ptr()}

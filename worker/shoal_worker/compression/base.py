@@ -16,11 +16,11 @@ import torch
 from shoal_common import codecs
 from shoal_common.errors import ConfigurationError
 
+from shoal_worker import scratch
 from shoal_worker.backends.base import CommunicationBackend, Handle
-from shoal_worker.compression import scratch
 from shoal_worker.compression.memory import BucketMemory
 from shoal_worker.compression.randomness import KeyedRandom
-from shoal_worker.compression.scratch import Scratch
+from shoal_worker.scratch import ScratchMemory
 
 _TILE: Final = 1 << 17
 """Values that are worked on at a time on the CPU: 512 KiB stay in a core's own cache over several operations."""
@@ -133,7 +133,7 @@ class Errand:
 
     backend: CommunicationBackend
     memory: BucketMemory
-    scratch: Scratch
+    scratch: ScratchMemory
     bucket: int
     """Its index: the same on all ranks."""
     step: int

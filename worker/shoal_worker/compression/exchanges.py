@@ -71,7 +71,7 @@ class Chunked(Exchange):
         yield handle
         for rank in range(chunks.count):
             compressor.decompress_into(gathered[rank], values[chunks.bounds(rank)])
-        errand.scratch.give(sent, received)
+        errand.scratch.give_back(sent, received)
 
 
 def scatter_sum(
@@ -86,7 +86,7 @@ def scatter_sum(
         values = errand.memory.compensated_gradient(values, own)
     parts = [values[chunks.bounds(rank)] for rank in range(chunks.count)]
     size = compressor.payload_bytes((chunks.length,))
-    sent, received = (errand.scratch.take(chunks.count, size, values.device) for _ in range(2))
+    sent, received = (errand.scratch.take((chunks.count, size), torch.uint8, values.device) for _ in range(2))
     random = errand.random(compressor.seed)
     for part, payload in zip(parts, sent, strict=True):
         _compress_part(compressor, part, payload, chunks, random)
@@ -120,7 +120,7 @@ class Gathered(Exchange):
         given = errand.memory.compensated_gradient(values) if compressor.error_feedback else values
         payload = values.new_zeros(compressor.payload_bytes(values.shape), dtype=torch.uint8)
         compressor.compress_into(given, payload, errand.random(compressor.seed))
-        gathered = errand.scratch.take(errand.backend.world_size, payload.numel(), values.device)
+        gathered = errand.scratch.take((errand.backend.world_size, payload.numel()), torch.uint8, values.device)
         handle = errand.backend.all_gather(gathered, payload, async_op=True)
         if compressor.error_feedback:
             compressor.decompress_into(payload, given, alpha=-1)
@@ -128,7 +128,7 @@ class Gathered(Exchange):
         values.zero_()
         for one in gathered:
             compressor.decompress_into(one, values, alpha=1)
-        errand.scratch.give(gathered)
+        errand.scratch.give_back(gathered)
 
 
 def all_reduce_bytes(size: int, world_size: int) -> int:

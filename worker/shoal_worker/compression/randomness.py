@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 import torch
 
-from shoal_worker.compression import scratch
+from shoal_worker import scratch
 
 _MASK: Final = (1 << 64) - 1
 

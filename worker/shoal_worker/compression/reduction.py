@@ -16,7 +16,7 @@ from shoal_worker.backends.base import CommunicationBackend, Handle
 from shoal_worker.compression.base import Errand, GradientCompressor, Steps
 from shoal_worker.compression.exchanges import Chunks, scatter_sum
 from shoal_worker.compression.memory import BucketMemory, Memory, is_finite
-from shoal_worker.compression.scratch import Scratch
+from shoal_worker.scratch import ScratchMemory
 
 
 class Reduction:
@@ -84,7 +84,7 @@ class CompressedReduction:
     def __init__(self, compressor: GradientCompressor) -> None:
         self.compressor = compressor
         self._memory = Memory()
-        self._scratch = Scratch()
+        self._scratch = ScratchMemory()
 
     def start(
         self,
@@ -201,7 +201,7 @@ class CompressedReduction:
     def _scatter(self, values: torch.Tensor, out: torch.Tensor, errand: Errand) -> Steps:
         chunks = Chunks(values.numel(), out.numel(), errand.backend.world_size)
         total = out.view(-1) if out.dtype is torch.float32 else out.new_empty(out.numel(), dtype=torch.float32)
-        errand.scratch.give(*(yield from scatter_sum(self.compressor, values, total, chunks, errand)))
+        errand.scratch.give_back(*(yield from scatter_sum(self.compressor, values, total, chunks, errand)))
         # Another rank's part may be the one that is not finite: so this rank's residual is looked at too, when the step commits.
         if not is_finite(total):
             errand.memory.conclude(finite=False)

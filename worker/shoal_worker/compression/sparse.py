@@ -14,7 +14,7 @@ from shoal_common import codecs
 from shoal_common.codecs import RANDOMK_HEADER_BYTES, TOPK_BLOCK, blocks, randomk_draw, randomk_places
 from shoal_common.errors import ConfigurationError
 
-from shoal_worker.compression import scratch
+from shoal_worker import scratch
 from shoal_worker.compression.base import Errand, Exchange, GradientCompressor, Steps, blocked_payload_bytes, tiles
 from shoal_worker.compression.exchanges import Gathered, all_reduce_bytes
 from shoal_worker.compression.randomness import KeyedRandom

@@ -39,34 +39,10 @@ from shoal_worker.backends.gloo.forming import GlooGroup
 from shoal_worker.backends.gloo.works import AllOf, InterruptibleWork, Transfer, Waiter, end_works
 from shoal_worker.backends.python_group import ForwardingGroup
 from shoal_worker.backends.waits import Waits
+from shoal_worker.scratch import ScratchMemory
 
-_MOST: Final = 2
-"""Buffers kept: so many collectives of one kind overlap."""
-
-
-class Scratch:
-    """Buffers that nobody uses at the moment."""
-
-    def __init__(self) -> None:
-        self._free: list[torch.Tensor] = []
-        self._lock = threading.Lock()
-
-    def take(self, like: torch.Tensor) -> torch.Tensor:
-        """A tensor of that dtype, shape and device, with any values."""
-        with self._lock:
-            fitting = [one for one in self._free if one.nbytes >= like.nbytes and one.device == like.device]
-            found = min(fitting, key=lambda one: one.nbytes, default=None)
-            if found is not None:
-                self._free = [one for one in self._free if one is not found]
-        if found is None:
-            found = torch.empty(like.nbytes, dtype=torch.uint8, device=like.device)
-        return found[: like.nbytes].view(like.dtype).view(like.shape)
-
-    def give_back(self, tensor: torch.Tensor) -> None:
-        """Takes back what `take` gave, when nothing reads or writes it any more. The smallest is let go of when there are too many."""
-        whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-        with self._lock:
-            self._free = sorted([*self._free, whole], key=lambda one: one.nbytes)[-_MOST:]
+_MOST_SCRATCH: Final = 2
+"""Blocks of memory kept: so many collectives of one kind overlap."""
 
 
 _MANY: Final = 64
@@ -109,7 +85,7 @@ class InterruptibleGroup(ForwardingGroup):
         """Set once it is shut down and Gloo has nothing left to do."""
         self._lock = threading.Lock()
         """Guards the reason and the two above."""
-        self._scratch = Scratch()
+        self._scratch = ScratchMemory(most=_MOST_SCRATCH)
         self._closer = weakref.finalize(self, formed.close)
         self.waiter = Waiter()
         weakref.finalize(self, self.waiter.close)
@@ -295,7 +271,7 @@ class InterruptibleGroup(ForwardingGroup):
         """`parts`: (ranks, elements), the row of a rank is for it. The outputs hold one row between them."""
         op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
         check_op(op, parts.dtype)
-        received = self._scratch.take(parts)
+        received = self._scratch.take(parts.shape, parts.dtype, parts.device)
 
         def finish() -> list[torch.Tensor]:
             columns = received.split([output.numel() for output in outputs], dim=1)

@@ -287,7 +287,7 @@ def test_rank_0_must_have_values(session: Session) -> None:
         net = nn.Linear(FEATURES, 1)
     model, _ = distributed(net)
     with pytest.raises(PreconditionError, match="rank 0's parameters are on the meta device"):
-        session.clock.begin_step(None)
+        session.lifecycle.begin_step(None)
     assert model.module is net
 
 
@@ -298,7 +298,7 @@ def test_a_worker_on_the_meta_device_gets_values_from_the_servers_and_trains(run
         net = network(9)
     with running.member() as session:
         model, optimizer = distributed(net)
-        session.clock.begin_step(None)
+        session.lifecycle.begin_step(None)
         before = {name: value.clone() for name, value in model.full_state_dict().items()}
         assert all(torch.equal(before[name], value) for name, value in net.named_parameters())
         backward(model)

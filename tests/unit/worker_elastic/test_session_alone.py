@@ -128,7 +128,7 @@ def test_an_update_that_raises_in_a_joiners_first_step_is_told_by_its_own_error(
 def test_a_step_that_the_ranks_took_at_different_places_is_refused_before_it_is_applied(monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer, loader = start()
     before = [p.clone() for p in model.parameters()]
-    steps = current_session().clock
+    steps = current_session().lifecycle
 
     def reduce_with_a_rank_that_takes_the_next_step() -> None:
         step = steps.require()

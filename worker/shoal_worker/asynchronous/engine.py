@@ -263,7 +263,7 @@ class AsyncEngine(Engine):
                 self._placed = True
 
     def lease_batches(self, *, loader: str, epoch: int, batches_in_epoch: int, finished: Sequence[int], want: int) -> Leases:
-        """See `StepClock`."""
+        """See `LoaderSession`."""
         answer = self._leases.lease(loader=loader, epoch=epoch, batches_in_epoch=batches_in_epoch, finished=finished, want=want)
         if want and not answer.batches:
             if answer.epoch_done:

@@ -193,7 +193,7 @@ class LeaseSource(Protocol):
     """Gives out the batches of each loader's epochs, each to one worker."""
 
     def lease(self, *, loader: str, epoch: int, batches_in_epoch: int, finished: Sequence[int], want: int) -> Leases:
-        """See `StepClock.lease_batches`. Loaders take batches in the order in which they were leased, one at a time, and say `finished`
+        """See `LoaderSession.lease_batches`. Loaders take batches in the order in which they were leased, one at a time, and say `finished`
         before they take the next. `want` 0: the loop is left; beside those finished, what is still leased goes back."""
         ...
 

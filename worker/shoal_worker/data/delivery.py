@@ -22,7 +22,7 @@ from shoal_worker.data.orders import EpochOrders
 from shoal_worker.data.plan import Block
 from shoal_worker.data.record import SampleRecord
 from shoal_worker.data.supply import Supply
-from shoal_worker.elastic.contract import Share, StepClock, WeighRows
+from shoal_worker.elastic.contract import LoaderSession, Share, WeighRows
 
 WeightFn = Callable[[Any], float]
 
@@ -84,17 +84,17 @@ class Delivery:
         self._weight_fn = weight_fn
         self._record = record
 
-    def step(self, dealt: DealtStep, clock: StepClock, loader: str) -> Step:
+    def step(self, dealt: DealtStep, session: LoaderSession, loader: str) -> Step:
         """The step for the user's loop. With micro-batches the session hears the share here, else with the batch, which may weigh it."""
         if self._in_micro_batches:
             weighed = self._weight_fn is not None
             weight = math.nan if weighed else float(sum(map(len, dealt.blocks)))
             total = None if weighed else float(len(dealt.positions))
             most = len(self._dealer.plan(dealt.epoch).deal(dealt.positions, 0, dealt.placement.world_size))
-            clock.assign(Share(weight=weight, total_weight=total, micro_batches=len(dealt.blocks), most_micro_batches=most))
-        return Step(dealt, self._hand_out(dealt, clock, loader))
+            session.assign(Share(weight=weight, total_weight=total, micro_batches=len(dealt.blocks), most_micro_batches=most))
+        return Step(dealt, self._hand_out(dealt, session, loader))
 
-    def _hand_out(self, dealt: DealtStep, clock: StepClock, loader: str) -> Iterator[Any]:
+    def _hand_out(self, dealt: DealtStep, session: LoaderSession, loader: str) -> Iterator[Any]:
         for block in dealt.blocks:
             if self._supply.current is not dealt:
                 raise PreconditionError(f"step {dealt.number} of epoch {dealt.epoch} is over; its batches can no longer be taken")
@@ -106,14 +106,14 @@ class Delivery:
                 raise
             weight = self._weight(batch, block)
             if not self._in_micro_batches:
-                clock.assign(Share(weight=weight, total_weight=self._total_weight(dealt, weight), micro_batches=None))
-            clock.begin_micro_batch(index=block.index, weight=weight, key=request.key, weigh=self._weigh_rows(batch, block))
+                session.assign(Share(weight=weight, total_weight=self._total_weight(dealt, weight), micro_batches=None))
+            session.begin_micro_batch(index=block.index, weight=weight, key=request.key, weigh=self._weigh_rows(batch, block))
             self._note(dealt, block, request, loader)
             dealt.handed_out += len(block)
             yield batch
-            clock.end_micro_batch()
+            session.end_micro_batch()
         if self._in_micro_batches:
-            clock.finish_batches()
+            session.finish_batches()
 
     def _weight(self, batch: Any, block: Block) -> float:
         if self._weight_fn is None or not len(block):

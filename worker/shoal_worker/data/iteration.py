@@ -22,10 +22,10 @@ from shoal_worker.data.dealer import Step
 from shoal_worker.data.delivery import Delivery
 from shoal_worker.data.fetch import Fetcher
 from shoal_worker.data.supply import Supply
-from shoal_worker.elastic.contract import Placement, StepClock, StepSource, StopTraining
-from shoal_worker.elastic.start import current_clock
+from shoal_worker.elastic.contract import LoaderSession, Placement, StepSource, StopTraining
+from shoal_worker.elastic.start import current_loader_session
 
-_unnamed: weakref.WeakKeyDictionary[StepClock, int] = weakref.WeakKeyDictionary()
+_unnamed: weakref.WeakKeyDictionary[LoaderSession, int] = weakref.WeakKeyDictionary()
 """How many loaders without a name each session has seen. Ranks that are threads of one process have a session each."""
 
 
@@ -35,21 +35,21 @@ class Introduction:
     def __init__(self, name: str) -> None:
         """`name`: empty for a training loader that was given none."""
         self.name = name
-        self._session: weakref.ref[StepClock] | None = None
+        self._session: weakref.ref[LoaderSession] | None = None
 
-    def clock(self, source: StepSource) -> StepClock:
+    def session(self, source: StepSource) -> LoaderSession:
         """The session; registers `source`, the loader, with one that it meets for the first time."""
-        clock = current_clock()
-        if self.met is not clock:
+        session = current_loader_session()
+        if self.met is not session:
             if not self.name:
-                _unnamed[clock] = _unnamed.get(clock, 0) + 1
-                self.name = "loader" if _unnamed[clock] == 1 else f"loader-{_unnamed[clock]}"
-            self._session = weakref.ref(clock)
-            clock.register_source(source)
-        return clock
+                _unnamed[session] = _unnamed.get(session, 0) + 1
+                self.name = "loader" if _unnamed[session] == 1 else f"loader-{_unnamed[session]}"
+            self._session = weakref.ref(session)
+            session.register_source(source)
+        return session
 
     @property
-    def met(self) -> StepClock | None:
+    def met(self) -> LoaderSession | None:
         """The session met last, if it is still there."""
         return self._session() if self._session is not None else None
 
@@ -84,17 +84,17 @@ class Iterations:
 
     def epochs(self, source: StepSource, n: int) -> Iterator[int]:
         """See `ElasticDataLoader.epochs`."""
-        course, clock = self._course, self._introduction.clock
+        course, session = self._course, self._introduction.session
         self._last_epoch = n - 1
         try:
-            epoch = clock(source).enter_epochs(source)
+            epoch = session(source).enter_epochs(source)
         except StopTraining:
             return
         self._stopped = False
         try:
             while epoch < n and not self._stopped:
                 course.within = epoch
-                clock(source).epoch_opens(source, epoch)
+                session(source).epoch_opens(source, epoch)
                 yield epoch
                 epoch = max(epoch + 1, course.cursor.epoch)
         finally:
@@ -104,7 +104,7 @@ class Iterations:
         """One iteration, step by step."""
         course = self._course
         epoch, before = course.next_iteration, course.cursor.global_step
-        self._introduction.clock(source).loop_left(source)  # an older iterator that waits at a batch, if there is one
+        self._introduction.session(source).loop_left(source)  # an older iterator that waits at a batch, if there is one
         self._delivery.failed = False
         over = stopped_within = False
         try:
@@ -115,8 +115,8 @@ class Iterations:
         except GeneratorExit:
             # Left early. After an error in the dataset the loop may be entered again, and goes on with the epoch.
             over = course.cursor.global_step > before and not self._delivery.failed
-            if (clock := self._introduction.met) is not None:
-                clock.loop_left(source)
+            if (session := self._introduction.met) is not None:
+                session.loop_left(source)
             raise
         finally:
             self.under_way = stopped_within
@@ -136,34 +136,34 @@ class Iterations:
 
     def acknowledge(self) -> None:
         """The loop is left: see `Supply.acknowledge`."""
-        clock = self._introduction.met
-        if clock is None:
+        session = self._introduction.met
+        if session is None:
             return
         try:
-            self._supply.acknowledge(clock)
+            self._supply.acknowledge(session)
         except ShoalError as error:
             name = self._introduction.name
             _log.warning("loader %s: the last batches could not be acknowledged and will be dealt again: %s", name, error)
 
     def _epoch_steps(self, source: StepSource, epoch: int) -> Iterator[Step]:
         course = self._course
-        if self._is_over(source, epoch, self._introduction.clock(source)):
+        if self._is_over(source, epoch, self._introduction.session(source)):
             self._pass_over(source)
             return
         self.under_way = True
         course.move_to(epoch)  # ahead of the border, where a joiner may be given this cursor
         took_part = False
-        while not self._is_over(source, epoch, clock := self._introduction.clock(source)):
-            placement = self._begin(source, epoch, clock)
+        while not self._is_over(source, epoch, session := self._introduction.session(source)):
+            placement = self._begin(source, epoch, session)
             if placement is None:
                 return
-            if self._is_over(source, epoch, clock):
+            if self._is_over(source, epoch, session):
                 break
             took_part = True
             course.take_part(epoch)
-            dealt = self._supply.take(placement, clock, source.name)
+            dealt = self._supply.take(placement, session, source.name)
             if dealt is not None:
-                yield self._delivery.step(dealt, clock, source.name)
+                yield self._delivery.step(dealt, session, source.name)
         if took_part:
             self._end_epoch(source)
         else:
@@ -172,25 +172,25 @@ class Iterations:
     def _pass_over(self, source: StepSource) -> None:
         """`epochs()` gives out no epoch that the run has left: what follows the rest of one that is over was not done yet."""
         if self._course.within is None:
-            self._introduction.clock(source).passed_over(source)
+            self._introduction.session(source).passed_over(source)
 
-    def _is_over(self, source: StepSource, epoch: int, clock: StepClock) -> bool:
+    def _is_over(self, source: StepSource, epoch: int, session: LoaderSession) -> bool:
         """The run is past this epoch, or has left it; or, in a joiner, the peers are somewhere else."""
-        return self._course.is_past(epoch) or clock.is_elsewhere(source, epoch)
+        return self._course.is_past(epoch) or session.is_elsewhere(source, epoch)
 
-    def _begin(self, source: StepSource, epoch: int, clock: StepClock) -> Placement | None:
+    def _begin(self, source: StepSource, epoch: int, session: LoaderSession) -> Placement | None:
         """The next border; None when this rank is to stop."""
         self._supply.drop()
         self._stopped = False
         self._last_epoch = epoch
         try:
-            return clock.begin_step(source)
+            return session.begin_step(source)
         except StopTraining:
             self._stopped = True
             return None
 
     def _end_epoch(self, source: StepSource) -> None:
         try:
-            self._introduction.clock(source).end_epoch(source)
+            self._introduction.session(source).end_epoch(source)
         except StopTraining:
             self._stopped = True

@@ -138,7 +138,7 @@ class ElasticDataLoader:
         self._iterations = Iterations(self._introduction, self._course, self._supply, delivery, fetcher)
         self._evaluation: EvaluationBatches | None = None
         if train:
-            self._introduction.clock(self)
+            self._introduction.session(self)
         else:
             batch = micro_batch_size or size
             self._evaluation = EvaluationBatches(orders=orders, fetcher=fetcher, size=batch, seed=seed, dealing=self.dealing)

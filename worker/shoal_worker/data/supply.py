@@ -15,7 +15,7 @@ from typing import ClassVar
 from shoal_worker.data.cursor import Course, Cursor
 from shoal_worker.data.dealer import Dealer, DealtStep
 from shoal_worker.data.fetch import Request
-from shoal_worker.elastic.contract import Leases, Placement, StepClock
+from shoal_worker.elastic.contract import Leases, LoaderSession, Placement
 
 _SHORTEST_RETRY_S = 0.01
 
@@ -36,14 +36,14 @@ class LeasedBatches:
         self._current: int | None = None
         self._finished: list[int] = []
 
-    def take(self, clock: StepClock) -> int | None:
+    def take(self, session: LoaderSession) -> int | None:
         """The next batch to train on: the one handed out last, if it was not finished. None when there is none now: the epoch is `done`, or
         all batches left are leased elsewhere (then this waits for as long as the coordinator asks before the next try)."""
         if self._current is not None:
             return self._current
         want = self._ahead - len(self._held)
         if want > 0 or self._finished:
-            answer = self._lease(clock, max(0, want))
+            answer = self._lease(session, max(0, want))
             if not self._held:
                 self.done = answer.epoch_done
                 if not self.done:
@@ -65,15 +65,15 @@ class LeasedBatches:
         self._finished.append(self._current)
         self._current = None
 
-    def acknowledge(self, clock: StepClock) -> None:
+    def acknowledge(self, session: LoaderSession) -> None:
         """The loop is left, and there may be no next lease: tells the coordinator what is finished, and gives the other batches back. Not
         while one is handed out, which may still be finished."""
         if self._current is None and (self._finished or self._held):
-            self._lease(clock, 0)
+            self._lease(session, 0)
             self._held.clear()
 
-    def _lease(self, clock: StepClock, want: int) -> Leases:
-        answer = clock.lease_batches(
+    def _lease(self, session: LoaderSession, want: int) -> Leases:
+        answer = session.lease_batches(
             loader=self._loader, epoch=self.epoch, batches_in_epoch=self._batches_in_epoch, finished=tuple(self._finished), want=want
         )
         self._finished.clear()  # only now: acknowledging twice is harmless, losing it is not
@@ -109,7 +109,7 @@ class Supply(abc.ABC):
         self._course = course
 
     @abc.abstractmethod
-    def take(self, placement: Placement, clock: StepClock, loader: str) -> DealtStep | None:
+    def take(self, placement: Placement, session: LoaderSession, loader: str) -> DealtStep | None:
         """The next step, which becomes the current one; None when there is none now, or the epoch is over."""
 
     @abc.abstractmethod
@@ -140,7 +140,7 @@ class Supply(abc.ABC):
     def ends_epoch(self) -> bool:
         """The current step is known to be the last of its epoch."""
 
-    def acknowledge(self, clock: StepClock) -> None:  # noqa: B027  # most supplies have nothing to say
+    def acknowledge(self, session: LoaderSession) -> None:  # noqa: B027  # most supplies have nothing to say
         """The loop is left: tells of finished batches that no further lease would tell of. Raises ShoalError when it could not."""
 
 
@@ -149,7 +149,7 @@ class DealtSupply(Supply):
 
     leased = False
 
-    def take(self, placement: Placement, clock: StepClock, loader: str) -> DealtStep | None:
+    def take(self, placement: Placement, session: LoaderSession, loader: str) -> DealtStep | None:
         """See `Supply`. Where a run with another batch size left the cursor, `drop_last` may leave out what remains."""
         self.current = self._dealer.deal(self._course.cursor, placement)
         if self.current is None:
@@ -183,13 +183,13 @@ class LeasedSupply(Supply):
         self._ahead = ahead
         self._leases: LeasedBatches | None = None
 
-    def take(self, placement: Placement, clock: StepClock, loader: str) -> DealtStep | None:
+    def take(self, placement: Placement, session: LoaderSession, loader: str) -> DealtStep | None:
         """See `Supply`."""
         epoch = self._course.cursor.epoch
         if self._leases is None or self._leases.epoch != epoch:
             batches = len(self._dealer.plan(epoch))
             self._leases = LeasedBatches(loader=loader, epoch=epoch, batches_in_epoch=batches, ahead=self._ahead)
-        number = self._leases.take(clock)
+        number = self._leases.take(session)
         if number is not None:
             self.current = self._dealer.leased(epoch, number, placement)
             return self.current
@@ -218,7 +218,7 @@ class LeasedSupply(Supply):
         self._leases.finish()
         self._course.cursor = self._course.cursor.after_leased_batch()
 
-    def acknowledge(self, clock: StepClock) -> None:
+    def acknowledge(self, session: LoaderSession) -> None:
         """See `Supply`."""
         if self._leases is not None:
-            self._leases.acknowledge(clock)
+            self._leases.acknowledge(session)

@@ -96,7 +96,7 @@ class HeldState:
         return list(self._sources.values())
 
     def add_source(self, source: StepSource) -> None:
-        """See `StepClock.register_source`."""
+        """See `LoaderSession.register_source`."""
         if self._sources.get(source.name, source) is not source:
             raise ConfigurationError(
                 f"two training loaders have the name {source.name!r}; give each a name of its own: ElasticDataLoader(..., name=...)"

@@ -61,7 +61,7 @@ WeighRows = Callable[[Sequence[int]], list[float]]
 """What parts of a batch weigh, of so many rows each. Raises ConfigurationError."""
 
 
-class StepClock(Protocol):
+class LoaderSession(Protocol):
     """The session, as a loader sees it."""
 
     def begin_step(self, source: StepSource) -> Placement:

@@ -154,7 +154,7 @@ class Replica(Protocol):
         ...
 
     def lease_batches(self, *, loader: str, epoch: int, batches_in_epoch: int, finished: Sequence[int], want: int) -> Leases:
-        """See `StepClock`. Raises ConfigurationError unless asynchronous."""
+        """See `LoaderSession`. Raises ConfigurationError unless asynchronous."""
         ...
 
     def micro_batch_begins(self) -> None:

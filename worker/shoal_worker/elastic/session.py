@@ -58,7 +58,7 @@ _LOOK: Final = timedelta(seconds=0.05)
 
 
 class Session:
-    """One process's training run. The `StrategySession` of its strategy; `clock` is the `StepClock` of its loaders."""
+    """One process's training run. The `StrategySession` of its strategy; `lifecycle` is the `LoaderSession` of its loaders."""
 
     def __init__(self, settings: WorkerSettings, membership: Member | None, donor: StateDonor | None, metrics: WorkerMetrics) -> None:
         """`membership` and `donor`: both None in a world of one. `donor` alone: no state travels (async_sgd)."""
@@ -79,7 +79,7 @@ class Session:
             membership.observe(self.progress)
             self._formation = Formation(membership, self._held, self._exchange, settings=settings, metrics=metrics, progress=self.progress)
         self._departure = Departure(membership, self._held)
-        self.clock = Steps(
+        self.lifecycle = Steps(
             self._held,
             self._formation,
             self._departure,
@@ -260,7 +260,7 @@ class Session:
 
     def ensure_step(self) -> Step:
         """The step in progress; begins one in a user's own loop, where no loader does."""
-        return self.clock.ensure()
+        return self.lifecycle.ensure()
 
     def note_trained(self, trained: Sequence[bool]) -> None:
         """See `StrategySession`."""
@@ -268,42 +268,42 @@ class Session:
 
     def control_word(self) -> list[float]:
         """What this rank adds to the step's control word."""
-        return self.clock.control_word()
+        return self.lifecycle.control_word()
 
     def seal_step(self) -> None:
         """The gradients are summed: this rank has all that it needs to apply the step."""
-        self.clock.require().seal()
+        self.lifecycle.require().seal()
 
     def take_control_word(self, summed: Sequence[float]) -> None:
         """The closing came back: the step counts, whatever fails from here on."""
-        self.clock.require().decide(summed)
+        self.lifecycle.require().decide(summed)
 
     def mark_lost(self, error: BaseException) -> None:
         """A collective of the step failed. May be called from a collective's callback."""
-        self.clock.mark_lost(error)
+        self.lifecycle.mark_lost(error)
 
     def void_step(self, reason: str) -> None:
         """The step in progress counts nowhere, as every rank concludes by itself."""
-        step = self.clock.require()
+        step = self.lifecycle.require()
         step.fail(reason)
         step.void()
 
     def settle_step(self) -> None:
         """Returns when it is known what becomes of the step in progress. See `Steps.settle`."""
-        self.clock.settle()
+        self.lifecycle.settle()
 
     def finish_reduction_if_whole(self) -> None:
         """Inside one plain batch: its backward pass was the whole of this rank's part, so the sum over the ranks is due."""
-        self.clock.finish_reduction_if_whole()
+        self.lifecycle.finish_reduction_if_whole()
 
     def finish_step(self, apply: Callable[[], None]) -> StepStatus:
         """Applies the step if every member's part is in it; else re-forms. See `Steps.finish`."""
-        self.outcome = self.clock.finish(apply)
+        self.outcome = self.lifecycle.finish(apply)
         return self.outcome
 
     def give_up_step(self, stop: StopTraining) -> StepStatus:
         """The run ended for this member while a step of asynchronous training was in progress."""
-        self.outcome = self.clock.give_up(stop)
+        self.outcome = self.lifecycle.give_up(stop)
         return self.outcome
 
     def keep(self, replica: Mapping[str, Any]) -> None:
@@ -328,7 +328,7 @@ class Session:
         formation = self._formation
         if formation is None or self._held.phase.replaying or self.has_left or self._held.replica.asynchronous:
             return body(LocalChannel())
-        while self.clock.goes_back or not self.is_redoing:
+        while self.lifecycle.goes_back or not self.is_redoing:
             if self._held.replica.idle:
                 if answers:
                     # What it would answer is not the run's.
@@ -351,7 +351,7 @@ class Session:
                 self._departure.obey(stop)
                 return body(LocalChannel())
             except StateLostError as lost:
-                self.clock.go_back(lost)
+                self.lifecycle.go_back(lost)
             else:
                 self._held.operations.keep(result)
                 failpoint("session.after_operation")
@@ -425,7 +425,7 @@ class Session:
     def go_back_by(self, load: Callable[[], str | None]) -> None:
         """`load` puts the newest checkpoint in the place of the state, with all ranks; it returns why it cannot, or None. Called in a step,
         when the ranks that are left hold but a part of the state."""
-        self.clock.load_checkpoint = load
+        self.lifecycle.load_checkpoint = load
 
     def cannot_return(self, captured: Mapping[str, Any]) -> str | None:
         """Why this process's script cannot go on from a checkpoint's state; None: it can."""
@@ -448,8 +448,8 @@ class Session:
             if self._held.phase.now is Phase.ARRIVING and failed is None:
                 # It has a rank, and its peers wait for it. Were it told as the script's good end, the run would be over for all.
                 failed = self.missed = "the script came to its end without a step of the loop in which its peers are"
-            if self.clock.diverged is not None and failed is None:
-                failed = self.missed = self.clock.diverged  # the script has caught the error that said so
+            if self.lifecycle.diverged is not None and failed is None:
+                failed = self.missed = self.lifecycle.diverged  # the script has caught the error that said so
             if failed is None:
                 self._await_the_others()
                 self._departure.finish()
@@ -463,7 +463,7 @@ class Session:
         if self._exchange is not None:
             self._exchange.close()
         self._membership = self._formation = self._exchange = None
-        self.clock.leave_peers()
+        self.lifecycle.leave_peers()
 
     def _await_the_others(self) -> None:
         """Nobody goes while another may still need it: its part of the state, or its word that the last step counts."""

@@ -30,7 +30,7 @@ from shoal_worker.backends import reaper
 from shoal_worker.backends.mpi.backend import own_seat
 from shoal_worker.backends.worlds import Seat, own_world
 from shoal_worker.elastic.account import account_for
-from shoal_worker.elastic.contract import StepClock
+from shoal_worker.elastic.contract import LoaderSession
 from shoal_worker.elastic.current import find_session, set_session
 from shoal_worker.elastic.fixed import FixedMembership
 from shoal_worker.elastic.link import MemberIdentity
@@ -54,9 +54,9 @@ def current_session() -> Session:
     return find_session() or open_session()
 
 
-def current_clock() -> StepClock:
+def current_loader_session() -> LoaderSession:
     """Returns the current session as a loader sees it."""
-    return current_session().clock
+    return current_session().lifecycle
 
 
 def open_session(settings: WorkerSettings | None = None) -> Session:

@@ -6,7 +6,7 @@
 - A failure inside a step never raises out of the user's forward or backward pass. Where the reduction is to be finished (`settle`), the
   survivors form the next generation and tell each other what they saw (`formation.py`); `finish` returns when that generation stands.
 
-This is the `StepClock` of the loaders; strategies reach it through the session (`replica.py`). Owns the step in progress, and whether
+This is the `LoaderSession` of the loaders; strategies reach it through the session (`replica.py`). Owns the step in progress, and whether
 a joiner's script has come to its peers' loop yet. All of it runs on the training thread, except `mark_lost` and what a collective's
 callback writes into the step.
 """
@@ -84,14 +84,14 @@ class Steps:
         """The step in progress."""
         return self._held.step
 
-    # ------------------------------------------------------------------------------------------------ StepClock: the loaders
+    # ------------------------------------------------------------------------------------------------ LoaderSession: the loaders
 
     def register_source(self, source: StepSource) -> None:
-        """See `StepClock`."""
+        """See `LoaderSession`."""
         self._held.add_source(source)
 
     def begin_step(self, source: StepSource | None) -> Placement:
-        """See `StepClock`. None: the user's own loop, without a loader of Shoal's."""
+        """See `LoaderSession`. None: the user's own loop, without a loader of Shoal's."""
         if self.diverged is not None:
             raise self._divergence(self.diverged)
         step = self.current
@@ -138,7 +138,7 @@ class Steps:
         return step
 
     def enter_epochs(self, source: StepSource) -> int:
-        """See `StepClock`."""
+        """See `LoaderSession`."""
         if self._departure.stopped is not None:
             raise StopTraining(self._departure.stopped)
         if not self._held.phase.holds_state or self._held.replica.asynchronous:
@@ -146,15 +146,15 @@ class Steps:
         return self._held.enter_epochs(source)
 
     def epoch_opens(self, source: StepSource, epoch: int) -> None:
-        """See `StepClock`."""
+        """See `LoaderSession`."""
         self._held.epoch_opens(source, epoch)
 
     def is_elsewhere(self, source: StepSource, epoch: int) -> bool:
-        """See `StepClock`."""
+        """See `LoaderSession`."""
         return self._held.phase.replaying and self._borders.peers_elsewhere(source, epoch)
 
     def assign(self, share: Share) -> None:
-        """See `StepClock`."""
+        """See `LoaderSession`."""
         step = self.require()
         if share.total_weight is None and share.micro_batches is None and not self._held.replica.steps_alone:
             share = dataclasses.replace(share, total_weight=self._sum_weights(share.weight))
@@ -167,7 +167,7 @@ class Steps:
             self._held.arrived(step.source)
 
     def begin_micro_batch(self, *, index: int, weight: float, key: Sequence[int], weigh: WeighRows | None) -> None:
-        """See `StepClock`."""
+        """See `LoaderSession`."""
         step = self.require()
         step.handed_out = True
         step.taken += 1
@@ -177,7 +177,7 @@ class Steps:
             self._held.replica.micro_batch_begins()
 
     def end_micro_batch(self) -> None:
-        """See `StepClock`."""
+        """See `LoaderSession`."""
         step = self.current
         if step is None or step.micro_batch is None:
             return
@@ -187,14 +187,14 @@ class Steps:
             self._held.replica.micro_batch_ends(weight)
 
     def finish_batches(self) -> None:
-        """See `StepClock`."""
+        """See `LoaderSession`."""
         if self.current is None:
             raise PreconditionError("the step ended while its inner loop still ran: call optimizer.step() after the inner loop, not in it")
         self.current.handed_out = True
         self._held.replica.finish_reduction()
 
     def loop_left(self, source: StepSource) -> None:
-        """See `StepClock`."""
+        """See `LoaderSession`."""
         step = self.current
         if step is not None and step.source is source and step.handed_out:
             if step.first_live and not step.left:
@@ -202,16 +202,16 @@ class Steps:
             step.left = True
 
     def passed_over(self, source: StepSource) -> None:
-        """See `StepClock`."""
+        """See `LoaderSession`."""
         self._held.registered.passed_over()
 
     def end_epoch(self, source: StepSource) -> None:
-        """See `StepClock`."""
+        """See `LoaderSession`."""
         if self._held.has_replica and not self._held.replica.asynchronous and self._departure.stopped is None:
             self._operation("end of epoch")
 
     def lease_batches(self, *, loader: str, epoch: int, batches_in_epoch: int, finished: Sequence[int], want: int) -> Leases:
-        """See `StepClock`."""
+        """See `LoaderSession`."""
         return self._held.replica.lease_batches(loader=loader, epoch=epoch, batches_in_epoch=batches_in_epoch, finished=finished, want=want)
 
     # ----------------------------------------------------------------------------------------------------------- the strategy

@@ -119,7 +119,7 @@ class Process:
     @property
     def lacks_ranks(self) -> bool:
         """This process has all of the state, and waits for more ranks, with which it could hold a replica."""
-        return self.session is not None and self.session._held.has_replica and self.session._held.replica.lacks_ranks
+        return self.session is not None and self.session._held.has_engine and self.session._held.engine.lacks_ranks
 
     @property
     def has_finished(self) -> bool:

@@ -139,7 +139,7 @@ class Member:
     def __init__(self, model: Model, *, state: StateName | None = None, live: bool = True, torn: bool = False) -> None:
         self.model = model
         self.held = HeldState(live=live)
-        self.held.set_replica(cast(Any, model))
+        self.held.set_engine(cast(Any, model))
         self.held.name = state
         if torn:
             self.held.phase.tear()

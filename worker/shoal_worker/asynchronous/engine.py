@@ -243,10 +243,10 @@ class AsyncEngine(Engine):
         if self._started:
             self._require_servers().pull()
 
-    # --------------------------------------------------------------------------------------------- Replica: for the session
+    # --------------------------------------------------------------------------------------------- TrainingEngine: for the session
 
     def step_begins(self) -> None:
-        """See `Replica`."""
+        """See `TrainingEngine`."""
         source = self._session.step.source if self._session.step is not None else None
         if source is not None and not source.leased:
             raise ConfigurationError(
@@ -275,13 +275,14 @@ class AsyncEngine(Engine):
         return answer
 
     def capture(self) -> dict[str, Any]:
-        """See `Replica`: for checkpoints. The optimizer's state stays on the servers, which write snapshots of their own meanwhile."""
+        """See `TrainingEngine`: for checkpoints. The optimizer's state stays on the servers, which write snapshots of their own
+        meanwhile."""
         if self._started:
             self._require_servers().write_snapshots()
         return {"model": self.full_state_dict(), "optimizer": self._require_optimizer().state_dict()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """See `Replica`: of a checkpoint, before the first step. Servers that have values keep them; others get these."""
+        """See `TrainingEngine`: of a checkpoint, before the first step. Servers that have values keep them; others get these."""
         self._check_not_started("shoal.resume")
         groups = state["optimizer"]["param_groups"] if state["optimizer"] is not None else []
         own = self._require_optimizer().param_groups
@@ -295,25 +296,25 @@ class AsyncEngine(Engine):
         self._require_optimizer().load_state_dict({"state": {}, "param_groups": groups})
 
     def has_values(self) -> bool:
-        """See `Replica`."""
+        """See `TrainingEngine`."""
         return not any(t.is_meta for t in self.module.state_dict().values())
 
     def micro_batch_begins(self) -> None:
-        """See `Replica`. Loaders with micro-batches are refused when the step begins."""
+        """See `TrainingEngine`. Loaders with micro-batches are refused when the step begins."""
 
     def micro_batch_ends(self, weight: float) -> None:
-        """See `Replica`."""
+        """See `TrainingEngine`."""
 
     def finish_reduction(self) -> None:
-        """See `Replica`: nothing is reduced."""
+        """See `TrainingEngine`: nothing is reduced."""
 
     def discard_step(self) -> None:
-        """See `Replica`."""
+        """See `TrainingEngine`."""
         for parameter in self.module.parameters():
             parameter.grad = None
 
     def commit_step(self) -> None:
-        """See `Replica`: buffers are this worker's own."""
+        """See `TrainingEngine`: buffers are this worker's own."""
 
     # ---------------------------------------------------------------------------------------------------------------- state
 

@@ -52,14 +52,14 @@ class Borders:
         generation = self._formation.generation if self._formation is not None else None
         if generation is None:
             return ALONE
-        if not self._held.has_replica:
+        if not self._held.has_engine:
             return Placement(generation=generation.number, rank=generation.rank, world_size=generation.world_size)
-        replica = self._held.replica
+        engine = self._held.engine
         return Placement(
             generation=generation.number,
-            rank=replica.data_parallel_rank,
-            world_size=replica.data_parallel_size,
-            leads_replica=replica.leads_replica,
+            rank=engine.data_parallel_rank,
+            world_size=engine.data_parallel_size,
+            leads_replica=engine.leads_replica,
         )
 
     @property
@@ -83,10 +83,10 @@ class Borders:
         if formation is None:
             return
         link = formation.membership.link
-        if self._held.replica.asynchronous:
+        if self._held.engine.asynchronous:
             self._leave_if_asked(formation, stop=link.stopped)
             return
-        if self._held.replica.idle:
+        if self._held.engine.idle:
             self._await_ranks(formation, source)
             return
         if self._held.in_round or formation.must_move:
@@ -108,9 +108,9 @@ class Borders:
     def _await_ranks(self, formation: Formation, source: StepSource | None) -> None:
         """While no whole replica can be made with this rank: for the step that follows, if one does. Where the state that was taken here is
         that of the run's end none does, and who were let in would come to the end of its script without a step."""
-        replica = self._held.replica
-        while replica.idle or (replica.lacks_ranks and not formation.must_move and not (source is not None and source.is_over)):
-            if replica.idle:
+        engine = self._held.engine
+        while engine.idle or (engine.lacks_ranks and not formation.must_move and not (source is not None and source.is_over)):
+            if engine.idle:
                 formation.stand_by()
             else:
                 formation.await_ranks()
@@ -129,7 +129,7 @@ class Borders:
         formation = self._formation
         if formation is None:
             return True
-        if self._held.replica.asynchronous:
+        if self._held.engine.asynchronous:
             # It comes here again and again while it waits for a batch.
             link = formation.membership.link
             healthy = link.stopped is None and link.draining is None
@@ -188,8 +188,8 @@ class Borders:
         """The script is about to be told of the outcome of a step: re-forms if the step's group failed. `updated`: the step counts. Raises
         StopTraining."""
         formation = self._formation
-        if formation is not None and not self._held.replica.asynchronous and not self._held.in_round:
-            formation.settle(updated=updated and self._held.replica.in_parts)
+        if formation is not None and not self._held.engine.asynchronous and not self._held.in_round:
+            formation.settle(updated=updated and self._held.engine.in_parts)
 
     @property
     def finished_steps(self) -> int:
@@ -208,8 +208,8 @@ class Borders:
     def _leave_in_turn(self, formation: Formation) -> None:
         """Leaves, if it was asked to and may. Where the state is in parts, ranks that are asked at once go one after another, so that those
         that stay hold all of it; see `who_leaves`. Raises Drained, and ShoalError if this member was put out."""
-        replica, link = self._held.replica, formation.membership.link
-        if not replica.in_parts or link.refused is not None:
+        engine, link = self._held.engine, formation.membership.link
+        if not engine.in_parts or link.refused is not None:
             self._leave_if_asked(formation, stop=None)
             return
         if not formation.healthy:
@@ -218,7 +218,7 @@ class Borders:
         mine = Told(
             asked=self._leaves_alone or link.excluded,
             excluded=link.excluded,
-            holds=tuple(replica.holds),
+            holds=tuple(engine.holds),
             stopping=link.stopped is not None,
             joiners=newest is not None and any(peer.member_id not in members for peer in newest.peers),
         )
@@ -237,7 +237,7 @@ class Borders:
         self._all_leave_in = number if plan.stop else None
         if plan.now:
             try:
-                replica.keep_two_copies(channel, plan.now)
+                engine.keep_two_copies(channel, plan.now)
             except GROUP_LOST as error:
                 formation.recover(error)
                 return
@@ -253,5 +253,5 @@ class Borders:
             raise membership.link.refused
         if stop is not None:
             raise StopTraining(stop)
-        if membership.link.draining is not None and (self._held.replica.asynchronous or self._leaves_alone):
+        if membership.link.draining is not None and (self._held.engine.asynchronous or self._leaves_alone):
             raise Drained(membership.link.draining)

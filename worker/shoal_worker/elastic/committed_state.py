@@ -21,7 +21,7 @@ from shoal_worker.elastic.operations import Operations
 from shoal_worker.elastic.phase import Phase, ScriptPhase
 from shoal_worker.elastic.reconcile import Interrupted, Standing, StateName
 from shoal_worker.elastic.registered import RegisteredState
-from shoal_worker.elastic.replica import Replica
+from shoal_worker.elastic.replica import TrainingEngine
 from shoal_worker.elastic.script_position import Place
 from shoal_worker.elastic.step import Step
 from shoal_worker.state.serial import dump_tensors, load_tensors
@@ -58,7 +58,7 @@ class HeldState:
         """The control word of the last step that was closed and committed here."""
         self.registered = RegisteredState()
         self.operations = Operations()
-        self._replica: Replica | None = None
+        self._engine: TrainingEngine | None = None
         self._sources: weakref.WeakValueDictionary[str, StepSource] = weakref.WeakValueDictionary()
         self._waiting: dict[str, Any] = {}
         """Cursors of loaders that the script has not made yet."""
@@ -71,24 +71,24 @@ class HeldState:
     # --------------------------------------------------------------------------------------------------------------- parts
 
     @property
-    def replica(self) -> Replica:
+    def engine(self) -> TrainingEngine:
         """Model and optimizer. Raises PreconditionError before `as_distributed`."""
-        if self._replica is None:
+        if self._engine is None:
             raise PreconditionError("call shoal.as_distributed(model, optimizer, ...) before the training loop")
-        return self._replica
+        return self._engine
 
     @property
-    def has_replica(self) -> bool:
+    def has_engine(self) -> bool:
         """`as_distributed` was called."""
-        return self._replica is not None
+        return self._engine is not None
 
-    def set_replica(self, replica: Replica) -> None:
+    def set_engine(self, engine: TrainingEngine) -> None:
         """Takes model and optimizer. Raises PreconditionError when there are others already."""
-        if self._replica is not None:
+        if self._engine is not None:
             raise PreconditionError(
                 "as_distributed was called a second time; a process trains one model and optimizer: put several modules into one nn.Module"
             )
-        self._replica = replica
+        self._engine = engine
 
     @property
     def sources(self) -> list[StepSource]:
@@ -132,7 +132,7 @@ class HeldState:
 
     def closing(self) -> bytes:
         """What the closing of the last step committed told, for a rank that missed it."""
-        structure, tensors = flatten({"control": self.control, "closing": self.replica.closing()})
+        structure, tensors = flatten({"control": self.control, "closing": self.engine.closing()})
         return dump_tensors(tensors, {"structure": structure})
 
     def decide(self, closing: bytes) -> None:
@@ -141,7 +141,7 @@ class HeldState:
         tensors, metadata = load_tensors(closing)
         told = unflatten(metadata["structure"], tensors)
         self.step.decide(told["control"])
-        self.replica.take_closing(told["closing"])
+        self.engine.take_closing(told["closing"])
 
     # --------------------------------------------------------------------------------------------------------------- place
 
@@ -190,7 +190,7 @@ class HeldState:
         # Else the script is between two epochs, as far as one can tell: in none of its loops.
         inside = any(source.under_way for source in self.sources)
         return {
-            "replica": replica if replica is not None else self.replica.capture(),
+            "replica": replica if replica is not None else self.engine.capture(),
             "registered": self.registered.capture(),
             "sources": {source.name: source.state_dict() for source in self.sources} | self._waiting,
             "loops": {name: loop | {"inside": inside} for name, loop in self._loops.items()},
@@ -213,7 +213,7 @@ class HeldState:
             if source.name in waiting:
                 undo.callback(source.load_state_dict, source.state_dict())
                 source.load_state_dict(waiting.pop(source.name))
-        self.replica.restore(captured["replica"])
+        self.engine.restore(captured["replica"])
         self.registered.restored()
         self._kept = None
         self.phase.replace()
@@ -273,7 +273,7 @@ class HeldState:
             state=name if self.phase.holds_state else None,
             doubt=StateName(step.placement.generation, self.steps + 1) if step is not None and in_doubt else None,
             outcomes=self.outcomes + (step is not None and step.handed_out),
-            attached=self.has_replica,
+            attached=self.has_engine,
             spectator=not self.phase.holds_state,
             poisoned=self.phase.now is Phase.TORN,
             operations=self.operations.finished,

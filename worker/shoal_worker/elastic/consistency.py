@@ -1,7 +1,8 @@
 """Whether what several ranks hold in common is the same on all of them: now and then, by digests.
 
 Replicas drift apart without a word when memory or arithmetic fails on one machine, or when a script changes parameters on one rank alone.
-What a replica holds in common with others, and under which label, says the strategy (`Replica.in_common`); here ranks are compared. Pure.
+What a replica holds in common with others, and under which label, says the strategy (`TrainingEngine.in_common`); here ranks are compared.
+Pure.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ class Departure:
         self._held.phase.leave(reason)  # at the script's end there is nobody to wait for
         for source in self._held.sources:
             source.leaving()
-        if self._membership is not None and not (self._held.has_replica and self._held.replica.asynchronous):
+        if self._membership is not None and not (self._held.has_engine and self._held.engine.asynchronous):
             self._membership.leave(LeaveReason.DRAINED, reason, alone=True)
         self.say_goodbye(LeaveReason.DRAINED, reason, alone=True)
         raise SystemExit(status)

@@ -111,7 +111,7 @@ class Feeding:
             held.outcomes = state["outcomes"]
             held.name = StateName(*state["state"])
             peers_at = Place(*state["place"]) if state["place"] is not None else None
-        held.replica.regroup(group)
+        held.engine.regroup(group)
         held.phase.feed()
         if len(spectators) == group.world_size:
             held.phase.arrive()  # there are no others that it would have to come to
@@ -134,7 +134,7 @@ class Feeding:
             spectate(group, tuple(spectators), _BORDER)
             return _Offer.NOTHING
         # Nobody who held the state is left: the lowest rank starts again, from the newest checkpoint if the script resumes from one.
-        if self._held.replica.in_parts:
+        if self._held.engine.in_parts:
             return _Offer.LEFT_OVER
         if group.rank == spectators[0]:
             try:

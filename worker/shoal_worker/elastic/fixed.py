@@ -28,7 +28,7 @@ from shoal_worker.elastic.generation import Generation, Peer
 from shoal_worker.elastic.group import Group, Opening
 from shoal_worker.elastic.member import LeaveReason
 from shoal_worker.elastic.progress import ProgressMeter
-from shoal_worker.elastic.replica import Replica
+from shoal_worker.elastic.replica import TrainingEngine
 
 _TRAINED_BY: Final[weakref.WeakKeyDictionary[nn.Module, Seat]] = weakref.WeakKeyDictionary()
 
@@ -102,16 +102,16 @@ class FixedMembership:
         """See `Member`: nobody has trained before."""
         return False
 
-    def serve(self, replica: Replica) -> None:
+    def serve(self, engine: TrainingEngine) -> None:
         """See `Member`."""
-        if replica.asynchronous:
+        if engine.asynchronous:
             raise ConfigurationError(
-                f"strategy={replica.strategy!r} in {self._where}: its workers and servers are processes that come and go; start them with "
+                f"strategy={engine.strategy!r} in {self._where}: its workers and servers are processes that come and go; start them with "
                 "`shoal run`"
             )
-        if replica.backend_name != self.only_backend:
+        if engine.backend_name != self.only_backend:
             raise ConfigurationError(
-                f"backend={replica.backend_name!r} in {self._where}, whose ranks are connected by {self.only_backend!r}: leave it out; "
+                f"backend={engine.backend_name!r} in {self._where}, whose ranks are connected by {self.only_backend!r}: leave it out; "
                 "ranks on other backends are processes that `shoal run` starts"
             )
 

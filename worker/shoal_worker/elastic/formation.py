@@ -101,7 +101,7 @@ class Formation:
     def working(self) -> Group | None:
         """Those of the group that take steps and do operations together: all but spares, and all while some are to be fed."""
         group, held = self.group, self._held
-        return held.replica.working(group) if group is not None and held.has_replica and not self._spectators else group
+        return held.engine.working(group) if group is not None and held.has_engine and not self._spectators else group
 
     @property
     def generation(self) -> Generation | None:
@@ -275,16 +275,16 @@ class Formation:
         self.group = group
         held = self._held
         if not self._spectators:
-            if held.has_replica:
-                held.replica.regroup(group)
+            if held.has_engine:
+                held.engine.regroup(group)
         elif group.rank not in self._spectators:
             lost: StateLostError | None = None
             channel = GroupChannel(group, _BRINGING, self._spectators)
             try:
                 # Where a model is on the meta device, no step was taken, and nothing is cut.
-                if all(channel.exchange(b"values" if held.has_replica and held.replica.has_values() else b"")):
-                    held.replica.bring_together(channel)
-                    held.replica.keep_two_copies(channel)
+                if all(channel.exchange(b"values" if held.has_engine and held.engine.has_values() else b"")):
+                    held.engine.bring_together(channel)
+                    held.engine.keep_two_copies(channel)
             except StateLostError as error:  # on all members alike
                 lost = error
             GroupChannel(group, _TOGETHER, self._spectators).exchange(b"")
@@ -314,7 +314,7 @@ class Formation:
         try:
             if step is not None and step.undecided:
                 step.void()
-                held.replica.discard_step()
+                held.engine.discard_step()
             self._cut_for(group)
         finally:
             held.step = step
@@ -405,12 +405,12 @@ class Formation:
         self.reform()
 
     def _why_spare(self) -> str:
-        replica, group = self._held.replica, self.group
+        engine, group = self._held.engine, self.group
         size, rank = (group.world_size, group.rank) if group is not None else (1, 0)
-        left_over = size - replica.replica_size * (size // replica.replica_size)
-        text = f"a replica of the model takes {replica.replica_size} ranks, and there are {size}, of which this is rank {rank}"
+        left_over = size - engine.replica_size * (size // engine.replica_size)
+        text = f"a replica of the model takes {engine.replica_size} ranks, and there are {size}, of which this is rank {rank}"
         if rank >= size - left_over:
-            text += f": {replica.replica_size - left_over} more are missing for one with it"
+            text += f": {engine.replica_size - left_over} more are missing for one with it"
         else:
             text += ": there are as many replicas as are asked for"
         gone = self.membership.last_departures()
@@ -432,8 +432,8 @@ class Formation:
                 self.recover(error)
 
     def _equal_weights(self, group: Group, channel: GroupChannel) -> None:
-        replica = self._held.replica
-        mine = f"{state_digest(replica.capture()):016x}" if replica.has_values() else "meta"
+        engine = self._held.engine
+        mine = f"{state_digest(engine.capture()):016x}" if engine.has_values() else "meta"
         digests = [d.decode() for d in channel.exchange(mine.encode())]
         if digests[0] == "meta":
             raise ConfigurationError(
@@ -441,12 +441,12 @@ class Formation:
             )
         if any(d != digests[0] for d in digests):
             if channel.rank == 0:
-                self._require_exchange().give(group, replica.capture(), until=lambda: channel.exchange(b""))
+                self._require_exchange().give(group, engine.capture(), until=lambda: channel.exchange(b""))
             else:
                 state = self._require_exchange().take(group, [channel.members[0]]) if mine != digests[0] else None
                 channel.exchange(b"")
                 if state is not None:
-                    replica.restore(state)
+                    engine.restore(state)
         self._held.begin(group.generation.number, group.generation.nonce)
 
     def replace_state(self, channel: GroupChannel, captured: object) -> None:

@@ -16,7 +16,7 @@ from shoal_common.errors import ShoalError
 from shoal_worker.elastic.generation import Generation
 from shoal_worker.elastic.group import Group
 from shoal_worker.elastic.progress import ProgressMeter
-from shoal_worker.elastic.replica import Replica
+from shoal_worker.elastic.replica import TrainingEngine
 
 
 class LeaveReason(enum.Enum):
@@ -101,7 +101,7 @@ class Member(Protocol):
         """Takes the place. Returns whether others have trained already: then this rank replays its script up to the first live batch."""
         ...
 
-    def serve(self, replica: Replica) -> None:
+    def serve(self, engine: TrainingEngine) -> None:
         """`replica` is what will be trained: its backend makes the groups. Before the first `form`.
 
         Raises:

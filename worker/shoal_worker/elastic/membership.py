@@ -26,7 +26,7 @@ from shoal_worker.elastic.group import Group
 from shoal_worker.elastic.link import CoordinatorLink, MemberIdentity
 from shoal_worker.elastic.member import LeaveReason
 from shoal_worker.elastic.progress import ProgressMeter
-from shoal_worker.elastic.replica import Replica
+from shoal_worker.elastic.replica import TrainingEngine
 from shoal_worker.elastic.watch import LOOK_AFTER_S, Watch, unreachable
 from shoal_worker.settings import WorkerSettings
 
@@ -80,10 +80,10 @@ class Membership:
         """Any."""
         return None
 
-    def serve(self, replica: Replica) -> None:
+    def serve(self, engine: TrainingEngine) -> None:
         """`replica` is what will be trained: its backend makes the groups. Before the first `form`."""
-        if not replica.asynchronous:
-            self.make_backend = backend_class(replica.backend_name)
+        if not engine.asynchronous:
+            self.make_backend = backend_class(engine.backend_name)
 
     @property
     def group(self) -> Group | None:

@@ -1,8 +1,8 @@
 """The seam between the session and a strategy, from both sides.
 
-A strategy's engine is a `Replica`: what the session calls. It calls nothing of the session but what `StrategySession` has. So a new engine
-is written against this file and its base class (`engine/base.py`); loaders stand on the other side of the session, behind `contract.py`,
-and know no strategy.
+A strategy's engine is a `TrainingEngine`: what the session calls. It calls nothing of the session but what `StrategySession` has. So a new
+engine is written against this file and its base class (`engine/base.py`); loaders stand on the other side of the session, behind
+`contract.py`, and know no strategy.
 
 The order of calls in one step, all on the training thread:
 
@@ -35,7 +35,7 @@ from shoal_worker.elastic.step import Step
 from shoal_worker.state.part import StatePart
 
 
-class Replica(Protocol):
+class TrainingEngine(Protocol):
     """A strategy's engine, with its model and optimizer, as the session sees it."""
 
     @property
@@ -238,11 +238,11 @@ class StrategySession(Protocol):
         """What the loop has registered beside model and optimizer."""
         ...
 
-    def trains(self, replica: object) -> bool:
+    def trains(self, engine: object) -> bool:
         """Whether `replica` is the run's model; a clone of it is not."""
         ...
 
-    def attach(self, replica: Replica) -> None:
+    def attach(self, engine: TrainingEngine) -> None:
         """Makes `replica` the run's state, and gives all ranks the first rank's weights. Once, before any other call."""
         ...
 

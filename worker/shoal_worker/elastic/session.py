@@ -40,7 +40,7 @@ from shoal_worker.elastic.phase import Phase
 from shoal_worker.elastic.progress import ProgressMeter
 from shoal_worker.elastic.reconcile import StateName
 from shoal_worker.elastic.registered import RegisteredState
-from shoal_worker.elastic.replica import Replica
+from shoal_worker.elastic.replica import TrainingEngine
 from shoal_worker.elastic.step import Step, StepPhase
 from shoal_worker.elastic.steps import Steps
 from shoal_worker.elastic.transfer import StateDonor
@@ -114,7 +114,7 @@ class Session:
     @property
     def is_joining(self) -> bool:
         """This process replays its script and has not come to its first live batch; or it is a spare, and will."""
-        return self._held.phase.replaying or (self._held.has_replica and self._held.replica.idle)
+        return self._held.phase.replaying or (self._held.has_engine and self._held.engine.idle)
 
     @property
     def is_redoing(self) -> bool:
@@ -177,7 +177,7 @@ class Session:
     @property
     def strategy(self) -> str:
         """Name of the strategy; empty before `as_distributed`."""
-        return self._held.replica.strategy if self._held.has_replica else ""
+        return self._held.engine.strategy if self._held.has_engine else ""
 
     @property
     def device(self) -> torch.device:
@@ -217,19 +217,19 @@ class Session:
         if generation is None or all(peer.joining for peer in generation.peers) or not generation.me.joining:
             self._held.phase.begin()
 
-    def attach(self, replica: Replica) -> None:
+    def attach(self, engine: TrainingEngine) -> None:
         """Takes `replica` into the session and gives all ranks the first one's weights.
 
         Raises:
             PreconditionError: there is one already.
         """
         held, membership, formation = self._held, self._membership, self._formation
-        held.set_replica(replica)
+        held.set_engine(engine)
         if membership is None or formation is None:
             held.begin(0, secrets.token_hex(8))
             return
-        membership.serve(replica)
-        if replica.asynchronous:
+        membership.serve(engine)
+        if engine.asynchronous:
             if not held.phase.holds_state:
                 self._await_rank(membership)
                 held.phase.begin()
@@ -247,9 +247,9 @@ class Session:
         except StopTraining as stop:  # it never had a part in the run, so there is nothing for its script to do
             self._departure.exit_drained(str(stop))
 
-    def trains(self, replica: object) -> bool:
+    def trains(self, engine: object) -> bool:
         """Whether `replica` is the run's model; a clone of it is not."""
-        return self._held.has_replica and self._held.replica is replica
+        return self._held.has_engine and self._held.engine is engine
 
     # ------------------------------------------------------------------------------------------- steps: see `StrategySession`
 
@@ -326,10 +326,10 @@ class Session:
         """
         self._check_between_steps(kind)
         formation = self._formation
-        if formation is None or self._held.phase.replaying or self.has_left or self._held.replica.asynchronous:
+        if formation is None or self._held.phase.replaying or self.has_left or self._held.engine.asynchronous:
             return body(LocalChannel())
         while self.lifecycle.goes_back or not self.is_redoing:
-            if self._held.replica.idle:
+            if self._held.engine.idle:
                 if answers:
                     # What it would answer is not the run's.
                     self._departure.exit_spare(f"no whole replica can be made with this rank, which has come to {kind}")
@@ -364,7 +364,7 @@ class Session:
         not be kept."""
         step = self._held.step
         own_loop = step is not None and step.source is None and step.phase is StepPhase.OPEN  # its step begins with any forward pass
-        if step is not None and step.handed_out and not step.left and not own_loop and not self._held.replica.asynchronous:
+        if step is not None and step.handed_out and not step.left and not own_loop and not self._held.engine.asynchronous:
             raise PreconditionError(
                 f"{kind} was called inside a step: call it after optimizer.step(), before the next batch", reason="STEP_NOT_FINISHED"
             )
@@ -375,13 +375,13 @@ class Session:
     # --------------------------------------------------------------------------------------------------------- checkpoints
 
     def assemble(self, channel: Channel) -> dict[str, Any]:
-        """The whole committed state: model, optimizer (see `Replica`), registered objects, cursors. May share memory with them. Part of an
-        operation."""
-        return self._held.capture(self._held.replica.assemble(channel))
+        """The whole committed state: model, optimizer (see `TrainingEngine`), registered objects, cursors. May share memory with them. Part
+        of an operation."""
+        return self._held.capture(self._held.engine.assemble(channel))
 
     def part(self, channel: Channel) -> StatePart | None:
         """This rank's part of what `assemble` gives; None: it is not in parts. Part of an operation."""
-        part = self._held.replica.part(channel)
+        part = self._held.engine.part(channel)
         return replace(part, state=self._held.capture(part.state)) if part is not None else None
 
     @property
@@ -402,7 +402,7 @@ class Session:
 
     def whole_for(self, channel: Channel) -> AbstractContextManager[None]:
         """While open, this rank computes with the model without its peers. Opened by all ranks of an operation."""
-        return self._held.replica.whole_for(channel) if self._held.has_replica else nullcontext()
+        return self._held.engine.whole_for(channel) if self._held.has_engine else nullcontext()
 
     def replace_state(self, channel: Channel, captured: Mapping[str, Any] | None) -> None:
         """Gives all ranks the state that the first one read from a checkpoint (`captured`; None on the others). Part of an operation."""
@@ -468,11 +468,11 @@ class Session:
     def _await_the_others(self) -> None:
         """Nobody goes while another may still need it: its part of the state, or its word that the last step counts."""
         held, formation = self._held, self._formation
-        has_part = held.has_replica and not held.replica.asynchronous and not self.is_joining and not self.has_left
+        has_part = held.has_engine and not held.engine.asynchronous and not self.is_joining and not self.has_left
         if formation is None or not has_part or held.steps == 0:
             return
         try:
-            if held.replica.in_parts and (self._departure.stopped is None or formation.healthy):
+            if held.engine.in_parts and (self._departure.stopped is None or formation.healthy):
                 self._confirm("end of the run")
             elif held.operations.finished == 0:  # else all have ended the last step, or could not have taken part
                 self._await_last_step(formation)

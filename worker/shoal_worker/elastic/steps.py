@@ -97,7 +97,7 @@ class Steps:
         step = self.current
         if step is not None and (step.left or (step.source is None and source is not None)):
             # A batch that was only looked at, or a forward pass before the loop (a dry run, a summary): nobody means to finish it.
-            self._held.replica.discard_step()
+            self._held.engine.discard_step()
             step = self._held.step = None
         if step is not None and step.handed_out:
             raise PreconditionError(
@@ -108,7 +108,7 @@ class Steps:
         if step is not None and step.source is source and self._borders.settled(step.placement):
             return step.placement
         step = self._begin(source)
-        while self._held.replica.idle:  # the run's first step divides the ranks, and this one is left over
+        while self._held.engine.idle:  # the run's first step divides the ranks, and this one is left over
             step = self._begin(source)
         self._progress.entered()
         return step.placement
@@ -123,7 +123,7 @@ class Steps:
         except LeftOver as alone:
             self._departure.exit_spare(str(alone))
         except StopTraining as stop:
-            if self._held.phase.replaying or self._held.replica.idle:  # it holds no state that the rest of its script could say anything of
+            if self._held.phase.replaying or self._held.engine.idle:  # it holds no state that the rest of its script could say anything of
                 self._departure.exit_drained(str(stop))
             if not self._peers_have_ended or source is None:
                 self._departure.obey(stop)
@@ -134,14 +134,14 @@ class Steps:
             step.fail(str(self._stop))
         self._held.phase.resume()
         self._held.registered.step_begins()
-        self._held.replica.step_begins()
+        self._held.engine.step_begins()
         return step
 
     def enter_epochs(self, source: StepSource) -> int:
         """See `LoaderSession`."""
         if self._departure.stopped is not None:
             raise StopTraining(self._departure.stopped)
-        if not self._held.phase.holds_state or self._held.replica.asynchronous:
+        if not self._held.phase.holds_state or self._held.engine.asynchronous:
             self.begin_step(source)
         return self._held.enter_epochs(source)
 
@@ -156,7 +156,7 @@ class Steps:
     def assign(self, share: Share) -> None:
         """See `LoaderSession`."""
         step = self.require()
-        if share.total_weight is None and share.micro_batches is None and not self._held.replica.steps_alone:
+        if share.total_weight is None and share.micro_batches is None and not self._held.engine.steps_alone:
             share = dataclasses.replace(share, total_weight=self._sum_weights(share.weight))
         step.share = share
         step.handed_out = True
@@ -174,7 +174,7 @@ class Steps:
         step.micro_batch, step.weigh = weight, weigh
         seed_generators(key)
         if step.in_micro_batches:
-            self._held.replica.micro_batch_begins()
+            self._held.engine.micro_batch_begins()
 
     def end_micro_batch(self) -> None:
         """See `LoaderSession`."""
@@ -184,14 +184,14 @@ class Steps:
         weight, step.micro_batch, step.weigh = step.micro_batch, None, None
         step.micro_batches_weight += weight
         if step.in_micro_batches and step.lost is None:
-            self._held.replica.micro_batch_ends(weight)
+            self._held.engine.micro_batch_ends(weight)
 
     def finish_batches(self) -> None:
         """See `LoaderSession`."""
         if self.current is None:
             raise PreconditionError("the step ended while its inner loop still ran: call optimizer.step() after the inner loop, not in it")
         self.current.handed_out = True
-        self._held.replica.finish_reduction()
+        self._held.engine.finish_reduction()
 
     def loop_left(self, source: StepSource) -> None:
         """See `LoaderSession`."""
@@ -207,12 +207,12 @@ class Steps:
 
     def end_epoch(self, source: StepSource) -> None:
         """See `LoaderSession`."""
-        if self._held.has_replica and not self._held.replica.asynchronous and self._departure.stopped is None:
+        if self._held.has_engine and not self._held.engine.asynchronous and self._departure.stopped is None:
             self._operation("end of epoch")
 
     def lease_batches(self, *, loader: str, epoch: int, batches_in_epoch: int, finished: Sequence[int], want: int) -> Leases:
         """See `LoaderSession`."""
-        return self._held.replica.lease_batches(loader=loader, epoch=epoch, batches_in_epoch=batches_in_epoch, finished=finished, want=want)
+        return self._held.engine.lease_batches(loader=loader, epoch=epoch, batches_in_epoch=batches_in_epoch, finished=finished, want=want)
 
     # ----------------------------------------------------------------------------------------------------------- the strategy
 
@@ -268,7 +268,7 @@ class Steps:
     def finish_reduction_if_whole(self) -> None:
         """Inside one plain batch: its backward pass was the whole of this rank's part, so the sum over the ranks is due."""
         if not self._rehearsing and not self.require().in_micro_batches:
-            self._held.replica.finish_reduction()
+            self._held.engine.finish_reduction()
 
     def finish(self, apply: Callable[[], None]) -> StepStatus:
         """Applies the step if every member's part is in it; else re-forms.
@@ -291,7 +291,7 @@ class Steps:
             )
         step.check_whole()
         self.end_micro_batch()
-        self._held.replica.finish_reduction()
+        self._held.engine.finish_reduction()
         if step.lost is not None:
             self._lose(step)
             return StepStatus.LOST
@@ -307,7 +307,7 @@ class Steps:
             )
         self._held.registered.check_groups()
         failpoint("session.before_apply")
-        here = not self._held.replica.asynchronous  # else the servers change, or nothing does
+        here = not self._held.engine.asynchronous  # else the servers change, or nothing does
         if here:
             self._held.phase.tear()  # it stays torn if what follows raises
         self._held.registered.applying = True
@@ -327,7 +327,7 @@ class Steps:
     def _compare_replicas(self) -> None:
         """After every so many steps: compares what ranks hold in common. Raises PreconditionError (REPLICAS_DIVERGED), on all of them."""
         held = self._held
-        every, before = held.replica.consistency_check_every, held.compared
+        every, before = held.engine.consistency_check_every, held.compared
         held.compared = held.steps
         if every == 0 or held.steps // every == before // every:
             return
@@ -335,7 +335,7 @@ class Steps:
         if group is None or group.world_size == 1:
             return
         try:
-            told = [json.loads(each) for each in group.exchange(json.dumps(dict(held.replica.in_common())).encode())]
+            told = [json.loads(each) for each in group.exchange(json.dumps(dict(held.engine.in_common())).encode())]
         except MembershipChanged:
             return  # the step counts all the same; its end notices the failure
         apart = disagreement(told)
@@ -371,7 +371,7 @@ class Steps:
         held = self._held
         held.committed(step)
         held.registered.step_committed()
-        held.replica.commit_step()
+        held.engine.commit_step()
         samples = 0
         if step.source is not None:
             samples = step.source.committed(step.placement)
@@ -469,7 +469,7 @@ class Steps:
                 return why_not
 
     def _void(self) -> None:
-        self._held.replica.discard_step()
+        self._held.engine.discard_step()
         self._held.step = None
         self._held.registered.step_void()
 

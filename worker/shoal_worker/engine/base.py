@@ -5,8 +5,8 @@ There are four: `replicated/engine.py` (every rank holds the whole), `sharding/e
 declares which one, and with what (`strategies/declaration.py`).
 
 An engine stands between three: the model and the optimizer that users hold, which hand their calls on to it, and the session, whose
-`Replica` it is. All of it runs on the training thread; hooks of a backward pass run on torch's thread for it, while the training thread
-waits.
+`TrainingEngine` it is. All of it runs on the training thread; hooks of a backward pass run on torch's thread for it, while the training
+thread waits.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Engine(abc.ABC):
     """One model and its optimizer in training. Where nothing else is said, this rank holds the whole of both."""
 
     asynchronous: ClassVar[bool] = False
-    """See `Replica`."""
+    """See `TrainingEngine`."""
 
     def __init__(self, setup: Setup) -> None:
         """Lays the module out over the ranks.
@@ -268,7 +268,7 @@ class Engine(abc.ABC):
     def synchronize_optimizer_state(self) -> None:
         """Brings the ranks' optimizer states together. Each is right after every step: nothing to do."""
 
-    # ------------------------------------------------------------------------------------- for the session: see `Replica` for each
+    # ------------------------------------------------------------------------------------- for the session: see `TrainingEngine` for each
 
     @property
     def data_parallel_rank(self) -> int:

@@ -171,7 +171,7 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
         self._session.attach(self)
 
     def has_values(self) -> bool:
-        """See `Replica`."""
+        """See `TrainingEngine`."""
         return self._parts is not None
 
     # ------------------------------------------------------------------------------------------------------------- training
@@ -201,7 +201,7 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
         self.finish_reduction()
 
     def finish_reduction(self) -> None:
-        """See `Replica`."""
+        """See `TrainingEngine`."""
         step = self._session.step
         if step is not None and step.share is not None and step.lost is None and step.phase is StepPhase.OPEN:
             self._reduce(step, step.share)
@@ -227,11 +227,11 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
             self._handed_out = self._gradients.norm_here() if self._shown else 0.0
 
     def closing(self) -> dict[str, Any]:
-        """See `Replica`."""
+        """See `TrainingEngine`."""
         return dict(vars(self._closing)) if self._closing is not None else {}
 
     def take_closing(self, told: Mapping[str, Any]) -> None:
-        """See `Replica`."""
+        """See `TrainingEngine`."""
         self._take(self._as_closing(told))
 
     @torch.no_grad()

@@ -272,10 +272,10 @@ class MeshEngine(PartitionedEngine[ModelParts, Closing]):
             )
         return super().finish_step(update, scaled=scaled, inspected=inspected)
 
-    # --------------------------------------------------------------------------------------------- Replica: for the session
+    # --------------------------------------------------------------------------------------------- TrainingEngine: for the session
 
     def capture(self) -> dict[str, Any]:
-        """See `Replica`. Before the first step all of the state; from then on what every rank has of it."""
+        """See `TrainingEngine`. Before the first step all of the state; from then on what every rank has of it."""
         if not self.in_parts:
             own = {"model": self.module.state_dict(), "optimizer": self.optimizer.state_dict() if self.optimizer is not None else None}
             unsaved = self._held.unsaved() if self._parts is not None else {}
@@ -284,7 +284,7 @@ class MeshEngine(PartitionedEngine[ModelParts, Closing]):
 
     @torch.no_grad()
     def restore(self, state: Mapping[str, Any]) -> None:
-        """See `Replica`."""
+        """See `TrainingEngine`."""
         self._give_values(state)
         held = self._held
         if "model" in state:
@@ -320,7 +320,7 @@ class MeshEngine(PartitionedEngine[ModelParts, Closing]):
 
     @torch.no_grad()
     def regroup(self, group: Group) -> None:
-        """See `Replica`."""
+        """See `TrainingEngine`."""
         execution = self._division.execution if self._division is not None else None
         issued = execution.issued.encode().decode() if execution is not None else ""
         told = [json.loads(each) for each in group.exchange(json.dumps([self.in_parts, issued]).encode())]
@@ -336,7 +336,7 @@ class MeshEngine(PartitionedEngine[ModelParts, Closing]):
 
     @torch.no_grad()
     def bring_together(self, channel: Channel) -> None:
-        """See `Replica`: some ranks may have begun the first step, and laid the model out for ranks that are gone, others not."""
+        """See `TrainingEngine`: some ranks may have begun the first step, and laid the model out for ranks that are gone, others not."""
         if self._parts is not None and self._parts.make_whole_again(channel):
             self._division = None
 
@@ -366,25 +366,25 @@ class MeshEngine(PartitionedEngine[ModelParts, Closing]):
 
     @torch.no_grad()
     def keep_two_copies(self, channel: Channel, leaving: Collection[int] = ()) -> None:
-        """See `Replica`."""
+        """See `TrainingEngine`."""
         if self._parts is not None:
             self._parts.copy_singles(channel, leaving)
 
     @property
     def holds(self) -> list[str]:
-        """See `Replica`: the shards that it holds of its part of the model."""
+        """See `TrainingEngine`: the shards that it holds of its part of the model."""
         if self._division is None or not self.in_parts:
             return []
         cut = self._division.cut
         return [f"{cut.at.pipeline}.{cut.at.tensor}.{position}" for position in cut.positions]
 
     def working(self, group: Group) -> Group:
-        """See `Replica`."""
+        """See `TrainingEngine`."""
         return self._division.all if self._division is not None and self._division.group is group else group
 
     @torch.no_grad()
     def step_begins(self) -> None:
-        """See `Replica`."""
+        """See `TrainingEngine`."""
         self._begin_step()
         self._standing_in = None
         if self._division is None:
@@ -405,12 +405,12 @@ class MeshEngine(PartitionedEngine[ModelParts, Closing]):
             division.seed_step()
 
     def micro_batch_begins(self) -> None:
-        """See `Replica`."""
+        """See `TrainingEngine`."""
         if self._division is not None:
             self._division.buffers.put_back()
 
     def micro_batch_ends(self, weight: float) -> None:
-        """See `Replica`."""
+        """See `TrainingEngine`."""
         step = self._session.step
         if self._division is not None and step is not None and step.lost is None:
             self._held.hidden.show_gradients()
@@ -458,7 +458,7 @@ class MeshEngine(PartitionedEngine[ModelParts, Closing]):
 
     @torch.no_grad()
     def discard_step(self) -> None:
-        """See `Replica`."""
+        """See `TrainingEngine`."""
         self._whereabouts.pending = False
         if self._division is None:
             for parameter in self.module.parameters():
@@ -469,7 +469,7 @@ class MeshEngine(PartitionedEngine[ModelParts, Closing]):
 
     @torch.no_grad()
     def commit_step(self) -> None:
-        """See `Replica`."""
+        """See `TrainingEngine`."""
         division = self._divided
         division.buffers.apply(division.gradients.changes)
         division.buffers.commit()
@@ -480,7 +480,7 @@ class MeshEngine(PartitionedEngine[ModelParts, Closing]):
 
     @property
     def in_parts(self) -> bool:
-        """See `Replica`."""
+        """See `TrainingEngine`."""
         return self._parts is not None and not self._parts.is_whole
 
     @property
@@ -490,7 +490,7 @@ class MeshEngine(PartitionedEngine[ModelParts, Closing]):
 
     @property
     def lacks_ranks(self) -> bool:
-        """See `Replica`."""
+        """See `TrainingEngine`."""
         return self._parts is not None and self._parts.is_whole and self.layouts.too_few(self._session.world_size)
 
     # ---------------------------------------------------------------------------------------------------------------- ranks
@@ -503,13 +503,13 @@ class MeshEngine(PartitionedEngine[ModelParts, Closing]):
 
     @property
     def leads_replica(self) -> bool:
-        """See `Replica`."""
+        """See `TrainingEngine`."""
         at = self.layouts.axes(self._session.world_size).at(self._session.rank)
         return at is not None and at.pipeline == at.tensor == 0
 
     @property
     def replica_size(self) -> int:
-        """See `Replica`."""
+        """See `TrainingEngine`."""
         return self.layouts.axes(self._session.world_size).replica_size
 
     @property
@@ -521,7 +521,7 @@ class MeshEngine(PartitionedEngine[ModelParts, Closing]):
 
     @torch.no_grad()
     def assemble(self, channel: Channel) -> dict[str, Any]:
-        """See `Replica`."""
+        """See `TrainingEngine`."""
         if channel.rank != 0:
             self._held.help_assemble(channel)
             return {}
@@ -530,7 +530,7 @@ class MeshEngine(PartitionedEngine[ModelParts, Closing]):
         return whole | {"buffers": unsaved} if unsaved else whole
 
     def in_common(self) -> Mapping[str, int]:
-        """See `Replica`: this rank's part, with the other replicas' ranks that hold the same."""
+        """See `TrainingEngine`: this rank's part, with the other replicas' ranks that hold the same."""
         return self._held.in_common() if self._division is not None else {}
 
     @contextlib.contextmanager

@@ -173,7 +173,7 @@ class ModelParts(StateInParts):
         return [*([own] if own is not None else []), *self._before]
 
     def copy_singles(self, channel: Channel, leaving: Collection[int]) -> None:
-        """See `Replica.keep_two_copies`."""
+        """See `TrainingEngine.keep_two_copies`."""
         copied = copy_singles(channel, self.held(), self.blueprint_for, leaving)
         if copied is not None:
             self._before = [*self._before, *copied]  # first: who leaves does so when it has heard of all the others below

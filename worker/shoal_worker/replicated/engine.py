@@ -136,7 +136,7 @@ class ReplicatedEngine(Engine):
         self.finish_reduction()
         return super().clip_grad_norm_(max_norm, norm_type)
 
-    # --------------------------------------------------------------------------------------------- Replica: for the session
+    # --------------------------------------------------------------------------------------------- TrainingEngine: for the session
 
     @property
     def _in_micro_batches(self) -> bool:
@@ -144,7 +144,7 @@ class ReplicatedEngine(Engine):
         return step is not None and step.share is not None and step.share.micro_batches is not None
 
     def capture(self) -> dict[str, Any]:
-        """See `Replica`."""
+        """See `TrainingEngine`."""
         captured: dict[str, Any] = {
             "model": self.module.state_dict(),
             "optimizer": self.optimizer.state_dict() if self.optimizer is not None else None,
@@ -155,13 +155,13 @@ class ReplicatedEngine(Engine):
         return captured | {"buffers": buffers} if buffers else captured
 
     def assemble(self, channel: Channel) -> dict[str, Any]:
-        """See `Replica`: with what compression left behind on each rank."""
+        """See `TrainingEngine`: with what compression left behind on each rank."""
         if self._compression is None:
             return self.capture()
         return self.capture() | {"compression": self._compression.assemble(channel)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """See `Replica`."""
+        """See `TrainingEngine`."""
         self._check_fits(state["model"])
         if self.optimizer is not None and state["optimizer"] is not None:
             self._check_optimizer_fits(state["optimizer"])
@@ -176,33 +176,33 @@ class ReplicatedEngine(Engine):
         self._step_buffers.commit()
 
     def in_common(self) -> Mapping[str, int]:
-        """See `Replica`: all of it."""
+        """See `TrainingEngine`: all of it."""
         optimizer = self.optimizer
         moments = state_tensors(optimizer.state, self.module.parameters()) if optimizer is not None else ()
         return {"the model": digest_of(_saved(self.module)), "the optimizer's state": digest_of(moments)}
 
     def has_values(self) -> bool:
-        """See `Replica`."""
+        """See `TrainingEngine`."""
         return has_values(self.module)
 
     @torch.no_grad()
     def step_begins(self) -> None:
-        """See `Replica`. What the user did to buffers between two steps is a part of what a redo starts from."""
+        """See `TrainingEngine`. What the user did to buffers between two steps is a part of what a redo starts from."""
         self._step_buffers.commit()
         self._skipped = False
         if self._compression is not None:
             self._compression.step_begins()
 
     def micro_batch_begins(self) -> None:
-        """See `Replica`."""
+        """See `TrainingEngine`."""
         self._accumulation().micro_batch_begins()
 
     def micro_batch_ends(self, weight: float) -> None:
-        """See `Replica`."""
+        """See `TrainingEngine`."""
         self._accumulation().micro_batch_ends(weight)
 
     def finish_reduction(self) -> None:
-        """See `Replica`."""
+        """See `TrainingEngine`."""
         step = self._session.step
         by_hand = not self.config.auto_sync_gradients and not self._in_micro_batches
         if by_hand and step is not None and step.phase is StepPhase.OPEN and step.lost is None:
@@ -260,7 +260,7 @@ class ReplicatedEngine(Engine):
 
     @torch.no_grad()
     def discard_step(self) -> None:
-        """See `Replica`."""
+        """See `TrainingEngine`."""
         for reduction in (self._overlapped, self._accumulated):
             if reduction is not None:
                 reduction.discard()
@@ -272,7 +272,7 @@ class ReplicatedEngine(Engine):
 
     @torch.no_grad()
     def commit_step(self) -> None:
-        """See `Replica`."""
+        """See `TrainingEngine`."""
         if self._accumulated is not None and self._accumulated.open:
             self._accumulated.write_buffers()
         elif self._overlapped is not None:

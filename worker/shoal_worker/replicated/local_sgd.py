@@ -66,7 +66,7 @@ class LocalSGDEngine(ReplicatedEngine):
 
     @property
     def steps_alone(self) -> bool:
-        """See `Replica`: those inside a round are."""
+        """See `TrainingEngine`: those inside a round are."""
         return True
 
     @property
@@ -149,7 +149,7 @@ class LocalSGDEngine(ReplicatedEngine):
     # ------------------------------------------------------------------------------------------------------------ averaging
 
     def finish_reduction(self) -> None:
-        """See `Replica`. Micro-batches are summed up on this rank; at the end of a round parameters and buffers over all."""
+        """See `TrainingEngine`. Micro-batches are summed up on this rank; at the end of a round parameters and buffers over all."""
         step = self._session.step
         if step is None or step.share is None or step.lost is not None:
             return
@@ -211,11 +211,11 @@ class LocalSGDEngine(ReplicatedEngine):
         assert self.optimizer is not None
         self.optimizer.load_state_dict({"state": state, "param_groups": self.optimizer.state_dict()["param_groups"]})
 
-    # --------------------------------------------------------------------------------------------- Replica: for the session
+    # --------------------------------------------------------------------------------------------- TrainingEngine: for the session
 
     @torch.no_grad()
     def step_begins(self) -> None:
-        """See `Replica`. At the head of a round its start is kept."""
+        """See `TrainingEngine`. At the head of a round its start is kept."""
         super().step_begins()
         self._forget_step()
         step = self._session.step
@@ -227,7 +227,7 @@ class LocalSGDEngine(ReplicatedEngine):
         self._round.step_begins(step.source, self.module, step.placement.generation)
 
     def micro_batch_ends(self, weight: float) -> None:
-        """See `Replica`."""
+        """See `TrainingEngine`."""
         super().micro_batch_ends(weight)
         self._step_weight += weight
 
@@ -237,12 +237,12 @@ class LocalSGDEngine(ReplicatedEngine):
         return False
 
     def discard_step(self) -> None:
-        """See `Replica`."""
+        """See `TrainingEngine`."""
         super().discard_step()
         self._forget_step()
 
     def commit_step(self) -> None:
-        """See `Replica`."""
+        """See `TrainingEngine`."""
         super().commit_step()
         if self._averaging:
             self._round_over()
@@ -268,7 +268,8 @@ class LocalSGDEngine(ReplicatedEngine):
         return super().capture() | ({"outer_momentum": self._outer.momentum} if self._outer.momentum else {})
 
     def capture(self) -> dict[str, Any]:
-        """See `Replica`. What all ranks have alike at a round's end: of the optimizer its settings; its state comes with `regroup`."""
+        """See `TrainingEngine`. What all ranks have alike at a round's end: of the optimizer its settings; its state comes with
+        `regroup`."""
         captured = self._captured()
         if captured["optimizer"] is not None:
             captured["optimizer"] = {**captured["optimizer"], "state": {}}
@@ -276,7 +277,7 @@ class LocalSGDEngine(ReplicatedEngine):
 
     @torch.no_grad()
     def restore(self, state: Mapping[str, Any]) -> None:
-        """See `Replica`."""
+        """See `TrainingEngine`."""
         fresh = not self.has_values()
         super().restore(state)
         for name, buffer in unsaved_buffers(self.module).items() if not fresh else ():
@@ -287,11 +288,11 @@ class LocalSGDEngine(ReplicatedEngine):
         self._round_over()
 
     def in_common(self) -> Mapping[str, int]:
-        """See `Replica`: the average. The optimizer's state is each rank's own."""
+        """See `TrainingEngine`: the average. The optimizer's state is each rank's own."""
         return {name: digest for name, digest in super().in_common().items() if name == "the model"}
 
     def regroup(self, group: Group) -> None:
-        """See `Replica`. A rank without optimizer state gets the mean of the others'."""
+        """See `TrainingEngine`. A rank without optimizer state gets the mean of the others'."""
         if self.optimizer is None:
             return
         state = self.optimizer.state_dict()["state"]
@@ -305,7 +306,7 @@ class LocalSGDEngine(ReplicatedEngine):
 
     @torch.no_grad()
     def assemble(self, channel: Channel) -> dict[str, Any]:
-        """See `Replica`: the ranks' means, also inside of a round; that goes on from what it was."""
+        """See `TrainingEngine`: the ranks' means, also inside of a round; that goes on from what it was."""
         captured = self._captured()
         if isinstance(channel, LocalChannel):
             return captured
@@ -320,7 +321,7 @@ class LocalSGDEngine(ReplicatedEngine):
 
     @contextlib.contextmanager
     def whole_for(self, channel: Channel) -> Iterator[None]:
-        """See `Replica`. Inside of a round the ranks' parameters differ: while open, the module has their mean."""
+        """See `TrainingEngine`. Inside of a round the ranks' parameters differ: while open, the module has their mean."""
         if self._round.steps == 0 or isinstance(channel, LocalChannel):
             yield
             return

@@ -121,7 +121,7 @@ class CutState(StateInParts):
         self._before, self._copies = None, []
 
     def copy_singles(self, channel: Channel, leaving: Collection[int]) -> None:
-        """See `Replica.keep_two_copies`."""
+        """See `TrainingEngine.keep_two_copies`."""
         if self.cut is not None:
             keys = [self._state.element_keys(unit) for unit in self.units]
             copied = copy_singles(self.units, self._held(keys), keys, channel, leaving)

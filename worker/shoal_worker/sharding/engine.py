@@ -179,17 +179,17 @@ class ShardedEngine(PartitionedEngine[CutState, CutClosing]):
         with LosingStep(self._session):
             self._execution.learn_passes(group)
 
-    # --------------------------------------------------------------------------------------------- Replica: for the session
+    # --------------------------------------------------------------------------------------------- TrainingEngine: for the session
 
     def capture(self) -> dict[str, Any]:
-        """See `Replica`. Before the first step all of the state; from then on what every rank has of it."""
+        """See `TrainingEngine`. Before the first step all of the state; from then on what every rank has of it."""
         if self._held.whole:
             return self._held.capture_whole() | {"applied": self._applied}
         return self._held.capture_common() | {"applied": self._applied}
 
     @torch.no_grad()
     def restore(self, state: Mapping[str, Any]) -> None:
-        """See `Replica`."""
+        """See `TrainingEngine`."""
         self._give_values(state)
         if "model" in state:
             self._held.restore_whole(state)
@@ -215,7 +215,7 @@ class ShardedEngine(PartitionedEngine[CutState, CutClosing]):
 
     @torch.no_grad()
     def regroup(self, group: Group) -> None:
-        """See `Replica`."""
+        """See `TrainingEngine`."""
         if self._replicas is not None:
             self._replicas.connect(group, self._divide([peer.host for peer in group.generation.peers]))
         IssuedCollectives.compare(group.exchange(self._execution.issued.encode() if self._parts is not None else b""), self.strategy)
@@ -227,7 +227,7 @@ class ShardedEngine(PartitionedEngine[CutState, CutClosing]):
 
     @torch.no_grad()
     def step_begins(self) -> None:
-        """See `Replica`."""
+        """See `TrainingEngine`."""
         step, group = self._session.step, self._session.group
         assert step is not None
         self._check_training()
@@ -245,11 +245,11 @@ class ShardedEngine(PartitionedEngine[CutState, CutClosing]):
             self._compression.step_begins()
 
     def micro_batch_begins(self) -> None:
-        """See `Replica`."""
+        """See `TrainingEngine`."""
         self._step_buffers.put_back()
 
     def micro_batch_ends(self, weight: float) -> None:
-        """See `Replica`."""
+        """See `TrainingEngine`."""
         if weight > 0:
             self._weights += weight
             changes = self._step_buffers.changes(_WIDE) * weight
@@ -325,13 +325,13 @@ class ShardedEngine(PartitionedEngine[CutState, CutClosing]):
 
     @torch.no_grad()
     def discard_step(self) -> None:
-        """See `Replica`."""
+        """See `TrainingEngine`."""
         self._execution.forget()
         self._step_buffers.put_back()
 
     @torch.no_grad()
     def commit_step(self) -> None:
-        """See `Replica`."""
+        """See `TrainingEngine`."""
         assert self._closing is not None
         self._step_buffers.apply(self._closing.changes)
         self._execution.forget()
@@ -373,31 +373,31 @@ class ShardedEngine(PartitionedEngine[CutState, CutClosing]):
 
     @torch.no_grad()
     def assemble(self, channel: Channel) -> dict[str, Any]:
-        """See `Replica`: with what compression left behind on each rank."""
+        """See `TrainingEngine`: with what compression left behind on each rank."""
         whole = self._held.assemble(channel)
         return whole if self._compression is None else whole | {"compression": self._compression.assemble(channel)}
 
     @torch.no_grad()
     def part(self, channel: Channel) -> StatePart | None:
-        """See `Replica`."""
+        """See `TrainingEngine`."""
         part = self._held.part(channel)
         return part if part is None or self._compression is None else self._compression.part(part, channel)
 
     def in_common(self) -> Mapping[str, int]:
-        """See `Replica`: shards with the ranks that mirror them, and what is whole on every rank."""
+        """See `TrainingEngine`: shards with the ranks that mirror them, and what is whole on every rank."""
         return self._held.in_common() if self._parts is not None and not self._parts.whole else {}
 
     @torch.no_grad()
     def bring_together(self, channel: Channel) -> None:
-        """See `Replica`: parameters that are whole on every rank were updated on their owners, and perhaps not fetched; and some ranks may
-        have begun the first step, others not."""
+        """See `TrainingEngine`: parameters that are whole on every rank were updated on their owners, and perhaps not fetched; and some
+        ranks may have begun the first step, others not."""
         if self._parts is not None:
             self._parts.make_whole_again(channel)
             self._parts.fill(channel)
 
     @torch.no_grad()
     def keep_two_copies(self, channel: Channel, leaving: Collection[int] = ()) -> None:
-        """See `Replica`."""
+        """See `TrainingEngine`."""
         if self._parts is not None:
             self._parts.copy_singles(channel, leaving)
 
@@ -407,12 +407,12 @@ class ShardedEngine(PartitionedEngine[CutState, CutClosing]):
 
     @property
     def in_parts(self) -> bool:
-        """See `Replica`."""
+        """See `TrainingEngine`."""
         return self._parts is not None and self._parts.cut is not None and self._parts.cut.world_size > 1
 
     @property
     def holds(self) -> list[str]:
-        """See `Replica`: shards, the one that it mirrors among them."""
+        """See `TrainingEngine`: shards, the one that it mirrors among them."""
         cut = self._parts.cut if self._parts is not None and self.in_parts else None
         return [str(position) for position in (cut.position, cut.mirrored) if position is not None] if cut is not None else []
 

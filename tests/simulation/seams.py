@@ -6,7 +6,7 @@ disk_waits: ThreadPoolExecutor     reads files at once
 connecting: RedisStore          the stores over which ranks meet (transfers.py)
 membership: backend_class       process groups of simulated ranks (rooms.py)
 membership: unreachable         everybody is reached
-membership: Watch               not begun: it looks at sockets
+membership: StallWatch             not begun: it looks at sockets
 exchange: take_state            state that travels (transfers.py)
 loader: _sample_record          a file for each process
 failpoints                      are points of the scenario
@@ -53,7 +53,7 @@ def installed() -> Iterator[None]:
             (connecting, "RedisStore", SimulatedStore),
             (membership, "backend_class", lambda _: lambda: SimulatedBackend(own_process())),
             (membership, "unreachable", lambda *_, **__: []),
-            (membership, "Watch", _NoWatch),
+            (membership, "StallWatch", _NoWatch),
             (exchange, "take_state", take_state),
             (loader, "_sample_record", lambda: own_process().record_samples()),
             (failpoints, "_wanted", _Failpoints),

@@ -6,20 +6,20 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from shoal_worker.engine.holders import Claim, HeldShards, ShardsLostError, Turns, newest_complete, plan_copies
+from shoal_worker.engine.holders import Claim, ShardHolders, ShardsLostError, Turns, newest_complete, plan_copies
 from shoal_worker.sharding.layout import Division
-from shoal_worker.sharding.resharding import Held, division_cut, held_of, merge_copies, newest_of, rows_of
+from shoal_worker.sharding.resharding import RankShards, division_cut, held_of, merge_copies, newest_of, rows_of
 
 
-def told(world_size: int, gone: Sequence[int] = (), copies: Sequence[tuple[int, int]] = ()) -> HeldShards[int]:
+def told(world_size: int, gone: Sequence[int] = (), copies: Sequence[tuple[int, int]] = ()) -> ShardHolders[int]:
     """A cut in which each rank holds its shard and mirrors the one before, without the ranks `gone`; `copies`: (position, keeper)."""
     division = Division(world_size=world_size, shards=world_size)
     rows: list[list[int]] = []
     for rank in range(world_size):
-        own = [Held(cut=division_cut(division, rank, 3), vectors=[])] if rank not in gone else []
+        own = [RankShards(cut=division_cut(division, rank, 3), vectors=[])] if rank not in gone else []
         kept = [position for position, keeper in copies if keeper == rank and rank not in gone]
         vectors = [{position: {"": torch.zeros(1)} for position in kept}]
-        rows.append(rows_of(own + merge_copies([], HeldShards(cut=3, shards=world_size), vectors)))
+        rows.append(rows_of(own + merge_copies([], ShardHolders(cut=3, shards=world_size), vectors)))
     return newest_of(rows)
 
 
@@ -71,8 +71,8 @@ def test_a_copy_stands_behind_what_a_rank_holds_itself() -> None:
 
 
 def test_what_a_rank_holds_and_copies_of_one_cut_are_told_as_one() -> None:
-    own = Held(cut=division_cut(Division(world_size=4, shards=4), 2, 3), vectors=[{2: {"": torch.ones(1)}, 1: {"": torch.ones(1)}}])
-    copies = merge_copies([], HeldShards(cut=3, shards=4), [{0: {"": torch.zeros(1)}, 3: {"": torch.zeros(1)}}])
+    own = RankShards(cut=division_cut(Division(world_size=4, shards=4), 2, 3), vectors=[{2: {"": torch.ones(1)}, 1: {"": torch.ones(1)}}])
+    copies = merge_copies([], ShardHolders(cut=3, shards=4), [{0: {"": torch.zeros(1)}, 3: {"": torch.zeros(1)}}])
     merged = held_of([own, *copies], 3)
     assert merged is not None
     assert sorted(merged.vectors[0]) == [0, 1, 2, 3]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shoal_worker.engine.holders import Claim, HeldShards, ShardsLostError, newest_complete
+from shoal_worker.engine.holders import Claim, ShardHolders, ShardsLostError, newest_complete
 from shoal_worker.sharding.layout import UnitLayout, message, place, runs, sizes
 
 
@@ -52,5 +52,5 @@ def test_every_element_arrives_wherever_it_is_to_be_held(numel: int, old_world: 
 
 
 def test_holders_share_the_sending() -> None:
-    held = HeldShards(cut=1, shards=3, holders={0: [0, 1], 1: [1, 2], 2: [2, 0]})
+    held = ShardHolders(cut=1, shards=3, holders={0: [0, 1], 1: [1, 2], 2: [2, 0]})
     assert sorted(held.senders().values()) == [0, 1, 2]

@@ -11,7 +11,7 @@ from shoal_worker.elastic.departure import Departure
 from shoal_worker.elastic.exchange import StateExchange
 from shoal_worker.elastic.progress import ProgressMeter
 from shoal_worker.elastic.reconcile import StateName
-from shoal_worker.elastic.steps import Steps
+from shoal_worker.elastic.steps import StepLifecycle
 from shoal_worker.metrics import WorkerMetrics
 from shoal_worker.settings import WorkerSettings
 
@@ -21,7 +21,7 @@ from tests.unit.worker_elastic.ranks import Member, Model, form
 class Strategy(Model):
     """Whose reduction brings back the control word that a test gives it."""
 
-    steps: Steps
+    steps: StepLifecycle
     others: tuple[float, float] = (0.0, 0.0)
     """What the other ranks add: a border is wanted; a stop was told."""
 
@@ -45,7 +45,7 @@ def rank() -> SimpleNamespace:
     form([member], lambda m: m.formation.reform())
     metrics = WorkerMetrics()
     departure = Departure(None, member.held)
-    strategy.steps = Steps(
+    strategy.steps = StepLifecycle(
         member.held, member.formation, departure, operation=lambda kind: None, progress=ProgressMeter(metrics), metrics=metrics
     )
     member.membership.link.finished_steps = 0

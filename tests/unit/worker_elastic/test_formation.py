@@ -7,12 +7,12 @@ import pytest
 from shoal_common.errors import ConfigurationError, MembershipChanged, PreconditionError
 from shoal_worker.elastic.phase import Phase
 from shoal_worker.elastic.reconcile import StateName
-from shoal_worker.elastic.script_position import Place
+from shoal_worker.elastic.script_position import ScriptPosition
 
 from tests.unit.worker_elastic.ranks import Member, Model, form
 
 OLD, NEW = StateName(1, 4), StateName(1, 5)
-BORDER = Place("loader", 1, 0, 5)
+BORDER = ScriptPosition("loader", 1, 0, 5)
 
 
 def reform(member: Member) -> None:
@@ -23,7 +23,7 @@ def synchronize(member: Member) -> None:
     member.formation.synchronize_first()
 
 
-def border(member: Member) -> Place | None:
+def border(member: Member) -> ScriptPosition | None:
     member.formation.reform()
     return member.formation.let_joiners_in(BORDER)
 
@@ -110,7 +110,7 @@ def test_the_lowest_rank_speaks_for_all_once_all_hold_the_state() -> None:
 
 def test_ranks_at_different_loops_refuse_to_feed_a_joiner() -> None:
     members = [Member(Model(5.0), state=NEW), Member(Model(5.0), state=NEW), Member(Model(0.0), live=False)]
-    places = {id(members[0]): BORDER, id(members[1]): Place("other", 2, 0, 5)}
+    places = {id(members[0]): BORDER, id(members[1]): ScriptPosition("other", 2, 0, 5)}
 
     def at_its_place(member: Member) -> None:
         member.formation.reform()

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from shoal_worker.elastic.lookout import Lookout
+from shoal_worker.elastic.lookout import DesyncDetector
 from shoal_worker.elastic.operations import Operations
 from shoal_worker.elastic.waiting import Waiting
 from shoal_worker.store.errors import StoreUnavailableError
@@ -46,7 +46,7 @@ class Rank:
         self.waiting = Waiting(cast(RedisStore, notes))
         self.ended: str | None = None
         self.group = SimpleNamespace(rank=number, broken=None, waiting=self.waiting, abort=self._abort)
-        self.lookout = Lookout(cast(Any, self))
+        self.lookout = DesyncDetector(cast(Any, self))
 
     def _abort(self, reason: str) -> None:
         self.ended = reason

@@ -10,7 +10,7 @@ from shoal_common.errors import ConfigurationError, PreconditionError
 from shoal_worker.elastic.current import set_session
 from shoal_worker.elastic.group import LocalChannel
 from shoal_worker.elastic.phase import Phase, ScriptPhase
-from shoal_worker.elastic.script_position import Place
+from shoal_worker.elastic.script_position import ScriptPosition
 from shoal_worker.elastic.start import current_session
 from shoal_worker.state.snapshot import Snapshot
 from torch import nn
@@ -133,7 +133,7 @@ def test_a_step_that_the_ranks_took_at_different_places_is_refused_before_it_is_
     def reduce_with_a_rank_that_takes_the_next_step() -> None:
         step = steps.require()
         words = [
-            step.control_word(border_wanted=False, stop_told=False, leaving=False, settings=0, place=Place("loader", 1, 0, number))
+            step.control_word(border_wanted=False, stop_told=False, leaving=False, settings=0, place=ScriptPosition("loader", 1, 0, number))
             for number in (0, 1)
         ]
         step.decide([a + b for a, b in zip(*words, strict=True)])

@@ -14,7 +14,7 @@ from shoal_worker.elastic import watch as watching
 from shoal_worker.elastic.generation import Generation, Peer
 from shoal_worker.elastic.group import Group
 from shoal_worker.elastic.link import CoordinatorLink
-from shoal_worker.elastic.watch import BusyLinks, Watch, neighbours
+from shoal_worker.elastic.watch import BusyLinks, StallWatch, neighbours
 
 from tests.zygote.children import eventually
 
@@ -46,11 +46,11 @@ def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def watched(quickly: None) -> Iterator[Callable[[Group], tuple[Link, Waits]]]:
-    started: list[Watch] = []
+    started: list[StallWatch] = []
 
     def start(group: Group) -> tuple[Link, Waits]:
         link, waits = Link(), Waits()
-        watch = Watch(cast(CoordinatorLink, link), waits, lambda: group)
+        watch = StallWatch(cast(CoordinatorLink, link), waits, lambda: group)
         watch.start()
         started.append(watch)
         return link, waits

@@ -13,7 +13,7 @@ from shoal_worker.elastic.contract import StateLostError
 from shoal_worker.elastic.group import LocalChannel
 from shoal_worker.elastic.start import current_session
 from shoal_worker.mesh.axes import Axes, Coordinate
-from shoal_worker.mesh.gathering import Cut, Held, gather
+from shoal_worker.mesh.gathering import MeshCut, RankParts, gather
 
 from tests.unit.worker_strategies import mesh_models as models
 
@@ -221,6 +221,6 @@ def test_a_shard_that_neither_its_rank_nor_its_mirror_holds_any_more_is_lost() -
     def unused(axes: Axes) -> Any:
         pytest.fail(f"what was lost was looked for in {axes}")
 
-    cut = Cut(number=3, axes=Axes(pipeline=1, tensor=1, data=3), at=Coordinate(0, 0, 0), shards=3, mirrored=2)
+    cut = MeshCut(number=3, axes=Axes(pipeline=1, tensor=1, data=3), at=Coordinate(0, 0, 0), shards=3, mirrored=2)
     with pytest.raises(StateLostError, match="nobody holds 1 of the model's 3 shards"):
-        next(gather(LocalChannel(), [Held(cut=cut, runs={})], unused))
+        next(gather(LocalChannel(), [RankParts(cut=cut, runs={})], unused))

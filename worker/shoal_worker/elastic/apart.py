@@ -14,7 +14,7 @@ from shoal_common.errors import MembershipChanged, PreconditionError
 
 from shoal_worker.elastic.contract import StepSource
 from shoal_worker.elastic.group import Group
-from shoal_worker.elastic.script_position import Place
+from shoal_worker.elastic.script_position import ScriptPosition
 from shoal_worker.state.digest import DRAWN, SAMPLES
 
 REASON: Final = "RANKS_DIVERGED"
@@ -32,7 +32,7 @@ _REMEDIES: Final = {
 }
 
 
-def steps_apart(place: Place, source: StepSource | None, group: Group | None) -> PreconditionError:
+def steps_apart(place: ScriptPosition, source: StepSource | None, group: Group | None) -> PreconditionError:
     """The error for ranks whose control words did not agree. All ranks of `group` call it, each with its own place and source."""
     told = {"place": place[:-1], "dealing": json.loads(source.dealing) if source is not None else {}}
     try:

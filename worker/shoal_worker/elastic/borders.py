@@ -24,7 +24,7 @@ from shoal_worker.elastic.departure import Told, who_leaves
 from shoal_worker.elastic.formation import GROUP_LOST, Formation
 from shoal_worker.elastic.group import Group
 from shoal_worker.elastic.phase import Phase
-from shoal_worker.elastic.script_position import Place
+from shoal_worker.elastic.script_position import ScriptPosition
 from shoal_worker.elastic.step import Step
 
 _log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ class Borders:
         self._asked_at: float | None = None
         self._all_leave_in: int | None = None
         """The generation of which someone was asked to leave who cannot be spared: all its ranks are as if they had been."""
-        self._peers_at: Place | None = None
+        self._peers_at: ScriptPosition | None = None
 
     @property
     def placement(self) -> Placement:

@@ -22,7 +22,7 @@ from shoal_worker.elastic.phase import Phase, ScriptPhase
 from shoal_worker.elastic.reconcile import Interrupted, Standing, StateName
 from shoal_worker.elastic.registered import RegisteredState
 from shoal_worker.elastic.replica import TrainingEngine
-from shoal_worker.elastic.script_position import Place
+from shoal_worker.elastic.script_position import ScriptPosition
 from shoal_worker.elastic.step import Step
 from shoal_worker.state.serial import dump_tensors, load_tensors
 from shoal_worker.state.tree import flatten, unflatten
@@ -145,12 +145,12 @@ class HeldState:
 
     # --------------------------------------------------------------------------------------------------------------- place
 
-    def place(self, source: StepSource | None) -> Place:
+    def place(self, source: StepSource | None) -> ScriptPosition:
         """Where the script stands when it takes a step of `source`."""
         if source is None:
-            return Place("", 0, 0, 0)
+            return ScriptPosition("", 0, 0, 0)
         dealing = xxhash.xxh3_64_intdigest(f"{source.dealing} {source.step}".encode())
-        return Place(source.name, self._numbers[source.name], source.epoch, source.step, dealing)
+        return ScriptPosition(source.name, self._numbers[source.name], source.epoch, source.step, dealing)
 
     def enter_epochs(self, source: StepSource) -> int:
         """The script is at the head of a loop over epochs of `source`. Returns the epoch that the loop begins with.

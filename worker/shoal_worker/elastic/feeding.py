@@ -19,7 +19,7 @@ from shoal_worker.elastic.group import Group
 from shoal_worker.elastic.operations import GroupChannel, spectate
 from shoal_worker.elastic.phase import Phase
 from shoal_worker.elastic.reconcile import StateName
-from shoal_worker.elastic.script_position import Place
+from shoal_worker.elastic.script_position import ScriptPosition
 from shoal_worker.failpoints import failpoint
 
 _log = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ class Feeding:
         self._unreadable: ShoalError | None = None
         """Why the checkpoint could not be read, where this rank was to."""
 
-    def feed(self, group: Group, spectators: Sequence[int], place: Place) -> Place | None:
+    def feed(self, group: Group, spectators: Sequence[int], place: ScriptPosition) -> ScriptPosition | None:
         """Gives the state to the ranks `spectators`, or takes it. All ranks of `group` call it. `place`: where this process's script
         stands.
 
@@ -110,14 +110,14 @@ class Feeding:
             held.operations.restart(state["operations"], passed=True)
             held.outcomes = state["outcomes"]
             held.name = StateName(*state["state"])
-            peers_at = Place(*state["place"]) if state["place"] is not None else None
+            peers_at = ScriptPosition(*state["place"]) if state["place"] is not None else None
         held.engine.regroup(group)
         held.phase.feed()
         if len(spectators) == group.world_size:
             held.phase.arrive()  # there are no others that it would have to come to
         return peers_at
 
-    def _meet(self, group: Group, spectators: Sequence[int], place: Place) -> _Offer:
+    def _meet(self, group: Group, spectators: Sequence[int], place: ScriptPosition) -> _Offer:
         """Returns when all members stand at the border: what this rank gives there."""
         if group.rank not in spectators:
             places = [json.loads(told) for told in GroupChannel(group, _BORDER, tuple(spectators)).exchange(json.dumps(place).encode())]

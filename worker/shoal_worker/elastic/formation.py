@@ -35,7 +35,7 @@ from shoal_worker.elastic.member import Member
 from shoal_worker.elastic.operations import GroupChannel, spectate
 from shoal_worker.elastic.progress import ProgressMeter
 from shoal_worker.elastic.reconcile import STANDING_LENGTH, Interrupted, Reconciliation, Standing, StateName, reconcile
-from shoal_worker.elastic.script_position import Place
+from shoal_worker.elastic.script_position import ScriptPosition
 from shoal_worker.elastic.waiting import Where
 from shoal_worker.elastic.waiting_lines import WaitingLines
 from shoal_worker.failpoints import failpoint
@@ -469,7 +469,7 @@ class Formation:
         """There are some, this process or others, to be fed at the next border."""
         return bool(self._spectators)
 
-    def let_joiners_in(self, place: Place) -> Place | None:
+    def let_joiners_in(self, place: ScriptPosition) -> ScriptPosition | None:
         """At a border: joiners take the state and are members from here on. `place`: where this process's script stands. Returns where the
         peers stand if this process is a joiner and has any, else None. Raises as `reform`."""
         peers_at = None

@@ -31,7 +31,7 @@ _PATIENCE_S: Final = 1.0
 """Who has waited for so long looks whether it waits in vain."""
 
 
-class Lookout:
+class DesyncDetector:
     """Looks after the waits of one session that has peers."""
 
     def __init__(self, session: Session) -> None:

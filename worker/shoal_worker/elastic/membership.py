@@ -27,7 +27,7 @@ from shoal_worker.elastic.link import CoordinatorLink, MemberIdentity
 from shoal_worker.elastic.member import LeaveReason
 from shoal_worker.elastic.progress import ProgressMeter
 from shoal_worker.elastic.replica import TrainingEngine
-from shoal_worker.elastic.watch import LOOK_AFTER_S, Watch, unreachable
+from shoal_worker.elastic.watch import LOOK_AFTER_S, StallWatch, unreachable
 from shoal_worker.settings import WorkerSettings
 
 _log = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class Membership:
         self.link = CoordinatorLink(
             client, identity, on_generation=self._interrupt, on_stop_now=self._give_up_forming, away_limit=settings.away_timeout
         )
-        self._watch: Watch | None = None
+        self._watch: StallWatch | None = None
         self.make_backend: Callable[[], CommunicationBackend] | None = None
         """Makes the backend of the next group; set before the first `form`."""
 
@@ -66,7 +66,7 @@ class Membership:
         """Opens the session with the coordinator. Returns and raises what `CoordinatorLink.connect` does."""
         self._tell_launcher("joined")
         joining = self.link.connect(self._settings.rendezvous_timeout)
-        self._watch = Watch(self.link, self.waits, lambda: self._group)
+        self._watch = StallWatch(self.link, self.waits, lambda: self._group)
         self._watch.start()
         return joining
 

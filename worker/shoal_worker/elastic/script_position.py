@@ -13,13 +13,13 @@ from typing import NamedTuple
 _BASE = 1 << 20
 """Each number and its square are sent, and summed over up to 8192 ranks they are exact in float64."""
 _DEALING = 2
-"""Digits of `Place.dealing`: of two that differ, one in 2^40 looks the same."""
+"""Digits of `ScriptPosition.dealing`: of two that differ, one in 2^40 looks the same."""
 
 PLACE_WORD_LENGTH = 1 + 2 * (3 + _DEALING)
 """Numbers that a place takes in a control word."""
 
 
-class Place(NamedTuple):
+class ScriptPosition(NamedTuple):
     """One step of one loop. Without a loader of Shoal's: no name, and zeros."""
 
     loader: str
@@ -39,8 +39,8 @@ class Place(NamedTuple):
 
 
 def agree(summed: Sequence[float]) -> bool:
-    """Whether all ranks added the same numbers to a word, such as `Place.word`: the mean of squares is the square of the mean for equal
-    numbers only."""
+    """Whether all ranks added the same numbers to a word, such as `ScriptPosition.word`: the mean of squares is the square of the mean for
+    equal numbers only."""
     count, *numbers = map(int, summed)  # their products are exact as integers only
     half = len(numbers) // 2
     return all(count * squares == total * total for total, squares in zip(numbers[:half], numbers[half:], strict=True))

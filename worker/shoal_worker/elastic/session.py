@@ -42,7 +42,7 @@ from shoal_worker.elastic.reconcile import StateName
 from shoal_worker.elastic.registered import RegisteredState
 from shoal_worker.elastic.replica import TrainingEngine
 from shoal_worker.elastic.step import Step, StepPhase
-from shoal_worker.elastic.steps import Steps
+from shoal_worker.elastic.steps import StepLifecycle
 from shoal_worker.elastic.transfer import StateDonor
 from shoal_worker.elastic.waiting import Where
 from shoal_worker.failpoints import failpoint
@@ -79,7 +79,7 @@ class Session:
             membership.observe(self.progress)
             self._formation = Formation(membership, self._held, self._exchange, settings=settings, metrics=metrics, progress=self.progress)
         self._departure = Departure(membership, self._held)
-        self.lifecycle = Steps(
+        self.lifecycle = StepLifecycle(
             self._held,
             self._formation,
             self._departure,
@@ -289,7 +289,7 @@ class Session:
         step.void()
 
     def settle_step(self) -> None:
-        """Returns when it is known what becomes of the step in progress. See `Steps.settle`."""
+        """Returns when it is known what becomes of the step in progress. See `StepLifecycle.settle`."""
         self.lifecycle.settle()
 
     def finish_reduction_if_whole(self) -> None:
@@ -297,7 +297,7 @@ class Session:
         self.lifecycle.finish_reduction_if_whole()
 
     def finish_step(self, apply: Callable[[], None]) -> StepStatus:
-        """Applies the step if every member's part is in it; else re-forms. See `Steps.finish`."""
+        """Applies the step if every member's part is in it; else re-forms. See `StepLifecycle.finish`."""
         self.outcome = self.lifecycle.finish(apply)
         return self.outcome
 

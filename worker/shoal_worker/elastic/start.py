@@ -34,7 +34,7 @@ from shoal_worker.elastic.contract import LoaderSession
 from shoal_worker.elastic.current import find_session, set_session
 from shoal_worker.elastic.fixed import FixedMembership
 from shoal_worker.elastic.link import MemberIdentity
-from shoal_worker.elastic.lookout import Lookout
+from shoal_worker.elastic.lookout import DesyncDetector
 from shoal_worker.elastic.membership import Membership
 from shoal_worker.elastic.script_end import ScriptEnd
 from shoal_worker.elastic.session import Session
@@ -117,7 +117,7 @@ def _open_member(settings: WorkerSettings, coordinator: str, metrics: WorkerMetr
         session = Session(settings, membership, donor, metrics)
         undo.callback(session.close, failed="it did not get as far as a rank")
         session.join()
-        lookout = Lookout(session)
+        lookout = DesyncDetector(session)
         lookout.start()
         session.on_close(lookout.close)
         undo.pop_all()

@@ -18,7 +18,7 @@ from typing import Final
 from shoal_common.errors import PreconditionError
 
 from shoal_worker.elastic.contract import Placement, Share, StepSource, WeighRows
-from shoal_worker.elastic.script_position import PLACE_WORD_LENGTH, Place, agree
+from shoal_worker.elastic.script_position import PLACE_WORD_LENGTH, ScriptPosition, agree
 
 _OWN: Final = 5
 """Numbers of a control word that are the step's own; the others say where the script stands."""
@@ -87,7 +87,7 @@ class Step:
                 reason="STEP_NOT_WHOLE",
             )
 
-    def control_word(self, *, border_wanted: bool, stop_told: bool, leaving: bool, settings: int, place: Place) -> list[float]:
+    def control_word(self, *, border_wanted: bool, stop_told: bool, leaving: bool, settings: int, place: ScriptPosition) -> list[float]:
         """What this rank adds: a border is wanted; its loss times its weight; that weight, if it told a loss; it was told that the job
         stops; it was asked to leave; a digest of its optimizer's settings; where its script stands."""
         weight = 0.0

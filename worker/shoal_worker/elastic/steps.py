@@ -49,7 +49,7 @@ from shoal_worker.randomness import seed_generators
 _log = logging.getLogger(__name__)
 
 
-class Steps:
+class StepLifecycle:
     """Begins, commits and loses steps."""
 
     def __init__(

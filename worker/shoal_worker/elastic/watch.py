@@ -86,7 +86,7 @@ _MOST_PEERS: Final = 16
 since a call holds Python's lock, must be able to let the kernel queue all looks at it."""
 
 
-class Watch:
+class StallWatch:
     """Watches the waits of one member."""
 
     def __init__(self, link: CoordinatorLink, waits: Waits, group: Callable[[], Group | None]) -> None:

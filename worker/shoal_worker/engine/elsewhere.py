@@ -44,7 +44,7 @@ class Whereabouts:
         self.gradient.whereabouts = self
 
 
-class Place:
+class HiddenParameter:
     """What is to be known of one parameter while it is hidden."""
 
     __slots__ = ("gradient", "name", "shape", "whereabouts")
@@ -67,12 +67,12 @@ class _Hidden:
 
     @property
     def grad(self) -> Any:
-        place: Place = self.__dict__[_ATTRIBUTE]
+        place: HiddenParameter = self.__dict__[_ATTRIBUTE]
         return place.whereabouts.gradient if place.gradient else gradient_of(self)
 
     @grad.setter
     def grad(self, value: Any) -> None:
-        place: Place = self.__dict__[_ATTRIBUTE]
+        place: HiddenParameter = self.__dict__[_ATTRIBUTE]
         if value is not None:
             raise ConfigurationError(
                 f"the gradient of {place.name!r} was set: with strategy={place.whereabouts.strategy!r} gradients are summed into shards, "
@@ -125,7 +125,7 @@ class _Absent(_Hidden):
         raise _refusal("pickling", self)
 
     def __repr__(self, **_: Any) -> str:
-        place: Place = self.__dict__[_ATTRIBUTE]
+        place: HiddenParameter = self.__dict__[_ATTRIBUTE]
         return f"<parameter {place.name!r}, cut over the ranks with strategy={place.whereabouts.strategy!r}>"
 
 
@@ -167,7 +167,7 @@ class _Part(torch.Tensor):
 
 
 def _refusal(func: Any, hidden: _Absent) -> PreconditionError:
-    place: Place = hidden.__dict__[_ATTRIBUTE]
+    place: HiddenParameter = hidden.__dict__[_ATTRIBUTE]
     return PreconditionError(
         f"{_name(func)} of parameter {place.name!r}: with strategy={place.whereabouts.strategy!r} this rank has its values in passes only. "
         "Called on every rank, model.full_state_dict() and model.gather_full_parameters() give copies of them, "
@@ -182,7 +182,7 @@ def _name(func: Any) -> str:
     return name.removeprefix("torch.Tensor.").removesuffix(".__get__").removesuffix(".__set__")
 
 
-def _same(place: Place, func: Any, args: Any, kwargs: Any) -> Any:
+def _same(place: HiddenParameter, func: Any, args: Any, kwargs: Any) -> Any:
     with inside():
         return func(*args, **kwargs)
 
@@ -191,7 +191,7 @@ def _told(tell: Callable[..., Any]) -> Callable[..., Any]:
     """`tell` for a shape that the tensor does not have by itself."""
 
     @functools.wraps(tell)
-    def told(place: Place, func: Any, args: Any, kwargs: Any) -> Any:
+    def told(place: HiddenParameter, func: Any, args: Any, kwargs: Any) -> Any:
         return _same(place, func, args, kwargs) if place.shape is None else tell(place.shape, *args, **kwargs)
 
     return told
@@ -232,7 +232,7 @@ def _class(kind: Any, mixed: Any) -> Any:
     return type(kind.__name__, (mixed, kind), {"__slots__": (), "shown": kind, "__module__": kind.__module__})
 
 
-def hide(tensor: Any, place: Place) -> None:
+def hide(tensor: Any, place: HiddenParameter) -> None:
     """The values of a parameter are elsewhere from here on, its gradient as `place` says. Of one that was hidden already the latter."""
     if isinstance(tensor, _Absent):
         tensor.__dict__[_ATTRIBUTE].gradient |= place.gradient
@@ -240,7 +240,7 @@ def hide(tensor: Any, place: Place) -> None:
         _become(tensor, place, _Absent)
 
 
-def hide_gradient(tensor: Any, place: Place) -> None:
+def hide_gradient(tensor: Any, place: HiddenParameter) -> None:
     """The gradient of a parameter is elsewhere from here on, as `place` says."""
     if isinstance(tensor, _Hidden):
         tensor.__dict__[_ATTRIBUTE].gradient |= place.gradient
@@ -248,20 +248,20 @@ def hide_gradient(tensor: Any, place: Place) -> None:
         _become(tensor, place, _Hidden)
 
 
-def _become(tensor: Any, place: Place, mixed: Any) -> None:
+def _become(tensor: Any, place: HiddenParameter, mixed: Any) -> None:
     kind: Any = tensor.shown if isinstance(tensor, _Hidden) else type(tensor)
     tensor.__dict__[_ATTRIBUTE] = place
     tensor.__class__ = _class(kind, mixed)
 
 
-def show(tensor: Any, place: Place) -> None:
+def show(tensor: Any, place: HiddenParameter) -> None:
     """Nothing of a parameter is hidden any more, if it was by this `place`."""
     if isinstance(tensor, _Hidden) and tensor.__dict__.get(_ATTRIBUTE) is place:
         del tensor.__dict__[_ATTRIBUTE]
         tensor.__class__ = tensor.shown  # type: ignore[assignment]  # one of the same layout
 
 
-def show_gradient(tensor: Any, place: Place) -> None:
+def show_gradient(tensor: Any, place: HiddenParameter) -> None:
     """The gradient of a parameter that has its values is its own again."""
     if not isinstance(tensor, _Absent):
         show(tensor, place)
@@ -270,7 +270,7 @@ def show_gradient(tensor: Any, place: Place) -> None:
 class Leaves:
     """Parameters that are hidden and shown together."""
 
-    def __init__(self, leaves: Sequence[torch.Tensor], places: Sequence[Place]) -> None:
+    def __init__(self, leaves: Sequence[torch.Tensor], places: Sequence[HiddenParameter]) -> None:
         self._leaves = list(zip(leaves, places, strict=True))
         self._without_gradients = False
         """The gradients of some are hidden."""
@@ -351,7 +351,7 @@ def gradient_of(tensor: Any) -> torch.Tensor | None:
         return _GRADIENT.__get__(tensor)  # type: ignore[no-any-return]  # a getset descriptor's
 
 
-def drop_gradient(tensor: Any, place: Place | None = None) -> None:
+def drop_gradient(tensor: Any, place: HiddenParameter | None = None) -> None:
     """Autograd has left none in a parameter. With `place` there is none elsewhere either."""
     if place is not None:
         place.gradient = False

@@ -58,7 +58,7 @@ class Copy(Generic[Place]):
 
 
 @dataclass(kw_only=True)
-class HeldShards(Generic[Place]):
+class ShardHolders(Generic[Place]):
     """Who holds the shards of one cut."""
 
     cut: int
@@ -89,26 +89,26 @@ class HeldShards(Generic[Place]):
         return {place: turns.choose(ranks) for place, ranks in sorted(self.sources().items())}
 
 
-def newest_complete(claims: Iterable[Claim[Place]]) -> HeldShards[Place]:
+def newest_complete(claims: Iterable[Claim[Place]]) -> ShardHolders[Place]:
     """The newest cut of which every shard is held, or kept as a copy, by some rank. `claims`: of all ranks; each may hold several cuts.
 
     Raises:
         ShardsLostError: no cut is complete.
     """
-    cuts: dict[int, HeldShards[Place]] = {}
+    cuts: dict[int, ShardHolders[Place]] = {}
     for claim in sorted(claims, key=lambda claim: claim.rank):
-        cut = cuts.setdefault(claim.cut, HeldShards(cut=claim.cut, shards=claim.shards))
+        cut = cuts.setdefault(claim.cut, ShardHolders(cut=claim.cut, shards=claim.shards))
         for place in claim.places:
             (cut.keepers if claim.copied else cut.holders).setdefault(place, []).append(claim.rank)
     newest_first = [cuts[number] for number in sorted(cuts, reverse=True)]
     for cut in newest_first:
         if not cut.lost:
             return cut
-    newest = newest_first[0] if newest_first else HeldShards[Place](cut=0, shards=0)
+    newest = newest_first[0] if newest_first else ShardHolders[Place](cut=0, shards=0)
     raise ShardsLostError(lost=newest.lost, shards=newest.shards)
 
 
-def plan_copies(held: HeldShards[Place], ranks: Sequence[int], leaving: Collection[int]) -> list[Copy[Place]]:
+def plan_copies(held: ShardHolders[Place], ranks: Sequence[int], leaving: Collection[int]) -> list[Copy[Place]]:
     """Says which shards are to be copied to which ranks, so that of the ranks that stay two have each.
 
     A shard is left out for which all others keep as many copies as they can.

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from shoal_worker.engine.elsewhere import Whereabouts
-from shoal_worker.mesh.gathering import Run
+from shoal_worker.mesh.gathering import PieceState
 from shoal_worker.mesh.gradients import MeshGradients, ReplicatedGradients
 from shoal_worker.mesh.scattered import GradientsOfPasses, ScatteredGradients
 from shoal_worker.sharding.assembling import spread
@@ -67,7 +67,7 @@ class AlongData(abc.ABC):
         """Takes these values of all pieces."""
 
     @abc.abstractmethod
-    def runs(self, optimizer: torch.optim.Optimizer | None) -> dict[int, dict[str, Run]]:
+    def runs(self, optimizer: torch.optim.Optimizer | None) -> dict[int, dict[str, PieceState]]:
         """For `gather`."""
 
     @abc.abstractmethod
@@ -113,10 +113,10 @@ class Replicated(AlongData):
         for name, piece in self.pieces.items():
             piece.copy_(values[name])
 
-    def runs(self, optimizer: torch.optim.Optimizer | None) -> dict[int, dict[str, Run]]:
+    def runs(self, optimizer: torch.optim.Optimizer | None) -> dict[int, dict[str, PieceState]]:
         """See `AlongData`."""
         states = optimizer.state if optimizer is not None else {}
-        return {0: {name: Run(value=piece.detach(), state=states.get(piece, {})) for name, piece in self.pieces.items()}}
+        return {0: {name: PieceState(value=piece.detach(), state=states.get(piece, {})) for name, piece in self.pieces.items()}}
 
     def updated(self) -> None:
         """See `AlongData`: every replica has made the same."""
@@ -220,15 +220,15 @@ class InShards(AlongData):
         for unit in self.units:
             unit.load([values[name] for name in unit.parameter_names])
 
-    def runs(self, optimizer: torch.optim.Optimizer | None) -> dict[int, dict[str, Run]]:
+    def runs(self, optimizer: torch.optim.Optimizer | None) -> dict[int, dict[str, PieceState]]:
         """See `AlongData`. Of shards, not of pieces: these may be out of date after a failure."""
         states = optimizer.state if optimizer is not None else {}
-        runs: dict[int, dict[str, Run]] = {}
+        runs: dict[int, dict[str, PieceState]] = {}
         for unit in self.units:
             for holding in unit.holdings:
                 own = runs.setdefault(holding.position, {}) if holding.position is not None else {}
                 for name, piece in zip(unit.parameter_names, holding.pieces, strict=True):
-                    own[name] = Run(value=piece.detach(), state=states.get(piece, {}))
+                    own[name] = PieceState(value=piece.detach(), state=states.get(piece, {}))
         return runs
 
     def updated(self) -> None:

@@ -22,7 +22,7 @@ from shoal_worker.engine.elsewhere import drop_gradient
 from shoal_worker.failpoints import failpoint
 from shoal_worker.mesh.axes import Axes
 from shoal_worker.mesh.data_axis import InShards
-from shoal_worker.mesh.gathering import Cut, Whole
+from shoal_worker.mesh.gathering import MeshCut, WholeTensor
 from shoal_worker.mesh.layouts import Sharding
 from shoal_worker.mesh.parts import ModelParts, Shard
 from shoal_worker.mesh.step_group import GroupMesh, StepGroup
@@ -33,8 +33,7 @@ from shoal_worker.pipelining.pipeline import Pipeline
 from shoal_worker.randomness import seed_generators
 from shoal_worker.sharding.collectives import PartCollectives
 from shoal_worker.sharding.execution import ShardedExecution
-from shoal_worker.sharding.layout import Division as Shards
-from shoal_worker.sharding.layout import among_all
+from shoal_worker.sharding.layout import Division, among_all
 from shoal_worker.sharding.unit import taken_gradient
 from shoal_worker.tensor_parallel.layers import run_inside, unparallelize
 
@@ -45,7 +44,7 @@ def alone() -> Group:
     return Group(Generation(number=0, nonce="", peers=(me,), rank=0, interrupts_below=0), None, None)
 
 
-class Division:
+class RankMesh:
     """This rank's place in it. Not for spares."""
 
     def __init__(self, group: Group, axes: Axes, session: StrategySession, sharding: Sharding | None) -> None:
@@ -69,7 +68,7 @@ class Division:
         self.mesh: GroupMesh | None = None
         if axes.tensor > 1:
             self.mesh = GroupMesh(StepGroup(self._groups["tensor"], functools.partial(_lose, session)), session.device.type)
-        self.cut = Cut(number=group.generation.number, axes=axes, at=at)
+        self.cut = MeshCut(number=group.generation.number, axes=axes, at=at)
         self._shard: Shard | None = None
         if sharding is not None:
             line = among_all([peer.host for peer in self.replicas.generation.peers])
@@ -87,7 +86,7 @@ class Division:
         """The ranks that hold the same."""
         return self._groups["data"]
 
-    def lay_out(self, parts: ModelParts, taken: Sequence[Whole], *, averages: bool) -> None:
+    def lay_out(self, parts: ModelParts, taken: Sequence[WholeTensor], *, averages: bool) -> None:
         """Cuts the model for it; see `ModelParts.lay_out`. `averages`: see `MeshGradients`."""
         before = parts.along_data.execution
         parts.lay_out(self.cut, self.mesh, taken, self._shard)
@@ -262,7 +261,7 @@ class Division:
         return {name: taken_gradient(parameter) for name, parameter in self._parts.parameters.items()}
 
 
-def _in_shards(sharding: Sharding, line: Shards, collectives: PartCollectives, parts: ModelParts) -> InShards:
+def _in_shards(sharding: Sharding, line: Division, collectives: PartCollectives, parts: ModelParts) -> InShards:
     assert parts.blueprint is not None
     blocks = None
     if sharding.blocks is not None:  # of the model as it was written: split layers have a class each

@@ -36,7 +36,7 @@ from shoal_worker.engine.partitioned import PartitionedEngine
 from shoal_worker.engine.passes import Loss, call_module, loss_of
 from shoal_worker.failpoints import failpoint
 from shoal_worker.mesh.blueprint import template_of, whole_module, zeros
-from shoal_worker.mesh.division import Division, alone
+from shoal_worker.mesh.division import RankMesh, alone
 from shoal_worker.mesh.gradients import MeshGradients
 from shoal_worker.mesh.layouts import Layouts, MeshPlan
 from shoal_worker.mesh.parts import ModelParts
@@ -70,7 +70,7 @@ class MeshEngine(PartitionedEngine[ModelParts, Closing]):
         if plan.sharding is not None and plan.sharding.blocks is not None:
             plan.sharding.blocks(self._template.module)  # raises for names that the model does not have
         self.layouts = Layouts(plan, self._template)
-        self._division: Division | None = None
+        self._division: RankMesh | None = None
         """None until the first step, in a spare, and where laying it out has failed."""
         self._in_passes = False
         """Between a forward pass and its backward pass."""
@@ -100,7 +100,7 @@ class MeshEngine(PartitionedEngine[ModelParts, Closing]):
         )
 
     @property
-    def _divided(self) -> Division:
+    def _divided(self) -> RankMesh:
         if self._division is None:
             raise PreconditionError("the model is not laid out over the ranks: that happens when the first step begins")
         return self._division
@@ -348,7 +348,7 @@ class MeshEngine(PartitionedEngine[ModelParts, Closing]):
         held, axes = self._held, self.layouts.axes(group.world_size)
         at = axes.at(group.rank)
         taken = held.take(group if gathered else LocalChannel(), axes, at)
-        division = Division(group, axes, self._session, self._plan.sharding) if at is not None else None
+        division = RankMesh(group, axes, self._session, self._plan.sharding) if at is not None else None
         if division is not None:
             self._release()
             division.lay_out(held, taken, averages=self.config.loss_reduction == "mean")

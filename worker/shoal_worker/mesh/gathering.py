@@ -15,7 +15,7 @@ import torch
 from shoal_common.errors import ConfigurationError
 
 from shoal_worker.elastic.group import Channel
-from shoal_worker.engine.holders import Claim, HeldShards, ShardsLostError, Turns, newest_complete, plan_copies
+from shoal_worker.engine.holders import Claim, ShardHolders, ShardsLostError, Turns, newest_complete, plan_copies
 from shoal_worker.engine.state_in_parts import is_element
 from shoal_worker.mesh.axes import Axes, Coordinate
 from shoal_worker.mesh.blueprint import Blueprint
@@ -31,7 +31,7 @@ Place = tuple[int, int, int]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cut:
+class MeshCut:
     """A division of the ranks, and this rank's place in it."""
 
     number: int
@@ -54,7 +54,7 @@ class Cut:
         return [self.number, axes.pipeline, axes.tensor, axes.data, self.shards, self.at.pipeline, self.at.tensor, *self.positions]
 
     @classmethod
-    def of_row(cls, row: Sequence[int]) -> Cut:
+    def of_row(cls, row: Sequence[int]) -> MeshCut:
         """The cut of which a rank told `row`."""
         number, pipeline, tensor, data, shards, at_pipeline, at_tensor, position, *mirrored = row
         axes, at = Axes(pipeline=pipeline, tensor=tensor, data=data), Coordinate(at_pipeline, at_tensor, position)
@@ -62,7 +62,7 @@ class Cut:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class PieceState:
     """A shard's elements of a tensor, or of the part of it that is here, and their optimizer state. Flat, if there are several shards, of
     which each continues where the one before ends."""
 
@@ -71,18 +71,18 @@ class Run:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Held:
+class RankParts:
     """What a rank holds of a state that is cut. Shares memory with it."""
 
-    cut: Cut
-    runs: Mapping[int, Mapping[str, Run]]
+    cut: MeshCut
+    runs: Mapping[int, Mapping[str, PieceState]]
     """By shard and name. What is no parameter is not cut along the data axis: it is with shard 0."""
     copied: bool = False
     """It is a copy of what another rank holds: taken where nobody holds that itself any more."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Whole:
+class WholeTensor:
     """One tensor of the state as one process would have it, on the CPU."""
 
     name: str
@@ -93,7 +93,9 @@ class Whole:
     """Other optimizer state."""
 
 
-def gather(channel: Channel, held: Sequence[Held], blueprint_for: Callable[[Axes], Blueprint], *, state: bool = True) -> Iterator[Whole]:
+def gather(
+    channel: Channel, held: Sequence[RankParts], blueprint_for: Callable[[Axes], Blueprint], *, state: bool = True
+) -> Iterator[WholeTensor]:
     """The tensors of the newest cut that is still complete, in the template's order. Every rank of `channel` exhausts it.
 
     `held`: the cuts of which this rank holds parts. `state`: the optimizer's too.
@@ -125,8 +127,8 @@ def gather(channel: Channel, held: Sequence[Held], blueprint_for: Callable[[Axes
 
 
 def copy_singles(
-    channel: Channel, held: Sequence[Held], blueprint_for: Callable[[Axes], Blueprint], leaving: Collection[int]
-) -> list[Held] | None:
+    channel: Channel, held: Sequence[RankParts], blueprint_for: Callable[[Axes], Blueprint], leaving: Collection[int]
+) -> list[RankParts] | None:
     """Copies what lies at each place that one rank alone has to another rank, of the newest cut that is complete. Returns what this rank is
     to keep; None, on all ranks alike: nothing has to be copied. Of a cut without replicas nothing is: such a state is held once.
 
@@ -144,14 +146,14 @@ def copy_singles(
     if not copies:
         return None
     mine = sorted((one for one in held if one.cut.number == told.cut), key=lambda one: one.copied)
-    arrived: dict[Place, dict[str, Run]] = {copy.place: {} for copy in copies if copy.keeper == channel.rank}
+    arrived: dict[Place, dict[str, PieceState]] = {copy.place: {} for copy in copies if copy.keeper == channel.rank}
     for names in _chunks(blueprint_for(cut.axes).template.tensors()):
         sent = [copy.place for copy in copies if copy.sender == channel.rank]
         for answer in filter(None, channel.exchange(_packed_places(mine, sent, names) if sent else b"")):
             _take_copies(answer, arrived)
     return [
-        Held(
-            cut=Cut(number=cut.number, axes=cut.axes, at=Coordinate(stage, part, shard), shards=cut.shards),
+        RankParts(
+            cut=MeshCut(number=cut.number, axes=cut.axes, at=Coordinate(stage, part, shard), shards=cut.shards),
             runs={shard: runs},
             copied=True,
         )
@@ -159,7 +161,7 @@ def copy_singles(
     ]
 
 
-def _packed_places(held: Sequence[Held], places: Sequence[Place], names: Sequence[str]) -> bytes:
+def _packed_places(held: Sequence[RankParts], places: Sequence[Place], names: Sequence[str]) -> bytes:
     tensors: dict[str, torch.Tensor] = {}
     scalars: list[list[Any]] = []
     for place in places:
@@ -176,7 +178,7 @@ def _packed_places(held: Sequence[Held], places: Sequence[Place], names: Sequenc
     return dump_tensors(tensors, {"scalars": scalars})
 
 
-def _take_copies(answer: bytes, arrived: Mapping[Place, dict[str, Run]]) -> None:
+def _take_copies(answer: bytes, arrived: Mapping[Place, dict[str, PieceState]]) -> None:
     loaded, metadata = load_tensors(answer)
     values: dict[tuple[Place, str], torch.Tensor] = {}
     states: dict[tuple[Place, str], dict[str, Any]] = {}
@@ -190,17 +192,17 @@ def _take_copies(answer: bytes, arrived: Mapping[Place, dict[str, Run]]) -> None
         states.setdefault((tuple(place), name), {})[key] = one
     for (place, name), value in values.items():
         if place in arrived:
-            arrived[place][name] = Run(value=value, state=states.get((place, name), {}))
+            arrived[place][name] = PieceState(value=value, state=states.get((place, name), {}))
 
 
-def _newest(channel: Channel, held: Sequence[Held]) -> tuple[HeldShards[Place], Cut]:
+def _newest(channel: Channel, held: Sequence[RankParts]) -> tuple[ShardHolders[Place], MeshCut]:
     """Who holds what of the newest cut that is complete, and that cut on some rank. Raises ShardsLostError: none is complete."""
     rows = [[int(one.copied), *one.cut.row()] for one in held]
     claims: list[Claim[Place]] = []
-    cuts: dict[int, Cut] = {}
+    cuts: dict[int, MeshCut] = {}
     for rank, told in enumerate(channel.exchange(json.dumps(rows).encode())):
         for copied, *row in json.loads(told):
-            cut = Cut.of_row(row)
+            cut = MeshCut.of_row(row)
             cuts.setdefault(cut.number, cut)
             places = [(cut.at.pipeline, cut.at.tensor, position) for position in cut.positions]
             shards = cut.axes.replica_size * cut.shards
@@ -237,7 +239,7 @@ class _Senders:
         return {place: self.turns.choose(candidates, elements) for place, candidates in own.items()}
 
 
-def _run_at(held: Sequence[Held], stage: int | None, part: int, shard: int, name: str) -> Run | None:
+def _run_at(held: Sequence[RankParts], stage: int | None, part: int, shard: int, name: str) -> PieceState | None:
     """What is held of a tensor at a place; `stage` None: at any stage, since what several have is the same."""
     at_hand = (one for one in held if one.cut.at.tensor == part and stage in (None, one.cut.at.pipeline))
     return next((one.runs[shard][name] for one in at_hand if name in one.runs.get(shard, {})), None)
@@ -249,7 +251,7 @@ def _checked(key: str, one: Any) -> Any:
     return one
 
 
-def _packed(held: Sequence[Held], own: Sequence[tuple[str, int, int]], state: bool) -> bytes:
+def _packed(held: Sequence[RankParts], own: Sequence[tuple[str, int, int]], state: bool) -> bytes:
     tensors: dict[str, torch.Tensor] = {}
     scalars: dict[str, dict[str, Any]] = {}
     for name, part, shard in own:
@@ -272,7 +274,7 @@ def _key(name: str, part: int, shard: int, key: str, *, element: bool = True) ->
     return json.dumps([name, part, shard, key, element])
 
 
-def _whole(blueprint: Blueprint, name: str, arrived: Sequence[_Arrived], scalars: Mapping[str, Any]) -> Whole:
+def _whole(blueprint: Blueprint, name: str, arrived: Sequence[_Arrived], scalars: Mapping[str, Any]) -> WholeTensor:
     rest = {one.key: one.tensor for one in arrived if not one.element}
     joined: dict[str, torch.Tensor] = {}
     for key in dict.fromkeys(one.key for one in arrived if one.element):
@@ -280,7 +282,7 @@ def _whole(blueprint: Blueprint, name: str, arrived: Sequence[_Arrived], scalars
         parts = [[run.tensor for run in runs if run.part == part] for part in range(blueprint.parts(name))]
         joined[key] = blueprint.join(name, [_join_runs(blueprint.shape(name, part), own) for part, own in enumerate(parts)])
     value = joined.pop(_VALUE)
-    return Whole(name=name, value=value, elements=joined, rest={**scalars, **rest})
+    return WholeTensor(name=name, value=value, elements=joined, rest={**scalars, **rest})
 
 
 def _join_runs(shape: torch.Size, runs: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch.distributed.tensor import DTensor
 
-from shoal_worker.engine.elsewhere import Place, Whereabouts, drop_gradient, gradient_of, hide, hide_gradient, show, show_gradient
+from shoal_worker.engine.elsewhere import HiddenParameter, Whereabouts, drop_gradient, gradient_of, hide, hide_gradient, show, show_gradient
 
 
 class HiddenParameters:
@@ -20,7 +20,7 @@ class HiddenParameters:
     def __init__(self, parameters: Mapping[str, torch.Tensor], whereabouts: Whereabouts) -> None:
         """`parameters`: all of the module's, those on the meta device among them, which are another rank's."""
         self._whereabouts = whereabouts
-        self._all = [(parameter, Place(name, whereabouts)) for name, parameter in parameters.items()]
+        self._all = [(parameter, HiddenParameter(name, whereabouts)) for name, parameter in parameters.items()]
         self._absent = [each for each in self._all if each[0].is_meta]
         self._split = [each for each in self._all if isinstance(each[0], DTensor) and not each[0].is_meta]
         self._trained = [each for each in self._all if each[0].requires_grad]

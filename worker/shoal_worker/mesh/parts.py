@@ -23,7 +23,7 @@ from shoal_worker.engine.state_in_parts import StateInParts, is_element
 from shoal_worker.mesh.axes import Axes, Coordinate
 from shoal_worker.mesh.blueprint import Blueprint, Template
 from shoal_worker.mesh.data_axis import AlongData, Replicated, State
-from shoal_worker.mesh.gathering import Cut, Held, Run, Whole, copy_singles, gather
+from shoal_worker.mesh.gathering import MeshCut, PieceState, RankParts, WholeTensor, copy_singles, gather
 from shoal_worker.mesh.hidden import HiddenParameters
 from shoal_worker.mesh.step_group import GroupMesh
 from shoal_worker.pipelining.partial import empty_on
@@ -53,7 +53,7 @@ class ModelParts(StateInParts):
         """`checkpointed`: modules whose activations are computed again in the backward pass. `whereabouts`: of what is hidden."""
         self.module = module
         self.template = template
-        self.cut: Cut | None = None
+        self.cut: MeshCut | None = None
         """None: this rank holds all of it."""
         self.blueprint: Blueprint | None = None
         self.pieces: dict[str, nn.Parameter] = {}
@@ -69,7 +69,7 @@ class ModelParts(StateInParts):
         self._device = device
         self._dropout = dropout
         self._checkpointed = [module.get_submodule(name) for name in checkpointed]
-        self._before: list[Held] = []
+        self._before: list[RankParts] = []
         """Parts of the cuts before, the newest first, until the next commit (of several cuts, if one after another failed half way), and
         copies of what one other rank holds alone."""
         self._blueprints: dict[Axes, Blueprint] = {}
@@ -103,7 +103,7 @@ class ModelParts(StateInParts):
 
     # --------------------------------------------------------------------------------------------------------------- cutting
 
-    def take(self, channel: Channel, axes: Axes, at: Coordinate | None) -> list[Whole]:
+    def take(self, channel: Channel, axes: Axes, at: Coordinate | None) -> list[WholeTensor]:
         """This rank's part of the state for other axes, for `lay_out`. Every rank of `channel` calls it; None: it is to have none.
 
         Nothing changes yet: to the end the collection may fail. And no rank ever has more of the whole than a few tensors.
@@ -112,7 +112,7 @@ class ModelParts(StateInParts):
         parts = (self._taken(one, blueprint, at) if at is not None else None for one in gather(channel, self.held(), self.blueprint_for))
         return [one for one in parts if one is not None]
 
-    def lay_out(self, cut: Cut, mesh: GroupMesh | None, taken: Sequence[Whole], shard: Shard | None) -> None:
+    def lay_out(self, cut: MeshCut, mesh: GroupMesh | None, taken: Sequence[WholeTensor], shard: Shard | None) -> None:
         """Cuts the state for other axes. `mesh`: of this rank's tensor-parallel group, if it has peers there. `taken`: see `take`. `shard`:
         cuts the pieces along the data axis."""
         blueprint = self.blueprint_for(cut.axes)
@@ -167,7 +167,7 @@ class ModelParts(StateInParts):
             digests[f"part {at.pipeline}.{at.tensor}, shard {position}"] = digest_of(tensor for each in tensors for tensor in each)
         return digests
 
-    def held(self) -> list[Held]:
+    def held(self) -> list[RankParts]:
         """For `gather`: the newest first."""
         own = self.hold()
         return [*([own] if own is not None else []), *self._before]
@@ -179,18 +179,18 @@ class ModelParts(StateInParts):
             self._before = [*self._before, *copied]  # first: who leaves does so when it has heard of all the others below
             channel.exchange(b"")
 
-    def hold(self) -> Held | None:
+    def hold(self) -> RankParts | None:
         """What is here, of a state that is cut; all of it, under the number -1, before."""
         if not self.pieces and self.cut is None:
             return None
-        cut = self.cut or Cut(number=-1, axes=_ALONE, at=Coordinate(0, 0, 0))
+        cut = self.cut or MeshCut(number=-1, axes=_ALONE, at=Coordinate(0, 0, 0))
         named = named_tensors(self.module)
         others = {name: named[name] for name in self.template.names if name not in self.pieces and not named[name].is_meta}
-        nothing: dict[int, dict[str, Run]] = {position: {} for position in cut.positions}
+        nothing: dict[int, dict[str, PieceState]] = {position: {} for position in cut.positions}
         runs = nothing | self.along_data.runs(self.optimizer)
         if 0 in runs:
-            runs[0] |= {name: Run(value=tensor.detach(), state={}) for name, tensor in others.items()}
-        return Held(cut=cut, runs=runs)
+            runs[0] |= {name: PieceState(value=tensor.detach(), state={}) for name, tensor in others.items()}
+        return RankParts(cut=cut, runs=runs)
 
     def make_whole_again(self, channel: Channel) -> bool:
         """Where some rank has not cut its state yet and others have, for ranks of which some may be gone: all have it whole afterwards. It
@@ -217,12 +217,12 @@ class ModelParts(StateInParts):
         if state["optimizer"] is not None:
             self.load_optimizer(state["optimizer"])
 
-    def _taken(self, one: Whole, blueprint: Blueprint, at: Coordinate) -> Whole | None:
+    def _taken(self, one: WholeTensor, blueprint: Blueprint, at: Coordinate) -> WholeTensor | None:
         """This rank's part of one tensor."""
         if not blueprint.is_here(one.name, at):
             return None
         elements = {key: blueprint.cut(one.name, whole, at.tensor) for key, whole in one.elements.items()}
-        return Whole(name=one.name, value=blueprint.cut(one.name, one.value, at.tensor), elements=elements, rest=one.rest)
+        return WholeTensor(name=one.name, value=blueprint.cut(one.name, one.value, at.tensor), elements=elements, rest=one.rest)
 
     def _lay_out_module(self, blueprint: Blueprint, at: Coordinate, mesh: GroupMesh | None) -> None:
         self._strip()
@@ -349,7 +349,7 @@ class ModelParts(StateInParts):
             return {"model": self.values(channel), "optimizer": optimizer}
         return self._as_one_process(gather(channel, self.held(), self.blueprint_for))
 
-    def _as_one_process(self, gathered: Iterable[Whole]) -> dict[str, Any]:
+    def _as_one_process(self, gathered: Iterable[WholeTensor]) -> dict[str, Any]:
         wholes = {one.name: one for one in gathered}
         model = {key: wholes[first].value for key, first in self.template.first_names.items()}
         if self.optimizer is None:

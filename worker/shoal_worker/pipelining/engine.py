@@ -127,7 +127,7 @@ class _IntoStage(torch.autograd.Function):
         return gradient
 
 
-class Engine:
+class ScheduleExecutor:
     """One rank's part of a pipeline."""
 
     def __init__(self, stages: Mapping[int, PartialModel], stage_count: int, links: Links) -> None:
@@ -200,7 +200,7 @@ class _Pass:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: ScheduleExecutor,
         schedule: Schedule,
         micro_batches: Sequence[MicroBatch],
         loss: Loss | None,

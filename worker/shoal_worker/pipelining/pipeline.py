@@ -18,7 +18,7 @@ import torch.distributed as dist
 from shoal_common.errors import ConfigurationError
 from torch import nn
 
-from shoal_worker.pipelining.engine import Engine, Loss
+from shoal_worker.pipelining.engine import Loss, ScheduleExecutor
 from shoal_worker.pipelining.links import Links, broadcast_output, plain
 from shoal_worker.pipelining.micro_batches import MicroBatch, cut_batch, merge_outputs
 from shoal_worker.pipelining.partial import Inside, PartialModel, partial_model
@@ -71,7 +71,7 @@ class Pipeline:
             group: The ranks of one replica, in the order of the stages.
             device: Of this rank's tensors; None: the CPU.
             end: Ends the group for all ranks, with a reason; None: the group's own `abort`.
-            observe: See `Engine.run`.
+            observe: See `ScheduleExecutor.run`.
             split: As it is to be split; None: by the settings.
             plain, inside: See `partial_model`.
 
@@ -90,7 +90,7 @@ class Pipeline:
         stages = [stage for stage, rank in enumerate(self.rank_of) if rank == self.links.rank]
         self._is_last = len(self.rank_of) - 1 in stages
         self._parts: dict[int, PartialModel] = {stage: partial_model(module, self.split, stage, plain, inside) for stage in stages}
-        self._engine = Engine(self._parts, len(self.rank_of), self.links)
+        self._engine = ScheduleExecutor(self._parts, len(self.rank_of), self.links)
 
     # --------------------------------------------------------------------------------------------------------------- training
 

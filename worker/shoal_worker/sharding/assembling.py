@@ -16,12 +16,12 @@ from typing import Any
 import torch
 
 from shoal_worker.elastic.group import Channel
-from shoal_worker.engine.holders import HeldShards, ShardsLostError, plan_copies
+from shoal_worker.engine.holders import ShardHolders, ShardsLostError, plan_copies
 from shoal_worker.engine.state_in_parts import is_element
 from shoal_worker.sharding.resharding import (
     ELEMENTS,
     VALUES,
-    Held,
+    RankShards,
     ShardedOptimizerState,
     held_of,
     newest_of,
@@ -30,12 +30,12 @@ from shoal_worker.sharding.resharding import (
 from shoal_worker.sharding.unit import Unit
 from shoal_worker.state.part import Run
 
-Place = tuple[int, int]
+ParameterIndex = tuple[int, int]
 """A parameter: index of its unit, and in the unit."""
 
 
 def optimizer_state(
-    places: Sequence[Sequence[Place]],
+    places: Sequence[Sequence[ParameterIndex]],
     settings: Sequence[Mapping[str, Any]],
     units: Sequence[Unit],
     scalars: Sequence[Sequence[Mapping[str, Any]]],
@@ -57,7 +57,9 @@ def optimizer_state(
     return {"state": state, "param_groups": groups}
 
 
-def spread(places: Sequence[Sequence[Place]], saved: Mapping[str, Any], units: Sequence[Unit], state: ShardedOptimizerState) -> None:
+def spread(
+    places: Sequence[Sequence[ParameterIndex]], saved: Mapping[str, Any], units: Sequence[Unit], state: ShardedOptimizerState
+) -> None:
     """Gives the pieces that the units hold their part of the optimizer state of `optimizer_state`."""
     by_unit: list[list[dict[str, Any]]] = [[{} for _ in unit.parameters] for unit in units]
     number = 0
@@ -84,7 +86,7 @@ def spread(places: Sequence[Sequence[Place]], saved: Mapping[str, Any], units: S
 
 
 def assemble(
-    units: Sequence[Unit], held: Sequence[Held], keys: Sequence[Mapping[str, torch.dtype]], channel: Channel
+    units: Sequence[Unit], held: Sequence[RankShards], keys: Sequence[Mapping[str, torch.dtype]], channel: Channel
 ) -> list[dict[str, torch.Tensor]]:
     """The whole vectors of each unit, flat, without padding; perhaps the very ones that are held.
 
@@ -118,7 +120,7 @@ def assemble(
 
 
 def own_runs(
-    units: Sequence[Unit], held: Sequence[Held], outlines: Sequence[Mapping[str, torch.Tensor]], channel: Channel
+    units: Sequence[Unit], held: Sequence[RankShards], outlines: Sequence[Mapping[str, torch.Tensor]], channel: Channel
 ) -> tuple[int, dict[int, list[Run]]]:
     """Into how many shards the vectors are cut, and the runs of those that this rank is to write: over all ranks each is written once.
 
@@ -144,11 +146,11 @@ def own_runs(
 
 def copy_singles(
     units: Sequence[Unit],
-    held: Sequence[Held],
+    held: Sequence[RankShards],
     keys: Sequence[Mapping[str, torch.dtype]],
     channel: Channel,
     leaving: Collection[int],
-) -> tuple[HeldShards[int], list[dict[int, dict[str, torch.Tensor]]]] | None:
+) -> tuple[ShardHolders[int], list[dict[int, dict[str, torch.Tensor]]]] | None:
     """Copies each shard that one rank alone has to another rank, of the newest cut that is complete. Returns that cut and what this rank is
     to keep, by unit and position; None, on all ranks alike: nothing has to be copied.
 
@@ -183,7 +185,7 @@ def copy_singles(
     return told, kept
 
 
-def _agree(held: Sequence[Held], channel: Channel) -> tuple[dict[int, int], Held | None, bool]:
+def _agree(held: Sequence[RankShards], channel: Channel) -> tuple[dict[int, int], RankShards | None, bool]:
     """Returns, for the newest cut that is complete: the rank that sends each position, what this rank has of it, and whether every rank has
     every position."""
     told = newest_of(_told(held, channel))
@@ -191,7 +193,7 @@ def _agree(held: Sequence[Held], channel: Channel) -> tuple[dict[int, int], Held
     return told.senders(), held_of(held, told.cut), everywhere
 
 
-def _told(held: Sequence[Held], channel: Channel) -> list[list[int]]:
+def _told(held: Sequence[RankShards], channel: Channel) -> list[list[int]]:
     return [json.loads(told) for told in channel.exchange(json.dumps(rows_of(held)).encode())]
 
 

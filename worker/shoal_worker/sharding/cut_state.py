@@ -19,10 +19,20 @@ from shoal_worker.elastic.group import Channel, Group, LocalChannel
 from shoal_worker.engine.elsewhere import inside
 from shoal_worker.engine.materialize import unsaved_buffers
 from shoal_worker.engine.state_in_parts import StateInParts
-from shoal_worker.sharding.assembling import Place, assemble, copy_singles, optimizer_state, own_runs, spread
+from shoal_worker.sharding.assembling import ParameterIndex, assemble, copy_singles, optimizer_state, own_runs, spread
 from shoal_worker.sharding.execution import ShardedExecution
 from shoal_worker.sharding.layout import Division, among_all
-from shoal_worker.sharding.resharding import VALUES, WHOLE, Cut, Held, ShardedOptimizerState, division_cut, hold, merge_copies, reshard
+from shoal_worker.sharding.resharding import (
+    VALUES,
+    WHOLE,
+    Cut,
+    RankShards,
+    ShardedOptimizerState,
+    division_cut,
+    hold,
+    merge_copies,
+    reshard,
+)
 from shoal_worker.sharding.unit import Stage, Unit
 from shoal_worker.state.part import StatePart
 
@@ -44,11 +54,11 @@ class CutState(StateInParts):
         self._divide = divide
         self._execution = execution
         self._stage = stage
-        self._before: Held | None = None
+        self._before: RankShards | None = None
         """The shards of the cut before, until the next commit."""
-        self._copies: list[Held] = []
+        self._copies: list[RankShards] = []
         """Shards that another rank holds alone beside this one, until they are cut anew."""
-        self._places: list[list[Place]] = []
+        self._places: list[list[ParameterIndex]] = []
         """The parameters of the optimizer's groups, in the user's order."""
         self._state = ShardedOptimizerState(None)
         self._scalars: list[list[dict[str, Any]]] = [[{} for _ in unit.parameters] for unit in self.units]
@@ -144,7 +154,7 @@ class CutState(StateInParts):
                 digests["the parameters"] = digest_of(parameter for unit in self.units for parameter in unit.parameters)
         return digests
 
-    def _held(self, keys: Sequence[Mapping[str, torch.dtype]]) -> list[Held]:
+    def _held(self, keys: Sequence[Mapping[str, torch.dtype]]) -> list[RankShards]:
         """The cuts of which this rank holds shards."""
         held = [hold(self.units, self._state, self.cut, keys)] if self.cut is not None else []
         return held + ([self._before] if self._before is not None else []) + self._copies

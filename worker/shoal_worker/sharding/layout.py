@@ -160,7 +160,7 @@ def in_replicas(hosts: Sequence[str], shards: int | None) -> Division:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class Transfer:
     """Elements [start, end) of the flat vector that one rank sends to another, from one position to one position."""
 
     start: int
@@ -169,7 +169,9 @@ class Run:
     new_position: int
 
 
-def runs(*, numel: int, old_shard: int, new_shard: int, sends: Mapping[int, int], gets: Sequence[Sequence[int]]) -> list[list[list[Run]]]:
+def runs(
+    *, numel: int, old_shard: int, new_shard: int, sends: Mapping[int, int], gets: Sequence[Sequence[int]]
+) -> list[list[list[Transfer]]]:
     """[sender][receiver] -> the runs that travel, in the order in which they lie in the message.
 
     Args:
@@ -178,19 +180,19 @@ def runs(*, numel: int, old_shard: int, new_shard: int, sends: Mapping[int, int]
         sends: the rank that sends each old position.
         gets: the new positions that each rank of the new group will hold.
     """
-    table: list[list[list[Run]]] = [[[] for _ in gets] for _ in gets]
+    table: list[list[list[Transfer]]] = [[[] for _ in gets] for _ in gets]
     for receiver, positions in enumerate(gets):
         for new_position in positions:
             first, last = new_position * new_shard, min(numel, (new_position + 1) * new_shard)
             for old_position in range(first // old_shard, -(-last // old_shard) if last > first else first // old_shard):
                 start, end = max(first, old_position * old_shard), min(last, (old_position + 1) * old_shard)
                 if start < end:
-                    run = Run(start=start, end=end, old_position=old_position, new_position=new_position)
+                    run = Transfer(start=start, end=end, old_position=old_position, new_position=new_position)
                     table[sends[old_position]][receiver].append(run)
     return table
 
 
-def message(table: Sequence[Sequence[Sequence[Run]]], rank: int, shards: Mapping[int, torch.Tensor], old_shard: int) -> torch.Tensor:
+def message(table: Sequence[Sequence[Sequence[Transfer]]], rank: int, shards: Mapping[int, torch.Tensor], old_shard: int) -> torch.Tensor:
     """What `rank` sends, to all receivers one after the other. `shards`: the old positions that it holds."""
     parts = [
         shards[run.old_position][run.start - run.old_position * old_shard : run.end - run.old_position * old_shard]
@@ -200,7 +202,7 @@ def message(table: Sequence[Sequence[Sequence[Run]]], rank: int, shards: Mapping
     return torch.cat(parts) if parts else next(iter(shards.values())).new_empty(0)
 
 
-def sizes(table: Sequence[Sequence[Sequence[Run]]], rank: int) -> tuple[list[int], list[int]]:
+def sizes(table: Sequence[Sequence[Sequence[Transfer]]], rank: int) -> tuple[list[int], list[int]]:
     """Elements that `rank` receives from each rank, and sends to each."""
     received = [sum(run.end - run.start for run in row[rank]) for row in table]
     sent = [sum(run.end - run.start for run in to_receiver) for to_receiver in table[rank]]
@@ -208,7 +210,7 @@ def sizes(table: Sequence[Sequence[Sequence[Run]]], rank: int) -> tuple[list[int
 
 
 def place(
-    table: Sequence[Sequence[Sequence[Run]]], rank: int, received: torch.Tensor, shards: Mapping[int, torch.Tensor], new_shard: int
+    table: Sequence[Sequence[Sequence[Transfer]]], rank: int, received: torch.Tensor, shards: Mapping[int, torch.Tensor], new_shard: int
 ) -> None:
     """Puts what `rank` received where it belongs. `shards`: its new positions, to be filled."""
     offset = 0

@@ -22,7 +22,7 @@ from typing import Any, Final, Protocol
 
 import torch
 
-from shoal_worker.engine.holders import MOST_COPIES, Claim, HeldShards, newest_complete
+from shoal_worker.engine.holders import MOST_COPIES, Claim, ShardHolders, newest_complete
 from shoal_worker.engine.state_in_parts import is_element
 from shoal_worker.sharding.layout import Division, message, place, runs, sizes
 from shoal_worker.sharding.unit import Holding, Unit
@@ -150,7 +150,7 @@ WHOLE: Final = Cut(number=0, world_size=1, position=0, mirrored=None)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Held:
+class RankShards:
     """The shards of one cut that this rank holds: by unit, position and vector."""
 
     cut: Cut
@@ -162,14 +162,14 @@ class Held:
 _NO_ROW: Final = [-1, 0, -1, -1, 0]
 
 
-def rows_of(held: Sequence[Held]) -> list[int]:
+def rows_of(held: Sequence[RankShards]) -> list[int]:
     """The cuts of which this rank holds shards, as equally many integers on every rank."""
     row = [value for each in held for value in (*each.cut.row(), int(each.copied))]
     assert len(row) <= _MOST_ROWS * len(_NO_ROW)
     return (row + _NO_ROW * _MOST_ROWS)[: _MOST_ROWS * len(_NO_ROW)]
 
 
-def newest_of(rows: Sequence[Sequence[int]]) -> HeldShards[int]:
+def newest_of(rows: Sequence[Sequence[int]]) -> ShardHolders[int]:
     """Who holds what of the newest cut that is complete, by what `rows_of` gave on each rank. Raises ShardsLostError: none is."""
     told = [(rank, entry) for rank, row in enumerate(rows) for entry in zip(*[iter(row)] * len(_NO_ROW), strict=True)]
     return newest_complete(
@@ -179,7 +179,7 @@ def newest_of(rows: Sequence[Sequence[int]]) -> HeldShards[int]:
     )
 
 
-def held_of(held: Sequence[Held], number: int) -> Held | None:
+def held_of(held: Sequence[RankShards], number: int) -> RankShards | None:
     """All shards of the cut `number` that this rank has; None: it has none. Copies stand behind what it holds itself."""
     own = sorted((each for each in held if each.cut.number == number), key=lambda each: not each.copied)
     if len(own) < 2:
@@ -188,10 +188,12 @@ def held_of(held: Sequence[Held], number: int) -> Held | None:
     for each in own:
         for unit, by_position in enumerate(each.vectors):
             merged[unit].update(by_position)
-    return Held(cut=own[-1].cut, vectors=merged)
+    return RankShards(cut=own[-1].cut, vectors=merged)
 
 
-def merge_copies(kept: Sequence[Held], told: HeldShards[int], arrived: Sequence[Mapping[int, dict[str, torch.Tensor]]]) -> list[Held]:
+def merge_copies(
+    kept: Sequence[RankShards], told: ShardHolders[int], arrived: Sequence[Mapping[int, dict[str, torch.Tensor]]]
+) -> list[RankShards]:
     """The copies that a rank keeps from now on: those of this cut that it had, and those that arrived (by unit and position)."""
     vectors: list[dict[int, dict[str, torch.Tensor]]] = [dict(own) for own in arrived]
     for each in kept:
@@ -201,7 +203,7 @@ def merge_copies(kept: Sequence[Held], told: HeldShards[int], arrived: Sequence[
     positions = sorted({position for own in vectors for position in own})
     pairs = [positions[at : at + 2] for at in range(0, len(positions), 2)]
     return [
-        Held(
+        RankShards(
             cut=Cut(number=told.cut, world_size=told.shards, position=pair[0], mirrored=pair[1] if len(pair) > 1 else None),
             vectors=[{position: own[position] for position in pair} for own in vectors],
             copied=True,
@@ -214,7 +216,7 @@ VALUES = ""
 """Name of the vector of the parameters' values, beside those of the optimizer's element states."""
 
 
-def hold(units: Sequence[Unit], state: ShardedOptimizerState, cut: Cut, keys: Sequence[Mapping[str, torch.dtype]]) -> Held:
+def hold(units: Sequence[Unit], state: ShardedOptimizerState, cut: Cut, keys: Sequence[Mapping[str, torch.dtype]]) -> RankShards:
     """What this rank holds now. The values share memory with the units."""
     vectors = []
     for unit, own in zip(units, keys, strict=True):
@@ -224,20 +226,20 @@ def hold(units: Sequence[Unit], state: ShardedOptimizerState, cut: Cut, keys: Se
                 flat = {key: state.shard(unit, holding, key, dtype) for key, dtype in own.items()}
                 by_position[holding.position] = {VALUES: holding.shard, **flat}
         vectors.append(by_position)
-    return Held(cut=cut, vectors=vectors)
+    return RankShards(cut=cut, vectors=vectors)
 
 
 def reshard(
     units: Sequence[Unit],
     state: ShardedOptimizerState,
-    held: Sequence[Held],
+    held: Sequence[RankShards],
     scalars: Sequence[list[dict[str, Any]]],
     keys: Sequence[Mapping[str, torch.dtype]],
     peers: Peers,
     *,
     number: int,
     division: Division,
-) -> tuple[Cut, Held | None]:
+) -> tuple[Cut, RankShards | None]:
     """Cuts all units for `peers`; a collective. Returns the new cut, and what this rank held of the one it was made from; on an error
     nothing has changed.
 

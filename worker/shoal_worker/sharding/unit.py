@@ -28,7 +28,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shoal_worker.engine.elsewhere import Leaves, Place, Whereabouts, drop_gradient, gradient_of, is_hidden
+from shoal_worker.engine.elsewhere import HiddenParameter, Leaves, Whereabouts, drop_gradient, gradient_of, is_hidden
 from shoal_worker.sharding.collectives import Collectives, Pending
 from shoal_worker.sharding.layout import Piece, UnitLayout, layout_of
 from shoal_worker.sharding.offload import Home
@@ -133,7 +133,7 @@ class Unit:
         """Which parameters got a gradient in this step."""
         whereabouts = whereabouts or Whereabouts()
         shapes = (None if isinstance(leaf, DTensor) else shape for leaf, shape in zip(self.leaves, self.layout.shapes, strict=True))
-        self.hidden = Leaves(self.leaves, [Place(name, whereabouts, shape) for name, shape in zip(names, shapes, strict=True)])
+        self.hidden = Leaves(self.leaves, [HiddenParameter(name, whereabouts, shape) for name, shape in zip(names, shapes, strict=True)])
         """What torch's own calls find in the leaves while the values, or the gradients, are elsewhere."""
         self.compressed: Callable[[torch.Tensor, torch.Tensor], Pending] | None = None
         """In the place of the collectives' reduce-scatter."""

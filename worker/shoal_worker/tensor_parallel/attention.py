@@ -24,7 +24,7 @@ from shoal_worker.tensor_parallel.context import DropoutRandomness, ParallelCont
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cut:
+class LocalSlice:
     """Which part of a whole a rank's tensor is."""
 
     dimension: int
@@ -35,19 +35,19 @@ class Cut:
     """Stride of the whole; None: contiguous. One process draws in the order of memory."""
 
 
-def cut_of(tensor: DTensor) -> Cut | None:
+def slice_of(tensor: DTensor) -> LocalSlice | None:
     """None: every rank holds it whole."""
     dimension = split_dimension(tensor)
     if dimension is None:
         return None
-    return Cut(dimension=dimension, start=local_offset(tensor, dimension), shape=tuple(tensor.shape), stride=tensor.stride())
+    return LocalSlice(dimension=dimension, start=local_offset(tensor, dimension), shape=tuple(tensor.shape), stride=tensor.stride())
 
 
 def dropout(context: ParallelContext, activation: DTensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> DTensor:
     """F.dropout on a DTensor. Never in place."""
     if not training or p == 0:
         return activation
-    cut = cut_of(activation)
+    cut = slice_of(activation)
     if cut is None and not placement_of(activation).is_replicate():
         activation = activation.redistribute(placements=[Replicate()])
     dropped = drop(context, activation.to_local(), cut, p)
@@ -56,7 +56,7 @@ def dropout(context: ParallelContext, activation: DTensor, p: float = 0.5, train
     )
 
 
-def drop(context: ParallelContext, local: torch.Tensor, cut: Cut | None, p: float) -> torch.Tensor:
+def drop(context: ParallelContext, local: torch.Tensor, cut: LocalSlice | None, p: float) -> torch.Tensor:
     """Dropout with probability `p` on this rank's part of an activation."""
     if cut is None:
         return F.dropout(local, p)
@@ -105,9 +105,9 @@ def scaled_dot_product_attention(
     tensors = [t.redistribute(placements=[placement]) for t in tensors]
     query, key, value = (t.to_local() for t in tensors)
     mask = None if attn_mask is None else _local_mask(attn_mask, tensors[0])
-    cut = cut_of(tensors[0])
+    cut = slice_of(tensors[0])
     if dropout_p and cut is not None and context.dropout is DropoutRandomness.AS_ONE_PROCESS:
-        weights_cut = Cut(dimension=cut.dimension, start=cut.start, shape=(*cut.shape[:-1], key.shape[-2]))
+        weights_cut = LocalSlice(dimension=cut.dimension, start=cut.start, shape=(*cut.shape[:-1], key.shape[-2]))
         output, _ = attend(context, query, key, value, mask, weights_cut, dropout_p=dropout_p, is_causal=is_causal, **options)
     elif dropout_p and cut is not None:
         with shard_randomness(context, query.device):
@@ -123,7 +123,7 @@ def attend(
     key_BHSD: torch.Tensor,
     value_BHSD: torch.Tensor,
     mask: torch.Tensor | None,
-    weights_cut: Cut | None,
+    weights_cut: LocalSlice | None,
     *,
     dropout_p: float = 0.0,
     is_causal: bool = False,

@@ -13,7 +13,7 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from shoal_worker.tensor_parallel.attention import Cut, attend, scaled_dot_product_attention
+from shoal_worker.tensor_parallel.attention import LocalSlice, attend, scaled_dot_product_attention
 from shoal_worker.tensor_parallel.context import DropoutRandomness, ParallelContext, grad_partial, local_offset, whole
 from shoal_worker.tensor_parallel.region import RegionMode, region
 
@@ -62,7 +62,7 @@ def _forward(
     mask = None if causal else _mask(module, attn_mask, key_padding_mask, is_causal, query_BHLD, key_BHSD, batched)
     dropout_p = module.dropout if module.training else 0.0
     if need_weights:
-        cut = Cut(dimension=1, start=local_offset(query_BHLD, 1), shape=(*query_BHLD.shape[:-1], key_BHSD.shape[-2]))
+        cut = LocalSlice(dimension=1, start=local_offset(query_BHLD, 1), shape=(*query_BHLD.shape[:-1], key_BHSD.shape[-2]))
         locals_ = [t.to_local() for t in (query_BHLD, key_BHSD, value_BHSD)]
         local_mask = mask if mask is None or mask.shape[1] == 1 else mask.narrow(1, cut.start, locals_[0].shape[1])
         output, weights = attend(context, locals_[0], locals_[1], locals_[2], local_mask, cut, dropout_p=dropout_p)

@@ -20,13 +20,13 @@ from shoal_worker.backends.gloo.backend import GlooBackend
 from shoal_worker.backends.waits import Waits
 from shoal_worker.elastic import connecting, waiting_lines
 from shoal_worker.elastic.connecting import connect
-from shoal_worker.elastic.contract import Drained, StopTraining
 from shoal_worker.elastic.generation import Generation, Peer
 from shoal_worker.elastic.link import CoordinatorLink, MemberIdentity
+from shoal_worker.elastic.loader_interface import Drained, StopTraining
 from shoal_worker.elastic.member import LeaveReason
 from shoal_worker.elastic.membership import Membership
+from shoal_worker.elastic.stall_watch import unreachable
 from shoal_worker.elastic.transfer import StateDonor
-from shoal_worker.elastic.watch import unreachable
 from shoal_worker.settings import WorkerSettings
 from shoal_worker.store.redis_store import RedisStore
 

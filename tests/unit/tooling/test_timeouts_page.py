@@ -11,7 +11,7 @@ import pytest
 from shoal.launcher.settings import NodeRange, RunSettings
 from shoal_coordinator.membership.spec import JobSpec, Policy
 from shoal_worker.checkpoint import disk_waits, shards
-from shoal_worker.elastic import session, watch
+from shoal_worker.elastic import session, stall_watch
 from shoal_worker.settings import WorkerSettings
 
 _PAGE: Final = Path(__file__).parents[3] / "docs" / "elastic.md"
@@ -54,7 +54,7 @@ SECONDS: Final[dict[str, list[float]]] = {
     "absence (`absence_ms`; `quiet_absence_ms` for launchers)": policy("absence_ms", "quiet_absence_ms"),
     "stall (`stall_timeout_ms`)": [_SPEC.stall_timeout_ms / 1000],
     "explaining a step that stands (`explain_after_ms`, `explain_again_ms`)": policy("explain_after_ms", "explain_again_ms"),
-    "looking for peers out of reach": [watch.LOOK_AFTER_S, watch._LOOK_AGAIN_S],
+    "looking for peers out of reach": [stall_watch.LOOK_AFTER_S, stall_watch._LOOK_AGAIN_S],
     "kept out (`kept_out_ms`, `longest_kept_out_ms`)": policy("kept_out_ms", "longest_kept_out_ms"),
     "straggler (`straggler_after_ms`, `straggler_until_ms`)": policy("straggler_after_ms", "straggler_until_ms"),
     "settling (`settle_ms`, `longest_settle_ms`)": policy("settle_ms", "longest_settle_ms"),

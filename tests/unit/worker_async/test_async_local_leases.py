@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 from shoal_worker.asynchronous.job import LocalLeases
-from shoal_worker.elastic.contract import Leases
+from shoal_worker.elastic.loader_interface import Leases
 
 
 def ask(source: LocalLeases, *, epoch: int = 0, finished: tuple[int, ...] = (), want: int = 1, loader: str = "train") -> Leases:

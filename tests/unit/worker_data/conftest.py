@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 
 import pytest
 from shoal_worker.data.loader import ElasticDataLoader
-from shoal_worker.elastic.contract import Leases, Placement, StopTraining
 from shoal_worker.elastic.current import set_session
+from shoal_worker.elastic.loader_interface import Leases, Placement, StopTraining
 
 
 class FakeClock:

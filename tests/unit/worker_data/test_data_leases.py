@@ -4,7 +4,7 @@ import pytest
 from shoal_common.errors import UnavailableError
 from shoal_worker.data.loader import ElasticDataLoader
 from shoal_worker.data.record import audit
-from shoal_worker.elastic.contract import Placement
+from shoal_worker.elastic.loader_interface import Placement
 
 
 def make(n=10, **options):

@@ -6,7 +6,7 @@ import pytest
 from shoal_common.errors import ConfigurationError, CorruptDataError, InternalError, PreconditionError
 from shoal_worker.data.loader import ElasticDataLoader
 from shoal_worker.data.plan import permutation
-from shoal_worker.elastic.contract import Placement
+from shoal_worker.elastic.loader_interface import Placement
 from torch.utils.data import Subset
 
 from tests.unit.worker_data.loaders import loader_of, run_epoch

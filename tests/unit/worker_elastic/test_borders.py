@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 from shoal_common.errors import CorruptDataError, PreconditionError, UnavailableError
 from shoal_worker.elastic import exchange
-from shoal_worker.elastic.contract import Share, StepStatus, StopTraining
 from shoal_worker.elastic.departure import Departure
 from shoal_worker.elastic.exchange import StateExchange
+from shoal_worker.elastic.loader_interface import Share, StepStatus, StopTraining
 from shoal_worker.elastic.progress import ProgressMeter
 from shoal_worker.elastic.reconcile import StateName
-from shoal_worker.elastic.steps import StepLifecycle
+from shoal_worker.elastic.step_lifecycle import StepLifecycle
 from shoal_worker.metrics import WorkerMetrics
 from shoal_worker.settings import WorkerSettings
 

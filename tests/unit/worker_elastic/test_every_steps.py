@@ -11,7 +11,7 @@ import shoal
 import torch
 from shoal_common.errors import ConfigurationError, PreconditionError
 from shoal_worker.elastic.current import set_session
-from shoal_worker.elastic.start import current_session
+from shoal_worker.elastic.worker_process import current_session
 from torch import nn
 
 pytestmark = pytest.mark.usefixtures("fresh_session")

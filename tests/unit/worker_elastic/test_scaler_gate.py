@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from shoal_worker.elastic.registered import RegisteredState
+from shoal_worker.elastic.schedulers_and_scalers import RegisteredState
 
 
 class Training:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from shoal_worker.mesh.division import alone
 from shoal_worker.mesh.gradients import ReplicatedGradients
+from shoal_worker.mesh.rank_mesh import alone
 from torch import nn
 
 from tests.unit.sharding.rank_threads import run_ranks

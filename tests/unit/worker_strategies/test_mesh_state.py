@@ -9,11 +9,11 @@ import pytest
 import shoal
 import torch
 from shoal_common.errors import ConfigurationError, CorruptDataError
-from shoal_worker.elastic.contract import StateLostError
 from shoal_worker.elastic.group import LocalChannel
-from shoal_worker.elastic.start import current_session
+from shoal_worker.elastic.loader_interface import StateLostError
+from shoal_worker.elastic.worker_process import current_session
 from shoal_worker.mesh.axes import Axes, Coordinate
-from shoal_worker.mesh.gathering import MeshCut, RankParts, gather
+from shoal_worker.mesh.resharding import MeshCut, RankParts, gather
 
 from tests.unit.worker_strategies import mesh_models as models
 

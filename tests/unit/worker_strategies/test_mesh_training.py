@@ -9,8 +9,8 @@ import pytest
 import shoal
 import torch
 from shoal_common.errors import ConfigurationError, MembershipChanged
-from shoal_worker.elastic.start import current_session
-from shoal_worker.engine.elsewhere import inside
+from shoal_worker.elastic.worker_process import current_session
+from shoal_worker.engine.hidden_parameters import inside
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial
 from torch.utils.data import TensorDataset

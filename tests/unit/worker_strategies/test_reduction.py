@@ -13,7 +13,7 @@ import pytest
 import torch
 from shoal_common.errors import ConfigurationError, MembershipChanged, PreconditionError
 from shoal_worker.config import ShardingConfiguration
-from shoal_worker.elastic.contract import Placement, Share
+from shoal_worker.elastic.loader_interface import Placement, Share
 from shoal_worker.elastic.step import Step, StepPhase
 from shoal_worker.engine.buffers import CommittedBuffers
 from shoal_worker.replicated.accumulation import AccumulatedReduction

@@ -21,7 +21,7 @@ from shoal_worker.asynchronous.options import AsyncOptions, Revision, ServerOpti
 from shoal_worker.asynchronous.own_cluster import OwnCluster
 from shoal_worker.asynchronous.servers import ParameterServers
 from shoal_worker.asynchronous.tensors import HostTensor, check_gradients, gradients
-from shoal_worker.elastic.contract import Leases, StepSource, StepStatus, StopTraining
+from shoal_worker.elastic.loader_interface import Leases, StepSource, StepStatus, StopTraining
 from shoal_worker.elastic.membership import Membership
 from shoal_worker.elastic.session import Session
 from shoal_worker.engine.base import Engine, Setup

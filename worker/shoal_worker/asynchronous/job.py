@@ -34,9 +34,9 @@ from shoal_common.rpc.channel import ChannelSettings
 from shoal_common.wire import checksum
 from shoal_protos.v1 import coordinator_pb2 as pb
 
-from shoal_worker.elastic.contract import Leases
 from shoal_worker.elastic.generation import Peer
 from shoal_worker.elastic.link import CoordinatorLink
+from shoal_worker.elastic.loader_interface import Leases
 from shoal_worker.elastic.transfer import StateDonor, take_state
 
 _log = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from shoal_worker.data.cursor import Cursor
 from shoal_worker.data.fetch import Request
 from shoal_worker.data.orders import EpochOrders
 from shoal_worker.data.plan import Block, EpochPlan
-from shoal_worker.elastic.contract import Placement
+from shoal_worker.elastic.loader_interface import Placement
 
 
 @dataclass(kw_only=True)

@@ -22,7 +22,7 @@ from shoal_worker.data.orders import EpochOrders
 from shoal_worker.data.plan import Block
 from shoal_worker.data.record import SampleRecord
 from shoal_worker.data.supply import Supply
-from shoal_worker.elastic.contract import LoaderSession, Share, WeighRows
+from shoal_worker.elastic.loader_interface import LoaderSession, Share, WeighRows
 
 WeightFn = Callable[[Any], float]
 

@@ -22,8 +22,8 @@ from shoal_worker.data.dealer import Step
 from shoal_worker.data.delivery import Delivery
 from shoal_worker.data.fetch import Fetcher
 from shoal_worker.data.supply import Supply
-from shoal_worker.elastic.contract import LoaderSession, Placement, StepSource, StopTraining
-from shoal_worker.elastic.start import current_loader_session
+from shoal_worker.elastic.loader_interface import LoaderSession, Placement, StepSource, StopTraining
+from shoal_worker.elastic.worker_process import current_loader_session
 
 _unnamed: weakref.WeakKeyDictionary[LoaderSession, int] = weakref.WeakKeyDictionary()
 """How many loaders without a name each session has seen. Ranks that are threads of one process have a session each."""

@@ -31,7 +31,7 @@ from shoal_worker.data.orders import EpochOrders
 from shoal_worker.data.plan import EpochPlan
 from shoal_worker.data.record import SampleRecord
 from shoal_worker.data.supply import DealtSupply, LeasedSupply, Supply
-from shoal_worker.elastic.contract import Placement
+from shoal_worker.elastic.loader_interface import Placement
 from shoal_worker.settings import WorkerSettings
 from shoal_worker.state.digest import DRAWN, SAMPLES, identity_of
 

@@ -15,7 +15,7 @@ from typing import ClassVar
 from shoal_worker.data.cursor import Course, Cursor
 from shoal_worker.data.dealer import Dealer, DealtStep
 from shoal_worker.data.fetch import Request
-from shoal_worker.elastic.contract import Leases, LoaderSession, Placement
+from shoal_worker.elastic.loader_interface import Leases, LoaderSession, Placement
 
 _SHORTEST_RETRY_S = 0.01
 

@@ -19,10 +19,10 @@ from datetime import timedelta
 from shoal_common.errors import MembershipChanged
 
 from shoal_worker.elastic.committed_state import HeldState
-from shoal_worker.elastic.contract import Drained, Placement, StepSource, StopTraining
 from shoal_worker.elastic.departure import Told, who_leaves
 from shoal_worker.elastic.formation import GROUP_LOST, Formation
 from shoal_worker.elastic.group import Group
+from shoal_worker.elastic.loader_interface import Drained, Placement, StepSource, StopTraining
 from shoal_worker.elastic.phase import Phase
 from shoal_worker.elastic.script_position import ScriptPosition
 from shoal_worker.elastic.step import Step

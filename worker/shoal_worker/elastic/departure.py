@@ -20,7 +20,7 @@ from typing import NoReturn
 from shoal_common.exit_status import PUT_OUT
 
 from shoal_worker.elastic.committed_state import HeldState
-from shoal_worker.elastic.contract import Drained, StopTraining
+from shoal_worker.elastic.loader_interface import Drained, StopTraining
 from shoal_worker.elastic.member import LeaveReason, Member
 
 

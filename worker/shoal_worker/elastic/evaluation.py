@@ -20,8 +20,8 @@ from shoal_common.errors import ConfigurationError, PreconditionError
 from torch import nn
 from torch.utils.data import DistributedSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
-from shoal_worker.elastic.apart import evaluations_apart
-from shoal_worker.elastic.contract import StepStatus
+from shoal_worker.elastic.divergence import evaluations_apart
+from shoal_worker.elastic.loader_interface import StepStatus
 from shoal_worker.state.digest import SAMPLES, identity_of
 
 if TYPE_CHECKING:

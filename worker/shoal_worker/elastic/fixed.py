@@ -28,7 +28,7 @@ from shoal_worker.elastic.generation import Generation, Peer
 from shoal_worker.elastic.group import Group, Opening
 from shoal_worker.elastic.member import LeaveReason
 from shoal_worker.elastic.progress import ProgressMeter
-from shoal_worker.elastic.replica import TrainingEngine
+from shoal_worker.elastic.strategy_interface import TrainingEngine
 
 _TRAINED_BY: Final[weakref.WeakKeyDictionary[nn.Module, Seat]] = weakref.WeakKeyDictionary()
 

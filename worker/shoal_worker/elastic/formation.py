@@ -24,13 +24,13 @@ from typing import Any
 
 from shoal_common.errors import ConfigurationError, DeadlineError, MembershipChanged, PreconditionError, UnavailableError
 
-from shoal_worker.elastic.apart import COUNTING
 from shoal_worker.elastic.committed_state import HeldState
-from shoal_worker.elastic.contract import Drained, StateLostError, StopTraining
+from shoal_worker.elastic.divergence import COUNTING
 from shoal_worker.elastic.exchange import StateExchange
-from shoal_worker.elastic.feeding import Feeding
 from shoal_worker.elastic.generation import Generation
 from shoal_worker.elastic.group import Group
+from shoal_worker.elastic.joiner_state import Feeding
+from shoal_worker.elastic.loader_interface import Drained, StateLostError, StopTraining
 from shoal_worker.elastic.member import Member
 from shoal_worker.elastic.operations import GroupChannel, spectate
 from shoal_worker.elastic.progress import ProgressMeter

@@ -31,10 +31,10 @@ from shoal_common.errors import (
 )
 from shoal_protos.v1 import coordinator_pb2 as pb
 
-from shoal_worker.elastic.contract import Drained, StopTraining
+from shoal_worker.elastic.coordinator_messages import leave_message, parse_generation, progress_message
 from shoal_worker.elastic.generation import Generation
+from shoal_worker.elastic.loader_interface import Drained, StopTraining
 from shoal_worker.elastic.member import LeaveReason
-from shoal_worker.elastic.messages import leave_message, parse_generation, progress_message
 from shoal_worker.elastic.progress import Progress
 from shoal_worker.elastic.waiting_lines import WaitingLines
 

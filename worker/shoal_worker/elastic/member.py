@@ -16,7 +16,7 @@ from shoal_common.errors import ShoalError
 from shoal_worker.elastic.generation import Generation
 from shoal_worker.elastic.group import Group
 from shoal_worker.elastic.progress import ProgressMeter
-from shoal_worker.elastic.replica import TrainingEngine
+from shoal_worker.elastic.strategy_interface import TrainingEngine
 
 
 class LeaveReason(enum.Enum):
@@ -102,7 +102,7 @@ class Member(Protocol):
         ...
 
     def serve(self, engine: TrainingEngine) -> None:
-        """`replica` is what will be trained: its backend makes the groups. Before the first `form`.
+        """`engine` is what trains: its backend makes the groups. Before the first `form`.
 
         Raises:
             ConfigurationError: it cannot be trained in this place.

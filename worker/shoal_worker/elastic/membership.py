@@ -26,8 +26,8 @@ from shoal_worker.elastic.group import Group
 from shoal_worker.elastic.link import CoordinatorLink, MemberIdentity
 from shoal_worker.elastic.member import LeaveReason
 from shoal_worker.elastic.progress import ProgressMeter
-from shoal_worker.elastic.replica import TrainingEngine
-from shoal_worker.elastic.watch import LOOK_AFTER_S, StallWatch, unreachable
+from shoal_worker.elastic.stall_watch import LOOK_AFTER_S, StallWatch, unreachable
+from shoal_worker.elastic.strategy_interface import TrainingEngine
 from shoal_worker.settings import WorkerSettings
 
 _log = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from typing import Any
 
 from shoal_common.errors import PreconditionError
 
-from shoal_worker.elastic.apart import COUNTING
+from shoal_worker.elastic.divergence import COUNTING
 from shoal_worker.elastic.group import Channel, Group
 
 Body = Callable[[Channel], Any]

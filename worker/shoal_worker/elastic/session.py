@@ -2,7 +2,8 @@
 
 It puts the parts together and gives each side its view of them; what happens is decided in the parts:
 
-- `steps.py`      begins, commits and loses steps: what loaders call (`contract.py`) and strategies (`replica.py`)
+- `step_lifecycle.py`      begins, commits and loses steps: what loaders call (`loader_interface.py`) and strategies
+  (`strategy_interface.py`)
 - `formation.py`  forms generations, and brings the ranks of one to the same state
 - `committed_state.py`       the state that this process holds
 - `departure.py`  how its part in the run ends
@@ -28,21 +29,21 @@ import torch
 from shoal_common.errors import PreconditionError, ShoalError
 
 from shoal_worker.elastic.committed_state import HeldState
-from shoal_worker.elastic.contract import StateLostError, StepStatus, StopTraining
 from shoal_worker.elastic.departure import Departure
 from shoal_worker.elastic.exchange import StateExchange
 from shoal_worker.elastic.formation import GROUP_LOST, Formation
 from shoal_worker.elastic.generation import Generation
 from shoal_worker.elastic.group import Channel, Group, LocalChannel
+from shoal_worker.elastic.loader_interface import StateLostError, StepStatus, StopTraining
 from shoal_worker.elastic.member import LeaveReason, Member
 from shoal_worker.elastic.operations import Body, GroupChannel, Operations
 from shoal_worker.elastic.phase import Phase
 from shoal_worker.elastic.progress import ProgressMeter
 from shoal_worker.elastic.reconcile import StateName
-from shoal_worker.elastic.registered import RegisteredState
-from shoal_worker.elastic.replica import TrainingEngine
+from shoal_worker.elastic.schedulers_and_scalers import RegisteredState
 from shoal_worker.elastic.step import Step, StepPhase
-from shoal_worker.elastic.steps import StepLifecycle
+from shoal_worker.elastic.step_lifecycle import StepLifecycle
+from shoal_worker.elastic.strategy_interface import TrainingEngine
 from shoal_worker.elastic.transfer import StateDonor
 from shoal_worker.elastic.waiting import Where
 from shoal_worker.failpoints import failpoint

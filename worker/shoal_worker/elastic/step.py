@@ -17,7 +17,7 @@ from typing import Final
 
 from shoal_common.errors import PreconditionError
 
-from shoal_worker.elastic.contract import Placement, Share, StepSource, WeighRows
+from shoal_worker.elastic.loader_interface import Placement, Share, StepSource, WeighRows
 from shoal_worker.elastic.script_position import PLACE_WORD_LENGTH, ScriptPosition, agree
 
 _OWN: Final = 5

@@ -23,11 +23,11 @@ from shoal_common.errors import ConfigurationError
 from torch import nn
 
 from shoal_worker.config import ShardingConfiguration
-from shoal_worker.elastic.contract import Leases, StepStatus
 from shoal_worker.elastic.evaluation import evaluating
 from shoal_worker.elastic.group import Channel, Group
-from shoal_worker.elastic.replica import StrategySession
-from shoal_worker.engine.elsewhere import blank_copies
+from shoal_worker.elastic.loader_interface import Leases, StepStatus
+from shoal_worker.elastic.strategy_interface import StrategySession
+from shoal_worker.engine.hidden_parameters import blank_copies
 from shoal_worker.engine.parameters import agreed, named_values
 from shoal_worker.engine.passes import Loss, call_module
 from shoal_worker.state.fits import check_fits, check_tensors_fit

@@ -24,7 +24,7 @@ from shoal_worker.state.serial import dump_tensors, load_tensors
 
 if TYPE_CHECKING:
     from shoal_worker.elastic.group import Channel, Group
-    from shoal_worker.elastic.replica import StrategySession
+    from shoal_worker.elastic.strategy_interface import StrategySession
 
 _KINDS: Final = ("buckets", "micro-batches", "units")
 """Ways to cut a model's gradients into what is compressed at once; a script may use several."""

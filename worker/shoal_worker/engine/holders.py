@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Generic, TypeVar
 
-from shoal_worker.elastic.contract import StateLostError
+from shoal_worker.elastic.loader_interface import StateLostError
 
 Place = TypeVar("Place", int, tuple[int, int, int])
 

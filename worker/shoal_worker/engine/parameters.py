@@ -21,7 +21,7 @@ from shoal_worker.state.digest import state_digest
 
 if TYPE_CHECKING:
     from shoal_worker.elastic.group import Channel
-    from shoal_worker.elastic.replica import StrategySession
+    from shoal_worker.elastic.strategy_interface import StrategySession
 
 
 def named_values(parameters: torch.Tensor | Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:

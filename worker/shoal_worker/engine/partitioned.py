@@ -11,7 +11,7 @@ So after a failure either no survivor has seen the closing, and the step is void
 (`take_closing`), and go on as if they had seen it themselves. What is cut over the ranks is cut anew after the update.
 
 What torch's own calls do (`state_dict`, `zero_grad`, `to`): they are right, or raise and say what to call instead. Most of that is in the
-parameters themselves, which are what torch looks at (`elsewhere.py`); docs/torch-calls.md has the table.
+parameters themselves, which are what torch looks at (`hidden_parameters.py`); docs/torch-calls.md has the table.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from shoal_common.errors import ConfigurationError, PreconditionError
 
-from shoal_worker.elastic.contract import Share
 from shoal_worker.elastic.group import Channel
+from shoal_worker.elastic.loader_interface import Share
 from shoal_worker.elastic.step import Step, StepPhase
 from shoal_worker.engine.base import Engine, Setup
 from shoal_worker.engine.closing import Closing
-from shoal_worker.engine.elsewhere import Whereabouts, guard_parts, inside, is_hidden
+from shoal_worker.engine.hidden_parameters import Whereabouts, guard_parts, inside, is_hidden
 from shoal_worker.engine.materialize import has_values, materialize
 from shoal_worker.engine.parameters import check_optimizer_covers, check_trains, named_values
 from shoal_worker.engine.passes import Loss

@@ -14,9 +14,9 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from shoal_worker.engine.elsewhere import Whereabouts
-from shoal_worker.mesh.gathering import PieceState
+from shoal_worker.engine.hidden_parameters import Whereabouts
 from shoal_worker.mesh.gradients import MeshGradients, ReplicatedGradients
+from shoal_worker.mesh.resharding import PieceState
 from shoal_worker.mesh.scattered import GradientsOfPasses, ScatteredGradients
 from shoal_worker.sharding.assembling import spread
 from shoal_worker.sharding.collectives import Collectives

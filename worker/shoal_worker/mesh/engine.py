@@ -6,7 +6,7 @@ are sealed when those of this rank's part, added up over the micro-batches, are 
 the sums (`data_axis.py`), with the ranks that mirror them. After a failure the state is cut for the ranks that are left (`regroup`), from
 the parts that any of them holds. A part that nobody holds is lost: see docs/strategies/hybrid.md.
 
-How the ranks are divided now is in `division.py`, what this rank holds of the model in `parts.py`. All of it runs on the training thread.
+How the ranks are divided now is in `rank_mesh.py`, what this rank holds of the model in `parts.py`. All of it runs on the training thread.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from torch.autograd import Variable
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from shoal_worker.elastic.contract import Share, StepStatus
 from shoal_worker.elastic.group import Channel, Group, LocalChannel
+from shoal_worker.elastic.loader_interface import Share, StepStatus
 from shoal_worker.elastic.step import CONTROL_LENGTH, Step
 from shoal_worker.engine.base import Setup
 from shoal_worker.engine.closing import Closing
-from shoal_worker.engine.elsewhere import gradient_of, guard_parts, refuse_loading
-from shoal_worker.engine.losing import LosingStep
+from shoal_worker.engine.failed_collectives import LosingStep
+from shoal_worker.engine.hidden_parameters import gradient_of, guard_parts, refuse_loading
 from shoal_worker.engine.parameters import check_shaped
 from shoal_worker.engine.partitioned import PartitionedEngine
 from shoal_worker.engine.passes import Loss, call_module, loss_of
 from shoal_worker.failpoints import failpoint
 from shoal_worker.mesh.blueprint import template_of, whole_module, zeros
-from shoal_worker.mesh.division import RankMesh, alone
 from shoal_worker.mesh.gradients import MeshGradients
 from shoal_worker.mesh.layouts import Layouts, MeshPlan
 from shoal_worker.mesh.parts import ModelParts
+from shoal_worker.mesh.rank_mesh import RankMesh, alone
 from shoal_worker.pipelining.micro_batches import cut_batch
 from shoal_worker.sharding.collectives import IssuedCollectives
 from shoal_worker.sharding.hooks import when_gradients_come

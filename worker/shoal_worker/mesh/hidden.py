@@ -1,7 +1,7 @@
 """What is hidden of a module's parameters between passes, where this rank has its part of them alone.
 
 Of a parameter that is split or on another stage the values (no call of torch's on this part alone means the whole), of the others the
-gradients, which are not the replicas' sum yet. In passes all of it is there. See `engine/elsewhere.py`.
+gradients, which are not the replicas' sum yet. In passes all of it is there. See `engine/hidden_parameters.py`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,16 @@ from collections.abc import Mapping
 import torch
 from torch.distributed.tensor import DTensor
 
-from shoal_worker.engine.elsewhere import HiddenParameter, Whereabouts, drop_gradient, gradient_of, hide, hide_gradient, show, show_gradient
+from shoal_worker.engine.hidden_parameters import (
+    HiddenParameter,
+    Whereabouts,
+    drop_gradient,
+    gradient_of,
+    hide,
+    hide_gradient,
+    show,
+    show_gradient,
+)
 
 
 class HiddenParameters:

@@ -17,14 +17,14 @@ from torch.distributed.tensor import DTensor
 from shoal_worker.elastic.consistency import digest_of, state_tensors
 from shoal_worker.elastic.group import Channel
 from shoal_worker.engine.activation_checkpointing import checkpoint_activations
-from shoal_worker.engine.elsewhere import Whereabouts
+from shoal_worker.engine.hidden_parameters import Whereabouts
 from shoal_worker.engine.materialize import unsaved_buffers
 from shoal_worker.engine.state_in_parts import StateInParts, is_element
 from shoal_worker.mesh.axes import Axes, Coordinate
 from shoal_worker.mesh.blueprint import Blueprint, Template
 from shoal_worker.mesh.data_axis import AlongData, Replicated, State
-from shoal_worker.mesh.gathering import MeshCut, PieceState, RankParts, WholeTensor, copy_singles, gather
 from shoal_worker.mesh.hidden import HiddenParameters
+from shoal_worker.mesh.resharding import MeshCut, PieceState, RankParts, WholeTensor, copy_singles, gather
 from shoal_worker.mesh.step_group import GroupMesh
 from shoal_worker.pipelining.partial import empty_on
 from shoal_worker.pipelining.split import named_tensors

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from shoal_common.errors import ConfigurationError
 from torch import nn
 
-from shoal_worker.pipelining.engine import Loss, ScheduleExecutor
+from shoal_worker.pipelining.executor import Loss, ScheduleExecutor
 from shoal_worker.pipelining.links import Links, broadcast_output, plain
 from shoal_worker.pipelining.micro_batches import MicroBatch, cut_batch, merge_outputs
 from shoal_worker.pipelining.partial import Inside, PartialModel, partial_model

@@ -1,6 +1,6 @@
 """In which order each rank computes and communicates: torch's pipeline schedules as plain values.
 
-torch.distributed.pipelining computes the orders, and places the sends and receives so that they cannot deadlock; engine.py carries them
+torch.distributed.pipelining computes the orders, and places the sends and receives so that they cannot deadlock; executor.py carries them
 out.
 Schedules that want more micro-batches than there are get them, and what concerns the missing ones is left out: an order stays valid
 without them. The names are torch's, or the short ones below.

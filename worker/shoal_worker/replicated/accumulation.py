@@ -20,7 +20,7 @@ from shoal_worker.replicated.buckets import Flight
 
 if TYPE_CHECKING:
     from shoal_worker.config import ShardingConfiguration
-    from shoal_worker.elastic.replica import StrategySession
+    from shoal_worker.elastic.strategy_interface import StrategySession
     from shoal_worker.engine.buffers import CommittedBuffers
 
 _CHUNK_ELEMENTS = 8 << 20

@@ -20,13 +20,13 @@ import torch
 import torch.distributed as dist
 from shoal_common.errors import MembershipChanged
 
-from shoal_worker.engine.losing import LosingStep
+from shoal_worker.engine.failed_collectives import LosingStep
 from shoal_worker.failpoints import failpoint
 
 if TYPE_CHECKING:
     from shoal_worker.compression.reduction import Reduction
     from shoal_worker.elastic.group import Group
-    from shoal_worker.elastic.replica import StrategySession
+    from shoal_worker.elastic.strategy_interface import StrategySession
     from shoal_worker.engine.compressed import GradientCompression
 
 _FIRST_BYTES = 1 << 20

@@ -16,13 +16,13 @@ from shoal_common.errors import ConfigurationError, MembershipChanged, Precondit
 from torch import nn
 
 from shoal_worker.elastic.consistency import digest_of, state_tensors
-from shoal_worker.elastic.contract import StepStatus
 from shoal_worker.elastic.group import Channel
+from shoal_worker.elastic.loader_interface import StepStatus
 from shoal_worker.elastic.step import StepPhase
 from shoal_worker.engine.base import Engine, Setup
 from shoal_worker.engine.buffers import CommittedBuffers
 from shoal_worker.engine.compressed import compression_of
-from shoal_worker.engine.losing import LosingStep
+from shoal_worker.engine.failed_collectives import LosingStep
 from shoal_worker.engine.materialize import has_values, materialize, unsaved_buffers
 from shoal_worker.engine.parameters import check_optimizer_covers, check_shaped, check_trains
 from shoal_worker.engine.passes import Loss, call_module, check_reproducible, loss_of

@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from shoal_common.errors import MembershipChanged, PreconditionError
 
-from shoal_worker.elastic.contract import StepStatus
 from shoal_worker.elastic.group import Channel, Group, LocalChannel
+from shoal_worker.elastic.loader_interface import StepStatus
 from shoal_worker.elastic.step import StepPhase
 from shoal_worker.engine.base import Setup
-from shoal_worker.engine.losing import LosingStep
+from shoal_worker.engine.failed_collectives import LosingStep
 from shoal_worker.engine.materialize import unsaved_buffers
 from shoal_worker.engine.passes import Loss, call_module, loss_of
 from shoal_worker.failpoints import failpoint

@@ -34,8 +34,8 @@ from shoal_worker.replicated.buckets import Bucket, Flight, Slot, lay_out
 
 if TYPE_CHECKING:
     from shoal_worker.config import ShardingConfiguration
-    from shoal_worker.elastic.contract import Share
-    from shoal_worker.elastic.replica import StrategySession
+    from shoal_worker.elastic.loader_interface import Share
+    from shoal_worker.elastic.strategy_interface import StrategySession
     from shoal_worker.engine.buffers import CommittedBuffers
 
 

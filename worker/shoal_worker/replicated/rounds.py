@@ -20,8 +20,8 @@ import torch
 from shoal_common.errors import ConfigurationError, PreconditionError
 from torch import nn
 
-from shoal_worker.elastic.contract import StepSource
 from shoal_worker.elastic.group import Channel, LocalChannel
+from shoal_worker.elastic.loader_interface import StepSource
 from shoal_worker.state.digest import bytes_of
 
 if TYPE_CHECKING:

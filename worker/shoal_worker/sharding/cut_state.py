@@ -16,7 +16,7 @@ from torch import nn
 
 from shoal_worker.elastic.consistency import digest_of, state_tensors
 from shoal_worker.elastic.group import Channel, Group, LocalChannel
-from shoal_worker.engine.elsewhere import inside
+from shoal_worker.engine.hidden_parameters import inside
 from shoal_worker.engine.materialize import unsaved_buffers
 from shoal_worker.engine.state_in_parts import StateInParts
 from shoal_worker.sharding.assembling import ParameterIndex, assemble, copy_singles, optimizer_state, own_runs, spread

@@ -23,15 +23,15 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from shoal_worker.config import ShardingConfiguration
-from shoal_worker.elastic.contract import Share
 from shoal_worker.elastic.group import Channel, Group
+from shoal_worker.elastic.loader_interface import Share
 from shoal_worker.elastic.step import Step
 from shoal_worker.engine.base import Setup
 from shoal_worker.engine.buffers import CommittedBuffers
 from shoal_worker.engine.closing import ClosingSum, CutClosing
 from shoal_worker.engine.compressed import check_floating, compression_of
-from shoal_worker.engine.elsewhere import refuse_loading
-from shoal_worker.engine.losing import LosingStep
+from shoal_worker.engine.failed_collectives import LosingStep
+from shoal_worker.engine.hidden_parameters import refuse_loading
 from shoal_worker.engine.parameter_groups import ParameterGroup, alike, by_bytes, by_modules
 from shoal_worker.engine.partitioned import PartitionedEngine
 from shoal_worker.engine.passes import Loss, call_module, check_reproducible, loss_of

@@ -28,7 +28,7 @@ from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
 from shoal_worker.elastic.group import Group
-from shoal_worker.engine.elsewhere import Whereabouts
+from shoal_worker.engine.hidden_parameters import Whereabouts
 from shoal_worker.sharding.collectives import Collectives, IssuedCollectives
 from shoal_worker.sharding.hooks import AfterForward, BeforeForward, GradientHook, when_gradients_come
 from shoal_worker.sharding.unit import Reducing, Stage, Unit

@@ -28,7 +28,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shoal_worker.engine.elsewhere import HiddenParameter, Leaves, Whereabouts, drop_gradient, gradient_of, is_hidden
+from shoal_worker.engine.hidden_parameters import HiddenParameter, Leaves, Whereabouts, drop_gradient, gradient_of, is_hidden
 from shoal_worker.sharding.collectives import Collectives, Pending
 from shoal_worker.sharding.layout import Piece, UnitLayout, layout_of
 from shoal_worker.sharding.offload import Home

@@ -21,8 +21,8 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import TensorDataset
 
 from shoal_worker.data.loader import ElasticDataLoader
-from shoal_worker.elastic.contract import StepStatus
 from shoal_worker.elastic.evaluation import Patience, evaluate
+from shoal_worker.elastic.loader_interface import StepStatus
 from shoal_worker.engine.passes import Loss
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ Shapes: B batch, H heads, T queries, S keys, D head size.
 Dropout within a tensor-parallel block: shards of one activation must draw different numbers, replicas the same ones.
 
 Both rest on the ranks of a group having the same default random state when a step begins. Shoal's loaders set it for each batch; where
-there is none, the strategy does (mesh/division.py).
+there is none, the strategy does (mesh/rank_mesh.py).
 """
 
 from __future__ import annotations

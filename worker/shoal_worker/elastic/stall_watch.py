@@ -8,7 +8,8 @@ Gloo and NCCL seldom say who failed them, and two members between which a link i
 for itself whom it reaches, here, and after a collective ran into its deadline or a generation did not form. A peer that hangs is reached:
 its kernel answers.
 
-A thread of its own; it never blocks for longer than a look takes."""
+A thread of its own; it never blocks for longer than a look takes.
+"""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from shoal_common.errors import ShoalError
 
-from shoal_worker.elastic.apart import waits_apart
+from shoal_worker.elastic.divergence import waits_apart
 from shoal_worker.elastic.waiting import Wait, Where
 
 if TYPE_CHECKING:

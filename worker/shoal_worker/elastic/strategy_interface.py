@@ -2,7 +2,7 @@
 
 A strategy's engine is a `TrainingEngine`: what the session calls. It calls nothing of the session but what `StrategySession` has. So a new
 engine is written against this file and its base class (`engine/base.py`); loaders stand on the other side of the session, behind
-`contract.py`, and know no strategy.
+`loader_interface.py`, and know no strategy.
 
 The order of calls in one step, all on the training thread:
 
@@ -27,10 +27,10 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
-from shoal_worker.elastic.contract import Leases, StepStatus
 from shoal_worker.elastic.group import Channel, Group
+from shoal_worker.elastic.loader_interface import Leases, StepStatus
 from shoal_worker.elastic.operations import Body
-from shoal_worker.elastic.registered import RegisteredState
+from shoal_worker.elastic.schedulers_and_scalers import RegisteredState
 from shoal_worker.elastic.step import Step
 from shoal_worker.state.part import StatePart
 
@@ -239,11 +239,11 @@ class StrategySession(Protocol):
         ...
 
     def trains(self, engine: object) -> bool:
-        """Whether `replica` is the run's model; a clone of it is not."""
+        """Whether `engine` is the run's model; a clone of it is not."""
         ...
 
     def attach(self, engine: TrainingEngine) -> None:
-        """Makes `replica` the run's state, and gives all ranks the first rank's weights. Once, before any other call."""
+        """Makes `engine` what the run trains, and gives all ranks the first rank's weights. Once, before any other call."""
         ...
 
     def ensure_step(self) -> Step:

@@ -12,8 +12,8 @@ from typing import Any, Final
 
 from shoal_common.errors import MembershipChanged, PreconditionError
 
-from shoal_worker.elastic.contract import StepSource
 from shoal_worker.elastic.group import Group
+from shoal_worker.elastic.loader_interface import StepSource
 from shoal_worker.elastic.script_position import ScriptPosition
 from shoal_worker.state.digest import DRAWN, SAMPLES
 

@@ -15,19 +15,19 @@ import torch
 
 from shoal_worker.elastic.generation import Generation, Peer
 from shoal_worker.elastic.group import Group
-from shoal_worker.elastic.replica import StrategySession
 from shoal_worker.elastic.step import Step
+from shoal_worker.elastic.strategy_interface import StrategySession
 from shoal_worker.engine.buffers import CommittedBuffers
-from shoal_worker.engine.elsewhere import drop_gradient
+from shoal_worker.engine.hidden_parameters import drop_gradient
 from shoal_worker.failpoints import failpoint
 from shoal_worker.mesh.axes import Axes
 from shoal_worker.mesh.data_axis import InShards
-from shoal_worker.mesh.gathering import MeshCut, WholeTensor
 from shoal_worker.mesh.layouts import Sharding
 from shoal_worker.mesh.parts import ModelParts, Shard
+from shoal_worker.mesh.resharding import MeshCut, WholeTensor
 from shoal_worker.mesh.step_group import GroupMesh, StepGroup
 from shoal_worker.pipelining import gradients as stage_gradients
-from shoal_worker.pipelining.engine import Loss
+from shoal_worker.pipelining.executor import Loss
 from shoal_worker.pipelining.micro_batches import MicroBatch
 from shoal_worker.pipelining.pipeline import Pipeline
 from shoal_worker.randomness import seed_generators

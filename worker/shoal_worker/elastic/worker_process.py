@@ -29,12 +29,12 @@ from shoal_common.telemetry import HttpServer, serve_metrics
 from shoal_worker.backends import reaper
 from shoal_worker.backends.mpi.backend import own_seat
 from shoal_worker.backends.worlds import Seat, own_world
-from shoal_worker.elastic.account import account_for
-from shoal_worker.elastic.contract import LoaderSession
 from shoal_worker.elastic.current import find_session, set_session
+from shoal_worker.elastic.desync_detector import DesyncDetector
+from shoal_worker.elastic.error_file import account_for
 from shoal_worker.elastic.fixed import FixedMembership
 from shoal_worker.elastic.link import MemberIdentity
-from shoal_worker.elastic.lookout import DesyncDetector
+from shoal_worker.elastic.loader_interface import LoaderSession
 from shoal_worker.elastic.membership import Membership
 from shoal_worker.elastic.script_end import ScriptEnd
 from shoal_worker.elastic.session import Session

@@ -6,9 +6,9 @@
 - A failure inside a step never raises out of the user's forward or backward pass. Where the reduction is to be finished (`settle`), the
   survivors form the next generation and tell each other what they saw (`formation.py`); `finish` returns when that generation stands.
 
-This is the `LoaderSession` of the loaders; strategies reach it through the session (`replica.py`). Owns the step in progress, and whether
-a joiner's script has come to its peers' loop yet. All of it runs on the training thread, except `mark_lost` and what a collective's
-callback writes into the step.
+This is the `LoaderSession` of the loaders; strategies reach it through the session (`strategy_interface.py`). Owns the step in progress,
+and whether a joiner's script has come to its peers' loop yet. All of it runs on the training thread, except `mark_lost` and what a
+collective's callback writes into the step.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ from datetime import timedelta
 
 from shoal_common.errors import MembershipChanged, PreconditionError
 
-from shoal_worker.elastic.apart import steps_apart
 from shoal_worker.elastic.borders import ALONE, Borders
 from shoal_worker.elastic.committed_state import HeldState
 from shoal_worker.elastic.consistency import disagreement
-from shoal_worker.elastic.contract import (
+from shoal_worker.elastic.departure import Departure
+from shoal_worker.elastic.divergence import steps_apart
+from shoal_worker.elastic.formation import Formation
+from shoal_worker.elastic.loader_interface import (
     Leases,
     LeftOver,
     Placement,
@@ -37,8 +39,6 @@ from shoal_worker.elastic.contract import (
     StopTraining,
     WeighRows,
 )
-from shoal_worker.elastic.departure import Departure
-from shoal_worker.elastic.formation import Formation
 from shoal_worker.elastic.phase import Phase
 from shoal_worker.elastic.progress import ProgressMeter
 from shoal_worker.elastic.step import Step

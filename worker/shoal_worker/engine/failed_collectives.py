@@ -7,7 +7,7 @@ from typing import Final
 
 from shoal_common.errors import MembershipChanged
 
-from shoal_worker.elastic.replica import StrategySession
+from shoal_worker.elastic.strategy_interface import StrategySession
 
 
 class LosingStep:

@@ -10,11 +10,11 @@ import pytest
 from shoal_common.errors import MembershipChanged
 from shoal_worker.backends.base import Traffic
 from shoal_worker.backends.waits import Waits
-from shoal_worker.elastic import watch as watching
+from shoal_worker.elastic import stall_watch as watching
 from shoal_worker.elastic.generation import Generation, Peer
 from shoal_worker.elastic.group import Group
 from shoal_worker.elastic.link import CoordinatorLink
-from shoal_worker.elastic.watch import BusyLinks, StallWatch, neighbours
+from shoal_worker.elastic.stall_watch import BusyLinks, StallWatch, neighbours
 
 from tests.zygote.children import eventually
 

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from shoal_common.errors import ConfigurationError
-from shoal_worker.elastic.registered import RegisteredState
+from shoal_worker.elastic.schedulers_and_scalers import RegisteredState
 
 
 def scheduler() -> torch.optim.lr_scheduler.StepLR:

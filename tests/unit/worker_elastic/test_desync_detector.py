@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from shoal_worker.elastic.lookout import DesyncDetector
+from shoal_worker.elastic.desync_detector import DesyncDetector
 from shoal_worker.elastic.operations import Operations
 from shoal_worker.elastic.waiting import Waiting
 from shoal_worker.store.errors import StoreUnavailableError

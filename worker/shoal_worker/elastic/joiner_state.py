@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from shoal_common.errors import MembershipChanged, PreconditionError, ShoalError
 
 from shoal_worker.elastic.committed_state import HeldState
-from shoal_worker.elastic.contract import LeftOver
 from shoal_worker.elastic.exchange import StateExchange
 from shoal_worker.elastic.group import Group
+from shoal_worker.elastic.loader_interface import LeftOver
 from shoal_worker.elastic.operations import GroupChannel, spectate
 from shoal_worker.elastic.phase import Phase
 from shoal_worker.elastic.reconcile import StateName

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 from shoal_worker.compression import compressor_class, compressor_names
-from shoal_worker.compression.randomness import KeyedRandom
+from shoal_worker.compression.base import KeyedRandom
 
 NUMEL = 16 << 20
 MATRIX = (4096, 4096)

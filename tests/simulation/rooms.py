@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 import torch.distributed as dist
 from shoal_common.errors import DeadlineError
-from shoal_worker.backends.base import CommunicationBackend
+from shoal_worker.backends.base import CommunicationBackend, GroupEndedError
 from shoal_worker.backends.collective import Collective, Kind, execute
-from shoal_worker.backends.errors import GroupEndedError
 from shoal_worker.backends.python_group import PythonGroup
 from torch._C._distributed_c10d import Work
 

@@ -2,7 +2,7 @@
 
 time.monotonic, time.sleep      virtual, in threads of simulated processes; real in all others
 link, writer: threading         their threads and conditions take turns (threads.py)
-disk_waits: ThreadPoolExecutor     reads files at once
+writer: ThreadPoolExecutor         reads files at once
 connecting: RedisStore          the stores over which ranks meet (transfers.py)
 membership: backend_class       process groups of simulated ranks (rooms.py)
 membership: unreachable         everybody is reached
@@ -24,7 +24,7 @@ from unittest import mock
 import torch
 from shoal_worker import failpoints
 from shoal_worker.backends import worlds
-from shoal_worker.checkpoint import disk_waits, writer
+from shoal_worker.checkpoint import writer
 from shoal_worker.data import loader
 from shoal_worker.elastic import connecting, exchange, link, membership
 
@@ -49,7 +49,7 @@ def installed() -> Iterator[None]:
             (time, "sleep", _sleep),
             (link, "threading", SimulatedThreading),
             (writer, "threading", _WriterThreading),
-            (disk_waits, "ThreadPoolExecutor", InlineExecutor),
+            (writer, "ThreadPoolExecutor", InlineExecutor),
             (connecting, "RedisStore", SimulatedStore),
             (membership, "backend_class", lambda _: lambda: SimulatedBackend(own_process())),
             (membership, "unreachable", lambda *_, **__: []),

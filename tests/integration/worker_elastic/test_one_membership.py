@@ -15,9 +15,8 @@ from typing import Any
 import pytest
 from shoal_common.errors import ConfigurationError, DeadlineError, InternalError, MembershipChanged, PreconditionError, ShoalError
 from shoal_protos.v1 import coordinator_pb2 as pb
-from shoal_worker.backends.base import CommunicationBackend
+from shoal_worker.backends.base import CommunicationBackend, Waits
 from shoal_worker.backends.gloo.backend import GlooBackend
-from shoal_worker.backends.waits import Waits
 from shoal_worker.elastic import connecting, waiting_lines
 from shoal_worker.elastic.connecting import connect
 from shoal_worker.elastic.generation import Generation, Peer

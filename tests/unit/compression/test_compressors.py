@@ -12,9 +12,9 @@ from shoal_common.errors import ConfigurationError
 from shoal_protos.v1 import parameter_server_pb2 as pb
 from shoal_worker import scratch
 from shoal_worker.compression import compressor_class, compressor_names, parse_compression
+from shoal_worker.compression.base import KeyedRandom
 from shoal_worker.compression.powersgd import PowerSGDCompressor, orthonormal
 from shoal_worker.compression.quantized import Int8Compressor
-from shoal_worker.compression.randomness import KeyedRandom
 from shoal_worker.compression.sign import SignCompressor
 from shoal_worker.compression.sparse import RandomKCompressor, TopKCompressor
 

@@ -10,7 +10,7 @@ from typing import Any, Final
 import pytest
 from shoal.launcher.settings import NodeRange, RunSettings
 from shoal_coordinator.membership.spec import JobSpec, Policy
-from shoal_worker.checkpoint import disk_waits, shards
+from shoal_worker.checkpoint import shards, writer
 from shoal_worker.elastic import session, stall_watch
 from shoal_worker.settings import WorkerSettings
 
@@ -84,7 +84,7 @@ def test_the_default_on_the_page_is_that_of_the_code(name: str) -> None:
 
 
 def test_what_the_page_says_in_words_is_so_as_well() -> None:
-    assert disk_waits.DISK_PATIENCE == shards._TIMEOUT
+    assert writer.DISK_PATIENCE == shards._TIMEOUT
     assert Policy().fresh_generation_ms == 10_000
     for lease_ms, expected in ((500, 50), (3_000, 300), (600_000, 1_000)):
         assert JobSpec(job_id="job", min_workers=1, max_workers=1, lease_ms=lease_ms).heartbeat_interval_ms == expected

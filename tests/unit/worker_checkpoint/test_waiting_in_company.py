@@ -10,8 +10,7 @@ import pytest
 import shoal
 import torch
 from shoal_common.errors import CorruptDataError, DeadlineError
-from shoal_worker.checkpoint.disk_waits import in_company, on_first
-from shoal_worker.checkpoint.writer import CheckpointWriter
+from shoal_worker.checkpoint.writer import CheckpointWriter, in_company, on_first
 from shoal_worker.elastic import waiting_lines
 from shoal_worker.elastic.current import find_session
 from torch import nn

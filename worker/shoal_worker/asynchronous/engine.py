@@ -15,12 +15,11 @@ import torch
 from shoal_common.errors import ConfigurationError, CorruptDataError, PreconditionError
 from shoal_common.rpc.channel import ChannelSettings
 
-from shoal_worker.asynchronous.iteration import Iteration
 from shoal_worker.asynchronous.job import CoordinatorLeases, Handover, Job, LeaseSource, LocalLeases
 from shoal_worker.asynchronous.options import AsyncOptions, Revision, ServerOptimizer, check_configuration
 from shoal_worker.asynchronous.own_cluster import OwnCluster
 from shoal_worker.asynchronous.servers import ParameterServers
-from shoal_worker.asynchronous.tensors import HostTensor, check_gradients, gradients
+from shoal_worker.asynchronous.tensors import HostTensor, Iteration, check_gradients, gradients
 from shoal_worker.elastic.loader_interface import Leases, StepSource, StepStatus, StopTraining
 from shoal_worker.elastic.membership import Membership
 from shoal_worker.elastic.session import Session

@@ -33,10 +33,9 @@ from shoal_common.errors import (
 from shoal_common.wire import checksum
 from shoal_protos.v1 import parameter_server_pb2 as pb
 
-from shoal_worker.asynchronous.iteration import Iteration, Payload, Payloads
 from shoal_worker.asynchronous.job import Job
 from shoal_worker.asynchronous.options import AsyncOptions, Revision, ServerOptimizer
-from shoal_worker.asynchronous.tensors import Part, ServerShare
+from shoal_worker.asynchronous.tensors import Iteration, Part, Payload, Payloads, ServerShare
 
 _log = logging.getLogger(__name__)
 

@@ -18,11 +18,10 @@ import xxhash
 from shoal_common.errors import ShoalError
 from shoal_protos.v1 import coordinator_pb2 as coordinator_pb
 
-from shoal_worker.asynchronous.iteration import Iteration, Payloads
 from shoal_worker.asynchronous.job import Job
 from shoal_worker.asynchronous.options import AsyncOptions, ServerOptimizer
 from shoal_worker.asynchronous.server_link import ServerLink
-from shoal_worker.asynchronous.tensors import HostTensor, publish, shares, tensor_bytes
+from shoal_worker.asynchronous.tensors import HostTensor, Iteration, Payloads, publish, shares, tensor_bytes
 from shoal_worker.compression.base import GradientCompressor
 from shoal_worker.metrics import WorkerMetrics
 

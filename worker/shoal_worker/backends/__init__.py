@@ -4,8 +4,7 @@
 this package makes torch know the process groups of the first three ("shoal_gloo", "shoal_inmemory", "shoal_mpi").
 """
 
-from shoal_worker.backends.base import CommunicationBackend, Handle, ReduceOp
-from shoal_worker.backends.errors import GroupEndedError
+from shoal_worker.backends.base import CommunicationBackend, GroupEndedError, Handle, ReduceOp
 from shoal_worker.backends.gloo import backend as _gloo
 from shoal_worker.backends.inmemory import backend as _inmemory
 from shoal_worker.backends.mpi import backend as _mpi

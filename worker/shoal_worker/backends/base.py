@@ -12,15 +12,18 @@ from __future__ import annotations
 
 import abc
 import enum
+import re
 import threading
+import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import ClassVar, Final
 
 import torch
 import torch.distributed as dist
-from shoal_common.errors import ConfigurationError, InvalidRequestError, PreconditionError
+from shoal_common.errors import ConfigurationError, InvalidRequestError, MembershipChanged, PreconditionError
 from torch._C._distributed_c10d import (
     AllgatherOptions,
     AllreduceOptions,
@@ -31,9 +34,93 @@ from torch._C._distributed_c10d import (
     ScatterOptions,
     Store,
 )
+from torch.distributed import DistBackendError
 
-from shoal_worker.backends.errors import GroupEndedError
-from shoal_worker.backends.waits import Waits
+# --------------------------------------------------------------------------------------------------------------------------------- errors
+#
+# What a collective raises when its group is over: Shoal's error that is also torch's. And what a library's errors say in short.
+
+_SOURCE_LOCATION: Final = re.compile(r"^\[[^\]]*\] ")
+
+
+class GroupEndedError(MembershipChanged, DistBackendError):
+    """The group is over: it was aborted, a peer went away, or a collective took longer than the group's timeout."""
+
+
+def cause_of(error: Exception) -> str:
+    """What a library's error says, without where in its source, and without its advice."""
+    first_line = _SOURCE_LOCATION.sub("", str(error).strip()).partition("\n")[0]
+    return first_line.partition(". This is typically")[0] or type(error).__name__
+
+
+# ---------------------------------------------------------------------------------------------------------------------------------- waits
+#
+# How long a rank waits for its peers: noted where works are waited for, read by heartbeats and by whoever explains a step that stands.
+#
+# The training thread waits; any thread reads. Single values only, so there is no lock: a reader may see a wait that has just ended.
+
+_PART_OF_ANOTHER: Final = nullcontext()
+
+
+class Waits:
+    """The waits of one rank, one at a time: a wait within another is part of it."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """`clock`: seconds since anywhere."""
+        self._clock = clock
+        self._since: tuple[float, str] | None = None
+        self._total_s = 0.0
+        self._last_s = 0.0
+
+    def of(self, what: str) -> AbstractContextManager[object]:
+        """While open, this rank waits in `what`."""
+        return _Wait(self, what) if self._since is None else _PART_OF_ANOTHER
+
+    def begin(self, what: str) -> None:
+        """See `of`."""
+        self._since = (self._clock(), what)
+
+    def end(self) -> None:
+        """See `of`."""
+        since, self._since = self._since, None
+        if since is not None:  # else another thread's wait has ended this one
+            self._last_s = self._clock() - since[0]
+            self._total_s += self._last_s
+
+    @property
+    def now(self) -> tuple[float, str]:
+        """For how many seconds it has waited, and in what; (0, ""): it does not wait."""
+        since = self._since
+        return (self._clock() - since[0], since[1]) if since is not None else (0.0, "")
+
+    @property
+    def last_s(self) -> float:
+        """How long the wait that ended last had taken."""
+        return self._last_s
+
+    @property
+    def total_s(self) -> float:
+        """All waits that have ended."""
+        return self._total_s
+
+
+class _Wait:
+    """One that is no part of another."""
+
+    __slots__ = ("_waits", "_what")
+
+    def __init__(self, waits: Waits, what: str) -> None:
+        self._waits = waits
+        self._what = what
+
+    def __enter__(self) -> None:
+        self._waits.begin(self._what)
+
+    def __exit__(self, *_: object) -> None:
+        self._waits.end()
+
+
+# ---------------------------------------------------------------------------------------------------------------------------- the backend
 
 DEFAULT_TIMEOUT: Final = timedelta(seconds=300)
 DEFAULT_CONNECT_TIMEOUT: Final = timedelta(seconds=5)

@@ -24,17 +24,21 @@ from shoal_common.errors import ConfigurationError, CorruptDataError
 
 from shoal_worker.checkpoint import manifest
 from shoal_worker.checkpoint.manifest import (
+    STORED_DTYPES,
+    SUFFIX,
     CheckpointInfo,
     damaged,
+    disk_errors,
     make_temporary,
     publish,
     read_manifest,
+    read_tensors,
     remove,
     remove_leftovers,
     write_manifest,
+    write_tensors,
 )
 from shoal_worker.checkpoint.shards import SHARDED, Shards, read_shards
-from shoal_worker.checkpoint.tensor_file import STORED_DTYPES, SUFFIX, disk_errors, read_tensors, write_tensors
 from shoal_worker.state.snapshot import Snapshot
 from shoal_worker.state.tree import unflatten
 

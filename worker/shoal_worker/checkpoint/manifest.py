@@ -10,6 +10,7 @@ A directory under way has a name `.<name>.<host>.<pid>.<random>.tmp`. A dead pro
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import json
@@ -19,14 +20,105 @@ import re
 import shutil
 import socket
 import uuid
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
 
+import safetensors
+import safetensors.torch
+import torch
 import xxhash
-from shoal_common.errors import CorruptDataError
+from safetensors import SafetensorError
+from shoal_common.errors import CorruptDataError, UnavailableError
+
+# -------------------------------------------------------------------------------------------------------------------- one file of tensors
+#
+# One safetensors file of a checkpoint: written with its size and digest told, read only if both are as they were told.
+
+SUFFIX: Final = ".safetensors"
+STORED_DTYPES: Final = frozenset(
+    getattr(torch, name)
+    for name in (
+        *("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "complex64", "bool"),
+        *("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8"),
+    )
+)
+"""What every reader of safetensors understands; other dtypes are stored as their bytes."""
+_READ_BLOCK = 8 << 20
+
+
+def stored(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns `tensor` as it lies in a file."""
+    return tensor if tensor.dtype in STORED_DTYPES else tensor.reshape(-1).view(torch.uint8)
+
+
+def write_tensors(file: Path, tensors: Mapping[str, torch.Tensor], metadata: dict[str, str] | None = None) -> dict[str, Any]:
+    """Writes contiguous CPU tensors and waits until they are on the disk. Returns {"bytes", "xxh3_64"} of the file.
+
+    Raises:
+        OSError, SafetensorError: the disk is full or failing.
+    """
+    safetensors.torch.save_file({name: stored(tensor) for name, tensor in tensors.items()}, file, metadata)
+    sync_file(file)
+    return {"bytes": file.stat().st_size, "xxh3_64": _file_digest(file)}
+
+
+def file_of(path: Path, name: str, about: Mapping[str, Any]) -> Path:
+    """`path/name.safetensors`, if it is of the size that `write_tensors` told.
+
+    Raises:
+        CorruptDataError: it is not.
+    """
+    if "/" in name:
+        raise damaged(path, f"it names a file {name!r} elsewhere")
+    file = path / f"{name}{SUFFIX}"
+    try:
+        size = file.stat().st_size
+    except OSError as error:
+        raise damaged(path, f"{file.name} cannot be read: {error}") from error
+    if size != about["bytes"]:
+        raise damaged(path, f"{file.name} has {size} bytes, {about['bytes']} were written")
+    return file
+
+
+def read_tensors(path: Path, name: str, about: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """The tensors of `path/name.safetensors` and its metadata, if it is what `write_tensors` told.
+
+    Raises:
+        CorruptDataError: it is not.
+    """
+    file = file_of(path, name, about)
+    try:
+        if _file_digest(file) != about["xxh3_64"]:
+            raise damaged(path, f"{file.name} does not match its digest")
+        with safetensors.safe_open(file, framework="pt") as opened:
+            # Copied: the library maps the file, and a mapping must not outlive it.
+            tensors = {key: opened.get_tensor(key).clone() for key in opened.keys()}  # noqa: SIM118 (no mapping: it has only keys())
+            return tensors, opened.metadata() or {}
+    except (OSError, SafetensorError, ValueError) as error:
+        raise damaged(path, f"{file.name} cannot be read: {error}") from error
+
+
+@contextlib.contextmanager
+def disk_errors(target: Path) -> Iterator[None]:
+    """What the disk has against `target` comes out as UnavailableError (CHECKPOINT_NOT_WRITTEN)."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:  # the library reports a full disk as its own error
+        raise UnavailableError(f"checkpoint {target} could not be written: {error}", reason="CHECKPOINT_NOT_WRITTEN") from error
+
+
+def _file_digest(file: Path) -> str:
+    digest = xxhash.xxh3_64()
+    with file.open("rb") as opened:
+        while block := opened.read(_READ_BLOCK):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+# ---------------------------------------------------------------------------------------- the manifest, and directories that appear whole
 
 _log = logging.getLogger(__name__)
 
@@ -163,7 +255,7 @@ class CheckpointInfo:
 def write_manifest(directory: Path, info: CheckpointInfo, layout: str, **content: Any) -> None:
     """Writes it and waits until it, and all else in the directory, is on the disk. Raises OSError."""
     content = {"info": asdict(info), "layout": layout, **content}
-    document = {"format": _FORMAT, "version": _VERSION, "xxh3_64": _digest(content), **content}
+    document = {"format": _FORMAT, "version": _VERSION, "xxh3_64": _digest_of(content), **content}
     manifest = directory / NAME
     manifest.write_text(json.dumps(document, indent=1, allow_nan=False), encoding="utf-8")
     sync_file(manifest)
@@ -199,7 +291,7 @@ def read_manifest(path: Path, layouts: Collection[str]) -> dict[str, Any]:
             reason="FILE_NEWER",
         )
     content = {key: value for key, value in document.items() if key not in _ENVELOPE}
-    if document.get("xxh3_64") != _digest(content):
+    if document.get("xxh3_64") != _digest_of(content):
         raise damaged(path, f"its {NAME} does not match its digest")
     return content
 
@@ -214,5 +306,5 @@ def _release(document: Mapping[str, Any]) -> str:
     return str(info.get("shoal_version", "unknown")) if isinstance(info, dict) else "unknown"
 
 
-def _digest(content: Any) -> str:
+def _digest_of(content: Any) -> str:
     return xxhash.xxh3_64_hexdigest(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())

@@ -22,11 +22,10 @@ from typing import TYPE_CHECKING, Any
 from shoal_common.errors import ConfigurationError, CorruptDataError, DeadlineError, ShoalError, UnavailableError
 
 from shoal_worker.checkpoint import manifest
-from shoal_worker.checkpoint.disk_waits import DISK_PATIENCE, in_company, on_first
 from shoal_worker.checkpoint.files import begin, check_place, latest, read_checkpoint, write_checkpoint, write_sharded
 from shoal_worker.checkpoint.manifest import CheckpointInfo, remove
 from shoal_worker.checkpoint.shards import Shards
-from shoal_worker.checkpoint.writer import CheckpointWriter
+from shoal_worker.checkpoint.writer import DISK_PATIENCE, CheckpointWriter, in_company, on_first
 from shoal_worker.state.part import StatePart
 from shoal_worker.state.snapshot import Snapshot
 

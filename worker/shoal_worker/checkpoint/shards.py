@@ -30,8 +30,7 @@ import torch
 from safetensors import SafetensorError
 from shoal_common.errors import UnavailableError
 
-from shoal_worker.checkpoint.manifest import damaged
-from shoal_worker.checkpoint.tensor_file import STORED_DTYPES, SUFFIX, file_of, read_tensors, stored, write_tensors
+from shoal_worker.checkpoint.manifest import STORED_DTYPES, SUFFIX, damaged, file_of, read_tensors, stored, write_tensors
 from shoal_worker.failpoints import failpoint
 from shoal_worker.state.part import Run, StatePart
 from shoal_worker.state.snapshot import copied

@@ -12,6 +12,7 @@ from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Final
 
+import numpy as np
 import torch
 from shoal_common import codecs
 from shoal_common.errors import ConfigurationError
@@ -19,8 +20,51 @@ from shoal_common.errors import ConfigurationError
 from shoal_worker import scratch
 from shoal_worker.backends.base import CommunicationBackend, Handle
 from shoal_worker.compression.memory import BucketMemory
-from shoal_worker.compression.randomness import KeyedRandom
 from shoal_worker.scratch import ScratchMemory
+
+# ------------------------------------------------------------------------------------------------------------------------- random numbers
+#
+# Random numbers that depend on what they are for and on nothing else, so that a step that is redone rounds alike.
+#
+# Not torch's global generators: the user's loop draws from those. On the CPU numpy's SFC64 draws, 7 times as fast as torch's Mersenne
+# Twister; a device has its own generator, so its numbers are others than the CPU's, but as repeatable.
+
+_MASK: Final = (1 << 64) - 1
+
+
+class KeyedRandom:
+    """A stream of random numbers named by integers: (seed, step, rank, bucket), say. Belongs to one thread."""
+
+    def __init__(self, *key: int) -> None:
+        self._key = [part & _MASK for part in key]
+        self._numpy: np.random.Generator | None = None
+        self._torch: torch.Generator | None = None
+
+    def noise16(self, count: int, device: torch.device) -> torch.Tensor:
+        """`count` int16 values, each of the 65536 as likely as any."""
+        if scratch.in_host_memory(device):
+            words = self.numpy().bit_generator.random_raw(-(-count // 4))
+            return torch.from_numpy(words.view(np.int16)[:count])
+        return torch.randint(-32768, 32768, (count,), dtype=torch.int16, device=device, generator=self._on(device))
+
+    def normal(self, rows: int, columns: int) -> torch.Tensor:
+        """Standard normal float32 values in host memory, the same wherever they are to be used."""
+        return torch.from_numpy(self.numpy().standard_normal((rows, columns), dtype=np.float32))
+
+    def numpy(self) -> np.random.Generator:
+        """The stream itself, of the CPU."""
+        if self._numpy is None:
+            self._numpy = np.random.Generator(np.random.SFC64(np.random.SeedSequence(self._key)))
+        return self._numpy
+
+    def _on(self, device: torch.device) -> torch.Generator:
+        if self._torch is None:
+            low, high = np.random.SeedSequence(self._key).generate_state(2)
+            self._torch = torch.Generator(device).manual_seed(int(high) << 31 | int(low))
+        return self._torch
+
+
+# ---------------------------------------------------------------------------------------------------------------------------- compressors
 
 _TILE: Final = 1 << 17
 """Values that are worked on at a time on the CPU: 512 KiB stay in a core's own cache over several operations."""
@@ -157,3 +201,130 @@ class Exchange(abc.ABC):
     @abc.abstractmethod
     def reduce(self, compressor: GradientCompressor, values: torch.Tensor, errand: Errand) -> Steps:
         """Replaces `values` (float32, one dimension) by the sum over ranks."""
+
+
+# ------------------------------------------------------------------------------------------------------------------------------ exchanges
+#
+# How compressed gradients become the sum over all ranks, with the same bits on every rank.
+#
+# Payloads cannot be added by a transport, and one that adds bfloat16 rounds at every rank. So:
+#
+# - `Chunked` (fp16, bf16, int8, sign): each rank owns a part of the bucket. All send it that part compressed (all-to-all); it adds up in
+# float32, in the order of ranks, and sends the sum back compressed (all-gather). Every rank, the owner too, takes what was sent. An
+# all-reduce of the uncompressed bucket sends as often, so the saving is the compressor's own, whatever the number of ranks. - `Gathered`
+# (topk): every rank gets the payloads of all and adds them up in the order of ranks. Right where a payload is much smaller than   2/n of
+# the bucket; a sum of n sparse vectors is no longer sparse. - By all-reduce (randomk in sparse.py, powersgd.py): what is sent is linear in
+# the gradient, so the transport adds it, in float32. # An exchange is written as a generator: it yields each collective that it has issued,
+# does what can be done meanwhile before that, and is resumed when the collective is complete. All ranks must resume their exchanges in the
+# same order.
+
+# ------------------------------------------------------------------------------------------------------------ in chunks
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """A bucket cut into one part for each rank. Those of the last ranks may be shorter, or empty."""
+
+    numel: int
+    length: int
+    """Number of elements in each part but the last."""
+    count: int
+
+    @classmethod
+    def of(cls, numel: int, world_size: int, alignment: int) -> Chunks:
+        """Parts that begin at multiples of `alignment`."""
+        share = -(-numel // world_size)
+        return cls(numel, -(-share // alignment) * alignment, world_size)
+
+    def bounds(self, rank: int) -> slice:
+        """Where the part of that rank lies."""
+        return slice(min(self.numel, rank * self.length), min(self.numel, (rank + 1) * self.length))
+
+
+class Chunked(Exchange):
+    """All-to-all of compressed parts, sum in float32, all-gather of the compressed sums."""
+
+    def wire_bytes(self, compressor: GradientCompressor, numel: int, world_size: int, shapes: Sequence[Sequence[int]] | None) -> int:
+        chunks = Chunks.of(numel, world_size, compressor.alignment)
+        return 2 * (world_size - 1) * compressor.payload_bytes((chunks.length,))
+
+    def reduce(self, compressor: GradientCompressor, values: torch.Tensor, errand: Errand) -> Steps:
+        chunks = Chunks.of(values.numel(), errand.backend.world_size, compressor.alignment)
+        own = chunks.bounds(errand.backend.rank)
+        total = values[own]
+        sent, received = yield from scatter_sum(compressor, values, total, chunks, errand)
+
+        # Both buffers have done their service, and now serve the other way round.
+        gathered, payload = sent, received[0]
+        if compressor.error_feedback:
+            total = errand.memory.compensated_sum(own.start, total)
+        _compress_part(compressor, total, payload, chunks, errand.random(compressor.seed, stage=1))
+        handle = errand.backend.all_gather(gathered, payload, async_op=True)
+        if compressor.error_feedback:
+            compressor.decompress_into(payload, total, alpha=-1)
+        yield handle
+        for rank in range(chunks.count):
+            compressor.decompress_into(gathered[rank], values[chunks.bounds(rank)])
+        errand.scratch.give_back(sent, received)
+
+
+def scatter_sum(
+    compressor: GradientCompressor, values: torch.Tensor, total: torch.Tensor, chunks: Chunks, errand: Errand
+) -> Generator[Handle, None, tuple[torch.Tensor, torch.Tensor]]:
+    """Sums each part of the bucket on the rank that owns it: writes this rank's into `total`, which may be that part of `values`.
+
+    Returns the buffers sent and received, for further use; their taker gives them back.
+    """
+    own = chunks.bounds(errand.backend.rank)
+    if compressor.error_feedback:
+        values = errand.memory.compensated_gradient(values, own)
+    parts = [values[chunks.bounds(rank)] for rank in range(chunks.count)]
+    size = compressor.payload_bytes((chunks.length,))
+    sent, received = (errand.scratch.take((chunks.count, size), torch.uint8, values.device) for _ in range(2))
+    random = errand.random(compressor.seed)
+    for part, payload in zip(parts, sent, strict=True):
+        _compress_part(compressor, part, payload, chunks, random)
+    handle = errand.backend.all_to_all(received, sent, async_op=True)
+    if compressor.error_feedback:
+        for part, payload in zip(parts, sent, strict=True):
+            compressor.decompress_into(payload, part, alpha=-1)
+    yield handle
+    compressor.decompress_into(received[0], total)
+    for payload in received[1:]:
+        compressor.decompress_into(payload, total, alpha=1)
+    return sent, received
+
+
+def _compress_part(compressor: GradientCompressor, part: torch.Tensor, payload: torch.Tensor, chunks: Chunks, random: KeyedRandom) -> None:
+    # What the payload does not fill goes on the wire as well, and is not to be old memory.
+    (payload if part.numel() < chunks.length else payload[-4:]).zero_()
+    compressor.compress_into(part, payload, random)
+
+
+# -------------------------------------------------------------------------------------------------------- whole buckets
+
+
+class Gathered(Exchange):
+    """All-gather of payloads."""
+
+    def wire_bytes(self, compressor: GradientCompressor, numel: int, world_size: int, shapes: Sequence[Sequence[int]] | None) -> int:
+        return (world_size - 1) * compressor.payload_bytes((numel,))
+
+    def reduce(self, compressor: GradientCompressor, values: torch.Tensor, errand: Errand) -> Steps:
+        given = errand.memory.compensated_gradient(values) if compressor.error_feedback else values
+        payload = values.new_zeros(compressor.payload_bytes(values.shape), dtype=torch.uint8)
+        compressor.compress_into(given, payload, errand.random(compressor.seed))
+        gathered = errand.scratch.take((errand.backend.world_size, payload.numel()), torch.uint8, values.device)
+        handle = errand.backend.all_gather(gathered, payload, async_op=True)
+        if compressor.error_feedback:
+            compressor.decompress_into(payload, given, alpha=-1)
+        yield handle
+        values.zero_()
+        for one in gathered:
+            compressor.decompress_into(one, values, alpha=1)
+        errand.scratch.give_back(gathered)
+
+
+def all_reduce_bytes(size: int, world_size: int) -> int:
+    """Bytes that a rank sends in an all-reduce of `size` bytes, on average over ranks, rounded up."""
+    return -(-2 * (world_size - 1) * size // world_size)

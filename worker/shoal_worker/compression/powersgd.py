@@ -11,9 +11,7 @@ import torch
 from shoal_common import codecs
 from shoal_common.errors import ConfigurationError
 
-from shoal_worker.compression.base import Errand, Exchange, GradientCompressor, Steps
-from shoal_worker.compression.exchanges import all_reduce_bytes
-from shoal_worker.compression.randomness import KeyedRandom
+from shoal_worker.compression.base import Errand, Exchange, GradientCompressor, KeyedRandom, Steps, all_reduce_bytes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,9 +11,8 @@ from collections.abc import Mapping
 import torch
 from shoal_common.errors import ConfigurationError, PreconditionError
 
-from shoal_worker.compression.base import GradientCompressor
+from shoal_worker.compression.base import GradientCompressor, KeyedRandom
 from shoal_worker.compression.memory import Memory
-from shoal_worker.compression.randomness import KeyedRandom
 
 
 class CompressedPushes:

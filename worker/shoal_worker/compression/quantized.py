@@ -20,9 +20,7 @@ from shoal_common.codecs import INT8_BLOCK, INT8_LARGEST, blocks
 from torch.nn import functional
 
 from shoal_worker import scratch
-from shoal_worker.compression.base import Exchange, GradientCompressor, blocked_payload_bytes, scale_blocks, tiles
-from shoal_worker.compression.exchanges import Chunked
-from shoal_worker.compression.randomness import KeyedRandom
+from shoal_worker.compression.base import Chunked, Exchange, GradientCompressor, KeyedRandom, blocked_payload_bytes, scale_blocks, tiles
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,8 +13,7 @@ import torch
 from shoal_common.errors import ConfigurationError, MembershipChanged, PreconditionError
 
 from shoal_worker.backends.base import CommunicationBackend, Handle
-from shoal_worker.compression.base import Errand, GradientCompressor, Steps
-from shoal_worker.compression.exchanges import Chunks, scatter_sum
+from shoal_worker.compression.base import Chunks, Errand, GradientCompressor, Steps, scatter_sum
 from shoal_worker.compression.memory import BucketMemory, Memory, is_finite
 from shoal_worker.scratch import ScratchMemory
 

@@ -13,9 +13,7 @@ from shoal_common.codecs import SIGN_BLOCK, blocks
 from torch.nn import functional
 
 from shoal_worker import scratch
-from shoal_worker.compression.base import Exchange, GradientCompressor, blocked_payload_bytes, scale_blocks, tiles
-from shoal_worker.compression.exchanges import Chunked
-from shoal_worker.compression.randomness import KeyedRandom
+from shoal_worker.compression.base import Chunked, Exchange, GradientCompressor, KeyedRandom, blocked_payload_bytes, scale_blocks, tiles
 
 _SIGNS_OF_BYTES: Final = (
     1 - 2 * np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little").astype(np.float32)

@@ -15,9 +15,17 @@ from shoal_common.codecs import RANDOMK_HEADER_BYTES, TOPK_BLOCK, blocks, random
 from shoal_common.errors import ConfigurationError
 
 from shoal_worker import scratch
-from shoal_worker.compression.base import Errand, Exchange, GradientCompressor, Steps, blocked_payload_bytes, tiles
-from shoal_worker.compression.exchanges import Gathered, all_reduce_bytes
-from shoal_worker.compression.randomness import KeyedRandom
+from shoal_worker.compression.base import (
+    Errand,
+    Exchange,
+    Gathered,
+    GradientCompressor,
+    KeyedRandom,
+    Steps,
+    all_reduce_bytes,
+    blocked_payload_bytes,
+    tiles,
+)
 
 _SAMPLES: Final = 1 << 16
 """Values looked at to guess a threshold."""

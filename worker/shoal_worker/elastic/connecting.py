@@ -12,8 +12,7 @@ from typing import Final
 
 from shoal_common.errors import ConfigurationError, MembershipChanged, ShoalError
 
-from shoal_worker.backends.base import CommunicationBackend
-from shoal_worker.backends.waits import Waits
+from shoal_worker.backends.base import CommunicationBackend, Waits
 from shoal_worker.elastic.generation import Generation
 from shoal_worker.elastic.group import Group, Opening, brief
 from shoal_worker.elastic.waiting_lines import EVERY_S, WaitingLines

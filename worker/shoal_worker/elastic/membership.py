@@ -17,9 +17,8 @@ from datetime import timedelta
 from shoal_common.clients.coordinator import CoordinatorClient
 from shoal_common.errors import DeadlineError, StaleGenerationError, UnavailableError
 
-from shoal_worker.backends.base import CommunicationBackend
+from shoal_worker.backends.base import CommunicationBackend, Waits
 from shoal_worker.backends.registry import backend_class
-from shoal_worker.backends.waits import Waits
 from shoal_worker.elastic.connecting import Forming, connect
 from shoal_worker.elastic.generation import Generation
 from shoal_worker.elastic.group import Group

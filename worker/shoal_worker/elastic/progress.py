@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from shoal_common.processes import children_cpu_s
 
-from shoal_worker.backends.waits import Waits
+from shoal_worker.backends.base import Waits
 from shoal_worker.metrics import WorkerMetrics
 
 _WINDOW_S = 1.0

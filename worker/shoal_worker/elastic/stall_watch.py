@@ -27,8 +27,7 @@ from typing import Final
 
 from shoal_common.settings import parse_address
 
-from shoal_worker.backends.base import Traffic
-from shoal_worker.backends.waits import Waits
+from shoal_worker.backends.base import Traffic, Waits
 from shoal_worker.elastic.generation import Generation
 from shoal_worker.elastic.group import Group
 from shoal_worker.elastic.link import CoordinatorLink

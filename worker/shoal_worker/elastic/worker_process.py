@@ -26,7 +26,7 @@ from shoal_common.rpc.channel import ChannelSettings
 from shoal_common.settings import Address
 from shoal_common.telemetry import HttpServer, serve_metrics
 
-from shoal_worker.backends import reaper
+from shoal_worker.backends import native_threads
 from shoal_worker.backends.mpi.backend import own_seat
 from shoal_worker.backends.worlds import Seat, own_world
 from shoal_worker.elastic.current import find_session, set_session
@@ -197,7 +197,7 @@ class _Exit:
         self._session.close(failed=str(link.put_out) if link.put_out else None if stopped else self._script.failure())
         if self._http is not None:
             self._http.close()
-        if not reaper.wait(timedelta(seconds=5)):
+        if not native_threads.wait(timedelta(seconds=5)):
             _log.warning("a process group is still being destroyed; leaving without it")
         self._end_if_put_out()
         if self._session.missed is not None and self._script.failure() is None:

@@ -14,7 +14,7 @@ import torch
 from shoal_common.errors import PreconditionError, UnavailableError
 from torch import nn
 
-from shoal_worker.checkpoint.disk_waits import on_first
+from shoal_worker.checkpoint.writer import on_first
 from shoal_worker.config import ShardingConfiguration
 from shoal_worker.elastic.group import Channel
 from shoal_worker.elastic.session import Session

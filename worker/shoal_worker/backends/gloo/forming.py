@@ -24,7 +24,7 @@ import torch.distributed as dist
 from shoal_common.errors import ConfigurationError, DeadlineError, InternalError, ShoalError
 from torch.distributed.distributed_c10d import GroupName, PrefixStore, ProcessGroupGloo, Store
 
-from shoal_worker.backends.errors import GroupEndedError, cause_of
+from shoal_worker.backends.base import GroupEndedError, cause_of
 from shoal_worker.backends.gloo.short_sums import Door, ShortSums
 from shoal_worker.backends.gloo.sockets import GroupSockets, Listener, listeners
 from shoal_worker.settings import gloo_interface

@@ -3,7 +3,7 @@
 Breaking a group's connections does not end all that waits on them. When a connection breaks in the middle of a message, Gloo tells the
 operations queued before and after that message, and not the one that is at it (in Pair::signalException): that one sleeps until the group's
 timeout. So callers do not wait for Gloo's work but for ours. It completes with Gloo's, or a moment after `abort` whatever Gloo does. The
-moment is for the operations that were told: until they end they may write into their tensors. One that sleeps (gloo_threads.py) never
+moment is for the operations that were told: until they end they may write into their tensors. One that sleeps (native_threads.py) never
 does so again; it is left to its timeout, and the group is destroyed after that.
 
 Point-to-point transfers are ended in the same way (works.Transfer). Sums of a few numbers do not go through Gloo (short_sums.py).
@@ -31,14 +31,12 @@ import torch.distributed as dist
 from shoal_common.errors import ShoalError
 from torch._C._distributed_c10d import AllgatherOptions, BroadcastOptions, ReduceScatterOptions, Work
 
-from shoal_worker.backends import reaper
-from shoal_worker.backends.base import Traffic
+from shoal_worker.backends import native_threads
+from shoal_worker.backends.base import GroupEndedError, Traffic, Waits, cause_of
 from shoal_worker.backends.collective import check_op, reduce_parts
-from shoal_worker.backends.errors import GroupEndedError, cause_of
 from shoal_worker.backends.gloo.forming import GlooGroup
 from shoal_worker.backends.gloo.works import AllOf, InterruptibleWork, Transfer, Waiter, end_works
 from shoal_worker.backends.python_group import ForwardingGroup
-from shoal_worker.backends.waits import Waits
 from shoal_worker.scratch import ScratchMemory
 
 _MOST_SCRATCH: Final = 2
@@ -139,7 +137,7 @@ class InterruptibleGroup(ForwardingGroup):
                 self._idle.set()
         for work in list(unfinished):
             work.follow()
-        reaper.drop(references, when=self._idle)
+        native_threads.drop(references, when=self._idle)
 
     # Gloo's all-gather passes parts around a ring, one step after the other. Broadcasts from all ranks at once send as many bytes, and none
     # waits for another; between two ranks an exchange is one collective instead of two.
@@ -349,6 +347,6 @@ class InterruptibleGroup(ForwardingGroup):
 
 @atexit.register
 def _shut_down_all() -> None:
-    """Gloo must have nothing to say any more when the interpreter finalizes (see reaper.py)."""
+    """Gloo must have nothing to say any more when the interpreter finalizes (see native_threads.py)."""
     for group in list(_open):
         group.shutdown()

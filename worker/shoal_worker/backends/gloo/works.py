@@ -20,10 +20,9 @@ from typing import Any, Final, Protocol
 import torch
 from torch._C._distributed_c10d import Work
 
-from shoal_worker.backends import reaper
-from shoal_worker.backends.errors import GroupEndedError
-from shoal_worker.backends.gloo_threads import wait_until_asleep
-from shoal_worker.backends.waits import Waits
+from shoal_worker.backends import native_threads
+from shoal_worker.backends.base import GroupEndedError, Waits
+from shoal_worker.backends.native_threads import wait_until_asleep
 
 _MOMENT_S: Final = 10.0
 """The longest such moment. Operations that Gloo tells of a broken connection end within a millisecond, or some under load; as long as a
@@ -343,7 +342,7 @@ class Waiter:
             if self._closed:
                 return False
             if not self._begun:
-                reaper.start(partial(_wait_in_turn, self._waits), name="shoal-gloo-transfers", most_s=_MOMENT_AT_EXIT_S)
+                native_threads.start(partial(_wait_in_turn, self._waits), name="shoal-gloo-transfers", most_s=_MOMENT_AT_EXIT_S)
                 self._begun = True
             self._waits.put(wait)
             return True

@@ -6,17 +6,175 @@ ends the group for all, with its reason. It is not for speed.
 
 from __future__ import annotations
 
+import weakref
 from datetime import timedelta
 from typing import Any, ClassVar, Final
 
+import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import _DistributedBackendOptions
+from shoal_common.errors import InvalidRequestError
+from torch._C._distributed_c10d import Work, _DistributedBackendOptions
 from torch.distributed.distributed_c10d import Store
 
-from shoal_worker.backends.base import CommunicationBackend
-from shoal_worker.backends.errors import GroupEndedError
-from shoal_worker.backends.inmemory.group import InMemoryGroup
-from shoal_worker.backends.inmemory.room import Room, room_for
+from shoal_worker.backends.base import CommunicationBackend, GroupEndedError
+from shoal_worker.backends.collective import Collective, check_op
+from shoal_worker.backends.inmemory.room import Meeting, Reception, Room, room_for
+from shoal_worker.backends.python_group import PythonGroup
+
+# ---------------------------------------------------------------------------------------------------------------------- the process group
+#
+# A torch process group whose ranks are threads of one process. The meeting of the ranks is inmemory_room.py's.
+#
+# Threads: a group belongs to the thread that is its rank; `abort` is for any.
+
+
+class InMemoryGroup(PythonGroup):
+    """`rank` of `room`, which it has entered."""
+
+    backend_name: ClassVar[str] = "shoal_inmemory"
+
+    def __init__(self, room: Room, rank: int, timeout: timedelta) -> None:
+        super().__init__(rank, room.size, room.name)
+        self.room = room
+        self._timeout = timeout
+        self._leave = weakref.finalize(self, room.leave, rank, "has let go of the group")
+
+    def abort(self, reason: str = "the process group was aborted") -> None:
+        """Ends the group on all ranks: what is pending and what comes raises GroupEndedError(reason)."""
+        self.room.end(GroupEndedError(reason))
+
+    def shutdown(self) -> None:
+        """This rank leaves: the others fail when they need it, and not before. Idempotent."""
+        self.room.leave(self.rank(), "has left the group")
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """For waits that begin from now on."""
+        self._timeout = timeout
+
+    def _issue(self, call: Collective) -> Work:
+        for one in call.inputs if call.op is not None else ():
+            check_op(call.op, one.dtype)
+        if len(call.dtypes) > 1 and len({one.dtype for one in call.inputs}) == 1 and call.inputs is not call.outputs:
+            raise InvalidRequestError(f"{call}: outputs are of another dtype than inputs")
+        return CollectiveWork(self.room, self.room.issue(self.rank(), call), self.rank(), self._timeout)
+
+    def _send(self, tensor: torch.Tensor, peer: int, tag: int) -> Work:
+        self.room.send(self.rank(), peer, tag, tensor)
+        return SendWork(tensor)
+
+    def _receive(self, tensor: torch.Tensor, peer: int | None, tag: int) -> Work:
+        reception = self.room.receive(self.rank(), peer, tag, tensor)
+        return ReceiveWork(self.room, reception, self.rank(), self._timeout)
+
+
+class _InMemoryWork(Work):
+    """Something issued. Its future is complete when it is handed out: so callbacks run in the thread of their own rank, not in a peer's.
+
+    DDP and functional collectives wait for the future in C++, where no other rank could have its turn.
+    """
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        raise NotImplementedError
+
+    def is_completed(self) -> bool:
+        raise NotImplementedError
+
+    def result(self) -> list[Any]:
+        """The output tensors."""
+        raise NotImplementedError
+
+    def is_success(self) -> bool:
+        """Whether the result is in place."""
+        return self.is_completed()
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Waits, and gives a complete future of the output tensors."""
+        self.wait()
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result(self.result())
+        return future
+
+
+class CollectiveWork(_InMemoryWork):
+    """One rank's side of a meeting."""
+
+    def __init__(self, room: Room, meeting: Meeting, rank: int, timeout: timedelta) -> None:
+        super().__init__()
+        self._room, self._meeting, self._rank, self._timeout = room, meeting, rank, timeout
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Returns when the result is in place. `timeout` None or 0: the group's.
+
+        Raises GroupEndedError when the group is over, or is ended because not all came in time, UnmatchedCollectiveError when the ranks'
+        collectives do not fit together.
+        """
+        self._room.await_meeting(self._meeting, self._rank, timeout or self._timeout)
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would return, or raise, at once."""
+        return self._meeting.done or self._room.ended is not None
+
+    def is_success(self) -> bool:
+        """Whether the result is in place."""
+        return self._meeting.done
+
+    def result(self) -> list[Any]:
+        """The output tensors, as torch gave them."""
+        return self._meeting.calls[self._rank].result
+
+
+class SendWork(_InMemoryWork):
+    """A message on its way: a copy was made, so it is complete."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        super().__init__()
+        self._tensor = tensor
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Returns at once."""
+        return True
+
+    def is_completed(self) -> bool:
+        """True."""
+        return True
+
+    def result(self) -> list[Any]:
+        """What was sent."""
+        return [self._tensor]
+
+
+class ReceiveWork(_InMemoryWork):
+    """A message that is waited for."""
+
+    def __init__(self, room: Room, reception: Reception, rank: int, timeout: timedelta) -> None:
+        super().__init__()
+        self._room, self._reception, self._rank, self._timeout = room, reception, rank, timeout
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Returns when the message is in place; else as CollectiveWork."""
+        self._room.await_reception(self._reception, self._rank, timeout or self._timeout)
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would return, or raise, at once."""
+        return self._reception.done or self._room.ended is not None
+
+    def is_success(self) -> bool:
+        """Whether the message is in place."""
+        return self._reception.done
+
+    def result(self) -> list[Any]:
+        """The tensor received into."""
+        return [self._reception.tensor]
+
+    def _source_rank(self) -> int:
+        """Who sent it; called by torch after `wait`."""
+        assert self._reception.source is not None
+        return self._reception.source
+
+
+# ---------------------------------------------------------------------------------------------------------------------------- the backend
 
 NAME: Final = "shoal_inmemory"
 

@@ -20,8 +20,8 @@ import torch
 from shoal_common.errors import ConfigurationError, DeadlineError
 from torch.distributed.distributed_c10d import Store
 
+from shoal_worker.backends.base import GroupEndedError
 from shoal_worker.backends.collective import Collective, UnmatchedCollectiveError, execute
-from shoal_worker.backends.errors import GroupEndedError
 from shoal_worker.backends.inmemory import turns
 from shoal_worker.backends.inmemory.turns import LOCK, Turns, own_turns
 

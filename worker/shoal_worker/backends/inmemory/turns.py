@@ -25,7 +25,7 @@ from typing import Any, Final, Protocol, TypeVar
 import numpy as np
 import torch
 
-from shoal_worker.backends.errors import GroupEndedError
+from shoal_worker.backends.base import GroupEndedError
 
 T = TypeVar("T")
 

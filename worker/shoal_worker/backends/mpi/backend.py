@@ -19,8 +19,7 @@ from shoal_common.errors import ConfigurationError, DeadlineError
 from torch._C._distributed_c10d import HashStore, Store, _DistributedBackendOptions
 from torch.distributed.rendezvous import register_rendezvous_handler
 
-from shoal_worker.backends.base import DEFAULT_CONNECT_TIMEOUT, DEFAULT_TIMEOUT, CommunicationBackend
-from shoal_worker.backends.errors import GroupEndedError
+from shoal_worker.backends.base import DEFAULT_CONNECT_TIMEOUT, DEFAULT_TIMEOUT, CommunicationBackend, GroupEndedError
 from shoal_worker.backends.worlds import Seat
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from mpi4py import MPI
 from shoal_common.errors import InvalidRequestError, ShoalError
 from torch._C._distributed_c10d import Work
 
-from shoal_worker.backends.errors import GroupEndedError
+from shoal_worker.backends.base import GroupEndedError
 
 _EAGER_TESTS: Final = 20
 """So many tests before the first pause."""

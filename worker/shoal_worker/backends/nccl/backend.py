@@ -20,9 +20,8 @@ import torch.distributed as dist
 from shoal_common.errors import ConfigurationError, DeadlineError, ShoalError
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from shoal_worker.backends import reaper
-from shoal_worker.backends.base import CommunicationBackend
-from shoal_worker.backends.errors import GroupEndedError, cause_of
+from shoal_worker.backends import native_threads
+from shoal_worker.backends.base import CommunicationBackend, GroupEndedError, cause_of
 from shoal_worker.backends.nccl.device_group import DeviceGroup
 from shoal_worker.settings import set_nccl_defaults
 
@@ -86,7 +85,7 @@ class NCCLBackend(CommunicationBackend):
         if group is not None:
             group.abort(self._reason or "given up")
         if native is not None:
-            reaper.start(native.abort, name="shoal-nccl-abort")
+            native_threads.start(native.abort, name="shoal-nccl-abort")
 
     def _release(self) -> None:
         group, self._group = self._group, None
@@ -112,7 +111,7 @@ def _within(limit: timedelta, connect: Callable[[], Any], *, given_up: Callable[
         except Exception as error:
             answers.put((None, error))
 
-    reaper.start(run, name="shoal-nccl-forming")
+    native_threads.start(run, name="shoal-nccl-forming")
     deadline = time.monotonic() + limit.total_seconds()
     while given_up() is None:
         if time.monotonic() > deadline:

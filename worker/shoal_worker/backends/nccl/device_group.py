@@ -20,9 +20,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Work
 
-from shoal_worker.backends.errors import GroupEndedError, cause_of
+from shoal_worker.backends.base import GroupEndedError, Waits, cause_of
 from shoal_worker.backends.python_group import ForwardingGroup
-from shoal_worker.backends.waits import Waits
 
 _PAUSE_S: Final = 20e-6
 

@@ -93,7 +93,7 @@ def _descendants_and_orphans(mark: str) -> list[psutil.Process]:
 @pytest.fixture
 def fresh_session() -> Iterator[None]:
     """This process has no session, before the test and after it."""
-    from shoal_worker.elastic.current import set_session  # which brings torch, that other tests do without
+    from shoal_worker.elastic.worker_process import set_session  # which brings torch, that other tests do without
 
     set_session(None)
     yield

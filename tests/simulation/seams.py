@@ -3,11 +3,11 @@
 time.monotonic, time.sleep      virtual, in threads of simulated processes; real in all others
 link, writer: threading         their threads and conditions take turns (threads.py)
 writer: ThreadPoolExecutor         reads files at once
-connecting: RedisStore          the stores over which ranks meet (transfers.py)
+membership: RedisStore          the stores over which ranks meet (transfers.py)
 membership: backend_class       process groups of simulated ranks (rooms.py)
 membership: unreachable         everybody is reached
 membership: StallWatch             not begun: it looks at sockets
-exchange: take_state            state that travels (transfers.py)
+transfer: take_state            state that travels (transfers.py)
 loader: _sample_record          a file for each process
 failpoints                      are points of the scenario
 """
@@ -26,7 +26,7 @@ from shoal_worker import failpoints
 from shoal_worker.backends import worlds
 from shoal_worker.checkpoint import writer
 from shoal_worker.data import loader
-from shoal_worker.elastic import connecting, exchange, link, membership
+from shoal_worker.elastic import link, membership, transfer
 
 from tests.simulation.processes import own_process
 from tests.simulation.rooms import SimulatedBackend
@@ -50,11 +50,11 @@ def installed() -> Iterator[None]:
             (link, "threading", SimulatedThreading),
             (writer, "threading", _WriterThreading),
             (writer, "ThreadPoolExecutor", InlineExecutor),
-            (connecting, "RedisStore", SimulatedStore),
+            (membership, "RedisStore", SimulatedStore),
             (membership, "backend_class", lambda _: lambda: SimulatedBackend(own_process())),
             (membership, "unreachable", lambda *_, **__: []),
             (membership, "StallWatch", _NoWatch),
-            (exchange, "take_state", take_state),
+            (transfer, "take_state", take_state),
             (loader, "_sample_record", lambda: own_process().record_samples()),
             (failpoints, "_wanted", _Failpoints),
         ):

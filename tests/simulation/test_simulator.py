@@ -11,7 +11,7 @@ import shoal
 import torch
 from shoal_common.errors import PreconditionError
 from shoal_common.exit_status import PUT_OUT
-from shoal_worker.data.supply import DealtSupply
+from shoal_worker.data.step_batches import DealtSupply
 from shoal_worker.engine.holders import ShardsLostError
 from shoal_worker.sharding.cut_state import CutState
 

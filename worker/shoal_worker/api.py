@@ -17,12 +17,11 @@ from shoal_worker.checkpoint.saving import CheckpointSaver, load_newest
 from shoal_worker.compression.optimizer import GradientCompressionOptimizer, take_apart
 from shoal_worker.config import ShardingConfiguration
 from shoal_worker.data.loader import ElasticDataLoader
-from shoal_worker.elastic.current import find_session
 from shoal_worker.elastic.evaluation import IteratedBatches, is_due
 from shoal_worker.elastic.evaluation import evaluate as _evaluate
 from shoal_worker.elastic.fixed import check_own
 from shoal_worker.elastic.loader_interface import StepStatus
-from shoal_worker.elastic.worker_process import current_session, open_session
+from shoal_worker.elastic.worker_process import current_session, find_session, open_session
 from shoal_worker.strategies import registry
 from shoal_worker.strategies.model import ShardedModel
 from shoal_worker.strategies.optimizer import ShardedOptimizer

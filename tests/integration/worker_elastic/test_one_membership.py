@@ -17,13 +17,12 @@ from shoal_common.errors import ConfigurationError, DeadlineError, InternalError
 from shoal_protos.v1 import coordinator_pb2 as pb
 from shoal_worker.backends.base import CommunicationBackend, Waits
 from shoal_worker.backends.gloo.backend import GlooBackend
-from shoal_worker.elastic import connecting, waiting_lines
-from shoal_worker.elastic.connecting import connect
+from shoal_worker.elastic import membership, waiting
 from shoal_worker.elastic.generation import Generation, Peer
 from shoal_worker.elastic.link import CoordinatorLink, MemberIdentity
 from shoal_worker.elastic.loader_interface import Drained, StopTraining
 from shoal_worker.elastic.member import LeaveReason
-from shoal_worker.elastic.membership import Membership
+from shoal_worker.elastic.membership import Membership, connect
 from shoal_worker.elastic.stall_watch import unreachable
 from shoal_worker.elastic.transfer import StateDonor
 from shoal_worker.settings import WorkerSettings
@@ -247,7 +246,7 @@ def test_a_collective_that_fails_ahead_of_a_border_is_reported_though_the_genera
 def test_who_waits_for_a_generation_waits_on_while_the_coordinator_is_away(
     job: Job, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(waiting_lines, "EVERY_S", 0.2)
+    monkeypatch.setattr(waiting, "EVERY_S", 0.2)
     link = real_link(job, "a")
     link.wait_generation(after=0, timeout=60 * SECOND)
     job.coordinator.kill()
@@ -260,14 +259,14 @@ def test_who_waits_for_a_generation_waits_on_while_the_coordinator_is_away(
         except ShoalError as error:
             answers.put(error)
 
-    waiting = threading.Thread(target=wait)
-    waiting.start()
+    waiter = threading.Thread(target=wait)
+    waiter.start()
     eventually(lambda: "waiting for a generation above 1 for 2 s" in caplog.text, "a line that says what is waited for")
     assert "the coordinator has been away" in caplog.text
     assert answers.empty(), "it gave up while the coordinator was away"
     job.coordinator.start()
     answers.get(timeout=60)  # the next generation, or its own deadline, which counts again
-    waiting.join()
+    waiter.join()
     link.leave(LeaveReason.FINISHED)
 
 
@@ -300,8 +299,8 @@ def test_members_of_a_job_that_the_coordinator_has_lost_go_on_in_it(job: Job) ->
 def test_a_generation_that_forms_slowly_says_who_has_not_come(
     redis_url: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connecting, "EVERY_S", 0.1)
-    monkeypatch.setattr(waiting_lines, "EVERY_S", 0.1)
+    monkeypatch.setattr(membership, "EVERY_S", 0.1)
+    monkeypatch.setattr(waiting, "EVERY_S", 0.1)
     peers = tuple(Peer(rank=rank, member_id=f"{rank}", host=f"host-{rank}", donor_address="", joining=False) for rank in (0, 1, 2))
     waits = Waits()
     with pytest.raises(MembershipChanged, match=r"rank 1 \(host-1\), rank 2 \(host-2\)"):

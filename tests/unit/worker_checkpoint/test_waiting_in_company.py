@@ -11,8 +11,8 @@ import shoal
 import torch
 from shoal_common.errors import CorruptDataError, DeadlineError
 from shoal_worker.checkpoint.writer import CheckpointWriter, in_company, on_first
-from shoal_worker.elastic import waiting_lines
-from shoal_worker.elastic.current import find_session
+from shoal_worker.elastic import waiting
+from shoal_worker.elastic.worker_process import find_session
 from torch import nn
 
 COLLECTIVE = timedelta(seconds=1)
@@ -61,7 +61,7 @@ def test_a_disk_that_never_answers_is_given_up() -> None:
 
 
 def test_a_disk_that_is_waited_for_is_named(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(waiting_lines, "EVERY_S", 0.5)
+    monkeypatch.setattr(waiting, "EVERY_S", 0.5)
 
     def rank() -> None:
         writer = CheckpointWriter()

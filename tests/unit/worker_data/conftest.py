@@ -5,11 +5,11 @@ from dataclasses import dataclass, field
 
 import pytest
 from shoal_worker.data.loader import ElasticDataLoader
-from shoal_worker.elastic.current import set_session
 from shoal_worker.elastic.loader_interface import Leases, Placement, StopTraining
+from shoal_worker.elastic.worker_process import set_session
 
 
-class FakeClock:
+class FakeSession:
     """Grants borders as it is told, and notes what the loader says."""
 
     def __init__(self, placement=None):
@@ -22,7 +22,7 @@ class FakeClock:
         self.coordinator = None
 
     @property
-    def clock(self):
+    def lifecycle(self):
         return self
 
     def register_source(self, source):
@@ -118,14 +118,14 @@ class FakeCoordinator:
 class Rank:
     """One rank of a simulated world: its session, its loader, and the training loop's place in it."""
 
-    clock: FakeClock
+    session: FakeSession
     loader: ElasticDataLoader
     iterator: object = None
     seen: list = field(default_factory=list)
 
     def take(self):
         """The loop asks for its next batch (or batches, with steps()); None at the end of the iteration."""
-        with self.clock.current():
+        with self.session.current():
             if self.iterator is None:
                 micro = self.loader.plan.micro_batch_size is not None
                 self.iterator = self.loader.steps() if micro else iter(self.loader)
@@ -136,15 +136,15 @@ class Rank:
             return [sample for batch in got for sample in batch.tolist()] if hasattr(got, "number") else got.tolist()
 
     def commit(self):
-        with self.clock.current():
-            return self.loader.committed(self.clock.placement)
+        with self.session.current():
+            return self.loader.committed(self.session.placement)
 
 
 @pytest.fixture
-def clock():
+def session():
     """The session of this test."""
-    with FakeClock().current() as clock:
-        yield clock
+    with FakeSession().current() as session:
+        yield session
 
 
 @pytest.fixture(scope="session")
@@ -152,12 +152,12 @@ def make_rank():
     """Makes a rank of a simulated world."""
 
     def make(make_loader, placement, state=None):
-        clock = FakeClock(placement)
-        with clock.current():
+        session = FakeSession(placement)
+        with session.current():
             loader = make_loader()
         if state is not None:
-            clock.waiting[loader.name] = state
-        return Rank(clock, loader)
+            session.waiting[loader.name] = state
+        return Rank(session, loader)
 
     return make
 

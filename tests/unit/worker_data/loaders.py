@@ -8,10 +8,10 @@ def loader_of(n=10, dataset=None, **options):
     return ElasticDataLoader(list(range(n)) if dataset is None else dataset, **{"global_batch_size": 4, "shuffle": False, **options})
 
 
-def run_epoch(loader, clock):
+def run_epoch(loader, session):
     """The batches of an epoch in which every step commits."""
     batches = []
     for batch in loader:
         batches.append(batch.tolist())
-        loader.committed(clock.placement)
+        loader.committed(session.placement)
     return batches

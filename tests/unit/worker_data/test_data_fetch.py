@@ -31,11 +31,11 @@ class Noisy(Dataset):
         return torch.tensor([float(index), torch.rand(()).item(), np.random.rand(), random.random()], dtype=torch.float64)
 
 
-def run_epoch(loader, clock):
+def run_epoch(loader, session):
     batches = []
     for batch in loader:
         batches.append(batch)
-        loader.committed(clock.placement)
+        loader.committed(session.placement)
     return batches
 
 
@@ -47,45 +47,45 @@ def noisy(**options):
     return ElasticDataLoader(Noisy(), **{"global_batch_size": 4, "seed": 3, **options})
 
 
-def test_augmentation_is_the_same_inline_and_in_data_workers_and_differs_by_epoch(clock):
+def test_augmentation_is_the_same_inline_and_in_data_workers_and_differs_by_epoch(session):
     inline, workers = noisy(), noisy(num_workers=2)
-    first = run_epoch(inline, clock)
-    assert all_equal(first, run_epoch(workers, clock))
-    second = run_epoch(inline, clock)
+    first = run_epoch(inline, session)
+    assert all_equal(first, run_epoch(workers, session))
+    second = run_epoch(inline, session)
     assert not all_equal(first, second)
-    assert all_equal(second, run_epoch(workers, clock))
+    assert all_equal(second, run_epoch(workers, session))
 
 
-def test_augmentation_of_a_micro_batch_does_not_depend_on_the_world(clock):
+def test_augmentation_of_a_micro_batch_does_not_depend_on_the_world(session):
     def epoch(world):
         parts = []
         for rank in range(world):
             loader = noisy(micro_batch_size=2, shuffle=False)
-            clock.placement = Placement(generation=1, rank=rank, world_size=world)
+            session.placement = Placement(generation=1, rank=rank, world_size=world)
             for step in loader.steps():
                 parts += list(step)
-                loader.committed(clock.placement)
+                loader.committed(session.placement)
         return sorted(parts, key=lambda batch: batch[0, 0].item())
 
     assert all_equal(epoch(1), epoch(2))
 
 
-def test_a_redo_draws_the_same_numbers(clock):
+def test_a_redo_draws_the_same_numbers(session):
     for workers in (0, 1):
         iterator = iter(noisy(num_workers=workers))
         assert torch.equal(next(iterator), next(iterator))
 
 
-def test_what_the_loop_draws_depends_on_the_step_alone_and_not_on_how_its_batch_was_made(clock):
+def test_what_the_loop_draws_depends_on_the_step_alone_and_not_on_how_its_batch_was_made(session):
     def drawn(workers):
         loader = noisy(num_workers=workers)
         loop = []
         for _ in loader:
             loop.append((torch.rand(1).item(), np.random.rand(), random.random()))
-            loader.committed(clock.placement)
+            loader.committed(session.placement)
         return loop
 
-    clock.begin_micro_batch = lambda *, index, weight, key, weigh: seed_generators(key)  # as the session does
+    session.begin_micro_batch = lambda *, index, weight, key, weigh: seed_generators(key)  # as the session does
     inline = drawn(0)
     assert drawn(1) == inline
     assert len(set(inline)) == len(inline)
@@ -95,7 +95,7 @@ def test_what_the_loop_draws_depends_on_the_step_alone_and_not_on_how_its_batch_
     assert (torch.rand(1).item(), np.random.rand(), random.random()) == inline[0]
 
 
-def test_evaluation_leaves_the_global_random_numbers_alone(clock):
+def test_evaluation_leaves_the_global_random_numbers_alone(session):
     for workers in (0, 1):
         torch.manual_seed(0), np.random.seed(0), random.seed(0)
         expected = torch.rand(1), np.random.rand(), random.random()
@@ -104,16 +104,16 @@ def test_evaluation_leaves_the_global_random_numbers_alone(clock):
         assert (torch.rand(1), np.random.rand(), random.random()) == expected
 
 
-def test_a_collate_function_draws_keyed_numbers_too(clock):
+def test_a_collate_function_draws_keyed_numbers_too(session):
     def collate(samples):
         return torch.stack(samples) * torch.rand(())
 
     one, two = noisy(collate_fn=collate), noisy(collate_fn=collate)
-    assert all_equal(run_epoch(one, clock), run_epoch(two, clock))
+    assert all_equal(run_epoch(one, session), run_epoch(two, session))
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_getitems_is_used_where_the_dataset_has_it(clock, workers):
+def test_getitems_is_used_where_the_dataset_has_it(session, workers):
     class Batched(Noisy):
         def __getitems__(self, indices):
             assert isinstance(indices, list)
@@ -123,23 +123,23 @@ def test_getitems_is_used_where_the_dataset_has_it(clock, workers):
     assert next(iter(loader)).tolist() == [0, 10, 20, 30]
 
 
-def test_the_ranks_may_change_while_batches_are_made_ahead(clock):
+def test_the_ranks_may_change_while_batches_are_made_ahead(session):
     loader = ElasticDataLoader(list(range(40)), global_batch_size=4, shuffle=False, num_workers=2)
     iterator = iter(loader)
     seen = [next(iterator).tolist()]
     workers = _children()
-    loader.committed(clock.placement)
-    clock.placement = Placement(generation=2, rank=1, world_size=2)
+    loader.committed(session.placement)
+    session.placement = Placement(generation=2, rank=1, world_size=2)
     seen.append(next(iterator).tolist())
-    clock.placement = Placement(generation=3, rank=1, world_size=4)
+    session.placement = Placement(generation=3, rank=1, world_size=4)
     seen.append(next(iterator).tolist())
-    loader.committed(clock.placement)
+    loader.committed(session.placement)
     seen.append(next(iterator).tolist())
     assert seen == [[0, 1, 2, 3], [6, 7], [5], [9]]
     assert _children() == workers, "the data workers were started anew"
 
 
-def test_prefetch_goes_on_over_a_generation_that_leaves_this_rank_its_place(clock):
+def test_prefetch_goes_on_over_a_generation_that_leaves_this_rank_its_place(session):
     made = []
     fetcher = Fetcher(list(range(4)), collate_fn=list, num_workers=1, pin_memory=False)
     requests = [Request(epoch=0, indices=(i,), key=(i,)) for i in range(3)]
@@ -155,16 +155,16 @@ def test_prefetch_goes_on_over_a_generation_that_leaves_this_rank_its_place(cloc
     assert len(made) == 1
 
 
-def test_a_change_to_the_dataset_between_epochs_reaches_the_data_workers(clock):
+def test_a_change_to_the_dataset_between_epochs_reaches_the_data_workers(session):
     data = [0, 1, 2, 3]
     loader = ElasticDataLoader(data, global_batch_size=4, shuffle=False, num_workers=1)
-    assert run_epoch(loader, clock)[0].tolist() == [0, 1, 2, 3]
+    assert run_epoch(loader, session)[0].tolist() == [0, 1, 2, 3]
     data[0] = 9
-    assert run_epoch(loader, clock)[0].tolist() == [9, 1, 2, 3]
+    assert run_epoch(loader, session)[0].tolist() == [9, 1, 2, 3]
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_after_an_error_in_the_dataset_the_loop_can_be_entered_again_where_it_was(clock, workers, tmp_path, monkeypatch):
+def test_after_an_error_in_the_dataset_the_loop_can_be_entered_again_where_it_was(session, workers, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 100.0)  # how long torch waits for one that was not told to end
     broken = tmp_path / "broken"
     broken.touch()
@@ -178,16 +178,16 @@ def test_after_an_error_in_the_dataset_the_loop_can_be_entered_again_where_it_wa
     loader = ElasticDataLoader(Flaky(4), global_batch_size=2, shuffle=False, num_workers=workers)
     started = time.monotonic()
     with pytest.raises(OSError, match="disk"):
-        run_epoch(loader, clock)
+        run_epoch(loader, session)
     broken.unlink()
-    assert [batch.tolist() for batch in run_epoch(loader, clock)] == [[2, 3]]
+    assert [batch.tolist() for batch in run_epoch(loader, session)] == [[2, 3]]
     assert time.monotonic() - started < 50, "the data workers were not told to end"
 
 
-def test_no_data_worker_is_left_when_an_iteration_ends_or_is_left(clock):
+def test_no_data_worker_is_left_when_an_iteration_ends_or_is_left(session):
     before = _children()
     loader = noisy(num_workers=2)
-    run_epoch(loader, clock)
+    run_epoch(loader, session)
     assert _children() == before
     iterator = iter(loader)
     next(iterator)
@@ -196,14 +196,14 @@ def test_no_data_worker_is_left_when_an_iteration_ends_or_is_left(clock):
     assert _children() == before
 
 
-def test_an_evaluation_loader_uses_data_workers_and_ends_them(clock):
+def test_an_evaluation_loader_uses_data_workers_and_ends_them(session):
     before = _children()
     loader = ElasticDataLoader(list(range(5)), global_batch_size=2, train=False, num_workers=1)
     assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4]]
     assert _children() == before
 
 
-def test_batches_are_pinned_only_where_there_is_an_accelerator(clock):
+def test_batches_are_pinned_only_where_there_is_an_accelerator(session):
     loader = noisy(pin_memory=True)
     assert next(iter(loader)).is_pinned() == torch.accelerator.is_available()
 
@@ -244,7 +244,7 @@ class WorkerFacts(Dataset):
         return int(signal.getsignal(signal.SIGINT) == signal.SIG_IGN), int(get_worker_info() is not None), os.getpid()
 
 
-def test_data_workers_leave_ctrl_c_to_the_rank(clock):
+def test_data_workers_leave_ctrl_c_to_the_rank(session):
     loader = ElasticDataLoader(WorkerFacts(), global_batch_size=2, num_workers=1)
     ignores, in_worker, pid = next(iter(loader))
     assert ignores.tolist() == in_worker.tolist() == [1, 1]

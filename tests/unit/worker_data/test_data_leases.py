@@ -12,9 +12,9 @@ def make(n=10, **options):
 
 
 @pytest.fixture
-def alone(clock, coordinator):
-    clock.coordinator = coordinator
-    return clock
+def alone(session, coordinator):
+    session.coordinator = coordinator
+    return session
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def members(make_rank, coordinator):
     def start(count, **options):
         ranks = [make_rank(lambda: make(**options), Placement(generation=1, rank=r, world_size=count)) for r in range(count)]
         for rank in ranks:
-            rank.clock.coordinator = coordinator
+            rank.session.coordinator = coordinator
         return ranks
 
     return start
@@ -58,7 +58,7 @@ def test_a_lost_batch_is_handed_out_again_without_a_new_lease(alone):
 def test_a_dead_members_batches_are_dealt_again(members, coordinator):
     one, two = members(2)
     assert (one.take(), two.take()) == ([0, 1, 2], [3, 4, 5])
-    coordinator.drop(two.clock)
+    coordinator.drop(two.session)
     seen = []
     one.commit()
     while (got := one.take()) is not None:
@@ -72,15 +72,15 @@ def test_a_member_waits_at_the_end_of_an_epoch_for_batches_that_may_come_back(me
     assert (one.take(), two.take()) == ([0, 1, 2], [3, 4, 5])
     one.commit()
     begun = []
-    granted = one.clock.begin_step
+    granted = one.session.begin_step
 
     def begin_step(source):
         begun.append(1)
         if len(begun) == 3:
-            coordinator.drop(two.clock)
+            coordinator.drop(two.session)
         return granted(source)
 
-    one.clock.begin_step = begin_step
+    one.session.begin_step = begin_step
     assert one.take() == [3, 4, 5]
     assert len(begun) == 3
     one.commit()
@@ -101,7 +101,7 @@ def test_leaving_the_loop_gives_back_what_was_leased_ahead(members, coordinator)
     one.take()
     assert coordinator.held[0].keys() == {0, 1, 2}
     one.commit()
-    with one.clock.current():
+    with one.session.current():
         one.iterator.close()
     assert not coordinator.held[0]
     done = 0
@@ -155,7 +155,7 @@ def test_the_record_of_leased_batches_tells_how_often_each_sample_was_trained_on
     one, two = members(2)
     one.take(), two.take()
     two.commit()  # its push is applied, but it dies before the coordinator hears of it
-    coordinator.drop(two.clock)
+    coordinator.drop(two.session)
     one.commit()
     while one.take() is not None:
         one.commit()

@@ -23,7 +23,7 @@ from tests.unit.worker_data.loaders import loader_of, run_epoch
 # ---------------------------------------------------------------------------------------------------------------- samplers
 
 
-def test_a_sampler_is_drawn_once_per_epoch_and_each_position_counts_once(clock):
+def test_a_sampler_is_drawn_once_per_epoch_and_each_position_counts_once(session):
     draws = []
 
     class Sampler:
@@ -35,10 +35,10 @@ def test_a_sampler_is_drawn_once_per_epoch_and_each_position_counts_once(clock):
             return iter([9, 9, 1, 2, 3, 4])
 
     loader = loader_of(sampler=Sampler())
-    assert run_epoch(loader, clock) == [[9, 9, 1, 2], [3, 4]]
+    assert run_epoch(loader, session) == [[9, 9, 1, 2], [3, 4]]
     assert len(loader) == 2
     assert len(draws) == 1
-    run_epoch(loader, clock)
+    run_epoch(loader, session)
     assert len(draws) == 2
 
 
@@ -59,8 +59,8 @@ def test_samplers_draw_the_same_on_every_rank_and_differ_by_epoch(make, make_ran
         random.seed(r)
         np.random.seed(r)
         rank = make_rank(lambda: loader_of(sampler=make(), global_batch_size=12), Placement(generation=1, rank=0, world_size=1))
-        with rank.clock.current():
-            epochs.append([run_epoch(rank.loader, rank.clock) for _ in range(2)])
+        with rank.session.current():
+            epochs.append([run_epoch(rank.loader, rank.session) for _ in range(2)])
     assert epochs[0] == epochs[1]
     assert epochs[0][0] != epochs[0][1]
 
@@ -73,7 +73,7 @@ class _Shuffled:
         return iter(self._draw())
 
 
-def test_set_epoch_is_called_before_a_draw(clock):
+def test_set_epoch_is_called_before_a_draw(session):
     class Sampler:
         epoch = None
 
@@ -84,19 +84,19 @@ def test_set_epoch_is_called_before_a_draw(clock):
             return iter([self.epoch])
 
     loader = loader_of(sampler=Sampler())
-    assert [run_epoch(loader, clock) for _ in range(3)] == [[[0]], [[1]], [[2]]]
+    assert [run_epoch(loader, session) for _ in range(3)] == [[[0]], [[1]], [[2]]]
 
 
-def test_a_sampler_that_draws_otherwise_here_than_on_the_peers_is_found(clock):
+def test_a_sampler_that_draws_otherwise_here_than_on_the_peers_is_found(session):
     loader = loader_of(sampler=list(range(10)), name="a")
     next(iter(loader))
-    loader.committed(clock.placement)
+    loader.committed(session.placement)
     other = loader_of(sampler=list(reversed(range(10))), name="b")
     with pytest.raises(ConfigurationError, match="order="):
         other.load_state_dict(loader.state_dict())
 
 
-def test_drawing_leaves_the_global_random_numbers_alone(clock):
+def test_drawing_leaves_the_global_random_numbers_alone(session):
     torch.manual_seed(3)
     expected = torch.rand(1)
     torch.manual_seed(3)
@@ -115,7 +115,7 @@ def test_drawing_leaves_the_global_random_numbers_alone(clock):
         ([-1], "0 to 9"),
     ],
 )
-def test_samplers_that_cannot_work_are_refused(clock, sampler, named):
+def test_samplers_that_cannot_work_are_refused(session, sampler, named):
     with pytest.raises(ConfigurationError, match=named):
         next(iter(loader_of(sampler=sampler)))
 
@@ -147,13 +147,13 @@ class Sharded(IterableDataset):
 
 
 @pytest.mark.parametrize(("dataset", "named"), [(Stream(), "Stream"), (Unsized(), "__len__"), (iter([1]), "__getitem__"), ([], "empty")])
-def test_datasets_that_cannot_be_dealt_by_position_are_refused(clock, dataset, named):
+def test_datasets_that_cannot_be_dealt_by_position_are_refused(session, dataset, named):
     with pytest.raises(ConfigurationError, match=named):
         ElasticDataLoader(dataset, global_batch_size=2)
 
 
-def test_an_iterable_dataset_with_positions_is_accepted(clock):
-    assert run_epoch(ElasticDataLoader(Sharded(), global_batch_size=2, shuffle=False), clock) == [[0, 1], [2]]
+def test_an_iterable_dataset_with_positions_is_accepted(session):
+    assert run_epoch(ElasticDataLoader(Sharded(), global_batch_size=2, shuffle=False), session) == [[0, 1], [2]]
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_an_iterable_dataset_with_positions_is_accepted(clock):
         ({"drop_last": True, "train": False}, "drop_last"),
     ],
 )
-def test_arguments_that_cannot_work_are_refused_by_name(clock, options, named):
+def test_arguments_that_cannot_work_are_refused_by_name(session, options, named):
     with pytest.raises(ConfigurationError, match=named):
         loader_of(**options)
 
@@ -181,16 +181,16 @@ def test_arguments_that_cannot_work_are_refused_by_name(clock, options, named):
 # -------------------------------------------------------------------------------------------------------------- evaluation
 
 
-def test_an_evaluation_loader_yields_every_sample_in_order_and_takes_no_part_in_steps(clock):
+def test_an_evaluation_loader_yields_every_sample_in_order_and_takes_no_part_in_steps(session):
     loader = loader_of(train=False, shuffle=True)
     assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
     assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
     assert len(loader) == 3
-    assert clock.calls == []
+    assert session.calls == []
 
 
 @pytest.mark.parametrize("drawn", [7, 13])
-def test_an_evaluation_has_every_sample_of_a_sampler_that_draws_another_number_than_it_says(clock, drawn):
+def test_an_evaluation_has_every_sample_of_a_sampler_that_draws_another_number_than_it_says(session, drawn):
     class Sampler:
         def __len__(self):
             return 10
@@ -203,13 +203,13 @@ def test_an_evaluation_has_every_sample_of_a_sampler_that_draws_another_number_t
     assert len(loader) == -(-drawn // 4)
 
 
-def test_evaluation_batches_come_by_number_in_the_size_of_micro_batches(clock):
+def test_evaluation_batches_come_by_number_in_the_size_of_micro_batches(session):
     batches = loader_of(train=False, micro_batch_size=3).evaluation_batches()
     assert len(batches) == 4
     assert [(number, batch.tolist()) for number, batch in batches.read([0, 3])] == [(0, [0, 1, 2]), (3, [9])]
 
 
-def test_steps_of_an_evaluation_loader_and_evaluation_with_a_training_loader_are_refused(clock):
+def test_steps_of_an_evaluation_loader_and_evaluation_with_a_training_loader_are_refused(session):
     with pytest.raises(ConfigurationError, match="train=False"):
         loader_of(train=False).steps()
     with pytest.raises(ConfigurationError, match="train=False"):

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from shoal_common.errors import ConfigurationError
-from shoal_worker.data.plan import EpochPlan, permutation
+from shoal_worker.data.sampling import EpochPlan, permutation
 
 worlds = st.lists(st.integers(1, 9), min_size=1, max_size=20)
 

@@ -116,12 +116,12 @@ def test_an_empty_directory_has_no_epochs(tmp_path):
     assert audit(tmp_path).epochs == ()
 
 
-def test_a_loader_writes_its_record_where_the_environment_says(clock, tmp_path, monkeypatch):
+def test_a_loader_writes_its_record_where_the_environment_says(session, tmp_path, monkeypatch):
     monkeypatch.setenv("SHOAL_RECORD_DIR", str(tmp_path / "records"))
     monkeypatch.setenv("SHOAL_MEMBER_ID", "m1")
     loader = ElasticDataLoader(list(range(4)), global_batch_size=4, shuffle=False)
     for _ in loader:
-        loader.committed(clock.placement)
+        loader.committed(session.placement)
     lines = [json.loads(line) for line in (tmp_path / "records" / "m1.jsonl").read_text().splitlines()]
     assert lines == [
         dealt(0, 0, [0, 1, 2, 3]),

@@ -71,7 +71,7 @@ class World:
     def _reform(self):
         self._generation += 1
         for number, rank in enumerate(self.ranks):
-            rank.clock.placement = Placement(generation=self._generation, rank=number, world_size=len(self.ranks))
+            rank.session.placement = Placement(generation=self._generation, rank=number, world_size=len(self.ranks))
 
     def _commit(self, ranks):
         for rank in ranks:

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 from shoal_common.errors import CorruptDataError, PreconditionError, UnavailableError
-from shoal_worker.elastic import exchange
-from shoal_worker.elastic.departure import Departure
-from shoal_worker.elastic.exchange import StateExchange
+from shoal_worker.elastic import transfer
+from shoal_worker.elastic.borders import Departure
 from shoal_worker.elastic.loader_interface import Share, StepStatus, StopTraining
 from shoal_worker.elastic.progress import ProgressMeter
 from shoal_worker.elastic.reconcile import StateName
 from shoal_worker.elastic.step_lifecycle import StepLifecycle
+from shoal_worker.elastic.transfer import StateExchange
 from shoal_worker.metrics import WorkerMetrics
 from shoal_worker.settings import WorkerSettings
 
@@ -89,7 +89,7 @@ def test_state_that_was_damaged_on_the_way_is_asked_for_again(monkeypatch: pytes
     def damaged(*_: Any, **__: Any) -> None:
         raise CorruptDataError("a checksum is wrong", reason="STATE_DAMAGED")
 
-    monkeypatch.setattr(exchange, "take_state", damaged)
+    monkeypatch.setattr(transfer, "take_state", damaged)
     members = [Member(Model(5.0), state=StateName(1, 5)), Member(Model(4.0), state=StateName(1, 4))]
 
     def take(member: Member) -> None:

@@ -10,8 +10,7 @@ import pytest
 import shoal
 import torch
 from shoal_common.errors import ConfigurationError, PreconditionError
-from shoal_worker.elastic.current import set_session
-from shoal_worker.elastic.worker_process import current_session
+from shoal_worker.elastic.worker_process import current_session, set_session
 from torch import nn
 
 pytestmark = pytest.mark.usefixtures("fresh_session")

@@ -13,7 +13,7 @@ import torch
 from shoal_common.clients.coordinator import CoordinatorClient
 from shoal_common.errors import DeadlineError, UnavailableError
 from shoal_protos.v1 import coordinator_pb2 as pb
-from shoal_worker.elastic import waiting_lines
+from shoal_worker.elastic import waiting
 from shoal_worker.elastic.link import MemberIdentity
 from shoal_worker.elastic.loader_interface import Drained
 from shoal_worker.elastic.membership import Membership
@@ -33,7 +33,7 @@ class Part(Model):
 def waits(member: Member, seconds: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stands by for so long by the clock of the lines, and is asked to leave then."""
     clock = itertools.count()
-    monkeypatch.setattr(waiting_lines, "time", SimpleNamespace(monotonic=lambda: float(next(clock))))
+    monkeypatch.setattr(waiting, "time", SimpleNamespace(monotonic=lambda: float(next(clock))))
 
     def nothing_comes(timeout: timedelta) -> None:
         if next(clock) >= seconds:

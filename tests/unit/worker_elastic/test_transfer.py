@@ -16,9 +16,8 @@ import torch
 from shoal_common.errors import CorruptDataError, UnavailableError
 from shoal_common.settings import parse_address
 from shoal_worker.elastic import transfer
-from shoal_worker.elastic.exchange import MOST_DONORS, share_of
 from shoal_worker.elastic.stall_watch import unreachable
-from shoal_worker.elastic.transfer import StateDonor, take_state
+from shoal_worker.elastic.transfer import MOST_DONORS, StateDonor, share_of, take_state
 
 from tests.zygote.children import eventually
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shoal_worker.elastic.departure import Told, WhoLeaves, who_leaves
+from shoal_worker.elastic.borders import Told, WhoLeaves, who_leaves
 
 
 def told(holds: str, *, asked: bool = False, excluded: bool = False, stopping: bool = False, joiners: bool = False) -> Told:

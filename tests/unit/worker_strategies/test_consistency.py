@@ -8,7 +8,7 @@ import pytest
 import shoal
 import torch
 from shoal_common.errors import ConfigurationError, ShoalError
-from shoal_worker.elastic.consistency import disagreement
+from shoal_worker.elastic.divergence import disagreement
 from torch import nn
 
 STRATEGIES: dict[str, tuple[int, dict[str, Any]]] = {

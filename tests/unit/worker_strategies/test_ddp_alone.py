@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import shoal
 import torch
-from shoal_worker.elastic.current import set_session
-from shoal_worker.elastic.worker_process import current_session
+from shoal_worker.elastic.worker_process import current_session, set_session
 from torch import nn
 
 from tests.unit.worker_strategies.small_problem import data, network

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 from shoal_common.errors import DeadlineError
 
 from shoal_worker.backends.inmemory.turns import run_aside
-from shoal_worker.elastic.waiting_lines import WaitingLines
+from shoal_worker.elastic.waiting import WaitingLines
 
 if TYPE_CHECKING:
     from shoal_worker.elastic.group import Channel

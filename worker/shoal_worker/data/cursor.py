@@ -16,8 +16,7 @@ from typing import Any
 
 from shoal_common.errors import ConfigurationError, CorruptDataError
 
-from shoal_worker.data.orders import EpochOrders
-from shoal_worker.data.plan import EpochPlan
+from shoal_worker.data.sampling import EpochOrders, EpochPlan
 
 
 @dataclass(frozen=True, kw_only=True)

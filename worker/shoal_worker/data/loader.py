@@ -3,10 +3,10 @@
 The parts that do the work, and who owns which state (all of it used by the thread of the user's training loop):
 
 - `cursor.py`        the cursor and the count of epochs
-- `supply.py`        the step that this rank was dealt, over `dealer.py` and `plan.py`; or the leases
-- `delivery.py`      none of the run's: hands out a step's batches, which `fetch.py` makes
+- `step_batches.py`        the step that this rank was dealt, over `step_batches.py` and `sampling.py`; or the leases
+- `iteration.py`      none of the run's: hands out a step's batches, which `fetch.py` makes
 - `iteration.py`     the loops that are under way; the name, and the session that knows it
-- `evaluation.py`    the batches of a loader with train=False, which has no steps
+- `loader.py`    the batches of a loader with train=False, which has no steps
 
 The cursor moves only when the session says that a step is committed; what was handed out and not committed is dealt again. It decides
 nothing about membership and reduces nothing. None of its parts refers to it: when the script lets go of it, it is gone and its name free.
@@ -15,6 +15,7 @@ nothing about membership and reduces nothing. None of its parts refers to it: wh
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, SupportsIndex
 
@@ -22,18 +23,63 @@ from shoal_common.errors import ConfigurationError, InternalError
 from torch.utils.data import Dataset, IterableDataset, default_collate
 
 from shoal_worker.data.cursor import Course
-from shoal_worker.data.dealer import Dealer, Step
-from shoal_worker.data.delivery import Delivery
-from shoal_worker.data.evaluation import EvaluationBatches
-from shoal_worker.data.fetch import Fetcher
-from shoal_worker.data.iteration import Introduction, Iterations
-from shoal_worker.data.orders import EpochOrders
-from shoal_worker.data.plan import EpochPlan
+from shoal_worker.data.fetch import Fetcher, Request
+from shoal_worker.data.iteration import Delivery, Introduction, Iterations
 from shoal_worker.data.record import SampleRecord
-from shoal_worker.data.supply import DealtSupply, LeasedSupply, Supply
+from shoal_worker.data.sampling import EpochOrders, EpochPlan
+from shoal_worker.data.step_batches import Dealer, DealtSupply, LeasedSupply, Step, Supply
 from shoal_worker.elastic.loader_interface import Placement
 from shoal_worker.settings import WorkerSettings
 from shoal_worker.state.digest import DRAWN, SAMPLES, identity_of
+
+# ------------------------------------------------------------------------------------------------------------------ loaders without steps
+#
+# The batches of an evaluation loader: a fixed list of pieces of work that any rank can do, so that `evaluate` can deal them.
+#
+# There are no steps here, no cursor and no commits. Every sample is in exactly one batch, in the dataset's order, or that of the sampler's
+# one draw. A batch has a number, and is the same whoever makes it.
+
+
+class EvaluationBatches:
+    """Batches by number. Used by one thread at a time."""
+
+    def __init__(self, *, orders: EpochOrders, fetcher: Fetcher, size: int, seed: int, dealing: str) -> None:
+        """`dealing`: what the batches follow from, the same on all ranks."""
+        self.dealing = dealing
+        self._orders = orders
+        self._fetcher = fetcher
+        self._length = len(orders.order(0))  # a sampler may draw fewer, or more, than its length says
+        self._size = size
+        self._seed = seed
+
+    def __len__(self) -> int:
+        """How many there are."""
+        return math.ceil(self._length / self._size)
+
+    def __iter__(self) -> Iterator[Any]:
+        """All of them."""
+        return (batch for _, batch in self.read(range(len(self))))
+
+    def read(self, numbers: Iterable[int]) -> Iterator[tuple[int, Any]]:
+        """(number, batch) for these numbers, in this order. Data workers make them ahead."""
+        wanted = [(number, self._request(number)) for number in numbers]
+        try:
+            for place, (number, request) in enumerate(wanted):
+                yield number, self._fetcher.fetch(request, lambda place=place: (later for _, later in wanted[place:]))  # type: ignore[misc]
+        finally:
+            self._fetcher.close()
+
+    def samples(self, number: int) -> int:
+        """In the batch of this number."""
+        return min(self._size, self._length - number * self._size)
+
+    def _request(self, number: int) -> Request:
+        start = number * self._size
+        positions = range(start, min(start + self._size, self._length))
+        return Request(epoch=0, indices=tuple(self._orders.indices(0, positions)), key=(self._seed, 0, 0, start))
+
+
+# ----------------------------------------------------------------------------------------------------------------------------- the loader
 
 
 class ElasticDataLoader:

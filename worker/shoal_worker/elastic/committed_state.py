@@ -21,8 +21,7 @@ from shoal_worker.elastic.operations import Operations
 from shoal_worker.elastic.phase import Phase, ScriptPhase
 from shoal_worker.elastic.reconcile import Interrupted, Standing, StateName
 from shoal_worker.elastic.schedulers_and_scalers import RegisteredState
-from shoal_worker.elastic.script_position import ScriptPosition
-from shoal_worker.elastic.step import Step
+from shoal_worker.elastic.step import ScriptPosition, Step
 from shoal_worker.elastic.strategy_interface import TrainingEngine
 from shoal_worker.state.serial import dump_tensors, load_tensors
 from shoal_worker.state.tree import flatten, unflatten

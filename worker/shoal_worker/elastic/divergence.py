@@ -1,20 +1,24 @@
-"""What ranks are told whose scripts went different ways: RANKS_DIVERGED, with who is where, or what differs.
+"""What ranks are told that have gone different ways: RANKS_DIVERGED, with who is where, or what differs.
 
-A step's control word says only that they did (`script_position.py`); then all ranks know it, and tell each other the rest here. Used by the
+A step's control word says only that they did (`step.py`); then all ranks know it, and tell each other the rest here. Used by the
 training thread.
+
+Replicas drift apart without a word when memory or arithmetic fails on one machine, or when a script changes parameters on one rank alone.
+So now and then ranks compare digests of what several of them hold in common (`TrainingEngine.in_common`, `disagreement`).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from shoal_common.errors import MembershipChanged, PreconditionError
 
 from shoal_worker.elastic.group import Group
 from shoal_worker.elastic.loader_interface import StepSource
-from shoal_worker.elastic.script_position import ScriptPosition
+from shoal_worker.elastic.step import ScriptPosition
 from shoal_worker.state.digest import DRAWN, SAMPLES
 
 REASON: Final = "RANKS_DIVERGED"
@@ -86,3 +90,18 @@ def _describe(place: Sequence[Any]) -> str:
     if not loader:
         return "a step of a loop without a loader of Shoal's"
     return f"step {step} of epoch {epoch} of loader {loader!r}, the script's number {number},"
+
+
+def disagreement(told: Sequence[Mapping[str, int]]) -> str | None:
+    """Which ranks hold something else than the others under one label, for an error; None: all agree. `told`: by rank."""
+    for label in sorted({label for each in told for label in each}):
+        held = {rank: each[label] for rank, each in enumerate(told) if label in each}
+        counts = Counter(held.values())
+        if len(counts) == 1:
+            continue
+        most, number = counts.most_common(1)[0]
+        others = [rank for rank, digest in held.items() if digest != most]
+        if 2 * number <= len(held):
+            return f"ranks {list(held)} hold different values of {label}"
+        return f"{', '.join(f'rank {rank}' for rank in others)}, of ranks {list(held)}, holds other values of {label} than the rest"
+    return None

@@ -26,7 +26,6 @@ from shoal_common.errors import ConfigurationError, DeadlineError, MembershipCha
 
 from shoal_worker.elastic.committed_state import HeldState
 from shoal_worker.elastic.divergence import COUNTING
-from shoal_worker.elastic.exchange import StateExchange
 from shoal_worker.elastic.generation import Generation
 from shoal_worker.elastic.group import Group
 from shoal_worker.elastic.joiner_state import Feeding
@@ -35,9 +34,9 @@ from shoal_worker.elastic.member import Member
 from shoal_worker.elastic.operations import GroupChannel, spectate
 from shoal_worker.elastic.progress import ProgressMeter
 from shoal_worker.elastic.reconcile import STANDING_LENGTH, Interrupted, Reconciliation, Standing, StateName, reconcile
-from shoal_worker.elastic.script_position import ScriptPosition
-from shoal_worker.elastic.waiting import Where
-from shoal_worker.elastic.waiting_lines import WaitingLines
+from shoal_worker.elastic.step import ScriptPosition
+from shoal_worker.elastic.transfer import StateExchange
+from shoal_worker.elastic.waiting import WaitingLines, Where
 from shoal_worker.failpoints import failpoint
 from shoal_worker.metrics import WorkerMetrics
 from shoal_worker.settings import WorkerSettings

@@ -13,13 +13,13 @@ from collections.abc import Callable, Sequence
 from shoal_common.errors import MembershipChanged, PreconditionError, ShoalError
 
 from shoal_worker.elastic.committed_state import HeldState
-from shoal_worker.elastic.exchange import StateExchange
 from shoal_worker.elastic.group import Group
 from shoal_worker.elastic.loader_interface import LeftOver
 from shoal_worker.elastic.operations import GroupChannel, spectate
 from shoal_worker.elastic.phase import Phase
 from shoal_worker.elastic.reconcile import StateName
-from shoal_worker.elastic.script_position import ScriptPosition
+from shoal_worker.elastic.step import ScriptPosition
+from shoal_worker.elastic.transfer import StateExchange
 from shoal_worker.failpoints import failpoint
 
 _log = logging.getLogger(__name__)

@@ -36,7 +36,7 @@ from shoal_worker.elastic.generation import Generation
 from shoal_worker.elastic.loader_interface import Drained, StopTraining
 from shoal_worker.elastic.member import LeaveReason
 from shoal_worker.elastic.progress import Progress
-from shoal_worker.elastic.waiting_lines import WaitingLines
+from shoal_worker.elastic.waiting import WaitingLines
 
 _log = logging.getLogger(__name__)
 

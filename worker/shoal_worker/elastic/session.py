@@ -6,7 +6,7 @@ It puts the parts together and gives each side its view of them; what happens is
   (`strategy_interface.py`)
 - `formation.py`  forms generations, and brings the ranks of one to the same state
 - `committed_state.py`       the state that this process holds
-- `departure.py`  how its part in the run ends
+- `borders.py`  how its part in the run ends
 - `member.py`       its place among the ranks: `membership.py` and `link.py` have it from a coordinator, `fixed.py` from `shoal.launch`
 
 Here: opening and closing, identity, and operations between steps. Those are run again on a new group until they succeed, unless a peer that
@@ -28,9 +28,8 @@ from typing import Any, Final
 import torch
 from shoal_common.errors import PreconditionError, ShoalError
 
+from shoal_worker.elastic.borders import Departure
 from shoal_worker.elastic.committed_state import HeldState
-from shoal_worker.elastic.departure import Departure
-from shoal_worker.elastic.exchange import StateExchange
 from shoal_worker.elastic.formation import GROUP_LOST, Formation
 from shoal_worker.elastic.generation import Generation
 from shoal_worker.elastic.group import Channel, Group, LocalChannel
@@ -44,7 +43,7 @@ from shoal_worker.elastic.schedulers_and_scalers import RegisteredState
 from shoal_worker.elastic.step import Step, StepPhase
 from shoal_worker.elastic.step_lifecycle import StepLifecycle
 from shoal_worker.elastic.strategy_interface import TrainingEngine
-from shoal_worker.elastic.transfer import StateDonor
+from shoal_worker.elastic.transfer import StateDonor, StateExchange
 from shoal_worker.elastic.waiting import Where
 from shoal_worker.failpoints import failpoint
 from shoal_worker.metrics import WorkerMetrics

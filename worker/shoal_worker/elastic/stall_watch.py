@@ -33,7 +33,7 @@ from shoal_worker.elastic.group import Group
 from shoal_worker.elastic.link import CoordinatorLink
 from shoal_worker.elastic.progress import BusyLink
 from shoal_worker.elastic.transfer import PROBE
-from shoal_worker.elastic.waiting_lines import WaitingLines
+from shoal_worker.elastic.waiting import WaitingLines
 
 _LOOK_S: Final = 0.05
 

@@ -13,19 +13,69 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 from shoal_common.errors import PreconditionError
 
 from shoal_worker.elastic.loader_interface import Placement, Share, StepSource, WeighRows
-from shoal_worker.elastic.script_position import PLACE_WORD_LENGTH, ScriptPosition, agree
 
+# ---------------------------------------------------------------------------------------------------------------- where the script stands
+#
+# Where the user's script stands among its training loops: in which loader, which epoch, which step.
+#
+# All ranks must stand at one place when they take a step together, and deal its samples alike. So a place rides, as a few small numbers, in
+# the control word of each step; and a joiner is told its peers' place when it is fed, so that its script passes over every loop before it.
+# Pure.
+
+_BASE = 1 << 20
+"""Each number and its square are sent, and summed over up to 8192 ranks they are exact in float64."""
+_DEALING = 2
+"""Digits of `ScriptPosition.dealing`: of two that differ, one in 2^40 looks the same."""
+
+PLACE_WORD_LENGTH = 1 + 2 * (3 + _DEALING)
+"""Numbers that a place takes in a control word."""
+
+
+class ScriptPosition(NamedTuple):
+    """One step of one loop. Without a loader of Shoal's: no name, and zeros."""
+
+    loader: str
+    """Its name; empty: the user's own loop."""
+    number: int
+    """Number of the loader, in the order in which the script made them; from 1."""
+    epoch: int
+    step: int
+    """In the epoch."""
+    dealing: int = 0
+    """Digest of what the loader deals by, and of the step: where one does not tell ranks' loaders apart, that of the next step does."""
+
+    def word(self) -> list[float]:
+        """What this rank adds to the control word. From the ranks' sum, `agree` says whether all added the same."""
+        values = (self.number % _BASE, self.epoch % _BASE, self.step % _BASE, *_digits(self.dealing, _DEALING))
+        return [1.0, *map(float, values), *(float(value * value) for value in values)]
+
+
+def agree(summed: Sequence[float]) -> bool:
+    """Whether all ranks added the same numbers to a word, such as `ScriptPosition.word`: the mean of squares is the square of the mean for
+    equal numbers only."""
+    count, *numbers = map(int, summed)  # their products are exact as integers only
+    half = len(numbers) // 2
+    return all(count * squares == total * total for total, squares in zip(numbers[:half], numbers[half:], strict=True))
+
+
+def _digits(value: int, count: int) -> list[int]:
+    """The last `count` digits of `value`, the last one first."""
+    return [value // _BASE**index % _BASE for index in range(count)]
+
+
+# ------------------------------------------------------------------------------------------------------------------- the step in progress
+
+_BORDER, _LOSS, _WEIGHT, _STOP, _LEAVING = range(5)
+"""Places in a control word; see `Step.control_word`."""
 _OWN: Final = 5
-"""Numbers of a control word that are the step's own; the others say where the script stands."""
+"""Numbers of a control word that are the step's own; the others say whether settings agree, and where the script stands."""
 _SETTINGS: Final = 4
 """Numbers that say whether the ranks' optimizers have the same settings: two digits of a digest of them, and their squares."""
-_BASE: Final = 1 << 20
-"""Base of those digits: their squares, summed over 1000 ranks, are exact."""
 CONTROL_LENGTH: Final = _OWN + _SETTINGS + PLACE_WORD_LENGTH
 """Numbers in a control word. Summed over the ranks as float64, so whole numbers up to 2^53 are exact."""
 
@@ -94,7 +144,7 @@ class Step:
         if self.share is not None and self.loss is not None:
             weight = self.micro_batches_weight if self.in_micro_batches else self.share.weight
         loss = self.loss * weight if self.loss is not None and weight > 0 else 0.0
-        digits = (float(settings % _BASE), float(settings // _BASE % _BASE))
+        digits = [float(digit) for digit in _digits(settings, 2)]
         own = (float(border_wanted), loss, weight, float(stop_told), float(leaving))
         return [*own, *digits, *(digit * digit for digit in digits), *place.word()]
 
@@ -130,17 +180,17 @@ class Step:
     @property
     def border_wanted(self) -> bool:
         """Some rank wants the next border to be one at which the membership changes."""
-        return self.control is not None and self.control[0] > 0
+        return self.control is not None and self.control[_BORDER] > 0
 
     @property
     def stop_told(self) -> bool:
         """Some rank was told that the job stops: all stop at the next border, also those that will be told later."""
-        return self.control is not None and self.control[3] > 0
+        return self.control is not None and self.control[_STOP] > 0
 
     @property
     def all_leave(self) -> bool:
         """Every rank was asked to leave, as in an allocation that is taken back: they stop at the next border, together."""
-        return self.control is not None and self.control[4] == self.control[_OWN + _SETTINGS]
+        return self.control is not None and self.control[_LEAVING] == self.control[_OWN + _SETTINGS]
 
     @property
     def ranks_agree(self) -> bool:
@@ -149,17 +199,15 @@ class Step:
 
     @property
     def settings_agree(self) -> bool:
-        """The optimizers of all ranks that took part have the same settings: the mean of squares is the square of the mean for equal
-        numbers only."""
+        """The optimizers of all ranks that took part have the same settings."""
         if self.control is None:
             return True
-        first, second, first_squared, second_squared = map(int, self.control[_OWN : _OWN + _SETTINGS])
-        ranks = int(self.control[_OWN + _SETTINGS])
-        return ranks * first_squared == first * first and ranks * second_squared == second * second
+        ranks = self.control[_OWN + _SETTINGS]
+        return agree([ranks, *self.control[_OWN : _OWN + _SETTINGS]])
 
     @property
     def mean_loss(self) -> float | None:
         """Over the whole batch if the ranks told theirs, else this rank's own, if told."""
-        if self.control is not None and self.control[2] > 0:
-            return self.control[1] / self.control[2]
+        if self.control is not None and self.control[_WEIGHT] > 0:
+            return self.control[_LOSS] / self.control[_WEIGHT]
         return self.loss

@@ -22,11 +22,9 @@ from datetime import timedelta
 
 from shoal_common.errors import MembershipChanged, PreconditionError
 
-from shoal_worker.elastic.borders import ALONE, Borders
+from shoal_worker.elastic.borders import ALONE, Borders, Departure
 from shoal_worker.elastic.committed_state import HeldState
-from shoal_worker.elastic.consistency import disagreement
-from shoal_worker.elastic.departure import Departure
-from shoal_worker.elastic.divergence import steps_apart
+from shoal_worker.elastic.divergence import disagreement, steps_apart
 from shoal_worker.elastic.formation import Formation
 from shoal_worker.elastic.loader_interface import (
     Leases,

@@ -8,6 +8,7 @@ is not compared.
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable
 from typing import Final, NamedTuple
@@ -16,6 +17,8 @@ from shoal_common.errors import ShoalError
 
 from shoal_worker.elastic.loader_interface import StepSource
 from shoal_worker.store.redis_store import RedisStore
+
+# --------------------------------------------------------------------------------------------------------------------- what is waited for
 
 At = tuple[int, int]
 """Committed steps of the run, and operations between steps since the last one."""
@@ -97,3 +100,29 @@ class Waiting:
                 found = notes.compare_set(_VERDICT, _NONE, _NONE).decode()
                 self._verdict = found if found != _NONE else None
         return self._verdict
+
+
+# ----------------------------------------------------------------------------------------------------------------------- lines in the log
+#
+# A line in the log every ten seconds while a thread waits: for what, for how long, and why it is not there.
+
+_log = logging.getLogger(__name__)
+
+EVERY_S: Final = 10.0
+
+
+class WaitingLines:
+    """The lines that one wait writes to the log; belongs to the thread that waits."""
+
+    def __init__(self, *, waited_s: float = 0.0, first_in_s: float | None = None) -> None:
+        """The wait began `waited_s` ago; the first line is due in `first_in_s` (None: as the others)."""
+        now = time.monotonic()
+        self._started = now - waited_s
+        self._said = now - EVERY_S + (EVERY_S if first_in_s is None else first_in_s)
+
+    def say(self, what: str, why: Callable[[], str]) -> None:
+        """Called again and again while it waits. `why` is asked only when a line is due."""
+        now = time.monotonic()
+        if now >= self._said + EVERY_S:
+            self._said = now
+            _log.warning("waiting for %s for %.0f s: %s", what, now - self._started, why())

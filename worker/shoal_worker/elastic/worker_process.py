@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import json
 import logging
 import os
 import signal
@@ -13,14 +14,16 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Iterator
 from contextlib import ExitStack
 from datetime import timedelta
+from traceback import format_exception
 from types import FrameType, TracebackType
-from typing import Final, NoReturn
+from typing import TYPE_CHECKING, Final, NoReturn
 
 from shoal_common.allocator import keep_freed_memory
 from shoal_common.clients.coordinator import CoordinatorClient
-from shoal_common.errors import ConfigurationError, ShoalError
+from shoal_common.errors import ConfigurationError, MembershipChanged, ShoalError, StaleGenerationError, UnavailableError
 from shoal_common.exit_status import PUT_OUT
 from shoal_common.rpc.channel import ChannelSettings
 from shoal_common.settings import Address
@@ -29,9 +32,7 @@ from shoal_common.telemetry import HttpServer, serve_metrics
 from shoal_worker.backends import native_threads
 from shoal_worker.backends.mpi.backend import own_seat
 from shoal_worker.backends.worlds import Seat, own_world
-from shoal_worker.elastic.current import find_session, set_session
 from shoal_worker.elastic.desync_detector import DesyncDetector
-from shoal_worker.elastic.error_file import account_for
 from shoal_worker.elastic.fixed import FixedMembership
 from shoal_worker.elastic.link import MemberIdentity
 from shoal_worker.elastic.loader_interface import LoaderSession
@@ -40,7 +41,105 @@ from shoal_worker.elastic.script_end import ScriptEnd
 from shoal_worker.elastic.session import Session
 from shoal_worker.elastic.transfer import StateDonor
 from shoal_worker.metrics import WorkerMetrics
-from shoal_worker.settings import WorkerSettings, check_not_torchrun, mpi_world_size
+from shoal_worker.settings import WorkerSettings, check_not_torchrun, error_file, mpi_world_size
+
+if TYPE_CHECKING:
+    from shoal_worker.elastic.session import Session
+
+# ----------------------------------------------------------------------------------------------------------------- this process's session
+#
+# The session of this process, where it has one; `start.current_session` makes one where it has none.
+#
+# Where ranks are threads of one process (`shoal.launch`), each has a session of its own. It is kept with the rank's world, as what torch
+# keeps per process is: so the threads that a rank starts find it too, and a rank never finds another's, or the process's.
+
+_process: list[Session] = []
+
+
+def find_session() -> Session | None:
+    """The session, if there is one."""
+    world = own_world()
+    if world is not None:
+        found: Session | None = world.session
+        return found
+    return _process[-1] if _process else None
+
+
+def set_session(session: Session | None) -> None:
+    """Makes `session` the current one, or forgets it with None."""
+    world = own_world()
+    if world is not None:
+        world.session = session
+        return
+    _process.clear()
+    if session is not None:
+        _process.append(session)
+
+
+# -------------------------------------------------------------------------------------------------------- what is left about an exception
+#
+# What a process leaves behind about the exception that ended it, and whether that exception is the cause of anything.
+#
+# A launcher has to know what a script did from what happened to it: the one would happen again in a replacement, the other not.
+
+_HAPPENED: Final = ("MEMBER_REPLACED", "LEASE_EXPIRED", "PROCESS_EXITED", "MEMBER_STALLED", UnavailableError.default_reason)
+"""Reasons with which the coordinator ends the membership of a process that lives, and that of a service that cannot be reached."""
+
+
+_VERDICTS: Final = ("RANKS_DIVERGED", "REPLICAS_DIVERGED")
+"""Reasons that say what the scripts, or the machines, did. They may come out of a failed collective, but the next one would fail alike."""
+
+
+def is_consequence(error: BaseException) -> bool:
+    """Whether this exception, or one that led to it, says that peers or services went away, or that this process was put out."""
+    chain = list(_chain(error))
+    if any(isinstance(cause, ShoalError) and cause.reason in _VERDICTS for cause in chain):
+        return False
+    return any(
+        isinstance(cause, MembershipChanged | StaleGenerationError) or (isinstance(cause, ShoalError) and cause.reason in _HAPPENED)
+        for cause in chain
+    )
+
+
+def account_for(error: BaseException, traceback: TracebackType | None) -> None:
+    """Deals with an uncaught exception. One that only tells what happened to others ends the process with PUT_OUT; of any other, an account
+    is left for the launcher.
+
+    Raises:
+        SystemExit: status PUT_OUT.
+    """
+    if is_consequence(error):
+        raise SystemExit(PUT_OUT)
+    leave_account(error, traceback)
+
+
+def leave_account(error: BaseException, traceback: TracebackType | None) -> None:
+    """Writes the exception where torchrun's workers do (TORCHELASTIC_ERROR_FILE), in the same form, if a launcher has named a file."""
+    path = error_file()
+    if path is None:
+        return
+    now = time.time()
+    failed_at = [cause.failed_at for cause in _chain(error) if isinstance(cause, ShoalError) and cause.failed_at is not None]
+    session = find_session()
+    text = "".join(format_exception(type(error), error, traceback))
+    extra = {"py_callstack": text, "timestamp": str(int(now))}
+    content = {
+        "message": {"message": f"{type(error).__name__}: {error}", "extraInfo": extra},
+        "shoal": {"rank": session.rank if session is not None else -1, "unix_s": min([now, *failed_at])},
+    }
+    with contextlib.suppress(OSError):  # a full disk, say: the traceback is on standard error already
+        path.write_text(json.dumps(content))
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
+# ---------------------------------------------------------------------------------------------------------------------- beginning and end
 
 _log = logging.getLogger(__name__)
 

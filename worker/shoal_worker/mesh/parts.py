@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shoal_worker.elastic.consistency import digest_of, state_tensors
 from shoal_worker.elastic.group import Channel
 from shoal_worker.engine.activation_checkpointing import checkpoint_activations
 from shoal_worker.engine.hidden_parameters import Whereabouts
@@ -28,6 +27,7 @@ from shoal_worker.mesh.resharding import MeshCut, PieceState, RankParts, WholeTe
 from shoal_worker.mesh.step_group import GroupMesh
 from shoal_worker.pipelining.partial import empty_on
 from shoal_worker.pipelining.split import named_tensors
+from shoal_worker.state.digest import digest_of, state_tensors
 from shoal_worker.tensor_parallel.context import DropoutRandomness
 from shoal_worker.tensor_parallel.layers import parallelize, unparallelize
 

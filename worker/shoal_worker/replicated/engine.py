@@ -15,7 +15,6 @@ import torch
 from shoal_common.errors import ConfigurationError, MembershipChanged, PreconditionError
 from torch import nn
 
-from shoal_worker.elastic.consistency import digest_of, state_tensors
 from shoal_worker.elastic.group import Channel
 from shoal_worker.elastic.loader_interface import StepStatus
 from shoal_worker.elastic.step import StepPhase
@@ -29,6 +28,7 @@ from shoal_worker.engine.passes import Loss, call_module, check_reproducible, lo
 from shoal_worker.failpoints import failpoint
 from shoal_worker.replicated.accumulation import AccumulatedReduction
 from shoal_worker.replicated.reduction import OverlappedReduction
+from shoal_worker.state.digest import digest_of, state_tensors
 
 
 class ReplicatedEngine(Engine):

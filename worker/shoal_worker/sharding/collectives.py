@@ -25,7 +25,7 @@ from shoal_common.errors import MembershipChanged, PreconditionError
 
 from shoal_worker.compression.reduction import Reduction
 from shoal_worker.elastic.group import Group
-from shoal_worker.elastic.script_position import agree
+from shoal_worker.elastic.step import agree
 from shoal_worker.elastic.strategy_interface import StrategySession
 from shoal_worker.engine.failed_collectives import LosingStep
 from shoal_worker.sharding.layout import Division

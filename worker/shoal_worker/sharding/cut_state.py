@@ -14,7 +14,6 @@ import torch
 from shoal_common.errors import PreconditionError
 from torch import nn
 
-from shoal_worker.elastic.consistency import digest_of, state_tensors
 from shoal_worker.elastic.group import Channel, Group, LocalChannel
 from shoal_worker.engine.hidden_parameters import inside
 from shoal_worker.engine.materialize import unsaved_buffers
@@ -34,6 +33,7 @@ from shoal_worker.sharding.resharding import (
     reshard,
 )
 from shoal_worker.sharding.unit import Stage, Unit
+from shoal_worker.state.digest import digest_of, state_tensors
 from shoal_worker.state.part import StatePart
 
 

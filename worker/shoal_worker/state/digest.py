@@ -6,19 +6,13 @@ accidents, not against an adversary: xxh3 is no cryptographic hash.
 What counts: types, values and the order of sequences and OrderedDicts, and of each tensor its dtype, shape and bytes. What does not: the
 order of other dicts, the names tensors have, where they lie, and whether equal tensors are one object or two.
 
-Whether two ranks' datasets are the same one, as far as that is cheap to say.
-
-Every rank makes its dataset itself, and positions of one order mean nothing in another: `random_split` without a seed, for example, gives
-each rank other samples. So what can be told of a dataset without fetching a sample of it goes into a digest that ranks compare: its
-length, which samples a subset takes, and the whole numbers (labels, tokens) that a `TensorDataset` holds. Numbers with a fraction are left
-out, since machines round them otherwise; so are the samples of all other datasets, which may be slow to make, or be made in data workers
-alone.
+Datasets have digests as well: see `identity_of`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -42,6 +36,21 @@ def tensor_digest(tensor: torch.Tensor) -> int:
     state = xxhash.xxh3_64(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
     state.update(bytes_of(tensor))
     return state.intdigest()
+
+
+def digest_of(tensors: Iterable[torch.Tensor]) -> int:
+    """64-bit digest of the bytes of some tensors, one after the other."""
+    digest = xxhash.xxh3_64()
+    for tensor in tensors:
+        digest.update(bytes_of(tensor))
+    return digest.intdigest()
+
+
+def state_tensors(state: Mapping[Any, Mapping[str, Any]], parameters: Iterable[Any]) -> Iterable[torch.Tensor]:
+    """The tensors of an optimizer's state, of these parameters in this order."""
+    for parameter in parameters:
+        own = state.get(parameter, {})
+        yield from (value for _, value in sorted(own.items()) if isinstance(value, torch.Tensor))
 
 
 def digest(structure: Json, tensors: Mapping[str, torch.Tensor]) -> int:
@@ -81,6 +90,16 @@ def _by_content(structure: Json, of: Callable[[str], int]) -> Json:
         node["items"] = sorted(node["items"], key=lambda pair: json.dumps(pair, sort_keys=True))
     return node
 
+
+# ----------------------------------------------------------------------------------------------------------------------------- datasets
+#
+# Whether two ranks' datasets are the same one, as far as that is cheap to say.
+#
+# Every rank makes its dataset itself, and positions of one order mean nothing in another: `random_split` without a seed, for example, gives
+# each rank other samples. So what can be told of a dataset without fetching a sample of it goes into a digest that ranks compare: its
+# length, which samples a subset takes, and the whole numbers (labels, tokens) that a `TensorDataset` holds. Numbers with a fraction are
+# left out, since machines round them otherwise; so are the samples of all other datasets, which may be slow to make, or be made in data
+# workers alone.
 
 SAMPLES: Final = "what is known of the dataset's samples"
 """In what a loader deals by: its dataset's identity."""

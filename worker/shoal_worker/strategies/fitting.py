@@ -26,7 +26,7 @@ from shoal_worker.elastic.loader_interface import StepStatus
 from shoal_worker.engine.passes import Loss
 
 if TYPE_CHECKING:
-    from shoal_worker.data.evaluation import EvaluationBatches
+    from shoal_worker.data.loader import EvaluationBatches
     from shoal_worker.elastic.group import Channel
     from shoal_worker.elastic.session import Session
     from shoal_worker.strategies.model import ShardedModel

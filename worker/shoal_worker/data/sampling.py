@@ -1,0 +1,230 @@
+"""Which samples a step consists of, and which rank gets them. Pure: no torch, no clock, no state.
+
+An epoch is a fixed order of samples. A *position* is a place in that order. A step is the next `global_batch_size` positions after the
+cursor; it is cut into blocks, one per rank or one per micro-batch, and blocks are dealt to whatever ranks there are. So a step's samples
+depend on the cursor alone, and every position is dealt once for any sequence of world sizes.
+"""
+
+from __future__ import annotations
+
+import operator
+import random
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import xxhash
+from shoal_common.errors import ConfigurationError
+from torch.utils.data import BatchSampler, DistributedSampler, Sampler
+
+from shoal_worker.data.fetch import seeded
+
+# ------------------------------------------------------------------------------------------------------- positions: which rank gets which
+
+Order = range | npt.NDArray[np.int64]
+"""Dataset indices of an epoch, by position."""
+
+
+def permutation(seed: int, epoch: int, length: int, shuffle: bool) -> Order:
+    """The order of an epoch: `length` dataset indices.
+
+    Fixed for ever by its arguments: the indices sorted (stably) by the raw 64-bit outputs of Philox4x64-10 with key (seed, epoch) and
+    counter 0. It is built on raw outputs because numpy keeps those stable over releases, but not `Generator.permutation`. `seed` counts
+    modulo 2^64.
+    """
+    if not shuffle:
+        return range(length)
+    key = np.array([seed % 2**64, epoch], dtype=np.uint64)
+    return np.argsort(np.random.Philox(key=key).random_raw(length), kind="stable").astype(np.int64, copy=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """Neighbouring positions that one rank handles at once: a micro-batch, or its part of a plain step."""
+
+    index: int
+    """0-based over the whole step; the rank in a plain step."""
+    positions: range
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochPlan:
+    """How the positions of one epoch become steps and blocks."""
+
+    length: int
+    """Samples in the epoch."""
+    global_batch_size: int
+    """Samples in a step."""
+    micro_batch_size: int | None = None
+    """Samples in a micro-batch; None: a step is one plain batch per rank."""
+    drop_last: bool = False
+    """Whether a last step of fewer than `global_batch_size` samples is left out."""
+
+    def __post_init__(self) -> None:
+        if self.global_batch_size < 1:
+            raise ConfigurationError(f"global_batch_size={self.global_batch_size}: expected at least 1")
+        if self.micro_batch_size is not None and not 1 <= self.micro_batch_size <= self.global_batch_size:
+            raise ConfigurationError(
+                f"micro_batch_size={self.micro_batch_size}: expected 1 to global_batch_size={self.global_batch_size}; "
+                "a step is made of one or more micro-batches"
+            )
+
+    def __len__(self) -> int:
+        """Steps in a whole epoch."""
+        whole, rest = divmod(self.length, self.global_batch_size)
+        return whole + (rest > 0 and not self.drop_last)
+
+    @property
+    def counted(self) -> int:
+        """Samples that a whole epoch deals: `length` less those that `drop_last` leaves out."""
+        return min(self.length, len(self) * self.global_batch_size)
+
+    def step(self, cursor: int) -> range:
+        """The positions of the step that begins at `cursor`; empty when the epoch has none left."""
+        stop = min(cursor + self.global_batch_size, self.length)
+        if self.drop_last and stop - cursor < self.global_batch_size:
+            return range(cursor, cursor)
+        return range(cursor, max(cursor, stop))
+
+    def deal(self, step: range, rank: int, world_size: int) -> tuple[Block, ...]:
+        """The blocks of `rank` among `world_size` in a step.
+
+        Plain: one contiguous part, perhaps empty; parts differ by at most one sample. With micro-batches: a contiguous run of whole
+        micro-batches, perhaps none; runs differ by at most one. Lower ranks get the larger parts.
+        """
+        if not 0 <= rank < world_size:
+            raise ConfigurationError(f"rank={rank}: expected 0 to {world_size - 1} in a world of {world_size}")
+        if self.micro_batch_size is None:
+            return (Block(index=rank, positions=step[_part(len(step), rank, world_size)]),)
+        starts = range(0, len(step), self.micro_batch_size)
+        mine = range(len(starts))[_part(len(starts), rank, world_size)]
+        return tuple(Block(index=i, positions=step[starts[i] : starts[i] + self.micro_batch_size]) for i in mine)
+
+
+def _part(items: int, rank: int, world_size: int) -> slice:
+    """Part `rank` of `items` cut into `world_size` contiguous parts, the first `items % world_size` of which have one more."""
+    each, more = divmod(items, world_size)
+    start = rank * each + min(rank, more)
+    return slice(start, start + each + (rank < more))
+
+
+# -------------------------------------------------------------------------------------------------- orders: which sample is at a position
+#
+# The order of the samples in each epoch: the plan's permutation, or what a user's sampler draws.
+#
+# A sampler is drawn once per epoch and process, and every rank must draw the same, a joiner as well, which has drawn no epoch before. So
+# its `set_epoch` is called if it has one, the random generators that it holds are seeded (torch's, NumPy's and Python's), and so are the
+# global ones while it is drawn. A sampler that differs all the same (one that looks at the rank, or at a generator that it does not hold)
+# is found by the digest of what it drew, which ranks compare in every step and which travels in the loader's state.
+
+
+class EpochOrders:
+    """Keeps the order of the epoch asked for last."""
+
+    def __init__(self, *, dataset_length: int, identity: str, seed: int, shuffle: bool, sampler: Iterable[int] | None) -> None:
+        """`identity`: of the dataset whose indices are ordered."""
+        if isinstance(sampler, DistributedSampler):
+            raise ConfigurationError(
+                "sampler=DistributedSampler(...): the loader deals samples to the ranks itself; leave sampler out, or give one that "
+                "draws over the whole dataset"
+            )
+        if isinstance(sampler, BatchSampler):
+            raise ConfigurationError("sampler=BatchSampler(...): the loader cuts batches itself; give a sampler that draws single indices")
+        self.dataset_length = dataset_length
+        self.identity = identity
+        self._seed = seed
+        self._shuffle = shuffle
+        self._sampler = sampler
+        self._held: tuple[int, Order] | None = None
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What an order that is not drawn follows from, with the epoch. JSON-able."""
+        return {"seed": self._seed, "shuffle": self._shuffle, "length": self.dataset_length}
+
+    @property
+    def drawn(self) -> bool:
+        """Whether a sampler makes the order, so that indices may come twice or not at all."""
+        return self._sampler is not None
+
+    def length(self, epoch: int) -> int:
+        """Samples in an epoch; draws it if the sampler does not tell."""
+        if self._sampler is None:
+            return self.dataset_length
+        length = getattr(self._sampler, "__len__", None)
+        return length() if length is not None else len(self.order(epoch))
+
+    def order(self, epoch: int) -> Order:
+        """The dataset index at each position.
+
+        Raises:
+            ConfigurationError: the sampler draws something other than indices of the dataset.
+        """
+        if self._held is None or self._held[0] != epoch:
+            if self._sampler is None:
+                order = permutation(self._seed, epoch, self.dataset_length, self._shuffle)
+            else:
+                order = self._draw(self._sampler, epoch)
+            self._held = epoch, order
+        return self._held[1]
+
+    def indices(self, epoch: int, positions: range) -> list[int]:
+        """The dataset indices at neighbouring positions."""
+        part = self.order(epoch)[positions.start : positions.stop]
+        return list(part) if isinstance(part, range) else part.tolist()
+
+    def digest(self, epoch: int) -> str | None:
+        """Digest of a drawn order; None when the order follows from the loader's arguments."""
+        if self._sampler is None:
+            return None
+        return xxhash.xxh3_64_hexdigest(np.ascontiguousarray(self.order(epoch)).data)
+
+    def _draw(self, sampler: Iterable[int], epoch: int) -> Order:
+        key = (self._seed, epoch)
+        set_epoch = getattr(sampler, "set_epoch", None)
+        if callable(set_epoch):
+            set_epoch(epoch)
+        with seeded(key):
+            for generator in _generators_of(sampler):
+                _seed(generator, int(torch.empty((), dtype=torch.int64).random_()))
+            drawn = list(sampler)
+        try:
+            order = np.fromiter((operator.index(index) for index in drawn), dtype=np.int64, count=len(drawn))
+        except (TypeError, OverflowError) as error:
+            raise ConfigurationError(
+                f"sampler={sampler!r} drew something that is no index of the dataset ({error}); expected whole numbers"
+            ) from error
+        if len(order) and not (order.min() >= 0 and order.max() < self.dataset_length):
+            raise ConfigurationError(
+                f"sampler={sampler!r} drew indices from {order.min()} to {order.max()}; "
+                f"expected 0 to {self.dataset_length - 1} for a dataset of {self.dataset_length}"
+            )
+        return order
+
+
+def _generators_of(sampler: object) -> Iterator[object]:
+    """The random generators that a sampler holds, and those that samplers within it do; `generator`, as torch's samplers call it, first."""
+    held = {"generator": getattr(sampler, "generator", None), **getattr(sampler, "__dict__", {})}
+    for each in held.values():
+        if isinstance(each, (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)):
+            yield each
+        elif isinstance(each, Sampler):
+            yield from _generators_of(each)
+
+
+def _seed(generator: object, seed: int) -> None:
+    match generator:
+        case torch.Generator():
+            generator.manual_seed(seed)
+        case np.random.Generator():
+            generator.bit_generator.state = type(generator.bit_generator)(seed).state
+        case np.random.RandomState():
+            generator.seed(seed % 2**32)
+        case random.Random():
+            generator.seed(seed)

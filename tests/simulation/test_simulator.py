@@ -13,7 +13,7 @@ from shoal_common.errors import PreconditionError
 from shoal_common.exit_status import PUT_OUT
 from shoal_worker.data.step_batches import DealtSupply
 from shoal_worker.engine.holders import ShardsLostError
-from shoal_worker.sharding.cut_state import CutState
+from shoal_worker.sharding.sharded_state import ShardedState
 
 from tests.simulation import oracle
 from tests.simulation.loops import Training
@@ -146,15 +146,15 @@ def _raises(monkeypatch: pytest.MonkeyPatch, scenario: Scenario, who: Any, error
 def test_a_state_that_is_given_up_after_one_death_is_found(monkeypatch: pytest.MonkeyPatch, loop: str, kind: str) -> None:
     scenario = Scenario(strategy="zero1", loop=loop, faults=(Dies(who="b", point=100),))
     oracle.reference(scenario.without_faults())
-    regroup, gave_up = CutState.regroup, set[int]()
+    regroup, gave_up = ShardedState.regroup, set[int]()
 
-    def losing(state: CutState, group: Any) -> None:
+    def losing(state: ShardedState, group: Any) -> None:
         if group.world_size == 2 and group.rank not in gave_up:
             gave_up.add(group.rank)
             raise ShardsLostError(lost=1, shards=3)
         regroup(state, group)
 
-    monkeypatch.setattr(CutState, "regroup", losing)
+    monkeypatch.setattr(ShardedState, "regroup", losing)
     assert kind in oracle.run(scenario).kinds
 
 

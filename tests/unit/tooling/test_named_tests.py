@@ -1,5 +1,5 @@
 """Pages name the tests that hold what they promise: those exist. So do the functions by which a page follows a step. The
-index of decisions names all of them."""
+index of decisions names all of them, and a folder's docstring its modules."""
 
 from __future__ import annotations
 
@@ -8,8 +8,13 @@ import re
 from pathlib import Path
 
 import pytest
+from shoal_worker.strategies import registry
 
 _ROOT = Path(__file__).parents[3]
+_WORKER = _ROOT / "worker/shoal_worker"
+_FOLDERS = sorted(path.parent for path in _WORKER.rglob("__init__.py") if path.parent != _WORKER)
+_OTHERS = ("parse_compression", "parallelize_module")
+"""What else folders' docstrings name: functions."""
 _TESTS = sorted(path for path in (_ROOT / "tests").rglob("*") if path.is_file() and path.suffix in (".py", ".txt"))
 
 
@@ -25,6 +30,24 @@ def test_the_functions_by_which_a_step_is_followed_exist() -> None:
     assert len(named) > 30
     missing = [(file, name) for file, name in named if not _defined(_ROOT / "worker/shoal_worker" / file, name.split("."))]
     assert not missing
+
+
+@pytest.mark.parametrize("folder", _FOLDERS, ids=lambda folder: folder.name)
+def test_a_folders_docstring_is_its_table_of_contents(folder: Path) -> None:
+    docstring = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
+    there = {path.stem for path in folder.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()} - {"__init__", "__main__"}
+    there -= set(registry.names()) if folder.name == "strategies" else set()  # those are listed in its registry
+    named = set(re.findall(r"`([a-z]\w*)`", docstring))
+    assert not there - named, "modules that it leaves out"
+    assert not {name for name in named - there if name not in _OTHERS}, "names of modules that are not there"
+
+
+def test_the_modules_that_the_architecture_page_names_exist() -> None:
+    page = (_ROOT / "docs/architecture.md").read_text()
+    packages = [folder.name for folder in _FOLDERS]
+    named = set(re.findall(rf"\b((?:{'|'.join(packages)})/\w+)\b(?!\.md|/)", page))
+    assert len(named) > 30
+    assert not {name for name in named if not (_WORKER / f"{name}.py").exists() and not (_WORKER / name).is_dir()}
 
 
 def _defined(file: Path, names: list[str]) -> bool:

@@ -23,7 +23,7 @@ from shoal_worker.elastic.progress import ProgressMeter
 from shoal_worker.elastic.reconcile import StateName
 from shoal_worker.elastic.transfer import StateDonor, StateExchange
 from shoal_worker.elastic.waiting import Waiting
-from shoal_worker.engine.materialize import materialize
+from shoal_worker.engine.parameters import materialize
 from shoal_worker.metrics import WorkerMetrics
 from shoal_worker.settings import WorkerSettings
 from torch import nn

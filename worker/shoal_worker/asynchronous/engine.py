@@ -23,10 +23,8 @@ from shoal_worker.asynchronous.tensors import HostTensor, Iteration, check_gradi
 from shoal_worker.elastic.loader_interface import Leases, StepSource, StepStatus, StopTraining
 from shoal_worker.elastic.membership import Membership
 from shoal_worker.elastic.session import Session
-from shoal_worker.engine.base import Engine, Setup
-from shoal_worker.engine.materialize import materialize
-from shoal_worker.engine.parameters import check_optimizer_covers, check_trains
-from shoal_worker.engine.passes import Loss, call_module, loss_of
+from shoal_worker.engine.base import Engine, Loss, Setup, call_module, loss_of
+from shoal_worker.engine.parameters import check_optimizer_covers, check_trains, materialize
 
 _log = logging.getLogger(__name__)
 

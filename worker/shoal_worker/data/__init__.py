@@ -1,0 +1,6 @@
+"""The training loader: in come a dataset and the ranks there are, out come this rank's batches of each step.
+
+`loader` is what users make. `sampling` says which samples a step has, and which rank gets which; `cursor` where a loader stands;
+`step_batches` where its next step comes from (dealt, or leased); `fetch` makes batches, in data workers or here; `iteration` runs the
+loops over epochs, steps and batches. `record` writes down which samples were trained on.
+"""

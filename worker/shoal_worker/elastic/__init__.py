@@ -1,0 +1,18 @@
+"""The session: one process's part in a training run whose ranks come, go and fail.
+
+In come the calls of the user's loop, through loaders (`loader_interface`) and engines (`strategy_interface`); out comes one outcome of each
+step, the same on all ranks that survive it.
+
+- A process: `worker_process` opens the session and ends it, also on signals; `script_end` says whether the script has come to its end;
+  `session` is what users, loaders and engines speak to.
+- A step: `step` (the step in progress, and its control word), `step_lifecycle` (begins, commits and loses steps), `borders` (what happens
+  between two of them; who leaves), `phase` (where the script is in the run), `committed_state` (what is true after the last step).
+- A generation: `generation` and `group` (its ranks, connected), `formation` (makes the next one out of survivors and joiners), `reconcile`
+  (what the ranks make of their standings), `joiner_state` and `transfer` (state that travels).
+- Membership: `member` is what the session asks of it; `membership` and `link` have it from the coordinator (`coordinator_messages`),
+  `fixed` where ranks are threads or MPI's.
+- Between steps: `operations` and `evaluation`.
+- Beside the model: `schedulers_and_scalers`.
+- Waiting: `waiting` (for what), `stall_watch` (whom this rank does not reach), `desync_detector` and `divergence` (ranks that have gone
+  different ways), `progress` (what heartbeats and metrics tell).
+"""

@@ -1,6 +1,6 @@
 """One model and its optimizer as a rank holds them that need not hold all of them: what any such state can be asked for.
 
-How it is cut is the business of those that hold one: over the ranks of a group (`sharding/cut_state.py`), over the axes of a mesh
+How it is cut is the business of those that hold one: over the ranks of a group (`sharding/sharded_state.py`), over the axes of a mesh
 (`mesh/parts.py`). The training thread owns it.
 """
 

@@ -15,14 +15,13 @@ import torch
 from torch import nn
 
 from shoal_worker.engine.hidden_parameters import Whereabouts
-from shoal_worker.mesh.gradients import MeshGradients, ReplicatedGradients
+from shoal_worker.mesh.gradients import GradientsOfPasses, MeshGradients, ReplicatedGradients, ScatteredGradients
 from shoal_worker.mesh.resharding import PieceState
-from shoal_worker.mesh.scattered import GradientsOfPasses, ScatteredGradients
-from shoal_worker.sharding.assembling import spread
 from shoal_worker.sharding.collectives import Collectives
 from shoal_worker.sharding.execution import ShardedExecution
 from shoal_worker.sharding.layout import Division
 from shoal_worker.sharding.resharding import ShardedOptimizerState
+from shoal_worker.sharding.sharded_state import spread
 from shoal_worker.sharding.unit import Stage, Unit
 
 _NO_CAP: Final = float("inf")

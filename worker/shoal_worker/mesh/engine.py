@@ -27,22 +27,19 @@ from torch.utils import _pytree as pytree
 from shoal_worker.elastic.group import Channel, Group, LocalChannel
 from shoal_worker.elastic.loader_interface import Share, StepStatus
 from shoal_worker.elastic.step import CONTROL_LENGTH, Step
-from shoal_worker.engine.base import Setup
-from shoal_worker.engine.closing import Closing
+from shoal_worker.engine.base import Loss, Setup, call_module, loss_of
 from shoal_worker.engine.failed_collectives import LosingStep
 from shoal_worker.engine.hidden_parameters import gradient_of, guard_parts, refuse_loading
 from shoal_worker.engine.parameters import check_shaped
-from shoal_worker.engine.partitioned import PartitionedEngine
-from shoal_worker.engine.passes import Loss, call_module, loss_of
+from shoal_worker.engine.partitioned import Closing, PartitionedEngine
 from shoal_worker.failpoints import failpoint
-from shoal_worker.mesh.blueprint import template_of, whole_module, zeros
 from shoal_worker.mesh.gradients import MeshGradients
-from shoal_worker.mesh.layouts import Layouts, MeshPlan
+from shoal_worker.mesh.layouts import Layouts, MeshPlan, template_of, whole_module, zeros
 from shoal_worker.mesh.parts import ModelParts
 from shoal_worker.mesh.rank_mesh import RankMesh, alone
 from shoal_worker.pipelining.micro_batches import cut_batch
 from shoal_worker.sharding.collectives import IssuedCollectives
-from shoal_worker.sharding.hooks import when_gradients_come
+from shoal_worker.sharding.execution import when_gradients_come
 from shoal_worker.tensor_parallel.context import DropoutRandomness
 from shoal_worker.tensor_parallel.region import loss_parallel
 

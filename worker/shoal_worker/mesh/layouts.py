@@ -1,19 +1,218 @@
-"""Along which axes a model's ranks are divided, for any number of them: what a strategy plans, held against what the model allows."""
+"""Where each tensor of a model's state lies when the ranks are divided in some way, and how it is cut and put together again.
+
+Derived from shapes alone, so every rank derives the same, also for a division that it has never been in: of a peer's state, or of one that
+was cut before a rank died. No process groups, no values.
+
+The module as the user wrote it, whole, beside this rank's part of it: for evaluation, for copies, and to stand in.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+import copy
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
 
+import torch
 from shoal_common.errors import ConfigurationError
 from torch import nn
 
+from shoal_worker.config import ShardingConfiguration
 from shoal_worker.engine.parameter_groups import ParameterGroup
-from shoal_worker.mesh.axes import Axes
-from shoal_worker.mesh.blueprint import Blueprint, Template
+from shoal_worker.mesh.axes import Axes, Coordinate
+from shoal_worker.pipelining.partial import empty_on
+from shoal_worker.pipelining.pipeline import PipelineSettings
+from shoal_worker.pipelining.schedule import checked_stages_per_rank, schedule_kind, stage_ranks
+from shoal_worker.pipelining.split import Split, named_tensors, split_model
 from shoal_worker.sharding.unit import Stage
+from shoal_worker.tensor_parallel.derive import make_plan
+from shoal_worker.tensor_parallel.plan import ParameterLayout, Share, TensorParallelPlan, cut, cut_shape
+
+# ----------------------------------------------------------------------------------------------------------------- where each tensor lies
+
+TENSOR_OPTIONS: Final = frozenset({"plan", "sequence_dimension", "loss_parallel", "example_inputs", "dropout", "elementwise_optimizer"})
+PIPELINE_OPTIONS: Final = frozenset({"schedule", "micro_batches", "stages_per_rank", "cut_points"})
+"""Keyword arguments of `as_distributed` that say how a model is cut."""
+
+
+def meta_copy(module: nn.Module) -> nn.Module:
+    """The module's structure without values; tied tensors stay tied. Where activations are computed again, the forward pass that does it
+    stays behind: it stands in the module, not in its class."""
+    tensors = {id(t): empty_on(t, torch.device("meta")) for t in named_tensors(module).values()}
+    checkpointed = [part for part in module.modules() if "forward" in part.__dict__]
+    forwards = [part.__dict__.pop("forward") for part in checkpointed]
+    try:
+        copied: nn.Module = copy.deepcopy(module, dict(tensors))
+    except (TypeError, RuntimeError) as error:
+        raise ConfigurationError(
+            f"{type(module).__name__} cannot be copied, which cutting it needs ({error}): give it __deepcopy__"
+        ) from error
+    finally:
+        for part, forward in zip(checkpointed, forwards, strict=True):
+            part.__dict__["forward"] = forward
+    return copied
+
+
+@dataclass(frozen=True, kw_only=True)
+class Template:
+    """A model as the user wrote it, without values, and what was said about cutting it."""
+
+    module: nn.Module
+    """On the meta device."""
+    plan_options: Mapping[str, Any]
+    """For `make_plan`."""
+    pipeline: PipelineSettings
+    pipelined: bool
+    """There is a pipeline also where it has one rank."""
+    names: tuple[str, ...] = field(init=False)
+    """Names of the tensors of the state, parameters first; tied ones once, under the first of their names."""
+    first_names: Mapping[str, str] = field(init=False)
+    """By each key of the state dict."""
+    parameter_names: frozenset[str] = field(init=False)
+    tied_parameters: frozenset[str] = field(init=False)
+    """Further names of parameters."""
+    _tensors: Mapping[str, torch.Tensor] = field(init=False)
+
+    def __post_init__(self) -> None:
+        state = self.module.state_dict(keep_vars=True)
+        odd = [name for name, value in state.items() if not isinstance(value, torch.Tensor)]
+        if odd:
+            raise ConfigurationError(f"the state {odd[:5]} is no tensor, and so cannot be cut over ranks: keep it outside of the model")
+        first: dict[int, str] = {}
+        for name, parameter in self.module.named_parameters():
+            first[id(parameter)] = name
+        parameters = frozenset(first.values())
+        for name, tensor in state.items():
+            first.setdefault(id(tensor), name)
+        object.__setattr__(self, "names", tuple(first.values()))
+        object.__setattr__(self, "first_names", {name: first[id(tensor)] for name, tensor in state.items()})
+        object.__setattr__(self, "parameter_names", parameters)
+        ties = {name for name, tensor in state.items() if first[id(tensor)] in parameters and name not in parameters}
+        object.__setattr__(self, "tied_parameters", frozenset(ties))
+        named = named_tensors(self.module)
+        object.__setattr__(self, "_tensors", {name: named[name] for name in self.names})
+
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """The tensors of `names`, on the meta device, in the shapes of the whole."""
+        return self._tensors
+
+    def stages(self, ranks: int) -> tuple[int, ...]:
+        """The rank of each stage of a pipeline over so many ranks."""
+        kind = schedule_kind(self.pipeline.schedule)
+        return stage_ranks(kind, ranks, checked_stages_per_rank(kind, self.pipeline.stages_per_rank))
+
+
+def template_of(module: nn.Module, config: ShardingConfiguration, options: Mapping[str, Any], *, pipelined: bool) -> Template:
+    """The template of a module, and what the strategy's options say of how it is cut."""
+    return Template(
+        module=meta_copy(module),
+        plan_options={
+            "minimum_parameter_group_size": config.minimum_parameter_group_size,
+            **{name: options[name] for name in ("plan", "sequence_dimension", "loss_parallel", "example_inputs") if name in options},
+        },
+        pipeline=PipelineSettings(
+            loss_reduction="mean" if config.loss_reduction == "mean" else "sum",
+            **{name: options[name] for name in PIPELINE_OPTIONS if name in options},
+        ),
+        pipelined=pipelined,
+    )
+
+
+class Blueprint:
+    """One division of a model's state."""
+
+    def __init__(self, template: Template, axes: Axes) -> None:
+        """Raises ConfigurationError: the model cannot be cut so."""
+        self.template = template
+        self.axes = axes
+        self.plan: TensorParallelPlan | None = None
+        self.split: Split | None = None
+        self.rank_of: tuple[int, ...] = (0,)
+        self._layouts: dict[str, ParameterLayout] = {}
+        if axes.tensor > 1:
+            self.plan = make_plan(template.module, axes.tensor, **template.plan_options)
+            self._layouts = {layout.name: layout for layout in self.plan.parameters if layout.dimension is not None}
+        if template.pipelined:
+            self.rank_of = template.stages(axes.pipeline)
+            cut_points = template.pipeline.cut_points if axes.pipeline > 1 else None  # one rank, which may have it whole, is not cut
+            self.split = split_model(template.module, len(self.rank_of), cut_points=cut_points)
+
+    def holders(self, name: str) -> Sequence[int]:
+        """The places on the pipeline axis that hold a tensor; the first counts it."""
+        if self.split is None:
+            return (0,)
+        return list(dict.fromkeys(self.rank_of[stage] for stage in self.split.placement[name]))
+
+    def is_here(self, name: str, at: Coordinate) -> bool:
+        """Whether a rank holds a tensor, or a part of it."""
+        return at.pipeline in self.holders(name)
+
+    def share(self, at: Coordinate) -> Share:
+        """What of the model is on a rank's pipeline stages."""
+        stages = self.split.stages if self.split is not None else ()
+        elsewhere = [name for stage in stages if self.rank_of[stage.index] != at.pipeline for name in stage.modules]
+        here = frozenset(key for key, first in self.template.first_names.items() if self.is_here(first, at))
+        return Share(parameters=here, elsewhere=tuple(elsewhere))
+
+    def counts(self, name: str, at: Coordinate) -> bool:
+        """Whether a rank is the one, of those of its replica that hold the same elements, that counts them."""
+        whole_elsewhere = name not in self._layouts and at.tensor > 0
+        return at.pipeline == self.holders(name)[0] and not whole_elsewhere
+
+    def kind(self, name: str) -> Hashable:
+        """What kind of parameter it is: a rank that holds and counts one of a kind holds and counts all."""
+        return tuple(self.holders(name)), name in self._layouts
+
+    def parts(self, name: str) -> int:
+        """Into how many parts the tensor axis cuts it."""
+        return self.axes.tensor if name in self._layouts else 1
+
+    def cut(self, name: str, whole: torch.Tensor, part: int) -> torch.Tensor:
+        """A part of a tensor that has a parameter's shape, in the form in which ranks hold it. A copy."""
+        layout = self._layouts.get(name)
+        return whole.clone() if layout is None else cut(whole, layout, self.axes.tensor, part)
+
+    def shape(self, name: str, part: int) -> torch.Size:
+        """Shape of what `cut` returns."""
+        layout, whole = self._layouts.get(name), self.template.tensors()[name]
+        return whole.shape if layout is None else cut_shape(layout, self.axes.tensor, part)
+
+    def join(self, name: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The inverse of `cut`."""
+        layout = self._layouts.get(name)
+        if layout is None:
+            return parts[0]
+        assert layout.dimension is not None
+        return torch.cat(list(parts), layout.dimension).reshape(layout.shape)
+
+
+def whole_module(
+    template: Template, values: Mapping[str, torch.Tensor], unsaved: Mapping[str, torch.Tensor], device: torch.device
+) -> nn.Module:
+    """A new module with these values. `unsaved`: buffers that are no part of its state dict."""
+    whole = copy.deepcopy(template.module).to_empty(device=device)
+    for first, second in template.first_names.items():  # to_empty makes tied ones several
+        owner, _, name = first.rpartition(".")
+        source, _, own = second.rpartition(".")
+        if first != second and first in template.tied_parameters:
+            setattr(whole.get_submodule(owner), name, whole.get_submodule(source)._parameters[own])
+    whole.load_state_dict(values)
+    buffers = dict(whole.named_buffers())
+    for name, value in unsaved.items():
+        buffers[name].copy_(value)
+    return whole
+
+
+def zeros(template: Template) -> dict[str, torch.Tensor]:
+    """Values for a module whose answers nobody uses: all zero."""
+    tensors = template.tensors()
+    return {key: torch.zeros(tensors[first].shape) for key, first in template.first_names.items()}
+
+
+# ------------------------------------------------------------------------------------------------------------------ how ranks are divided
+#
+# Along which axes a model's ranks are divided, for any number of them: what a strategy plans, held against what the model allows.
 
 Fits = Callable[[Axes], bool]
 """Whether the model can be cut along these axes."""

@@ -15,14 +15,22 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shoal_worker.elastic.group import Channel
-from shoal_worker.engine.activation_checkpointing import checkpoint_activations
-from shoal_worker.engine.hidden_parameters import Whereabouts
-from shoal_worker.engine.materialize import unsaved_buffers
+from shoal_worker.engine.hidden_parameters import (
+    HiddenParameter,
+    Whereabouts,
+    drop_gradient,
+    gradient_of,
+    hide,
+    hide_gradient,
+    show,
+    show_gradient,
+)
+from shoal_worker.engine.parameter_groups import checkpoint_activations
+from shoal_worker.engine.parameters import unsaved_buffers
 from shoal_worker.engine.state_in_parts import StateInParts, is_element
 from shoal_worker.mesh.axes import Axes, Coordinate
-from shoal_worker.mesh.blueprint import Blueprint, Template
 from shoal_worker.mesh.data_axis import AlongData, Replicated, State
-from shoal_worker.mesh.hidden import HiddenParameters
+from shoal_worker.mesh.layouts import Blueprint, Template
 from shoal_worker.mesh.resharding import MeshCut, PieceState, RankParts, WholeTensor, copy_singles, gather
 from shoal_worker.mesh.step_group import GroupMesh
 from shoal_worker.pipelining.partial import empty_on
@@ -30,6 +38,72 @@ from shoal_worker.pipelining.split import named_tensors
 from shoal_worker.state.digest import digest_of, state_tensors
 from shoal_worker.tensor_parallel.context import DropoutRandomness
 from shoal_worker.tensor_parallel.layers import parallelize, unparallelize
+
+# ---------------------------------------------------------------------------------------------------------- what is hidden between passes
+#
+# What is hidden of a module's parameters between passes, where this rank has its part of them alone.
+#
+# Of a parameter that is split or on another stage the values (no call of torch's on this part alone means the whole), of the others the
+# gradients, which are not the replicas' sum yet. In passes all of it is there. See `engine/hidden_parameters.py`.
+
+
+class HiddenParameters:
+    """Those of one module, as it is laid out now."""
+
+    def __init__(self, parameters: Mapping[str, torch.Tensor], whereabouts: Whereabouts) -> None:
+        """`parameters`: all of the module's, those on the meta device among them, which are another rank's."""
+        self._whereabouts = whereabouts
+        self._all = [(parameter, HiddenParameter(name, whereabouts)) for name, parameter in parameters.items()]
+        self._absent = [each for each in self._all if each[0].is_meta]
+        self._split = [each for each in self._all if isinstance(each[0], DTensor) and not each[0].is_meta]
+        self._trained = [each for each in self._all if each[0].requires_grad]
+        self._handed_out = False
+        """The gradients that parameters have are those to update with."""
+
+    def hide(self) -> None:
+        """No pass is going on."""
+        if not self._handed_out:
+            if any(gradient_of(parameter) is not None for parameter, _ in self._trained):
+                self._whereabouts.pending = True
+            for _, place in self._trained if self._whereabouts.pending else ():
+                place.gradient = True
+        for parameter, place in (*self._absent, *self._split):
+            hide(parameter, place)
+        for parameter, place in self._trained:
+            if place.gradient:
+                hide_gradient(parameter, place)
+
+    def handed_out(self) -> None:
+        """The step's gradients are summed, and those that parameters have are what this rank updates with: nobody is to set others."""
+        self._handed_out = True
+        for parameter, place in self._trained:
+            place.gradient = place.gradient and gradient_of(parameter) is None
+            hide_gradient(parameter, place)
+
+    def show(self) -> None:
+        """A pass begins."""
+        for parameter, place in self._split:
+            show(parameter, place)
+        self.show_gradients()
+
+    def show_gradients(self) -> None:
+        """What has values here gets its own gradients, too."""
+        for parameter, place in self._trained:
+            show_gradient(parameter, place)
+
+    def drop_gradients(self) -> None:
+        """The parameters have no gradients, here or elsewhere."""
+        self._handed_out = self._whereabouts.pending = False
+        for parameter, place in self._trained:
+            drop_gradient(parameter, place)
+
+    def release(self) -> None:
+        """The parameters are another's from here on."""
+        for parameter, place in self._all:
+            show(parameter, place)
+
+
+# ------------------------------------------------------------------------------------------------------------------------------ the state
 
 _ALONE = Axes(pipeline=1, tensor=1, data=1)
 

@@ -26,10 +26,9 @@ from shoal_worker.mesh.layouts import Sharding
 from shoal_worker.mesh.parts import ModelParts, Shard
 from shoal_worker.mesh.resharding import MeshCut, WholeTensor
 from shoal_worker.mesh.step_group import GroupMesh, StepGroup
-from shoal_worker.pipelining import gradients as stage_gradients
 from shoal_worker.pipelining.executor import Loss
 from shoal_worker.pipelining.micro_batches import MicroBatch
-from shoal_worker.pipelining.pipeline import Pipeline
+from shoal_worker.pipelining.pipeline import Pipeline, shared_exist, sum_shared
 from shoal_worker.randomness import seed_generators
 from shoal_worker.sharding.collectives import PartCollectives
 from shoal_worker.sharding.execution import ShardedExecution
@@ -234,8 +233,8 @@ class RankMesh:
         for name in names:
             pieces[name].grad = gradients.added(name).to(pieces[name].dtype) if present[name] else None
         trained = [one for one in shared if self._parts.is_trained(one.names[0])]
-        exist = stage_gradients.shared_exist(trained, pieces, pipeline.links)
-        stage_gradients.sum_shared(trained, pipeline.rank_of, pieces, pipeline.links, exist)
+        exist = shared_exist(trained, pieces, pipeline.links)
+        sum_shared(trained, pipeline.rank_of, pieces, pipeline.links, exist)
         for name in names:
             gradient, pieces[name].grad = pieces[name].grad, None
             if gradient is not None:

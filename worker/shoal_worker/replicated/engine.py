@@ -18,13 +18,11 @@ from torch import nn
 from shoal_worker.elastic.group import Channel
 from shoal_worker.elastic.loader_interface import StepStatus
 from shoal_worker.elastic.step import StepPhase
-from shoal_worker.engine.base import Engine, Setup
+from shoal_worker.engine.base import Engine, Loss, Setup, call_module, check_reproducible, loss_of
 from shoal_worker.engine.buffers import CommittedBuffers
 from shoal_worker.engine.compressed import compression_of
 from shoal_worker.engine.failed_collectives import LosingStep
-from shoal_worker.engine.materialize import has_values, materialize, unsaved_buffers
-from shoal_worker.engine.parameters import check_optimizer_covers, check_shaped, check_trains
-from shoal_worker.engine.passes import Loss, call_module, check_reproducible, loss_of
+from shoal_worker.engine.parameters import check_optimizer_covers, check_shaped, check_trains, has_values, materialize, unsaved_buffers
 from shoal_worker.failpoints import failpoint
 from shoal_worker.replicated.accumulation import AccumulatedReduction
 from shoal_worker.replicated.reduction import OverlappedReduction

@@ -7,7 +7,7 @@ updates flat pieces of parameters. That is right for optimizers that treat each 
 A step ends as `engine/partitioned.py` says. Its gradients are sealed when each rank has its shard's sum, and has passed it on to its buddy,
 who mirrors the shard: parameters and optimizer state, as further pieces of the same optimizer. The closing also tells which parameters were
 used and how the buffers changed. Owners and mirrors apply the same update. After a failure the shards are cut for the new group
-(`regroup`). What there is to do with the state between steps is in `cut_state.py`; when units are gathered in the passes, in
+(`regroup`). What there is to do with the state between steps is in `sharded_state.py`; when units are gathered in the passes, in
 `execution.py`. All of it runs on the training thread, on every rank alike.
 """
 
@@ -26,23 +26,20 @@ from shoal_worker.config import ShardingConfiguration
 from shoal_worker.elastic.group import Channel, Group
 from shoal_worker.elastic.loader_interface import Share
 from shoal_worker.elastic.step import Step
-from shoal_worker.engine.base import Setup
+from shoal_worker.engine.base import Loss, Setup, call_module, check_reproducible, loss_of
 from shoal_worker.engine.buffers import CommittedBuffers
-from shoal_worker.engine.closing import ClosingSum, CutClosing
 from shoal_worker.engine.compressed import check_floating, compression_of
 from shoal_worker.engine.failed_collectives import LosingStep
 from shoal_worker.engine.hidden_parameters import refuse_loading
 from shoal_worker.engine.parameter_groups import ParameterGroup, alike, by_bytes, by_modules
-from shoal_worker.engine.partitioned import PartitionedEngine
-from shoal_worker.engine.passes import Loss, call_module, check_reproducible, loss_of
+from shoal_worker.engine.partitioned import ClosingSum, CutClosing, PartitionedEngine
 from shoal_worker.failpoints import failpoint
 from shoal_worker.sharding.collectives import CompressedScatter, IssuedCollectives, ReplicatedCollectives, SessionCollectives
-from shoal_worker.sharding.cut_state import CutState
 from shoal_worker.sharding.execution import ShardedExecution
 from shoal_worker.sharding.gradients import CutGradients
 from shoal_worker.sharding.layout import Division, among_all
-from shoal_worker.sharding.offload import home_of
-from shoal_worker.sharding.unit import Stage, Unit
+from shoal_worker.sharding.sharded_state import ShardedState
+from shoal_worker.sharding.unit import Stage, Unit, home_of
 from shoal_worker.state.part import StatePart
 
 _WIDE: Final = torch.empty(0, dtype=torch.float64)
@@ -69,7 +66,7 @@ def in_blocks(module: nn.Module, config: ShardingConfiguration) -> list[Paramete
     return by_modules(module, config.shard_modules, at_least=config.minimum_parameter_group_size)
 
 
-class ShardedEngine(PartitionedEngine[CutState, CutClosing]):
+class ShardedEngine(PartitionedEngine[ShardedState, CutClosing]):
     """A model whose optimizer state, and perhaps gradients and parameters, are cut over the ranks."""
 
     def __init__(self, setup: Setup, *, stage: Stage, groups: Groups, divide: Divide | None = None) -> None:
@@ -114,10 +111,10 @@ class ShardedEngine(PartitionedEngine[CutState, CutClosing]):
             whereabouts=self._whereabouts,
         )
 
-    def _make_state(self) -> CutState:
+    def _make_state(self) -> ShardedState:
         units = [(group.module, [self._unit(part) for part in alike(group)]) for group in self._groups(self.module, self.config)]
         self._execution = ShardedExecution(units, self._collectives, self.stage, self._whereabouts)
-        state = CutState(self.module, self._execution, self.stage, self._divide)
+        state = ShardedState(self.module, self._execution, self.stage, self._divide)
         if any(unit.apart for unit in state.units):
             refuse_loading(self.module)
         if self._compression is not None:

@@ -23,7 +23,7 @@ from torch.utils.data import TensorDataset
 from shoal_worker.data.loader import ElasticDataLoader
 from shoal_worker.elastic.evaluation import Patience, evaluate
 from shoal_worker.elastic.loader_interface import StepStatus
-from shoal_worker.engine.passes import Loss
+from shoal_worker.engine.base import Loss
 
 if TYPE_CHECKING:
     from shoal_worker.data.loader import EvaluationBatches

@@ -18,9 +18,8 @@ from shoal_worker.checkpoint.writer import on_first
 from shoal_worker.config import ShardingConfiguration
 from shoal_worker.elastic.group import Channel
 from shoal_worker.elastic.session import Session
-from shoal_worker.engine.activation_checkpointing import checkpoint_activations
-from shoal_worker.engine.base import Engine, Setup
-from shoal_worker.engine.passes import Loss
+from shoal_worker.engine.base import Engine, Loss, Setup
+from shoal_worker.engine.parameter_groups import checkpoint_activations
 from shoal_worker.state.serial import dump_tensors, load_tensors, read_tensors, write_file
 from shoal_worker.strategies.declaration import Strategy
 

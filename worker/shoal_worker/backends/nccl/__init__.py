@@ -1,1 +1,1 @@
-"""NCCL, for CUDA devices."""
+"""NCCL, for CUDA devices: `backend`, and the process group that it forms (`device_group`)."""

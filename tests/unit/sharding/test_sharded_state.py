@@ -12,10 +12,10 @@ import torch
 from shoal_common.errors import ConfigurationError
 from shoal_worker.elastic.group import LocalChannel
 from shoal_worker.engine.parameter_groups import by_bytes
-from shoal_worker.sharding.cut_state import CutState
 from shoal_worker.sharding.execution import ShardedExecution
 from shoal_worker.sharding.layout import buddy_stride
 from shoal_worker.sharding.resharding import Cut, hold
+from shoal_worker.sharding.sharded_state import ShardedState
 from shoal_worker.sharding.unit import Stage, Unit
 from shoal_worker.state.fits import check_elementwise
 from torch import nn
@@ -52,7 +52,7 @@ class Rank:
         self.optimizer = make_optimizer(list(self.module.parameters()))
         self.execution = ShardedExecution([(self.module, [self.unit])], RankThread(0, 1, [], threading.Barrier(1)), Stage.OPTIMIZER)
         self.execution.reduces_in_backward = False
-        self.state = CutState(self.module, self.execution, Stage.OPTIMIZER)
+        self.state = ShardedState(self.module, self.execution, Stage.OPTIMIZER)
         self.state.use_optimizer(self.optimizer)
 
     def step(self, ranks: RankThread) -> None:

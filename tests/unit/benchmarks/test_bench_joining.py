@@ -14,7 +14,7 @@ from benchmarks.processes import REPOSITORY
 from benchmarks.workers.steplog import Commit
 
 MS = 1_000_000
-TAKE = REPOSITORY / "worker" / "shoal_worker" / "elastic" / "exchange.py"
+TAKE = REPOSITORY / "worker" / "shoal_worker" / "elastic" / "transfer.py"
 
 
 def commits(steps_ms: Sequence[float], *, world_size: int, begins_ms: float = 0, rank: int = 0) -> list[Commit]:

@@ -1,18 +1,6 @@
 """This worker's job, as asynchronous training needs it: who it is there, in which generation, and where the parameter servers are.
 
 Any thread may call; the coordinator's link and client are safe to share.
-
-Where the batches of leased loaders come from: the coordinator, who deals a dead worker's again, or this process when it is alone.
-
-Used by the training thread.
-
-A worker's own state for joiners: what the user registered, and the optimizer's settings with the place in their schedule.
-
-In synchronous training the state travels at borders, while all stand still. Here nobody does, and with ssp a member may be waiting for the
-very joiner that asks. So each worker keeps an offer open, a copy made at one of its last borders, and its donor's threads serve that
-whatever the training thread does (elastic/transfer.py). The name of an offer is its giver's key, which the coordinator tells members alone.
-
-`refresh`, `take` and `close` belong to the training thread.
 """
 
 from __future__ import annotations
@@ -189,6 +177,13 @@ class Job:
             raise error
 
 
+# --------------------------------------------------------------------------------------------------------------------------------- leases
+#
+# Where the batches of leased loaders come from: the coordinator, who deals a dead worker's again, or this process when it is alone.
+#
+# Used by the training thread.
+
+
 class LeaseSource(Protocol):
     """Gives out the batches of each loader's epochs, each to one worker."""
 
@@ -281,6 +276,18 @@ _REST: Final = 50
 average of the parameters, say) now and then."""
 _PATIENCE: Final = timedelta(seconds=5)
 """How long a joiner waits for one peer's state. A peer's offer is open already, unless it has not come to its first step."""
+
+
+# ------------------------------------------------------------------------------------------------------ a worker's own state, for joiners
+#
+# A worker's own state for joiners: what the user registered, and the optimizer's settings with the place in their schedule.
+#
+# In synchronous training the state travels at borders, while all stand still. Here nobody does, and with ssp a member may be waiting for
+# the very joiner that asks. So each worker keeps an offer open, a copy made at one of its last borders, and its donor's threads serve
+# that whatever the training thread does (elastic/transfer.py). The name of an offer is its giver's key, which the coordinator tells
+# members alone.
+#
+# `refresh`, `take` and `close` belong to the training thread.
 
 
 class Handover:

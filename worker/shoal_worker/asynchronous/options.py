@@ -1,13 +1,5 @@
-"""What `as_distributed(..., strategy="async_sgd", ...)` takes beside the settings common to all strategies. Values only.
-
-The user's torch optimizer, as the parameter servers are to run it, and what schedulers change in it.
-
-Whose schedule counts, when each worker steps a scheduler of its own at its own speed? The one that is furthest: a change carries a
-revision, the number of changes that this worker's hyperparameters have gone through, and a server ignores a revision that is not above its
-last. Equal schedules have equal values at equal revisions, whether they are stepped per iteration or per epoch (docs/decisions/0081).
-
-All of it runs on the training thread.
-"""
+"""What `as_distributed(..., strategy="async_sgd", ...)` takes beside the settings common to all strategies, and
+what the servers are told of the user's optimizer. Values only."""
 
 from __future__ import annotations
 
@@ -99,6 +91,18 @@ def check_configuration(config: ShardingConfiguration, backend: str) -> None:
 
 Values = tuple[tuple[str, float], ...]
 """One group's hyperparameters by the servers' names, sorted."""
+
+
+# -------------------------------------------------------------------------------------------------------------------------- the optimizer
+#
+# The user's torch optimizer, as the parameter servers are to run it, and what schedulers change in it.
+#
+# Whose schedule counts, when each worker steps a scheduler of its own at its own speed? The one that is furthest: a change carries a
+# revision, the number of changes that this worker's hyperparameters have gone through, and a server ignores a revision that is not above
+# its last. Equal schedules have equal values at equal revisions, whether they are stepped per iteration or per epoch
+# (docs/decisions/0081).
+#
+# All of it runs on the training thread.
 
 
 @dataclass(frozen=True, kw_only=True)

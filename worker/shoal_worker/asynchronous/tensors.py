@@ -4,9 +4,8 @@ On the CPU these are the tensors' own memory: nothing is copied. Tensors of a de
 a host copy each. Belongs to the training thread, except for the bytes themselves, which the servers' threads read and write during an
 exchange.
 
-Which part of which tensor lies on which server, as the coordinator's shard map says. Plain values.
-
-Which gradients of a step travel, and as what (`Iteration`), stands below.
+Beside them, as plain values: which part of which tensor lies on which server, as the coordinator's shard map says, and which gradients of a
+step travel, and as what (`Iteration`).
 """
 
 from __future__ import annotations

@@ -2,10 +2,6 @@
 
 It is written last, carries a digest of itself, and names size and digest of every other file. What its fields mean for the state is up to
 its layout: `files.py` knows "whole", `shards.py` "sharded".
-
-Directories that appear and disappear whole, also when the process is killed or the machine loses power in between.
-
-A directory under way has a name `.<name>.<host>.<pid>.<random>.tmp`. A dead process may leave one; the next writer on that host removes it.
 """
 
 from __future__ import annotations
@@ -118,13 +114,19 @@ def _file_digest(file: Path) -> str:
     return digest.hexdigest()
 
 
-# ---------------------------------------------------------------------------------------- the manifest, and directories that appear whole
-
 _log = logging.getLogger(__name__)
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 _TEMPORARY = re.compile(r"\..+\.(?P<host>[^.]*)\.(?P<pid>[0-9]+)\.[0-9a-f]{32}\.tmp")
+
+
+# ---------------------------------------------------------------------------------------------------------- directories that appear whole
+#
+# Directories that appear and disappear whole, also when the process is killed or the machine loses power in between.
+#
+# A directory under way has a name `.<name>.<host>.<pid>.<random>.tmp`. A dead process may leave one; the next writer on that host removes
+# it.
 
 
 def make_temporary(parent: Path, name: str) -> Path:
@@ -233,6 +235,9 @@ NAME: Final = "checkpoint.json"
 _FORMAT = "shoal-checkpoint"
 _VERSION = 1
 _ENVELOPE = frozenset({"format", "version", "xxh3_64"})
+
+
+# --------------------------------------------------------------------------------------------------------------------------- the manifest
 
 
 @dataclass(frozen=True, kw_only=True)

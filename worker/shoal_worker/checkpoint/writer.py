@@ -101,8 +101,9 @@ class CheckpointWriter:
 # Waiting for a disk within an operation.
 #
 # A disk may take longer than a collective may, and ranks that wait in one for a rank that waits for its disk would take it for stuck. So
-# all of them tell each other, again and again, whether they are done. # Runs on the training threads; what the first rank does with its
-# disk, it does on a thread of its own.
+# all of them tell each other, again and again, whether they are done.
+#
+# Runs on the training threads; what the first rank does with its disk, it does on a thread of its own.
 
 T = TypeVar("T")
 

@@ -1,7 +1,7 @@
 """What every gradient compressor offers: a tensor as fewer bytes, and back; and what an exchange of compressed gradients is given.
 
 A compressor is a frozen value: it has settings and no state. What a step leaves behind (error feedback, warm starts) lies in a `Memory`,
-per rank and bucket; the ways to sum compressed gradients over ranks are in exchanges.py. Payloads are those of shoal_common.codecs.
+per rank and bucket; the ways to sum compressed gradients over ranks are exchanges. Payloads are those of shoal_common.codecs.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def _check(tensor: torch.Tensor) -> None:
 
 
 Steps = Generator[Handle, None, None]
-"""Yields each collective that an exchange has issued; resumed when it is complete (exchanges.py)."""
+"""Yields each collective that an exchange has issued; resumed when it is complete."""
 
 _STAGES = 2
 """At most so many stages of an exchange draw random numbers."""
@@ -210,13 +210,14 @@ class Exchange(abc.ABC):
 # Payloads cannot be added by a transport, and one that adds bfloat16 rounds at every rank. So:
 #
 # - `Chunked` (fp16, bf16, int8, sign): each rank owns a part of the bucket. All send it that part compressed (all-to-all); it adds up in
-# float32, in the order of ranks, and sends the sum back compressed (all-gather). Every rank, the owner too, takes what was sent. An
-# all-reduce of the uncompressed bucket sends as often, so the saving is the compressor's own, whatever the number of ranks. - `Gathered`
-# (topk): every rank gets the payloads of all and adds them up in the order of ranks. Right where a payload is much smaller than   2/n of
-# the bucket; a sum of n sparse vectors is no longer sparse. - By all-reduce (randomk in sparse.py, powersgd.py): what is sent is linear in
-# the gradient, so the transport adds it, in float32. # An exchange is written as a generator: it yields each collective that it has issued,
-# does what can be done meanwhile before that, and is resumed when the collective is complete. All ranks must resume their exchanges in the
-# same order.
+#   float32, in the order of ranks, and sends the sum back compressed (all-gather). Every rank, the owner too, takes what was sent. An
+#   all-reduce of the uncompressed bucket sends as often, so the saving is the compressor's own, whatever the number of ranks.
+# - `Gathered` (topk): every rank gets the payloads of all and adds them up in the order of ranks. Right where a payload is much smaller
+#   than 2/n of the bucket; a sum of n sparse vectors is no longer sparse.
+# - By all-reduce (randomk in sparse.py, powersgd.py): what is sent is linear in the gradient, so the transport adds it, in float32.
+#
+# An exchange is written as a generator: it yields each collective that it has issued, does what can be done meanwhile before that, and is
+# resumed when the collective is complete. All ranks must resume their exchanges in the same order.
 
 # ------------------------------------------------------------------------------------------------------------ in chunks
 

@@ -1,10 +1,9 @@
-"""8-bit integers with a scale per block, rounded at random so that the mean is right.
+"""Fewer bits for each value: half precision (half the bytes, an error of one rounding), and 8-bit integers with a scale per block, rounded
+at random so that the mean is right.
 
-Half precision on the wire: half the bytes, an error of one rounding.
-
-Sums over ranks are taken in float32 (exchanges.py), never in half precision: an element is rounded once by each rank that sends it and once
-as a sum, whatever the number of ranks. No error feedback by default: the error is relative to each element and unbiased enough to need
-none.
+Sums over ranks are taken in float32 (`Chunked` in base.py), never in half precision: an element is rounded once by each rank that sends it
+and once as a sum, whatever the number of ranks. No error feedback by default: the error is relative to each element and unbiased enough to
+need none.
 """
 
 from __future__ import annotations

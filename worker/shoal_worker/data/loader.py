@@ -3,10 +3,9 @@
 The parts that do the work, and who owns which state (all of it used by the thread of the user's training loop):
 
 - `cursor.py`        the cursor and the count of epochs
-- `step_batches.py`        the step that this rank was dealt, over `step_batches.py` and `sampling.py`; or the leases
-- `iteration.py`      none of the run's: hands out a step's batches, which `fetch.py` makes
-- `iteration.py`     the loops that are under way; the name, and the session that knows it
-- `loader.py`    the batches of a loader with train=False, which has no steps
+- `step_batches.py`  the step that this rank was dealt, by `sampling.py`; or the leases
+- `iteration.py`     the loops that are under way; the name, and the session that knows it. It hands out a step's batches, which `fetch.py`
+                     makes
 
 The cursor moves only when the session says that a step is committed; what was handed out and not committed is dealt again. It decides
 nothing about membership and reduces nothing. None of its parts refers to it: when the script lets go of it, it is gone and its name free.

@@ -1,4 +1,4 @@
-"""Which samples a step consists of, and which rank gets them. Pure: no torch, no clock, no state.
+"""Which samples a step consists of, and which rank gets them: arithmetic on positions, and the order of the samples in each epoch.
 
 An epoch is a fixed order of samples. A *position* is a place in that order. A step is the next `global_batch_size` positions after the
 cursor; it is cut into blocks, one per rank or one per micro-batch, and blocks are dealt to whatever ranks there are. So a step's samples

@@ -2,7 +2,7 @@
 
 Who is asked to leave goes on for a moment (SHOAL_DRAIN_GRACE_S). If all ranks are asked within it, as when an allocation is taken back, all
 stop together: their scripts run on, and can save what they hold between them. Else it leaves by itself, unless it holds what no rank that
-stays has (`borders.py`).
+stays has (`who_leaves`).
 
 Holds the `Formation` until the process leaves its job, and owns where the peers stood when this joiner was fed, and since when this process
 is asked to leave. It takes no steps. All of it runs on the training thread, except `failed`, which a collective's callback may call.

@@ -151,7 +151,7 @@ class RegisteredState:
         """The values that `_digest` is of, names and numbers one after the other; empty: it is to be made anew."""
 
     def advance_with(self, optimizer: torch.optim.Optimizer) -> None:
-        """`optimizer` is the run's, as the user made it: its schedulers are registered by themselves (`schedulers_and_scalers.py`)."""
+        """`optimizer` is the run's, as the user made it: its schedulers are registered by themselves."""
         self._optimizer = optimizer
 
     def made_from(self, parameters: Iterable[torch.Tensor], optimizer: torch.optim.Optimizer | None) -> None:
@@ -328,7 +328,7 @@ class RegisteredState:
         self._passing = True
 
     def find_new(self) -> None:
-        """Registers what the script has made of its own accord and what belongs to the run: see `schedulers_and_scalers.py`."""
+        """Registers what the script has made of its own accord and what belongs to the run."""
         made = newly_made()
         if not made and (not self._undecided or self._optimizer is None):
             return

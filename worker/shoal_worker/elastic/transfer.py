@@ -348,7 +348,7 @@ def _receive_into(connection: socket.socket, target: memoryview, deadline: float
 # State between the ranks of a group: those that hold it give it, those that lack it take it, and all leave together.
 #
 # Giving and taking end with an exchange on the group, so that nobody changes its tensors while another reads them. The donor's own threads
-# serve the bytes (`transfer.py`); everything here runs on the training thread.
+# serve the bytes (`StateDonor`); all of it runs on the training thread.
 
 MOST_DONORS: Final = 16
 """That one receiver asks. More fill no link better, and each costs a thread, a connection and the description of the whole state."""

@@ -19,7 +19,7 @@ from contextlib import ExitStack
 from datetime import timedelta
 from traceback import format_exception
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Final, NoReturn
+from typing import Final, NoReturn
 
 from shoal_common.allocator import keep_freed_memory
 from shoal_common.clients.coordinator import CoordinatorClient
@@ -43,12 +43,9 @@ from shoal_worker.elastic.transfer import StateDonor
 from shoal_worker.metrics import WorkerMetrics
 from shoal_worker.settings import WorkerSettings, check_not_torchrun, error_file, mpi_world_size
 
-if TYPE_CHECKING:
-    from shoal_worker.elastic.session import Session
-
 # ----------------------------------------------------------------------------------------------------------------- this process's session
 #
-# The session of this process, where it has one; `start.current_session` makes one where it has none.
+# The session of this process, where it has one; `current_session` makes one where it has none.
 #
 # Where ranks are threads of one process (`shoal.launch`), each has a session of its own. It is kept with the rank's world, as what torch
 # keeps per process is: so the threads that a rank starts find it too, and a rank never finds another's, or the process's.

@@ -1,9 +1,8 @@
 """Parameters that users give, and what is to be true of a model's own before it is trained.
 
-What the ranks are given from outside, and must be given alike: a file's content, another model's values.
-
-Ranks that hold copies of one state do not notice when one of them is given something else: they train on, each on its own. So what is given
-goes through an operation first, in which the ranks compare digests. What one rank cannot read, none takes.
+What is given from outside (a file's content, another model's values) has to be the same on all ranks. Ranks that hold copies of one state
+do not notice when one of them is given something else: they train on, each on its own. So what is given goes through an operation first, in
+which the ranks compare digests. What one rank cannot read, none takes.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ from shoal_worker.state.fits import check_elementwise
 
 # ------------------------------------------------------------------------------------------------------------ what a step's closing tells
 #
-# The closing of a step: one small all-reduce after which every rank knows the same of it. `partitioned.py` says what follows.
+# The closing of a step: one small all-reduce after which every rank knows the same of it.
 
 
 @dataclass(kw_only=True)

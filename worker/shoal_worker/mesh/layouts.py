@@ -2,8 +2,6 @@
 
 Derived from shapes alone, so every rank derives the same, also for a division that it has never been in: of a peer's state, or of one that
 was cut before a rank died. No process groups, no values.
-
-The module as the user wrote it, whole, beside this rank's part of it: for evaluation, for copies, and to stand in.
 """
 
 from __future__ import annotations
@@ -185,6 +183,11 @@ class Blueprint:
             return parts[0]
         assert layout.dimension is not None
         return torch.cat(list(parts), layout.dimension).reshape(layout.shape)
+
+
+# ----------------------------------------------------------------------------------------------------------------------- the whole module
+#
+# The module as the user wrote it, whole, beside this rank's part of it: for evaluation, for copies, and to stand in.
 
 
 def whole_module(

@@ -6,10 +6,6 @@ timeout, or
 when the group ends. A failure ends the group, so that no other rank waits for this one.
 
 Threads: one thread issues everything.
-
-The output of a model whose last stage is on one rank, for the other ranks: any nesting of mappings, sequences, tensors and numbers.
-
-Mappings come as plain dicts, tuples as tuples. It knows nothing of stages. Threads: one, which is the links'.
 """
 
 from __future__ import annotations
@@ -184,6 +180,13 @@ def _group_errors(what: str) -> Iterator[None]:
         raise GroupEndedError(f"{error} [{what}]") from error
     except RuntimeError as error:
         raise GroupEndedError(f"{what} failed: {str(error).strip().partition(chr(10))[0]}") from error
+
+
+# -------------------------------------------------------------------------------------------------- a model's output, for the other ranks
+#
+# The output of a model whose last stage is on one rank, for the other ranks: any nesting of mappings, sequences, tensors and numbers.
+#
+# Mappings come as plain dicts, tuples as tuples. It knows nothing of stages. Threads: one, which is the links'.
 
 
 def plain(value: Any) -> Any:

@@ -3,11 +3,6 @@
 Every rank of a pipeline cuts the same batch in the same way. Micro-batches may be of unequal size: sizes differ by one sample at most, and
 a
 batch of fewer samples than micro-batches gives one per sample.
-
-What goes into a stage and what comes out of it.
-
-A `Call` is what the model is called with; every stage has it, since ranks of one replica are given the same batch. A `Border` is what goes
-from one stage to the next: tensors, and how the model wraps them.
 """
 
 from __future__ import annotations
@@ -21,6 +16,13 @@ import torch
 import xxhash
 from shoal_common.errors import ConfigurationError
 from torch.utils import _pytree as pytree
+
+# --------------------------------------------------------------------------------------------- what goes into a stage and comes out of it
+#
+# What goes into a stage and what comes out of it.
+#
+# A `Call` is what the model is called with; every stage has it, since ranks of one replica are given the same batch. A `Border` is what
+# goes from one stage to the next: tensors, and how the model wraps them.
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ Of a chain it is some of the blocks. A layered model (split.py) keeps its own fo
 model
 in which what other stages hold has no values:
 
-- modules before the layers give placeholders (placeholder.py) of the right shape, found by running them on `meta`;
+- modules before the layers give placeholders (`Placeholder`) of the right shape, found by running them on `meta`;
 - the layers of earlier stages hand their placeholder on; the stage's first layer takes the value received instead of it;
 - where the next stage's part begins, the forward ends.
 
@@ -34,7 +34,7 @@ from shoal_worker.pipelining.split import Form, Split, named_tensors
 # Tensors that stand for what only another stage has.
 #
 # A `Placeholder` stands for a value: right shape, dtype and device, no meaning. What is computed from one is one again, so that a result
-# which secretly needs what only another stage has can be told from one that does not, and refused (partial.py). A fresh tensor that merely
+# which secretly needs what only another stage has can be told from one that does not, and refused. A fresh tensor that merely
 # looks like a placeholder (zeros_like, new_full) is none.
 #
 # An `Absent` stands for a parameter, takes no memory, and cannot be computed with. Being on `meta` would not do for that: a matrix product

@@ -2,11 +2,6 @@
 
 Outer momentum takes what the ranks moved by in a round, on average, as an optimizer takes a gradient. (Wang et al., "SlowMo", ICLR 2020;
 Douillard et al., "DiLoCo", 2023.) All of it runs on the training thread.
-
-Weighted means over the ranks of whatever each of them holds: parameters, buffers, optimizer state.
-
-How the ranks reach each other is the caller's: within a step over the group, in an operation over its channel. All of it runs on the
-calling thread.
 """
 
 from __future__ import annotations
@@ -33,6 +28,14 @@ Tell = Callable[[bytes], list[bytes]]
 """Sends some bytes to all ranks and returns everybody's, in rank order."""
 
 _CHUNK_ELEMENTS = 2 << 20
+
+
+# ---------------------------------------------------------------------------------------------------------- weighted means over the ranks
+#
+# Weighted means over the ranks of whatever each of them holds: parameters, buffers, optimizer state.
+#
+# How the ranks reach each other is the caller's: within a step over the group, in an operation over its channel. All of it runs on the
+# calling thread.
 
 
 def adding(channel: Channel) -> Add:

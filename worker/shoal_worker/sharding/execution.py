@@ -36,7 +36,7 @@ from shoal_worker.sharding.unit import Reducing, Stage, Unit
 
 # ---------------------------------------------------------------------------------------------------------------------------------- hooks
 #
-# Hooks on the user's modules and parameters, which call whoever follows the passes through them (`execution.py`).
+# Hooks on the user's modules and parameters, which call whoever follows the passes through them.
 
 
 def when_gradients_come(tree: Any, call: Callable[[Any], None], *, mode: Literal["any", "all"]) -> None:

@@ -6,12 +6,6 @@ newest that is.
 
 Between two cuts a shard may be left with one holder, when a rank has died or leaves and its peers cannot cut anew yet. Then another rank
 keeps a copy of it (`engine/holders.py`), so that the next death loses nothing.
-
-An optimizer's state, seen through the pieces of parameters that it updates.
-
-What has the shape of its piece is an element state (moments): it is cut and moved like the parameter. All else (step counts) is the same on
-every rank, whatever piece that has, also an empty one; so is, for each parameter, which element states there are (`ELEMENTS`): groups with
-other options have others, and momentum has nothing beside them.
 """
 
 from __future__ import annotations
@@ -29,6 +23,15 @@ from shoal_worker.sharding.unit import Holding, Unit
 
 ELEMENTS: Final = "elements of"
 """Key of the names of a parameter's element states, among its scalars."""
+
+
+# ------------------------------------------------------------------------------------------------------------------ the optimizer's state
+#
+# An optimizer's state, seen through the pieces of parameters that it updates.
+#
+# What has the shape of its piece is an element state (moments): it is cut and moved like the parameter. All else (step counts) is the
+# same on every rank, whatever piece that has, also an empty one; so is, for each parameter, which element states there are (`ELEMENTS`):
+# groups with other options have others, and momentum has nothing beside them.
 
 
 class ShardedOptimizerState:

@@ -13,7 +13,7 @@ nobody computes with it (the storage is resized to nothing, as torch's FSDP does
 values again because the unit is gathered before its backward pass). Meanwhile the parameters are empty. Optimizers update pieces of shards
 (`Holding`).
 
-Where parameters are computed with in another dtype than they are updated in, or are updated elsewhere (`unit.py`), shards have memory of
+Where parameters are computed with in another dtype than they are updated in, or are updated elsewhere (`Home`), shards have memory of
 their own at every stage, and `full` is a copy of them: P in the dtype of the computation, and P/N in their own.
 
 It does not know when to gather or reduce (`execution.py`).

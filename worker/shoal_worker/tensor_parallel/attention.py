@@ -1,11 +1,6 @@
 """Attention over heads that are split over the ranks: each rank attends with its own heads, without communication.
 
 Shapes: B batch, H heads, T queries, S keys, D head size.
-
-Dropout within a tensor-parallel block: shards of one activation must draw different numbers, replicas the same ones.
-
-Both rest on the ranks of a group having the same default random state when a step begins. Shoal's loaders set it for each batch; where
-there is none, the strategy does (mesh/rank_mesh.py).
 """
 
 from __future__ import annotations
@@ -21,6 +16,13 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from shoal_worker.tensor_parallel.context import DropoutRandomness, ParallelContext, local_offset, placement_of, split_dimension
+
+# -------------------------------------------------------------------------------------------------------------------------------- dropout
+#
+# Dropout within a tensor-parallel block: shards of one activation must draw different numbers, replicas the same ones.
+#
+# Both rest on the ranks of a group having the same default random state when a step begins. Shoal's loaders set it for each batch; where
+# there is none, the strategy does (mesh/rank_mesh.py).
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,8 +3,6 @@ BERT, T5, OPT, GPT-NeoX, ...), Meta's Llama, nanoGPT and timm.
 
 A block is found only if the shapes agree with the names. A wrong guess would cost communication, never a wrong result: DTensor keeps the
 arithmetic right whatever is split (docs/decisions/0100).
-
-Layers that multiply by a matrix, whichever way round they keep it: nn.Linear (out x in) and Hugging Face's Conv1D (in x out).
 """
 
 from __future__ import annotations
@@ -14,6 +12,10 @@ from dataclasses import dataclass
 from typing import Final
 
 from torch import nn
+
+# -------------------------------------------------------------------------------------------------------------------------- linear layers
+#
+# Layers that multiply by a matrix, whichever way round they keep it: nn.Linear (out x in) and Hugging Face's Conv1D (in x out).
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,6 @@
 
 A plan is made from shapes alone (derive.py), so that every rank makes the same one, also where its parameters are on `meta`, and it can be
 looked at before anything is distributed: `print(plan)`. It holds no tensor and no process group.
-
-Styles are the words that plans are written in: how one module's parameters are split over the ranks of a tensor-parallel group. What a
-style does to a forward pass is in layers.py.
-
-`Distributor` and what stands below it turn the parameters of a module into the shards that a plan names. Called at the beginning
-of a run.
 """
 
 from __future__ import annotations
@@ -23,6 +17,11 @@ from shoal_common.errors import ConfigurationError
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+
+# --------------------------------------------------------------------------------------------------------------------------------- styles
+#
+# Styles are the words that plans are written in: how one module's parameters are split over the ranks of a tensor-parallel group. What a
+# style does to a forward pass is in layers.py.
 
 
 class Style(StrEnum):
@@ -227,6 +226,12 @@ class TensorParallelPlan:
 
 
 _ENTERING = (Style.COLUMN, Style.PACKED_COLUMN, Style.COLUMN_GATHERED, Style.ATTENTION)
+
+
+# ----------------------------------------------------------------------------------------------------------- the shards that a plan names
+#
+# `Distributor` and what stands below it turn the parameters of a module into the shards that a plan names. Called at the beginning of a
+# run.
 
 
 @dataclass(frozen=True, kw_only=True)

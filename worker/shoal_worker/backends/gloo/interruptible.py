@@ -9,11 +9,6 @@ does so again; it is left to its timeout, and the group is destroyed after that.
 Point-to-point transfers are ended in the same way (works.Transfer). Sums of a few numbers do not go through Gloo (short_sums.py).
 
 Threads: one thread issues collectives; they complete in Gloo's threads; `abort` is for any thread.
-
-Memory that collectives need again and again, kept between them.
-
-What is freed to the system comes back as pages that the kernel has to clear first: for 64 MiB that takes longer than to receive them (docs/
-decisions/0090). A few buffers are kept, for as long as their group. Threads: any.
 """
 
 from __future__ import annotations
@@ -38,6 +33,14 @@ from shoal_worker.backends.gloo.forming import GlooGroup
 from shoal_worker.backends.gloo.works import AllOf, InterruptibleWork, Transfer, Waiter, end_works
 from shoal_worker.backends.python_group import ForwardingGroup
 from shoal_worker.scratch import ScratchMemory
+
+# -------------------------------------------------------------------------------------------------------------------- memory that is kept
+#
+# Memory that collectives need again and again, kept between them.
+#
+# What is freed to the system comes back as pages that the kernel has to clear first: for 64 MiB that takes longer than to receive them
+# (docs/ decisions/0090). A few buffers are kept, for as long as their group. Threads: any.
+
 
 _MOST_SCRATCH: Final = 2
 """Blocks of memory kept: so many collectives of one kind overlap."""

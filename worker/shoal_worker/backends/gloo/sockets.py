@@ -8,8 +8,6 @@ whoever waits for whom. Not at once: a rank that leaves in good order has comple
 
 Listening sockets are left alone, and so is every socket that is not the group's (gRPC, Redis). Linux only (/proc/self/fd, epoll).
 Threads: everything here may be called from any thread.
-
-Which address of this host peers can reach it under, without asking what its hostname resolves to (often 127.0.1.1, or nothing).
 """
 
 from __future__ import annotations
@@ -31,6 +29,10 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from shoal_worker.backends.base import Traffic
 from shoal_worker.settings import gloo_interface
 from shoal_worker.store.redis_store import RedisStore
+
+# -------------------------------------------------------------------------------------------------------------------- this host's address
+#
+# Which address of this host peers can reach it under, without asking what its hostname resolves to (often 127.0.1.1, or nothing).
 
 
 def address_towards(host: str, port: int) -> str | None:

@@ -1,10 +1,6 @@
 """What a caller waits for on an interruptible Gloo group, in place of Gloo's own works. See interruptible.py for why.
 
 Threads: `wait` and `get_future` are for the thread that issued the work; Gloo's threads and `end_works` complete it.
-
-Several works as one: a collective that is made of others, such as an all-gather of broadcasts.
-
-Each part is followed, ended and accounted for by its group as if it had been issued alone; nothing of that is here. Threads: as the parts.
 """
 
 from __future__ import annotations
@@ -376,6 +372,14 @@ def end_works(works: Sequence[InterruptibleWork | Transfer], reason: str, drain:
     drain()
     for work in works:
         work.end(reason)
+
+
+# ------------------------------------------------------------------------------------------------------------------- several works as one
+#
+# Several works as one: a collective that is made of others, such as an all-gather of broadcasts.
+#
+# Each part is followed, ended and accounted for by its group as if it had been issued alone; nothing of that is here. Threads: as the
+# parts.
 
 
 class AllOf(Work):

@@ -23,7 +23,7 @@ from shoal_worker.backends.python_group import PythonGroup
 
 # ---------------------------------------------------------------------------------------------------------------------- the process group
 #
-# A torch process group whose ranks are threads of one process. The meeting of the ranks is inmemory_room.py's.
+# A torch process group whose ranks are threads of one process. Their meeting is room.py's.
 #
 # Threads: a group belongs to the thread that is its rank; `abort` is for any.
 

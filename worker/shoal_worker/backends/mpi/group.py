@@ -4,7 +4,7 @@ Data goes as bytes out of and into the tensors' own memory, wherever their parts
 reduce) it reduces in an order of its own; half precision, which MPI does not know, goes as float32 and is rounded once. A reduce-scatter is
 an all-to-all of which each rank sums its parts in rank order, as on Gloo: there half precision travels as it is.
 
-Importing this module starts MPI. Threads: one thread issues; works are completed there or by mpi_progress.py; `abort` is for any.
+Importing this module starts MPI. Threads: one thread issues; works are completed there or by works.py; `abort` is for any.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ NCCL's `wait` returns when the kernel is queued, not when it has run, and an abo
 tensors looks like a result. A step must be applied only when all its collectives completed. So a wait here lasts until the device is done,
 and then asks whether the group was ended meanwhile. That costs the queueing ahead of one step; nothing else would be right.
 
-NCCL's own watchdog ends the process on an error or a timeout; it is told not to (nccl.py), and timeouts are kept here.
+NCCL's own watchdog ends the process on an error or a timeout; it is told not to (backend.py), and timeouts are kept here.
 
 Threads: one thread issues collectives and waits; `abort` is for any thread.
 """

@@ -8,12 +8,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from shoal_common.errors import ConfigurationError
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+
+T = TypeVar("T")
 
 # ---------------------------------------------------------------------------------------------------- activations that are computed again
 #
@@ -98,21 +100,25 @@ def by_modules(module: nn.Module, shard_modules: Sequence[type[nn.Module] | str]
     return groups
 
 
+def in_buckets(items: Iterable[T], size: Callable[[T], int], cap: float) -> list[list[T]]:
+    """Items in their order, in buckets whose sizes add up to at most `cap`; an item that is larger has a bucket of its own."""
+    buckets: list[list[T]] = []
+    filled = 0
+    for item in items:
+        if not buckets or filled + size(item) > cap:
+            buckets.append([])
+            filled = 0
+        buckets[-1].append(item)
+        filled += size(item)
+    return buckets
+
+
 def by_bytes(module: nn.Module, cap: int) -> list[ParameterGroup]:
     """The parameters in their order, in groups of at most `cap` bytes (one that is larger has a group of its own)."""
-    groups: list[ParameterGroup] = []
-    names: list[str] = []
-    parameters: list[nn.Parameter] = []
-    filled = 0
-    for name, parameter in module.named_parameters():
-        size = parameter.numel() * parameter.element_size()
-        if names and filled + size > cap:
-            groups.append(ParameterGroup(name=names[0], module=module, names=tuple(names), parameters=tuple(parameters)))
-            names, parameters, filled = [], [], 0
-        names.append(name)
-        parameters.append(parameter)
-        filled += size
-    groups.append(ParameterGroup(name=names[0] if names else "", module=module, names=tuple(names), parameters=tuple(parameters)))
+    groups = []
+    for named in in_buckets(module.named_parameters(), lambda one: one[1].nbytes, cap) or [[]]:
+        names, parameters = tuple(name for name, _ in named), tuple(parameter for _, parameter in named)
+        groups.append(ParameterGroup(name=names[0] if names else "", module=module, names=names, parameters=parameters))
     return groups
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from shoal_worker.engine.hidden_parameters import Whereabouts
+from shoal_worker.engine.parameter_groups import in_buckets
 from shoal_worker.mesh.gradients import GradientsOfPasses, MeshGradients, ReplicatedGradients, ScatteredGradients
 from shoal_worker.mesh.resharding import PieceState
 from shoal_worker.sharding.collectives import Collectives
@@ -257,9 +258,6 @@ def _alike(pieces: Mapping[str, nn.Parameter], kind: Callable[[str], Hashable], 
     """What makes a unit: pieces of one kind, of at most `cap` bytes (one that is larger is a unit by itself)."""
     kinds: dict[tuple[torch.dtype, bool, Hashable], list[str]] = {}
     for name, piece in pieces.items():
-        names = kinds.setdefault((piece.dtype, piece.requires_grad, kind(name)), [])
-        if names and sum(pieces[one].nbytes for one in names) + piece.nbytes > cap:
-            yield names.copy()
-            names.clear()
-        names.append(name)
-    yield from kinds.values()
+        kinds.setdefault((piece.dtype, piece.requires_grad, kind(name)), []).append(name)
+    for names in kinds.values():
+        yield from in_buckets(names, lambda name: pieces[name].nbytes, cap)

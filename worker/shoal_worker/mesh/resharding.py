@@ -16,6 +16,7 @@ from shoal_common.errors import ConfigurationError
 
 from shoal_worker.elastic.group import Channel
 from shoal_worker.engine.holders import Claim, ShardHolders, ShardsLostError, Turns, newest_complete, plan_copies
+from shoal_worker.engine.parameter_groups import in_buckets
 from shoal_worker.engine.state_in_parts import is_element
 from shoal_worker.mesh.axes import Axes, Coordinate
 from shoal_worker.mesh.layouts import Blueprint
@@ -109,7 +110,7 @@ def gather(
     senders = _Senders(blueprint, told.sources())
     mine = sorted((one for one in held if one.cut.number == told.cut), key=lambda one: one.copied)
     tensors = blueprint.template.tensors()
-    for names in _chunks(tensors):
+    for names in in_buckets(tensors, lambda name: tensors[name].nbytes, _CHUNK_BYTES):
         sends = {(name, *place): rank for name in names for place, rank in senders.of(name, tensors[name].numel()).items()}
         own = [key for key, rank in sends.items() if rank == channel.rank]
         answers = channel.exchange(_packed(mine, own, state) if mine and own else b"")
@@ -147,7 +148,8 @@ def copy_singles(
         return None
     mine = sorted((one for one in held if one.cut.number == told.cut), key=lambda one: one.copied)
     arrived: dict[Place, dict[str, PieceState]] = {copy.place: {} for copy in copies if copy.keeper == channel.rank}
-    for names in _chunks(blueprint_for(cut.axes).template.tensors()):
+    tensors = blueprint_for(cut.axes).template.tensors()
+    for names in in_buckets(tensors, lambda name: tensors[name].nbytes, _CHUNK_BYTES):
         sent = [copy.place for copy in copies if copy.sender == channel.rank]
         for answer in filter(None, channel.exchange(_packed_places(mine, sent, names) if sent else b"")):
             _take_copies(answer, arrived)
@@ -287,16 +289,3 @@ def _whole(blueprint: Blueprint, name: str, arrived: Sequence[_Arrived], scalars
 
 def _join_runs(shape: torch.Size, runs: Sequence[torch.Tensor]) -> torch.Tensor:
     return (runs[0] if len(runs) == 1 else torch.cat(list(runs))).view(shape)
-
-
-def _chunks(tensors: Mapping[str, torch.Tensor]) -> Iterator[list[str]]:
-    names: list[str] = []
-    size = 0
-    for name, tensor in tensors.items():
-        if names and size + tensor.nbytes > _CHUNK_BYTES:
-            yield names
-            names, size = [], 0
-        names.append(name)
-        size += tensor.nbytes
-    if names:
-        yield names

@@ -16,6 +16,7 @@ from torch import nn
 
 from shoal_worker.elastic.step import StepPhase
 from shoal_worker.engine.compressed import GradientCompression, check_floating
+from shoal_worker.engine.parameter_groups import in_buckets
 from shoal_worker.replicated.buckets import Flight
 
 if TYPE_CHECKING:
@@ -148,20 +149,8 @@ class AccumulatedReduction:
         self._grad_sums = [total.view_as(p) for total, p in zip(sums, trained, strict=True)]
         if self._compression is not None:
             check_floating(self._compression.compressor.name, trained)
-            self._groups = _in_groups(trained, self._config.bucket_cap_mb << 20)
+            # What is compressed at once: whole parameters, in float32.
+            self._groups = in_buckets(trained, lambda parameter: 4 * parameter.numel(), self._config.bucket_cap_mb << 20)
             places = {id(p): place for place, p in enumerate(self._everything)}
             layout = [[places[id(p)] for p in group] for group in self._groups]
             self._compression.laid_out("micro-batches", layout, [sum(p.numel() for p in group) for group in self._groups])
-
-
-def _in_groups(parameters: list[nn.Parameter], cap_bytes: int) -> list[list[nn.Parameter]]:
-    """What is compressed at once: whole parameters, of at most `cap_bytes` as float32 unless it is one."""
-    groups: list[list[nn.Parameter]] = []
-    size = 0
-    for parameter in parameters:
-        if not groups or size + 4 * parameter.numel() > cap_bytes:
-            groups.append([])
-            size = 0
-        groups[-1].append(parameter)
-        size += 4 * parameter.numel()
-    return groups

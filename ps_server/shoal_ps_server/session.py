@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 from collections.abc import AsyncGenerator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import Final, Protocol
 
 import grpc
 import grpc.aio
+from shoal_common.backoff import Backoff
 from shoal_common.errors import (
     AuthenticationError,
     ConfigurationError,
@@ -35,8 +35,8 @@ from shoal_ps_server.shard.layout import Layout, layout_from_shard_map
 
 logger = logging.getLogger(__name__)
 
-_FIRST_BACKOFF: Final = timedelta(milliseconds=100)
-_LONGEST_BACKOFF: Final = timedelta(seconds=3)
+_FIRST_BACKOFF_S: Final = 0.1
+_LONGEST_BACKOFF_S: Final = 3.0
 _WELCOME_LIMIT: Final = timedelta(seconds=10)
 """How long a coordinator may take to answer a registration."""
 _REGISTRATION_WAIT: Final = timedelta(seconds=5)
@@ -95,7 +95,7 @@ class CoordinatorSession:
         Raises the coordinator's refusal of the first registration, PreconditionError / SERVER_CONFLICT when another process has taken this
         server's place, and ConfigurationError when the listener cannot be the server that the coordinator takes it for.
         """
-        backoff = _FIRST_BACKOFF
+        backoff = Backoff(first_s=_FIRST_BACKOFF_S, longest_s=_LONGEST_BACKOFF_S)
         while True:
             opened = _Opened()
             try:
@@ -108,22 +108,22 @@ class CoordinatorSession:
                     return str(error)
                 if self._is_final(error):
                     raise
-                backoff = _FIRST_BACKOFF if opened.welcomed else backoff
+                if opened.welcomed:
+                    backoff.reset()
+                again_in_s = backoff.next_s()
                 logger.warning(
                     "no session with the coordinator",
                     extra={
                         "address": self._settings.address,
                         "reason": error.reason,
                         "error": error,
-                        "again_in_s": backoff.total_seconds(),
+                        "again_in_s": round(again_in_s, 3),
                     },
                 )
             finally:
                 if opened.welcomed:
                     self._listener.disconnected()
-            # Spread, so that many servers do not come back at once.
-            await asyncio.sleep(backoff.total_seconds() * random.uniform(0.5, 1.0))  # noqa: S311
-            backoff = min(backoff * 2, _LONGEST_BACKOFF)
+            await asyncio.sleep(again_in_s)
 
     async def layout(self) -> Layout:
         """The current shard map, as far as it concerns this server.

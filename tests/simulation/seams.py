@@ -1,6 +1,7 @@
 """Where simulated parts take the place of real ones in the product's modules. Everything else is the product's own code.
 
 time.monotonic, time.sleep      virtual, in threads of simulated processes; real in all others
+backoff: random                 the scheduler's: a schedule is the same each time
 link, writer: threading         their threads and conditions take turns (threads.py)
 writer: ThreadPoolExecutor         reads files at once
 membership: RedisStore          the stores over which ranks meet (transfers.py)
@@ -16,12 +17,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import random
 import time
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
 import torch
+from shoal_common import backoff
 from shoal_worker import failpoints
 from shoal_worker.backends import worlds
 from shoal_worker.checkpoint import writer
@@ -47,6 +50,7 @@ def installed() -> Iterator[None]:
         for module, name, value in (
             (time, "monotonic", _monotonic),
             (time, "sleep", _sleep),
+            (backoff, "random", _Random),
             (link, "threading", SimulatedThreading),
             (writer, "threading", _WriterThreading),
             (writer, "ThreadPoolExecutor", InlineExecutor),
@@ -80,6 +84,16 @@ def _sleep(seconds: float) -> None:
         _real_sleep(seconds)
     else:
         actor.scheduler.sleep(seconds)
+
+
+class _Random:
+    """The scheduler's random numbers, in threads of simulated processes."""
+
+    @staticmethod
+    def uniform(low: float, high: float) -> float:
+        """As random.uniform."""
+        actor = current_actor()
+        return random.uniform(low, high) if actor is None else actor.scheduler.random.uniform(low, high)
 
 
 class _NoWatch:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from shoal_common.backoff import Backoff
 from shoal_common.errors import InternalError, ShoalError, UnavailableError
 
 from shoal_coordinator.membership.effects import AnnounceGeneration
@@ -252,7 +252,7 @@ class JobLoop:
         written = encode_changes(decided.state, decided.changes)
         commit_id = secrets.token_hex(8)
         began_s = time.monotonic()
-        backoff_s = _FIRST_BACKOFF_S
+        backoff = Backoff(first_s=_FIRST_BACKOFF_S, longest_s=_LONGEST_BACKOFF_S)
         while True:
             try:
                 unix_ms = await self._store.commit(
@@ -270,8 +270,7 @@ class JobLoop:
                 self._metrics.redis_up.set(0)
                 self._metrics.commit_retries.inc()
                 logger.warning("membership changes wait for Redis: %s", error, extra={"job_id": self.state.spec.job_id})
-            await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))  # noqa: S311 - jitter between jobs
-            backoff_s = min(2 * backoff_s, _LONGEST_BACKOFF_S)
+            await asyncio.sleep(backoff.next_s())
         self._revision += 1
         self._clock.adjust(unix_ms)
         self._metrics.redis_up.set(1)

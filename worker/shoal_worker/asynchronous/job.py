@@ -9,7 +9,6 @@ import contextlib
 import copy
 import itertools
 import logging
-import random
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -17,6 +16,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Final, Protocol, TypeVar
 
+from shoal_common.backoff import Backoff
 from shoal_common.errors import ConfigurationError, CorruptDataError, DeadlineError, PreconditionError, ShoalError, UnavailableError
 from shoal_common.rpc.channel import ChannelSettings
 from shoal_common.wire import checksum
@@ -29,7 +29,6 @@ from shoal_worker.elastic.transfer import StateDonor, take_state
 
 _log = logging.getLogger(__name__)
 
-_FIRST_BACKOFF_S = 0.05
 _LONGEST_BACKOFF_S = 1.0
 
 AnswerT = TypeVar("AnswerT")
@@ -155,7 +154,7 @@ class Job:
     def insist(self, what: str, call: Callable[[], AnswerT]) -> AnswerT:
         """Repeats an idempotent call while its service cannot be reached. Raises DeadlineError after the job's patience."""
         deadline = time.monotonic() + self._patience.total_seconds()
-        backoff = _FIRST_BACKOFF_S
+        backoff = Backoff(longest_s=_LONGEST_BACKOFF_S)
         told = False
         while True:
             try:
@@ -169,8 +168,7 @@ class Job:
                 if not told:
                     _log.info("waiting for %s: %s", what, error)
                     told = True
-            time.sleep(backoff * random.uniform(0.5, 1.0))  # noqa: S311 - jitter, so that workers do not come back all at once
-            backoff = min(2 * backoff, _LONGEST_BACKOFF_S)
+            time.sleep(backoff.next_s())
 
     def _raise_if_over(self, error: ShoalError) -> None:
         if error.reason == "CLIENT_CLOSED":

@@ -12,13 +12,13 @@ Used by one thread at a time: the training thread hands work to a thread of the 
 from __future__ import annotations
 
 import logging
-import random
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Final, TypeVar
 
+from shoal_common.backoff import Backoff
 from shoal_common.clients.parameter_server import ParameterServerClient
 from shoal_common.errors import (
     CorruptDataError,
@@ -39,7 +39,6 @@ from shoal_worker.asynchronous.tensors import Iteration, Part, Payload, Payloads
 
 _log = logging.getLogger(__name__)
 
-_FIRST_BACKOFF_S: Final = 0.05
 _LONGEST_BACKOFF_S: Final = 1.0
 _SLOWEST_BYTES_PER_S: Final = 4 << 20
 """What a stream's deadline allows for, beside a fixed minute."""
@@ -299,7 +298,7 @@ class ServerLink:
         Raises DeadlineError when the server was away for longer than `server_timeout`, and what no repetition can cure.
         """
         away_since: float | None = None
-        backoff = _FIRST_BACKOFF_S
+        backoff = Backoff(longest_s=_LONGEST_BACKOFF_S)
         while True:
             generation = self._job.generation
             try:
@@ -313,9 +312,7 @@ class ServerLink:
                 if self._closing.is_set() or not self._is_curable(error):
                     raise
                 away_since = self._away(method, error, since=away_since)
-                # Spread, so that many workers do not come back at once.
-                self._closing.wait(backoff * random.uniform(0.5, 1.0))  # noqa: S311
-                backoff = min(2 * backoff, _LONGEST_BACKOFF_S)
+                self._closing.wait(backoff.next_s())
 
     def _is_curable(self, error: ShoalError) -> bool:
         if error.reason == _NOT_MY_TURN or (error.reason == "PARTITION_UNINITIALIZED" and not self._started):

@@ -12,13 +12,13 @@ own. A coordinator that has lost the job is given it again.
 from __future__ import annotations
 
 import logging
-import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
+from shoal_common.backoff import Backoff
 from shoal_common.clients.coordinator import CoordinatorClient
 from shoal_common.errors import (
     DeadlineError,
@@ -40,7 +40,6 @@ from shoal_worker.elastic.waiting import WaitingLines
 
 _log = logging.getLogger(__name__)
 
-_FIRST_BACKOFF_S = 0.05
 _LONGEST_BACKOFF_S = 2.0
 _JOB_PATIENCE_S = 30.0
 _DRAIN_LOOK_S = 0.5
@@ -334,12 +333,12 @@ class CoordinatorLink:
                 self._changed.notify_all()
 
     def _hold_session(self) -> None:
-        backoff = _FIRST_BACKOFF_S
+        backoff = Backoff(longest_s=_LONGEST_BACKOFF_S)
         job_must_exist_at = time.monotonic() + _JOB_PATIENCE_S
         while not self._over():
             try:
                 for directive in self.client.join_session(self._messages()):
-                    backoff = _FIRST_BACKOFF_S
+                    backoff.reset()
                     self._set_away(False)
                     self._take(directive)
                 if self._over():
@@ -366,9 +365,7 @@ class CoordinatorLink:
                     self._fail(error)
                 return
             with self._changed:
-                jitter = random.uniform(0.5, 1.0)  # noqa: S311 - so that members do not come back all at once
-                self._changed.wait_for(lambda: self._leaving is not None, backoff * jitter)
-            backoff = min(2 * backoff, _LONGEST_BACKOFF_S)
+                self._changed.wait_for(lambda: self._leaving is not None, backoff.next_s())
 
     def _give_job_again(self, error: UnknownResourceError) -> bool:
         """The coordinator has lost all it knew, and this member was in the job: those that train are the job, and it goes on with them."""

@@ -1,0 +1,29 @@
+"""How long to wait before something that failed is tried again."""
+
+from __future__ import annotations
+
+import random
+from typing import Final
+
+_FIRST_S: Final = 0.05
+
+
+class Backoff:
+    """Waits that double from attempt to attempt, up to a longest, and are spread at random over their upper half, so that many processes do
+    not come back all at once. Belongs to whoever waits."""
+
+    def __init__(self, *, longest_s: float, first_s: float = _FIRST_S) -> None:
+        """`first_s`, `longest_s`: seconds, before they are spread."""
+        self._first_s = first_s
+        self._longest_s = longest_s
+        self._next_s = first_s
+
+    def next_s(self) -> float:
+        """Seconds to wait now."""
+        now_s = self._next_s
+        self._next_s = min(2 * now_s, self._longest_s)
+        return now_s * random.uniform(0.5, 1.0)  # noqa: S311 - no secret
+
+    def reset(self) -> None:
+        """It has succeeded: the next wait is the first again."""
+        self._next_s = self._first_s

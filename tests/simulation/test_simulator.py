@@ -25,8 +25,9 @@ from tests.simulation.shrinking import shrink
 _DEATH = Scenario(faults=(Dies(who="b", point=40),))
 
 
-def test_a_schedule_repeats_itself() -> None:
-    first, second = oracle.run(_DEATH), oracle.run(_DEATH)
+@pytest.mark.parametrize("scenario", [_DEATH, scenario_of(15)], ids=["a death", "the coordinator away"])
+def test_a_schedule_repeats_itself(scenario: Scenario) -> None:
+    first, second = oracle.run(scenario), oracle.run(scenario)
     assert first.world.notes == second.world.notes
     assert first.world.scheduler.turns == second.world.scheduler.turns
 

@@ -1,4 +1,5 @@
-"""What Shoal's services share: settings, errors, security, RPC, telemetry, wire format, Redis and the gRPC clients. No torch."""
+"""What Shoal's services share: settings, errors, security, RPC, telemetry, wire format, Redis, the gRPC clients, and the optimizers that
+parameter servers run (`server_optimizers`). No torch."""
 
 import os
 

@@ -1,6 +1,6 @@
 """The pair of an optimizer and a compressor, as the specification spells it: the same as `gradient_compression=`.
 
-It compresses nothing by itself: gradients are compressed on their way between ranks, which is the strategy's work. `as_distributed` takes
+It compresses nothing by itself: gradients are compressed on their way between ranks, which is the engine's work. `as_distributed` takes
 the pair apart.
 """
 

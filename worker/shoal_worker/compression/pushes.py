@@ -1,7 +1,7 @@
 """Compressed gradients for parameter servers: payloads that a server decodes by itself, with error feedback per partition.
 
 A push to a partition is applied as a whole or refused as a whole, so what compression left out of it counts once the server has
-acknowledged it. It does not send: the asynchronous strategy does. Belongs to the training thread.
+acknowledged it. It does not send: the asynchronous engine does. Belongs to the training thread.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Sums buckets of gradients over ranks, compressed, and keeps what compression leaves behind.
 
-It does not weigh gradients, know about steps or decide when one commits: strategies do. In a step they `start` buckets, `wait` for them,
+It does not weigh gradients, know about steps or decide when one commits: engines do. In a step they `start` buckets, `wait` for them,
 and then `commit` or `rollback` once for all. Belongs to the training thread; collectives run on the backend's own.
 """
 

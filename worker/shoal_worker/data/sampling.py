@@ -28,19 +28,6 @@ Order = range | npt.NDArray[np.int64]
 """Dataset indices of an epoch, by position."""
 
 
-def permutation(seed: int, epoch: int, length: int, shuffle: bool) -> Order:
-    """The order of an epoch: `length` dataset indices.
-
-    Fixed for ever by its arguments: the indices sorted (stably) by the raw 64-bit outputs of Philox4x64-10 with key (seed, epoch) and
-    counter 0. It is built on raw outputs because numpy keeps those stable over releases, but not `Generator.permutation`. `seed` counts
-    modulo 2^64.
-    """
-    if not shuffle:
-        return range(length)
-    key = np.array([seed % 2**64, epoch], dtype=np.uint64)
-    return np.argsort(np.random.Philox(key=key).random_raw(length), kind="stable").astype(np.int64, copy=False)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Block:
     """Neighbouring positions that one rank handles at once: a micro-batch, or its part of a plain step."""
@@ -116,12 +103,25 @@ def _part(items: int, rank: int, world_size: int) -> slice:
 
 # -------------------------------------------------------------------------------------------------- orders: which sample is at a position
 #
-# The order of the samples in each epoch: the plan's permutation, or what a user's sampler draws.
+# The order of the samples in each epoch: `permutation`, or what a user's sampler draws.
 #
 # A sampler is drawn once per epoch and process, and every rank must draw the same, a joiner as well, which has drawn no epoch before. So
 # its `set_epoch` is called if it has one, the random generators that it holds are seeded (torch's, NumPy's and Python's), and so are the
 # global ones while it is drawn. A sampler that differs all the same (one that looks at the rank, or at a generator that it does not hold)
 # is found by the digest of what it drew, which ranks compare in every step and which travels in the loader's state.
+
+
+def permutation(seed: int, epoch: int, length: int, shuffle: bool) -> Order:
+    """The order of an epoch: `length` dataset indices.
+
+    Fixed for ever by its arguments: the indices sorted (stably) by the raw 64-bit outputs of Philox4x64-10 with key (seed, epoch) and
+    counter 0. It is built on raw outputs because numpy keeps those stable over releases, but not `Generator.permutation`. `seed` counts
+    modulo 2^64.
+    """
+    if not shuffle:
+        return range(length)
+    key = np.array([seed % 2**64, epoch], dtype=np.uint64)
+    return np.argsort(np.random.Philox(key=key).random_raw(length), kind="stable").astype(np.int64, copy=False)
 
 
 class EpochOrders:

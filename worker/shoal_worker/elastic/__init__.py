@@ -4,7 +4,7 @@ In come the calls of the user's loop, through loaders (`loader_interface`) and e
 step, the same on all ranks that survive it.
 
 - A process: `worker_process` opens the session and ends it, also on signals; `script_end` says whether the script has come to its end;
-  `session` is what users, loaders and engines speak to.
+  `session` is what users and engines speak to.
 - A step: `step` (the step in progress, and its control word), `step_lifecycle` (begins, commits and loses steps), `borders` (what happens
   between two of them; who leaves), `phase` (where the script is in the run), `committed_state` (what is true after the last step).
 - A generation: `generation` and `group` (its ranks, connected), `formation` (makes the next one out of survivors and joiners), `reconcile`

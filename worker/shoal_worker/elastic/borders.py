@@ -34,8 +34,7 @@ from shoal_worker.elastic.step import ScriptPosition, Step
 #
 # How this process's part in the run ends: with its job, by being drained, or with its script.
 #
-# Owns the reason why the job is to stop, once this process obeys it, and what has to be done before the goodbye. All of it runs on the
-# training thread, or at the process's end.
+# Owns what has to be done before the goodbye. All of it runs on the training thread, or at the process's end.
 #
 # Here is also, as pure functions, which of the ranks that were asked to leave go at a border: as many as can while ranks that stay hold all
 # of the state. Each rank tells all others what it holds and whether it was asked to leave. Where two ranks hold the only copies of a shard,

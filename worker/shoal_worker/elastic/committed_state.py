@@ -52,7 +52,7 @@ class HeldState:
         self.outcomes = 0
         """Number of steps whose outcome the script was told. A joiner counts on from its peers' count."""
         self.compared = 0
-        """Steps that were committed when the last one was closed: see `Steps._compare_replicas`."""
+        """Steps that were committed when the last one was closed: see `StepLifecycle._compare_replicas`."""
         self.control: list[float] = []
         """The control word of the last step that was closed and committed here."""
         self.registered = RegisteredState()

@@ -39,7 +39,7 @@ class DesyncDetector:
         self._session = session
         self._over = threading.Event()
         self._told: Wait | None = None
-        self._thread = threading.Thread(target=self._watch, name="shoal-lookout", daemon=True)
+        self._thread = threading.Thread(target=self._watch, name="shoal-desync-detector", daemon=True)
 
     def start(self) -> None:
         """Begins to look."""

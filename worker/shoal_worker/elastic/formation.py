@@ -28,7 +28,7 @@ from shoal_worker.elastic.committed_state import HeldState
 from shoal_worker.elastic.divergence import COUNTING
 from shoal_worker.elastic.generation import Generation
 from shoal_worker.elastic.group import Group
-from shoal_worker.elastic.joiner_state import Feeding
+from shoal_worker.elastic.joiner_state import JoinerState
 from shoal_worker.elastic.loader_interface import Drained, StateLostError, StopTraining
 from shoal_worker.elastic.member import Member
 from shoal_worker.elastic.operations import GroupChannel, spectate
@@ -67,7 +67,7 @@ class Formation:
     ) -> None:
         """`exchange`: None for strategies without a process group."""
         self.membership = membership
-        self.feeding = Feeding(held, exchange, allow_restart=settings.allow_restart_from_scratch)
+        self.feeding = JoinerState(held, exchange, allow_restart=settings.allow_restart_from_scratch)
         self.where: Callable[[], Where | None] = lambda: None
         """See `Waiting.where`."""
         self.border_due = False

@@ -42,7 +42,7 @@ class _Offer(enum.IntEnum):
     """Nothing: it is a spare, or was about to be none, and its script is on its way in a state that is lost."""
 
 
-class Feeding:
+class JoinerState:
     """This rank's part in it."""
 
     def __init__(self, held: HeldState, exchange: StateExchange | None, *, allow_restart: bool) -> None:

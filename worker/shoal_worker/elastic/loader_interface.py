@@ -1,8 +1,7 @@
-"""What the elastic session, the loaders and the strategies promise each other.
+"""What the elastic session and the loaders promise each other; what it has with engines is in `strategy_interface.py`.
 
-The session owns the generation and decides when a step begins, commits or is lost. Loaders only deal samples and keep a cursor; strategies
-only compute and reduce. They meet in the protocols below and know nothing else of each other. All of it runs on the thread that runs the
-user's training loop.
+The session owns the generation and decides when a step begins, commits or is lost. Loaders only deal samples and keep a cursor. They meet
+in the protocols below. All of it runs on the thread that runs the user's training loop.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class Placement:
     generation: int
     """Number of the agreed generation; 0 in a world of one without a coordinator."""
     rank: int
-    """This replica's data-parallel rank: who deals samples to it. Equals the global rank unless a model is split over ranks."""
+    """This replica's data-parallel rank: what samples are dealt by. Equals the global rank unless a model is split over ranks."""
     world_size: int
     """Number of data-parallel replicas."""
     leads_replica: bool = True

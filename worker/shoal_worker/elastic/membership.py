@@ -183,7 +183,7 @@ class Membership:
         return None
 
     def serve(self, engine: TrainingEngine) -> None:
-        """`replica` is what will be trained: its backend makes the groups. Before the first `form`."""
+        """`engine` is what trains: its backend makes the groups. Before the first `form`."""
         if not engine.asynchronous:
             self.make_backend = backend_class(engine.backend_name)
 

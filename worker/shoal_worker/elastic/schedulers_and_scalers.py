@@ -4,7 +4,7 @@ averaged models are registered by themselves.
 They advance by a call that the user's loop makes, mostly after `optimizer.step()`. It must do nothing when the step was lost, and when the
 script calls again for an epoch that it passes over, as it does after a resume and in a joiner; one that was made before the step was found
 lost is undone. So their `step` (of a scheduler), `update` (of a scaler) or `update_parameters` (of an averaged model) is wrapped at
-registration, and the wrapper asks this class. All of it runs on the training thread.
+registration, and the wrapper asks `RegisteredState`. All of it runs on the training thread.
 
 They are found without being registered: a script that forgot `register_state` would train its joiners with other learning rates. torch
 tells nobody of their making; so `__new__` of their classes notes each one here, with a number that counts those of its kind as the script

@@ -2,16 +2,16 @@
 
 It puts the parts together and gives each side its view of them; what happens is decided in the parts:
 
-- `step_lifecycle.py`      begins, commits and loses steps: what loaders call (`loader_interface.py`) and strategies
-  (`strategy_interface.py`)
-- `formation.py`  forms generations, and brings the ranks of one to the same state
-- `committed_state.py`       the state that this process holds
-- `borders.py`  how its part in the run ends
-- `member.py`       its place among the ranks: `membership.py` and `link.py` have it from a coordinator, `fixed.py` from `shoal.launch`
+- `step_lifecycle.py`   begins, commits and loses steps: what loaders call (`loader_interface.py`), and engines by way of the session
+                        (`strategy_interface.py`)
+- `borders.py`          what happens between two steps, and how this process's part in the run ends
+- `formation.py`        forms generations, and brings the ranks of one to the same state
+- `committed_state.py`  the state that this process holds
+- `member.py`           its place among the ranks: `membership.py` and `link.py` have it from a coordinator, `fixed.py` from `shoal.launch`
 
 Here: opening and closing, identity, and operations between steps. Those are run again on a new group until they succeed, unless a peer that
 finished them still has the result. Everything runs on the training thread, except what `Membership`, `CoordinatorLink` and `StateDonor` do
-on theirs, `mark_lost`, and the check that `fence` gives.
+on theirs, `mark_lost`, `is_gone`, and the check that `fence` gives.
 """
 
 from __future__ import annotations
@@ -218,7 +218,7 @@ class Session:
             self._held.phase.begin()
 
     def attach(self, engine: TrainingEngine) -> None:
-        """Takes `replica` into the session and gives all ranks the first one's weights.
+        """Takes `engine` into the session and gives all ranks the first one's weights.
 
         Raises:
             PreconditionError: there is one already.
@@ -248,7 +248,7 @@ class Session:
             self._departure.exit_drained(str(stop))
 
     def trains(self, engine: object) -> bool:
-        """Whether `replica` is the run's model; a clone of it is not."""
+        """Whether `engine` is the run's model; a clone of it is not."""
         return self._held.has_engine and self._held.engine is engine
 
     # ------------------------------------------------------------------------------------------- steps: see `StrategySession`

@@ -208,6 +208,11 @@ class Step:
     @property
     def mean_loss(self) -> float | None:
         """Over the whole batch if the ranks told theirs, else this rank's own, if told."""
-        if self.control is not None and self.control[_WEIGHT] > 0:
-            return self.control[_LOSS] / self.control[_WEIGHT]
-        return self.loss
+        return self.loss if self.loss_of_all is None else self.loss_of_all
+
+    @property
+    def loss_of_all(self) -> float | None:
+        """The mean loss over the whole batch; None: no rank has told its own, or the ranks' are not summed yet."""
+        if self.control is None or self.control[_WEIGHT] <= 0:
+            return None
+        return self.control[_LOSS] / self.control[_WEIGHT]

@@ -6,9 +6,9 @@
 - A failure inside a step never raises out of the user's forward or backward pass. Where the reduction is to be finished (`settle`), the
   survivors form the next generation and tell each other what they saw (`formation.py`); `finish` returns when that generation stands.
 
-This is the `LoaderSession` of the loaders; strategies reach it through the session (`strategy_interface.py`). Owns the step in progress,
-and whether a joiner's script has come to its peers' loop yet. All of it runs on the training thread, except `mark_lost` and what a
-collective's callback writes into the step.
+This is the `LoaderSession` of the loaders; engines reach it through the session (`strategy_interface.py`). The step in progress, and
+the phase that the script is in, are `HeldState`'s. All of it runs on the training thread, except `mark_lost` and what a collective's
+callback writes into the step.
 """
 
 from __future__ import annotations

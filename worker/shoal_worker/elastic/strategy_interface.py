@@ -1,8 +1,8 @@
-"""The seam between the session and a strategy, from both sides.
+"""The seam between the session and an engine, from both sides.
 
-A strategy's engine is a `TrainingEngine`: what the session calls. It calls nothing of the session but what `StrategySession` has. So a new
-engine is written against this file and its base class (`engine/base.py`); loaders stand on the other side of the session, behind
-`loader_interface.py`, and know no strategy.
+A strategy's engine is a `TrainingEngine`: what the session calls. Of the session it calls what `StrategySession` has, and nothing else (but
+async_sgd's, which has no common step, and opens a job of its own). So a new engine is written against this file and its base class
+(`engine/base.py`); loaders stand on the other side of the session, behind `loader_interface.py`, and know no strategy.
 
 The order of calls in one step, all on the training thread:
 

@@ -1,8 +1,8 @@
 """What an engine is, and what all engines share. It knows no strategy and no single engine.
 
 `base` is what a model, an optimizer and the session ask of an engine; `partitioned` adds how a step ends where no rank need hold all of the
-model. What is cut: `parameter_groups` (which parameters are gathered or reduced together), `state_in_parts` (what any state that is cut can
-be asked for), `holders` (who holds which shard, and who sends it), `hidden_parameters` (parameters whose values or gradients are
-elsewhere). Shared by all: `parameters` (those that users give; models built without values), `buffers` (which a step changes), `compressed`
-(gradients), `failed_collectives` (a failure makes the step lost).
+model. What is cut: `parameter_groups` (which parameters are gathered or reduced together, and whose activations are computed again),
+`state_in_parts` (what any state that is cut can be asked for), `holders` (who holds which shard, and who sends it), `hidden_parameters`
+(parameters whose values or gradients are elsewhere). What several share: `parameters` (those that users give; models built without values),
+`buffers` (which a step changes), `compressed` (gradients), `failed_collectives` (a failure makes the step lost).
 """

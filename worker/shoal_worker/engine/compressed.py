@@ -1,6 +1,6 @@
 """Compressed gradients in step with the session: what compression leaves behind counts when a step does, and is saved and restored.
 
-One for each model that has `gradient_compression=`. Strategies send their buckets through it (`Flight`, sharding's collectives) and tell it
+One for each model that has `gradient_compression=`. Engines send their buckets through it (`Flight`, sharding's collectives) and tell it
 how each step ended: what it proposed to leave behind counts if the step does (docs/decisions/0098, 0125).
 
 Belongs to the training thread, or to the thread that runs the backward pass while the training thread waits for that.

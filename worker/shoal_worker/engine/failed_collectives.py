@@ -1,4 +1,5 @@
-"""The one place where a collective that failed makes a step lost."""
+"""Where an engine's collective that failed makes the step lost. (Those that a tensor-parallel layer issues come to
+`mesh/rank_mesh.py::_lose`.)"""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ class MeshEngine(PartitionedEngine[ModelParts, Closing]):
         if plan.sharding is not None and plan.sharding.blocks is not None:
             plan.sharding.blocks(self._template.module)  # raises for names that the model does not have
         self.layouts = Layouts(plan, self._template)
-        self._division: RankMesh | None = None
+        self._mesh: RankMesh | None = None
         """None until the first step, in a spare, and where laying it out has failed."""
         self._in_passes = False
         """Between a forward pass and its backward pass."""
@@ -97,14 +97,14 @@ class MeshEngine(PartitionedEngine[ModelParts, Closing]):
         )
 
     @property
-    def _divided(self) -> RankMesh:
-        if self._division is None:
+    def _laid_out(self) -> RankMesh:
+        if self._mesh is None:
             raise PreconditionError("the model is not laid out over the ranks: that happens when the first step begins")
-        return self._division
+        return self._mesh
 
     @property
     def _gradients(self) -> MeshGradients:
-        return self._divided.gradients
+        return self._laid_out.gradients
 
     def _own_pieces(self) -> Iterable[tuple[str, torch.Tensor]]:
         return self._held.along_data.own.items()
@@ -118,8 +118,8 @@ class MeshEngine(PartitionedEngine[ModelParts, Closing]):
         return {name: first for name, first in template.first_names.items() if first in template.parameter_names}
 
     def _commit_buffers(self) -> None:
-        if self._division is not None:
-            self._division.buffers.commit()
+        if self._mesh is not None:
+            self._mesh.buffers.commit()
 
     # ------------------------------------------------------------------------------------------------------------- training
 
@@ -167,9 +167,9 @@ class MeshEngine(PartitionedEngine[ModelParts, Closing]):
         return True
 
     def _prepare_pass(self, step: Step) -> None:
-        if self._division is not None and step.lost is None:
+        if self._mesh is not None and step.lost is None:
             with LosingStep(self._session):
-                self._division.begin_pass(step)
+                self._mesh.begin_pass(step)
 
     def _take_pass(self, inputs: Any, targets: Any, loss_fn: Loss | None) -> torch.Tensor | None:
         if self._plan.pipelined:
@@ -181,7 +181,7 @@ class MeshEngine(PartitionedEngine[ModelParts, Closing]):
         return loss
 
     def _train_in_pipeline(self, inputs: Any, targets: Any, loss_fn: Loss | None) -> torch.Tensor | None:
-        if not self._begin_pass() or self._division is None:  # ahead of the loop, or the step was lost before the model was laid out
+        if not self._begin_pass() or self._mesh is None:  # ahead of the loop, or the step was lost before the model was laid out
             loss = loss_of(call_module(self._stand_in(), inputs), targets, loss_fn)
             loss.backward()
             return loss
@@ -194,14 +194,14 @@ class MeshEngine(PartitionedEngine[ModelParts, Closing]):
             batches = [dataclasses.replace(one, weight=weight) for one, weight in zip(batches, weights, strict=True)]
         several = step is not None and step.in_micro_batches  # of which the closing tells but the mean
         with LosingStep(self._session), self._passing():
-            return self._division.train_on(batches, None if loss_fn is None else self._within_region(loss_fn), everywhere=several)
+            return self._mesh.train_on(batches, None if loss_fn is None else self._within_region(loss_fn), everywhere=several)
         return torch.zeros((), dtype=torch.float64)
 
     @contextlib.contextmanager
     def loss_parallel(self) -> Iterator[None]:
         """See `ShardedModel`."""
-        mesh = self._division.mesh if self._division is not None else None
-        with loss_parallel(mesh) if mesh is not None and self._options.get("loss_parallel") else contextlib.nullcontext():
+        tensor_mesh = self._mesh.tensor_mesh if self._mesh is not None else None
+        with loss_parallel(tensor_mesh) if tensor_mesh is not None and self._options.get("loss_parallel") else contextlib.nullcontext():
             yield
 
     def _within_region(self, loss_fn: Loss) -> Callable[[Any, Any], torch.Tensor]:
@@ -237,7 +237,7 @@ class MeshEngine(PartitionedEngine[ModelParts, Closing]):
     def _ahead(self) -> bool:
         """This process's script is not where its peers' are, and the model is laid out over them: they would not answer. Or a failure has
         left it laid out over nobody, and the step is lost."""
-        return self.in_parts and (self._session.is_joining or self._division is None)
+        return self.in_parts and (self._session.is_joining or self._mesh is None)
 
     def _stand_in(self) -> nn.Module:
         """What such a script computes with: nobody uses the answer. The module itself where it is whole."""
@@ -249,13 +249,13 @@ class MeshEngine(PartitionedEngine[ModelParts, Closing]):
 
     @property
     def _pipeline_here(self) -> bool:
-        return self._division is not None and self._division.pipeline is not None and self.module is self._held.module
+        return self._mesh is not None and self._mesh.pipeline is not None and self.module is self._held.module
 
     def _through_pipeline(self, inputs: Any) -> Any:
         """In a step a failure is that of the step: nothing is raised into the user's loop, and the outputs are none that count. In an
         operation between steps it is raised, and the operation done again."""
         with LosingStep(self._session, raises_outside=True):
-            return self._divided.predict(inputs)
+            return self._laid_out.predict(inputs)
         return call_module(self._stand_in(), inputs)
 
     # ------------------------------------------------------------------------------------------------------ for ShardedOptimizer
@@ -286,8 +286,8 @@ class MeshEngine(PartitionedEngine[ModelParts, Closing]):
         held = self._held
         if "model" in state:
             held.check(state)
-            if self.in_parts and (self._division is None or self._division.group.broken is not None):
-                self._division = None
+            if self.in_parts and (self._mesh is None or self._mesh.group.broken is not None):
+                self._mesh = None
                 held.make_whole()  # parts of it are lost, and this is to take their place: it is cut anew when the next step begins
             held.load_values(state["model"])
             if state["optimizer"] is not None:
@@ -295,7 +295,7 @@ class MeshEngine(PartitionedEngine[ModelParts, Closing]):
             self._applied = state.get("applied", 0)  # a checkpoint's ranks begin to count anew
             self._closing = None
         else:
-            if self._division is None or state["applied"] != self._applied:
+            if self._mesh is None or state["applied"] != self._applied:
                 self._release()
                 held.drop()  # nothing, or too old: what its peers hold comes when the ranks are divided
                 self._closing = None
@@ -318,7 +318,7 @@ class MeshEngine(PartitionedEngine[ModelParts, Closing]):
     @torch.no_grad()
     def regroup(self, group: Group) -> None:
         """See `TrainingEngine`."""
-        execution = self._division.execution if self._division is not None else None
+        execution = self._mesh.execution if self._mesh is not None else None
         issued = execution.issued.encode().decode() if execution is not None else ""
         told = [json.loads(each) for each in group.exchange(json.dumps([self.in_parts, issued]).encode())]
         IssuedCollectives.compare([each.encode() for _, each in told], self.strategy)
@@ -335,7 +335,7 @@ class MeshEngine(PartitionedEngine[ModelParts, Closing]):
     def bring_together(self, channel: Channel) -> None:
         """See `TrainingEngine`: some ranks may have begun the first step, and laid the model out for ranks that are gone, others not."""
         if self._parts is not None and self._parts.make_whole_again(channel):
-            self._division = None
+            self._mesh = None
 
     def _lay_out(self, group: Group, *, gathered: bool) -> None:
         """Divides the ranks anew. `gathered`: by the parts that they hold; else each has all.
@@ -345,19 +345,19 @@ class MeshEngine(PartitionedEngine[ModelParts, Closing]):
         held, axes = self._held, self.layouts.axes(group.world_size)
         at = axes.at(group.rank)
         taken = held.take(group if gathered else LocalChannel(), axes, at)
-        division = RankMesh(group, axes, self._session, self._plan.sharding) if at is not None else None
-        if division is not None:
+        mesh = RankMesh(group, axes, self._session, self._plan.sharding) if at is not None else None
+        if mesh is not None:
             self._release()
-            division.lay_out(held, taken, averages=self.config.loss_reduction == "mean")
-            self._division = division
+            mesh.lay_out(held, taken, averages=self.config.loss_reduction == "mean")
+            self._mesh = mesh
         if gathered:
             group.exchange(b"")  # all have theirs: what a spare holds is needed until then
-        if division is None:
+        if mesh is None:
             self._release()
             held.drop()
 
     def _release(self) -> None:
-        old, self._division = self._division, None
+        old, self._mesh = self._mesh, None
         if old is not None:
             old.release()
 
@@ -370,21 +370,21 @@ class MeshEngine(PartitionedEngine[ModelParts, Closing]):
     @property
     def holds(self) -> list[str]:
         """See `TrainingEngine`: the shards that it holds of its part of the model."""
-        if self._division is None or not self.in_parts:
+        if self._mesh is None or not self.in_parts:
             return []
-        cut = self._division.cut
+        cut = self._mesh.cut
         return [f"{cut.at.pipeline}.{cut.at.tensor}.{position}" for position in cut.positions]
 
     def working(self, group: Group) -> Group:
         """See `TrainingEngine`."""
-        return self._division.all if self._division is not None and self._division.group is group else group
+        return self._mesh.all if self._mesh is not None and self._mesh.group is group else group
 
     @torch.no_grad()
     def step_begins(self) -> None:
         """See `TrainingEngine`."""
         self._begin_step()
         self._standing_in = None
-        if self._division is None:
+        if self._mesh is None:
             with LosingStep(self._session) as dividing:
                 if self.lacks_ranks:  # nobody begins a step so, unless only to lose it
                     raise MembershipChanged("there are too few ranks for one replica of the model")
@@ -393,85 +393,85 @@ class MeshEngine(PartitionedEngine[ModelParts, Closing]):
                 return
         if self.idle:
             return
-        division = self._divided
+        mesh = self._laid_out
         self._check_training()
         self._held.hidden.drop_gradients()
-        division.begin_step(self._applied + 1)
+        mesh.begin_step(self._applied + 1)
         step = self._session.step
         if step is not None and step.source is None:
-            division.seed_step()
+            mesh.seed_step()
 
     def micro_batch_begins(self) -> None:
         """See `TrainingEngine`."""
-        if self._division is not None:
-            self._division.buffers.put_back()
+        if self._mesh is not None:
+            self._mesh.buffers.put_back()
 
     def micro_batch_ends(self, weight: float) -> None:
         """See `TrainingEngine`."""
         step = self._session.step
-        if self._division is not None and step is not None and step.lost is None:
+        if self._mesh is not None and step is not None and step.lost is None:
             self._held.hidden.show_gradients()
             with LosingStep(self._session):
-                self._division.add(weight)
+                self._mesh.add(weight)
 
     @torch.no_grad()
     def _reduce(self, step: Step, share: Share) -> None:
         session = self._session
-        division = self._divided
+        mesh = self._laid_out
         self._held.hidden.show_gradients()
         with LosingStep(self._session) as summing:
             if not step.in_micro_batches:
-                division.add(share.weight)
+                mesh.add(share.weight)
             self._prepare_pass(step)
             for _ in range(share.most_micro_batches - (share.micro_batches or 0)):
-                division.take_part()
-            division.sum_gradients()
+                mesh.take_part()
+            mesh.sum_gradients()
             if step.lost is not None:
                 return
             failpoint("reduction.completed")
             session.seal_step()
             failpoint("sharded.sealed")
-            norm = division.gradients.squared_norm()
-            issued = division.execution.issued.word() if division.execution is not None else []
-            told = division.all.sum_numbers([*session.control_word(), norm, *issued])
+            norm = mesh.gradients.squared_norm()
+            issued = mesh.execution.issued.word() if mesh.execution is not None else []
+            told = mesh.all.sum_numbers([*session.control_word(), norm, *issued])
             failpoint("step.closed")
         if summing.failed:
             return
         word, norm, issued = told[:CONTROL_LENGTH], told[CONTROL_LENGTH], told[CONTROL_LENGTH + 1 :]
         if issued:
             IssuedCollectives.check(issued, self.strategy)
-        self._close(Closing(number=self._applied + 1, squared_norm=norm, divisor=division.gradients.divisor), word)
+        self._close(Closing(number=self._applied + 1, squared_norm=norm, divisor=mesh.gradients.divisor), word)
 
     @property
     def _has_gradients(self) -> bool:
         step = self._session.step
-        left = self._division is not None and self._division.gradients.any_left
+        left = self._mesh is not None and self._mesh.gradients.any_left
         return left or (step is not None and step.control is not None) or any(gradient_of(p) is not None for p in self.module.parameters())
 
     def _drop_gradients(self) -> None:
         self._held.hidden.drop_gradients()
-        if self._division is not None:
-            self._division.drop_gradients()
+        if self._mesh is not None:
+            self._mesh.drop_gradients()
 
     @torch.no_grad()
     def discard_step(self) -> None:
         """See `TrainingEngine`."""
         self._whereabouts.pending = False
-        if self._division is None:
+        if self._mesh is None:
             for parameter in self.module.parameters():
                 parameter.grad = None
             return
-        self._division.forget()
-        self._division.buffers.put_back()
+        self._mesh.forget()
+        self._mesh.buffers.put_back()
 
     @torch.no_grad()
     def commit_step(self) -> None:
         """See `TrainingEngine`."""
-        division = self._divided
-        division.buffers.apply(division.gradients.changes)
-        division.buffers.commit()
+        mesh = self._laid_out
+        mesh.buffers.apply(mesh.gradients.changes)
+        mesh.buffers.commit()
         self._in_passes = self._whereabouts.pending = False
-        division.forget()
+        mesh.forget()
         self._held.hidden.hide()
         self._held.forget_before()
 
@@ -528,11 +528,11 @@ class MeshEngine(PartitionedEngine[ModelParts, Closing]):
 
     def in_common(self) -> Mapping[str, int]:
         """See `TrainingEngine`: this rank's part, with the other replicas' ranks that hold the same."""
-        return self._held.in_common() if self._division is not None else {}
+        return self._held.in_common() if self._mesh is not None else {}
 
     @contextlib.contextmanager
     def whole_for(self, channel: Channel) -> Iterator[None]:
-        """See `ShardedModel`. The whole model has to fit on each rank beside its part."""
+        """See `TrainingEngine`. The whole model has to fit on each rank beside its part."""
         if self._parts is None or not self.in_parts:
             yield
             return

@@ -44,7 +44,7 @@ def alone() -> Group:
 
 
 class RankMesh:
-    """This rank's place in it. Not for spares."""
+    """What one rank has of its generation's mesh: its groups along the axes, and what computes and adds up on them. Spares have none."""
 
     def __init__(self, group: Group, axes: Axes, session: StrategySession, sharding: Sharding | None) -> None:
         """Connects the groups along the axes; a collective of all ranks of `group`, but of spares. `sharding`: along the data axis.
@@ -64,9 +64,9 @@ class RankMesh:
                 self._groups[axis] = part
         seeds = self.all.all_gather_integers([torch.initial_seed() >> 1])
         self._seed = seeds[axes.rank(0, 0, at.data)][0]
-        self.mesh: GroupMesh | None = None
+        self.tensor_mesh: GroupMesh | None = None
         if axes.tensor > 1:
-            self.mesh = GroupMesh(StepGroup(self._groups["tensor"], functools.partial(_lose, session)), session.device.type)
+            self.tensor_mesh = GroupMesh(StepGroup(self._groups["tensor"], functools.partial(_lose, session)), session.device.type)
         self.cut = MeshCut(number=group.generation.number, axes=axes, at=at)
         self._shard: Shard | None = None
         if sharding is not None:
@@ -88,7 +88,7 @@ class RankMesh:
     def lay_out(self, parts: ModelParts, taken: Sequence[WholeTensor], *, averages: bool) -> None:
         """Cuts the model for it; see `ModelParts.lay_out`. `averages`: see `MeshGradients`."""
         before = parts.along_data.execution
-        parts.lay_out(self.cut, self.mesh, taken, self._shard)
+        parts.lay_out(self.cut, self.tensor_mesh, taken, self._shard)
         blueprint = parts.blueprint
         assert blueprint is not None
         self._parts = parts
@@ -126,8 +126,8 @@ class RankMesh:
 
     def release(self) -> None:
         """torch forgets its groups."""
-        if self.mesh is not None:
-            self.mesh.release()
+        if self.tensor_mesh is not None:
+            self.tensor_mesh.release()
 
     # ------------------------------------------------------------------------------------------------------------- passes
 

@@ -79,7 +79,7 @@ _LOOKS: Final = frozenset(
 
 
 class Placeholder(torch.Tensor):
-    """See the module's docstring."""
+    """Stands for a value that only another stage has: see above."""
 
     received: torch.Tensor | None = None
     """The value that took its place, once it did: what runs again (activation checkpointing) finds it here."""
@@ -101,7 +101,8 @@ class Placeholder(torch.Tensor):
 
 
 class Absent(torch.Tensor):
-    """See the module's docstring. Attributes can be looked at; a transposed or detached one is Absent again."""
+    """Stands for a parameter that another stage has: see above. Attributes can be looked at; a transposed or detached one is Absent
+    again."""
 
     @classmethod
     def __torch_function__(

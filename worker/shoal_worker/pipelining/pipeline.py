@@ -1,4 +1,4 @@
-"""One rank's part of a model that is trained as a pipeline: what the mesh strategies drive.
+"""One rank's part of a model that is trained as a pipeline: what `mesh/rank_mesh.py` drives.
 
     pipeline = Pipeline(module, PipelineSettings(schedule="1f1b", micro_batches=8), group=group)
     loss = pipeline.train_on(cut_batch(inputs, targets, count=8), loss_fn)

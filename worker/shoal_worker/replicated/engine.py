@@ -120,9 +120,7 @@ class ReplicatedEngine(Engine):
         if not self.config.auto_sync_gradients and not self._in_micro_batches:
             self.synchronize_gradients()
         session.finish_reduction_if_whole()
-        if step.control is not None and step.control[2] > 0:
-            return loss.detach().new_tensor(step.control[1] / step.control[2])
-        return loss.detach()
+        return loss.detach() if step.loss_of_all is None else loss.detach().new_tensor(step.loss_of_all)
 
     def synchronize_gradients(self) -> None:
         """Sums the gradients over the ranks. Only needed with `auto_sync_gradients=False`, after the backward pass; what was reduced before

@@ -120,6 +120,9 @@ def _describe(state: dict[int, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     }
 
 
+# --------------------------------------------------------------------------------------------------------------------------------- rounds
+
+
 @dataclass(frozen=True, kw_only=True)
 class RoundOptions:
     """The options of local_sgd.

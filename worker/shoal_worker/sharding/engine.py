@@ -399,7 +399,7 @@ class ShardedEngine(PartitionedEngine[ShardedState, CutClosing]):
             self._parts.copy_singles(channel, leaving)
 
     def whole_for(self, channel: Channel) -> AbstractContextManager[None]:
-        """See `ShardedModel`."""
+        """See `TrainingEngine`."""
         return self._held.whole_for(channel) if self._parts is not None else nullcontext()
 
     @property

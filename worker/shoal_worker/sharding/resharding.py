@@ -112,6 +112,8 @@ def _scalars(state: Mapping[str, Any], piece: torch.Tensor) -> dict[str, Any]:
     return {**{key: value for key, value in state.items() if key not in elements}, ELEMENTS: elements}
 
 
+# --------------------------------------------------------------------------------------------------------------------------- cutting anew
+
 _MOST_ROWS: Final = 2 + MOST_COPIES // 2
 """A rank's cut, the one before, and its copies, two in each row."""
 

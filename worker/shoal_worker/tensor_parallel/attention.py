@@ -89,6 +89,9 @@ def shard_randomness(context: ParallelContext, device: torch.device) -> Iterator
 # ruff: noqa: N803, N806 - shapes as suffixes
 
 
+# ------------------------------------------------------------------------------------------------------------------------------ attention
+
+
 def scaled_dot_product_attention(
     context: ParallelContext,
     query_BHTD: DTensor,

@@ -40,6 +40,8 @@ def linear_like(module: nn.Module) -> LinearLike | None:
     return None
 
 
+# --------------------------------------------------------------------------------------------------------------------------------- blocks
+
 QUERY: Final[tuple[str, ...]] = ("q_proj", "query", "q", "wq", "to_q", "q_lin", "query_proj", "q_linear")
 KEY: Final[tuple[str, ...]] = ("k_proj", "key", "k", "wk", "to_k", "k_lin", "key_proj", "k_linear")
 VALUE: Final[tuple[str, ...]] = ("v_proj", "value", "v", "wv", "to_v", "v_lin", "value_proj", "v_linear")

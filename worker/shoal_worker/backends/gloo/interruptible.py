@@ -39,12 +39,14 @@ from shoal_worker.scratch import ScratchMemory
 # Memory that collectives need again and again, kept between them.
 #
 # What is freed to the system comes back as pages that the kernel has to clear first: for 64 MiB that takes longer than to receive them
-# (docs/ decisions/0090). A few buffers are kept, for as long as their group. Threads: any.
+# (docs/decisions/0090). A few buffers are kept, for as long as their group. Threads: any.
 
 
 _MOST_SCRATCH: Final = 2
 """Blocks of memory kept: so many collectives of one kind overlap."""
 
+
+# ---------------------------------------------------------------------------------------------------------------------- the process group
 
 _MANY: Final = 64
 

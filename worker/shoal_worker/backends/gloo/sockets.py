@@ -64,6 +64,8 @@ def address_for(store: Store) -> str | None:
 Endpoint = tuple[str, int]
 """Numeric address and port."""
 
+# ---------------------------------------------------------------------------------------------------------------------- a group's sockets
+
 GRACE_S: Final = 0.25
 """How much later than its first rank the last one may complete a collective."""
 

@@ -57,6 +57,44 @@ def waits_apart(one: dict[str, Any], other: dict[str, Any]) -> PreconditionError
     )
 
 
+def operations_apart(who: str) -> PreconditionError:
+    """The error for ranks that do different things between two steps. `who`: which rank is in what."""
+    return PreconditionError(
+        f"the ranks' scripts went different ways ({who}); every rank must call evaluate, save_checkpoint, should_early_stop and the "
+        f"loader's iterations in the same order. {COUNTING}",
+        reason=REASON,
+    )
+
+
+def borders_apart(places: Sequence[Sequence[Any]]) -> PreconditionError:
+    """The error for ranks that joiners would have to meet at different places. `places`: each rank's loader, its number, epoch and step."""
+    return PreconditionError(
+        f"the ranks' scripts went different ways: they stand at (loader, its number, epoch, step) {list(places)}; every rank must iterate "
+        "over the same loaders in the same order",
+        reason=REASON,
+    )
+
+
+def ends_apart(ended_after: int, step: int) -> PreconditionError:
+    """The error for a rank that takes a step which no peer takes. `ended_after`: the step after which a peer's script came to its end."""
+    return PreconditionError(
+        f"the ranks' scripts went different ways: a peer's came to its end after step {ended_after}, and this one takes step {step}; every "
+        "rank must take the same steps: leave the loop by what is alike on all ranks, such as loader.global_step or should_early_stop",
+        reason=REASON,
+    )
+
+
+def settings_apart(settings: object) -> PreconditionError:
+    """The error for ranks whose optimizers have different settings. `settings`: this rank's."""
+    return PreconditionError(
+        f"the ranks' optimizers have different settings; this one's are {settings}. Hyper-parameters that change in training must change "
+        "alike on all ranks, also on one that joins: use a scheduler, which is sent to it, or compute them from loader.global_step. "
+        "'parameters' is a digest of which of the model's parameters are in which group, in which order, and which have requires_grad: all "
+        "ranks must freeze the same",
+        reason=REASON,
+    )
+
+
 def evaluations_apart(dealings: Sequence[str]) -> PreconditionError:
     """The error for ranks that would evaluate different batches. `dealings`: what each rank's follow from, in JSON; not all the same."""
     what = _differences([json.loads(dealing) for dealing in dealings])

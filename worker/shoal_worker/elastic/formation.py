@@ -25,7 +25,7 @@ from typing import Any
 from shoal_common.errors import ConfigurationError, DeadlineError, MembershipChanged, PreconditionError, UnavailableError
 
 from shoal_worker.elastic.committed_state import HeldState
-from shoal_worker.elastic.divergence import COUNTING
+from shoal_worker.elastic.divergence import operations_apart
 from shoal_worker.elastic.generation import Generation
 from shoal_worker.elastic.group import Group
 from shoal_worker.elastic.joiner_state import JoinerState
@@ -331,12 +331,7 @@ class Formation:
                 "restart from a checkpoint"
             )
         if plan.apart:
-            raise PreconditionError(
-                f"the ranks' scripts went different ways: ranks {list(plan.apart)} were in an operation between steps, others in a step; "
-                "every rank must call evaluate, save_checkpoint, should_early_stop and the loader's iterations in the same order. "
-                f"{COUNTING}",
-                reason="RANKS_DIVERGED",
-            )
+            raise operations_apart(f"ranks {list(plan.apart)} were in an operation between steps, others in a step")
         if plan.behind or plan.results_from is not None:
             held.interrupted = None
         closing, results = b"", b""

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from shoal_common.errors import MembershipChanged, PreconditionError, ShoalError
 
 from shoal_worker.elastic.committed_state import HeldState
+from shoal_worker.elastic.divergence import borders_apart
 from shoal_worker.elastic.group import Group
 from shoal_worker.elastic.loader_interface import LeftOver
 from shoal_worker.elastic.operations import GroupChannel, spectate
@@ -122,11 +123,7 @@ class JoinerState:
         if group.rank not in spectators:
             places = [json.loads(told) for told in GroupChannel(group, _BORDER, tuple(spectators)).exchange(json.dumps(place).encode())]
             if any(other != list(place) for other in places):
-                raise PreconditionError(
-                    f"the ranks' scripts went different ways: they stand at (loader, its number, epoch, step) {places}; every rank must "
-                    "iterate over the same loaders in the same order",
-                    reason="RANKS_DIVERGED",
-                )
+                raise borders_apart(places)
             if self._held.phase.now is Phase.TORN:
                 return _Offer.NOTHING
             return _Offer.FED if self._held.phase.now is Phase.ARRIVING else _Offer.STATE

@@ -14,9 +14,7 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from shoal_common.errors import PreconditionError
-
-from shoal_worker.elastic.divergence import COUNTING
+from shoal_worker.elastic.divergence import operations_apart
 from shoal_worker.elastic.group import Channel, Group
 
 Body = Callable[[Channel], Any]
@@ -121,11 +119,7 @@ class GroupChannel:
         kinds = {kind.decode() for kind, _ in split}
         if kinds != {self._kind}:
             told = ", ".join(f"rank {r}: {answers[r].split(bytes(1), 1)[0].decode()}" for r in self.members)
-            raise PreconditionError(
-                f"the ranks' scripts went different ways ({told}); every rank must call evaluate, save_checkpoint, should_early_stop and "
-                f"the loader's iterations in the same order. {COUNTING}",
-                reason="RANKS_DIVERGED",
-            )
+            raise operations_apart(told)
         return [body for _, body in split]
 
 

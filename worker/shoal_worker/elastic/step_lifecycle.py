@@ -24,7 +24,7 @@ from shoal_common.errors import MembershipChanged, PreconditionError
 
 from shoal_worker.elastic.borders import ALONE, Borders, Departure
 from shoal_worker.elastic.committed_state import HeldState
-from shoal_worker.elastic.divergence import disagreement, steps_apart
+from shoal_worker.elastic.divergence import disagreement, ends_apart, settings_apart, steps_apart
 from shoal_worker.elastic.formation import Formation
 from shoal_worker.elastic.loader_interface import (
     Leases,
@@ -296,13 +296,7 @@ class StepLifecycle:
         if not step.ranks_agree:
             raise steps_apart(self._held.place(step.source), step.source, self._borders.group)
         if not step.settings_agree:
-            raise PreconditionError(
-                f"the ranks' optimizers have different settings; this one's are {self._held.registered.settings}. Hyper-parameters that "
-                "change in training must change alike on all ranks, also on one that joins: use a scheduler, which is sent to it, or "
-                "compute them from loader.global_step. 'parameters' is a digest of which of the model's parameters are in which group, in "
-                "which order, and which have requires_grad: all ranks must freeze the same",
-                reason="RANKS_DIVERGED",
-            )
+            raise settings_apart(self._held.registered.settings)
         self._held.registered.check_groups()
         failpoint("session.before_apply")
         here = not self._held.engine.asynchronous  # else the servers change, or nothing does
@@ -418,12 +412,7 @@ class StepLifecycle:
         return 0 < self._borders.finished_steps <= self._held.steps
 
     def _apart_from_the_end(self) -> PreconditionError:
-        return PreconditionError(
-            f"the ranks' scripts went different ways: a peer's came to its end after step {self._borders.finished_steps}, and this one "
-            f"takes step {self._held.steps + 1}; every rank must take the same steps: leave the loop by what is alike on all ranks, such "
-            "as loader.global_step or should_early_stop",
-            reason="RANKS_DIVERGED",
-        )
+        return ends_apart(self._borders.finished_steps, self._held.steps + 1)
 
     def _settle(self, source: StepSource | None) -> None:
         """Settles the border as `Borders.settle` does, after a return to a checkpoint if the state is lost. Raises StateLostError as

@@ -3,7 +3,7 @@
 A killed process closes its connection at once, and so does a network that drops all of them; from here the one looks like the other. Told
 apart by the others: when most members' streams break together, that is the network, and their leases decide. One that breaks alone is a
 death, at once if a peer's collective failed as well, else when no other stream has broken for Policy.break_window_ms: nobody waits for
-the dead meanwhile, or he would have said so. A stream that ends long after its member was last heard of was given up by gRPC: a cut
+the dead meanwhile, or it would have said so. A stream that ends long after its member was last heard of was given up by gRPC: a cut
 network, or a lost machine. That says no more than the silence before it did (absence.py).
 """
 

@@ -50,7 +50,7 @@ def hybrid_of_four(zygote: Zygote, directory: Path, micro: int | None = None, **
 
 
 @pytest.mark.parametrize(
-    ("leaves", "along_data"),
+    ("leaves", "data_axis"),
     [
         pytest.param(signal.SIGKILL, "ddp", marks=pytest.mark.matrix),
         pytest.param(signal.SIGTERM, "ddp", marks=pytest.mark.matrix),
@@ -60,9 +60,9 @@ def hybrid_of_four(zygote: Zygote, directory: Path, micro: int | None = None, **
     ],
 )
 def test_a_broken_replicas_other_rank_is_a_spare_until_a_joiner_makes_it_whole(
-    zygote: Zygote, tmp_path: Path, alone: dict[str, Any], leaves: signal.Signals, along_data: str
+    zygote: Zygote, tmp_path: Path, alone: dict[str, Any], leaves: signal.Signals, data_axis: str
 ) -> None:
-    with hybrid_of_four(zygote, tmp_path, tensor_parallel_size=2, data_parallel_strategy=along_data) as running:
+    with hybrid_of_four(zygote, tmp_path, tensor_parallel_size=2, data_parallel_strategy=data_axis) as running:
         with running.held():
             # In a step: at an evaluation the left-over rank would end, for a launcher to start it again.
             in_a_step = {"SHOAL_FAILPOINTS": "session.before_apply@3=kill"} if leaves is signal.SIGKILL else {}
@@ -120,22 +120,22 @@ def test_fewer_ranks_than_a_replica_has_are_refused(zygote: Zygote, tmp_path: Pa
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("failpoint", ["sharded.sealed@7=kill", "session.before_apply@7=kill", "session.in_operation@2=kill"])
-@pytest.mark.parametrize("along_data", ["ddp", "zero1", "fsdp"])
+@pytest.mark.parametrize("data_axis", ["ddp", "zero1", "fsdp"])
 def test_replicas_outlive_a_rank_killed_at_any_moment(
-    zygote: Zygote, tmp_path: Path, alone: dict[str, Any], failpoint: str, along_data: str
+    zygote: Zygote, tmp_path: Path, alone: dict[str, Any], failpoint: str, data_axis: str
 ) -> None:
-    with hybrid_of_four(zygote, tmp_path, pipeline_parallel_size=2, schedule="zero_bubble", data_parallel_strategy=along_data) as running:
+    with hybrid_of_four(zygote, tmp_path, pipeline_parallel_size=2, schedule="zero_bubble", data_parallel_strategy=data_axis) as running:
         start(running, 4, of_2=failpoint)
         results = running.finish(0, 1, 3, may_end_well=True)
     assert len(results) == 2, "the third was a spare when the run ended, and says nothing of a model that it does not hold"
     check_same_run(results, alone, running)
 
 
-@pytest.mark.parametrize("along_data", ["fsdp"])
+@pytest.mark.parametrize("data_axis", ["fsdp"])
 def test_a_step_that_was_closed_counts_on_the_rank_of_a_mesh_that_missed_the_closing(
-    zygote: Zygote, tmp_path: Path, alone: dict[str, Any], along_data: str
+    zygote: Zygote, tmp_path: Path, alone: dict[str, Any], data_axis: str
 ) -> None:
-    with hybrid_of_four(zygote, tmp_path, tensor_parallel_size=2, data_parallel_strategy=along_data) as running:
+    with hybrid_of_four(zygote, tmp_path, tensor_parallel_size=2, data_parallel_strategy=data_axis) as running:
         start(running, 4, of_1="step.closed@7=lose")
         results = running.finish(0, 1, 2, 3)
     assert len({result["lost"] for result in results}) == 1
@@ -143,11 +143,11 @@ def test_a_step_that_was_closed_counts_on_the_rank_of_a_mesh_that_missed_the_clo
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("along_data", ["ddp", "zero1", "zero2", "fsdp"])
+@pytest.mark.parametrize("data_axis", ["ddp", "zero1", "zero2", "fsdp"])
 def test_a_rank_that_missed_the_closing_of_a_step_applies_it_when_a_peer_has(
-    zygote: Zygote, tmp_path: Path, alone: dict[str, Any], along_data: str
+    zygote: Zygote, tmp_path: Path, alone: dict[str, Any], data_axis: str
 ) -> None:
-    with hybrid_of_four(zygote, tmp_path, tensor_parallel_size=2, data_parallel_strategy=along_data) as running:
+    with hybrid_of_four(zygote, tmp_path, tensor_parallel_size=2, data_parallel_strategy=data_axis) as running:
         start(running, 4, of_1="reduction.completed@7=lose")
         results = running.finish(0, 1, 2, 3)
     assert results[1]["lost"] == 1
@@ -155,12 +155,12 @@ def test_a_rank_that_missed_the_closing_of_a_step_applies_it_when_a_peer_has(
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("along_data", ["ddp", "zero1", "fsdp"])
+@pytest.mark.parametrize("data_axis", ["ddp", "zero1", "fsdp"])
 def test_a_second_death_while_the_ranks_are_divided_anew_loses_nothing_of_which_a_part_is_left(
-    zygote: Zygote, tmp_path: Path, alone: dict[str, Any], along_data: str
+    zygote: Zygote, tmp_path: Path, alone: dict[str, Any], data_axis: str
 ) -> None:
     """Worker 0 has one part, worker 3, a spare in the generation that fails, the other."""
-    with hybrid_of_four(zygote, tmp_path, tensor_parallel_size=2, data_parallel_strategy=along_data) as running:
+    with hybrid_of_four(zygote, tmp_path, tensor_parallel_size=2, data_parallel_strategy=data_axis) as running:
         start(running, 4, of_2="sharded.sealed@7=kill", of_1="mesh.dividing@2=kill")
         check_same_run(running.finish(0, 3), alone, running)
 

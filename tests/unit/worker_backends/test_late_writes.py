@@ -1,4 +1,4 @@
-"""After a group has ended, nobody gets his tensors back while a thread of Gloo's may still write into them."""
+"""After a group has ended, no caller gets its tensors back while a thread of Gloo's may still write into them."""
 
 from __future__ import annotations
 

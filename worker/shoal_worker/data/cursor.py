@@ -66,7 +66,7 @@ class Cursor:
 _STATE_VERSION = 1
 
 
-class Course:
+class LoaderProgress:
     """The cursor and the count of epochs."""
 
     def __init__(self, orders: EpochOrders) -> None:

@@ -22,7 +22,7 @@ import torch
 from shoal_common.errors import ConfigurationError, PreconditionError, ShoalError
 from torch.utils import _pytree as pytree
 
-from shoal_worker.data.cursor import Course
+from shoal_worker.data.cursor import LoaderProgress
 from shoal_worker.data.fetch import Fetcher, Request
 from shoal_worker.data.record import SampleRecord
 from shoal_worker.data.sampling import Block, EpochOrders
@@ -207,11 +207,11 @@ _NOTHING_LEFT = (
 class Iterations:
     """The loops over one loader."""
 
-    def __init__(self, introduction: Introduction, course: Course, supply: Supply, delivery: Delivery, fetcher: Fetcher) -> None:
+    def __init__(self, introduction: Introduction, progress: LoaderProgress, supply: Supply, delivery: Delivery, fetcher: Fetcher) -> None:
         self.under_way = False
         """See `StepSource.under_way`."""
         self._introduction = introduction
-        self._course = course
+        self._progress = progress
         self._supply = supply
         self._delivery = delivery
         self._fetcher = fetcher
@@ -222,11 +222,11 @@ class Iterations:
     @property
     def is_over(self) -> bool:
         """See `StepSource.is_over`."""
-        return self._course.is_past(self._last_epoch)
+        return self._progress.is_past(self._last_epoch)
 
     def epochs(self, source: StepSource, n: int) -> Iterator[int]:
         """See `ElasticDataLoader.epochs`."""
-        course, session = self._course, self._introduction.session
+        progress, session = self._progress, self._introduction.session
         self._last_epoch = n - 1
         try:
             epoch = session(source).enter_epochs(source)
@@ -235,35 +235,35 @@ class Iterations:
         self._stopped = False
         try:
             while epoch < n and not self._stopped:
-                course.within = epoch
+                progress.within = epoch
                 session(source).epoch_opens(source, epoch)
                 yield epoch
-                epoch = max(epoch + 1, course.cursor.epoch)
+                epoch = max(epoch + 1, progress.cursor.epoch)
         finally:
-            course.within = None
+            progress.within = None
 
     def steps(self, source: StepSource) -> Iterator[Step]:
         """One iteration, step by step."""
-        course = self._course
-        epoch, before = course.next_iteration, course.cursor.global_step
+        progress = self._progress
+        epoch, before = progress.next_iteration, progress.cursor.global_step
         self._introduction.session(source).loop_left(source)  # an older iterator that waits at a batch, if there is one
         self._delivery.failed = False
         over = stopped_within = False
         try:
             yield from self._epoch_steps(source, epoch)
             # One that training stopped in the middle of is neither over nor left: what is saved now goes on in it.
-            stopped_within = self._stopped and course.cursor.epoch == epoch
+            stopped_within = self._stopped and progress.cursor.epoch == epoch
             over = not stopped_within
         except GeneratorExit:
             # Left early. After an error in the dataset the loop may be entered again, and goes on with the epoch.
-            over = course.cursor.global_step > before and not self._delivery.failed
+            over = progress.cursor.global_step > before and not self._delivery.failed
             if (session := self._introduction.met) is not None:
                 session.loop_left(source)
             raise
         finally:
             self.under_way = stopped_within
             if over:
-                course.end_iteration(epoch)
+                progress.end_iteration(epoch)
             self._fetcher.close()
             self.acknowledge()
 
@@ -288,12 +288,12 @@ class Iterations:
             _log.warning("loader %s: the last batches could not be acknowledged and will be dealt again: %s", name, error)
 
     def _epoch_steps(self, source: StepSource, epoch: int) -> Iterator[Step]:
-        course = self._course
+        progress = self._progress
         if self._is_over(source, epoch, self._introduction.session(source)):
             self._pass_over(source)
             return
         self.under_way = True
-        course.move_to(epoch)  # ahead of the border, where a joiner may be given this cursor
+        progress.move_to(epoch)  # ahead of the border, where a joiner may be given this cursor
         took_part = False
         while not self._is_over(source, epoch, session := self._introduction.session(source)):
             placement = self._begin(source, epoch, session)
@@ -302,7 +302,7 @@ class Iterations:
             if self._is_over(source, epoch, session):
                 break
             took_part = True
-            course.take_part(epoch)
+            progress.take_part(epoch)
             dealt = self._supply.take(placement, session, source.name)
             if dealt is not None:
                 yield self._delivery.step(dealt, session, source.name)
@@ -313,12 +313,12 @@ class Iterations:
 
     def _pass_over(self, source: StepSource) -> None:
         """`epochs()` gives out no epoch that the run has left: what follows the rest of one that is over was not done yet."""
-        if self._course.within is None:
+        if self._progress.within is None:
             self._introduction.session(source).passed_over(source)
 
     def _is_over(self, source: StepSource, epoch: int, session: LoaderSession) -> bool:
         """The run is past this epoch, or has left it; or, in a joiner, the peers are somewhere else."""
-        return self._course.is_past(epoch) or session.is_elsewhere(source, epoch)
+        return self._progress.is_past(epoch) or session.is_elsewhere(source, epoch)
 
     def _begin(self, source: StepSource, epoch: int, session: LoaderSession) -> Placement | None:
         """The next border; None when this rank is to stop."""

@@ -21,7 +21,7 @@ from typing import Any, SupportsIndex
 from shoal_common.errors import ConfigurationError, InternalError
 from torch.utils.data import Dataset, IterableDataset, default_collate
 
-from shoal_worker.data.cursor import Course
+from shoal_worker.data.cursor import LoaderProgress
 from shoal_worker.data.fetch import Fetcher, Request
 from shoal_worker.data.iteration import Delivery, Introduction, Iterations
 from shoal_worker.data.record import SampleRecord
@@ -151,7 +151,7 @@ class ElasticDataLoader:
         orders = EpochOrders(dataset_length=len(dataset), identity=identity, seed=seed, shuffle=train and shuffle, sampler=sampler)
         self._orders = orders
         self._dealer = Dealer(orders, batch_size=size, micro_batch_size=micro_batch_size, drop_last=drop_last, seed=seed)
-        self._course = Course(orders)
+        self._progress = LoaderProgress(orders)
         if len(self.plan) == 0:
             raise ConfigurationError(
                 f"drop_last=True leaves no step: {self.plan.length} samples are fewer than one batch of {size}; "
@@ -165,9 +165,9 @@ class ElasticDataLoader:
             leaves_no_trace=not train,  # training seeds them for each batch
         )
         self._supply: Supply = (
-            LeasedSupply(self._dealer, self._course, ahead=1 + num_workers)
+            LeasedSupply(self._dealer, self._progress, ahead=1 + num_workers)
             if train and batch_size is not None
-            else DealtSupply(self._dealer, self._course)
+            else DealtSupply(self._dealer, self._progress)
         )
         self._record = _sample_record() if train else None
         delivery = Delivery(
@@ -180,7 +180,7 @@ class ElasticDataLoader:
             record=self._record,
         )
         self._introduction = Introduction(name or ("" if train else "evaluation"))
-        self._iterations = Iterations(self._introduction, self._course, self._supply, delivery, fetcher)
+        self._iterations = Iterations(self._introduction, self._progress, self._supply, delivery, fetcher)
         self._evaluation: EvaluationBatches | None = None
         if train:
             self._introduction.session(self)
@@ -205,17 +205,17 @@ class ElasticDataLoader:
     @property
     def epoch(self) -> int:
         """The epoch that the cursor is in."""
-        return self._course.cursor.epoch
+        return self._progress.cursor.epoch
 
     @property
     def step(self) -> int:
         """Steps of that epoch that are committed."""
-        return self._course.cursor.step
+        return self._progress.cursor.step
 
     @property
     def next_epoch(self) -> int:
         """See `StepSource.next_epoch`."""
-        return self._course.next_epoch
+        return self._progress.next_epoch
 
     @property
     def ends_epoch(self) -> bool:
@@ -234,18 +234,18 @@ class ElasticDataLoader:
 
     def count_from(self, epoch: int | None) -> None:
         """See `StepSource.count_from`."""
-        self._course.count_from(epoch)
+        self._progress.count_from(epoch)
 
     @property
     def global_step(self) -> int:
         """Steps committed so far, over all epochs: the count to go by for what happens every k steps, since it is the same on all ranks,
         also on one that joined. In the leased form those of this rank."""
-        return self._course.cursor.global_step
+        return self._progress.cursor.global_step
 
     @property
     def plan(self) -> EpochPlan:
         """How the cursor's epoch becomes steps."""
-        return self._dealer.announced_plan(self._course.cursor.epoch)
+        return self._dealer.announced_plan(self._progress.cursor.epoch)
 
     def __len__(self) -> int:
         """Steps in a whole epoch, whatever the world; batches in the leased form (over all ranks) and for evaluation."""
@@ -324,7 +324,7 @@ class ElasticDataLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """The cursor after the last commit, in samples, and what its meaning depends on. JSON-able."""
-        return self._course.capture()
+        return self._progress.capture()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes over a cursor, of a checkpoint or a peer. The global batch size may be another.
@@ -333,7 +333,7 @@ class ElasticDataLoader:
             CorruptDataError: this is no loader's state, or a newer release's.
             ConfigurationError: the cursor is within an epoch whose order is another one here, so samples would be lost or seen twice.
         """
-        self._course.load(state, loader=self.name, leased=self.leased)
+        self._progress.load(state, loader=self.name, leased=self.leased)
         self._supply.reset()
 
     def _refuse_evaluation(self, what: str) -> None:

@@ -1,8 +1,8 @@
 """Where a loader's next step comes from: dealt to the rank by its place in the world, or leased first come first served.
 
 Owns the step that this rank was dealt and that is not committed yet, and the leases: batches that this member took first come first served,
-in the order of leasing, which end by being finished, or are given back when the loop is left. Moves the cursor of the `Course` when a step
-commits, or when an epoch turns out to have none left. It fetches nothing. Used by the training thread alone.
+in the order of leasing, which end by being finished, or are given back when the loop is left. Moves the cursor of the `LoaderProgress` when
+a step commits, or when an epoch turns out to have none left. It fetches nothing. Used by the training thread alone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 from shoal_common.errors import PreconditionError
 
-from shoal_worker.data.cursor import Course, Cursor
+from shoal_worker.data.cursor import Cursor, LoaderProgress
 from shoal_worker.data.fetch import Request
 from shoal_worker.data.sampling import Block, EpochOrders, EpochPlan
 from shoal_worker.elastic.loader_interface import Leases, LoaderSession, Placement
@@ -230,11 +230,11 @@ class Supply(abc.ABC):
 
     leased: ClassVar[bool]
 
-    def __init__(self, dealer: Dealer, course: Course) -> None:
+    def __init__(self, dealer: Dealer, progress: LoaderProgress) -> None:
         self.current: DealtStep | None = None
         """Dealt, and neither committed nor dropped."""
         self._dealer = dealer
-        self._course = course
+        self._progress = progress
 
     @abc.abstractmethod
     def take(self, placement: Placement, session: LoaderSession, loader: str) -> DealtStep | None:
@@ -279,9 +279,9 @@ class DealtSupply(Supply):
 
     def take(self, placement: Placement, session: LoaderSession, loader: str) -> DealtStep | None:
         """See `Supply`. Where a run with another batch size left the cursor, `drop_last` may leave out what remains."""
-        self.current = self._dealer.deal(self._course.cursor, placement)
+        self.current = self._dealer.deal(self._progress.cursor, placement)
         if self.current is None:
-            self._course.end_epoch()
+            self._progress.end_epoch()
         return self.current
 
     def following(self, dealt: DealtStep, request: Request) -> Iterator[Request]:
@@ -294,10 +294,10 @@ class DealtSupply(Supply):
         return self.current is not None and self._after(self.current).epoch > self.current.epoch
 
     def _advance(self, dealt: DealtStep) -> None:
-        self._course.cursor = self._after(dealt)
+        self._progress.cursor = self._after(dealt)
 
     def _after(self, dealt: DealtStep) -> Cursor:
-        return self._course.cursor.after_step(dealt.positions, self._dealer.plan(dealt.epoch))
+        return self._progress.cursor.after_step(dealt.positions, self._dealer.plan(dealt.epoch))
 
 
 class LeasedSupply(Supply):
@@ -305,15 +305,15 @@ class LeasedSupply(Supply):
 
     leased = True
 
-    def __init__(self, dealer: Dealer, course: Course, *, ahead: int) -> None:
+    def __init__(self, dealer: Dealer, progress: LoaderProgress, *, ahead: int) -> None:
         """`ahead`: leases to hold at once."""
-        super().__init__(dealer, course)
+        super().__init__(dealer, progress)
         self._ahead = ahead
         self._leases: LeasedBatches | None = None
 
     def take(self, placement: Placement, session: LoaderSession, loader: str) -> DealtStep | None:
         """See `Supply`."""
-        epoch = self._course.cursor.epoch
+        epoch = self._progress.cursor.epoch
         if self._leases is None or self._leases.epoch != epoch:
             batches = len(self._dealer.plan(epoch))
             self._leases = LeasedBatches(loader=loader, epoch=epoch, batches_in_epoch=batches, ahead=self._ahead)
@@ -322,7 +322,7 @@ class LeasedSupply(Supply):
             self.current = self._dealer.leased(epoch, number, placement)
             return self.current
         if self._leases.done:
-            self._course.end_epoch()
+            self._progress.end_epoch()
         return None
 
     def following(self, dealt: DealtStep, request: Request) -> Iterator[Request]:
@@ -333,7 +333,7 @@ class LeasedSupply(Supply):
     def reset(self) -> None:
         """See `Supply`. Leases of another epoch than the cursor's are void."""
         super().reset()
-        if self._leases is not None and self._leases.epoch != self._course.cursor.epoch:
+        if self._leases is not None and self._leases.epoch != self._progress.cursor.epoch:
             self._leases = None
 
     @property
@@ -344,7 +344,7 @@ class LeasedSupply(Supply):
     def _advance(self, dealt: DealtStep) -> None:
         assert self._leases is not None
         self._leases.finish()
-        self._course.cursor = self._course.cursor.after_leased_batch()
+        self._progress.cursor = self._progress.cursor.after_leased_batch()
 
     def acknowledge(self, session: LoaderSession) -> None:
         """See `Supply`."""

@@ -31,7 +31,7 @@ State = Mapping[str, Mapping[str, Any]]
 """State of an optimizer, by the parameters' names, in the shapes of `pieces`."""
 
 
-class AlongData(abc.ABC):
+class DataAxis(abc.ABC):
     """One way of holding `pieces`: the parameters of a rank's part, as the module computes with them."""
 
     execution: ShardedExecution | None = None
@@ -80,25 +80,25 @@ class AlongData(abc.ABC):
         others: see `MeshGradients`."""
 
 
-class Replicated(AlongData):
+class Replicated(DataAxis):
     """All of them."""
 
     def gather(self) -> None:
-        """See `AlongData`: they are whole."""
+        """See `DataAxis`: they are whole."""
 
     def free(self) -> None:
-        """See `AlongData`: they stay whole."""
+        """See `DataAxis`: they stay whole."""
 
     def release(self) -> None:
-        """See `AlongData`."""
+        """See `DataAxis`."""
 
     @property
     def own(self) -> Mapping[str, torch.Tensor]:
-        """See `AlongData`."""
+        """See `DataAxis`."""
         return self.pieces
 
     def use(self, optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[str]], state: State) -> None:
-        """See `AlongData`."""
+        """See `DataAxis`."""
         for group, names in zip(optimizer.param_groups, groups, strict=True):
             group["params"] = [self.pieces[name] for name in names if name in self.pieces]
         optimizer.state.clear()
@@ -109,26 +109,26 @@ class Replicated(AlongData):
             }
 
     def load(self, values: Mapping[str, torch.Tensor]) -> None:
-        """See `AlongData`."""
+        """See `DataAxis`."""
         for name, piece in self.pieces.items():
             piece.copy_(values[name])
 
     def runs(self, optimizer: torch.optim.Optimizer | None) -> dict[int, dict[str, PieceState]]:
-        """See `AlongData`."""
+        """See `DataAxis`."""
         states = optimizer.state if optimizer is not None else {}
         return {0: {name: PieceState(value=piece.detach(), state=states.get(piece, {})) for name, piece in self.pieces.items()}}
 
     def updated(self) -> None:
-        """See `AlongData`: every replica has made the same."""
+        """See `DataAxis`: every replica has made the same."""
 
     def gradients(self, *, counts: Callable[[str], bool], first: bool, buffers: int, averages: bool, device: torch.device) -> MeshGradients:
-        """See `AlongData`."""
+        """See `DataAxis`."""
         return ReplicatedGradients(
             self.pieces, counts=lambda name: first and counts(name), buffers=buffers, averages=averages, device=device
         )
 
 
-class InShards(AlongData):
+class InShards(DataAxis):
     """All of them to compute with, in units whose shards the replicas own; each rank mirrors another's shard."""
 
     def __init__(
@@ -184,29 +184,29 @@ class InShards(AlongData):
         self._trained = [unit for unit in self.units if unit.trained]
 
     def gather(self) -> None:
-        """See `AlongData`."""
+        """See `DataAxis`."""
         for unit in self.units:
             unit.start_gathering(self._collectives)
         for unit in self.units:
             unit.finish_gathering()
 
     def free(self) -> None:
-        """See `AlongData`."""
+        """See `DataAxis`."""
         for unit in self.units:
             unit.free()
 
     def release(self) -> None:
-        """See `AlongData`."""
+        """See `DataAxis`."""
         if self.execution is not None:
             self.execution.release()
 
     @property
     def own(self) -> Mapping[str, torch.Tensor]:
-        """See `AlongData`."""
+        """See `DataAxis`."""
         return {name: piece for unit in self.units for name, piece in zip(unit.parameter_names, unit.own.pieces, strict=True)}
 
     def use(self, optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[str]], state: State) -> None:
-        """See `AlongData`."""
+        """See `DataAxis`."""
         where = {name: (u, i) for u, unit in enumerate(self.units) for i, name in enumerate(unit.parameter_names)}
         for group, names in zip(optimizer.param_groups, groups, strict=True):
             here = [where[name] for name in names if name in where]
@@ -216,12 +216,12 @@ class InShards(AlongData):
         spread([list(where.values())], saved, self.units, ShardedOptimizerState(optimizer))
 
     def load(self, values: Mapping[str, torch.Tensor]) -> None:
-        """See `AlongData`."""
+        """See `DataAxis`."""
         for unit in self.units:
             unit.load([values[name] for name in unit.parameter_names])
 
     def runs(self, optimizer: torch.optim.Optimizer | None) -> dict[int, dict[str, PieceState]]:
-        """See `AlongData`. Of shards, not of pieces: these may be out of date after a failure."""
+        """See `DataAxis`. Of shards, not of pieces: these may be out of date after a failure."""
         states = optimizer.state if optimizer is not None else {}
         runs: dict[int, dict[str, PieceState]] = {}
         for unit in self.units:
@@ -232,14 +232,14 @@ class InShards(AlongData):
         return runs
 
     def updated(self) -> None:
-        """See `AlongData`."""
+        """See `DataAxis`."""
         for unit in self.units:
             unit.changed()
         if self._stage is not Stage.PARAMETERS:
             self.gather()
 
     def gradients(self, *, counts: Callable[[str], bool], first: bool, buffers: int, averages: bool, device: torch.device) -> MeshGradients:
-        """See `AlongData`."""
+        """See `DataAxis`."""
         made = ScatteredGradients if self.execution is None else functools.partial(GradientsOfPasses, execution=self.execution)
         return made(
             self.pieces,

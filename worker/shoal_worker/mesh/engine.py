@@ -107,7 +107,7 @@ class MeshEngine(PartitionedEngine[ModelParts, Closing]):
         return self._laid_out.gradients
 
     def _own_pieces(self) -> Iterable[tuple[str, torch.Tensor]]:
-        return self._held.along_data.own.items()
+        return self._held.data_axis.own.items()
 
     def _trained(self) -> Iterator[tuple[str, torch.Tensor, bool]]:
         for name, piece in self._held.pieces.items():
@@ -310,7 +310,7 @@ class MeshEngine(PartitionedEngine[ModelParts, Closing]):
         guard_parts(self._held.optimized, guarded=True)
 
     def _updated(self) -> None:
-        self._held.along_data.updated()
+        self._held.data_axis.updated()
 
     def _as_closing(self, told: Mapping[str, Any]) -> Closing:
         return Closing(**told)

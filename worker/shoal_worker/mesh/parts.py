@@ -29,7 +29,7 @@ from shoal_worker.engine.parameter_groups import checkpoint_activations
 from shoal_worker.engine.parameters import unsaved_buffers
 from shoal_worker.engine.state_in_parts import StateInParts, is_element
 from shoal_worker.mesh.axes import Axes, Coordinate
-from shoal_worker.mesh.data_axis import AlongData, Replicated, State
+from shoal_worker.mesh.data_axis import DataAxis, Replicated, State
 from shoal_worker.mesh.layouts import Blueprint, Template
 from shoal_worker.mesh.resharding import MeshCut, PieceState, RankParts, WholeTensor, copy_singles, gather
 from shoal_worker.mesh.step_group import GroupMesh
@@ -107,7 +107,7 @@ class HiddenParameters:
 
 _ALONE = Axes(pipeline=1, tensor=1, data=1)
 
-Shard = Callable[["ModelParts"], AlongData]
+Shard = Callable[["ModelParts"], DataAxis]
 """Takes over the pieces of a model that is laid out."""
 
 
@@ -134,7 +134,7 @@ class ModelParts(StateInParts):
         """What is here of each parameter."""
         self.parameters: dict[str, Any] = {}
         """What the module computes with, of those that are here: a piece itself, or the DTensor around it."""
-        self.along_data: AlongData = Replicated({})
+        self.data_axis: DataAxis = Replicated({})
         """What is here of each piece."""
         self._group_names: list[list[str]] = []
         """The parameters of the optimizer's groups, in the user's order."""
@@ -198,7 +198,7 @@ class ModelParts(StateInParts):
         here = {one.name: one for one in taken}
         self._put_values({name: one.value for name, one in here.items()})
         if shard is not None:
-            self.along_data = shard(self)
+            self.data_axis = shard(self)
         self._point_optimizer({name: {**one.elements, **one.rest} for name, one in here.items() if name in self.pieces})
 
     def forget_before(self) -> None:
@@ -218,7 +218,7 @@ class ModelParts(StateInParts):
         """This rank holds nothing from here on: it is a spare."""
         self._before = []
         self._strip()
-        self.pieces, self.parameters, self.along_data = {}, {}, Replicated({})
+        self.pieces, self.parameters, self.data_axis = {}, {}, Replicated({})
         self._point_optimizer({})
         self.cut = self.blueprint = None
         self.hide()
@@ -236,7 +236,7 @@ class ModelParts(StateInParts):
         assert self.cut is not None
         at = self.cut.at
         digests = {}
-        for position, runs in self.along_data.runs(self.optimizer).items():
+        for position, runs in self.data_axis.runs(self.optimizer).items():
             tensors = [[run.value, *state_tensors({name: run.state}, [name])] for name, run in sorted(runs.items())]
             digests[f"part {at.pipeline}.{at.tensor}, shard {position}"] = digest_of(tensor for each in tensors for tensor in each)
         return digests
@@ -261,7 +261,7 @@ class ModelParts(StateInParts):
         named = named_tensors(self.module)
         others = {name: named[name] for name in self.template.names if name not in self.pieces and not named[name].is_meta}
         nothing: dict[int, dict[str, PieceState]] = {position: {} for position in cut.positions}
-        runs = nothing | self.along_data.runs(self.optimizer)
+        runs = nothing | self.data_axis.runs(self.optimizer)
         if 0 in runs:
             runs[0] |= {name: PieceState(value=tensor.detach(), state={}) for name, tensor in others.items()}
         return RankParts(cut=cut, runs=runs)
@@ -311,7 +311,7 @@ class ModelParts(StateInParts):
 
     def _strip(self) -> None:
         """The module as the user wrote it, without values."""
-        self.along_data.release()
+        self.data_axis.release()
         self.hidden.release()
         self.hidden = HiddenParameters({}, self.whereabouts)
         for part in self._checkpointed:
@@ -347,7 +347,7 @@ class ModelParts(StateInParts):
             else:
                 assert isinstance(parameter, nn.Parameter)
                 self.pieces[name] = parameter
-        self.along_data = Replicated(self.pieces)
+        self.data_axis = Replicated(self.pieces)
 
     def counts(self, name: str) -> bool:
         """Whether this rank is the one, of the ranks of its replica that hold the same elements of a parameter, that counts them."""
@@ -362,12 +362,12 @@ class ModelParts(StateInParts):
         named = named_tensors(self.module)
         for name in parts.keys() - self.pieces.keys():
             named[name].copy_(parts[name])
-        self.along_data.load(parts)
+        self.data_axis.load(parts)
 
     @torch.no_grad()
     def _point_optimizer(self, state: State) -> None:
         if self.optimizer is not None:
-            self.along_data.use(self.optimizer, self._group_names, {name: own for name, own in state.items() if own})
+            self.data_axis.use(self.optimizer, self._group_names, {name: own for name, own in state.items() if own})
 
     def _shapes(self) -> dict[str, torch.Size]:
         tensors = self.template.tensors()

@@ -87,13 +87,13 @@ class RankMesh:
 
     def lay_out(self, parts: ModelParts, taken: Sequence[WholeTensor], *, averages: bool) -> None:
         """Cuts the model for it; see `ModelParts.lay_out`. `averages`: see `MeshGradients`."""
-        before = parts.along_data.execution
+        before = parts.data_axis.execution
         parts.lay_out(self.cut, self.tensor_mesh, taken, self._shard)
         blueprint = parts.blueprint
         assert blueprint is not None
         self._parts = parts
         self.buffers = CommittedBuffers(parts.module)
-        self.gradients = parts.along_data.gradients(
+        self.gradients = parts.data_axis.gradients(
             counts=parts.counts,
             first=self.cut.at.data == 0,
             buffers=self.buffers.size,
@@ -116,13 +116,13 @@ class RankMesh:
                 plain=unparallelize,
                 inside=lambda run, last: run_inside(parts.module, run, last=last),
             )
-        parts.along_data.free()
+        parts.data_axis.free()
         parts.hide()
 
     @property
     def execution(self) -> ShardedExecution | None:
-        """See `AlongData`."""
-        return self._parts.along_data.execution
+        """See `DataAxis`."""
+        return self._parts.data_axis.execution
 
     def release(self) -> None:
         """torch forgets its groups."""
@@ -167,7 +167,7 @@ class RankMesh:
         """
         assert self.pipeline is not None
         self._micro_batches, self._weighed_changes = micro_batches, torch.zeros(self.buffers.size, dtype=torch.float64)
-        self._parts.along_data.gather()
+        self._parts.data_axis.gather()
         take = self.pipeline.train_on if everywhere else self.pipeline.take_through
         return take(micro_batches, loss)
 
@@ -196,23 +196,23 @@ class RankMesh:
             self._sum_shared()
             self.gradients.sum_pass()
         if self.pipeline is not None:
-            self._parts.along_data.free()
+            self._parts.data_axis.free()
 
     def take_part(self) -> None:
         """In a pass of other replicas, for which this one has no samples."""
         if self.pipeline is not None:
-            self._parts.along_data.gather()
-            self._parts.along_data.free()
+            self._parts.data_axis.gather()
+            self._parts.data_axis.free()
         self.gradients.take_part()
 
     def predict(self, inputs: Any) -> Any:
         """Takes inputs through the pipeline. Raises MembershipChanged."""
         assert self.pipeline is not None
-        self._parts.along_data.gather()
+        self._parts.data_axis.gather()
         try:
             return self.pipeline.predict(inputs)
         finally:
-            self._parts.along_data.free()
+            self._parts.data_axis.free()
 
     def sum_gradients(self) -> None:
         """Over the stages that share a parameter, and over the replicas.
@@ -246,7 +246,7 @@ class RankMesh:
         for parameter in self._parts.parameters.values():
             drop_gradient(parameter)
         self.gradients.forget()
-        self._parts.along_data.free()
+        self._parts.data_axis.free()
 
     def drop_gradients(self) -> None:
         """Those that passes of the step in progress have left, and what was handed out."""

@@ -26,14 +26,14 @@ _SIZES: Final = frozenset({"pipeline_parallel_size", "tensor_parallel_size", "da
 
 def _engine(setup: Setup) -> MeshEngine:
     options, config = setup.options, setup.config
-    along_data = options.get("data_parallel_strategy", "ddp")
-    if along_data not in list(_ALONG_DATA):
-        raise ConfigurationError(f"data_parallel_strategy={along_data!r}: expected one of {', '.join(_ALONG_DATA)}")
+    data_axis = options.get("data_parallel_strategy", "ddp")
+    if data_axis not in list(_ALONG_DATA):
+        raise ConfigurationError(f"data_parallel_strategy={data_axis!r}: expected one of {', '.join(_ALONG_DATA)}")
     pipeline = checked_size("pipeline_parallel_size", options.get("pipeline_parallel_size", 1))
     pipelined = pipeline > 1
-    if config.shard_modules is not None and (along_data != "fsdp" or pipelined):
+    if config.shard_modules is not None and (data_axis != "fsdp" or pipelined):
         raise ConfigurationError(
-            f"shard_modules={config.shard_modules!r} with data_parallel_strategy={along_data!r} and pipeline_parallel_size={pipeline}: "
+            f"shard_modules={config.shard_modules!r} with data_parallel_strategy={data_axis!r} and pipeline_parallel_size={pipeline}: "
             'only "fsdp" without a pipeline gathers parameters by modules; leave it out'
         )
     if pipelined and options.get("sequence_dimension") is not None:
@@ -52,7 +52,7 @@ def _engine(setup: Setup) -> MeshEngine:
             data=possible if wanted == -1 else min(possible, checked_size("data_parallel_size", wanted)),
         )
 
-    sharding = _sharding(setup, _ALONG_DATA[along_data], pipelined=pipelined)
+    sharding = _sharding(setup, _ALONG_DATA[data_axis], pipelined=pipelined)
     plan = MeshPlan(axes_for=axes, pipelined=pipelined, cuts_parameters=tensor > 1 or sharding is not None, sharding=sharding)
     return MeshEngine(setup, plan)
 

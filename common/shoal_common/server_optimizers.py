@@ -86,6 +86,20 @@ SERVER_OPTIMIZERS: Final = {
             # 4 times faster here, and the only form whose eps survives in float16.
             fused_from_bytes=0,
         ),
+        OptimizerDeclaration(
+            name="adam",
+            torch_class="Adam",
+            defaults=MappingProxyType(
+                {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0, "amsgrad": 0.0, "maximize": 0.0}
+                | {"decoupled_weight_decay": 0.0}
+            ),
+            switches=frozenset({"amsgrad", "maximize", "decoupled_weight_decay"}),
+            structural=frozenset({"amsgrad"}),
+            below_one=frozenset({"beta1", "beta2"}),
+            pairs=MappingProxyType({"betas": ("beta1", "beta2")}),
+            state=frozenset({"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}),
+            fused_from_bytes=0,
+        ),
     )
 }
 """By name."""

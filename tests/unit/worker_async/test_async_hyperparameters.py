@@ -71,11 +71,11 @@ class Halving(torch.optim.SGD):
 
 @pytest.mark.parametrize(
     "make",
-    [torch.optim.Adam, torch.optim.Adagrad, lambda held: Halving(held, lr=0.1), torch.optim.LBFGS],
-    ids=["adam", "adagrad", "subclass", "lbfgs"],
+    [torch.optim.Adagrad, lambda held: Halving(held, lr=0.1), torch.optim.LBFGS],
+    ids=["adagrad", "subclass", "lbfgs"],
 )
 def test_an_optimizer_that_servers_do_not_have_is_refused_by_name(make: Make) -> None:
-    with pytest.raises(ConfigurationError, match=r"torch\.optim\.SGD and torch\.optim\.AdamW"):
+    with pytest.raises(ConfigurationError, match=r"torch\.optim\.SGD, .* and torch\.optim\.Adam;"):
         server_optimizer(make(parameters()))
 
 

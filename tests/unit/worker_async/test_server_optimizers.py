@@ -11,28 +11,30 @@ from shoal_common.server_optimizers import SERVER_OPTIMIZERS, OptimizerDeclarati
 from shoal_ps_server.shard.optimizer import optimizer_settings
 from shoal_worker.asynchronous.options import ServerOptimizer
 
-RMSPROP = OptimizerDeclaration(
-    name="rmsprop",
-    torch_class="RMSprop",
-    defaults={"lr": 1e-2, "alpha": 0.99, "eps": 1e-8, "weight_decay": 0.0, "momentum": 0.0, "centered": 0.0},
-    switches=frozenset({"centered"}),
-    structural=frozenset({"centered"}),
-    below_one=frozenset({"alpha"}),
-    state=frozenset({"step", "square_avg", "momentum_buffer", "grad_avg"}),
+NADAM = OptimizerDeclaration(
+    name="nadam",
+    torch_class="NAdam",
+    defaults={"lr": 2e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0, "momentum_decay": 4e-3}
+    | {"decoupled_weight_decay": 0.0, "maximize": 0.0},
+    switches=frozenset({"decoupled_weight_decay", "maximize"}),
+    structural=frozenset({"momentum_decay"}),
+    below_one=frozenset({"beta1", "beta2"}),
+    pairs={"betas": ("beta1", "beta2")},
+    state=frozenset({"step", "mu_product", "exp_avg", "exp_avg_sq"}),
 )
 
 
 @pytest.fixture
 def new(monkeypatch: pytest.MonkeyPatch) -> None:
     """The declaration that somebody adds."""
-    monkeypatch.setitem(SERVER_OPTIMIZERS, "rmsprop", RMSPROP)
+    monkeypatch.setitem(SERVER_OPTIMIZERS, "nadam", NADAM)
 
 
 @pytest.mark.usefixtures("new")
 def test_a_new_optimizer_is_a_declaration() -> None:
     torch.manual_seed(1)
     own, there = (torch.nn.Parameter(torch.arange(4.0)) for _ in range(2))
-    optimizer = torch.optim.RMSprop([own], lr=0.1, momentum=0.5, centered=True)
+    optimizer = torch.optim.NAdam([own], lr=0.1, momentum_decay=0.01)
     spec = ServerOptimizer(optimizer, {id(own): "w"}).spec
     settings = optimizer_settings(name=spec.name, hyperparameters=dict(spec.hyperparameters))
     built = settings.build(there, tensor="w")
@@ -42,20 +44,20 @@ def test_a_new_optimizer_is_a_declaration() -> None:
         built.step()
     assert there.equal(own)
     assert set(built.state[there]) <= settings.state_names
-    with pytest.raises(InvalidRequestError, match="centered decides which state rmsprop keeps"):
-        settings.changed({"centered": 0.0}, [])
+    with pytest.raises(InvalidRequestError, match="momentum_decay decides which state nadam keeps"):
+        settings.changed({"momentum_decay": 0.0}, [])
 
 
 @pytest.mark.usefixtures("new")
 def test_errors_know_a_new_optimizer() -> None:
     parameter = torch.nn.Parameter(torch.zeros(1))
-    with pytest.raises(ConfigurationError, match=r"torch\.optim\.SGD, torch\.optim\.AdamW and torch\.optim\.RMSprop"):
-        ServerOptimizer(torch.optim.Adagrad([parameter]), {id(parameter): "w"})
-    with pytest.raises(InvalidRequestError, match="expected one of adamw, rmsprop, sgd"):
-        optimizer_settings(name="adagrad", hyperparameters={})
+    with pytest.raises(ConfigurationError, match=r"torch\.optim\.SGD, .* and torch\.optim\.NAdam"):
+        ServerOptimizer(torch.optim.Adamax([parameter]), {id(parameter): "w"})
+    with pytest.raises(InvalidRequestError, match="expected one of adam, adamw, nadam, sgd"):
+        optimizer_settings(name="adamax", hyperparameters={})
 
 
-@pytest.mark.parametrize("declared", [*SERVER_OPTIMIZERS.values(), RMSPROP], ids=lambda one: one.name)
+@pytest.mark.parametrize("declared", [*SERVER_OPTIMIZERS.values(), NADAM], ids=lambda one: one.name)
 def test_a_declaration_has_torchs_names_and_defaults(declared: OptimizerDeclaration) -> None:
     signature = inspect.signature(getattr(torch.optim, declared.torch_class)).parameters
     arguments = declared.arguments(declared.defaults)

@@ -129,7 +129,7 @@ class ServerOptimizer:
         if known is None:
             raise ConfigurationError(
                 f"optimizer={type(optimizer).__module__}.{type(optimizer).__qualname__}: with async_sgd the parameter servers run the "
-                f"optimizer, and they have {in_words()}; use one of these (Adam without weight decay is AdamW(weight_decay=0))"
+                f"optimizer, and they have {in_words()}; use one of these"
             )
         self._declared = known
         self._optimizer = optimizer

@@ -15,7 +15,7 @@ import bisect
 import functools
 import json
 from argparse import Namespace
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -163,8 +163,16 @@ def _note_gradients(account: dict[str, Any], model: Any, inner: torch.optim.Opti
 
 def _pieces(model: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """What the optimizer of a sharded strategy updates: this rank's pieces, and those that it mirrors. Nothing public tells them apart."""
-    held = model.engine._held if hasattr(type(model.engine), "_held") else None  # engines whose ranks hold all have none
-    units = getattr(held, "units", None) or getattr(getattr(held, "along_data", None), "units", [])
+    from shoal_worker.mesh.data_axis import InShards
+    from shoal_worker.mesh.engine import MeshEngine
+    from shoal_worker.sharding.engine import ShardedEngine
+
+    units: Sequence[Any] = ()
+    if isinstance(model.engine, ShardedEngine):
+        units = model.engine._held.units
+    elif isinstance(model.engine, MeshEngine):
+        data_axis = model.engine._held.data_axis
+        units = data_axis.units if isinstance(data_axis, InShards) else ()
     return [p for unit in units for p in unit.own.pieces], [p for unit in units for p in unit.mirror.pieces]
 
 

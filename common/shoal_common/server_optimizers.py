@@ -34,6 +34,8 @@ class OptimizerDeclaration:
     """Keys of a torch parameter group that hold two hyperparameters."""
     state: frozenset[str]
     """Names of the state tensors that it may keep for a parameter."""
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    """Keys of a torch parameter group that can have one value alone."""
     fused_from_bytes: int | None = None
     """torch's fused implementation is used for values of at least so many bytes each; None: never."""
     contradiction: Callable[[Hyperparameters], str] = lambda values: ""
@@ -83,6 +85,7 @@ SERVER_OPTIMIZERS: Final = {
             below_one=frozenset({"beta1", "beta2"}),
             pairs=MappingProxyType({"betas": ("beta1", "beta2")}),
             state=frozenset({"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}),
+            fixed=MappingProxyType({"decoupled_weight_decay": True}),
             # 4 times faster here, and the only form whose eps survives in float16.
             fused_from_bytes=0,
         ),

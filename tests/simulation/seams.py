@@ -3,11 +3,11 @@
 time.monotonic, time.sleep      virtual, in threads of simulated processes; real in all others
 backoff: random                 the scheduler's: a schedule is the same each time
 link, writer: threading         their threads and conditions take turns (threads.py)
-writer: ThreadPoolExecutor         reads files at once
+writer: ThreadPoolExecutor      reads files at once
 membership: RedisStore          the stores over which ranks meet (transfers.py)
 membership: backend_class       process groups of simulated ranks (rooms.py)
 membership: unreachable         everybody is reached
-membership: StallWatch             not begun: it looks at sockets
+membership: StallWatch          not begun: it looks at sockets
 transfer: take_state            state that travels (transfers.py)
 loader: _sample_record          a file for each process
 failpoints                      are points of the scenario

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 
 import pytest
 import torch
-from shoal_worker.engine.holders import Claim, ShardHolders, ShardsLostError, Turns, newest_complete, plan_copies
+from shoal_worker.elastic.group import LocalChannel
+from shoal_worker.engine.holders import Claim, SendingTurns, ShardHolders, ShardsLostError, newest_complete, plan_copies
 from shoal_worker.sharding.layout import Division
-from shoal_worker.sharding.resharding import RankShards, division_cut, held_of, merge_copies, newest_of, rows_of
+from shoal_worker.sharding.resharding import MOST_COPIES, WHOLE, Cut, RankShards, division_cut, held_of, merge_copies, newest_of, rows_of
+from shoal_worker.sharding.sharded_state import copy_singles
 
 
 def told(world_size: int, gone: Sequence[int] = (), copies: Sequence[tuple[int, int]] = ()) -> ShardHolders[int]:
@@ -57,7 +60,7 @@ def test_deaths_one_after_another_spread_their_copies_over_all_ranks_and_no_rank
         gone.append(dead)
         copies = [(position, keeper) for position, keeper in copies if keeper != dead]
         left = [rank for rank in range(10) if rank not in gone]
-        copies += [(copy.place, copy.keeper) for copy in plan_copies(told(10, gone, copies), left, [])]
+        copies += [(copy.place, copy.keeper) for copy in plan_copies(told(10, gone, copies), left, [], most=MOST_COPIES)]
         now = told(10, gone, copies)  # it would raise if a rank had more than it can tell
         assert all(len(now.having(position)) == 2 for position in range(10))
     counts = [sum(keeper == rank for _, keeper in copies) for rank in (0, 1, 2, 4, 6, 8)]
@@ -88,6 +91,31 @@ def test_ranks_of_a_mesh_have_places_instead_of_positions() -> None:
 
 
 def test_who_has_sent_least_sends_next() -> None:
-    turns = Turns()
+    turns = SendingTurns()
     assert [turns.choose([0, 1], amount) for amount in (10, 3, 3, 3, 3)] == [0, 1, 1, 1, 1]
     assert turns.choose([0, 1]) == 0
+
+
+def test_ranks_of_a_mesh_keep_as_many_copies_as_there_are_shards_left() -> None:
+    places = [(0, 0, position) for position in range(8)]
+    held = {rank: {places[rank], places[rank - 1]} for rank in range(8)}
+    for dead in range(7, 0, -1):
+        del held[dead]
+        now = newest_complete(Claim(rank=rank, cut=1, shards=8, places=own, copied=False) for rank, own in held.items())
+        for copy in plan_copies(now, list(held), []):
+            held[copy.keeper].add(copy.place)
+    assert held == {0: set(places)}
+
+
+class TwoRanks(LocalChannel):
+    """Of which the other has told of nothing, and takes whatever comes."""
+
+    rank, world_size = 0, 2
+
+    def exchange(self, payload: bytes) -> list[bytes]:
+        return [payload, json.dumps(rows_of([])).encode()]
+
+
+@pytest.mark.parametrize("cut", [WHOLE, division_cut(Division(world_size=3, shards=3), 0, 3)], ids=["whole", "a shard is lost"])
+def test_there_is_nothing_to_copy_of_a_state_that_is_whole_or_lost(cut: Cut) -> None:
+    assert copy_singles([], [RankShards(cut=cut, vectors=[])], [], TwoRanks(), []) is None

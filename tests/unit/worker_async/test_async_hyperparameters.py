@@ -79,6 +79,12 @@ def test_an_optimizer_that_servers_do_not_have_is_refused_by_name(make: Make) ->
         server_optimizer(make(parameters()))
 
 
+def test_a_weight_decay_that_servers_would_apply_otherwise_is_refused() -> None:
+    optimizer = torch.optim.AdamW([{"params": parameters(), "decoupled_weight_decay": False}])
+    with pytest.raises(ConfigurationError, match="decoupled_weight_decay=False in a parameter group of AdamW"):
+        server_optimizer(optimizer)
+
+
 def test_a_change_is_a_revision_and_looking_again_is_none() -> None:
     optimizer = torch.optim.SGD(parameters(), lr=1.0)
     servers = server_optimizer(optimizer)

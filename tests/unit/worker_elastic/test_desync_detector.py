@@ -39,14 +39,14 @@ class Notes:
 
 
 class Rank:
-    """One rank's session, as a lookout sees it."""
+    """One rank's session, as a detector sees it."""
 
     def __init__(self, number: int, notes: Notes) -> None:
         self.steps, self.operations, self.step = 4, Operations(), None
         self.waiting = Waiting(cast(RedisStore, notes))
         self.ended: str | None = None
         self.group = SimpleNamespace(rank=number, broken=None, waiting=self.waiting, abort=self._abort)
-        self.lookout = DesyncDetector(cast(Any, self))
+        self.detector = DesyncDetector(cast(Any, self))
 
     def _abort(self, reason: str) -> None:
         self.ended = reason
@@ -72,7 +72,7 @@ def ranks() -> list[Rank]:
 
 def look(*ranks: Rank, waited_s: float = 2.0) -> None:
     for rank in ranks:
-        rank.lookout.look(time.monotonic() + waited_s)
+        rank.detector.look(time.monotonic() + waited_s)
 
 
 def test_a_rank_in_an_operation_and_one_in_a_step_are_told_who_is_in_what(ranks: list[Rank]) -> None:

@@ -131,6 +131,13 @@ class ServerOptimizer:
                 f"optimizer={type(optimizer).__module__}.{type(optimizer).__qualname__}: with async_sgd the parameter servers run the "
                 f"optimizer, and they have {in_words()}; use one of these"
             )
+        for group in optimizer.param_groups:
+            for key, value in known.fixed.items():
+                if group.get(key, value) != value:
+                    raise ConfigurationError(
+                        f"{key}={group[key]!r} in a parameter group of {type(optimizer).__name__}: parameter servers have {value!r}; "
+                        "use an optimizer of which it is so by default"
+                    )
         self._declared = known
         self._optimizer = optimizer
         self._tensors = tuple(tuple(names[id(p)] for p in group["params"]) for group in optimizer.param_groups)
@@ -184,7 +191,9 @@ class ServerOptimizer:
         for before, after in zip(self._configured, now, strict=True):
             for name in self._declared.structural:
                 if dict(before)[name] != dict(after)[name]:
+                    value = dict(after)[name]
+                    changed = bool(value) if name in self._declared.switches else value
                     raise ConfigurationError(
-                        f"{name} was changed to {bool(dict(after)[name])} while the optimizer runs; it decides which state the servers "
-                        "keep: set it before as_distributed"
+                        f"{name} was changed to {changed} while the optimizer runs; it decides which state the servers keep: set it before "
+                        "as_distributed"
                     )

@@ -94,7 +94,7 @@ def drop(references: list[object], *, when: threading.Event) -> None:
         when.wait()
         references.clear()
 
-    _start(destroy, "shoal-native-threads", _MOST.total_seconds(), (references, when))
+    _start(destroy, "shoal-group-end", _MOST.total_seconds(), (references, when))
 
 
 def wait(timeout: timedelta) -> bool:

@@ -10,14 +10,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from shoal_worker.elastic.loader_interface import StateLostError
 
 Place = TypeVar("Place", int, tuple[int, int, int])
-
-MOST_COPIES: Final = 4
-"""Shards that a rank keeps copies of beside those of its cut, at most."""
 
 
 class ShardsLostError(StateLostError):
@@ -85,7 +82,7 @@ class ShardHolders(Generic[Place]):
 
     def senders(self) -> dict[Place, int]:
         """The rank that sends each shard, where each travels once."""
-        turns = Turns()
+        turns = SendingTurns()
         return {place: turns.choose(ranks) for place, ranks in sorted(self.sources().items())}
 
 
@@ -108,7 +105,7 @@ def newest_complete(claims: Iterable[Claim[Place]]) -> ShardHolders[Place]:
     raise ShardsLostError(lost=newest.lost, shards=newest.shards)
 
 
-def plan_copies(held: ShardHolders[Place], ranks: Sequence[int], leaving: Collection[int]) -> list[Copy[Place]]:
+def plan_copies(held: ShardHolders[Place], ranks: Sequence[int], leaving: Collection[int], *, most: int | None = None) -> list[Copy[Place]]:
     """Says which shards are to be copied to which ranks, so that of the ranks that stay two have each.
 
     A shard is left out for which all others keep as many copies as they can.
@@ -117,6 +114,7 @@ def plan_copies(held: ShardHolders[Place], ranks: Sequence[int], leaving: Collec
         held: of a cut that is complete.
         ranks: all that take part.
         leaving: those of them that are about to leave.
+        most: shards that one rank keeps copies of; None: any number.
     """
     staying = [rank for rank in ranks if rank not in leaving]
     kept = Counter(rank for keepers in held.keepers.values() for rank in keepers)
@@ -125,7 +123,7 @@ def plan_copies(held: ShardHolders[Place], ranks: Sequence[int], leaving: Collec
         having = held.having(place)
         if sum(rank in staying for rank in having) > 1:
             continue
-        free = [rank for rank in staying if rank not in having and kept[rank] < MOST_COPIES]
+        free = [rank for rank in staying if rank not in having and (most is None or kept[rank] < most)]
         if free:
             keeper = min(free, key=lambda rank: (kept[rank], rank))
             kept[keeper] += 1
@@ -133,7 +131,7 @@ def plan_copies(held: ShardHolders[Place], ranks: Sequence[int], leaving: Collec
     return copies
 
 
-class Turns:
+class SendingTurns:
     """Whose turn it is to send, of those that have the same: who has sent least so far."""
 
     def __init__(self) -> None:

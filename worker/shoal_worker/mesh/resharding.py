@@ -15,7 +15,7 @@ import torch
 from shoal_common.errors import ConfigurationError
 
 from shoal_worker.elastic.group import Channel
-from shoal_worker.engine.holders import Claim, ShardHolders, ShardsLostError, Turns, newest_complete, plan_copies
+from shoal_worker.engine.holders import Claim, SendingTurns, ShardHolders, ShardsLostError, newest_complete, plan_copies
 from shoal_worker.engine.parameter_groups import in_buckets
 from shoal_worker.engine.state_in_parts import is_element
 from shoal_worker.mesh.axes import Axes, Coordinate
@@ -27,7 +27,7 @@ _CHUNK_BYTES: Final = 32 << 20
 _VALUE: Final = ""
 """Key of a tensor's values, beside those of its optimizer state."""
 
-Place = tuple[int, int, int]
+MeshPlace = tuple[int, int, int]
 """On the pipeline axis, on the tensor axis, and of what is there the shard along the data axis."""
 
 
@@ -147,7 +147,7 @@ def copy_singles(
     if not copies:
         return None
     mine = sorted((one for one in held if one.cut.number == told.cut), key=lambda one: one.copied)
-    arrived: dict[Place, dict[str, PieceState]] = {copy.place: {} for copy in copies if copy.keeper == channel.rank}
+    arrived: dict[MeshPlace, dict[str, PieceState]] = {copy.place: {} for copy in copies if copy.keeper == channel.rank}
     tensors = blueprint_for(cut.axes).template.tensors()
     for names in in_buckets(tensors, lambda name: tensors[name].nbytes, _CHUNK_BYTES):
         sent = [copy.place for copy in copies if copy.sender == channel.rank]
@@ -163,7 +163,7 @@ def copy_singles(
     ]
 
 
-def _packed_places(held: Sequence[RankParts], places: Sequence[Place], names: Sequence[str]) -> bytes:
+def _packed_places(held: Sequence[RankParts], places: Sequence[MeshPlace], names: Sequence[str]) -> bytes:
     tensors: dict[str, torch.Tensor] = {}
     scalars: list[list[Any]] = []
     for place in places:
@@ -180,10 +180,10 @@ def _packed_places(held: Sequence[RankParts], places: Sequence[Place], names: Se
     return dump_tensors(tensors, {"scalars": scalars})
 
 
-def _take_copies(answer: bytes, arrived: Mapping[Place, dict[str, PieceState]]) -> None:
+def _take_copies(answer: bytes, arrived: Mapping[MeshPlace, dict[str, PieceState]]) -> None:
     loaded, metadata = load_tensors(answer)
-    values: dict[tuple[Place, str], torch.Tensor] = {}
-    states: dict[tuple[Place, str], dict[str, Any]] = {}
+    values: dict[tuple[MeshPlace, str], torch.Tensor] = {}
+    states: dict[tuple[MeshPlace, str], dict[str, Any]] = {}
     for told, tensor in loaded.items():
         place, name, key = json.loads(told)
         if key == _VALUE:
@@ -197,10 +197,10 @@ def _take_copies(answer: bytes, arrived: Mapping[Place, dict[str, PieceState]]) 
             arrived[place][name] = PieceState(value=value, state=states.get((place, name), {}))
 
 
-def _newest(channel: Channel, held: Sequence[RankParts]) -> tuple[ShardHolders[Place], MeshCut]:
+def _newest(channel: Channel, held: Sequence[RankParts]) -> tuple[ShardHolders[MeshPlace], MeshCut]:
     """Who holds what of the newest cut that is complete, and that cut on some rank. Raises ShardsLostError: none is complete."""
     rows = [[int(one.copied), *one.cut.row()] for one in held]
-    claims: list[Claim[Place]] = []
+    claims: list[Claim[MeshPlace]] = []
     cuts: dict[int, MeshCut] = {}
     for rank, told in enumerate(channel.exchange(json.dumps(rows).encode())):
         for copied, *row in json.loads(told):
@@ -227,10 +227,10 @@ class _Senders:
     """Chooses who sends what of each tensor."""
 
     blueprint: Blueprint
-    ranks: Mapping[Place, Sequence[int]]
+    ranks: Mapping[MeshPlace, Sequence[int]]
     """Those that have what lies at each place."""
-    stages: Turns = field(default_factory=Turns)
-    turns: Turns = field(default_factory=Turns)
+    stages: SendingTurns = field(default_factory=SendingTurns)
+    turns: SendingTurns = field(default_factory=SendingTurns)
 
     def of(self, name: str, elements: int) -> dict[tuple[int, int], int]:
         """The rank that sends each part and shard of one tensor, which has so many elements. All of one part's shards are of one stage:

@@ -16,7 +16,7 @@ from typing import Any, Final, Protocol
 
 import torch
 
-from shoal_worker.engine.holders import MOST_COPIES, Claim, ShardHolders, newest_complete
+from shoal_worker.engine.holders import Claim, ShardHolders, newest_complete
 from shoal_worker.engine.state_in_parts import is_element
 from shoal_worker.sharding.layout import Division, message, place, runs, sizes
 from shoal_worker.sharding.unit import Holding, Unit
@@ -114,6 +114,8 @@ def _scalars(state: Mapping[str, Any], piece: torch.Tensor) -> dict[str, Any]:
 
 # --------------------------------------------------------------------------------------------------------------------------- cutting anew
 
+MOST_COPIES: Final = 4
+"""Shards that a rank keeps copies of beside those of its cut, at most: what it tells the others of them has a fixed length."""
 _MOST_ROWS: Final = 2 + MOST_COPIES // 2
 """A rank's cut, the one before, and its copies, two in each row."""
 

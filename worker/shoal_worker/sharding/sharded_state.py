@@ -24,6 +24,7 @@ from shoal_worker.sharding.execution import ShardedExecution
 from shoal_worker.sharding.layout import Division, among_all
 from shoal_worker.sharding.resharding import (
     ELEMENTS,
+    MOST_COPIES,
     VALUES,
     WHOLE,
     Cut,
@@ -184,7 +185,7 @@ def copy_singles(
         told = newest_of(_told(held, channel))
     except ShardsLostError:
         return None  # cutting it anew says so
-    copies = plan_copies(told, range(channel.world_size), leaving) if told.shards > 1 else []
+    copies = plan_copies(told, range(channel.world_size), leaving, most=MOST_COPIES) if told.shards > 1 else []
     if not copies:
         return None
     mine = held_of(held, told.cut)

@@ -57,13 +57,15 @@ def _strike(running: Cluster, schedule: random.Random, living: list[int]) -> lis
     newcomer = max(running.workers) + 1
     victim = schedule.choice(living)
     if fault in ("kill", "drain") and len(living) > 1:
-        running.signal(victim, signal.SIGKILL if fault == "kill" else signal.SIGTERM)
         living = [i for i in living if i != victim]
+        _await_state(running, living)
+        running.signal(victim, signal.SIGKILL if fault == "kill" else signal.SIGTERM)
     elif fault == "kill two" and len(living) > 2:
         pair = schedule.sample(living, 2)
+        living = [i for i in living if i not in pair]
+        _await_state(running, living)
         for index in pair:
             running.signal(index, signal.SIGKILL)
-        living = [i for i in living if i not in pair]
     elif fault == "pause":
         running.signal(victim, signal.SIGSTOP)
         running.signal(victim, signal.SIGCONT)
@@ -73,3 +75,13 @@ def _strike(running: Cluster, schedule: random.Random, living: list[int]) -> lis
         running.start(newcomer)
         living = [*living, newcomer]
     return living
+
+
+def _await_state(running: Cluster, left: list[int]) -> None:
+    """Waits until one of the workers that are left has the run's state: when all that have it die, the run is lost, and says so."""
+    members = {running.members[index] for index in left}
+
+    def one_has_it() -> bool:
+        return any(m.member_id in members and m.rank >= 0 and m.progress.step > 0 for m in running.job().members)
+
+    eventually(one_has_it, "one that has the state")

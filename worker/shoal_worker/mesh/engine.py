@@ -306,7 +306,7 @@ class MeshEngine(PartitionedEngine[ModelParts, Closing]):
     def _hand_out(self, closing: Closing) -> None:
         self._held.hidden.show_gradients()
         self._gradients.hand_out(closing.divisor)
-        self._held.hidden.handed_out()
+        self._held.hidden.handed_out(self._held.optimized)
         guard_parts(self._held.optimized, guarded=True)
 
     def _updated(self) -> None:

@@ -73,11 +73,15 @@ class HiddenParameters:
             if place.gradient:
                 hide_gradient(parameter, place)
 
-    def handed_out(self) -> None:
-        """The step's gradients are summed, and those that parameters have are what this rank updates with: nobody is to set others."""
+    def handed_out(self, updated: Iterable[torch.Tensor]) -> None:
+        """The step's gradients are summed, and those that parameters have are what this rank updates with: nobody is to set others.
+
+        `updated`: what the optimizer updates. A parameter among it that no rank has used has no gradient, here or elsewhere.
+        """
         self._handed_out = True
+        own = {id(piece) for piece in updated}
         for parameter, place in self._trained:
-            place.gradient = place.gradient and gradient_of(parameter) is None
+            place.gradient = place.gradient and gradient_of(parameter) is None and id(parameter) not in own
             hide_gradient(parameter, place)
 
     def show(self) -> None:

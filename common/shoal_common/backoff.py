@@ -19,11 +19,11 @@ class Backoff:
         self._next_s = first_s
 
     def next_s(self) -> float:
-        """Seconds to wait now."""
+        """Returns the seconds to wait now, and doubles the next wait."""
         now_s = self._next_s
         self._next_s = min(2 * now_s, self._longest_s)
         return now_s * random.uniform(0.5, 1.0)  # noqa: S311 - no secret
 
     def reset(self) -> None:
-        """It has succeeded: the next wait is the first again."""
+        """Makes the next wait the first one again: what was tried has succeeded."""
         self._next_s = self._first_s

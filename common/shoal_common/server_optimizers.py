@@ -21,15 +21,15 @@ class OptimizerDeclaration:
 
     name: str
     torch_class: str
-    """Its class in `torch.optim`. Exactly this one: a subclass may override the update."""
+    """Name of the class in `torch.optim` that computes the update. Subclasses of it are other optimizers: they may override the update."""
     defaults: Hyperparameters
-    """torch's own, of all its hyperparameters."""
+    """Value of each hyperparameter where a user gives none: torch's own."""
     switches: frozenset[str] = frozenset()
     """Hyperparameters that are 0 or 1."""
     structural: frozenset[str] = frozenset()
-    """Those that decide which state is kept, and so cannot change once it runs."""
+    """Hyperparameters that decide which state the optimizer keeps, and so cannot change once it runs."""
     below_one: frozenset[str] = frozenset()
-    """Those that must lie in [0, 1)."""
+    """Hyperparameters that must lie in [0, 1)."""
     pairs: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     """Keys of a torch parameter group that hold two hyperparameters."""
     state: frozenset[str]
@@ -105,7 +105,7 @@ SERVER_OPTIMIZERS: Final = {
         ),
     )
 }
-"""By name."""
+"""The optimizers that parameter servers run, by the names that requests give them."""
 
 
 def in_words() -> str:

@@ -91,7 +91,7 @@ class _Random:
 
     @staticmethod
     def uniform(low: float, high: float) -> float:
-        """As random.uniform."""
+        """Draws a number between `low` and `high`, as random.uniform does."""
         actor = current_actor()
         return random.uniform(low, high) if actor is None else actor.scheduler.random.uniform(low, high)
 

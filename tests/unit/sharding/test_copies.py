@@ -108,7 +108,7 @@ def test_ranks_of_a_mesh_keep_as_many_copies_as_there_are_shards_left() -> None:
 
 
 class TwoRanks(LocalChannel):
-    """Of which the other has told of nothing, and takes whatever comes."""
+    """A channel between two ranks, seen from rank 0; rank 1 holds no shard and answers so to everything."""
 
     rank, world_size = 0, 2
 

@@ -266,11 +266,11 @@ class Iteration:
     """One step of this worker: what every server is told."""
 
     clock: int
-    """Iterations finished with this one."""
+    """How many iterations this worker has finished, this one included."""
     revision: Revision
     """Hyperparameters that the push is to be applied with, or newer ones."""
     gradients: Mapping[str, memoryview]
-    """By tensor; only those that have one."""
+    """The gradients of this step as bytes, by the name of the tensor; a tensor without a gradient is left out."""
     pull: bool
     batch: int = 0
     """Key of the leased batch that the gradients were computed on; 0: none."""
@@ -285,7 +285,7 @@ class Payload(NamedTuple):
 
 
 class Payloads:
-    """Makes them, of one server's parts."""
+    """Makes the payloads of one server's parts."""
 
     def __init__(self, compressor: GradientCompressor | None, *, stream: int) -> None:
         """`compressor`: of gradients; None: they are sent as they are. `stream`: see `CompressedPushes`."""
@@ -297,9 +297,9 @@ class Payloads:
 
     @contextmanager
     def gradients(self, parts: Sequence[Part], iteration: Iteration) -> Iterator[list[Payload]]:
-        """For one push, however often it is attempted: the bytes are the same each time. Whoever leaves without an error has pushed them:
-        what was left out is owed to the next push. A server that knew the push's batch from another worker counts as well: the two owe
-        the same kind of thing, once each."""
+        """Gives the payloads of one push, the same bytes however often the push is attempted. Leaving the context without an error says
+        that they were pushed: what compression left out is then owed to the next push. A server that knew the push's batch from another
+        worker counts as well: the two owe the same kind of thing, once each."""
         compressed = self._compressed
         if compressed is None:
             yield [Payload(part, pb.CODEC_RAW, part.of(iteration.gradients[part.tensor.name])) for part in parts]

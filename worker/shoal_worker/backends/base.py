@@ -89,23 +89,23 @@ class Waits:
 
     @property
     def now(self) -> tuple[float, str]:
-        """For how many seconds it has waited, and in what; (0, ""): it does not wait."""
+        """Returns for how many seconds the training thread has waited, and in what; (0, "") if it does not wait."""
         since = self._since
         return (self._clock() - since[0], since[1]) if since is not None else (0.0, "")
 
     @property
     def last_s(self) -> float:
-        """How long the wait that ended last had taken."""
+        """Seconds that the wait which ended last had taken."""
         return self._last_s
 
     @property
     def total_s(self) -> float:
-        """All waits that have ended."""
+        """Seconds of all waits that have ended."""
         return self._total_s
 
 
 class _Wait:
-    """One that is no part of another."""
+    """Context of one wait that is no part of another one."""
 
     __slots__ = ("_waits", "_what")
 

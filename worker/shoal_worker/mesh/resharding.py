@@ -228,7 +228,7 @@ class _Senders:
 
     blueprint: Blueprint
     ranks: Mapping[MeshPlace, Sequence[int]]
-    """Those that have what lies at each place."""
+    """The ranks that have what lies at each place."""
     stages: SendingTurns = field(default_factory=SendingTurns)
     turns: SendingTurns = field(default_factory=SendingTurns)
 

@@ -48,7 +48,7 @@ class InMemoryGroup(PythonGroup):
         self.room.leave(self.rank(), "has left the group")
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """For waits that begin from now on."""
+        """Sets how long waits that begin from now on may take."""
         self._timeout = timeout
 
     def _issue(self, call: Collective) -> Work:
@@ -68,7 +68,8 @@ class InMemoryGroup(PythonGroup):
 
 
 class _InMemoryWork(Work):
-    """Something issued. Its future is complete when it is handed out: so callbacks run in the thread of their own rank, not in a peer's.
+    """What a collective or a message returns. Its future is complete when it is handed out: so callbacks run in the thread of their own
+    rank, not in a peer's.
 
     DDP and functional collectives wait for the future in C++, where no other rank could have its turn.
     """
@@ -140,7 +141,7 @@ class SendWork(_InMemoryWork):
         return True
 
     def result(self) -> list[Any]:
-        """What was sent."""
+        """Returns the tensor that was sent, in a list."""
         return [self._tensor]
 
 

@@ -78,12 +78,12 @@ class Packed:
 
     @property
     def buffer(self) -> list[Any]:
-        """All of it, as MPI takes it."""
+        """All parts in one buffer, as MPI's calls take one: bytes, and their datatype."""
         return [_bytes_of(self._whole), MPI.BYTE]
 
     @property
     def parts_buffer(self) -> list[Any]:
-        """The same with the parts' lengths and positions."""
+        """All parts in one buffer, as MPI's calls take one of several parts: bytes, (lengths, positions) in bytes, and their datatype."""
         counts = [part.nbytes for part in self._parts]
         return [_bytes_of(self._whole), (counts, list(itertools.accumulate(counts, initial=0))[:-1]), MPI.BYTE]
 

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from shoal_worker.mesh.axes import Axes
+from shoal_worker.mesh.layouts import Axes
 from shoal_worker.sharding.layout import Division, among_all, in_replicas
 
 from tests.simulation.scenario import DIVIDED

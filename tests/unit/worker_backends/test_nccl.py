@@ -12,8 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from shoal_common.errors import DeadlineError, MembershipChanged
-from shoal_worker.backends.nccl.backend import NCCLBackend
-from shoal_worker.backends.nccl.device_group import DeviceGroup
+from shoal_worker.backends.nccl.backend import DeviceGroup, NCCLBackend
 from torch._C._distributed_c10d import AllreduceOptions, Store, Work
 from torch.distributed import distributed_c10d
 

@@ -22,7 +22,7 @@ from shoal_worker.checkpoint import manifest
 from shoal_worker.checkpoint.files import begin, check_place, latest, read_checkpoint, write_checkpoint
 from shoal_worker.checkpoint.manifest import CheckpointInfo
 from shoal_worker.state.digest import state_digest
-from shoal_worker.state.snapshot import Snapshot
+from shoal_worker.state.tree import Snapshot
 
 
 def info(step=1, **fields):

@@ -22,7 +22,7 @@ from shoal_worker.checkpoint.manifest import CheckpointInfo, write_manifest
 from shoal_worker.checkpoint.shards import Shards
 from shoal_worker.checkpoint.writer import CheckpointWriter
 from shoal_worker.state.digest import state_digest
-from shoal_worker.state.part import Run, StatePart
+from shoal_worker.state.tree import Run, StatePart
 from torch import nn
 from torch.distributed import checkpoint as dcp
 

@@ -11,7 +11,7 @@ from shoal_worker.elastic.group import LocalChannel
 from shoal_worker.elastic.phase import Phase, ScriptPhase
 from shoal_worker.elastic.step import ScriptPosition
 from shoal_worker.elastic.worker_process import current_session, set_session
-from shoal_worker.state.snapshot import Snapshot
+from shoal_worker.state.tree import Snapshot
 from torch import nn
 
 pytestmark = pytest.mark.usefixtures("fresh_session")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import shoal
 import torch
-from shoal_worker.mesh.axes import Axes
+from shoal_worker.mesh.layouts import Axes
 
 from tests.unit.worker_strategies import mesh_models as models
 

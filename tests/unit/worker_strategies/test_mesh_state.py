@@ -12,7 +12,7 @@ from shoal_common.errors import ConfigurationError, CorruptDataError
 from shoal_worker.elastic.group import LocalChannel
 from shoal_worker.elastic.loader_interface import StateLostError
 from shoal_worker.elastic.worker_process import current_session
-from shoal_worker.mesh.axes import Axes, Coordinate
+from shoal_worker.mesh.layouts import Axes, Coordinate
 from shoal_worker.mesh.resharding import MeshCut, RankParts, gather
 
 from tests.unit.worker_strategies import mesh_models as models

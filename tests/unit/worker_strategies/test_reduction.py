@@ -16,8 +16,7 @@ from shoal_worker.config import ShardingConfiguration
 from shoal_worker.elastic.loader_interface import Placement, Share
 from shoal_worker.elastic.step import Step, StepPhase
 from shoal_worker.engine.buffers import CommittedBuffers
-from shoal_worker.replicated.accumulation import AccumulatedReduction
-from shoal_worker.replicated.buckets import lay_out
+from shoal_worker.replicated.buckets import AccumulatedReduction, lay_out
 from shoal_worker.replicated.reduction import OverlappedReduction
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -133,7 +132,7 @@ def test_the_mean_gradient_is_in_grad_when_backward_returns() -> None:
 def test_a_step_is_lost_only_when_nothing_of_it_is_in_flight(
     failing: tuple[int, ...], refusing: int | None, micro_batches: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shoal_worker.replicated.accumulation._CHUNK_ELEMENTS", 300_000)
+    monkeypatch.setattr("shoal_worker.replicated.buckets._CHUNK_ELEMENTS", 300_000)
     group = ScriptedGroup(failing, refusing)
     session = OneStepSession(group, micro_batches)
     net = deep()

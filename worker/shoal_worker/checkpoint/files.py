@@ -39,8 +39,7 @@ from shoal_worker.checkpoint.manifest import (
     write_tensors,
 )
 from shoal_worker.checkpoint.shards import SHARDED, Shards, read_shards
-from shoal_worker.state.snapshot import Snapshot
-from shoal_worker.state.tree import unflatten
+from shoal_worker.state.tree import Snapshot, unflatten
 
 _WHOLE_LAYOUT = "whole"
 _STEP = re.compile(r"step-([0-9]+)")

@@ -26,8 +26,7 @@ from shoal_worker.checkpoint.files import begin, check_place, latest, read_check
 from shoal_worker.checkpoint.manifest import CheckpointInfo, remove
 from shoal_worker.checkpoint.shards import Shards
 from shoal_worker.checkpoint.writer import DISK_PATIENCE, CheckpointWriter, in_company, on_first
-from shoal_worker.state.part import StatePart
-from shoal_worker.state.snapshot import Snapshot
+from shoal_worker.state.tree import Snapshot, StatePart
 
 if TYPE_CHECKING:
     from shoal_worker.elastic.group import Channel

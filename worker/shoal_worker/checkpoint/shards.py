@@ -32,9 +32,7 @@ from shoal_common.errors import UnavailableError
 
 from shoal_worker.checkpoint.manifest import STORED_DTYPES, SUFFIX, damaged, file_of, read_tensors, stored, write_tensors
 from shoal_worker.failpoints import failpoint
-from shoal_worker.state.part import Run, StatePart
-from shoal_worker.state.snapshot import copied
-from shoal_worker.state.tree import Json, flatten
+from shoal_worker.state.tree import Json, Run, StatePart, copied, flatten
 
 _log = logging.getLogger(__name__)
 

@@ -48,7 +48,7 @@ from shoal_worker.elastic.waiting import Where
 from shoal_worker.failpoints import failpoint
 from shoal_worker.metrics import WorkerMetrics
 from shoal_worker.settings import WorkerSettings
-from shoal_worker.state.part import StatePart
+from shoal_worker.state.tree import StatePart
 
 _log = logging.getLogger(__name__)
 

@@ -32,7 +32,7 @@ from shoal_worker.elastic.loader_interface import Leases, StepStatus
 from shoal_worker.elastic.operations import Body
 from shoal_worker.elastic.schedulers_and_scalers import RegisteredState
 from shoal_worker.elastic.step import Step
-from shoal_worker.state.part import StatePart
+from shoal_worker.state.tree import StatePart
 
 
 class TrainingEngine(Protocol):

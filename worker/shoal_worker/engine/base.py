@@ -31,7 +31,7 @@ from shoal_worker.elastic.strategy_interface import StrategySession
 from shoal_worker.engine.hidden_parameters import blank_copies
 from shoal_worker.engine.parameters import agreed, named_values
 from shoal_worker.state.fits import check_fits, check_tensors_fit
-from shoal_worker.state.part import StatePart
+from shoal_worker.state.tree import StatePart
 
 # -------------------------------------------------------------------------------------------------------------------- passes over a batch
 #

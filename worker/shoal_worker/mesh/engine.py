@@ -1,6 +1,6 @@
 """The engine of tensor, pipeline and hybrid: the model's layers and stages lie on different ranks, which hold one replica together.
 
-One engine over three axes (`axes.py`): `tensor` and `pipeline` are those where the others have one rank, `hybrid` has all. The model's
+One engine over three axes (`layouts.py`): `tensor` and `pipeline` are those where the others have one rank, `hybrid` has all. The model's
 layers communicate in its passes, along the tensor axis and between the stages. A step ends as `engine/partitioned.py` says. Its gradients
 are sealed when those of this rank's part, added up over the micro-batches, are summed over the replicas, and, where these hold shards of
 the sums (`data_axis.py`), with the ranks that mirror them. After a failure the state is cut for the ranks that are left (`regroup`), from

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from shoal_common.errors import ConfigurationError
@@ -18,7 +18,6 @@ from torch import nn
 
 from shoal_worker.config import ShardingConfiguration
 from shoal_worker.engine.parameter_groups import ParameterGroup
-from shoal_worker.mesh.axes import Axes, Coordinate
 from shoal_worker.pipelining.partial import empty_on
 from shoal_worker.pipelining.pipeline import PipelineSettings
 from shoal_worker.pipelining.schedule import checked_stages_per_rank, schedule_kind, stage_ranks
@@ -26,6 +25,65 @@ from shoal_worker.pipelining.split import Split, named_tensors, split_model
 from shoal_worker.sharding.unit import Stage
 from shoal_worker.tensor_parallel.derive import make_plan
 from shoal_worker.tensor_parallel.plan import ParameterLayout, Share, TensorParallelPlan, cut, cut_shape
+
+# ------------------------------------------------------------------------------------------------------------------------------------- axes
+#
+# How the ranks of a generation are divided: into replicas of the model, and each replica into pipeline stages and tensor-parallel parts.
+#
+# Neighbouring ranks share a tensor-parallel group (they are of one host), then a pipeline; replicas lie behind each other. What is left
+# over when no further replica can be made are spares. Pure.
+
+
+class Coordinate(NamedTuple):
+    """A rank's place on the three axes."""
+
+    pipeline: int
+    tensor: int
+    data: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Axes:
+    """Sizes of the three axes."""
+
+    pipeline: int
+    tensor: int
+    data: int
+
+    @property
+    def replica_size(self) -> int:
+        """Ranks that hold one replica of the model together."""
+        return self.pipeline * self.tensor
+
+    @property
+    def working(self) -> int:
+        """Ranks that are no spares: those below this one."""
+        return self.replica_size * self.data
+
+    def at(self, rank: int) -> Coordinate | None:
+        """Where a rank is; None: a spare."""
+        if rank >= self.working:
+            return None
+        replica, within = divmod(rank, self.replica_size)
+        stage, part = divmod(within, self.tensor)
+        return Coordinate(stage, part, replica)
+
+    def rank(self, pipeline: int, tensor: int, data: int) -> int:
+        """The inverse of `at`."""
+        return data * self.replica_size + pipeline * self.tensor + tensor
+
+    def lines(self) -> Iterator[tuple[str, str, list[int]]]:
+        """All groups along one axis, in an order that is the same on every rank: the axis, a name, and the ranks."""
+        yield "all", "working", list(range(self.working))
+        for data in range(self.data):
+            for stage in range(self.pipeline):
+                yield "tensor", f"tensor {data} {stage}", [self.rank(stage, part, data) for part in range(self.tensor)]
+            for part in range(self.tensor):
+                yield "pipeline", f"pipeline {data} {part}", [self.rank(stage, part, data) for stage in range(self.pipeline)]
+        for stage in range(self.pipeline):
+            for part in range(self.tensor):
+                yield "data", f"data {stage} {part}", [self.rank(stage, part, data) for data in range(self.data)]
+
 
 # ----------------------------------------------------------------------------------------------------------------- where each tensor lies
 

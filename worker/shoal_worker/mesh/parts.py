@@ -28,9 +28,8 @@ from shoal_worker.engine.hidden_parameters import (
 from shoal_worker.engine.parameter_groups import checkpoint_activations
 from shoal_worker.engine.parameters import unsaved_buffers
 from shoal_worker.engine.state_in_parts import StateInParts, is_element
-from shoal_worker.mesh.axes import Axes, Coordinate
 from shoal_worker.mesh.data_axis import DataAxis, Replicated, State
-from shoal_worker.mesh.layouts import Blueprint, Template
+from shoal_worker.mesh.layouts import Axes, Blueprint, Coordinate, Template
 from shoal_worker.mesh.resharding import MeshCut, PieceState, RankParts, WholeTensor, copy_singles, gather
 from shoal_worker.mesh.step_group import GroupMesh
 from shoal_worker.pipelining.partial import empty_on

@@ -20,9 +20,8 @@ from shoal_worker.elastic.strategy_interface import StrategySession
 from shoal_worker.engine.buffers import CommittedBuffers
 from shoal_worker.engine.hidden_parameters import drop_gradient
 from shoal_worker.failpoints import failpoint
-from shoal_worker.mesh.axes import Axes
 from shoal_worker.mesh.data_axis import InShards
-from shoal_worker.mesh.layouts import Sharding
+from shoal_worker.mesh.layouts import Axes, Sharding
 from shoal_worker.mesh.parts import ModelParts, Shard
 from shoal_worker.mesh.resharding import MeshCut, WholeTensor
 from shoal_worker.mesh.step_group import GroupMesh, StepGroup

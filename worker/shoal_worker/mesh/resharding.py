@@ -18,8 +18,7 @@ from shoal_worker.elastic.group import Channel
 from shoal_worker.engine.holders import Claim, SendingTurns, ShardHolders, ShardsLostError, newest_complete, plan_copies
 from shoal_worker.engine.parameter_groups import in_buckets
 from shoal_worker.engine.state_in_parts import is_element
-from shoal_worker.mesh.axes import Axes, Coordinate
-from shoal_worker.mesh.layouts import Blueprint
+from shoal_worker.mesh.layouts import Axes, Blueprint, Coordinate
 from shoal_worker.state.serial import dump_tensors, load_tensors
 
 _CHUNK_BYTES: Final = 32 << 20

@@ -1,6 +1,6 @@
 """The engine of strategies whose ranks hold the whole model each, and sum its gradients in every step.
 
-How the sums travel is in `reduction.py` (plain steps, overlapped with the backward pass) and `accumulation.py` (micro-batches).
+How the sums travel is in `reduction.py` (plain steps, overlapped with the backward pass) and `buckets.py` (micro-batches).
 `local_sgd.py` changes what is summed, and when. All of it runs on the training thread.
 """
 
@@ -24,7 +24,7 @@ from shoal_worker.engine.compressed import compression_of
 from shoal_worker.engine.failed_collectives import LosingStep
 from shoal_worker.engine.parameters import check_optimizer_covers, check_shaped, check_trains, has_values, materialize, unsaved_buffers
 from shoal_worker.failpoints import failpoint
-from shoal_worker.replicated.accumulation import AccumulatedReduction
+from shoal_worker.replicated.buckets import AccumulatedReduction
 from shoal_worker.replicated.reduction import OverlappedReduction
 from shoal_worker.state.digest import digest_of, state_tensors
 

@@ -26,7 +26,7 @@ from shoal_worker.engine.base import Loss, Setup, call_module, loss_of
 from shoal_worker.engine.failed_collectives import LosingStep
 from shoal_worker.engine.parameters import unsaved_buffers
 from shoal_worker.failpoints import failpoint
-from shoal_worker.replicated.accumulation import AccumulatedReduction
+from shoal_worker.replicated.buckets import AccumulatedReduction
 from shoal_worker.replicated.engine import ReplicatedEngine
 from shoal_worker.replicated.rounds import (
     Add,

@@ -40,7 +40,7 @@ from shoal_worker.sharding.gradients import CutGradients
 from shoal_worker.sharding.layout import Division, among_all
 from shoal_worker.sharding.sharded_state import ShardedState
 from shoal_worker.sharding.unit import Stage, Unit, home_of
-from shoal_worker.state.part import StatePart
+from shoal_worker.state.tree import StatePart
 
 _WIDE: Final = torch.empty(0, dtype=torch.float64)
 """What the closing is summed in, and where."""

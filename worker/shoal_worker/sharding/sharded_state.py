@@ -40,7 +40,7 @@ from shoal_worker.sharding.resharding import (
 )
 from shoal_worker.sharding.unit import Stage, Unit
 from shoal_worker.state.digest import digest_of, state_tensors
-from shoal_worker.state.part import Run, StatePart
+from shoal_worker.state.tree import Run, StatePart
 
 # --------------------------------------------------------------------------------------------------------------- putting vectors together
 #

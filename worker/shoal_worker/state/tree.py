@@ -30,7 +30,8 @@ import math
 import re
 import struct
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -356,3 +357,74 @@ def _base64(data: bytes) -> str:
 
 def _unbase64(text: str) -> bytes:
     return base64.b64decode(text, validate=True)
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------- a copy
+#
+# A state as it was at one moment, in host memory and apart from the live tensors, so that training may go on while it is written.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """What `flatten` gives, with contiguous CPU tensors that nothing else holds."""
+
+    structure: Json
+    tensors: dict[str, torch.Tensor]
+
+    @classmethod
+    def take(cls, state: object) -> Snapshot:
+        """Copies `state`; blocks until the copy is complete, also from a device.
+
+        Raises:
+            ConfigurationError (STATE_UNSUPPORTED): the state holds something that cannot be carried.
+        """
+        structure, tensors = flatten(state)
+        return cls(structure=structure, tensors={name: copied(tensor) for name, tensor in tensors.items()})
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def state(self) -> Any:
+        """The state again; it shares memory with this snapshot."""
+        return unflatten(self.structure, self.tensors)
+
+
+def copied(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous copy in host memory."""
+    resolved = tensor.resolve_conj().resolve_neg()
+    return torch.empty(resolved.shape, dtype=resolved.dtype, device="cpu").copy_(resolved)
+
+
+# ---------------------------------------------------------------------------------------------------------------------- what one rank holds
+#
+# What one rank holds of a state that no rank has whole, told so that it can be written as a share of the whole.
+#
+# A strategy lays what is cut over the ranks into flat vectors. Its part of a state has, in the place of each such tensor, a view of a
+# vector on the meta device, which has the vector's length and no memory; beside it are the runs of the vectors that lie here. Which
+# elements of which tensor a run holds follows from where the views lie.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """Adjacent elements of one vector."""
+
+    vector: torch.Tensor
+    """Flat, on the meta device."""
+    begin: int
+    """The first element's place in it."""
+    values: torch.Tensor
+    """Flat. Shares memory with the live state; may reach beyond the vector's end, as padding does."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatePart:
+    """A state in shards, from one rank's point of view."""
+
+    state: Any
+    """The whole state as one process would have it, with views on the meta device for what is cut. Equal on all ranks."""
+    count: int
+    """Number of shards that make the whole."""
+    shards: Mapping[int, Sequence[Run]]
+    """Those that this rank is to write, by number from 0. Over all ranks each is there once."""

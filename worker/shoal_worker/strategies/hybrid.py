@@ -12,9 +12,8 @@ from shoal_common.errors import ConfigurationError
 
 from shoal_worker.engine.base import Setup
 from shoal_worker.engine.parameter_groups import by_modules
-from shoal_worker.mesh.axes import Axes
 from shoal_worker.mesh.engine import MeshEngine
-from shoal_worker.mesh.layouts import PIPELINE_OPTIONS, TENSOR_OPTIONS, Fits, MeshPlan, Sharding, checked_size
+from shoal_worker.mesh.layouts import PIPELINE_OPTIONS, TENSOR_OPTIONS, Axes, Fits, MeshPlan, Sharding, checked_size
 from shoal_worker.sharding.unit import Stage
 from shoal_worker.strategies.declaration import Strategy
 from shoal_worker.strategies.model import ShardedModel

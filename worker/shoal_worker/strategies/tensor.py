@@ -9,9 +9,8 @@ from __future__ import annotations
 from typing import ClassVar
 
 from shoal_worker.engine.base import Setup
-from shoal_worker.mesh.axes import Axes
 from shoal_worker.mesh.engine import MeshEngine
-from shoal_worker.mesh.layouts import TENSOR_OPTIONS, plan_along
+from shoal_worker.mesh.layouts import TENSOR_OPTIONS, Axes, plan_along
 from shoal_worker.strategies.declaration import Strategy
 from shoal_worker.strategies.model import ShardedModel
 from shoal_worker.strategies.optimizer import ShardedOptimizer

@@ -1,9 +1,8 @@
 """Tensor parallelism: one model's layers split over several ranks, on torch's DTensor and `parallelize_module`.
 
-`plan` says how layers are split, and `derive` makes a plan for a model, from the blocks that it finds by name (`blocks`) or by data flow
-(`trace`). `layers` splits them (`multihead` is torch's attention layer, split). A forward pass runs in a `region`, with rules for
-`attention` and the `loss`; `context` has what they need to know of the ranks. The engine that ties this to sessions and optimizers is
-mesh/engine.py.
+`plan` says how layers are split, and `derive` makes a plan for a model, from the `blocks` that it finds by name or by data flow. `layers`
+splits them (`multihead` is torch's attention layer, split). A forward pass runs in a `region`, with rules for `attention` and the `loss`;
+`context` has what they need to know of the ranks. The engine that ties this to sessions and optimizers is mesh/engine.py.
 """
 
 from shoal_worker.tensor_parallel.context import DropoutRandomness as DropoutRandomness

@@ -15,9 +15,8 @@ from shoal_common.errors import ConfigurationError
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shoal_worker.tensor_parallel.blocks import Block, LinearLike, find_blocks, joined, linear_like
+from shoal_worker.tensor_parallel.blocks import Block, LinearLike, find_blocks, joined, linear_like, trace_blocks
 from shoal_worker.tensor_parallel.plan import ParameterLayout, PlanEntry, Split, Style, TensorParallelPlan, to_split
-from shoal_worker.tensor_parallel.trace import trace_blocks
 
 _NORMS: Final = (
     nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm,

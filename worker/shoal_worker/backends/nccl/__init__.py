@@ -1,1 +1,1 @@
-"""NCCL, for CUDA devices: `backend`, and the process group that it forms (`device_group`)."""
+"""NCCL, for CUDA devices: `backend`, with the process group that it forms."""

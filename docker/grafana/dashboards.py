@@ -261,7 +261,7 @@ PARAMETER_SERVERS = (
     ),
     Graph(
         title="Pushes lost",
-        text="Acknowledged updates, by partition, that a server no longer had: it was restored from an older snapshot. Else nothing.",
+        text="Acknowledged updates, by partition, that a server no longer had: it lost its disk, or had no data directory. Else nothing.",
         unit="none",
         queries=[("increase(shoal_worker_pushes_lost_total{job}[$__rate_interval]) > 0", "{{instance}}")],
     ),
@@ -297,7 +297,7 @@ PARAMETER_SERVERS = (
     ),
     Graph(
         title="Snapshots",
-        text="Age of the last snapshot: what a crash would lose. Failures mean a full or broken disk.",
+        text="Age of the last snapshot: the journal has what came after it. Failures mean a full or broken disk.",
         unit="s",
         queries=[
             ("time() - (shoal_ps_snapshot_timestamp_seconds{job} > 0)", "{{instance}} age"),
@@ -306,6 +306,28 @@ PARAMETER_SERVERS = (
                 "{{instance}} time",
             ),
             ("increase(shoal_ps_snapshot_failures_total{job}[$__rate_interval]) > 0", "{{instance}} failures"),
+        ],
+    ),
+    Graph(
+        title="Journal",
+        text="Bytes a second that were written before updates were acknowledged.",
+        unit="Bps",
+        queries=[("rate(shoal_ps_journal_bytes_total{job}[$__rate_interval])", "{{instance}}")],
+    ),
+    Graph(
+        title="Journal: time and failures",
+        text="Time to write and sync what goes together, how many changes those are, and failures: a full or broken disk.",
+        unit="s",
+        queries=[
+            (
+                "rate(shoal_ps_journal_seconds_sum{job}[$__rate_interval]) / rate(shoal_ps_journal_seconds_count{job}[$__rate_interval])",
+                "{{instance}} time",
+            ),
+            (
+                "rate(shoal_ps_journal_records_total{job}[$__rate_interval]) / rate(shoal_ps_journal_seconds_count{job}[$__rate_interval])",
+                "{{instance}} changes together",
+            ),
+            ("increase(shoal_ps_journal_failures_total{job}[$__rate_interval]) > 0", "{{instance}} failures"),
         ],
     ),
     Graph(

@@ -45,7 +45,7 @@ async def _serve(settings: PsServerSettings) -> None:
 
     from shoal_ps_server.server import ParameterServer
     from shoal_ps_server.shard.optimizer import warm_up
-    from shoal_ps_server.snapshot.directory import DataDirectory
+    from shoal_ps_server.storage.directory import DataDirectory
 
     torch.set_num_threads(settings.threads)
     warm_up()

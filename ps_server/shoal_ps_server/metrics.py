@@ -59,6 +59,22 @@ class Metrics:
         self.snapshot_timestamp = Gauge("shoal_ps_snapshot_timestamp_seconds", "When the last snapshot was written.", registry=registry)
         self.snapshot_failures = Counter("shoal_ps_snapshot_failures", "Snapshots that could not be written.", registry=registry)
 
+        self.journal_records = Counter("shoal_ps_journal_records", "Changes written to the journal.", registry=registry)
+        self.journal_bytes = Counter("shoal_ps_journal_bytes", "Bytes written to the journal.", registry=registry)
+        self.journal_seconds = Histogram(
+            "shoal_ps_journal_seconds",
+            "Time to write and sync what goes together, in seconds.",
+            registry=registry,
+            buckets=_APPLY_BUCKETS_S,
+        )
+        self.journal_failures = Counter("shoal_ps_journal_failures", "Times that the journal could not be written.", registry=registry)
+
+    def journal_written(self, records: int, nbytes: int, seconds: float) -> None:
+        """Changes that were written together are on disk."""
+        self.journal_records.inc(records)
+        self.journal_bytes.inc(nbytes)
+        self.journal_seconds.observe(seconds)
+
     def snapshot_written(self, *, nbytes: int, seconds: float) -> None:
         """A snapshot is on disk."""
         self.snapshot_seconds.observe(seconds)

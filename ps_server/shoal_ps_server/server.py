@@ -3,6 +3,7 @@
 event loop        everything that changes: partitions, membership (fence, clocks), layouts, configuration, metrics
 gRPC's threads    sockets and HTTP/2 framing
 HTTP threads      /metrics and /healthz
+the journal's     writing changes before they are made, and syncing them
 a pool thread     writing a snapshot that was copied before
 """
 
@@ -14,19 +15,17 @@ import logging
 import os
 import socket
 from contextlib import AsyncExitStack
-from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 from prometheus_client import CollectorRegistry
-from shoal_common.errors import ConfigurationError, UnavailableError
+from shoal_common.errors import ConfigurationError, InternalError, UnavailableError
 from shoal_common.rpc.channel import ChannelSettings
 from shoal_common.rpc.server import RpcServer, ServerSettings
 from shoal_common.settings import secret_value
 from shoal_common.tasks import end_tasks
 from shoal_common.telemetry import HttpServer, serve_metrics
 
-from shoal_ps_server.consistency.clocks import Clocks
-from shoal_ps_server.consistency.fence import Fence
 from shoal_ps_server.consistency.membership import Membership
 from shoal_ps_server.metrics import Metrics
 from shoal_ps_server.service.intake import Intake
@@ -39,9 +38,12 @@ from shoal_ps_server.settings import PsServerSettings
 from shoal_ps_server.shard.layout import Layout, PartitionSpec
 from shoal_ps_server.shard.payload import Upload
 from shoal_ps_server.shard.shard import Outcome, Shard
-from shoal_ps_server.snapshot.directory import DataDirectory
-from shoal_ps_server.snapshot.image import ServerImage, ServerState
-from shoal_ps_server.snapshot.keeper import SnapshotKeeper
+from shoal_ps_server.storage.changes import Changes
+from shoal_ps_server.storage.directory import DataDirectory
+from shoal_ps_server.storage.image import Members, ServerState
+from shoal_ps_server.storage.journal import Journal
+from shoal_ps_server.storage.keeper import SnapshotKeeper
+from shoal_ps_server.storage.recovery import Recovered
 
 logger = logging.getLogger(__name__)
 
@@ -50,22 +52,32 @@ class ParameterServer:
     """Made and run on one event loop; `run` does everything."""
 
     def __init__(self, settings: PsServerSettings, directory: DataDirectory | None) -> None:
-        """Restores what `directory` holds. Raises CorruptDataError and ConfigurationError; nothing has changed then."""
+        """Recovers what `directory` holds. Raises CorruptDataError and ConfigurationError; nothing has changed then."""
         self._settings = settings
         self._identity = Identity(job_id=settings.job, server_id=settings.server_id)
-        image = None if directory is None else directory.read(job_id=settings.job, server_id=settings.server_id)
-        self._server_index = None if image is None else image.state.layout.server_index
+        self._directory = directory
+        recovered = _empty() if directory is None else directory.recover(job_id=settings.job, server_id=settings.server_id)
+        state = recovered.state
+        self._next_file = recovered.next_file
+        self._server_index = None if state is None else state.layout.server_index
         self._registry = CollectorRegistry()
         self._metrics = Metrics(self._registry)
-        self._shard = _shard(image)
-        self._membership = Membership(
-            fence=Fence() if image is None else image.state.fence(), clocks=Clocks() if image is None else image.state.restored_clocks()
-        )
-        self._layouts = Layouts(current=None if image is None else image.state.layout, fetch=self._fetch_layout, adopt=self._adopt_layout)
+        self._shard = recovered.shard
+        members = Members() if state is None else state.membership
+        self._membership = Membership(fence=members.fence(), clocks=members.restored_clocks())
+        self._layouts = Layouts(current=None if state is None else state.layout, fetch=self._fetch_layout, adopt=self._adopt_layout)
+        self._changes = Changes(shard=self._shard, layout=lambda: self._layouts.current, members=self._members)
         self._pulls = Pulls(
             shard=self._shard, membership=self._membership, waited=self._metrics.ssp_wait_seconds.observe, answered=self._answered
         )
-        self._snapshots = SnapshotKeeper(directory=directory, shard=self._shard, state=self._state, metrics=self._metrics)
+        self._snapshots = SnapshotKeeper(
+            directory=directory,
+            shard=self._shard,
+            state=self._state,
+            changes=self._changes,
+            metrics=self._metrics,
+            journal_limit=settings.journal_limit,
+        )
         self._servicer = ParameterServerServicer(
             identity=self._identity,
             shard=self._shard,
@@ -73,23 +85,27 @@ class ParameterServer:
             layouts=self._layouts,
             intake=Intake(
                 job_id=settings.job,
-                shard=self._shard,
+                changes=self._changes,
                 membership=self._membership,
                 layout_of_epoch=self._layouts.of_epoch,
                 applied=self._applied,
             ),
             pulls=self._pulls,
             snapshots=self._snapshots,
+            changes=self._changes,
             metrics=self._metrics,
-            configuration=None if image is None else image.state.configuration,
+            configuration=None if state is None else state.configuration,
         )
         self._session: CoordinatorSession | None = None
+        self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Has an exception when memory lacks what the journal has."""
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serves until `stop` is set or the job is over, then drains and writes a last snapshot.
 
-        Raises ConfigurationError (addresses, TLS, tokens), the coordinator's refusal of this server's registration, and UnavailableError /
-        SNAPSHOT_FAILED when the last snapshot could not be written.
+        Raises ConfigurationError (addresses, TLS, tokens), the coordinator's refusal of this server's registration, UnavailableError:
+        SNAPSHOT_FAILED or JOURNAL_FAILED when the disk took no last snapshot or no journal, and InternalError when a change that the
+        journal has could not be made.
         """
         async with AsyncExitStack() as stack:
             rpc = RpcServer(
@@ -100,8 +116,10 @@ class ParameterServer:
                 metrics_registry=self._registry,
             )
             http = stack.enter_context(serve_metrics(str(self._settings.http), self._registry, tokens=self._settings.token_table))
+            self._open_journal()
+            stack.push_async_callback(self._changes.close)
             grpc_port = await rpc.start()
-            stack.push_async_callback(self._snapshots.write_if_changed)
+            stack.push_async_callback(self._last_snapshot)
             stack.push_async_callback(rpc.drain_and_stop)
             stack.callback(self._membership.stop)
             stack.callback(self._pulls.stop)
@@ -109,6 +127,32 @@ class ParameterServer:
             stack.push_async_callback(self._session.close)
             self._write_port_file(grpc_port, http)
             await self._until_over(stop, self._session)
+
+    def _open_journal(self) -> None:
+        if self._directory is None:
+            return
+        try:
+            journal = Journal(
+                self._directory.segments,
+                number=self._next_file,
+                fsync=self._settings.fsync,
+                failed=self._not_made,
+                written=self._metrics.journal_written,
+                unwritten=self._metrics.journal_failures.inc,
+            )
+        except OSError as error:
+            raise UnavailableError(f"data_dir={self._directory.path}: {error}; make room on its disk", reason="JOURNAL_FAILED") from error
+        self._changes.write_to(journal)
+
+    async def _last_snapshot(self) -> None:
+        if not self._broken.done():  # it would lack the change, and do away with the journal that has it
+            await self._snapshots.write_if_changed()
+
+    def _not_made(self, error: BaseException) -> None:
+        """A change that the journal has could not be made: this process ends, and the next one makes it."""
+        logger.critical("a change that is in the journal could not be made; the server ends, to be recovered", extra={"error": error})
+        if not self._broken.done():
+            self._broken.set_exception(InternalError(f"a change that is in the journal could not be made: {error}"))
 
     # ------------------------------------------------------------------------------------------- the coordinator's listener
 
@@ -137,6 +181,7 @@ class ParameterServer:
                 f"generation {held}: the job was made anew; start this server with an empty data directory, or give the job another name"
             )
         change = self._membership.learn(generation, member_ids)
+        self._changes.members_changed()
         self._shard.forget(change.forgotten)
         self._metrics.generation.set(generation)
         self._metrics.members.set(len(member_ids))
@@ -186,7 +231,7 @@ class ParameterServer:
             self._metrics.sent_bytes.inc(spec.nbytes)
 
     def _state(self) -> ServerState | None:
-        layout, fence = self._layouts.current, self._membership.fence
+        layout = self._layouts.current
         if layout is None:
             return None
         return ServerState(
@@ -194,6 +239,12 @@ class ParameterServer:
             server_id=self._identity.server_id,
             layout=layout,
             configuration=self._servicer.configuration,
+            membership=self._members(),
+        )
+
+    def _members(self) -> Members:
+        fence = self._membership.fence
+        return Members(
             generation=fence.generation,
             members=fence.members,
             put_out=dict(fence.put_out),
@@ -206,11 +257,11 @@ class ParameterServer:
         """Returns when told to stop or the job is over; raises what ends the session for good."""
         stopped = asyncio.create_task(stop.wait())
         held = asyncio.create_task(session.run())
-        interval = self._settings.snapshot_interval
-        snapshots = asyncio.create_task(self._snapshots.periodically(interval)) if interval > timedelta(0) else None
-        tasks = [task for task in (stopped, held, snapshots) if task is not None]
+        snapshots = asyncio.create_task(self._snapshots.periodically(self._settings.snapshot_interval))
+        tasks: list[asyncio.Task[Any]] = [stopped, held, snapshots]
+        ends: list[asyncio.Future[Any]] = [*tasks, self._broken]
         try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
             reason = f"the job is over: {held.result()}" if held in done else "asked to"
@@ -250,13 +301,8 @@ class ParameterServer:
         _write_atomically(path, json.dumps(addresses))
 
 
-def _shard(image: ServerImage | None) -> Shard:
-    if image is None:
-        return Shard()
-    optimizer = None if image.state.configuration is None else image.state.configuration.optimizer
-    shard = Shard(optimizer=optimizer, restored=image.partitions)
-    shard.adopt(image.state.layout)
-    return shard
+def _empty() -> Recovered:
+    return Recovered(shard=Shard(), state=None, next_file=0)
 
 
 def _write_atomically(path: Path, text: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import enum
 import socket
 from collections.abc import Sequence
 from datetime import timedelta
@@ -13,6 +14,18 @@ from pydantic import Field, SecretStr, StringConstraints
 from pydantic_settings import SettingsConfigDict
 from shoal_common.security import TlsSettings, TokenTable
 from shoal_common.settings import Address, AddressField, Duration, ShoalSettings
+
+
+class Fsync(enum.StrEnum):
+    """When the journal is made to last beyond a loss of power. A killed process loses nothing with any of them."""
+
+    GROUP = "group"
+    """Before a change is acknowledged; what came while the disk was busy is synced together."""
+    ALWAYS = "always"
+    """Before a change is acknowledged, each by itself."""
+    NEVER = "never"
+    """When the kernel likes."""
+
 
 _Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 
@@ -41,7 +54,13 @@ class PsServerSettings(ShoalSettings):
     """The host under which workers reach this server; None: the one it listens on, or this machine's name if that is all of them."""
 
     data_dir: Path | None = None
-    """Directory of the snapshot, read at the start; None: no snapshots."""
+    """Directory of the journal and the snapshot, read at the start; None: what the server holds ends with its process."""
+
+    fsync: Fsync = Fsync.GROUP
+    """When the journal is synced."""
+
+    journal_limit: Annotated[int, Field(ge=1 << 20)] = 1 << 30
+    """Bytes of the journal from which on a snapshot takes its place, if that is more than twice what the server holds."""
 
     snapshot_interval: Duration = timedelta(minutes=1)
     """Time between snapshots of a server whose values change; 0s: only when asked, and at SIGTERM."""
@@ -121,7 +140,13 @@ def parse_command_line(arguments: Sequence[str] | None = None) -> PsServerSettin
         ("--listen", "HOST:PORT", "address of the gRPC service (default: 127.0.0.1:0, a free port)"),
         ("--http", "HOST:PORT", "address of /metrics and /healthz (default: 127.0.0.1:0)"),
         ("--advertise", "HOST", "the host under which workers reach this server"),
-        ("--data-dir", "DIR", "where the snapshot is kept; read at the start (default: no snapshots)"),
+        ("--data-dir", "DIR", "where the journal and the snapshot are kept; read at the start (default: neither)"),
+        (
+            "--fsync",
+            "group|always|never",
+            "when the journal is synced: before an answer, many changes at once or each; or never (default: group)",
+        ),
+        ("--journal-limit", "BYTES", "of the journal, before a snapshot takes its place (default: 1 GiB)"),
         ("--snapshot-interval", "DURATION", "time between snapshots, 0s for none but at SIGTERM (default: 1m)"),
         ("--tokens", "FILE", "lines `role: token`: who may call (default: everyone)"),
         ("--token", "TOKEN", "this server's own token; better in the environment"),

@@ -1,7 +1,8 @@
 """Initialize and Push: from a stream of messages to changes of the shard, and the answers back.
 
-Belongs to the event loop. While a partition is applied here, gRPC's own threads take the next chunks off the wire; HTTP/2's flow control
-slows senders down to what the shard can do. All streams together hold at most STAGING_SLOTS partitions that are not complete yet.
+Belongs to the event loop. While a partition is written to the journal and applied here, gRPC's own threads take the next chunks off the
+wire; HTTP/2's flow control slows senders down to what the server can do. All streams together hold at most STAGING_SLOTS partitions that
+are not applied yet.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from contextlib import aclosing
 from datetime import timedelta
 from typing import Final
 
-from shoal_common.errors import DeadlineError, InvalidRequestError
+from shoal_common.errors import DeadlineError, InvalidRequestError, ShoalError
 from shoal_protos.v1 import parameter_server_pb2 as pb
 
 from shoal_ps_server.consistency.membership import Membership
@@ -20,7 +21,8 @@ from shoal_ps_server.service.requests import UploadKind, check_job, parse_upload
 from shoal_ps_server.service.streams import received_partitions
 from shoal_ps_server.shard.layout import Layout
 from shoal_ps_server.shard.payload import Upload, UploadHeader
-from shoal_ps_server.shard.shard import Outcome, Shard
+from shoal_ps_server.shard.shard import Outcome
+from shoal_ps_server.storage.changes import Changes
 
 IDLE_LIMIT: Final = timedelta(seconds=60)
 """How long a client may leave an open stream silent."""
@@ -35,7 +37,7 @@ class Intake:
         self,
         *,
         job_id: str,
-        shard: Shard,
+        changes: Changes,
         membership: Membership,
         layout_of_epoch: Callable[[int], Awaitable[Layout]],
         applied: Callable[[UploadKind, Upload, Outcome], None],
@@ -43,7 +45,7 @@ class Intake:
     ) -> None:
         """`applied` is told of every outcome."""
         self._job_id = job_id
-        self._shard = shard
+        self._changes = changes
         self._membership = membership
         self._layout_of_epoch = layout_of_epoch
         self._applied = applied
@@ -58,18 +60,22 @@ class Intake:
         try:
             async with asyncio.timeout(idle_s) as idle, aclosing(self._partitions(messages, kind, stream)) as partitions:
                 async for upload in partitions:
-                    self._apply(upload, kind, stream)
+                    await self._admit(upload, kind, stream)
                     idle.reschedule(loop.time() + idle_s)
         except TimeoutError as error:
             if not idle.expired():
                 raise  # another's deadline: the coordinator's, say, when it was asked for the shard map
             raise DeadlineError(f"no partition was completed in this stream for {idle_s:g} s", reason="STREAM_IDLE") from error
+        except ShoalError:
+            await stream.results()  # where one before it is refused too, that is what is told
+            raise
         finally:
             stream.release()
+        results = await stream.results()
         if stream.member_id and kind is UploadKind.PUSH:
             # Only now has the member finished its iteration here.
             self._membership.finished(stream.member_id, stream.clock)
-        return pb.PushResponse(results=stream.results)
+        return pb.PushResponse(results=results)
 
     def _partitions(self, messages: AsyncIterator[bytes], kind: UploadKind, stream: _UploadStream) -> AsyncGenerator[Upload]:
         async def open_upload(header: pb.PushHeader) -> Upload:
@@ -82,19 +88,22 @@ class Intake:
 
         return received_partitions(messages, open_upload)
 
-    def _apply(self, upload: Upload, kind: UploadKind, stream: _UploadStream) -> None:
-        """A partition has come whole; it may have taken long."""
+    async def _admit(self, upload: Upload, kind: UploadKind, stream: _UploadStream) -> None:
+        """A partition has come whole; it may have taken long. The next one may come while this one is written and applied."""
         header = upload.header
         self._membership.check(header.member_id, header.generation)
-        outcome = self._shard.push(upload) if kind is UploadKind.PUSH else self._shard.initialize(upload)
-        stream.release()
+        admit = self._changes.push if kind is UploadKind.PUSH else self._changes.initialize
+        outcome = await admit(upload)
+        release = stream.hand_over()
+
+        def over(_: object) -> None:
+            release()
+            if not outcome.cancelled() and outcome.exception() is None:
+                self._applied(kind, upload, outcome.result())
+
+        outcome.add_done_callback(over)
         stream.clock = max(stream.clock, header.clock)
-        stream.results.append(
-            pb.PartitionResult(
-                partition_id=outcome.partition_id, version=outcome.version, staleness=outcome.staleness, duplicate=outcome.duplicate
-            )
-        )
-        self._applied(kind, upload, outcome)
+        stream.outcomes.append(outcome)
 
 
 class _UploadStream:
@@ -103,7 +112,8 @@ class _UploadStream:
     def __init__(self, slots: asyncio.Semaphore) -> None:
         self.member_id = ""
         self.clock = 0
-        self.results: list[pb.PartitionResult] = []
+        self.outcomes: list[asyncio.Future[Outcome]] = []
+        """What becomes of the partitions that were admitted, in the order of the stream."""
         self._slots = slots
         self._holds_slot = False
 
@@ -113,13 +123,30 @@ class _UploadStream:
             raise InvalidRequestError(f"member_id={upload.member_id!r} in a stream of {self.member_id!r}: one stream, one member")
         self.member_id = upload.member_id
 
+    async def results(self) -> list[pb.PartitionResult]:
+        """Waits for all that was admitted. Raises what the first to be refused was refused with."""
+        found = []
+        for pending in self.outcomes:
+            outcome = await asyncio.shield(pending)
+            found.append(
+                pb.PartitionResult(
+                    partition_id=outcome.partition_id, version=outcome.version, staleness=outcome.staleness, duplicate=outcome.duplicate
+                )
+            )
+        return found
+
     async def acquire(self) -> None:
         """Waits for room for a partition."""
         await self._slots.acquire()
         self._holds_slot = True
 
+    def hand_over(self) -> Callable[[], None]:
+        """The room of a partition that has come: to be called when it is not needed any more."""
+        self._holds_slot = False
+        return self._slots.release
+
     def release(self) -> None:
-        """Gives the room back. Idempotent."""
+        """Gives the room of a partition that is still coming back. Idempotent."""
         if self._holds_slot:
             self._holds_slot = False
             self._slots.release()

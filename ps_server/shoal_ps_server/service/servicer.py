@@ -6,6 +6,7 @@ that their payloads are not copied by protobuf (shoal_common.wire).
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
@@ -36,7 +37,8 @@ from shoal_ps_server.service.requests import (
 )
 from shoal_ps_server.shard.optimizer import OptimizerSettings
 from shoal_ps_server.shard.shard import Shard
-from shoal_ps_server.snapshot.keeper import SnapshotKeeper
+from shoal_ps_server.storage.changes import Changes
+from shoal_ps_server.storage.keeper import SnapshotKeeper
 
 SERVICE: Final = "shoal.v1.ParameterServer"
 
@@ -79,6 +81,7 @@ class ParameterServerServicer:
         intake: Intake,
         pulls: Pulls,
         snapshots: SnapshotKeeper,
+        changes: Changes,
         metrics: Metrics,
         configuration: Configuration | None,
     ) -> None:
@@ -90,6 +93,9 @@ class ParameterServerServicer:
         self._intake = intake
         self._pulls = pulls
         self._snapshots = snapshots
+        self._changes = changes
+        self._configuring = asyncio.Lock()
+        """Held from the look at the configuration until its change is made."""
         self._metrics = metrics
         if configuration is not None:
             membership.consistency = configuration.consistency
@@ -145,12 +151,11 @@ class ParameterServerServicer:
             tensors = (await self._layouts.any()).tensors if request.optimizer.groups else None
             optimizer = parse_optimizer(request.optimizer, tensors)
             consistency = parse_consistency(request.consistency)
-            if self.configuration is not None:
-                self.configuration.check_equal(optimizer, consistency)
-                return pb.ConfigureOptimizerResponse(configured=False)
-            self.configuration = Configuration(configured=optimizer, optimizer=optimizer, consistency=consistency)
-            self._membership.consistency = consistency
-            self._shard.configure(optimizer)
+            async with self._configuring:
+                if self.configuration is not None:
+                    self.configuration.check_equal(optimizer, consistency)
+                    return pb.ConfigureOptimizerResponse(configured=False)
+                await self._configure(Configuration(configured=optimizer, optimizer=optimizer, consistency=consistency))
             return pb.ConfigureOptimizerResponse(configured=True)
 
     async def set_hyperparameters(self, request: pb.SetHyperparametersRequest, context: Any) -> pb.SetHyperparametersResponse:
@@ -158,13 +163,13 @@ class ParameterServerServicer:
         with self._counting_refusals("SetHyperparameters"):
             check_job(request.job_id, self._identity.job_id)
             change = parse_hyperparameter_change(request)
-            if self.configuration is None:
-                raise PreconditionError("this server has no optimizer yet: send ConfigureOptimizer", reason="OPTIMIZER_UNCONFIGURED")
-            revised = self.configuration.revised(change.revision, change.hyperparameters, change.groups)
-            if revised is self.configuration:
-                return pb.SetHyperparametersResponse(applied=False)
-            self.configuration = revised
-            self._shard.configure(revised.optimizer)
+            async with self._configuring:
+                if self.configuration is None:
+                    raise PreconditionError("this server has no optimizer yet: send ConfigureOptimizer", reason="OPTIMIZER_UNCONFIGURED")
+                revised = self.configuration.revised(change.revision, change.hyperparameters, change.groups)
+                if revised is self.configuration:
+                    return pb.SetHyperparametersResponse(applied=False)
+                await self._configure(revised)
             return pb.SetHyperparametersResponse(applied=True)
 
     async def advance_clock(self, request: pb.AdvanceClockRequest, context: Any) -> pb.AdvanceClockResponse:
@@ -207,6 +212,16 @@ class ParameterServerServicer:
             ],
             clocks={member: each.clock for member, each in self._membership.clocks.members.items()},
         )
+
+    async def _configure(self, configuration: Configuration) -> None:
+        """Between the pushes before and those after it, as the journal has it."""
+
+        def effect() -> None:
+            self.configuration = configuration
+            self._membership.consistency = configuration.consistency
+            self._shard.configure(configuration.optimizer)
+
+        await asyncio.shield(self._changes.configure(configuration, effect))
 
     @contextmanager
     def _counting_refusals(self, method: str) -> Iterator[None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
-from shoal_common.errors import PreconditionError
+from shoal_common.errors import LimitError, PreconditionError
 
 from shoal_ps_server.shard.layout import PartitionSpec
 from shoal_ps_server.shard.optimizer import OptimizerSettings
@@ -28,27 +28,59 @@ class PartitionImage:
 
 
 @dataclass(kw_only=True)
+class Settled:
+    """Which pushes need no further attention: they were applied, or were known by their batch."""
+
+    sequences: dict[str, int] = field(default_factory=dict)
+    """Member -> the last of its sequence numbers 1, 2, 3, ..."""
+    batches: dict[str, int] = field(default_factory=dict)
+    """Member -> key of the batch that its last push was computed on, if it had one. A member works on one batch at a time, so this is the
+    only one that it may have pushed and not acknowledged when it dies; whoever gets the batch then pushes what is missing of it."""
+
+    def settle(self, push: UploadHeader) -> None:
+        """Uses the push's number up. An older one than the last changes nothing."""
+        if push.sequence <= self.sequences.get(push.member_id, 0):
+            return
+        self.sequences[push.member_id] = push.sequence
+        if push.batch:
+            self.batches[push.member_id] = push.batch
+        else:
+            self.batches.pop(push.member_id, None)
+
+    def forget(self, member_id: str) -> None:
+        """A member that will not come back."""
+        self.sequences.pop(member_id, None)
+        self.batches.pop(member_id, None)
+
+    def copy(self) -> Settled:
+        """One of its own."""
+        return Settled(sequences=dict(self.sequences), batches=dict(self.batches))
+
+
+@dataclass(kw_only=True)
 class Partition:
-    """Invariants: version 0 <=> no values; version = 1 + pushes applied; sequences[m] = the last of 1, 2, 3, ... settled for member m."""
+    """Invariants: version 0 <=> no values; version = 1 + pushes applied. Pushes are admitted, and then, in that order, all applied or, from
+    one on, all refused."""
 
     spec: PartitionSpec
     version: int = 0
     values: torch.Tensor | None = None
-    sequences: dict[str, int] = field(default_factory=dict)
-    batches: dict[str, int] = field(default_factory=dict)
-    """Member -> key of the batch that its last push was computed on, if it had one. A member works on one batch at a time, so this is the
-    only one that it may have pushed and not acknowledged when it dies; whoever gets the batch then pushes what is missing of it."""
+    settled: Settled = field(default_factory=Settled)
     optimizer: torch.optim.Optimizer | None = None
     """Made at the first push."""
     readings: set[Reading] = field(default_factory=set)
     """Open ones: they must not see the next change."""
+    ahead: Settled | None = None
+    """`settled`, with what was admitted and is not applied yet; None: there is nothing of the kind."""
+    on_their_way: int = 0
+    """How many were admitted and are neither applied nor refused; and `to_apply`: how many of them will change the values."""
+    to_apply: int = 0
 
     @classmethod
     def restored(cls, image: PartitionImage, optimizer: OptimizerSettings | None) -> Partition:
         """Makes the partition that `image` was taken of. The image's tensors become the partition's own."""
-        partition = cls(
-            spec=image.spec, version=image.version, values=image.values, sequences=dict(image.sequences), batches=dict(image.batches)
-        )
+        settled = Settled(sequences=dict(image.sequences), batches=dict(image.batches))
+        partition = cls(spec=image.spec, version=image.version, values=image.values, settled=settled)
         if optimizer is not None and image.state:
             partition.optimizer = optimizer.build(image.values, tensor=image.spec.tensor)
             partition.optimizer.state[image.values] = dict(image.state)
@@ -68,7 +100,8 @@ class Partition:
             raise PreconditionError(
                 f"{describe(self.spec)} has no values yet: send Initialize before Push", reason="PARTITION_UNINITIALIZED"
             )
-        last = self.sequences.get(push.member_id, 0)
+        known = self.ahead or self.settled
+        last = known.sequences.get(push.member_id, 0)
         if push.sequence <= last:
             return True
         if push.sequence > last + 1:
@@ -83,9 +116,31 @@ class Partition:
                 "restored from a snapshot; pull again",
                 reason="BASE_VERSION_AHEAD",
             )
-        return push.batch != 0 and push.batch in self.batches.values()
+        return push.batch != 0 and push.batch in known.batches.values()
 
-    def apply(self, gradient: torch.Tensor, push: UploadHeader, optimizer: OptimizerSettings) -> None:
+    def is_next(self, push: UploadHeader) -> bool:
+        """Whether its number is the member's next: that of a push which was known by its batch is to be used up."""
+        return push.sequence > (self.ahead or self.settled).sequences.get(push.member_id, 0)
+
+    def admit(self, push: UploadHeader, *, applies: bool) -> int:
+        """The push is on its way; returns the version that will be after it. `applies`: it changes the values."""
+        if self.ahead is None:
+            self.ahead = self.settled.copy()
+        self.ahead.settle(push)
+        self.on_their_way += 1
+        self.to_apply += applies
+        return self.version + self.to_apply
+
+    def arrived(self, push: UploadHeader, *, applies: bool, refused: bool = False) -> None:
+        """What was admitted first has been applied, or is refused."""
+        if not refused:
+            self.settled.settle(push)
+        self.on_their_way -= 1
+        self.to_apply -= applies
+        if not self.on_their_way:
+            self.ahead = None
+
+    def apply(self, gradient: torch.Tensor, optimizer: OptimizerSettings) -> None:
         """One optimizer step with a sound gradient of the values' size and dtype, which is read and not kept."""
         values = self._values()
         for reading in self.readings:
@@ -93,28 +148,40 @@ class Partition:
         self.readings.clear()
         if self.optimizer is None:
             self.optimizer = optimizer.build(values, tensor=self.spec.tensor)
+        fresh = values not in self.optimizer.state
         values.grad = gradient
         try:
             self.optimizer.step()
+        except BaseException:
+            if fresh:  # half of a state would be taken for a whole one
+                self.optimizer.state.pop(values, None)
+            raise
         finally:
             values.grad = None
-        self.settle(push)
         self.version += 1
 
-    def settle(self, push: UploadHeader) -> None:
-        """The push needs no further attention: it is applied, or was before. Its number is used up; an older one changes nothing."""
-        if push.sequence <= self.sequences.get(push.member_id, 0):
+    def reserve(self, optimizer: OptimizerSettings) -> None:
+        """Sees that there is memory for what the first push will make beside the values.
+
+        Raises LimitError / MEMORY_EXHAUSTED.
+        """
+        if self.optimizer is not None:
             return
-        self.sequences[push.member_id] = push.sequence
-        if push.batch:
-            self.batches[push.member_id] = push.batch
-        else:
-            self.batches.pop(push.member_id, None)
+        values, tensors = self._values(), len(optimizer.state_names)
+        try:
+            torch.empty(tensors * values.nbytes, dtype=torch.uint8)
+        except RuntimeError as error:
+            raise LimitError(
+                f"{describe(self.spec)}: there is no memory for the optimizer's {tensors} tensors of {values.nbytes} bytes each; nothing "
+                "of this partition was applied. Give the server more memory, or the job more servers",
+                reason="MEMORY_EXHAUSTED",
+            ) from error
 
     def forget(self, member_id: str) -> None:
         """A member that will not come back."""
-        self.sequences.pop(member_id, None)
-        self.batches.pop(member_id, None)
+        self.settled.forget(member_id)
+        if self.ahead is not None:
+            self.ahead.forget(member_id)
 
     def read(self) -> Reading:
         """The values as they are now, to be read in pieces. Only with values; `readings.discard` it when done."""
@@ -130,8 +197,8 @@ class Partition:
             version=self.version,
             values=values.clone(),
             state={name: tensor.clone() for name, tensor in self._state().items()},
-            sequences=dict(self.sequences),
-            batches=dict(self.batches),
+            sequences=dict(self.settled.sequences),
+            batches=dict(self.settled.batches),
         )
 
     @property

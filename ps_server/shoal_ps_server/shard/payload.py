@@ -68,6 +68,11 @@ class Upload:
         """Bytes still to come."""
         return self._bytes.nbytes - self._received
 
+    @property
+    def payload(self) -> memoryview:
+        """The bytes as they came. Of a partition in CODEC_RAW they are those of its `values`."""
+        return self._bytes.data
+
     def add(self, chunk: memoryview) -> None:
         """The next bytes. Raises InvalidRequestError / PAYLOAD_SIZE_MISMATCH when there are more than the header declares."""
         if chunk.nbytes > self.missing:

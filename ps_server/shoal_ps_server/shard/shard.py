@@ -1,8 +1,11 @@
 """A server's shard: every partition it holds, and the only ways to change one.
 
+A change is made in two steps: `admit_push` checks all that can be checked and takes its place in the order; `apply` makes it, once the
+journal has it; or `refuse` says that it cannot be made. All that are admitted are applied in the order of their admission, or, from one on,
+refused.
+
 The shard belongs to the event loop's thread: no method locks, waits, or may be called from elsewhere (docs/decisions/0031 has the
-measurement). gRPC's own threads take the next chunks off the wire while torch, which releases the GIL, applies a partition. A write-ahead
-journal and a backup will stand between the check of a push and `Partition.apply`, in `push`.
+measurement). gRPC's own threads take the next chunks off the wire while torch, which releases the GIL, applies a partition.
 """
 
 from __future__ import annotations
@@ -12,12 +15,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import torch
 from shoal_common.errors import PreconditionError
 
 from shoal_ps_server.shard.layout import Layout
 from shoal_ps_server.shard.optimizer import OptimizerSettings
 from shoal_ps_server.shard.partition import Partition, PartitionImage
-from shoal_ps_server.shard.payload import Upload
+from shoal_ps_server.shard.payload import Upload, UploadHeader
 from shoal_ps_server.shard.reading import Reading
 
 
@@ -34,6 +38,21 @@ class Outcome:
     """Known before; nothing changed."""
     apply_seconds: float = 0.0
     """Spent in arithmetic and last checks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Admitted:
+    """A change that was found right, and is to be applied."""
+
+    partition: Partition
+    header: UploadHeader
+    version: int
+    """The partition's, after it."""
+    values: torch.Tensor | None
+    """The gradient, or the first values; None: a push that was known by its batch, of which only the number is used up."""
+    first: bool = False
+    """These are the first values."""
+    check_seconds: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,45 +89,101 @@ class Shard:
             if partition.optimizer is not None:
                 optimizer.retune(partition.optimizer, tensor=partition.spec.tensor)
 
-    def initialize(self, upload: Upload) -> Outcome:
-        """Gives a partition its first values; a duplicate if it has some. Raises as `Upload.values`."""
+    def admit_values(self, upload: Upload) -> Admitted | None:
+        """First values of a partition; None: it has some, or they are on their way. Raises as `Upload.values`."""
         started = time.perf_counter()
-        spec = upload.header.spec
-        partition = self._partitions[spec.partition_id]
-        duplicate = partition.version > 0
-        if not duplicate:
-            partition.initialize(upload.values())
-        return Outcome(
-            partition_id=spec.partition_id,
-            version=partition.version,
-            duplicate=duplicate,
-            apply_seconds=time.perf_counter() - started,
+        header = upload.header
+        partition = self._partitions[header.spec.partition_id]
+        if partition.version or partition.on_their_way:
+            return None
+        values = upload.values()
+        partition.on_their_way += 1
+        return Admitted(
+            partition=partition, header=header, version=1, values=values, first=True, check_seconds=time.perf_counter() - started
         )
 
-    def push(self, upload: Upload) -> Outcome:
-        """Applies one gradient, once.
+    def admit_push(self, upload: Upload) -> Admitted | None:
+        """A gradient, which will be applied once; None: it is known, by its number.
 
-        Raises PreconditionError (OPTIMIZER_UNCONFIGURED, and as `Partition.is_duplicate`) and as `Upload.values`; nothing changed then.
+        Raises PreconditionError (OPTIMIZER_UNCONFIGURED, and as `Partition.is_duplicate`), LimitError / MEMORY_EXHAUSTED and as
+        `Upload.values`; nothing is admitted then.
         """
         started = time.perf_counter()
         header = upload.header
         partition = self._partitions[header.spec.partition_id]
         if self._optimizer is None:
             raise PreconditionError("this server has no optimizer: send ConfigureOptimizer before Push", reason="OPTIMIZER_UNCONFIGURED")
-        if partition.is_duplicate(header):
-            partition.settle(header)
+        duplicate = partition.is_duplicate(header)
+        if duplicate and not partition.is_next(header):
+            return None
+        gradient = None
+        if not duplicate:
+            gradient = upload.values()
+            partition.reserve(self._optimizer)
+        version = partition.admit(header, applies=not duplicate)
+        return Admitted(partition=partition, header=header, version=version, values=gradient, check_seconds=time.perf_counter() - started)
+
+    def apply(self, admitted: Admitted) -> Outcome:
+        """Makes the change that was admitted first of all that are on their way to its partition."""
+        started = time.perf_counter()
+        partition, header, values = admitted.partition, admitted.header, admitted.values
+        staleness = 0
+        if admitted.first:
+            assert values is not None
+            partition.initialize(values)
+            partition.on_their_way -= 1
+        elif values is None:
+            partition.arrived(header, applies=False)
             self._pushes_deduplicated += 1
-            return Outcome(partition_id=header.spec.partition_id, version=partition.version, duplicate=True)
-        gradient = upload.values()
-        staleness = partition.version - header.base_version
-        partition.apply(gradient, header, self._optimizer)
-        self._pushes_applied += 1
+        else:
+            assert self._optimizer is not None, "nothing is admitted without"
+            staleness = partition.version - header.base_version
+            partition.apply(values, self._optimizer)
+            partition.arrived(header, applies=True)
+            self._pushes_applied += 1
         return Outcome(
             partition_id=header.spec.partition_id,
             version=partition.version,
             staleness=staleness,
-            apply_seconds=time.perf_counter() - started,
+            duplicate=values is None,
+            apply_seconds=admitted.check_seconds + time.perf_counter() - started,
         )
+
+    def refuse(self, admitted: Admitted) -> None:
+        """It will not be applied; nor will what was admitted after it."""
+        if admitted.first:
+            admitted.partition.on_their_way -= 1
+        else:
+            admitted.partition.arrived(admitted.header, applies=admitted.values is not None, refused=True)
+
+    def settle(self, header: UploadHeader) -> None:
+        """Uses the number of a push up that was known by its batch."""
+        self._partitions[header.spec.partition_id].settled.settle(header)
+
+    def redo(self, upload: Upload) -> int:
+        """Applies a push that was admitted and applied in another process; returns the version after it. Raises as `Upload.values`."""
+        assert self._optimizer is not None, "it was admitted with one"
+        partition = self._partitions[upload.header.spec.partition_id]
+        partition.apply(upload.values(), self._optimizer)
+        partition.settled.settle(upload.header)
+        return partition.version
+
+    def known(self, header: UploadHeader) -> Outcome:
+        """What is answered to an upload that changes nothing."""
+        if header.sequence:
+            self._pushes_deduplicated += 1
+        partition = self._partitions[header.spec.partition_id]
+        return Outcome(partition_id=header.spec.partition_id, version=partition.version, duplicate=True)
+
+    def initialize(self, upload: Upload) -> Outcome:
+        """Gives a partition its first values at once; a duplicate if it has some. Raises as `admit_values`."""
+        admitted = self.admit_values(upload)
+        return self.known(upload.header) if admitted is None else self.apply(admitted)
+
+    def push(self, upload: Upload) -> Outcome:
+        """Applies one gradient at once. Raises as `admit_push`; nothing changed then."""
+        admitted = self.admit_push(upload)
+        return self.known(upload.header) if admitted is None else self.apply(admitted)
 
     def version(self, partition_id: int) -> int:
         """A partition's version; 0: no values yet."""
@@ -144,7 +219,7 @@ class Shard:
         held = [self._partitions[partition_id] for partition_id in self.partition_ids()]
         return ShardSummary(
             versions={each.spec.partition_id: each.version for each in held},
-            sequences={each.spec.partition_id: each.sequences[member_id] for each in held if member_id in each.sequences},
+            sequences={each.spec.partition_id: each.settled.sequences[member_id] for each in held if member_id in each.settled.sequences},
             stored_bytes=sum(each.stored_bytes for each in held),
             pushes_applied=self._pushes_applied,
             pushes_deduplicated=self._pushes_deduplicated,

@@ -35,7 +35,7 @@ from shoal_protos.v1 import coordinator_pb2, coordinator_pb2_grpc
 from shoal_protos.v1 import parameter_server_pb2 as pb
 from shoal_ps_server.server import ParameterServer
 from shoal_ps_server.settings import PsServerSettings
-from shoal_ps_server.snapshot.directory import DataDirectory
+from shoal_ps_server.storage.directory import DataDirectory
 
 JOB = "job"
 DEADLINE_S = 60.0

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import random
 import signal
 import subprocess
 import sys
+import threading
+import time
+from contextlib import suppress
 from datetime import timedelta
 
 import numpy as np
 import pytest
-from shoal_common.errors import ConfigurationError, CorruptDataError, PermissionDeniedError, PreconditionError, UnavailableError
+from shoal_common.clients.parameter_server import ParameterServerClient
+from shoal_common.errors import ConfigurationError, CorruptDataError, PermissionDeniedError, PreconditionError, ShoalError, UnavailableError
 from shoal_common.rpc.channel import ChannelSettings
 from shoal_protos.v1 import parameter_server_pb2 as pb
 from shoal_ps_server.settings import PsServerSettings, parse_command_line
@@ -60,30 +65,51 @@ def test_a_restarted_server_goes_on_where_it_was_stopped(cluster, start, tmp_pat
     assert all(np.array_equal(left[number], right[number]) for number in left)
 
 
-def test_a_killed_server_comes_back_with_its_last_snapshot_and_says_what_is_lost(cluster, start, tmp_path) -> None:
+def test_a_killed_server_comes_back_with_all_that_it_acknowledged(cluster, start, tmp_path) -> None:
+    """Two members push without a pause; the server is killed in the middle of it, again and again."""
     data = tmp_path / "data"
-    process = start(*flags(cluster, "--data-dir", str(data), "--snapshot-interval", "0s"))
-    client = process.client()
-    cluster.declare()
-    member = cluster.trainable(client)
-    member.push(1.0)
-    written = client.snapshot("job")
-    assert written.bytes == (data / "snapshot.safetensors").stat().st_size
-    member.push(1.0)
-    member.pull()
-    process.end(signal.SIGKILL)
-    client.close()
+    cluster.declare(partition=300)
+    generator = random.Random(0)
+    acknowledged = {"a": 0, "b": 0}
+    for kill in range(4):
+        process = start(*flags(cluster, "--data-dir", str(data), "--snapshot-interval", "0.2s" if kill == 2 else "0s"))
+        client = process.client()
+        if kill == 0:
+            cluster.trainable(client)
 
-    member.client = restarted = cluster.unregistered(data_dir=data)
-    with pytest.raises(PreconditionError) as caught:
-        member.push(1.0)
-    assert caught.value.reason == "SEQUENCE_GAP"
-    assert [each.sequence for each in restarted.get_server(member_id="a").partitions] == [1, 1, 1]
-    with pytest.raises(PreconditionError) as caught:
-        member.push(1.0, sequence=2)
-    assert caught.value.reason == "BASE_VERSION_AHEAD"
-    member.pull()
-    assert {each.version for each in member.push(1.0, sequence=2)} == {3}
+        def train(name: str, client: ParameterServerClient = client) -> None:
+            member = cluster.member(client, name)
+            with suppress(ShoalError):  # until the server is killed
+                while True:
+                    sequence = acknowledged[name] + 1
+                    results = member.push(1.0, sequence=sequence, base_version=1)
+                    assert all(not each.duplicate for each in results)
+                    acknowledged[name] = sequence
+
+        known = {name: client.get_server(member_id=name) for name in acknowledged}
+        for name, server in known.items():
+            assert {each.sequence for each in server.partitions} <= {acknowledged[name], acknowledged[name] + 1}
+            acknowledged[name] = min(each.sequence for each in server.partitions)
+            cluster.member(client, name).push(1.0, sequence=acknowledged[name] + 1, base_version=1)  # whatever of it is not there yet
+            acknowledged[name] += 1
+        members = [threading.Thread(target=train, args=(name,)) for name in acknowledged]
+        for each in members:
+            each.start()
+        time.sleep(generator.uniform(0.1, 0.6))
+        process.end(signal.SIGKILL)
+        for each in members:
+            each.join()
+        client.close()
+
+    assert min(acknowledged.values()) > 20
+    client = cluster.unregistered(data_dir=data)
+    sequences = [[each.sequence for each in client.get_server(member_id=name).partitions] for name in acknowledged]
+    for name, found in zip(acknowledged, sequences, strict=True):
+        assert all(acknowledged[name] <= each <= acknowledged[name] + 1 for each in found)
+    versions = [each.version for each in client.get_server().partitions]
+    assert versions == [1 + one + other for one, other in zip(*sequences, strict=True)]
+    values = {number: raw.view(np.float32) for number, raw in cluster.member(client).pull().items()}
+    assert all((values[number] == 1.0 - version).all() for number, version in enumerate(versions))
 
 
 def test_a_damaged_snapshot_keeps_the_server_from_starting_and_stays_as_it_is(cluster, tmp_path) -> None:

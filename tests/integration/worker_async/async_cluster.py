@@ -33,6 +33,7 @@ class Server:
         self._index = index
         self._keeps_data = keeps_data
         self._directory = cluster.directory / f"server-{index}"
+        self.data = self._directory / "data"
         self._directory.mkdir()
         self.start()
 
@@ -41,7 +42,7 @@ class Server:
         arguments = ["--coordinator", self._cluster.coordinator.address, "--job", self._cluster.job_id]
         arguments += ["--server-id", f"server-{self._index}", "--port-file", str(self._port_file), "--snapshot-interval", "0s"]
         if self._keeps_data:
-            arguments += ["--data-dir", str(self._directory / "data")]
+            arguments += ["--data-dir", str(self.data)]
         self.process = self._cluster.zygote.start("server", arguments, output=self._directory / "log")
 
     @property

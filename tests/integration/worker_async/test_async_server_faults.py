@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -43,25 +44,46 @@ def test_a_server_that_is_restarted_with_its_snapshot_has_applied_every_push_onc
     assert "lost" not in worker.process.said()
 
 
-def test_a_server_that_is_killed_goes_on_from_its_snapshot_and_the_worker_says_what_is_lost(cluster: Make) -> None:
+def test_a_server_that_is_killed_comes_back_with_every_push_that_it_acknowledged(cluster: Make) -> None:
+    running = cluster()
+    worker = running.start_worker(epochs=2, hold_at=[4, 8, 12], optimizer="AdamW", settings={"lr": 0.05})
+    killed, other = running.servers
+    for hold in (4, 8):
+        worker.wait_step(hold)
+        killed.process.kill()
+        killed.process.wait()
+        killed.start()
+        worker.go(hold)
+    worker.wait_step(12)
+    assert versions(killed) == versions(other) == {1 + 12}
+    worker.go(12)
+    assert worker.result()["error"] < 1.0
+    assert "came back without" not in worker.process.said()
+
+
+def test_a_server_whose_data_directory_is_an_older_copy_goes_on_from_it_and_the_worker_says_what_is_lost(
+    cluster: Make, tmp_path: Path
+) -> None:
     running = cluster()
     worker = running.start_worker(epochs=2, hold_at=[4, 8, 12])
     worker.wait_step(4)
-    killed, other = running.servers
-    killed.snapshot()
+    set_back, other = running.servers
+    shutil.copytree(set_back.data, tmp_path / "copy")
     worker.go(4)
     worker.wait_step(8)
-    killed.process.kill()
-    killed.process.wait()
-    killed.start()
+    set_back.process.kill()
+    set_back.process.wait()
+    shutil.rmtree(set_back.data)
+    shutil.copytree(tmp_path / "copy", set_back.data)
+    set_back.start()
     worker.go(8)
     worker.wait_step(12)
-    assert versions(killed) == {1 + 4 + 4}
+    assert versions(set_back) == {1 + 4 + 4}
     assert versions(other) == {1 + 12}
-    lost = 4 * len(killed.look().partitions)
+    lost = 4 * len(set_back.look().partitions)
     worker.go(12)
     assert worker.result()["error"] < 1.0
-    assert f"was restored from an older snapshot: {lost} updates of this worker are lost" in worker.process.said()
+    assert f"came back without {lost} updates of this worker that it had acknowledged" in worker.process.said()
 
 
 def test_a_server_that_comes_back_empty_gets_a_workers_values_and_the_schedule(cluster: Make) -> None:

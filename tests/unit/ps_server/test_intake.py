@@ -17,6 +17,8 @@ from shoal_ps_server.consistency.membership import Membership
 from shoal_ps_server.service import intake as intake_module
 from shoal_ps_server.service.intake import Intake
 from shoal_ps_server.service.requests import UploadKind
+from shoal_ps_server.storage.changes import Changes
+from shoal_ps_server.storage.image import Members
 
 
 @pytest.fixture
@@ -37,7 +39,7 @@ def made(make):
 
         intake = Intake(
             job_id="job",
-            shard=shard,
+            changes=Changes(shard=shard, layout=lambda: layout, members=Members),
             membership=membership,
             layout_of_epoch=layout_of_epoch,
             applied=lambda *_: None,

@@ -17,9 +17,9 @@ from shoal_ps_server.consistency.clocks import Consistency, ConsistencyMode
 from shoal_ps_server.shard.optimizer import ParameterGroup, optimizer_settings
 from shoal_ps_server.shard.partition import PartitionImage
 from shoal_ps_server.shard.shard import Shard
-from shoal_ps_server.snapshot.directory import DataDirectory
-from shoal_ps_server.snapshot.file import FORMAT, read_snapshot, write_snapshot
-from shoal_ps_server.snapshot.image import FORMAT_VERSION, ServerImage, ServerState, dumps
+from shoal_ps_server.storage.directory import DataDirectory
+from shoal_ps_server.storage.image import FORMAT_VERSION, Members, ServerImage, ServerState, dumps
+from shoal_ps_server.storage.snapshot import FORMAT, read_snapshot, write_snapshot
 
 
 @pytest.fixture
@@ -46,10 +46,8 @@ def image(make) -> ServerImage:
             consistency=Consistency(mode=ConsistencyMode.SSP, bound=4),
             revision=9,
         ),
-        generation=7,
-        members=frozenset({"a", "b"}),
-        put_out={"c": 6, "b": 5},
-        slowest_clock=10,
+        membership=Members(generation=7, members=frozenset({"a", "b"}), put_out={"c": 6, "b": 5}, slowest_clock=10),
+        journal=3,
     )
     images = tuple(taken for number in shard.partition_ids() if (taken := shard.image(number)) is not None)
     return ServerImage(state=state, partitions=images)
@@ -57,7 +55,7 @@ def image(make) -> ServerImage:
 
 def assert_same(left: ServerImage, right: ServerImage) -> None:
     assert left.state == right.state
-    assert list(left.state.put_out) == list(right.state.put_out)
+    assert list(left.state.membership.put_out) == list(right.state.membership.put_out)
     assert len(left.partitions) == len(right.partitions)
     for one, other in zip(left.partitions, right.partitions, strict=True):
         for field in ("spec", "version", "sequences", "batches"):
@@ -97,7 +95,7 @@ def test_other_tools_can_open_it(tmp_path, image) -> None:
 
 
 def test_one_that_joined_after_the_snapshot_does_not_hold_the_others_up_for_what_they_did_since(image) -> None:
-    clocks = image.state.restored_clocks()
+    clocks = image.state.membership.restored_clocks()
     clocks.follow(["a", "b", "joined since"])
     for member, finished in (("a", 112), ("b", 110), ("joined since", 100)):
         clocks.report(member, finished)

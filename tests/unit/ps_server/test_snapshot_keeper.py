@@ -11,9 +11,10 @@ import torch
 from prometheus_client import CollectorRegistry
 from shoal_common.tasks import end_tasks
 from shoal_ps_server.metrics import Metrics
-from shoal_ps_server.snapshot.directory import DataDirectory
-from shoal_ps_server.snapshot.image import ServerState
-from shoal_ps_server.snapshot.keeper import SnapshotKeeper
+from shoal_ps_server.storage.changes import Changes
+from shoal_ps_server.storage.directory import DataDirectory
+from shoal_ps_server.storage.image import Members, ServerState
+from shoal_ps_server.storage.keeper import SnapshotKeeper
 
 
 def test_the_last_snapshot_waits_for_one_that_was_cancelled_halfway(make, tmp_path) -> None:
@@ -25,7 +26,15 @@ def test_the_last_snapshot_waits_for_one_that_was_cancelled_halfway(make, tmp_pa
     os.mkfifo(standstill)
 
     async def test() -> None:
-        keeper = SnapshotKeeper(directory=directory, shard=shard, state=lambda: _state(make.layout(spec)), metrics=_metrics())
+        changes = Changes(shard=shard, layout=lambda: make.layout(spec), members=Members)
+        keeper = SnapshotKeeper(
+            directory=directory,
+            shard=shard,
+            state=lambda: _state(make.layout(spec)),
+            changes=changes,
+            metrics=_metrics(),
+            journal_limit=1 << 30,
+        )
         first = asyncio.create_task(keeper.write())
         while not writers():
             await asyncio.sleep(0)
@@ -66,8 +75,5 @@ def _state(layout) -> ServerState:
         server_id="server",
         layout=layout,
         configuration=None,
-        generation=1,
-        members=frozenset(),
-        put_out={},
-        slowest_clock=0,
+        membership=Members(generation=1),
     )

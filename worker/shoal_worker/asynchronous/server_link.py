@@ -2,9 +2,8 @@
 
 A push carries a sequence number per partition. When a call fails nobody knows what became of it, so the link asks the server what it
 holds, and then sends the same numbers again: what was applied is acknowledged and not applied twice. A server that comes back with less
-than it had acknowledged was restored from an older snapshot, or starts empty. Then updates are lost, of all workers alike; the link says so
-in the log and in the metrics, gives an empty server this worker's own values, and goes on from where the server stands
-(docs/decisions/0082).
+than it had acknowledged has lost its disk, or has no data directory. Then updates are lost, of all workers alike; the link says so in the
+log and in the metrics, gives an empty server this worker's own values, and goes on from where the server stands (docs/decisions/0082).
 
 Used by one thread at a time: the training thread hands work to a thread of the pool and waits for it.
 """
@@ -49,7 +48,7 @@ _TURN_WAIT: Final = timedelta(seconds=5)
 _LARGEST_CLOCK: Final = 2**63 - 1
 _TRANSIENT: Final = (UnavailableError, DeadlineError, CorruptDataError)
 _REWOUND: Final = frozenset({"SEQUENCE_GAP", "BASE_VERSION_AHEAD", "PARTITION_UNINITIALIZED", "OPTIMIZER_UNCONFIGURED"})
-"""Refusals that mean: the server has lost something since its last snapshot."""
+"""Refusals that mean: the server has lost something that it had acknowledged."""
 _NOT_MY_TURN: Final = "SSP_WAIT_TIMEOUT"
 
 AnswerT = TypeVar("AnswerT")
@@ -365,8 +364,8 @@ class ServerLink:
             self._base[partition_id] = min(self._base[partition_id], here.version)
         if lost:
             _log.warning(
-                "server %d was restored from an older snapshot: %d updates of this worker are lost (counted by partition), and those of "
-                "other workers since then; training goes on from the snapshot",
+                "server %d came back without %d updates of this worker that it had acknowledged (counted by partition), and without those "
+                "of other workers since then; training goes on from what it has. With a data directory of its own it loses none",
                 self._share.index,
                 lost,
             )

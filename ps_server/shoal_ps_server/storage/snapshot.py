@@ -21,7 +21,7 @@ from shoal_common.wire import checksum
 from shoal_ps_server.shard.layout import PartitionSpec
 from shoal_ps_server.shard.partition import PartitionImage
 from shoal_ps_server.shard.payload import bytes_of
-from shoal_ps_server.snapshot.image import FORMAT_VERSION, ServerImage, ServerState, dumps, state_from_json, state_to_json
+from shoal_ps_server.storage.image import FORMAT_VERSION, ServerImage, ServerState, dumps, state_from_json, state_to_json
 
 FORMAT: Final = "shoal-ps-server-snapshot"
 

@@ -1,4 +1,4 @@
-"""A server's data directory: one snapshot in it, and one server at a time."""
+"""A server's data directory: one snapshot in it, the journal of what came after it, and one server at a time."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from typing import Final, Self
 
 from shoal_common.errors import ConfigurationError
 
-from shoal_ps_server.snapshot.file import read_snapshot
-from shoal_ps_server.snapshot.image import ServerImage
+from shoal_ps_server.storage.image import ServerImage
+from shoal_ps_server.storage.recovery import Recovered, recover
+from shoal_ps_server.storage.segments import Owner, Segments
+from shoal_ps_server.storage.snapshot import read_snapshot
 
 _SNAPSHOT: Final = "snapshot.safetensors"
 _LOCK: Final = "lock"
@@ -23,6 +25,7 @@ class DataDirectory:
     def __init__(self, path: Path) -> None:
         """Makes the directory if it is not there. ConfigurationError when it cannot be used or another server uses it."""
         self.path = path
+        self._segments: Segments | None = None
         try:
             path.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -55,6 +58,22 @@ class DataDirectory:
         for leftover in self.path.glob(f"{_SNAPSHOT}.*.tmp"):
             leftover.unlink(missing_ok=True)
         return image
+
+    def recover(self, *, job_id: str, server_id: str) -> Recovered:
+        """The server as it was when it ended, however that was. Raises as `read` and `recovery.recover`."""
+        image = self.read(job_id=job_id, server_id=server_id)
+        self._segments = Segments(self.path, Owner(job_id=job_id, server_id=server_id))
+        return recover(self._segments, image, job_id=job_id, server_id=server_id)
+
+    @property
+    def segments(self) -> Segments:
+        """The journal's files. After `recover`."""
+        assert self._segments is not None, "recover() comes first"
+        return self._segments
+
+    def forget_journal_before(self, number: int) -> None:
+        """A snapshot has all that is in files before `number`. Raises OSError."""
+        self.segments.remove_before(number)
 
     def close(self) -> None:
         """Gives the directory back. Idempotent."""

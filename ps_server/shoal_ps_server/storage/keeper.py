@@ -10,20 +10,25 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Final
 
 from shoal_common.errors import PreconditionError, UnavailableError
 
 from shoal_ps_server.metrics import Metrics
 from shoal_ps_server.shard.partition import PartitionImage
 from shoal_ps_server.shard.shard import Shard
-from shoal_ps_server.snapshot.directory import DataDirectory
-from shoal_ps_server.snapshot.file import write_snapshot
-from shoal_ps_server.snapshot.image import ServerImage, ServerState
+from shoal_ps_server.storage.changes import Changes
+from shoal_ps_server.storage.directory import DataDirectory
+from shoal_ps_server.storage.image import ServerImage, ServerState
+from shoal_ps_server.storage.snapshot import write_snapshot
 
 logger = logging.getLogger(__name__)
+
+_LOOK_S: Final = 1.0
+"""How often the length of the journal is looked at."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,11 +42,23 @@ class Written:
 class SnapshotKeeper:
     """Writes one snapshot at a time."""
 
-    def __init__(self, *, directory: DataDirectory | None, shard: Shard, state: Callable[[], ServerState | None], metrics: Metrics) -> None:
-        """`state` gives what is not in the shard; None while the server does not know its partitions."""
+    def __init__(
+        self,
+        *,
+        directory: DataDirectory | None,
+        shard: Shard,
+        state: Callable[[], ServerState | None],
+        changes: Changes,
+        metrics: Metrics,
+        journal_limit: int,
+    ) -> None:
+        """`state` gives what is not in the shard; None while the server does not know its partitions. `journal_limit`: bytes of the journal
+        from which on a snapshot is due, if that is more than twice what the server holds."""
         self._directory = directory
         self._shard = shard
         self._state = state
+        self._changes = changes
+        self._journal_limit = journal_limit
         self._metrics = metrics
         self._writing = asyncio.Lock()
         self._on_disk: asyncio.Future[int] | None = None
@@ -52,15 +69,16 @@ class SnapshotKeeper:
         """Writes one now; returns when it is on disk.
 
         Raises PreconditionError (SNAPSHOTS_OFF without a data directory, TENSORS_UNDECLARED before there are partitions) and
-        UnavailableError / SNAPSHOT_FAILED when the disk does not take it; the one before is still there then.
+        UnavailableError: SNAPSHOT_FAILED or JOURNAL_FAILED when the disk does not take it; the one before is still there then.
         """
         if self._directory is None:
             raise PreconditionError("this server has no data directory: start it with --data-dir", reason="SNAPSHOTS_OFF")
         async with self._writing:
-            state = self._state()
-            if state is None:
+            if self._state() is None:
                 raise PreconditionError("this server holds no partitions yet: declare the job's tensors first", reason="TENSORS_UNDECLARED")
             started = time.perf_counter()
+            # What comes after this is in the journal's new file, and what came before is in the partitions that are copied now.
+            state = await asyncio.shield(self._changes.begin_file(self._state_at))
             image = ServerImage(state=state, partitions=await self._capture())
             if self._on_disk is not None:
                 # Cancelling whoever waited for it did not end it, and it writes the same temporary file.
@@ -73,13 +91,14 @@ class SnapshotKeeper:
                 raise UnavailableError(
                     f"the snapshot could not be written to {self._directory.path}: {error}", reason="SNAPSHOT_FAILED"
                 ) from error
+            await self._forget_journal_before(state.journal)
             self._last = _fingerprint(image.state, {each.spec.partition_id: each.version for each in image.partitions})
             self._metrics.snapshot_written(nbytes=nbytes, seconds=time.perf_counter() - started)
             logger.info("snapshot written", extra={"path": self._directory.snapshot, "bytes": nbytes})
             return Written(path=self._directory.snapshot, nbytes=nbytes)
 
     async def write_if_changed(self) -> None:
-        """Writes one unless there is nothing to write, or nothing was applied since the last. Raises UnavailableError / SNAPSHOT_FAILED."""
+        """Writes one unless there is nothing to write, or nothing was applied since the last. Raises UnavailableError as `write`."""
         state = self._state()
         if self._directory is None or state is None:
             return
@@ -89,13 +108,37 @@ class SnapshotKeeper:
         await self.write()
 
     async def periodically(self, interval: timedelta) -> None:
-        """Writes one every `interval`, until cancelled. A failure is logged and counted; training goes on."""
+        """Writes one every `interval` (0: never), and when the journal has grown enough, until cancelled. A failure is logged and counted;
+        training goes on."""
+        loop = asyncio.get_running_loop()
+        due = loop.time() + interval.total_seconds() if interval else float("inf")
         while True:
-            await asyncio.sleep(interval.total_seconds())
+            await asyncio.sleep(min(_LOOK_S, max(0.0, due - loop.time())))
+            if loop.time() < due and not self._journal_is_long():
+                continue
             try:
                 await self.write_if_changed()
             except UnavailableError as error:
                 logger.error("snapshot failed", extra={"error": error})
+            due = loop.time() + interval.total_seconds() if interval else float("inf")
+
+    def _journal_is_long(self) -> bool:
+        written = self._changes.journal_bytes
+        return written >= self._journal_limit and written >= 2 * self._shard.summary().stored_bytes
+
+    def _state_at(self, journal_file: int) -> ServerState:
+        state = self._state()
+        assert state is not None, "what is known of the partitions is not forgotten"
+        return replace(state, journal=journal_file)
+
+    async def _forget_journal_before(self, number: int) -> None:
+        assert self._directory is not None
+        if not number:
+            return
+        try:
+            await asyncio.get_running_loop().run_in_executor(None, self._directory.forget_journal_before, number)
+        except OSError as error:
+            logger.error("files of the journal that are not needed any more could not be removed", extra={"error": error})
 
     async def _capture(self) -> tuple[PartitionImage, ...]:
         images: list[PartitionImage] = []

@@ -1,0 +1,112 @@
+"""Every change of a server's state on its way: checked, written to the journal, made. Belongs to the event loop.
+
+Without a data directory there is no journal, and a change is made at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TypeVar
+
+from shoal_ps_server.configuration import Configuration
+from shoal_ps_server.shard.layout import Layout
+from shoal_ps_server.shard.payload import Upload
+from shoal_ps_server.shard.shard import Admitted, Outcome, Shard
+from shoal_ps_server.storage.image import Members
+from shoal_ps_server.storage.journal import Journal
+from shoal_ps_server.storage.record import Record
+from shoal_ps_server.storage.recovery import configuration_record, layout_record, members_record, partition_record
+
+T = TypeVar("T")
+
+
+class Changes:
+    """All changes of one server, in one order."""
+
+    def __init__(self, *, shard: Shard, layout: Callable[[], Layout | None], members: Callable[[], Members]) -> None:
+        """`layout`, `members`: as they are now; the journal has them before anything that was done under them."""
+        self._shard = shard
+        self._layout = layout
+        self._members = members
+        self._journal: Journal | None = None
+        self._layout_written: Layout | None = None
+        self._members_due = True
+        self._latest: dict[int, asyncio.Future[Outcome]] = {}
+        """Partition -> the last change of it that is on its way, or was."""
+
+    def write_to(self, journal: Journal) -> None:
+        """From now on."""
+        self._journal = journal
+
+    def members_changed(self) -> None:
+        """The journal is to have them before the next change."""
+        self._members_due = True
+
+    async def push(self, upload: Upload) -> asyncio.Future[Outcome]:
+        """Admits a gradient; the future has what became of it. Raises as `Shard.admit_push`."""
+        return await self._partition(upload, self._shard.admit_push(upload))
+
+    async def initialize(self, upload: Upload) -> asyncio.Future[Outcome]:
+        """Admits first values. Raises as `Shard.admit_values`."""
+        return await self._partition(upload, self._shard.admit_values(upload))
+
+    def configure(self, configuration: Configuration, effect: Callable[[], None]) -> asyncio.Future[None]:
+        """Calls `effect` once the journal has the configuration. The future fails with UnavailableError / JOURNAL_FAILED."""
+        return self._make(configuration_record(configuration), effect)
+
+    def begin_file(self, effect: Callable[[int], T]) -> asyncio.Future[T]:
+        """See `Journal.rotate`; without a journal the number is 0."""
+        if self._journal is None:
+            return _done(effect(0))
+        # The new file says first what the snapshot that begins with it may not know.
+        self._layout_written, self._members_due = None, True
+        return self._journal.rotate(effect)
+
+    @property
+    def journal_bytes(self) -> int:
+        """Written since the last `begin_file`."""
+        return 0 if self._journal is None else self._journal.bytes_since_rotation
+
+    async def close(self) -> None:
+        """Waits for what is on its way. Nothing is to be changed after that."""
+        if self._journal is not None:
+            await self._journal.close()
+
+    async def _partition(self, upload: Upload, admitted: Admitted | None) -> asyncio.Future[Outcome]:
+        number = upload.header.spec.partition_id
+        if admitted is None:
+            if (latest := self._latest.get(number)) is not None:
+                await asyncio.wait([latest])
+                latest.result()  # what it is a duplicate of may not have been written
+            return _done(self._shard.known(upload.header))
+        change = admitted
+        made = self._make(
+            None if self._journal is None else partition_record(change, upload),
+            lambda: self._shard.apply(change),
+            refused=lambda: self._shard.refuse(change),
+        )
+        self._latest[number] = made
+        return made
+
+    def _make(self, record: Record | None, effect: Callable[[], T], *, refused: Callable[[], None] = lambda: None) -> asyncio.Future[T]:
+        journal = self._journal
+        if journal is None:
+            return _done(effect())
+        layout = self._layout()
+        if layout is not None and layout is not self._layout_written:
+            self._layout_written = layout
+            journal.append(layout_record(layout), lambda: None, refused=self._write_again)
+        if self._members_due:
+            self._members_due = False
+            journal.append(members_record(self._members()), lambda: None, refused=self._write_again)
+        return journal.append(record, effect, refused=refused)
+
+    def _write_again(self) -> None:
+        self._layout_written, self._members_due = None, True
+
+
+def _done(value: T) -> asyncio.Future[T]:
+    future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+    future.set_result(value)
+    return future

@@ -1,0 +1,179 @@
+"""What a snapshot holds, as values, and its metadata as JSON.
+
+The metadata names every tensor in the file with its xxh3-64, and is itself covered by one (file.py), so a snapshot is either exactly what
+was written or refused. There is no pickle anywhere.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Final
+
+from shoal_ps_server.configuration import Configuration
+from shoal_ps_server.consistency.clocks import Clocks, Consistency, ConsistencyMode, MemberClock
+from shoal_ps_server.consistency.fence import Fence
+from shoal_ps_server.shard.dtypes import BY_NAME
+from shoal_ps_server.shard.layout import Layout, PartitionSpec
+from shoal_ps_server.shard.optimizer import OptimizerSettings, ParameterGroup, optimizer_settings
+from shoal_ps_server.shard.partition import PartitionImage
+
+FORMAT_VERSION: Final = 1
+"""Grows when an older release could not read the file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Members:
+    """Who may act, and how far the slowest is."""
+
+    generation: int = -1
+    members: frozenset[str] = frozenset()
+    put_out: Mapping[str, int] = field(default_factory=dict)
+    slowest_clock: int = 0
+
+    def fence(self) -> Fence:
+        """A fence as it was."""
+        return Fence.restored(generation=self.generation, members=self.members, put_out=self.put_out)
+
+    def restored_clocks(self) -> Clocks:
+        """All members level, where the slowest stood. How far each was is not kept: it has gone on since, and one that came after the
+        snapshot would stand behind the others by all that they did meanwhile (docs/decisions/0033)."""
+        return Clocks(members={member: MemberClock(clock=self.slowest_clock) for member in self.members}, slowest=self.slowest_clock)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerState:
+    """Everything but the partitions: small, and taken on the event loop."""
+
+    job_id: str
+    server_id: str
+    layout: Layout
+    configuration: Configuration | None
+    membership: Members
+    journal: int = 0
+    """Number of the journal's first file that has what a snapshot lacks; 0: there is no journal yet."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerImage:
+    """A whole server. Each partition is consistent in itself; they may be of slightly different moments."""
+
+    state: ServerState
+    partitions: tuple[PartitionImage, ...]
+
+
+def state_to_json(state: ServerState) -> dict[str, Any]:
+    """Plain JSON values."""
+    return {
+        "job_id": state.job_id,
+        "server_id": state.server_id,
+        "layout": layout_to_json(state.layout),
+        "configuration": None if state.configuration is None else configuration_to_json(state.configuration),
+        "membership": members_to_json(state.membership),
+        "journal": state.journal,
+    }
+
+
+def state_from_json(value: Mapping[str, Any]) -> ServerState:
+    """The inverse. Raises KeyError, TypeError or ValueError for what `state_to_json` did not make."""
+    return ServerState(
+        job_id=str(value["job_id"]),
+        server_id=str(value["server_id"]),
+        layout=layout_from_json(value["layout"]),
+        configuration=None if value["configuration"] is None else configuration_from_json(value["configuration"]),
+        membership=members_from_json(value["membership"]),
+        journal=int(value.get("journal", 0)),  # files of releases without a journal lack it
+    )
+
+
+def layout_to_json(layout: Layout) -> dict[str, Any]:
+    """Plain JSON values."""
+    return {
+        "epoch": layout.epoch,
+        "server_index": layout.server_index,
+        "tensors": sorted(layout.tensors),
+        "owners": sorted(layout.owners.items()),
+        "partitions": [
+            [spec.partition_id, spec.tensor, spec.offset, spec.length, spec.element.name] for spec in layout.partitions.values()
+        ],
+    }
+
+
+def layout_from_json(value: Mapping[str, Any]) -> Layout:
+    """The inverse. Raises as `state_from_json`."""
+    specs = [
+        PartitionSpec(partition_id=int(number), tensor=str(tensor), offset=int(offset), length=int(length), element=BY_NAME[dtype])
+        for number, tensor, offset, length, dtype in value["partitions"]
+    ]
+    return Layout(
+        epoch=int(value["epoch"]),
+        server_index=int(value["server_index"]),
+        partitions=MappingProxyType({spec.partition_id: spec for spec in specs}),
+        owners=MappingProxyType({int(partition): int(owner) for partition, owner in value["owners"]}),
+        tensors=frozenset(map(str, value["tensors"])),
+    )
+
+
+def configuration_to_json(configuration: Configuration) -> dict[str, Any]:
+    """Plain JSON values."""
+    return {
+        "configured": _optimizer_to_json(configuration.configured),
+        "optimizer": _optimizer_to_json(configuration.optimizer),
+        "consistency": {"mode": configuration.consistency.mode.value, "bound": configuration.consistency.bound},
+        "revision": configuration.revision,
+    }
+
+
+def configuration_from_json(value: Mapping[str, Any]) -> Configuration:
+    """The inverse. Raises as `state_from_json`."""
+    return Configuration(
+        configured=_optimizer_from_json(value["configured"]),
+        optimizer=_optimizer_from_json(value["optimizer"]),
+        consistency=Consistency(mode=ConsistencyMode(value["consistency"]["mode"]), bound=int(value["consistency"]["bound"])),
+        revision=int(value["revision"]),
+    )
+
+
+def members_to_json(members: Members) -> dict[str, Any]:
+    """Plain JSON values."""
+    return {
+        "generation": members.generation,
+        "members": sorted(members.members),
+        "put_out": list(members.put_out.items()),
+        "slowest_clock": members.slowest_clock,
+    }
+
+
+def members_from_json(value: Mapping[str, Any]) -> Members:
+    """The inverse. Raises as `state_from_json`."""
+    return Members(
+        generation=int(value["generation"]),
+        members=frozenset(map(str, value["members"])),
+        put_out={str(member): int(generation) for member, generation in value["put_out"]},
+        slowest_clock=int(value["slowest_clock"]),
+    )
+
+
+def dumps(value: Mapping[str, Any]) -> str:
+    """The one spelling of a value, so that a digest of it can be compared."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def _optimizer_to_json(settings: OptimizerSettings) -> dict[str, Any]:
+    return {
+        "name": settings.name,
+        "hyperparameters": dict(settings.hyperparameters),
+        "groups": [[sorted(group.tensors), dict(group.hyperparameters)] for group in settings.groups],
+    }
+
+
+def _optimizer_from_json(value: Mapping[str, Any]) -> OptimizerSettings:
+    return optimizer_settings(
+        name=value["name"],
+        hyperparameters=value["hyperparameters"],
+        groups=[
+            ParameterGroup(tensors=frozenset(tensors), hyperparameters=hyperparameters) for tensors, hyperparameters in value["groups"]
+        ],
+    )

@@ -1,0 +1,267 @@
+"""Appends records to the journal: in the order given, many to one sync, and each one's effect after it is on disk, in that same order.
+
+Threads: the event loop calls `append` and `rotate`, and runs effects; one thread writes. They share the queue alone.
+
+When the disk does not take a batch, what was written of it is cut off again. The batch and all that was appended meanwhile have no effect,
+and whoever waits for them is told; the next append tries anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+import logging
+import os
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Final, Generic, TypeVar
+
+from shoal_common.errors import UnavailableError
+
+from shoal_ps_server.settings import Fsync
+from shoal_ps_server.storage.record import Record
+from shoal_ps_server.storage.segments import Segments, write_all
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+MOST_IN_A_BATCH_BYTES: Final = 64 << 20
+"""So much is written before those who wait for the first of it are answered."""
+
+
+@dataclass(kw_only=True)
+class _Entry(Generic[T]):
+    record: Record | None
+    """None: nothing is written."""
+    effect: Callable[[], T]
+    refused: Callable[[], None]
+    done: asyncio.Future[T]
+    rotates: bool = False
+    """The next file begins here."""
+    number: int = 0
+    """That file's. Written before the loop is told."""
+    over: bool = False
+    """It has had its effect, or was refused. The loop's."""
+
+
+class _Control(enum.Enum):
+    RESUME = "resume"
+    """The loop knows of the failure: what is in the queue behind this was appended with that knowledge."""
+    CLOSE = "close"
+
+
+@dataclass(kw_only=True)
+class _Batch:
+    entries: list[_Entry[Any]] = field(default_factory=list)
+    nbytes: int = 0
+
+
+class Journal:
+    """One server's. Made on the event loop; `close` it."""
+
+    def __init__(
+        self,
+        segments: Segments,
+        *,
+        number: int,
+        fsync: Fsync,
+        failed: Callable[[BaseException], None],
+        written: Callable[[int, int, float], None] = lambda records, nbytes, seconds: None,
+        unwritten: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Begins file `number`. `failed` is told of an effect that raised: memory lacks what the disk has, so the server must end and
+        recover. `written`: of each batch, its records, bytes and seconds; `unwritten`: of a batch that the disk did not
+        take. Raises OSError."""
+        self._segments = segments
+        self._fsync = fsync
+        self._failed = failed
+        self._written = written
+        self._unwritten = unwritten
+        self._loop = asyncio.get_running_loop()
+        self._queue: queue.SimpleQueue[_Entry[Any] | _Control] = queue.SimpleQueue()
+        self._number = number
+        self._descriptor: int | None = segments.create(number)
+        self._size = self._durable = os.fstat(self._descriptor).st_size
+        self._pending: deque[_Entry[Any]] = deque()
+        """What was appended and has had no effect yet. The loop's."""
+        self._unmade: Exception | None = None
+        """Why the effect of a record failed: those after it have none. The loop's."""
+        self._broken = False
+        """The file may have a part of a batch at its end. This and what stands above but for the queue: the thread's."""
+        self._held: _Entry[Any] | None = None
+        """Taken out of the queue, for a batch of its own."""
+        self.bytes_since_rotation = 0
+        """Written since the last `rotate`. The loop's."""
+        self._thread = threading.Thread(target=self._write, name="shoal-ps-journal", daemon=True)
+        self._thread.start()
+
+    def append(self, record: Record | None, effect: Callable[[], T], *, refused: Callable[[], None] = lambda: None) -> asyncio.Future[T]:
+        """Writes the record, then calls `effect` on the loop; the future has its result, or UnavailableError / JOURNAL_FAILED.
+
+        Without a record: after all that was appended before. Where the record could not be written, `refused` is called in the effect's
+        place.
+        """
+        return self._put(_Entry(record=record, effect=effect, refused=refused, done=self._loop.create_future()))
+
+    def rotate(self, effect: Callable[[int], T]) -> asyncio.Future[T]:
+        """Begins the next file, and calls `effect` with its number, between what is in the files before and what is in that one. Fails as
+        `append`."""
+        done: asyncio.Future[T] = self._loop.create_future()
+        entry = _Entry(record=None, effect=lambda: effect(entry.number), refused=lambda: None, done=done, rotates=True)
+        return self._put(entry)
+
+    async def close(self) -> None:
+        """Waits for what was appended. Nothing is to be appended after that."""
+        self._queue.put(_Control.CLOSE)
+        await asyncio.to_thread(self._thread.join)  # it has told the loop of all before this returns
+
+    def _put(self, entry: _Entry[T]) -> asyncio.Future[T]:
+        self._pending.append(entry)
+        self._queue.put(entry)
+        return entry.done
+
+    # ------------------------------------------------------------------------------------------------------ on the loop
+
+    def _finish(self, batch: _Batch, error: OSError | None, seconds: float) -> None:
+        if all(entry.over for entry in batch.entries):
+            return  # refused with a batch before it
+        if error is not None:
+            # At once, with all that is on its way: what is admitted from here on must not count on any of it.
+            refused, self._pending = self._pending, deque()
+            for entry in refused:
+                entry.over = True
+                entry.refused()
+                _fail(entry.done, _refusal(error))
+            self._queue.put(_Control.RESUME)
+            self._unwritten()
+            return
+        self.bytes_since_rotation += batch.nbytes
+        self._written(sum(each.record is not None for each in batch.entries), batch.nbytes, seconds)
+        for entry in batch.entries:
+            assert self._pending.popleft() is entry, "the journal keeps the order"
+            entry.over = True
+            if entry.rotates:
+                self.bytes_since_rotation = 0
+            if self._unmade is not None:
+                _fail(entry.done, self._unmade)
+                continue
+            try:
+                result = entry.effect()
+            except Exception as reason:
+                self._unmade = reason
+                _fail(entry.done, reason)
+                self._failed(reason)
+                continue
+            if not entry.done.done():  # whoever waited may have gone
+                entry.done.set_result(result)
+
+    # ---------------------------------------------------------------------------------------------------- on the thread
+
+    def _write(self) -> None:
+        failure: OSError | None = None
+        while True:
+            batch, control = self._next()
+            if batch.entries:
+                started = time.perf_counter()
+                if failure is None:
+                    failure = self._write_batch(batch)
+                self._tell(batch, failure, time.perf_counter() - started)
+            if control is _Control.RESUME:
+                failure = None
+            elif control is _Control.CLOSE:
+                break
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+
+    def _next(self) -> tuple[_Batch, _Control | None]:
+        """What is there, once there is something: entries that go together, and the control that came behind them, if one did."""
+        batch = _Batch()
+        held, self._held = self._held, None
+        item = held or self._queue.get()
+        while True:
+            if isinstance(item, _Control):
+                return batch, item
+            if item.rotates and batch.entries:
+                self._held = item
+                return batch, None
+            batch.entries.append(item)
+            if item.record is not None:
+                batch.nbytes += item.record.payload.nbytes
+            if item.rotates or self._fsync is Fsync.ALWAYS or batch.nbytes >= MOST_IN_A_BATCH_BYTES:
+                return batch, None
+            try:
+                item = self._queue.get_nowait()
+            except queue.Empty:
+                return batch, None
+
+    def _write_batch(self, batch: _Batch) -> OSError | None:
+        try:
+            descriptor = self._mended()
+            if batch.entries[-1].rotates:
+                self._begin(self._number + 1)
+                batch.entries[-1].number = self._number
+                return None
+            parts: list[bytes | memoryview] = []
+            for entry in batch.entries:
+                if entry.record is not None:
+                    parts.extend(entry.record.encoded(durable=self._durable))
+            batch.nbytes = sum(len(part) for part in parts)
+            if parts:
+                self._broken = True
+                written = write_all(descriptor, parts)
+                if self._fsync is not Fsync.NEVER:
+                    os.fdatasync(descriptor)
+                    self._durable = self._size + written
+                self._size += written
+                self._broken = False
+        except OSError as error:
+            logger.error("the journal could not be written; updates are refused until it can be", extra={"error": error})
+            return error
+        return None
+
+    def _mended(self) -> int:
+        """The file to append to. Where a write has failed, that is a new one, and what is not known of the old one is cut off."""
+        if self._broken or self._descriptor is None:
+            if self._descriptor is not None:
+                os.close(self._descriptor)
+                self._descriptor = None
+            with self._segments.path(self._number).open("r+b") as file:
+                file.truncate(self._size)
+                os.fsync(file.fileno())
+            self._broken = False
+            self._begin(self._number + 1)
+        assert self._descriptor is not None
+        return self._descriptor
+
+    def _begin(self, number: int) -> None:
+        if self._descriptor is not None:
+            os.fdatasync(self._descriptor)
+        descriptor = self._segments.create(number)
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+        self._descriptor, self._number = descriptor, number
+        self._size = self._durable = os.fstat(descriptor).st_size
+
+    def _tell(self, batch: _Batch, failure: OSError | None, seconds: float) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(self._finish, batch, failure, seconds)
+
+
+def _fail(done: asyncio.Future[Any], error: BaseException) -> None:
+    if not done.done():
+        done.set_exception(error)
+        done.exception()  # nobody need ask
+
+
+def _refusal(error: OSError) -> UnavailableError:
+    return UnavailableError(
+        f"the update could not be written to the journal ({error}); nothing was applied. Values can still be pulled; make room on the "
+        "server's disk, and send it again",
+        reason="JOURNAL_FAILED",
+    )

@@ -1,0 +1,106 @@
+"""A record: one change of a server, as bytes that tell by themselves whether they are whole.
+
+    magic        8 bytes
+    header size  4 bytes, little-endian, as all numbers
+    payload size 8 bytes
+    durable      8 bytes: so much of this file was on disk for certain when this record was written
+    checksum     8 bytes: xxh3-64 of all of the above and of what follows
+    header       JSON
+    payload      a partition as it came over the wire; empty in records that have none
+
+`durable` tells a write that a crash tore, which nobody was told of, from damage to what was acknowledged (segments.py).
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import xxhash
+
+MAGIC: Final = b"\x89shoalR\n"
+
+_FIXED: Final = struct.Struct("<8sIQQ")
+_CHECKSUM: Final = struct.Struct("<Q")
+_LARGEST_HEADER: Final = 256 << 20
+_LARGEST_PAYLOAD: Final = 64 << 20
+OVERHEAD_BYTES: Final = _FIXED.size + _CHECKSUM.size
+_NOTHING: Final = memoryview(b"")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """What is written of one change."""
+
+    kind: str
+    """What changed: `recovery.py` has the kinds, and the fields of each."""
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    """JSON values."""
+    payload: memoryview = _NOTHING
+
+    def encoded(self, *, durable: int) -> tuple[bytes, memoryview]:
+        """The record's bytes: what stands before the payload, and the payload where it lies. `durable`: see above."""
+        header = json.dumps({"kind": self.kind, **self.fields}, separators=(",", ":"), allow_nan=False).encode()
+        fixed = _FIXED.pack(MAGIC, len(header), self.payload.nbytes, durable)
+        digest = xxhash.xxh3_64(fixed)
+        digest.update(header)
+        digest.update(self.payload)
+        return fixed + _CHECKSUM.pack(digest.intdigest()) + header, self.payload
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """A whole record, in a file."""
+
+    record: Record
+    end: int
+    """Where the next one begins."""
+    durable: int
+
+
+def read(data: memoryview, start: int) -> Found | None:
+    """The record that begins at `start`; None when none does, or not all of it is there or right."""
+    if start + OVERHEAD_BYTES > data.nbytes:
+        return None
+    magic, header_size, payload_size, durable = _FIXED.unpack_from(data, start)
+    if magic != MAGIC or header_size > _LARGEST_HEADER or payload_size > _LARGEST_PAYLOAD:
+        return None
+    body = start + OVERHEAD_BYTES
+    end = body + header_size + payload_size
+    if end > data.nbytes:
+        return None
+    digest = xxhash.xxh3_64(data[start : start + _FIXED.size])
+    digest.update(data[body:end])
+    if digest.intdigest() != _CHECKSUM.unpack_from(data, start + _FIXED.size)[0]:
+        return None
+    fields = json.loads(bytes(data[body : body + header_size]))
+    record = Record(kind=fields.pop("kind"), fields=fields, payload=data[body + header_size : end])
+    return Found(record=record, end=end, durable=durable)
+
+
+def read_all(data: memoryview, start: int = 0) -> Iterator[Found]:
+    """Whole records one after the other, from `start` up to the first that is not."""
+    while (found := read(data, start)) is not None:
+        yield found
+        start = found.end
+
+
+def later(data: memoryview, start: int) -> Iterator[Found]:
+    """Whole records that begin anywhere after `start`: what lies behind damage."""
+    for position in _places(data, start + 1):
+        if (found := read(data, position)) is not None:
+            yield found
+
+
+def _places(data: memoryview, start: int) -> Iterator[int]:
+    """Where the magic stands. Searched in pieces, which overlap by its length."""
+    step = 1 << 24
+    for piece in range(start, data.nbytes, step):
+        part = bytes(data[piece : piece + step + len(MAGIC) - 1])
+        at = part.find(MAGIC)
+        while at >= 0:
+            yield piece + at
+            at = part.find(MAGIC, at + 1)

@@ -1,0 +1,118 @@
+"""A server's state behind its journal, without RPCs: opened, changed, killed and recovered."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from prometheus_client import CollectorRegistry
+from shoal_ps_server.configuration import Configuration
+from shoal_ps_server.consistency.clocks import Consistency
+from shoal_ps_server.metrics import Metrics
+from shoal_ps_server.settings import Fsync
+from shoal_ps_server.shard.layout import Layout
+from shoal_ps_server.shard.optimizer import OptimizerSettings
+from shoal_ps_server.shard.shard import Outcome, Shard
+from shoal_ps_server.storage.changes import Changes
+from shoal_ps_server.storage.directory import DataDirectory
+from shoal_ps_server.storage.image import Members, ServerState
+from shoal_ps_server.storage.journal import Journal
+from shoal_ps_server.storage.keeper import SnapshotKeeper
+
+JOB, SERVER = "job", "server"
+
+
+class Journaled:
+    """`shard`, `layout`, `configuration` and `members`: what a server has."""
+
+    def __init__(self, directory: DataDirectory, fsync: Fsync) -> None:
+        recovered = directory.recover(job_id=JOB, server_id=SERVER)
+        state = recovered.state
+        self.shard: Shard = recovered.shard
+        self.layout: Layout | None = None if state is None else state.layout
+        self.configuration: Configuration | None = None if state is None else state.configuration
+        self.members = Members() if state is None else state.membership
+        self.failures: list[BaseException] = []
+        self.changes = Changes(shard=self.shard, layout=lambda: self.layout, members=lambda: self.members)
+        self.journal = Journal(directory.segments, number=recovered.next_file, fsync=fsync, failed=self.failures.append)
+        self.changes.write_to(self.journal)
+        self.snapshots = SnapshotKeeper(
+            directory=directory,
+            shard=self.shard,
+            state=self._state,
+            changes=self.changes,
+            metrics=Metrics(CollectorRegistry()),
+            journal_limit=1 << 30,
+        )
+
+    def adopt(self, layout: Layout) -> None:
+        self.shard.adopt(layout)
+        self.layout = layout
+
+    async def configure(self, optimizer: OptimizerSettings) -> None:
+        before = self.configuration
+        configuration = (
+            Configuration(configured=optimizer, optimizer=optimizer, consistency=Consistency())
+            if before is None
+            else replace(before, optimizer=optimizer, revision=before.revision + 1)
+        )
+
+        def effect() -> None:
+            self.configuration = configuration
+            self.shard.configure(optimizer)
+
+        await self.changes.configure(configuration, effect)
+
+    async def push(self, upload: Any) -> Outcome:
+        return await (await self.changes.push(upload))
+
+    async def initialize(self, upload: Any) -> Outcome:
+        return await (await self.changes.initialize(upload))
+
+    def _state(self) -> ServerState | None:
+        if self.layout is None:
+            return None
+        return ServerState(job_id=JOB, server_id=SERVER, layout=self.layout, configuration=self.configuration, membership=self.members)
+
+
+@asynccontextmanager
+async def opened(path: Path, fsync: Fsync = Fsync.GROUP) -> AsyncIterator[Journaled]:
+    """Recovers, and writes from then on. At the end nothing is written but what was said before: as after a SIGKILL."""
+    with DataDirectory(path) as directory:
+        server = Journaled(directory, fsync)
+        try:
+            async with asyncio.timeout(60):
+                yield server
+        finally:
+            await server.changes.close()
+
+
+def state_of(shard: Shard) -> dict[int, Any]:
+    """All that a shard has, to be compared with `same`."""
+    return {number: shard.image(number) for number in shard.partition_ids()}
+
+
+def same(left: dict[int, Any], right: dict[int, Any]) -> bool:
+    """To the last bit."""
+    if left.keys() != right.keys():
+        return False
+    for one, other in zip(left.values(), right.values(), strict=True):
+        if (one is None) != (other is None):
+            return False
+        if one is None:
+            continue
+        if (one.version, one.sequences, one.batches, one.state.keys()) != (
+            other.version,
+            other.sequences,
+            other.batches,
+            other.state.keys(),
+        ):
+            return False
+        if not torch.equal(one.values, other.values) or not all(torch.equal(one.state[name], other.state[name]) for name in one.state):
+            return False
+    return True

@@ -1,0 +1,328 @@
+"""The journal: what was acknowledged is there after a crash at any byte, once; a disk that does not take it changes nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import resource
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from shoal_common.errors import ConfigurationError, CorruptDataError, InvalidRequestError, UnavailableError
+from shoal_ps_server.settings import Fsync
+from shoal_ps_server.shard.optimizer import optimizer_settings
+from shoal_ps_server.storage.directory import DataDirectory
+from shoal_ps_server.storage.image import Members
+from shoal_ps_server.storage.segments import Owner, Segments
+
+from tests.unit.ps_server.journaled import JOB, SERVER, Journaled, opened, same, state_of
+
+ADAMW = {"lr": 0.1, "weight_decay": 0.01}
+
+
+def run(test: Any) -> Any:
+    return asyncio.run(test)
+
+
+def recovered(path: Path) -> dict[int, Any]:
+    """What a server has that starts on a copy of the directory."""
+    copy = path.with_name(f"{path.name}.copy")
+    shutil.rmtree(copy, ignore_errors=True)
+    shutil.copytree(path, copy)
+    with DataDirectory(copy) as directory:
+        return state_of(directory.recover(job_id=JOB, server_id=SERVER).shard)
+
+
+async def begun(server: Journaled, make: Any) -> None:
+    """Two partitions with values, of which one is of bfloat16, and AdamW."""
+    specs = (make.spec(0), make.spec(3, length=4, dtype="bfloat16", tensor="bias"))
+    server.adopt(make.layout(*specs))
+    await server.configure(optimizer_settings(name="adamw", hyperparameters=ADAMW))
+    for spec in specs:
+        await server.initialize(make.upload(torch.arange(spec.length), spec, sequence=0, base_version=0))
+
+
+def file(path: Path) -> Path:
+    """The journal's only file."""
+    (found,) = path.glob("journal.*")
+    return found
+
+
+@pytest.mark.parametrize("fsync", list(Fsync))
+def test_what_was_acknowledged_is_there_after_a_crash_to_the_last_bit(make, tmp_path, fsync) -> None:
+    """Gradients, compressed by nothing, of two members, with a schedule's change of the learning rate between them."""
+
+    async def test() -> None:
+        async with opened(tmp_path / "data", fsync) as server:
+            await begun(server, make)
+            weight, bias = make.spec(0), make.spec(3, length=4, dtype="bfloat16", tensor="bias")
+            for step in (1, 2, 3):
+                await server.push(make.upload(torch.randn(6), weight, sequence=step, base_version=step))
+                await server.push(make.upload(torch.randn(4), bias, member="b", sequence=step, base_version=step, batch=step))
+                await server.configure(optimizer_settings(name="adamw", hyperparameters={**ADAMW, "lr": 0.1 / (step + 1)}))
+            assert (await server.push(make.upload(torch.randn(6), weight, sequence=3))).duplicate
+            before = state_of(server.shard)
+            configuration = server.configuration
+        assert same(recovered(tmp_path / "data"), before)
+        async with opened(tmp_path / "data", fsync) as server:
+            assert same(state_of(server.shard), before)
+            assert server.configuration == configuration
+            outcome = await server.push(make.upload(torch.randn(6), make.spec(0), sequence=4, base_version=4))
+            assert (outcome.version, outcome.duplicate) == (5, False)
+            before = state_of(server.shard)
+        assert same(recovered(tmp_path / "data"), before)
+
+    run(test())
+
+
+def test_a_crash_at_any_byte_leaves_the_changes_before_it_and_nothing_of_the_one_that_was_written(make, tmp_path) -> None:
+    data = tmp_path / "data"
+    states: list[tuple[int, dict[int, Any]]] = []
+
+    async def test() -> None:
+        async with opened(data) as server:
+            await begun(server, make)
+            for step in (1, 2, 3):
+                await server.push(make.upload(torch.randn(6), make.spec(0), sequence=step, base_version=step, batch=7 + step))
+                states.append((file(data).stat().st_size, state_of(server.shard)))
+            # Known by its batch, from another member: its number is used up, and must stay so.
+            assert (await server.push(make.upload(torch.randn(6), make.spec(0), member="b", batch=10))).duplicate
+            states.append((file(data).stat().st_size, state_of(server.shard)))
+
+    run(test())
+    whole = file(data).read_bytes()
+    assert len(whole) == states[-1][0]
+    for cut in range(len(whole)):
+        file(data).write_bytes(whole[:cut])
+        found = recovered(data)
+        acknowledged = [state for size, state in states if size <= cut]
+        if acknowledged:
+            assert same(found, acknowledged[-1]), cut
+        elif found and found[0] is not None:
+            assert found[0].version == 1
+
+
+def test_after_a_torn_end_the_server_goes_on_and_recovers_again(make, tmp_path) -> None:
+    data = tmp_path / "data"
+
+    async def test() -> None:
+        async with opened(data) as server:
+            await begun(server, make)
+            await server.push(make.upload(torch.randn(6), make.spec(0)))
+        torn = file(data)
+        torn.write_bytes(torn.read_bytes()[:-1])
+        for step in (1, 2):
+            async with opened(data) as server:
+                assert (await server.push(make.upload(torch.randn(6), make.spec(0), sequence=step, base_version=step))).version == step + 1
+                before = state_of(server.shard)
+        assert same(recovered(data), before)
+
+    run(test())
+
+
+def test_damage_to_what_was_acknowledged_keeps_the_server_from_starting(make, tmp_path) -> None:
+    data = tmp_path / "data"
+
+    async def test() -> None:
+        async with opened(data) as server:
+            await begun(server, make)
+            for step in (1, 2):
+                await server.push(make.upload(torch.randn(6), make.spec(0), sequence=step, base_version=step))
+
+    run(test())
+    whole = file(data).read_bytes()
+    last = whole.rfind(b"\x89shoalR\n")
+    generator = random.Random(0)
+    for place in [*generator.sample(range(last), 60), 0, last - 1]:
+        file(data).write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        with pytest.raises(CorruptDataError, match=r"journal\.00000001 is damaged.*Acknowledged updates are lost") as caught:
+            recovered(data)
+        assert caught.value.reason == "JOURNAL_CORRUPT"
+
+
+def test_a_missing_file_of_the_journal_keeps_the_server_from_starting(make, tmp_path) -> None:
+    data = tmp_path / "data"
+
+    async def test() -> None:
+        for step in (1, 2, 3):
+            async with opened(data) as server:
+                if step == 1:
+                    await begun(server, make)
+                await server.push(make.upload(torch.randn(6), make.spec(0), sequence=step, base_version=step))
+
+    run(test())
+    for number in (1, 2):
+        hidden = data / f"journal.{number:08d}"
+        kept = hidden.read_bytes()
+        hidden.unlink()
+        with pytest.raises(CorruptDataError, match=f"{hidden.name} is missing"):
+            recovered(data)
+        hidden.write_bytes(kept)
+    assert recovered(data)[0].version == 4
+
+
+def test_the_journal_of_another_server_is_not_taken(make, tmp_path) -> None:
+    async def test() -> None:
+        async with opened(tmp_path / "data") as server:
+            await begun(server, make)
+
+    run(test())
+    with pytest.raises(ConfigurationError, match="this is server 'other'") as caught:
+        list(Segments(tmp_path / "data", Owner(job_id=JOB, server_id="other")).records(0))
+    assert caught.value.reason == "JOURNAL_FOREIGN"
+
+
+def test_a_snapshot_takes_the_journals_place_also_of_pushes_that_come_meanwhile(make, tmp_path) -> None:
+    """Partitions are copied at different moments; what the new file has of one that was copied later is not applied twice."""
+    data = tmp_path / "data"
+
+    async def test() -> None:
+        async with opened(data) as server:
+            await begun(server, make)
+            server.members = Members(generation=4, members=frozenset({"a"}), slowest_clock=9)
+            server.changes.members_changed()
+            steps = {0: 0, 3: 0}
+
+            async def train(partition: int, length: int, dtype: str, tensor: str) -> None:
+                for _ in range(40):
+                    steps[partition] += 1
+                    spec = make.spec(partition, length=length, dtype=dtype, tensor=tensor)
+                    step = steps[partition]
+                    await server.push(make.upload(torch.randn(length), spec, sequence=step, base_version=step))
+
+            training = [asyncio.create_task(train(0, 6, "float32", "weight")), asyncio.create_task(train(3, 4, "bfloat16", "bias"))]
+            for _ in range(5):
+                await asyncio.sleep(0.005)
+                await server.snapshots.write()
+            await asyncio.gather(*training)
+            before = state_of(server.shard)
+        assert [path.name for path in sorted(data.glob("journal.*"))] == ["journal.00000006"]
+        assert same(recovered(data), before)
+        async with opened(data) as server:
+            assert server.members.generation == 4
+            assert server.members.slowest_clock == 9
+
+    run(test())
+
+
+@contextmanager
+def largest_file(nbytes: int) -> Iterator[None]:
+    """No file of this process can grow beyond it: what a full disk is to a journal."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk_refuses_pushes_and_changes_nothing_and_once_there_is_room_they_go_on(make, tmp_path) -> None:
+    data = tmp_path / "data"
+
+    async def test() -> None:
+        async with opened(data) as server:
+            await begun(server, make)
+            await server.push(make.upload(torch.randn(6), make.spec(0)))
+            before = state_of(server.shard)
+            with largest_file(file(data).stat().st_size + 100):  # the next record begins, and does not end
+                # The last one is a repetition of one that is on its way, and no more acknowledged than that.
+                uploads = [make.upload(torch.randn(6), make.spec(0), sequence=step, base_version=2) for step in (2, 3, 4, 3)]
+                errors = await asyncio.gather(*map(server.push, uploads), return_exceptions=True)
+                for error in errors:
+                    assert isinstance(error, UnavailableError)
+                    assert "could not be written to the journal" in str(error)
+                    assert error.reason == "JOURNAL_FAILED"
+                assert same(state_of(server.shard), before)
+                with server.shard.reading(0) as reading:  # values can be read
+                    assert reading.version == 2
+            with largest_file(10):  # nor does a new file
+                with pytest.raises(UnavailableError):
+                    await server.configure(optimizer_settings(name="adamw", hyperparameters={"lr": 9.0}))
+                with pytest.raises(UnavailableError):
+                    await server.snapshots.write()
+                assert server.configuration is not None
+                assert server.configuration.optimizer.hyperparameters["lr"] == 0.1
+            assert not server.failures
+            for step in (2, 3):
+                outcome = await server.push(make.upload(torch.randn(6), make.spec(0), sequence=step, base_version=2))
+                assert (outcome.version, outcome.duplicate) == (step + 1, False)
+            before = state_of(server.shard)
+        assert same(recovered(data), before)
+
+    run(test())
+
+
+def test_a_push_sent_twice_at_once_is_applied_once_and_both_are_answered_when_it_is_on_disk(make, tmp_path) -> None:
+    async def test() -> None:
+        async with opened(tmp_path / "data") as server:
+            await begun(server, make)
+            gradient = torch.randn(6)
+            outcomes = await asyncio.gather(*(server.push(make.upload(gradient, make.spec(0))) for _ in range(4)))
+            assert [each.duplicate for each in outcomes] == [False, True, True, True]
+            assert [each.version for each in outcomes] == [2, 2, 2, 2]
+
+    run(test())
+
+
+def test_a_push_that_is_wrong_is_not_written(make, tmp_path) -> None:
+    data = tmp_path / "data"
+
+    async def test() -> None:
+        async with opened(data) as server:
+            await begun(server, make)
+            size = file(data).stat().st_size
+            with pytest.raises(InvalidRequestError):
+                await server.changes.push(make.upload(torch.full((6,), float("nan")), make.spec(0)))
+            assert file(data).stat().st_size == size
+            assert (await server.push(make.upload(torch.randn(6), make.spec(0)))).version == 2
+
+    run(test())
+
+
+def test_a_change_on_disk_that_cannot_be_made_ends_the_server_and_nothing_after_it_is_made(make, tmp_path, monkeypatch) -> None:
+    data = tmp_path / "data"
+
+    async def test() -> None:
+        async with opened(data) as server:
+            await begun(server, make)
+
+            def out_of_memory(*_: object) -> None:
+                raise RuntimeError("can't allocate memory")
+
+            with monkeypatch.context() as broken:
+                broken.setattr("shoal_ps_server.shard.partition.Partition.apply", out_of_memory)
+                with pytest.raises(RuntimeError):
+                    await server.push(make.upload(torch.randn(6), make.spec(0)))
+            assert [str(each) for each in server.failures] == ["can't allocate memory"]
+            with pytest.raises(RuntimeError):
+                await server.push(make.upload(torch.randn(4), make.spec(3, length=4, dtype="bfloat16", tensor="bias")))
+        found = recovered(data)
+        assert (found[0].version, found[3].version) == (2, 2)
+
+    run(test())
+
+
+def test_an_optimizer_that_fails_halfway_leaves_no_half_of_a_state(make, monkeypatch) -> None:
+    shard = make.shard(optimizer=optimizer_settings(name="adamw", hyperparameters=ADAMW))
+    real, calls = torch.zeros_like, []
+
+    def failing(*arguments: Any, **options: Any) -> torch.Tensor:
+        calls.append(arguments)
+        if len(calls) == 2:  # exp_avg was made, exp_avg_sq is not
+            raise RuntimeError("can't allocate memory")
+        return real(*arguments, **options)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(torch, "zeros_like", failing)
+        with pytest.raises(RuntimeError):
+            shard.push(make.upload(torch.ones(6)))
+    assert len(calls) == 2
+    other = make.shard(optimizer=optimizer_settings(name="adamw", hyperparameters=ADAMW))
+    for each in (shard, other):
+        assert each.push(make.upload(torch.ones(6), sequence=1 if each is other else 2)).version == 2
+    assert torch.equal(make.values(shard), make.values(other))

@@ -22,7 +22,11 @@ class Metrics:
         self.pulls = Counter(
             "shoal_ps_pulls", "Partitions answered in pulls: sent, or unchanged and not sent.", ("outcome",), registry=registry
         )
-        self.received_bytes = Counter("shoal_ps_received_bytes", "Payload bytes of uploaded partitions that came whole.", registry=registry)
+        self.received_bytes = Counter(
+            "shoal_ps_received_bytes",
+            "Payload bytes of uploaded partitions that came whole, as they came.",
+            registry=registry,
+        )
         self.sent_bytes = Counter("shoal_ps_sent_bytes", "Payload bytes of partitions sent in pulls.", registry=registry)
         self.refused = Counter("shoal_ps_refused", "Calls refused, by RPC and reason.", ("method", "reason"), registry=registry)
         self.apply_seconds = Histogram(

@@ -33,6 +33,7 @@ from shoal_ps_server.service.layouts import Layouts
 from shoal_ps_server.service.pulls import Pulls
 from shoal_ps_server.service.requests import UploadKind
 from shoal_ps_server.service.servicer import ALLOWED_ROLES, SERVICE, Identity, ParameterServerServicer
+from shoal_ps_server.service.staging import Staging
 from shoal_ps_server.session import CoordinatorSession, Registration
 from shoal_ps_server.settings import PsServerSettings
 from shoal_ps_server.shard.layout import Layout, PartitionSpec
@@ -89,6 +90,7 @@ class ParameterServer:
                 membership=self._membership,
                 layout_of_epoch=self._layouts.of_epoch,
                 applied=self._applied,
+                staging=Staging(nbytes=settings.staging_memory),
             ),
             pulls=self._pulls,
             snapshots=self._snapshots,
@@ -214,7 +216,7 @@ class ParameterServer:
     def _applied(self, kind: UploadKind, upload: Upload, outcome: Outcome) -> None:
         """An upload has been applied, or was known."""
         label = "duplicate" if outcome.duplicate else "applied"
-        self._metrics.received_bytes.inc(upload.header.spec.nbytes)
+        self._metrics.received_bytes.inc(upload.header.payload_bytes)
         if kind is UploadKind.INITIALIZE:
             self._metrics.initialized.labels(label).inc()
             self._pulls.initialized(outcome.partition_id)

@@ -65,6 +65,9 @@ class PsServerSettings(ShoalSettings):
     snapshot_interval: Duration = timedelta(minutes=1)
     """Time between snapshots of a server whose values change; 0s: only when asked, and at SIGTERM."""
 
+    staging_memory: Annotated[int, Field(ge=16 << 20)] = 1 << 30
+    """Bytes of pushed partitions that are not applied yet; a member has at most a quarter of them."""
+
     tokens: Path | None = None
     """File of `role: token` lines: who may call. None: everyone."""
 
@@ -148,6 +151,7 @@ def parse_command_line(arguments: Sequence[str] | None = None) -> PsServerSettin
         ),
         ("--journal-limit", "BYTES", "of the journal, before a snapshot takes its place (default: 1 GiB)"),
         ("--snapshot-interval", "DURATION", "time between snapshots, 0s for none but at SIGTERM (default: 1m)"),
+        ("--staging-memory", "BYTES", "for pushes on their way, a quarter of it for one worker (default: 1 GiB)"),
         ("--tokens", "FILE", "lines `role: token`: who may call (default: everyone)"),
         ("--token", "TOKEN", "this server's own token; better in the environment"),
         ("--tls-certificate", "FILE", "this server's certificate chain (PEM)"),

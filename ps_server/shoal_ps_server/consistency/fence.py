@@ -8,7 +8,8 @@ still in may go on in the one it knows. What must not get through is what a memb
 - members that are not in the newest generation known here, and
 - generations up to the last one without the member, when it was put out and is in again.
 
-A caller whose generation is above every one known here is neither let in nor refused: the news has not reached this server yet.
+A caller whose generation is above every one known here is neither let in nor refused, also a member: the news has not reached this server
+yet.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ class Fence:
                     f"member {member!r} speaks for generation {generation}, but it was not in generation {floor}: what it began before is "
                     "void; go on in the generation it was ranked in again"
                 )
-            return Verdict.ADMITTED
+            return Verdict.ADMITTED if generation <= self.generation else Verdict.UNHEARD_OF
         if generation > self.generation:
             return Verdict.UNHEARD_OF
         raise StaleGenerationError(

@@ -1,8 +1,7 @@
 """Initialize and Push: from a stream of messages to changes of the shard, and the answers back.
 
 Belongs to the event loop. While a partition is written to the journal and applied here, gRPC's own threads take the next chunks off the
-wire; HTTP/2's flow control slows senders down to what the server can do. All streams together hold at most STAGING_SLOTS partitions that
-are not applied yet.
+wire; HTTP/2's flow control slows senders down to what the server can do. What is not applied yet has its memory from `staging.py`.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from shoal_protos.v1 import parameter_server_pb2 as pb
 
 from shoal_ps_server.consistency.membership import Membership
 from shoal_ps_server.service.requests import UploadKind, check_job, parse_upload_header
+from shoal_ps_server.service.staging import Staging
 from shoal_ps_server.service.streams import received_partitions
 from shoal_ps_server.shard.layout import Layout
 from shoal_ps_server.shard.payload import Upload, UploadHeader
@@ -26,8 +26,6 @@ from shoal_ps_server.storage.changes import Changes
 
 IDLE_LIMIT: Final = timedelta(seconds=60)
 """How long a client may leave an open stream silent."""
-STAGING_SLOTS: Final = 64
-"""At most 16 MiB each."""
 
 
 class Intake:
@@ -42,6 +40,7 @@ class Intake:
         layout_of_epoch: Callable[[int], Awaitable[Layout]],
         applied: Callable[[UploadKind, Upload, Outcome], None],
         idle_limit: timedelta = IDLE_LIMIT,
+        staging: Staging | None = None,
     ) -> None:
         """`applied` is told of every outcome."""
         self._job_id = job_id
@@ -50,13 +49,13 @@ class Intake:
         self._layout_of_epoch = layout_of_epoch
         self._applied = applied
         self._idle_limit = idle_limit
-        self._slots = asyncio.Semaphore(STAGING_SLOTS)
+        self._staging = staging or Staging()
 
     async def receive(self, messages: AsyncIterator[bytes], kind: UploadKind) -> pb.PushResponse:
         """Serves one stream to its end. Raises what the .proto says of Push, and DeadlineError / STREAM_IDLE."""
         idle_s = self._idle_limit.total_seconds()
         loop = asyncio.get_running_loop()
-        stream = _UploadStream(self._slots)
+        stream = _UploadStream()
         try:
             async with asyncio.timeout(idle_s) as idle, aclosing(self._partitions(messages, kind, stream)) as partitions:
                 async for upload in partitions:
@@ -83,7 +82,7 @@ class Intake:
             opened = parse_upload_header(header, await self._layout_of_epoch(header.shard_map_epoch), kind)
             stream.check_member(opened)
             await self._membership.admit(opened.member_id, opened.generation)
-            await stream.acquire()
+            stream.release = await self._staging.take(opened.member_id, opened.payload_bytes)
             return Upload(opened)
 
         return received_partitions(messages, open_upload)
@@ -94,7 +93,7 @@ class Intake:
         self._membership.check(header.member_id, header.generation)
         admit = self._changes.push if kind is UploadKind.PUSH else self._changes.initialize
         outcome = await admit(upload)
-        release = stream.hand_over()
+        release, stream.release = stream.release, _nothing
 
         def over(_: object) -> None:
             release()
@@ -109,13 +108,13 @@ class Intake:
 class _UploadStream:
     """One stream's progress."""
 
-    def __init__(self, slots: asyncio.Semaphore) -> None:
+    def __init__(self) -> None:
         self.member_id = ""
         self.clock = 0
         self.outcomes: list[asyncio.Future[Outcome]] = []
         """What becomes of the partitions that were admitted, in the order of the stream."""
-        self._slots = slots
-        self._holds_slot = False
+        self.release: Callable[[], None] = _nothing
+        """Gives the memory back of the partition that is coming."""
 
     def check_member(self, upload: UploadHeader) -> None:
         """Raises InvalidRequestError unless the stream is one member's."""
@@ -135,18 +134,6 @@ class _UploadStream:
             )
         return found
 
-    async def acquire(self) -> None:
-        """Waits for room for a partition."""
-        await self._slots.acquire()
-        self._holds_slot = True
 
-    def hand_over(self) -> Callable[[], None]:
-        """The room of a partition that has come: to be called when it is not needed any more."""
-        self._holds_slot = False
-        return self._slots.release
-
-    def release(self) -> None:
-        """Gives the room of a partition that is still coming back. Idempotent."""
-        if self._holds_slot:
-            self._holds_slot = False
-            self._slots.release()
+def _nothing() -> None:
+    return None

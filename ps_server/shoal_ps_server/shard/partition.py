@@ -10,7 +10,7 @@ from shoal_common.errors import LimitError, PreconditionError
 from shoal_ps_server.shard.layout import PartitionSpec
 from shoal_ps_server.shard.optimizer import OptimizerSettings
 from shoal_ps_server.shard.payload import UploadHeader, describe
-from shoal_ps_server.shard.reading import Reading
+from shoal_ps_server.shard.reading import Copies, Reading
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,11 +140,11 @@ class Partition:
         if not self.on_their_way:
             self.ahead = None
 
-    def apply(self, gradient: torch.Tensor, optimizer: OptimizerSettings) -> None:
-        """One optimizer step with a sound gradient of the values' size and dtype, which is read and not kept."""
+    def apply(self, gradient: torch.Tensor, optimizer: OptimizerSettings, copies: Copies) -> None:
+        """One optimizer step with a sound gradient of the values' size and dtype, which is read and not kept. Open readings read on in
+        `copies`."""
         values = self._values()
-        for reading in self.readings:
-            reading.detach()
+        copies.detach(values, self.readings)
         self.readings.clear()
         if self.optimizer is None:
             self.optimizer = optimizer.build(values, tensor=self.spec.tensor)

@@ -1,15 +1,24 @@
 """Reading a partition in pieces while others may change it: copy on write.
 
 A reading sees the values of the moment it was opened. As long as nobody changes the partition it reads them where they are; before a push
-is applied, what open readings have not read yet is copied for them. So a pull normally costs no copy of its own, takes no lock, and a slow
-reader delays nobody.
+is applied, the values are copied once for all that have not read to their end. So a pull normally costs no copy of its own, takes no lock,
+and a slow reader delays nobody. Where readers are so slow that the copies would be too many, those that began first are ended.
 """
 
 from __future__ import annotations
 
+import weakref
+from collections import deque
+from collections.abc import Iterable
+from typing import Final
+
 import torch
+from shoal_common.errors import UnavailableError
 
 from shoal_ps_server.shard.payload import bytes_of
+
+MOST_COPIES_BYTES: Final = 256 << 20
+"""Together, of a server's copies for readers."""
 
 
 class Reading:
@@ -18,9 +27,19 @@ class Reading:
     def __init__(self, values: torch.Tensor, *, version: int) -> None:
         self.version = version
         self._rest = bytes_of(values)
+        self._given_up = False
 
     def take(self, nbytes: int) -> memoryview:
-        """The next bytes, at most `nbytes`; empty at the end. Live: copy them before anything else happens to the shard."""
+        """The next bytes, at most `nbytes`; empty at the end. Live: copy them before anything else happens to the shard.
+
+        Raises UnavailableError / PULL_TOO_SLOW when they were given up.
+        """
+        if self._given_up:
+            raise UnavailableError(
+                f"the values changed while they were read too slowly: copies for slow readers hold {MOST_COPIES_BYTES >> 20} MiB already; "
+                "pull again",
+                reason="PULL_TOO_SLOW",
+            )
         piece, self._rest = self._rest[:nbytes], self._rest[nbytes:]
         return piece
 
@@ -34,6 +53,34 @@ class Reading:
         """Bytes not read yet."""
         return self._rest.nbytes
 
-    def detach(self) -> None:
-        """The values are about to change: keeps what was not read yet."""
-        self._rest = memoryview(bytes(self._rest))
+    def detach(self, copy: memoryview) -> None:
+        """The values are about to change: reads on in `copy`, which has all of them."""
+        self._rest = copy[copy.nbytes - self._rest.nbytes :]
+
+    def give_up(self) -> None:
+        """The next `take` fails."""
+        self._given_up = True
+        self._rest = memoryview(b"\0")  # there is something to take, and that fails
+
+
+class Copies:
+    """What slow readers of a server still read, of values that have changed."""
+
+    def __init__(self, *, limit: int = MOST_COPIES_BYTES) -> None:
+        self._limit = limit
+        self._copies: deque[tuple[int, weakref.WeakSet[Reading]]] = deque()
+        """Bytes, and who reads them; the oldest first."""
+
+    def detach(self, values: torch.Tensor, readings: Iterable[Reading]) -> None:
+        """`values` are about to change: those who have not read to their end read on in a copy."""
+        unread = weakref.WeakSet(reading for reading in readings if reading.remaining)
+        self._copies = deque(each for each in self._copies if any(reading.remaining for reading in each[1]))
+        if not unread:
+            return
+        self._copies.append((values.nbytes, unread))
+        while len(self._copies) > 1 and sum(nbytes for nbytes, _ in self._copies) > self._limit:
+            for reading in self._copies.popleft()[1]:
+                reading.give_up()
+        copy = memoryview(bytes(bytes_of(values)))
+        for reading in unread:
+            reading.detach(copy)

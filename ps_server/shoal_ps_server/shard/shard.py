@@ -22,7 +22,7 @@ from shoal_ps_server.shard.layout import Layout
 from shoal_ps_server.shard.optimizer import OptimizerSettings
 from shoal_ps_server.shard.partition import Partition, PartitionImage
 from shoal_ps_server.shard.payload import Upload, UploadHeader
-from shoal_ps_server.shard.reading import Reading
+from shoal_ps_server.shard.reading import Copies, Reading
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +74,7 @@ class Shard:
     def __init__(self, *, optimizer: OptimizerSettings | None = None, restored: Iterable[PartitionImage] = ()) -> None:
         self._optimizer = optimizer
         self._partitions = {image.spec.partition_id: Partition.restored(image, optimizer) for image in restored}
+        self._copies = Copies()
         self._pushes_applied = 0
         self._pushes_deduplicated = 0
 
@@ -138,7 +139,7 @@ class Shard:
         else:
             assert self._optimizer is not None, "nothing is admitted without"
             staleness = partition.version - header.base_version
-            partition.apply(values, self._optimizer)
+            partition.apply(values, self._optimizer, self._copies)
             partition.arrived(header, applies=True)
             self._pushes_applied += 1
         return Outcome(
@@ -164,7 +165,7 @@ class Shard:
         """Applies a push that was admitted and applied in another process; returns the version after it. Raises as `Upload.values`."""
         assert self._optimizer is not None, "it was admitted with one"
         partition = self._partitions[upload.header.spec.partition_id]
-        partition.apply(upload.values(), self._optimizer)
+        partition.apply(upload.values(), self._optimizer, self._copies)
         partition.settled.settle(upload.header)
         return partition.version
 

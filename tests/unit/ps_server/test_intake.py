@@ -14,9 +14,9 @@ from shoal_protos.v1 import parameter_server_pb2 as pb
 from shoal_ps_server.consistency.clocks import Clocks
 from shoal_ps_server.consistency.fence import Fence
 from shoal_ps_server.consistency.membership import Membership
-from shoal_ps_server.service import intake as intake_module
 from shoal_ps_server.service.intake import Intake
 from shoal_ps_server.service.requests import UploadKind
+from shoal_ps_server.service.staging import SHARE, Staging
 from shoal_ps_server.storage.changes import Changes
 from shoal_ps_server.storage.image import Members
 
@@ -26,7 +26,7 @@ def made(make):
     """make_intake(idle) -> (intake, shard): one partition of 6 floats with values, members a and b in generation 1. `refusal`: what
     asking for the shard map raises."""
 
-    def make_intake(idle: timedelta = timedelta(seconds=30), refusal: DeadlineError | None = None):
+    def make_intake(idle: timedelta = timedelta(seconds=30), refusal: DeadlineError | None = None, staging: Staging | None = None):
         layout = make.layout()
         shard = make.shard()
         membership = Membership(fence=Fence(), clocks=Clocks())
@@ -44,6 +44,7 @@ def made(make):
             layout_of_epoch=layout_of_epoch,
             applied=lambda *_: None,
             idle_limit=idle,
+            staging=staging,
         )
         return intake, shard
 
@@ -68,11 +69,9 @@ def chunks(member: str) -> list[bytes]:
     return [encode_push_chunk((header, payload[:8])), encode_push_chunk((None, payload[8:]))]
 
 
-def test_a_stream_that_falls_silent_is_ended_and_its_place_is_free_again(made, monkeypatch) -> None:
-    monkeypatch.setattr(intake_module, "STAGING_SLOTS", 1)
-
+def test_a_stream_that_falls_silent_is_ended_and_its_place_is_free_again(made) -> None:
     async def scenario() -> None:
-        intake, shard = made(timedelta(milliseconds=50))
+        intake, shard = made(timedelta(milliseconds=50), staging=Staging(nbytes=24))
 
         async def silent() -> AsyncIterator[bytes]:
             yield chunks("a")[0]
@@ -104,11 +103,9 @@ def test_a_deadline_that_is_not_the_streams_is_told_as_what_it_is(made) -> None:
     asyncio.run(scenario())
 
 
-def test_a_stream_waits_when_too_many_partitions_are_being_received(made, monkeypatch) -> None:
-    monkeypatch.setattr(intake_module, "STAGING_SLOTS", 1)
-
+def test_a_stream_waits_when_too_much_is_being_received(made) -> None:
     async def scenario() -> None:
-        intake, shard = made()
+        intake, shard = made(staging=Staging(nbytes=24))
         go_on = asyncio.Event()
         order: list[str] = []
 
@@ -133,5 +130,34 @@ def test_a_stream_waits_when_too_many_partitions_are_being_received(made, monkey
         await asyncio.gather(slow, quick)
         assert order == ["a", "b"]
         assert shard.version(0) == 3
+
+    asyncio.run(scenario())
+
+
+def test_a_member_that_stalls_takes_its_share_and_not_the_others(made) -> None:
+    """However many of its streams stand still."""
+
+    async def scenario() -> None:
+        staging = Staging(nbytes=24 * SHARE * 2)
+        intake, _ = made(staging=staging)
+
+        async def stalled() -> AsyncIterator[bytes]:
+            yield chunks("a")[0]
+            await asyncio.Event().wait()
+
+        async def whole() -> AsyncIterator[bytes]:
+            for chunk in chunks("b"):
+                yield chunk
+
+        streams = [asyncio.create_task(intake.receive(stalled(), UploadKind.PUSH)) for _ in range(64)]
+        for _ in range(20):
+            await asyncio.sleep(0)
+        async with asyncio.timeout(30):
+            assert [each.version for each in (await intake.receive(whole(), UploadKind.PUSH)).results] == [2]
+        for stream in streams:
+            stream.cancel()
+        await asyncio.gather(*streams, return_exceptions=True)
+        async with asyncio.timeout(30):
+            (await staging.take("a", 48))()  # all of its share is there again
 
     asyncio.run(scenario())

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shoal_common.errors import CorruptDataError, InvalidRequestError, PreconditionError
+from shoal_common.errors import CorruptDataError, InvalidRequestError, PreconditionError, UnavailableError
+from shoal_ps_server.shard.reading import Copies, Reading
 from shoal_ps_server.shard.shard import Shard
 
 
@@ -134,6 +137,35 @@ def test_a_reading_shows_the_values_of_its_moment_whatever_is_pushed_meanwhile(m
             assert first + bytes(early.take(100)) == bytes(24)
             assert torch.frombuffer(bytearray(late.take(100)), dtype=torch.float32).tolist() == [-0.5] * 6
     assert make.values(shard)[0] == -1.0
+
+
+def test_slow_readers_of_one_moment_share_one_copy(make) -> None:
+    shard = make.shard()
+    with ExitStack() as stack:
+        readings = [stack.enter_context(shard.reading(0)) for _ in range(60)]
+        for reading in readings:
+            reading.take(4)
+        shard.push(make.upload(torch.ones(6)))
+        assert len({id(reading.rest.obj) for reading in readings}) == 1
+        assert all(bytes(reading.take(100)) == bytes(20) for reading in readings)
+
+
+def test_readers_that_are_so_slow_that_their_copies_are_too_many_are_ended_the_first_ones_first() -> None:
+    values, copies = torch.zeros(6), Copies(limit=48)
+    readings = []
+    for version in (1, 2, 3):
+        readings.append(Reading(values, version=version))
+        copies.detach(values, readings[-1:])
+        values += 1
+    with pytest.raises(UnavailableError, match="pull again") as caught:
+        readings[0].take(24)
+    assert caught.value.reason == "PULL_TOO_SLOW"
+    for reading in readings[1:]:
+        assert torch.frombuffer(bytearray(reading.take(24)), dtype=torch.float32).tolist() == [reading.version - 1.0] * 6
+    # They have read to their end, and are no burden any more.
+    copies.detach(values, [fourth := Reading(values, version=4)])
+    copies.detach(values, [fifth := Reading(values, version=5)])
+    assert fourth.take(24).nbytes == fifth.take(24).nbytes == 24
 
 
 def test_a_reading_without_a_push_copies_nothing(make) -> None:

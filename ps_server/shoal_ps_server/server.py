@@ -96,6 +96,7 @@ class ParameterServer:
             snapshots=self._snapshots,
             changes=self._changes,
             metrics=self._metrics,
+            tokens=settings.token_table,
             configuration=None if state is None else state.configuration,
         )
         self._session: CoordinatorSession | None = None

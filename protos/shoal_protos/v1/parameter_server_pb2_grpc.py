@@ -128,7 +128,7 @@ class ParameterServerServicer:
     def Pull(self, request, context):
         """Streams the asked partitions, each consistent in itself and with its version. With ssp, waits until the slowest member is at most
         `bound` clocks behind. Partitions without values are waited for. Without a member_id the caller only looks on: it is not fenced,
-        has no clock and waits for no member. Role: worker.
+        has no clock and waits for no member. Role: worker; viewer: to look on.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -14,8 +14,8 @@ from typing import Any, Final, TypeVar
 
 import grpc
 import grpc.aio
-from shoal_common.errors import PreconditionError, ShoalError, UnknownResourceError
-from shoal_common.security import ANY_ROLE, Role
+from shoal_common.errors import PermissionDeniedError, PreconditionError, ShoalError, UnknownResourceError
+from shoal_common.security import ANY_ROLE, Role, TokenTable
 from shoal_protos.v1 import parameter_server_pb2 as pb
 
 from shoal_ps_server.configuration import Configuration
@@ -49,7 +49,7 @@ ALLOWED_ROLES: Final[Mapping[str, frozenset[Role]]] = {
     f"/{SERVICE}/SetHyperparameters": _WORKERS,
     f"/{SERVICE}/Initialize": _WORKERS,
     f"/{SERVICE}/Push": _WORKERS,
-    f"/{SERVICE}/Pull": _WORKERS,
+    f"/{SERVICE}/Pull": _WORKERS | {Role.VIEWER},  # who looks on, and is no member
     f"/{SERVICE}/AdvanceClock": _WORKERS,
     f"/{SERVICE}/Snapshot": _WORKERS,
     f"/{SERVICE}/GetServer": ANY_ROLE,
@@ -83,6 +83,7 @@ class ParameterServerServicer:
         snapshots: SnapshotKeeper,
         changes: Changes,
         metrics: Metrics,
+        tokens: TokenTable,
         configuration: Configuration | None,
     ) -> None:
         self.configuration = configuration
@@ -97,6 +98,7 @@ class ParameterServerServicer:
         self._configuring = asyncio.Lock()
         """Held from the look at the configuration until its change is made."""
         self._metrics = metrics
+        self._tokens = tokens
         if configuration is not None:
             membership.consistency = configuration.consistency
 
@@ -137,6 +139,7 @@ class ParameterServerServicer:
         """Pull."""
         with self._counting_refusals("Pull"):
             check_job(request.job_id, self._identity.job_id)
+            self._check_onlooker(request, context)
             pull = parse_pull(request, await self._layouts.of_epoch(request.shard_map_epoch))
             async with aclosing(self._pulls.serve(pull)) as chunks:
                 async for chunk in chunks:
@@ -212,6 +215,16 @@ class ParameterServerServicer:
             ],
             clocks={member: each.clock for member, each in self._membership.clocks.members.items()},
         )
+
+    def _check_onlooker(self, request: pb.PullRequest, context: grpc.aio.ServicerContext) -> None:
+        """Who may only look speaks for no member: it would hold others up."""
+        if self._tokens.is_open or not request.member_id:
+            return
+        authorization = next((value for key, value in context.invocation_metadata() or () if key == "authorization"), None)
+        if self._tokens.role_of(authorization) is Role.VIEWER:
+            raise PermissionDeniedError(
+                f"member_id={request.member_id!r}: a token of role viewer may pull, but as nobody's member; leave member_id empty"
+            )
 
     async def _configure(self, configuration: Configuration) -> None:
         """Between the pushes before and those after it, as the journal has it."""

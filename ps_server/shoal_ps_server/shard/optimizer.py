@@ -12,10 +12,15 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import Final
 
 import torch
 from shoal_common.errors import InvalidRequestError
 from shoal_common.server_optimizers import SERVER_OPTIMIZERS, Hyperparameters, OptimizerDeclaration
+
+_CALM_HYPERPARAMETER: Final = 1e3
+_CALM_EPS: Final = 1e-30
+"""Below this Adam's division could be by zero."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +83,16 @@ class OptimizerSettings:
     def retune(self, optimizer: torch.optim.Optimizer, *, tensor: str) -> None:
         """Puts these hyperparameters into an optimizer that was built with earlier ones; its state stays."""
         optimizer.param_groups[0].update(SERVER_OPTIMIZERS[self.name].arguments(self.for_tensor(tensor)))
+
+    def is_calm(self, tensor: str) -> bool:
+        """Whether an update by a gradient of ordinary size cannot come out infinite, nor values grow with each update by themselves."""
+        values = self.for_tensor(tensor)
+        return (
+            all(value <= _CALM_HYPERPARAMETER for value in values.values())
+            and values.get("momentum", 0.0) <= 1
+            and values["lr"] * values["weight_decay"] <= 1
+            and values.get("eps", 1.0) >= _CALM_EPS
+        )
 
     @property
     def state_names(self) -> frozenset[str]:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Final
 
 import torch
-from shoal_common.errors import LimitError, PreconditionError
+from shoal_common.errors import InvalidRequestError, LimitError, PreconditionError
 
 from shoal_ps_server.shard.layout import PartitionSpec
 from shoal_ps_server.shard.optimizer import OptimizerSettings
-from shoal_ps_server.shard.payload import UploadHeader, describe
+from shoal_ps_server.shard.payload import UploadHeader, describe, largest_of
 from shoal_ps_server.shard.reading import Copies, Reading
+
+_CALM: Final = {torch.float32: 1e16, torch.bfloat16: 1e16, torch.float64: 1e150}
+"""Magnitudes whose square is far from the largest number of the type, as Adam squares. In float16 there are none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +70,8 @@ class Partition:
     version: int = 0
     values: torch.Tensor | None = None
     settled: Settled = field(default_factory=Settled)
+    largest_at_first: float = 0.0
+    """The largest magnitude among the values when they came here. Calm updates do not raise it to where they could overflow."""
     optimizer: torch.optim.Optimizer | None = None
     """Made at the first push."""
     readings: set[Reading] = field(default_factory=set)
@@ -80,7 +86,9 @@ class Partition:
     def restored(cls, image: PartitionImage, optimizer: OptimizerSettings | None) -> Partition:
         """Makes the partition that `image` was taken of. The image's tensors become the partition's own."""
         settled = Settled(sequences=dict(image.sequences), batches=dict(image.batches))
-        partition = cls(spec=image.spec, version=image.version, values=image.values, settled=settled)
+        partition = cls(
+            spec=image.spec, version=image.version, values=image.values, settled=settled, largest_at_first=largest_of(image.values)
+        )
         if optimizer is not None and image.state:
             partition.optimizer = optimizer.build(image.values, tensor=image.spec.tensor)
             partition.optimizer.state[image.values] = dict(image.state)
@@ -89,6 +97,7 @@ class Partition:
     def initialize(self, values: torch.Tensor) -> None:
         """The first values. Only at version 0."""
         self.values = values
+        self.largest_at_first = largest_of(values)
         self.version = 1
 
     def is_duplicate(self, push: UploadHeader) -> bool:
@@ -159,6 +168,26 @@ class Partition:
         finally:
             values.grad = None
         self.version += 1
+
+    def needs_trial(self, largest: float, optimizer: OptimizerSettings) -> bool:
+        """Whether an update by a gradient of such magnitude may come out infinite: then `check_trial` finds out."""
+        return not (max(largest, self.largest_at_first) <= _CALM.get(self.spec.element.torch, 0.0) and optimizer.is_calm(self.spec.tensor))
+
+    def check_trial(self, gradient: torch.Tensor, optimizer: OptimizerSettings) -> None:
+        """Makes the update on copies. Only while nothing is on its way.
+
+        Raises InvalidRequestError / RESULT_NOT_FINITE when values or the optimizer's state came out infinite or as NaN.
+        """
+        trial = Partition.restored(self.image(), optimizer)
+        trial.apply(gradient, optimizer, Copies())
+        for name, tensor in {"values": trial.values, **trial._state()}.items():
+            assert tensor is not None
+            if count := int(torch.isfinite(tensor).logical_not_().sum()):
+                raise InvalidRequestError(
+                    f"{describe(self.spec)}: the update would make {count} of its {tensor.numel()} {name} NaN or infinite; nothing of this "
+                    "partition was applied, and its sequence number is still free. Clip the gradients, or lower the learning rate",
+                    reason="RESULT_NOT_FINITE",
+                )
 
     def reserve(self, optimizer: OptimizerSettings) -> None:
         """Sees that there is memory for what the first push will make beside the values.

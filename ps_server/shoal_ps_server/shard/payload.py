@@ -54,9 +54,10 @@ class Upload:
         self._bytes = np.asarray(bytes_of(self._tensor))
         self._received = 0
         self._digest = xxhash.xxh3_64() if header.checksum else None
-        self._summed = 0
-        """Elements that are in `_total`."""
-        self._total = 0.0
+        self._seen = 0
+        """Elements that are in `_largest`."""
+        self._largest = 0.0
+        self._values: torch.Tensor | None = None
 
     @property
     def received(self) -> int:
@@ -86,25 +87,37 @@ class Upload:
             self._digest.update(chunk)
         self._received = end
         if not self._compressed:
-            self._sum_up_to(end // self.header.spec.element.itemsize)
+            self._look_up_to(end // self.header.spec.element.itemsize)
 
     def values(self) -> torch.Tensor:
-        """The whole partition; the upload gives it away. Only when nothing is missing.
+        """The whole partition, the same tensor each time. Only when nothing is missing.
 
         Raises CorruptDataError / CHECKSUM_MISMATCH, and InvalidRequestError: PAYLOAD_INVALID, or GRADIENT_NOT_FINITE, naming the tensor.
         """
         assert self.missing == 0, "the caller adds every chunk first"
+        if self._values is None:
+            self._values = self._checked()
+        return self._values
+
+    @property
+    def largest(self) -> float:
+        """The largest magnitude among the `values`; 0 without elements. Raises as `values`."""
+        self.values()
+        return self._largest
+
+    def _checked(self) -> torch.Tensor:
         spec = self.header.spec
         if self._digest is not None and (found := self._digest.intdigest()) != self.header.checksum:
             raise CorruptDataError(
                 f"{describe(spec)}: the payload's xxh3-64 is {found:#018x}, its header says {self.header.checksum:#018x}; send it again",
                 reason="CHECKSUM_MISMATCH",
             )
+        values = self._decoded() if self._compressed else self._tensor
         if self._compressed:
-            return self._decoded()
-        if not math.isfinite(self._total):
-            _check_finite(spec, self._tensor)
-        return self._tensor
+            self._largest = largest_of(values)
+        if not math.isfinite(self._largest):
+            _check_finite(spec, values)
+        return values
 
     def _decoded(self) -> torch.Tensor:
         """Codecs are of float32 values; a partition of another type gets them converted."""
@@ -117,17 +130,22 @@ class Upload:
                 f"{describe(spec)}: {error}; nothing of this partition was applied, and its sequence number is still free",
                 reason=error.reason,
             ) from error
-        values = values.to(spec.element.torch)
-        if not math.isfinite(float(values.sum(dtype=torch.float32))):
-            _check_finite(spec, values)
-        return values
+        return values.to(spec.element.torch)
 
-    def _sum_up_to(self, end: int) -> None:
-        """A sum is not finite when an element is not, and 50 times cheaper than isfinite(). It may overflow by itself: it only acquits."""
-        if end > self._summed:
-            values = self._tensor[self._summed : end]
-            self._total += float(values.sum(dtype=torch.float64 if values.dtype == torch.float64 else torch.float32))
-            self._summed = end
+    def _look_up_to(self, end: int) -> None:
+        if end > self._seen:
+            found = largest_of(self._tensor[self._seen : end])
+            if not math.isnan(self._largest) and not found <= self._largest:  # also when it is nan
+                self._largest = found
+            self._seen = end
+
+
+def largest_of(values: torch.Tensor) -> float:
+    """The largest magnitude; nan where one is, and 20 times cheaper than isfinite()."""
+    if not values.numel():
+        return 0.0
+    least, most = torch.aminmax(values)
+    return float(torch.maximum(-least, most))
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:

@@ -103,11 +103,20 @@ class Shard:
             partition=partition, header=header, version=1, values=values, first=True, check_seconds=time.perf_counter() - started
         )
 
-    def admit_push(self, upload: Upload) -> Admitted | None:
-        """A gradient, which will be applied once; None: it is known, by its number.
+    def needs_trial(self, upload: Upload) -> bool:
+        """Whether an update may come out infinite, so that it is tried first, which needs all before it to be applied. Raises as
+        `admit_push`."""
+        partition = self._partitions[upload.header.spec.partition_id]
+        if self._optimizer is None or partition.is_duplicate(upload.header):
+            return False
+        return partition.needs_trial(upload.largest, self._optimizer)
 
-        Raises PreconditionError (OPTIMIZER_UNCONFIGURED, and as `Partition.is_duplicate`), LimitError / MEMORY_EXHAUSTED and as
-        `Upload.values`; nothing is admitted then.
+    def admit_push(self, upload: Upload) -> Admitted | None:
+        """A gradient, which will be applied once; None: it is known, by its number. One that `needs_trial` comes when nothing else is on
+        its way to the partition.
+
+        Raises PreconditionError (OPTIMIZER_UNCONFIGURED, and as `Partition.is_duplicate`), LimitError / MEMORY_EXHAUSTED,
+        InvalidRequestError / RESULT_NOT_FINITE, and as `Upload.values`; nothing is admitted then.
         """
         started = time.perf_counter()
         header = upload.header
@@ -121,6 +130,8 @@ class Shard:
         if not duplicate:
             gradient = upload.values()
             partition.reserve(self._optimizer)
+            if self.needs_trial(upload):
+                partition.check_trial(gradient, self._optimizer)
         version = partition.admit(header, applies=not duplicate)
         return Admitted(partition=partition, header=header, version=version, values=gradient, check_seconds=time.perf_counter() - started)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from shoal_ps_server.configuration import Configuration
 from shoal_ps_server.shard.layout import Layout
@@ -34,6 +34,8 @@ class Changes:
         self._members_due = True
         self._latest: dict[int, asyncio.Future[Outcome]] = {}
         """Partition -> the last change of it that is on its way, or was."""
+        self._configured: asyncio.Future[None] | None = None
+        """The last configuration that is on its way, or was."""
 
     def write_to(self, journal: Journal) -> None:
         """From now on."""
@@ -45,6 +47,8 @@ class Changes:
 
     async def push(self, upload: Upload) -> asyncio.Future[Outcome]:
         """Admits a gradient; the future has what became of it. Raises as `Shard.admit_push`."""
+        while self._shard.needs_trial(upload) and (before := self._on_their_way(upload)):
+            await asyncio.wait(before)
         return await self._partition(upload, self._shard.admit_push(upload))
 
     async def initialize(self, upload: Upload) -> asyncio.Future[Outcome]:
@@ -53,7 +57,8 @@ class Changes:
 
     def configure(self, configuration: Configuration, effect: Callable[[], None]) -> asyncio.Future[None]:
         """Calls `effect` once the journal has the configuration. The future fails with UnavailableError / JOURNAL_FAILED."""
-        return self._make(configuration_record(configuration), effect)
+        self._configured = self._make(configuration_record(configuration), effect)
+        return self._configured
 
     def begin_file(self, effect: Callable[[int], T]) -> asyncio.Future[T]:
         """See `Journal.rotate`; without a journal the number is 0."""
@@ -72,6 +77,11 @@ class Changes:
         """Waits for what is on its way. Nothing is to be changed after that."""
         if self._journal is not None:
             await self._journal.close()
+
+    def _on_their_way(self, upload: Upload) -> list[asyncio.Future[Any]]:
+        """What an update that is tried first has to wait for."""
+        changes = (self._latest.get(upload.header.spec.partition_id), self._configured)
+        return [each for each in changes if each is not None and not each.done()]
 
     async def _partition(self, upload: Upload, admitted: Admitted | None) -> asyncio.Future[Outcome]:
         number = upload.header.spec.partition_id

@@ -225,6 +225,8 @@ def test_roles_are_enforced(cluster, tmp_path) -> None:
     for call in (lambda: viewer.snapshot("job"), lambda: cluster.member(viewer).pull(), lambda: cluster.member(viewer).push(1.0)):
         with pytest.raises(PermissionDeniedError):
             call()
+    assert len(cluster.member(viewer).pull(member_id="")) == 3  # it looks on, as nobody's member
+    assert cluster.member(worker).pull()
     assert cluster.coordinator.tokens.get(timeout=30) == "Bearer st"
 
 

@@ -269,6 +269,26 @@ def test_a_push_sent_twice_at_once_is_applied_once_and_both_are_answered_when_it
     run(test())
 
 
+def test_an_update_that_is_tried_first_waits_for_those_that_are_on_their_way(make, tmp_path) -> None:
+    """And is not written when it comes out infinite; the others are."""
+    data = tmp_path / "data"
+
+    async def test() -> None:
+        async with opened(data) as server:
+            spec = make.spec(dtype="float16")
+            server.adopt(make.layout(spec))
+            await server.configure(optimizer_settings(name="sgd", hyperparameters={"lr": 1.0}))
+            await server.initialize(make.upload(torch.zeros(6), spec, sequence=0, base_version=0))
+            pushes = [server.push(make.upload(torch.full((6,), 30000.0), spec, member=member)) for member in "abc"]
+            outcomes = await asyncio.gather(*pushes, return_exceptions=True)
+            assert [getattr(each, "version", None) or each.reason for each in outcomes] == [2, 3, "RESULT_NOT_FINITE"]
+            assert make.values(server.shard).tolist() == [-60000.0] * 6
+            before = state_of(server.shard)
+        assert same(recovered(data), before)
+
+    run(test())
+
+
 def test_a_push_that_is_wrong_is_not_written(make, tmp_path) -> None:
     data = tmp_path / "data"
 

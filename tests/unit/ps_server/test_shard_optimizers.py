@@ -153,3 +153,51 @@ def test_what_is_accepted_torch_accepts_too(name, hyperparameters) -> None:
     except InvalidRequestError:
         return
     settings.build(torch.zeros(2), tensor="any")
+
+
+@pytest.mark.parametrize(
+    ("name", "hyperparameters", "dtype", "gradient", "applied"),
+    [
+        pytest.param("sgd", {"lr": 1e30}, "float32", 1e30, 0, id="a huge learning rate"),
+        pytest.param("sgd", {"lr": 1.0}, "float32", 2e38, 1, id="gradients that add up"),
+        pytest.param("adamw", {"lr": 1e-3}, "float32", 1e25, 0, id="a square that overflows"),
+        pytest.param("adam", {"lr": 1e-3, "eps": 0.0}, "float32", 0.0, 0, id="zero by zero"),
+        pytest.param("sgd", {"lr": 1.0}, "float16", 30000.0, 2, id="half precision"),
+        pytest.param("sgd", {"lr": 1.0, "weight_decay": 500.0}, "float32", 1.0, 15, id="a decay that grows"),
+    ],
+)
+def test_an_update_that_would_come_out_infinite_is_refused_and_changes_nothing(
+    make, name, hyperparameters, dtype, gradient, applied
+) -> None:
+    spec = make.spec(dtype=dtype)
+    shard = make.shard(spec, optimizer=optimizer_settings(name=name, hyperparameters=hyperparameters))
+    for sequence in range(1, applied + 1):
+        shard.push(make.upload(torch.full((6,), gradient), spec, sequence=sequence))
+    before = shard.image(0)
+    with pytest.raises(InvalidRequestError, match="the update would make 6 of its 6") as caught:
+        shard.push(make.upload(torch.full((6,), gradient), spec, sequence=applied + 1))
+    assert caught.value.reason == "RESULT_NOT_FINITE"
+    after = shard.image(0)
+    assert (after.version, after.sequences, after.state.keys()) == (before.version, before.sequences, before.state.keys())
+    assert torch.equal(after.values, before.values)
+    assert torch.isfinite(after.values).all()
+
+
+def test_ordinary_updates_are_not_tried_first(make, monkeypatch) -> None:
+    """It costs a copy of the partition."""
+    monkeypatch.setattr("shoal_ps_server.shard.partition.Partition.check_trial", lambda *_: pytest.fail("it was"))
+    for name, hyperparameters in (("sgd", {"lr": 10.0, "momentum": 0.99, "weight_decay": 0.1}), ("adamw", {}), ("adam", {"lr": 1.0})):
+        for dtype in ("float32", "float64", "bfloat16"):
+            spec = make.spec(dtype=dtype)
+            shard = make.shard(spec, optimizer=optimizer_settings(name=name, hyperparameters=hyperparameters))
+            for sequence in (1, 2):
+                shard.push(make.upload(torch.full((6,), 1e6), spec, sequence=sequence))
+
+
+def test_a_value_that_is_not_finite_is_found_wherever_it_is(make) -> None:
+    for wrong in (float("nan"), float("inf"), -float("inf")):
+        for place in range(6):
+            values = torch.arange(6.0)
+            values[place] = wrong
+            with pytest.raises(InvalidRequestError, match=f"the first is element {place}"):
+                make.upload(values, cuts=(4, 8, 12, 16, 20)).values()

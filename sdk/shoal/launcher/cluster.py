@@ -45,7 +45,6 @@ class Service:
         self.address = f"127.0.0.1:{self._port.port}"
         """host:port of its gRPC service: known before it serves, and kept over restarts."""
         self.log = directory / f"{name}.log"
-        self.restarts = 0
         self._port_file = directory / f"{name}.json"
         self._command = [sys.executable, "-m", program, "--listen", self.address, "--http", "127.0.0.1:0"]
         self._command += [*arguments, "--port-file", str(self._port_file)]
@@ -69,7 +68,6 @@ class Service:
 
     def start(self) -> None:
         """Starts the process, anew if there was one."""
-        self.restarts += self._child is not None
         self._addresses = None
         self._port_file.unlink(missing_ok=True)
         with self.log.open("ab") as log:

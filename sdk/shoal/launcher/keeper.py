@@ -1,7 +1,7 @@
 """Opens a local cluster without blocking an event loop, and keeps its services running: one that dies is started again at its address.
 
-The coordinator's state is in Redis and the members reconnect, so training does not notice; a parameter server comes back with its newest
-snapshot.
+The coordinator's state is in Redis and the members reconnect, so training does not notice; a parameter server comes back with all that it
+had acknowledged.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ from shoal_common.errors import ShoalError, UnavailableError
 
 from shoal.launcher.cluster import POLL_INTERVAL, START_TIMEOUT, LocalCluster, Service
 
-_MOST_RESTARTS: Final = 3
+_SHORT_LIFE_S: Final = 5.0
+"""One that has served for so long has started well: its end is something else, and does not count."""
+_MOST_SHORT_LIVES: Final = 4
+"""One that ended so often in a row, and never served for long, would end again."""
 
 
 class ClusterKeeper:
@@ -41,16 +44,23 @@ class ClusterKeeper:
         await asyncio.gather(*(self._keep(service) for service in self._cluster.services))
 
     async def _keep(self, service: Service) -> None:
+        loop = asyncio.get_running_loop()
+        served_since: float | None = loop.time()
+        short_lives = 0
         while True:
             pid, status = service.child.pid, await service.child.wait()
             if status.ok:
                 return  # it was told that the job is over
-            if service.restarts >= _MOST_RESTARTS:
+            served_long = served_since is not None and loop.time() - served_since >= _SHORT_LIFE_S
+            short_lives = 0 if served_long else short_lives + 1
+            if short_lives >= _MOST_SHORT_LIVES:
                 self._note(
-                    f"{service.name} (pid {pid}) ended ({status}) once too often and is given up; its last words: {service.last_words()}"
+                    f"{service.name} (pid {pid}) ended ({status}) for the {_MOST_SHORT_LIVES}th time in a row within "
+                    f"{_SHORT_LIFE_S:g} s of serving, and is given up; its last words: {service.last_words()}"
                 )
                 return
             service.start()
+            served_since = None
             try:
                 await _until_ready(service)
             except UnavailableError:
@@ -58,6 +68,7 @@ class ClusterKeeper:
             except ShoalError as error:
                 self._note(str(error))
             else:
+                served_since = loop.time()
                 if service is self._cluster.coordinator:
                     await asyncio.to_thread(self._cluster.create_job)  # its data may be gone too; else this changes nothing
                 self._note(f"{service.name} (pid {pid}) ended ({status}) and serves again as pid {service.child.pid}")

@@ -45,13 +45,15 @@ class Side:
 def measure(options: Options) -> Table:
     """See the module. About a minute."""
     rounds = 10 if options.quick else 40
-    tcp, _, torch_rpc, _, shoal, _ = sides = (
+    tcp, _, torch_rpc, _, shoal, *_ = sides = (
         Side(key="tcp", name="raw TCP, no arithmetic"),
         Side(key="unary", name="gRPC, one unary message"),
         Side(key="torch-rpc", name="torch RPC"),
         Side(key="torch-rpc-tcp", name="torch RPC over TCP"),
         Side(key="shoal", name="shoal"),
         Side(key="shoal-checksums", name="shoal, with checksums"),
+        Side(key="shoal-journal", name="shoal, with a journal"),
+        Side(key="shoal-journal-never", name="shoal, with a journal that the kernel syncs"),
     )
     with ExitStack() as stack:
         stage = stack.enter_context(Stage())
@@ -68,7 +70,7 @@ def measure(options: Options) -> Table:
     plots.samples(options.output / "t4.png", rows, sample="push_and_pull_s", label="push and pull of 64 MiB, s")
     return Table(
         key="t4",
-        title="Parameter server: push and pull of 64 MiB fp32 over gRPC, one server, one client, SGD applied, no journal",
+        title="Parameter server: push and pull of 64 MiB fp32 over gRPC, one server, one client, SGD applied",
         target=f">= {OF_TCP} x raw TCP and >= {OF_TORCH_RPC} x torch RPC",
         method=(
             f"Each system has a client and a server process on this machine; {rounds} rounds in turns whose order alternates, after "
@@ -76,7 +78,8 @@ def measure(options: Options) -> Table:
             "(loopback, 1 MiB reads) moves the bytes and computes nothing; the others apply plain SGD. torch RPC chooses its transports "
             "by itself, which the target is about, and in a row of its own has sockets alone. Shoal runs with its coordinator, metrics, "
             "sequence numbers and checks for finite values; checksums (xxh3-64 both ways) are the caller's choice and have a row of their "
-            "own. The journal is not built yet. Rates are medians; ratios are the medians of the rounds' ratios of push and pull together, "
+            "own. With a journal (`--data-dir`), a push is on this machine's disk when it is acknowledged (`--fsync group`), or with the "
+            "kernel (`--fsync never`). Rates are medians; ratios are the medians of the rounds' ratios of push and pull together, "
             "with their 95 % confidence intervals."
         ),
         columns=("rounds", "push GB/s", "pull GB/s", "push+pull GB/s", "x raw TCP", "x torch RPC"),
@@ -99,7 +102,9 @@ def _start(side: Side, stage: Stage, stack: ExitStack, coordinator: str) -> None
     more = []
     if side.key.startswith("shoal"):
         more = ["--coordinator", coordinator, "--job", side.key]
-        stage.start(f"{side.key}-server", [sys.executable, "-m", "shoal_ps_server", "--server-id", side.key, *more])
+        journal = ["--data-dir", str(stage.directory / side.key)] if "journal" in side.key else []
+        journal += ["--fsync", "never"] if side.key.endswith("never") else []
+        stage.start(f"{side.key}-server", [sys.executable, "-m", "shoal_ps_server", "--server-id", side.key, *more, *journal])
     stage.start(side.key, [sys.executable, "-m", _CLIENT, side.key, "--gate", str(path), *more])
     try:
         stage.wait_until(side.name, gate.complete, timeout_s=_TIMEOUT_S)

@@ -284,6 +284,8 @@ _SYSTEMS: Final[dict[str, Callable[[argparse.Namespace], AbstractContextManager[
     "torch-rpc-tcp": _torch_rpc_over_tcp,
     "shoal": _shoal,
     "shoal-checksums": _shoal_with_checksums,
+    "shoal-journal": _shoal,
+    "shoal-journal-never": _shoal,
 }
 
 

@@ -59,7 +59,7 @@ class ParameterServer:
         self._directory = directory
         recovered = _empty() if directory is None else directory.recover(job_id=settings.job, server_id=settings.server_id)
         state = recovered.state
-        self._next_file = recovered.next_file
+        self._recovered = recovered
         self._server_index = None if state is None else state.layout.server_index
         self._registry = CollectorRegistry()
         self._metrics = Metrics(self._registry)
@@ -137,7 +137,8 @@ class ParameterServer:
         try:
             journal = Journal(
                 self._directory.segments,
-                number=self._next_file,
+                number=self._recovered.next_file,
+                previous_end=self._recovered.last_end,
                 fsync=self._settings.fsync,
                 failed=self._not_made,
                 written=self._metrics.journal_written,
@@ -305,7 +306,7 @@ class ParameterServer:
 
 
 def _empty() -> Recovered:
-    return Recovered(shard=Shard(), state=None, next_file=0)
+    return Recovered(shard=Shard(), state=None, next_file=0, last_end=0)
 
 
 def _write_atomically(path: Path, text: str) -> None:

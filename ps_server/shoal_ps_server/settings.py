@@ -59,8 +59,8 @@ class PsServerSettings(ShoalSettings):
     fsync: Fsync = Fsync.GROUP
     """When the journal is synced."""
 
-    journal_limit: Annotated[int, Field(ge=1 << 20)] = 1 << 30
-    """Bytes of the journal from which on a snapshot takes its place, if that is more than twice what the server holds."""
+    journal_limit: Annotated[int, Field(ge=1 << 20)] = 1 << 29
+    """Bytes of the journal from which on a snapshot takes its place, if that is more than four times what the server holds."""
 
     snapshot_interval: Duration = timedelta(minutes=1)
     """Time between snapshots of a server whose values change; 0s: only when asked, and at SIGTERM."""
@@ -149,7 +149,7 @@ def parse_command_line(arguments: Sequence[str] | None = None) -> PsServerSettin
             "group|always|never",
             "when the journal is synced: before an answer, many changes at once or each; or never (default: group)",
         ),
-        ("--journal-limit", "BYTES", "of the journal, before a snapshot takes its place (default: 1 GiB)"),
+        ("--journal-limit", "BYTES", "of the journal, before a snapshot takes its place (default: 512 MiB)"),
         ("--snapshot-interval", "DURATION", "time between snapshots, 0s for none but at SIGTERM (default: 1m)"),
         ("--staging-memory", "BYTES", "for pushes on their way, a quarter of it for one worker (default: 1 GiB)"),
         ("--tokens", "FILE", "lines `role: token`: who may call (default: everyone)"),

@@ -73,7 +73,7 @@ class DataDirectory:
 
     def forget_journal_before(self, number: int) -> None:
         """A snapshot has all that is in files before `number`. Raises OSError."""
-        self.segments.remove_before(number)
+        self.segments.forget_before(number)
 
     def close(self) -> None:
         """Gives the directory back. Idempotent."""

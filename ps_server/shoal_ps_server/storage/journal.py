@@ -2,8 +2,8 @@
 
 Threads: the event loop calls `append` and `rotate`, and runs effects; one thread writes. They share the queue alone.
 
-When the disk does not take a batch, what was written of it is cut off again. The batch and all that was appended meanwhile have no effect,
-and whoever waits for them is told; the next append tries anew.
+When the disk does not take a batch, it and all that was appended meanwhile have no effect, and whoever waits for them is told. The next
+append tries anew, in a new file, which says that nothing of that batch counts.
 """
 
 from __future__ import annotations
@@ -70,14 +70,15 @@ class Journal:
         segments: Segments,
         *,
         number: int,
+        previous_end: int,
         fsync: Fsync,
         failed: Callable[[BaseException], None],
         written: Callable[[int, int, float], None] = lambda records, nbytes, seconds: None,
         unwritten: Callable[[], None] = lambda: None,
     ) -> None:
-        """Begins file `number`. `failed` is told of an effect that raised: memory lacks what the disk has, so the server must end and
-        recover. `written`: of each batch, its records, bytes and seconds; `unwritten`: of a batch that the disk did not
-        take. Raises OSError."""
+        """Begins file `number`; of the one before it, `previous_end` bytes count. `failed` is told of an effect that raised: memory lacks
+        what the disk has, so the server must end and recover. `written`: of each batch, its records, bytes and seconds; `unwritten`: of a
+        batch that the disk did not take. Raises OSError."""
         self._segments = segments
         self._fsync = fsync
         self._failed = failed
@@ -86,8 +87,9 @@ class Journal:
         self._loop = asyncio.get_running_loop()
         self._queue: queue.SimpleQueue[_Entry[Any] | _Control] = queue.SimpleQueue()
         self._number = number
-        self._descriptor: int | None = segments.create(number)
-        self._size = self._durable = os.fstat(self._descriptor).st_size
+        self._descriptor, self._end = segments.create(number, previous_end=previous_end)
+        self._durable = self._end
+        """So much of the file is on disk for certain; and so much of it counts."""
         self._pending: deque[_Entry[Any]] = deque()
         """What was appended and has had no effect yet. The loop's."""
         self._unmade: Exception | None = None
@@ -176,8 +178,7 @@ class Journal:
                 failure = None
             elif control is _Control.CLOSE:
                 break
-        if self._descriptor is not None:
-            os.close(self._descriptor)
+        os.close(self._descriptor)
 
     def _next(self) -> tuple[_Batch, _Control | None]:
         """What is there, once there is something: entries that go together, and the control that came behind them, if one did."""
@@ -202,7 +203,10 @@ class Journal:
 
     def _write_batch(self, batch: _Batch) -> OSError | None:
         try:
-            descriptor = self._mended()
+            if self._broken:
+                # What a failed write left in the file, and whether a failed sync left anything, is not known: it does not count.
+                self._begin(self._number + 1)
+                self._broken = False
             if batch.entries[-1].rotates:
                 self._begin(self._number + 1)
                 batch.entries[-1].number = self._number
@@ -210,43 +214,27 @@ class Journal:
             parts: list[bytes | memoryview] = []
             for entry in batch.entries:
                 if entry.record is not None:
-                    parts.extend(entry.record.encoded(durable=self._durable))
+                    parts.extend(entry.record.encoded(file=self._number, durable=self._durable))
             batch.nbytes = sum(len(part) for part in parts)
             if parts:
                 self._broken = True
-                written = write_all(descriptor, parts)
+                written = write_all(self._descriptor, parts, at=self._end)
                 if self._fsync is not Fsync.NEVER:
-                    os.fdatasync(descriptor)
-                    self._durable = self._size + written
-                self._size += written
+                    os.fdatasync(self._descriptor)
+                    self._durable = self._end + written
+                self._end += written
                 self._broken = False
         except OSError as error:
             logger.error("the journal could not be written; updates are refused until it can be", extra={"error": error})
             return error
         return None
 
-    def _mended(self) -> int:
-        """The file to append to. Where a write has failed, that is a new one, and what is not known of the old one is cut off."""
-        if self._broken or self._descriptor is None:
-            if self._descriptor is not None:
-                os.close(self._descriptor)
-                self._descriptor = None
-            with self._segments.path(self._number).open("r+b") as file:
-                file.truncate(self._size)
-                os.fsync(file.fileno())
-            self._broken = False
-            self._begin(self._number + 1)
-        assert self._descriptor is not None
-        return self._descriptor
-
     def _begin(self, number: int) -> None:
-        if self._descriptor is not None:
+        if not self._broken:
             os.fdatasync(self._descriptor)
-        descriptor = self._segments.create(number)
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-        self._descriptor, self._number = descriptor, number
-        self._size = self._durable = os.fstat(descriptor).st_size
+        descriptor, end = self._segments.create(number, previous_end=self._end)
+        os.close(self._descriptor)
+        self._descriptor, self._number, self._end, self._durable = descriptor, number, end, end
 
     def _tell(self, batch: _Batch, failure: OSError | None, seconds: float) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has ended

@@ -53,7 +53,7 @@ class SnapshotKeeper:
         journal_limit: int,
     ) -> None:
         """`state` gives what is not in the shard; None while the server does not know its partitions. `journal_limit`: bytes of the journal
-        from which on a snapshot is due, if that is more than twice what the server holds."""
+        from which on a snapshot is due, if that is more than four times what the server holds."""
         self._directory = directory
         self._shard = shard
         self._state = state
@@ -124,7 +124,7 @@ class SnapshotKeeper:
 
     def _journal_is_long(self) -> bool:
         written = self._changes.journal_bytes
-        return written >= self._journal_limit and written >= 2 * self._shard.summary().stored_bytes
+        return written >= self._journal_limit and written >= 4 * self._shard.summary().stored_bytes
 
     def _state_at(self, journal_file: int) -> ServerState:
         state = self._state()

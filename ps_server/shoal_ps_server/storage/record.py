@@ -1,6 +1,7 @@
 """A record: one change of a server, as bytes that tell by themselves whether they are whole.
 
     magic        8 bytes
+    file         8 bytes: number of the file that it belongs to: what stands behind it may be left of an older one
     header size  4 bytes, little-endian, as all numbers
     payload size 8 bytes
     durable      8 bytes: so much of this file was on disk for certain when this record was written
@@ -23,7 +24,7 @@ import xxhash
 
 MAGIC: Final = b"\x89shoalR\n"
 
-_FIXED: Final = struct.Struct("<8sIQQ")
+_FIXED: Final = struct.Struct("<8sQIQQ")
 _CHECKSUM: Final = struct.Struct("<Q")
 _LARGEST_HEADER: Final = 256 << 20
 _LARGEST_PAYLOAD: Final = 64 << 20
@@ -41,10 +42,10 @@ class Record:
     """JSON values."""
     payload: memoryview = _NOTHING
 
-    def encoded(self, *, durable: int) -> tuple[bytes, memoryview]:
-        """The record's bytes: what stands before the payload, and the payload where it lies. `durable`: see above."""
+    def encoded(self, *, file: int, durable: int) -> tuple[bytes, memoryview]:
+        """The record's bytes: what stands before the payload, and the payload where it lies. `file`, `durable`: see above."""
         header = json.dumps({"kind": self.kind, **self.fields}, separators=(",", ":"), allow_nan=False).encode()
-        fixed = _FIXED.pack(MAGIC, len(header), self.payload.nbytes, durable)
+        fixed = _FIXED.pack(MAGIC, file, len(header), self.payload.nbytes, durable)
         digest = xxhash.xxh3_64(fixed)
         digest.update(header)
         digest.update(self.payload)
@@ -61,12 +62,12 @@ class Found:
     durable: int
 
 
-def read(data: memoryview, start: int) -> Found | None:
-    """The record that begins at `start`; None when none does, or not all of it is there or right."""
+def read(data: memoryview, start: int, file: int) -> Found | None:
+    """The record that begins at `start`; None when none of that file does, or not all of it is there or right."""
     if start + OVERHEAD_BYTES > data.nbytes:
         return None
-    magic, header_size, payload_size, durable = _FIXED.unpack_from(data, start)
-    if magic != MAGIC or header_size > _LARGEST_HEADER or payload_size > _LARGEST_PAYLOAD:
+    magic, number, header_size, payload_size, durable = _FIXED.unpack_from(data, start)
+    if (magic, number) != (MAGIC, file) or header_size > _LARGEST_HEADER or payload_size > _LARGEST_PAYLOAD:
         return None
     body = start + OVERHEAD_BYTES
     end = body + header_size + payload_size
@@ -81,17 +82,18 @@ def read(data: memoryview, start: int) -> Found | None:
     return Found(record=record, end=end, durable=durable)
 
 
-def read_all(data: memoryview, start: int = 0) -> Iterator[Found]:
-    """Whole records one after the other, from `start` up to the first that is not."""
-    while (found := read(data, start)) is not None:
+def read_all(data: memoryview, file: int) -> Iterator[Found]:
+    """Whole records one after the other, up to the first that is not."""
+    start = 0
+    while (found := read(data, start, file)) is not None:
         yield found
         start = found.end
 
 
-def later(data: memoryview, start: int) -> Iterator[Found]:
+def later(data: memoryview, start: int, file: int) -> Iterator[Found]:
     """Whole records that begin anywhere after `start`: what lies behind damage."""
     for position in _places(data, start + 1):
-        if (found := read(data, position)) is not None:
+        if (found := read(data, position, file)) is not None:
             yield found
 
 

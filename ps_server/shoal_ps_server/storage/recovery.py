@@ -80,6 +80,8 @@ class Recovered:
     """None: it knew no shard map yet."""
     next_file: int
     """Number of the journal's file to begin."""
+    last_end: int
+    """How many bytes of the file before it count."""
 
 
 def recover(segments: Segments, image: ServerImage | None, *, job_id: str, server_id: str) -> Recovered:
@@ -102,7 +104,8 @@ def recover(segments: Segments, image: ServerImage | None, *, job_id: str, serve
     return Recovered(
         shard=recovery.shard,
         state=recovery.state(job_id=job_id, server_id=server_id),
-        next_file=max([first, *segments.numbers()], default=0) + 1,
+        next_file=max([0, *segments.numbers()]) + 1,
+        last_end=segments.last_end,
     )
 
 

@@ -39,7 +39,9 @@ class Journaled:
         self.members = Members() if state is None else state.membership
         self.failures: list[BaseException] = []
         self.changes = Changes(shard=self.shard, layout=lambda: self.layout, members=lambda: self.members)
-        self.journal = Journal(directory.segments, number=recovered.next_file, fsync=fsync, failed=self.failures.append)
+        self.journal = Journal(
+            directory.segments, number=recovered.next_file, previous_end=recovered.last_end, fsync=fsync, failed=self.failures.append
+        )
         self.changes.write_to(self.journal)
         self.snapshots = SnapshotKeeper(
             directory=directory,

@@ -107,6 +107,35 @@ def test_a_crash_at_any_byte_leaves_the_changes_before_it_and_nothing_of_the_one
             assert found[0].version == 1
 
 
+def test_a_file_that_is_written_over_an_older_one_ends_where_its_own_records_do(make, tmp_path) -> None:
+    """At any byte, too: what is behind the tear is whole, and of an older file."""
+    data = tmp_path / "data"
+    states: list[tuple[int, dict[int, Any]]] = []
+
+    async def test() -> bytes:
+        async with opened(data) as server:
+            await begun(server, make)
+            for step in range(1, 8):
+                await server.push(make.upload(torch.randn(6), make.spec(0), sequence=step, base_version=step))
+            await server.snapshots.write()
+            spare = (data / "journal.spare").read_bytes()
+            await server.snapshots.write()  # its file is made of the spare
+            written = data / "journal.00000003"
+            assert written.stat().st_size == len(spare)
+            for step in (8, 9):
+                await server.push(make.upload(torch.randn(6), make.spec(0), sequence=step, base_version=step))
+                end = max(place for place in range(len(spare)) if written.read_bytes()[place] != spare[place]) + 1
+                states.append((end, state_of(server.shard)))
+        return spare
+
+    stale = run(test())
+    whole = (data / "journal.00000003").read_bytes()
+    assert same(recovered(data), states[-1][1])
+    for cut in range(states[0][0], states[1][0]):
+        (data / "journal.00000003").write_bytes(whole[:cut] + stale[cut:])
+        assert same(recovered(data), states[0][1]), cut
+
+
 def test_after_a_torn_end_the_server_goes_on_and_recovers_again(make, tmp_path) -> None:
     data = tmp_path / "data"
 
@@ -201,7 +230,7 @@ def test_a_snapshot_takes_the_journals_place_also_of_pushes_that_come_meanwhile(
                 await server.snapshots.write()
             await asyncio.gather(*training)
             before = state_of(server.shard)
-        assert [path.name for path in sorted(data.glob("journal.*"))] == ["journal.00000006"]
+        assert [path.name for path in sorted(data.glob("journal.*"))] == ["journal.00000006", "journal.spare"]
         assert same(recovered(data), before)
         async with opened(data) as server:
             assert server.members.generation == 4

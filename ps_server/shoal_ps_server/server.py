@@ -57,16 +57,14 @@ class ParameterServer:
         self._settings = settings
         self._identity = Identity(job_id=settings.job, server_id=settings.server_id)
         self._directory = directory
-        recovered = _empty() if directory is None else directory.recover(job_id=settings.job, server_id=settings.server_id)
-        state = recovered.state
+        recovered = Recovered(shard=Shard()) if directory is None else directory.recover(job_id=settings.job, server_id=settings.server_id)
         self._recovered = recovered
-        self._server_index = None if state is None else state.layout.server_index
+        self._server_index = None if recovered.layout is None else recovered.layout.server_index
         self._registry = CollectorRegistry()
         self._metrics = Metrics(self._registry)
         self._shard = recovered.shard
-        members = Members() if state is None else state.membership
-        self._membership = Membership(fence=members.fence(), clocks=members.restored_clocks())
-        self._layouts = Layouts(current=None if state is None else state.layout, fetch=self._fetch_layout, adopt=self._adopt_layout)
+        self._membership = Membership(fence=recovered.members.fence(), clocks=recovered.members.restored_clocks())
+        self._layouts = Layouts(current=recovered.layout, fetch=self._fetch_layout, adopt=self._adopt_layout)
         self._changes = Changes(shard=self._shard, layout=lambda: self._layouts.current, members=self._members)
         self._pulls = Pulls(
             shard=self._shard, membership=self._membership, waited=self._metrics.ssp_wait_seconds.observe, answered=self._answered
@@ -97,7 +95,7 @@ class ParameterServer:
             changes=self._changes,
             metrics=self._metrics,
             tokens=settings.token_table,
-            configuration=None if state is None else state.configuration,
+            configuration=recovered.configuration,
         )
         self._session: CoordinatorSession | None = None
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -149,8 +147,9 @@ class ParameterServer:
         self._changes.write_to(journal)
 
     async def _last_snapshot(self) -> None:
-        if not self._broken.done():  # it would lack the change, and do away with the journal that has it
-            await self._snapshots.write_if_changed()
+        if self._broken.done():
+            self._broken.result()  # a snapshot would lack the change, and do away with the journal that has it
+        await self._snapshots.write_if_changed()
 
     def _not_made(self, error: BaseException) -> None:
         """A change that the journal has could not be made: this process ends, and the next one makes it."""
@@ -303,10 +302,6 @@ class ParameterServer:
             return
         addresses = {"grpc": self._settings.advertised(grpc_port), "http": self._settings.advertised_http(http.port), "pid": os.getpid()}
         _write_atomically(path, json.dumps(addresses))
-
-
-def _empty() -> Recovered:
-    return Recovered(shard=Shard(), state=None, next_file=0, last_end=0)
 
 
 def _write_atomically(path: Path, text: str) -> None:

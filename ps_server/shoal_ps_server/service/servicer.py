@@ -7,7 +7,7 @@ that their payloads are not copied by protobuf (shoal_common.wire).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
@@ -26,6 +26,7 @@ from shoal_ps_server.service.intake import Intake
 from shoal_ps_server.service.layouts import Layouts
 from shoal_ps_server.service.pulls import Pulls
 from shoal_ps_server.service.requests import (
+    HyperparameterChange,
     UploadKind,
     at_least,
     check_job,
@@ -97,6 +98,8 @@ class ParameterServerServicer:
         self._changes = changes
         self._configuring = asyncio.Lock()
         """Held from the look at the configuration until its change is made."""
+        self._tasks: set[asyncio.Task[bool]] = set()
+        """Changes of the configuration that are on their way."""
         self._metrics = metrics
         self._tokens = tokens
         if configuration is not None:
@@ -154,26 +157,14 @@ class ParameterServerServicer:
             tensors = (await self._layouts.any()).tensors if request.optimizer.groups else None
             optimizer = parse_optimizer(request.optimizer, tensors)
             consistency = parse_consistency(request.consistency)
-            async with self._configuring:
-                if self.configuration is not None:
-                    self.configuration.check_equal(optimizer, consistency)
-                    return pb.ConfigureOptimizerResponse(configured=False)
-                await self._configure(Configuration(configured=optimizer, optimizer=optimizer, consistency=consistency))
-            return pb.ConfigureOptimizerResponse(configured=True)
+            return pb.ConfigureOptimizerResponse(configured=await self._to_its_end(self._first_configuration(optimizer, consistency)))
 
     async def set_hyperparameters(self, request: pb.SetHyperparametersRequest, context: Any) -> pb.SetHyperparametersResponse:
         """SetHyperparameters."""
         with self._counting_refusals("SetHyperparameters"):
             check_job(request.job_id, self._identity.job_id)
             change = parse_hyperparameter_change(request)
-            async with self._configuring:
-                if self.configuration is None:
-                    raise PreconditionError("this server has no optimizer yet: send ConfigureOptimizer", reason="OPTIMIZER_UNCONFIGURED")
-                revised = self.configuration.revised(change.revision, change.hyperparameters, change.groups)
-                if revised is self.configuration:
-                    return pb.SetHyperparametersResponse(applied=False)
-                await self._configure(revised)
-            return pb.SetHyperparametersResponse(applied=True)
+            return pb.SetHyperparametersResponse(applied=await self._to_its_end(self._revision(change)))
 
     async def advance_clock(self, request: pb.AdvanceClockRequest, context: Any) -> pb.AdvanceClockResponse:
         """AdvanceClock."""
@@ -226,6 +217,24 @@ class ParameterServerServicer:
                 f"member_id={request.member_id!r}: a token of role viewer may pull, but as nobody's member; leave member_id empty"
             )
 
+    async def _first_configuration(self, optimizer: OptimizerSettings, consistency: Consistency) -> bool:
+        async with self._configuring:
+            if self.configuration is not None:
+                self.configuration.check_equal(optimizer, consistency)
+                return False
+            await self._configure(Configuration(configured=optimizer, optimizer=optimizer, consistency=consistency))
+            return True
+
+    async def _revision(self, change: HyperparameterChange) -> bool:
+        async with self._configuring:
+            if self.configuration is None:
+                raise PreconditionError("this server has no optimizer yet: send ConfigureOptimizer", reason="OPTIMIZER_UNCONFIGURED")
+            revised = self.configuration.revised(change.revision, change.hyperparameters, change.groups)
+            if revised is self.configuration:
+                return False
+            await self._configure(revised)
+            return True
+
     async def _configure(self, configuration: Configuration) -> None:
         """Between the pushes before and those after it, as the journal has it."""
 
@@ -234,7 +243,14 @@ class ParameterServerServicer:
             self._membership.consistency = configuration.consistency
             self._shard.configure(configuration.optimizer)
 
-        await asyncio.shield(self._changes.configure(configuration, effect))
+        await self._changes.configure(configuration, effect)
+
+    async def _to_its_end(self, change: Coroutine[Any, Any, bool]) -> bool:
+        """Also when the caller goes away meanwhile: the next change begins with what this one leaves."""
+        task = asyncio.create_task(change)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return await asyncio.shield(task)
 
     @contextmanager
     def _counting_refusals(self, method: str) -> Iterator[None]:

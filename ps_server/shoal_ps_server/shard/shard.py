@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -224,6 +225,12 @@ class Shard:
         """Drops what is known of members that will not come back."""
         for partition in self._partitions.values():
             for member_id in member_ids:
+                partition.forget(member_id)
+
+    def forget_all_but(self, known: AbstractSet[str]) -> None:
+        """Drops what is known of members that are not in `known`."""
+        for partition in self._partitions.values():
+            for member_id in partition.settled.sequences.keys() - known:
                 partition.forget(member_id)
 
     def summary(self, member_id: str = "") -> ShardSummary:

@@ -69,6 +69,11 @@ class Changes:
         return self._journal.rotate(effect)
 
     @property
+    def is_broken(self) -> bool:
+        """A change that the journal has could not be made: memory is not to be written anywhere."""
+        return self._journal is not None and self._journal.is_broken
+
+    @property
     def journal_bytes(self) -> int:
         """Written since the last `begin_file`."""
         return 0 if self._journal is None else self._journal.bytes_since_rotation
@@ -94,10 +99,15 @@ class Changes:
         made = self._make(
             None if self._journal is None else partition_record(change, upload),
             lambda: self._shard.apply(change),
-            refused=lambda: self._shard.refuse(change),
+            refused=lambda: self._refused(change),
         )
         self._latest[number] = made
         return made
+
+    def _refused(self, change: Admitted) -> None:
+        self._shard.refuse(change)
+        # With all that is on its way to the partition; what was applied before is known by its number.
+        self._latest.pop(change.header.spec.partition_id, None)
 
     def _make(self, record: Record | None, effect: Callable[[], T], *, refused: Callable[[], None] = lambda: None) -> asyncio.Future[T]:
         journal = self._journal

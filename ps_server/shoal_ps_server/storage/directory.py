@@ -63,7 +63,11 @@ class DataDirectory:
         """The server as it was when it ended, however that was. Raises as `read` and `recovery.recover`."""
         image = self.read(job_id=job_id, server_id=server_id)
         self._segments = Segments(self.path, Owner(job_id=job_id, server_id=server_id))
-        return recover(self._segments, image, job_id=job_id, server_id=server_id)
+        try:
+            self._segments.open()
+            return recover(self._segments, image)
+        except OSError as error:
+            raise ConfigurationError(f"data_dir={self.path}: {error}; see to its disk, and to who may read and write there") from error
 
     @property
     def segments(self) -> Segments:

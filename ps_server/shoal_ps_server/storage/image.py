@@ -20,8 +20,8 @@ from shoal_ps_server.shard.layout import Layout, PartitionSpec
 from shoal_ps_server.shard.optimizer import OptimizerSettings, ParameterGroup, optimizer_settings
 from shoal_ps_server.shard.partition import PartitionImage
 
-FORMAT_VERSION: Final = 1
-"""Grows when an older release could not read the file."""
+FORMAT_VERSION: Final = 2
+"""Grows when an older release could not read the file: 2 has a journal beside it."""
 
 
 @dataclass(frozen=True, kw_only=True)

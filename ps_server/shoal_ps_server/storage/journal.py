@@ -24,7 +24,7 @@ from typing import Any, Final, Generic, TypeVar
 from shoal_common.errors import UnavailableError
 
 from shoal_ps_server.settings import Fsync
-from shoal_ps_server.storage.record import Record
+from shoal_ps_server.storage.record import OVERHEAD_BYTES, Record
 from shoal_ps_server.storage.segments import Segments, write_all
 
 logger = logging.getLogger(__name__)
@@ -33,6 +33,8 @@ T = TypeVar("T")
 
 MOST_IN_A_BATCH_BYTES: Final = 64 << 20
 """So much is written before those who wait for the first of it are answered."""
+_MOST_AT_ONCE_S: Final = 0.005
+"""So long effects follow one another before the loop's other work has its turn."""
 
 
 @dataclass(kw_only=True)
@@ -88,18 +90,21 @@ class Journal:
         self._queue: queue.SimpleQueue[_Entry[Any] | _Control] = queue.SimpleQueue()
         self._number = number
         self._descriptor, self._end = segments.create(number, previous_end=previous_end)
+        self._journal_id = segments.journal_id
         self._durable = self._end
         """So much of the file is on disk for certain; and so much of it counts."""
         self._pending: deque[_Entry[Any]] = deque()
-        """What was appended and has had no effect yet. The loop's."""
+        """What was appended and is not known to be written. The loop's."""
+        self._ready: deque[_Entry[Any]] = deque()
+        """What is written and has had no effect yet. The loop's."""
         self._unmade: Exception | None = None
-        """Why the effect of a record failed: those after it have none. The loop's."""
+        """Why the effect of a record failed, or nothing is written any more: those after it have none. The loop's."""
         self._broken = False
         """The file may have a part of a batch at its end. This and what stands above but for the queue: the thread's."""
         self._held: _Entry[Any] | None = None
         """Taken out of the queue, for a batch of its own."""
-        self.bytes_since_rotation = 0
-        """Written since the last `rotate`. The loop's."""
+        self.bytes_since_rotation = segments.nbytes()
+        """Written since the last `rotate`, or what a recovery would have to read. The loop's."""
         self._thread = threading.Thread(target=self._write, name="shoal-ps-journal", daemon=True)
         self._thread.start()
 
@@ -118,55 +123,89 @@ class Journal:
         entry = _Entry(record=None, effect=lambda: effect(entry.number), refused=lambda: None, done=done, rotates=True)
         return self._put(entry)
 
+    @property
+    def is_broken(self) -> bool:
+        """The effect of a record failed: memory lacks what the disk has."""
+        return self._unmade is not None
+
     async def close(self) -> None:
         """Waits for what was appended. Nothing is to be appended after that."""
         self._queue.put(_Control.CLOSE)
         await asyncio.to_thread(self._thread.join)  # it has told the loop of all before this returns
+        while self._ready:
+            await asyncio.sleep(0)
 
     def _put(self, entry: _Entry[T]) -> asyncio.Future[T]:
+        if self._unmade is not None:
+            _fail(entry.done, _ending(self._unmade))
+            return entry.done
         self._pending.append(entry)
         self._queue.put(entry)
         return entry.done
 
     # ------------------------------------------------------------------------------------------------------ on the loop
 
-    def _finish(self, batch: _Batch, error: OSError | None, seconds: float) -> None:
+    def _finish(self, batch: _Batch, error: Exception | None, seconds: float) -> None:
+        """The thread is done with a batch."""
         if all(entry.over for entry in batch.entries):
             return  # refused with a batch before it
         if error is not None:
-            # At once, with all that is on its way: what is admitted from here on must not count on any of it.
-            refused, self._pending = self._pending, deque()
-            for entry in refused:
-                entry.over = True
-                entry.refused()
-                _fail(entry.done, _refusal(error))
-            self._queue.put(_Control.RESUME)
-            self._unwritten()
+            self._refuse(error)
             return
         self.bytes_since_rotation += batch.nbytes
         self._written(sum(each.record is not None for each in batch.entries), batch.nbytes, seconds)
+        idle = not self._ready
         for entry in batch.entries:
-            assert self._pending.popleft() is entry, "the journal keeps the order"
+            first = self._pending.popleft()
+            assert first is entry, "the journal keeps the order"
+            self._ready.append(entry)
+        if idle:
+            self._make_some()
+
+    def _make_some(self) -> None:
+        started = time.perf_counter()
+        while self._ready:
+            self._make(self._ready[0])
+            self._ready.popleft()
+            if self._ready and time.perf_counter() - started > _MOST_AT_ONCE_S:
+                self._loop.call_soon(self._make_some)
+                return
+
+    def _make(self, entry: _Entry[Any]) -> None:
+        if entry.over:
+            return
+        entry.over = True
+        if entry.rotates:
+            self.bytes_since_rotation = 0
+        if self._unmade is not None:
+            _fail(entry.done, _ending(self._unmade))
+            return
+        try:
+            result = entry.effect()
+        except Exception as reason:
+            self._unmade = reason
+            _fail(entry.done, _ending(reason))
+            self._failed(reason)
+            return
+        if not entry.done.done():  # whoever waited may have gone
+            entry.done.set_result(result)
+
+    def _refuse(self, error: Exception) -> None:
+        """All that is on its way, at once: what is admitted from here on must not count on any of it."""
+        for entry in self._ready:  # they were written before
+            self._make(entry)
+        refused, self._pending = self._pending, deque()
+        for entry in refused:
             entry.over = True
-            if entry.rotates:
-                self.bytes_since_rotation = 0
-            if self._unmade is not None:
-                _fail(entry.done, self._unmade)
-                continue
-            try:
-                result = entry.effect()
-            except Exception as reason:
-                self._unmade = reason
-                _fail(entry.done, reason)
-                self._failed(reason)
-                continue
-            if not entry.done.done():  # whoever waited may have gone
-                entry.done.set_result(result)
+            entry.refused()
+            _fail(entry.done, _refusal(error))
+        self._queue.put(_Control.RESUME)
+        self._unwritten()
 
     # ---------------------------------------------------------------------------------------------------- on the thread
 
     def _write(self) -> None:
-        failure: OSError | None = None
+        failure: Exception | None = None
         while True:
             batch, control = self._next()
             if batch.entries:
@@ -178,7 +217,8 @@ class Journal:
                 failure = None
             elif control is _Control.CLOSE:
                 break
-        os.close(self._descriptor)
+        with contextlib.suppress(OSError):
+            os.close(self._descriptor)
 
     def _next(self) -> tuple[_Batch, _Control | None]:
         """What is there, once there is something: entries that go together, and the control that came behind them, if one did."""
@@ -201,42 +241,61 @@ class Journal:
             except queue.Empty:
                 return batch, None
 
-    def _write_batch(self, batch: _Batch) -> OSError | None:
+    def _write_batch(self, batch: _Batch) -> Exception | None:
+        """Returns why it could not be written: whatever that is, the journal goes on with the next one."""
         try:
             if self._broken:
-                # What a failed write left in the file, and whether a failed sync left anything, is not known: it does not count.
                 self._begin(self._number + 1)
-                self._broken = False
             if batch.entries[-1].rotates:
                 self._begin(self._number + 1)
                 batch.entries[-1].number = self._number
                 return None
             parts: list[bytes | memoryview] = []
+            position = self._end
             for entry in batch.entries:
                 if entry.record is not None:
-                    parts.extend(entry.record.encoded(file=self._number, durable=self._durable))
-            batch.nbytes = sum(len(part) for part in parts)
+                    encoded = entry.record.encoded(self._journal_id, file=self._number, at=position, durable=self._durable)
+                    position += sum(map(len, encoded))
+                    parts.extend(encoded)
+            batch.nbytes = position - self._end
             if parts:
                 self._broken = True
-                written = write_all(self._descriptor, parts, at=self._end)
+                write_all(self._descriptor, parts, at=self._end)
                 if self._fsync is not Fsync.NEVER:
                     os.fdatasync(self._descriptor)
-                    self._durable = self._end + written
-                self._end += written
+                    self._durable = position
+                self._end = position
                 self._broken = False
-        except OSError as error:
+        except Exception as error:
             logger.error("the journal could not be written; updates are refused until it can be", extra={"error": error})
+            self._disown()
             return error
         return None
 
+    def _disown(self) -> None:
+        """What a failed write left in the file, and whether a failed sync left anything, is not known: it must not count, also if this
+        process is killed before the next write."""
+        if not self._broken:
+            return
+        try:
+            self._begin(self._number + 1)
+        except Exception:  # no room for a new file; the next write tries again
+            with contextlib.suppress(OSError):
+                write_all(self._descriptor, [bytes(OVERHEAD_BYTES)], at=self._end)
+                os.fdatasync(self._descriptor)
+
     def _begin(self, number: int) -> None:
+        """Goes over to the next file, which says how much of this one counts."""
         if not self._broken:
             os.fdatasync(self._descriptor)
         descriptor, end = self._segments.create(number, previous_end=self._end)
-        os.close(self._descriptor)
-        self._descriptor, self._number, self._end, self._durable = descriptor, number, end, end
+        before, self._descriptor, self._number = self._descriptor, descriptor, number
+        self._end = self._durable = end
+        self._broken = False
+        with contextlib.suppress(OSError):  # it is synced, or does not count
+            os.close(before)
 
-    def _tell(self, batch: _Batch, failure: OSError | None, seconds: float) -> None:
+    def _tell(self, batch: _Batch, failure: Exception | None, seconds: float) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(self._finish, batch, failure, seconds)
 
@@ -247,9 +306,17 @@ def _fail(done: asyncio.Future[Any], error: BaseException) -> None:
         done.exception()  # nobody need ask
 
 
-def _refusal(error: OSError) -> UnavailableError:
+def _refusal(error: Exception) -> UnavailableError:
     return UnavailableError(
         f"the update could not be written to the journal ({error}); nothing was applied. Values can still be pulled; make room on the "
         "server's disk, and send it again",
         reason="JOURNAL_FAILED",
+    )
+
+
+def _ending(reason: Exception) -> UnavailableError:
+    return UnavailableError(
+        f"a change that is in the journal could not be made ({reason}): this server ends, and is recovered when it is started again; try "
+        "again",
+        reason="SERVER_STOPPING",
     )

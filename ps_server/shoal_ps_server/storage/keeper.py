@@ -79,7 +79,12 @@ class SnapshotKeeper:
             started = time.perf_counter()
             # What comes after this is in the journal's new file, and what came before is in the partitions that are copied now.
             state = await asyncio.shield(self._changes.begin_file(self._state_at))
-            image = ServerImage(state=state, partitions=await self._capture())
+            partitions = await self._capture()
+            if state.configuration is None and (now := self._state()) is not None:
+                state = replace(state, configuration=now.configuration)  # the first one: nothing was pushed before it
+            if self._changes.is_broken:
+                raise UnavailableError("this server ends, to be recovered", reason="SERVER_STOPPING")
+            image = ServerImage(state=state, partitions=partitions)
             if self._on_disk is not None:
                 # Cancelling whoever waited for it did not end it, and it writes the same temporary file.
                 await asyncio.wait([self._on_disk])

@@ -5,7 +5,8 @@
     header size  4 bytes, little-endian, as all numbers
     payload size 8 bytes
     durable      8 bytes: so much of this file was on disk for certain when this record was written
-    checksum     8 bytes: xxh3-64 of all of the above and of what follows
+    checksum     8 bytes: xxh3-64 of all of the above, of where in the file the record begins, and of what follows; its seed is the
+                 journal's id, so that nothing that came in a payload passes for a record
     header       JSON
     payload      a partition as it came over the wire; empty in records that have none
 
@@ -42,14 +43,12 @@ class Record:
     """JSON values."""
     payload: memoryview = _NOTHING
 
-    def encoded(self, *, file: int, durable: int) -> tuple[bytes, memoryview]:
-        """The record's bytes: what stands before the payload, and the payload where it lies. `file`, `durable`: see above."""
+    def encoded(self, journal_id: int, *, file: int, at: int, durable: int) -> tuple[bytes, memoryview]:
+        """The record's bytes: what stands before the payload, and the payload where it lies. It will begin at byte `at`. `file`, `durable`:
+        see above."""
         header = json.dumps({"kind": self.kind, **self.fields}, separators=(",", ":"), allow_nan=False).encode()
         fixed = _FIXED.pack(MAGIC, file, len(header), self.payload.nbytes, durable)
-        digest = xxhash.xxh3_64(fixed)
-        digest.update(header)
-        digest.update(self.payload)
-        return fixed + _CHECKSUM.pack(digest.intdigest()) + header, self.payload
+        return fixed + _CHECKSUM.pack(_digest(journal_id, at, fixed, header, self.payload)) + header, self.payload
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,39 +61,50 @@ class Found:
     durable: int
 
 
-def read(data: memoryview, start: int, file: int) -> Found | None:
-    """The record that begins at `start`; None when none of that file does, or not all of it is there or right."""
+def read(data: memoryview, start: int, journal_id: int, file: int) -> Found | None:
+    """The record that begins at `start`; None when none of that journal and file does, or not all of it is there or right."""
     if start + OVERHEAD_BYTES > data.nbytes:
         return None
     magic, number, header_size, payload_size, durable = _FIXED.unpack_from(data, start)
-    if (magic, number) != (MAGIC, file) or header_size > _LARGEST_HEADER or payload_size > _LARGEST_PAYLOAD:
+    if (magic, number) != (MAGIC, file) or durable > start or header_size > _LARGEST_HEADER or payload_size > _LARGEST_PAYLOAD:
         return None
     body = start + OVERHEAD_BYTES
     end = body + header_size + payload_size
     if end > data.nbytes:
         return None
-    digest = xxhash.xxh3_64(data[start : start + _FIXED.size])
-    digest.update(data[body:end])
-    if digest.intdigest() != _CHECKSUM.unpack_from(data, start + _FIXED.size)[0]:
+    found = _digest(journal_id, start, data[start : start + _FIXED.size], data[body : body + header_size], data[body + header_size : end])
+    if found != _CHECKSUM.unpack_from(data, start + _FIXED.size)[0]:
         return None
-    fields = json.loads(bytes(data[body : body + header_size]))
-    record = Record(kind=fields.pop("kind"), fields=fields, payload=data[body + header_size : end])
-    return Found(record=record, end=end, durable=durable)
+    try:
+        fields = json.loads(bytes(data[body : body + header_size]))
+        kind = str(fields.pop("kind"))
+    except (ValueError, AttributeError, KeyError, TypeError):
+        return None
+    return Found(record=Record(kind=kind, fields=fields, payload=data[body + header_size : end]), end=end, durable=durable)
 
 
-def read_all(data: memoryview, file: int) -> Iterator[Found]:
+def read_all(data: memoryview, journal_id: int, file: int) -> Iterator[Found]:
     """Whole records one after the other, up to the first that is not."""
     start = 0
-    while (found := read(data, start, file)) is not None:
+    while (found := read(data, start, journal_id, file)) is not None:
         yield found
         start = found.end
 
 
-def later(data: memoryview, start: int, file: int) -> Iterator[Found]:
+def later(data: memoryview, start: int, journal_id: int, file: int) -> Iterator[Found]:
     """Whole records that begin anywhere after `start`: what lies behind damage."""
     for position in _places(data, start + 1):
-        if (found := read(data, position, file)) is not None:
+        if (found := read(data, position, journal_id, file)) is not None:
             yield found
+
+
+def _digest(journal_id: int, at: int, *parts: bytes | memoryview) -> int:
+    digest = xxhash.xxh3_64(seed=journal_id)
+    digest.update(_CHECKSUM.pack(at))
+    for part in parts:
+        digest.update(part)
+    value: int = digest.intdigest()
+    return value
 
 
 def _places(data: memoryview, start: int) -> Iterator[int]:

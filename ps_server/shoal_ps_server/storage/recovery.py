@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from shoal_common.errors import CorruptDataError, ShoalError
@@ -22,7 +22,6 @@ from shoal_ps_server.shard.shard import Admitted, Shard
 from shoal_ps_server.storage.image import (
     Members,
     ServerImage,
-    ServerState,
     configuration_from_json,
     configuration_to_json,
     layout_from_json,
@@ -76,16 +75,18 @@ class Recovered:
     """A server as it was."""
 
     shard: Shard
-    state: ServerState | None
+    layout: Layout | None = None
     """None: it knew no shard map yet."""
-    next_file: int
+    configuration: Configuration | None = None
+    members: Members = field(default_factory=Members)
+    next_file: int = 0
     """Number of the journal's file to begin."""
-    last_end: int
+    last_end: int = 0
     """How many bytes of the file before it count."""
 
 
-def recover(segments: Segments, image: ServerImage | None, *, job_id: str, server_id: str) -> Recovered:
-    """Raises CorruptDataError as `Segments.records`, and for records that contradict each other or the snapshot."""
+def recover(segments: Segments, image: ServerImage | None) -> Recovered:
+    """Raises CorruptDataError as `Segments.records`, and for records that contradict each other or the snapshot; OSError."""
     started = time.perf_counter()
     recovery = _Recovery(image)
     first = 0 if image is None else image.state.journal
@@ -93,7 +94,7 @@ def recover(segments: Segments, image: ServerImage | None, *, job_id: str, serve
     for made, record in enumerate(segments.records(first), 1):
         try:
             recovery.make(record)
-        except (KeyError, TypeError, ValueError, AttributeError, ShoalError) as error:
+        except (LookupError, TypeError, ValueError, AttributeError, AssertionError, ShoalError) as error:
             raise CorruptDataError(
                 f"record {made} of the journal ({record.kind}, {dict(record.fields)}) cannot be made again: {type(error).__name__}: "
                 f"{error}; remove the data directory to start without values",
@@ -103,7 +104,9 @@ def recover(segments: Segments, image: ServerImage | None, *, job_id: str, serve
         logger.info("the journal was made again", extra={"records": made, "seconds": round(time.perf_counter() - started, 3)})
     return Recovered(
         shard=recovery.shard,
-        state=recovery.state(job_id=job_id, server_id=server_id),
+        layout=recovery.layout,
+        configuration=recovery.configuration,
+        members=recovery.members,
         next_file=max([0, *segments.numbers()]) + 1,
         last_end=segments.last_end,
     )
@@ -112,13 +115,13 @@ def recover(segments: Segments, image: ServerImage | None, *, job_id: str, serve
 class _Recovery:
     def __init__(self, image: ServerImage | None) -> None:
         state = None if image is None else image.state
-        self._layout = None if state is None else state.layout
-        self._configuration = None if state is None else state.configuration
-        self._members = Members() if state is None else state.membership
-        optimizer = None if self._configuration is None else self._configuration.optimizer
+        self.layout = None if state is None else state.layout
+        self.configuration = None if state is None else state.configuration
+        self.members = Members() if state is None else state.membership
+        optimizer = None if self.configuration is None else self.configuration.optimizer
         self.shard = Shard(optimizer=optimizer, restored=() if image is None else image.partitions)
-        if self._layout is not None:
-            self.shard.adopt(self._layout)
+        if self.layout is not None:
+            self.shard.adopt(self.layout)
         self._makers: Mapping[str, Callable[[Record], None]] = {
             LAYOUT: self._adopt,
             MEMBERS: self._learn,
@@ -132,29 +135,22 @@ class _Recovery:
         """One change, again. Raises many things for a record that cannot be."""
         self._makers[record.kind](record)
 
-    def state(self, *, job_id: str, server_id: str) -> ServerState | None:
-        """What is not in the shard."""
-        if self._layout is None:
-            return None
-        return ServerState(
-            job_id=job_id, server_id=server_id, layout=self._layout, configuration=self._configuration, membership=self._members
-        )
-
     def _adopt(self, record: Record) -> None:
-        self._layout = layout_from_json(record.fields)
-        self.shard.adopt(self._layout)
+        self.layout = layout_from_json(record.fields)
+        self.shard.adopt(self.layout)
 
     def _learn(self, record: Record) -> None:
-        self._members = members_from_json(record.fields)
+        self.members = members_from_json(record.fields)
+        self.shard.forget_all_but(self.members.members | self.members.put_out.keys())
 
     def _configure(self, record: Record) -> None:
-        self._configuration = configuration_from_json(record.fields)
-        self.shard.configure(self._configuration.optimizer)
+        self.configuration = configuration_from_json(record.fields)
+        self.shard.configure(self.configuration.optimizer)
 
     def _change(self, record: Record) -> None:
         fields = record.fields
-        assert self._layout is not None, "it stands before all partitions"
-        spec = self._layout.partitions[fields["partition"]]
+        assert self.layout is not None, "it stands before all partitions"
+        spec = self.layout.partitions[fields["partition"]]
         have, version = self.shard.version(spec.partition_id), int(fields["version"])
         if record.kind != KNOWN:
             if version <= have:

@@ -4,7 +4,8 @@ A snapshot begins a new file, and when it is on disk those before are not needed
 file is made of: to write over pages that are there takes the kernel a tenth of the time that new ones take. So what stands behind the last
 record of a file may be left of an older one; records know their file.
 
-The first record of a file says whose it is, and where the file before it ends. The last file ends where its records do. A crash may have
+The first record of a file says whose it is, and where the file before it ends. The file `journal.id` has a random number, which the
+checksums of all records begin with. The last file ends where its records do. A crash may have
 torn the last of them, which nobody was told of. Where a record behind the damage says that the damaged bytes had been on disk for certain,
 the disk has lost what was acknowledged, and the server does not start.
 """
@@ -12,7 +13,10 @@ the disk has lost what was acknowledged, and the server does not start.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
+import re
+import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,12 +27,15 @@ from shoal_common.errors import ConfigurationError, CorruptDataError
 
 from shoal_ps_server.storage.record import Found, Record, later, read_all
 
+logger = logging.getLogger(__name__)
+
 FORMAT_VERSION: Final = 1
 """Grows when an older release could not read the file."""
 OPENING: Final = "journal"
 """Kind of a file's first record."""
 _PREFIX: Final = "journal."
 _SPARE: Final = "journal.spare"
+_ID: Final = "journal.id"
 _MOST_PARTS: Final = 512
 """Fewer than the kernel takes at once."""
 
@@ -54,6 +61,24 @@ class Segments:
         self._owner = owner
         self.last_end = 0
         """How many bytes of the last file count. After `records` has come to its end."""
+        self.journal_id = 0
+        """The random number. After `open`."""
+
+    def open(self) -> None:
+        """Reads the journal's id, or makes one. Raises OSError, and CorruptDataError / JOURNAL_CORRUPT."""
+        path = self._directory / _ID
+        if not path.exists():
+            if self.numbers():
+                raise _missing(path)
+            temporary = path.with_name(f"{_ID}.tmp")
+            temporary.write_text(f"{secrets.randbits(64):016x}\n")
+            sync_file(temporary)
+            temporary.rename(path)
+            sync_directory(self._directory)
+        text = path.read_text().strip()
+        if not re.fullmatch("[0-9a-f]{16}", text):
+            raise _corrupt(path, f"expected 16 hexadecimal digits, found {text[:50]!r}")
+        self.journal_id = int(text, 16)
 
     def path(self, number: int) -> Path:
         """Where file `number` is, or will be."""
@@ -62,7 +87,11 @@ class Segments:
     def numbers(self) -> list[int]:
         """Numbers of the files that are there, ascending."""
         names = (path.name.removeprefix(_PREFIX) for path in self._directory.glob(f"{_PREFIX}*"))
-        return sorted(int(name) for name in names if name.isdigit())
+        return sorted(int(name) for name in names if re.fullmatch(r"\d{8,}", name, re.ASCII))
+
+    def nbytes(self) -> int:
+        """Size of all files together. Raises OSError."""
+        return sum(self.path(number).stat().st_size for number in self.numbers())
 
     def create(self, number: int, *, previous_end: int) -> tuple[int, int]:
         """Makes the file, on disk with its first record; returns a descriptor, and where to write on. Raises OSError; there is no such file
@@ -72,13 +101,14 @@ class Segments:
             (self._directory / _SPARE).rename(path)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
-            opening, _ = self._owner.opening(number, previous_end=previous_end).encoded(file=number, durable=0)
+            opening, _ = self._owner.opening(number, previous_end=previous_end).encoded(self.journal_id, file=number, at=0, durable=0)
             end = write_all(descriptor, [opening], at=0)
             os.fdatasync(descriptor)
             sync_directory(self._directory)
         except BaseException:
-            os.close(descriptor)
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # what is left of it does not count, and is written over
+                os.close(descriptor)
+                path.unlink(missing_ok=True)
             raise
         return descriptor, end
 
@@ -98,7 +128,9 @@ class Segments:
         numbers = [number for number in self.numbers() if number >= first]
         if numbers and self._opening(numbers[-1]) is None:
             last = numbers.pop()
-            if any(found.durable for found in later(self._data(last), 0, last)):
+            if last == first:
+                raise _corrupt(self.path(last), "its first record is not whole, and a snapshot has named it")
+            if any(found.durable for found in self._later(last, 0)):
                 raise _corrupt(self.path(last), "its first record is not whole, and others are behind it")
             self.path(last).unlink()  # a crash came while it was made
         if first and not numbers:
@@ -118,23 +150,33 @@ class Segments:
             raise _corrupt(self.path(number + 1), "its first record is not whole, or that of another file")
         counted = data.nbytes if following is None else int(following.fields["previous_end"])
         end = 0
-        for found in read_all(data[:counted], number):
+        for found in read_all(data[:counted], self.journal_id, number):
             if end:
                 yield found.record
             end = found.end
         if last:
-            if any(found.durable > end for found in later(data, end, number)):
+            behind = list(self._later(number, end))
+            if any(found.durable > end for found in behind):
                 raise _corrupt(path, f"damaged at byte {end}, which was on disk: a later record says so")
+            if behind:
+                logger.warning(
+                    "a crash left records behind a torn one: they are not made. With --fsync never they may have been acknowledged",
+                    extra={"path": path, "byte": end, "records": len(behind)},
+                )
+            # What was written by a process that was killed may not be on disk yet; from here on it is counted on.
+            sync_file(path)
             self.last_end = end
         elif end != counted:
             raise _corrupt(path, f"damaged at byte {end}, and its records went on to byte {counted}")
 
     def _opening(self, number: int) -> Record | None:
         """The first record of a file, checked; None: it is not whole, or not of this number."""
-        found: Found | None = next(read_all(self._data(number), number), None)
+        found: Found | None = next(read_all(self._data(number), self.journal_id, number), None)
         if found is None or found.record.kind != OPENING:
             return None
         path, fields = self.path(number), found.record.fields
+        if not {"version", "job_id", "server_id", "previous_end"} <= fields.keys():
+            return None
         if fields["version"] > FORMAT_VERSION:
             raise CorruptDataError(
                 f"{path} has format version {fields['version']}, this release reads up to {FORMAT_VERSION}: start the newer release",
@@ -148,6 +190,9 @@ class Segments:
                 reason="JOURNAL_FOREIGN",
             )
         return found.record
+
+    def _later(self, number: int, end: int) -> Iterator[Found]:
+        return later(self._data(number), end, self.journal_id, number)
 
     def _data(self, number: int) -> memoryview:
         path = self.path(number)
@@ -166,6 +211,15 @@ def write_all(descriptor: int, parts: list[bytes | memoryview], *, at: int) -> i
         if written:
             views[0] = views[0][written:]
     return total
+
+
+def sync_file(path: Path) -> None:
+    """Makes its content last, whoever wrote it. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def sync_directory(directory: Path) -> None:

@@ -70,7 +70,8 @@ def read_snapshot(path: Path) -> ServerImage | None:
         raise
     except (SafetensorError, OSError, ShoalError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise CorruptDataError(
-            f"{path} is damaged ({type(error).__name__}: {error}); put a copy of it in its place, or remove it to start without values",
+            f"{path} is damaged ({type(error).__name__}: {error}); put back a copy of the whole data directory, or remove it to start "
+            "without values",
             reason="SNAPSHOT_CORRUPT",
         ) from error
     return ServerImage(state=state, partitions=partitions)

@@ -20,7 +20,7 @@ from shoal_ps_server.shard.optimizer import OptimizerSettings
 from shoal_ps_server.shard.shard import Outcome, Shard
 from shoal_ps_server.storage.changes import Changes
 from shoal_ps_server.storage.directory import DataDirectory
-from shoal_ps_server.storage.image import Members, ServerState
+from shoal_ps_server.storage.image import ServerState
 from shoal_ps_server.storage.journal import Journal
 from shoal_ps_server.storage.keeper import SnapshotKeeper
 
@@ -32,11 +32,10 @@ class Journaled:
 
     def __init__(self, directory: DataDirectory, fsync: Fsync) -> None:
         recovered = directory.recover(job_id=JOB, server_id=SERVER)
-        state = recovered.state
         self.shard: Shard = recovered.shard
-        self.layout: Layout | None = None if state is None else state.layout
-        self.configuration: Configuration | None = None if state is None else state.configuration
-        self.members = Members() if state is None else state.membership
+        self.layout: Layout | None = recovered.layout
+        self.configuration: Configuration | None = recovered.configuration
+        self.members = recovered.members
         self.failures: list[BaseException] = []
         self.changes = Changes(shard=self.shard, layout=lambda: self.layout, members=lambda: self.members)
         self.journal = Journal(

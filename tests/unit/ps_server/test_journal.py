@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import resource
 import shutil
@@ -39,7 +40,8 @@ def recovered(path: Path) -> dict[int, Any]:
 
 
 async def begun(server: Journaled, make: Any) -> None:
-    """Two partitions with values, of which one is of bfloat16, and AdamW."""
+    """Two partitions with values, of which one is of bfloat16, AdamW, and three members."""
+    server.members = Members(generation=1, members=frozenset("abc"))
     specs = (make.spec(0), make.spec(3, length=4, dtype="bfloat16", tensor="bias"))
     server.adopt(make.layout(*specs))
     await server.configure(optimizer_settings(name="adamw", hyperparameters=ADAMW))
@@ -49,7 +51,7 @@ async def begun(server: Journaled, make: Any) -> None:
 
 def file(path: Path) -> Path:
     """The journal's only file."""
-    (found,) = path.glob("journal.*")
+    (found,) = path.glob("journal.0*")
     return found
 
 
@@ -154,6 +156,21 @@ def test_after_a_torn_end_the_server_goes_on_and_recovers_again(make, tmp_path) 
     run(test())
 
 
+def test_what_is_recovered_is_on_disk_before_anything_is_built_on_it(make, tmp_path, monkeypatch) -> None:
+    """A process that was killed may have written it and not synced it."""
+    data = tmp_path / "data"
+    synced: list[str] = []
+
+    async def test() -> None:
+        async with opened(data) as server:
+            await begun(server, make)
+        monkeypatch.setattr("shoal_ps_server.storage.segments.sync_file", lambda path: synced.append(path.name))
+        async with opened(data):
+            assert synced == ["journal.00000001"]
+
+    run(test())
+
+
 def test_damage_to_what_was_acknowledged_keeps_the_server_from_starting(make, tmp_path) -> None:
     data = tmp_path / "data"
 
@@ -201,8 +218,10 @@ def test_the_journal_of_another_server_is_not_taken(make, tmp_path) -> None:
             await begun(server, make)
 
     run(test())
+    other = Segments(tmp_path / "data", Owner(job_id=JOB, server_id="other"))
+    other.open()
     with pytest.raises(ConfigurationError, match="this is server 'other'") as caught:
-        list(Segments(tmp_path / "data", Owner(job_id=JOB, server_id="other")).records(0))
+        list(other.records(0))
     assert caught.value.reason == "JOURNAL_FOREIGN"
 
 
@@ -213,7 +232,7 @@ def test_a_snapshot_takes_the_journals_place_also_of_pushes_that_come_meanwhile(
     async def test() -> None:
         async with opened(data) as server:
             await begun(server, make)
-            server.members = Members(generation=4, members=frozenset({"a"}), slowest_clock=9)
+            server.members = Members(generation=4, members=frozenset({"a"}), put_out={"b": 4, "c": 4}, slowest_clock=9)
             server.changes.members_changed()
             steps = {0: 0, 3: 0}
 
@@ -230,7 +249,7 @@ def test_a_snapshot_takes_the_journals_place_also_of_pushes_that_come_meanwhile(
                 await server.snapshots.write()
             await asyncio.gather(*training)
             before = state_of(server.shard)
-        assert [path.name for path in sorted(data.glob("journal.*"))] == ["journal.00000006", "journal.spare"]
+        assert [path.name for path in sorted(data.glob("journal.*"))] == ["journal.00000006", "journal.id", "journal.spare"]
         assert same(recovered(data), before)
         async with opened(data) as server:
             assert server.members.generation == 4
@@ -305,6 +324,7 @@ def test_an_update_that_is_tried_first_waits_for_those_that_are_on_their_way(mak
     async def test() -> None:
         async with opened(data) as server:
             spec = make.spec(dtype="float16")
+            server.members = Members(generation=1, members=frozenset("abc"))
             server.adopt(make.layout(spec))
             await server.configure(optimizer_settings(name="sgd", hyperparameters={"lr": 1.0}))
             await server.initialize(make.upload(torch.zeros(6), spec, sequence=0, base_version=0))
@@ -345,13 +365,17 @@ def test_a_change_on_disk_that_cannot_be_made_ends_the_server_and_nothing_after_
 
             with monkeypatch.context() as broken:
                 broken.setattr("shoal_ps_server.shard.partition.Partition.apply", out_of_memory)
-                with pytest.raises(RuntimeError):
+                with pytest.raises(UnavailableError, match="this server ends, and is recovered"):
                     await server.push(make.upload(torch.randn(6), make.spec(0)))
             assert [str(each) for each in server.failures] == ["can't allocate memory"]
-            with pytest.raises(RuntimeError):
-                await server.push(make.upload(torch.randn(4), make.spec(3, length=4, dtype="bfloat16", tensor="bias")))
+            for change in (
+                server.push(make.upload(torch.randn(4), make.spec(3, length=4, dtype="bfloat16", tensor="bias"))),
+                server.snapshots.write(),
+            ):
+                with pytest.raises(UnavailableError):
+                    await change
         found = recovered(data)
-        assert (found[0].version, found[3].version) == (2, 2)
+        assert (found[0].version, found[3].version) == (2, 1)
 
     run(test())
 
@@ -375,3 +399,173 @@ def test_an_optimizer_that_fails_halfway_leaves_no_half_of_a_state(make, monkeyp
     for each in (shard, other):
         assert each.push(make.upload(torch.ones(6), sequence=1 if each is other else 2)).version == 2
     assert torch.equal(make.values(shard), make.values(other))
+
+
+def test_settings_that_were_acknowledged_before_there_is_a_shard_map_are_there_too(make, tmp_path) -> None:
+    data = tmp_path / "data"
+    adamw = optimizer_settings(name="adamw", hyperparameters=ADAMW)
+
+    async def test() -> None:
+        async with opened(data) as server:
+            await server.configure(adamw)
+        async with opened(data) as server:
+            assert server.configuration is not None
+            assert server.configuration.optimizer == adamw
+            server.adopt(make.layout())
+            await server.initialize(make.upload(torch.zeros(6), sequence=0, base_version=0))
+            await server.push(make.upload(torch.ones(6)))
+            await server.snapshots.write()
+        async with opened(data) as server:
+            assert server.configuration.optimizer == adamw
+            assert server.shard.version(0) == 2
+
+    run(test())
+
+
+def test_what_was_refused_is_not_made_by_a_recovery_although_the_disk_has_it(make, tmp_path, monkeypatch) -> None:
+    """The write went well, and the sync did not; the process is killed before anything else is written."""
+    data = tmp_path / "data"
+
+    async def test() -> None:
+        async with opened(data) as server:
+            await begun(server, make)
+            await server.push(make.upload(torch.randn(6), make.spec(0)))
+            before = state_of(server.shard)
+            real = os.fdatasync
+            failures = iter([OSError(5, "Input/output error")])
+
+            def failing(descriptor: int) -> None:
+                if (error := next(failures, None)) is not None:
+                    raise error
+                real(descriptor)
+
+            with monkeypatch.context() as broken:
+                broken.setattr(os, "fdatasync", failing)
+                with pytest.raises(UnavailableError):
+                    await server.push(make.upload(torch.randn(6), make.spec(0), sequence=2, base_version=2))
+            assert same(recovered(data), before)
+
+    run(test())
+
+
+def test_a_full_disk_with_room_for_a_part_of_what_goes_together_takes_none_of_it(make, tmp_path) -> None:
+    """Also after a kill before anything else is written, when there is no room for a new file either."""
+    data = tmp_path / "data"
+
+    async def test() -> None:
+        async with opened(data) as server:
+            await begun(server, make)
+            await server.push(make.upload(torch.randn(6), make.spec(0)))
+            before = state_of(server.shard)
+            size = file(data).stat().st_size
+            pushes = [server.push(make.upload(torch.randn(6), make.spec(0), member=member, base_version=2)) for member in "bc"]
+            pushes.append(server.push(make.upload(torch.randn(6), make.spec(0), sequence=2, base_version=2)))
+            with largest_file(size + 450), monkeypatched_create():
+                errors = await asyncio.gather(*pushes, return_exceptions=True)
+            assert all(isinstance(error, UnavailableError) for error in errors)
+            assert file(data).stat().st_size > size
+            assert same(recovered(data), before)
+
+    @contextmanager
+    def monkeypatched_create() -> Iterator[None]:
+        real = Segments.create
+
+        def full(*_: object, **__: object) -> tuple[int, int]:
+            raise OSError(28, "No space left on device")
+
+        Segments.create = full
+        try:
+            yield
+        finally:
+            Segments.create = real
+
+    run(test())
+
+
+def test_a_push_that_was_applied_is_known_also_after_another_one_was_refused(make, tmp_path) -> None:
+    async def test() -> None:
+        async with opened(tmp_path / "data") as server:
+            await begun(server, make)
+            await server.push(make.upload(torch.ones(6), make.spec(0)))
+            with largest_file(10), pytest.raises(UnavailableError):
+                await server.push(make.upload(torch.ones(6), make.spec(0), member="b"))
+            assert (await server.push(make.upload(torch.ones(6), make.spec(0)))).duplicate
+
+    run(test())
+
+
+def test_what_goes_wrong_in_the_thread_that_writes_refuses_and_the_next_push_is_written(make, tmp_path, monkeypatch) -> None:
+    async def test() -> None:
+        async with opened(tmp_path / "data") as server:
+            await begun(server, make)
+
+            def no_memory(*_: object, **__: object) -> None:
+                raise MemoryError
+
+            with monkeypatch.context() as broken:
+                broken.setattr("shoal_ps_server.storage.journal.write_all", no_memory)
+                with pytest.raises(UnavailableError):
+                    await server.push(make.upload(torch.ones(6), make.spec(0)))
+            assert (await server.push(make.upload(torch.ones(6), make.spec(0)))).version == 2
+            before = state_of(server.shard)
+        assert same(recovered(tmp_path / "data"), before)
+
+    run(test())
+
+
+def test_a_member_that_was_forgotten_is_forgotten_after_a_recovery_too(make, tmp_path) -> None:
+    async def test() -> None:
+        async with opened(tmp_path / "data") as server:
+            await begun(server, make)
+            for step in (1, 2, 3):
+                await server.push(make.upload(torch.ones(6), make.spec(0), sequence=step))
+            server.members = Members(generation=2, members=frozenset("bc"))
+            server.changes.members_changed()
+            server.shard.forget(["a"])
+            await server.push(make.upload(torch.ones(6), make.spec(0), member="b"))
+            before = state_of(server.shard)
+            assert before[0].sequences == {"b": 1}
+        assert same(recovered(tmp_path / "data"), before)
+
+    run(test())
+
+
+def test_damage_to_the_first_record_of_the_file_that_a_snapshot_names_is_no_torn_beginning(make, tmp_path) -> None:
+    data = tmp_path / "data"
+
+    async def test() -> None:
+        async with opened(data) as server:
+            await begun(server, make)
+            await server.snapshots.write()
+
+    run(test())
+    named = data / "journal.00000002"
+    whole = named.read_bytes()
+    named.write_bytes(whole[:20] + bytes([whole[20] ^ 1]) + whole[21:])
+    with pytest.raises(CorruptDataError, match="a snapshot has named it"):
+        recovered(data)
+
+
+def test_a_record_within_a_payload_is_no_record(make, tmp_path) -> None:
+    """A gradient may be any bytes, also those of another journal, with a torn end right behind it."""
+    data, other = tmp_path / "data", tmp_path / "other"
+
+    async def test(path: Path, payload: bytes) -> None:
+        async with opened(path) as server:
+            spec = make.spec(length=len(payload) // 4)
+            server.members = Members(generation=1, members=frozenset("abc"))
+            server.adopt(make.layout(spec))
+            await server.configure(optimizer_settings(name="sgd", hyperparameters={"lr": 1.0}))
+            await server.initialize(make.upload(torch.zeros(spec.length), spec, sequence=0, base_version=0))
+            values = torch.frombuffer(bytearray(payload), dtype=torch.float32)
+            if torch.isfinite(values).all():
+                await server.push(make.upload(values, spec))
+
+    run(test(other, bytes(4096)))
+    stolen = file(other).read_bytes()
+    stolen = stolen[stolen.rfind(b"\x89shoalR\n") :][:4096].ljust(8192, b"\0")
+    run(test(data, stolen))
+    whole = file(data).read_bytes()
+    assert whole.count(b"\x89shoalR\n") == 7  # one of them within a payload
+    file(data).write_bytes(whole[:-5])
+    assert recovered(data)[0].version == 1

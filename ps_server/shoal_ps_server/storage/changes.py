@@ -46,7 +46,7 @@ class Changes:
         self._members_due = True
 
     async def push(self, upload: Upload) -> asyncio.Future[Outcome]:
-        """Admits a gradient; the future has what became of it. Raises as `Shard.admit_push`."""
+        """Admits a gradient; the future has what became of it, and is others' too: `shield` it. Raises as `Shard.admit_push`."""
         while self._shard.needs_trial(upload) and (before := self._on_their_way(upload)):
             await asyncio.wait(before)
         return await self._partition(upload, self._shard.admit_push(upload))

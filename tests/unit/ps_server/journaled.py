@@ -67,13 +67,13 @@ class Journaled:
             self.configuration = configuration
             self.shard.configure(optimizer)
 
-        await self.changes.configure(configuration, effect)
+        await asyncio.shield(self.changes.configure(configuration, effect))
 
     async def push(self, upload: Any) -> Outcome:
-        return await (await self.changes.push(upload))
+        return await asyncio.shield(await self.changes.push(upload))  # as a stream does, whose caller may go away
 
     async def initialize(self, upload: Any) -> Outcome:
-        return await (await self.changes.initialize(upload))
+        return await asyncio.shield(await self.changes.initialize(upload))
 
     def _state(self) -> ServerState | None:
         if self.layout is None:

@@ -1,0 +1,204 @@
+"""Seeded schedules against the journal: a disk that fails at random, callers that go away, snapshots and settings in between, and a kill at
+any moment: whatever the directory holds then is recovered and compared with what was acknowledged and what was refused."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import random
+import shutil
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from shoal_common.errors import ShoalError, UnavailableError
+from shoal_ps_server.settings import Fsync
+from shoal_ps_server.shard.shard import Shard
+from shoal_ps_server.storage.directory import DataDirectory
+from shoal_ps_server.storage.image import Members
+from shoal_ps_server.storage.snapshot import write_snapshot
+
+from tests.unit.ps_server.journaled import JOB, SERVER, opened, same, state_of
+
+MEMBERS = "abc"
+PARTITIONS = 3
+PUSHES = 40
+"""Of each member in each life of the server."""
+
+
+@dataclass(kw_only=True)
+class Disk:
+    """Writes may come to a part of their bytes, or fail after it; syncs may fail; and between two of them the process may be killed."""
+
+    generator: random.Random
+    killed: Callable[[], None]
+    """Called in the middle of things, with nothing else writing: the directory is as a kill would leave it."""
+    failure: float = 0.0
+    kill: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._write, self._sync = os.pwritev, os.fdatasync
+        self._snapshots = threading.Lock()
+
+    def pwritev(self, descriptor: int, buffers: list[memoryview], at: int) -> int:
+        if self.generator.random() < self.failure:
+            self._write(descriptor, [memoryview(b"".join(buffers))[: self.generator.randrange(1, 400)]], at)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        if len(buffers[0]) > 1 and self.generator.random() < 0.2:
+            written = self._write(descriptor, [buffers[0][: len(buffers[0]) // 2]], at)
+        else:
+            written = self._write(descriptor, buffers, at)
+        self._maybe_kill()
+        return written
+
+    def fdatasync(self, descriptor: int) -> None:
+        if self.generator.random() < self.failure:
+            raise OSError(errno.EIO, "Input/output error")
+        self._sync(descriptor)
+        self._maybe_kill()
+
+    def alone(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def held(*arguments: Any) -> Any:
+            with self._snapshots:
+                return call(*arguments)
+
+        return held
+
+    def _maybe_kill(self) -> None:
+        if self.generator.random() < self.kill:
+            with self._snapshots:
+                self.killed()
+
+
+@contextmanager
+def on(disk: Disk) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(os, "pwritev", disk.pwritev)
+        patched.setattr(os, "fdatasync", disk.fdatasync)
+        patched.setattr("shoal_ps_server.storage.keeper.write_snapshot", disk.alone(write_snapshot))
+        patched.setattr(DataDirectory, "forget_journal_before", disk.alone(DataDirectory.forget_journal_before))
+        yield
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kill:
+    """What a kill left, and what was known to members then."""
+
+    directory: Path
+    acknowledged: dict[tuple[int, str], int]
+    sent: dict[tuple[int, str], int]
+
+
+class History:
+    """What each member pushed to each partition, and what it was told."""
+
+    def __init__(self) -> None:
+        self.acknowledged: dict[tuple[int, str], int] = {}
+        """Last sequence number that was acknowledged; those before it were too."""
+        self.sent: dict[tuple[int, str], int] = {}
+        """Last one that may have been applied: sent, and neither refused nor answered."""
+
+    @staticmethod
+    def gradient(partition: int, member: str, sequence: int) -> float:
+        """Sums of any of them are exact in float32, and tell which they are of."""
+        return float(sequence * 4 + MEMBERS.index(member) + partition)
+
+    @staticmethod
+    def check(shard: Shard, acknowledged: Mapping[tuple[int, str], int], sent: Mapping[tuple[int, str], int]) -> None:
+        for partition in range(PARTITIONS):
+            image = shard.image(partition)
+            assert image is not None
+            total = 0.0
+            for member in MEMBERS:
+                found = image.sequences.get(member, 0)
+                last = acknowledged.get((partition, member), 0)
+                assert last <= found <= max(last, sent.get((partition, member), 0)), (partition, member)
+                total += sum(History.gradient(partition, member, sequence) for sequence in range(1, found + 1))
+            assert image.version == 1 + sum(image.sequences.values())
+            assert image.values.tolist() == [-total] * 6
+
+
+@pytest.mark.parametrize("fsync", list(Fsync))
+@pytest.mark.parametrize("seed", range(6))
+def test_acknowledged_pushes_are_there_once_and_refused_ones_are_not_whatever_the_disk_does(make, tmp_path, seed, fsync) -> None:
+    generator = random.Random(seed)
+    data = tmp_path / "data"
+    specs = [make.spec(number, tensor=f"t{number}") for number in range(PARTITIONS)]
+    history = History()
+    kills: list[Kill] = []
+
+    def killed() -> None:
+        if len(kills) < 40 and (data / "journal.id").exists():
+            acknowledged, sent = dict(history.acknowledged), dict(history.sent)
+            directory = tmp_path / f"killed-{len(kills)}"
+            shutil.copytree(data, directory)
+            kills.append(Kill(directory=directory, acknowledged=acknowledged, sent=sent))
+
+    disk = Disk(generator=generator, killed=killed)
+
+    async def train(server: Any, member: str) -> None:
+        for _ in range(PUSHES):
+            partition = generator.randrange(PARTITIONS)
+            key = (partition, member)
+            sequence = history.acknowledged.get(key, 0) + 1
+            gradient = torch.full((6,), history.gradient(partition, member, sequence))
+            history.sent[key] = sequence
+            push = asyncio.create_task(server.push(make.upload(gradient, specs[partition], member=member, sequence=sequence)))
+            if generator.random() < 0.1:
+                await asyncio.sleep(0)
+                push.cancel()
+                await asyncio.wait([push])
+                if push.cancelled():
+                    continue  # its caller does not know, and sends it again
+            try:
+                await push
+            except UnavailableError:  # refused, as all that was sent of it before: that is said of the journal's failures alone
+                history.sent[key] = server.shard._partitions[partition].settled.sequences.get(member, 0)
+            else:
+                history.acknowledged[key] = sequence
+
+    async def disturb(server: Any) -> None:
+        for _ in range(PUSHES // 4):
+            await asyncio.sleep(generator.uniform(0.0, 0.02))
+            with suppress(ShoalError):
+                if generator.random() < 0.5:
+                    await server.snapshots.write()
+                else:
+                    server.members = Members(generation=server.members.generation + 1, members=frozenset(MEMBERS))
+                    server.changes.members_changed()
+                    await server.configure(make.sgd(lr=1.0))
+
+    async def life(failures: float) -> None:
+        with on(disk):
+            async with opened(data, fsync) as server:
+                if server.layout is None:
+                    server.members = Members(generation=1, members=frozenset(MEMBERS))
+                    server.adopt(make.layout(*specs))
+                    await server.configure(make.sgd(lr=1.0))
+                    for spec in specs:
+                        await server.initialize(make.upload(torch.zeros(6), spec, sequence=0, base_version=0))
+                history.check(server.shard, history.acknowledged, history.sent)
+                for partition, member in list(history.sent):  # whatever came of what was under way
+                    found = server.shard.image(partition).sequences.get(member, 0)
+                    history.acknowledged[partition, member] = history.sent[partition, member] = found
+                disk.failure, disk.kill = failures, 0.05
+                await asyncio.gather(*(train(server, member) for member in MEMBERS), disturb(server))
+                disk.failure = disk.kill = 0.0
+                assert not server.failures
+            found = state_of(server.shard)
+        with DataDirectory(data) as directory:
+            assert same(state_of(directory.recover(job_id=JOB, server_id=SERVER).shard), found)
+
+    for failures in (0.0, 0.1, 0.3):
+        asyncio.run(life(failures))
+    assert sum(history.acknowledged.values()) > 20
+    assert len(kills) > 5
+    for kill in kills:
+        with DataDirectory(kill.directory) as directory:
+            History.check(directory.recover(job_id=JOB, server_id=SERVER).shard, kill.acknowledged, kill.sent)

@@ -115,6 +115,7 @@ class ParameterServerServicer:
         """Pushes gradients. The stream holds partitions one after another: a chunk with a header opens one, chunks without continue it. A
         partition is applied as a whole when its last byte has come and it was found valid, or not at all; the next arrives meanwhile.
         The first partition refused ends the stream with its error: those before it stay applied, none after it is.
+        An update that would make values or the optimizer's state NaN or infinite is INVALID_ARGUMENT / RESULT_NOT_FINITE.
         A server with a data directory writes a partition to its journal before it applies it: where the disk does not take it, UNAVAILABLE /
         JOURNAL_FAILED, and nothing of it or of what follows was applied.
         A (incarnation, partition, sequence) seen before is acknowledged and not applied again; neither is a `batch` that is the last one

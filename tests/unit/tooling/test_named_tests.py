@@ -18,7 +18,7 @@ _OTHERS = ("parse_compression", "parallelize_module")
 _TESTS = sorted(path for path in (_ROOT / "tests").rglob("*") if path.is_file() and path.suffix in (".py", ".txt"))
 
 
-@pytest.mark.parametrize("page", ["docs/elastic.md", "docs/torch-calls.md"])
+@pytest.mark.parametrize("page", ["docs/elastic.md", "docs/torch-calls.md", "docs/parameter-servers.md"])
 def test_every_test_that_a_page_names_exists(page: str) -> None:
     named = re.findall(r"`([\w/]*(?:test_\w+\.py|\w+/\w+\.txt)[^`]*)`", (_ROOT / page).read_text())
     missing = [name for name in named if not _exists(name)]

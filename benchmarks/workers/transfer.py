@@ -225,7 +225,8 @@ def _shoal(options: argparse.Namespace, *, checksums: bool = False) -> Iterator[
 
         def uploads(source: np.ndarray[Any, Any]) -> Iterator[tuple[pb.PushHeader, memoryview]]:
             for partition in shard_map.partitions:
-                payload = memoryview(source[partition.offset : partition.offset + partition.length])
+                (piece,) = partition.pieces
+                payload = memoryview(source[piece.offset : piece.offset + piece.length])
                 header = pb.PushHeader(
                     **common,
                     partition_id=partition.partition_id,
@@ -234,8 +235,8 @@ def _shoal(options: argparse.Namespace, *, checksums: bool = False) -> Iterator[
                     clock=sequence,
                     dtype=pb.DTYPE_FLOAT32,
                     codec=pb.CODEC_RAW,
-                    length=partition.length,
-                    payload_bytes=4 * partition.length,
+                    length=piece.length,
+                    payload_bytes=4 * piece.length,
                     checksum=checksum(payload) if checksums else 0,
                 )
                 yield header, payload
@@ -255,8 +256,8 @@ def _shoal(options: argparse.Namespace, *, checksums: bool = False) -> Iterator[
 
             def pull(values: np.ndarray[Any, Any]) -> None:
                 def into(header: pb.PullHeader) -> memoryview:
-                    partition = shard_map.partitions[header.partition_id]
-                    return memoryview(values[partition.offset : partition.offset + partition.length])
+                    (piece,) = shard_map.partitions[header.partition_id].pieces
+                    return memoryview(values[piece.offset : piece.offset + piece.length])
 
                 server.pull(pb.PullRequest(**common, clock=sequence, checksums=checksums), into)
 

@@ -44,7 +44,7 @@ async def _serve(settings: PsServerSettings) -> None:
     import torch
 
     from shoal_ps_server.server import ParameterServer
-    from shoal_ps_server.shard.optimizer import warm_up
+    from shoal_ps_server.shard.runs import warm_up
     from shoal_ps_server.storage.directory import DataDirectory
 
     torch.set_num_threads(settings.threads)

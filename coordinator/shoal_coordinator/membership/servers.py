@@ -10,7 +10,7 @@ from shoal_coordinator.membership.draft import Draft
 from shoal_coordinator.membership.effects import EndServerSession, Record, SendMembers
 from shoal_coordinator.membership.events import Ending, ServerLost, ServerRegistered, TensorsDeclared
 from shoal_coordinator.membership.reasons import Refusal
-from shoal_coordinator.membership.shards import MOST_PARTITIONS, ShardLayout, TensorSpec, count_partitions, lay_out
+from shoal_coordinator.membership.shards import MOST_PIECES, ShardLayout, TensorSpec, count_pieces, lay_out
 from shoal_coordinator.membership.state import JobPhase, MemberPhase, Server
 
 
@@ -80,18 +80,16 @@ def tensors_declared(draft: Draft, event: TensorsDeclared) -> ShardLayout:
         raise PreconditionError(
             f"job {draft.spec.job_id} has no parameter servers; create it with parameter_servers >= 1", reason=Refusal.JOB_WITHOUT_SERVERS
         )
-    partitions = count_partitions(event.tensors)
-    if partitions > MOST_PARTITIONS:
-        raise LimitError(
-            f"the tensors make {partitions} partitions of 8 MiB; a job holds at most {MOST_PARTITIONS}", reason=Refusal.TENSORS_LIMIT
-        )
+    pieces = count_pieces(event.tensors)
+    if pieces > MOST_PIECES:
+        raise LimitError(f"the tensors make {pieces} pieces of 8 MiB at most; a job holds {MOST_PIECES}", reason=Refusal.TENSORS_LIMIT)
     alive = sum(server.alive for server in draft.servers.values())
     if alive < wanted:
         raise UnavailableError(
             f"job {draft.spec.job_id} waits for its parameter servers: {alive} of {wanted} are registered", reason=Refusal.NO_SERVERS
         )
     draft.layout = lay_out(event.tensors, wanted)
-    attributes = {"tensors": str(len(event.tensors)), "partitions": str(partitions), "servers": str(wanted)}
+    attributes = {"tensors": str(len(event.tensors)), "partitions": str(len(draft.layout.partitions)), "servers": str(wanted)}
     draft.records.append(Record(kind="tensors_declared", attributes=attributes))
     return draft.layout
 
@@ -130,4 +128,4 @@ def _first_difference(layout: ShardLayout, event: TensorsDeclared) -> str:
 
 
 def _shown(tensor: TensorSpec) -> str:
-    return f"{tensor.name!r} {tensor.dtype}{list(tensor.shape)}"
+    return f"{tensor.name!r} {tensor.dtype}{list(tensor.shape)}{', which no optimizer has,' if tensor.frozen else ''}"

@@ -1,16 +1,20 @@
-"""How a model's tensors are cut into partitions and spread over parameter servers. Pure values and one pure function."""
+"""How a model's tensors are packed into partitions and spread over parameter servers. Pure values and one pure function."""
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-LARGEST_PARTITION_BYTES: Final = 8 << 20
-MOST_PARTITIONS: Final = 1 << 17
-"""A terabyte in the largest partitions; also bounds the shard map's message to a few MiB."""
+LARGEST_PIECE_BYTES: Final = 8 << 20
+SMALLEST_FULL_BYTES: Final = 64 << 10
+"""A partition costs about as much as so many bytes."""
+PARTITIONS_PER_SERVER: Final = 4
+"""At least, where the tensors are large enough: one is applied while the next comes, and servers get equal shares."""
+MOST_PIECES: Final = 1 << 17
+"""A terabyte in the largest pieces; also bounds the shard map's message to a few MiB."""
 
 ITEM_BYTES: Final = {"float32": 4, "float64": 8, "float16": 2, "bfloat16": 2}
 """Bytes of one element, by numpy's name of the dtype."""
@@ -24,6 +28,8 @@ class TensorSpec:
     shape: tuple[int, ...]
     dtype: str
     """A key of ITEM_BYTES."""
+    frozen: bool = False
+    """It never gets a gradient."""
 
     @property
     def elements(self) -> int:
@@ -31,12 +37,19 @@ class TensorSpec:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Partition:
-    """A run of elements of one flattened tensor; its id is its position in ShardLayout.partitions."""
+class Piece:
+    """A run of elements of one flattened tensor."""
 
     tensor_index: int
     offset: int
     length: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Partition:
+    """Pieces of tensors of one dtype; its id is its position in ShardLayout.partitions."""
+
+    pieces: tuple[Piece, ...]
     primary: int
     """server_index of its owner."""
 
@@ -49,40 +62,64 @@ class ShardLayout:
     """>= 1; grows at every change of an owner."""
     tensors: tuple[TensorSpec, ...]
     partitions: tuple[Partition, ...]
-    """By tensor, then offset; together they cover each element once. A tensor without elements has none."""
+    """Together they cover each element once. A tensor without elements is in none."""
 
 
-def count_partitions(tensors: Sequence[TensorSpec]) -> int:
-    """How many partitions `lay_out` will make."""
-    return sum(-(-tensor.elements // _largest_length(tensor)) for tensor in tensors)
+def count_pieces(tensors: Sequence[TensorSpec]) -> int:
+    """How many pieces `lay_out` will make."""
+    return sum(-(-tensor.elements // _longest(tensor)) for tensor in tensors)
 
 
 def lay_out(tensors: Sequence[TensorSpec], servers: int) -> ShardLayout:
-    """Cuts tensors into partitions of at most 8 MiB and gives each to the server with the fewest bytes so far, largest partitions first.
+    """Packs tensors into partitions and gives each to the server with the fewest bytes so far, largest partitions first.
 
-    So no server holds more than one partition's bytes above another. Equal input gives an equal layout.
+    Tensors of one dtype are packed together in the order of their declaration, frozen ones apart; those above 8 MiB are cut, between rows
+    where a row is shorter. A partition is full at 8 MiB; of a smaller model at a quarter of a server's share, or at 64 KiB or all of the
+    share. No server holds more than one partition's bytes above another. Equal input gives an equal layout.
     """
-    cuts: list[tuple[int, int, int, int]] = []  # bytes, tensor index, offset, length
-    for tensor_index, tensor in enumerate(tensors):
-        longest, item_bytes = _largest_length(tensor), ITEM_BYTES[tensor.dtype]
-        for offset in range(0, tensor.elements, longest):
-            length = min(longest, tensor.elements - offset)
-            cuts.append((length * item_bytes, tensor_index, offset, length))
+    share = -(-sum(tensor.elements * ITEM_BYTES[tensor.dtype] for tensor in tensors) // servers)
+    full = min(LARGEST_PIECE_BYTES, max(min(SMALLEST_FULL_BYTES, share), share // PARTITIONS_PER_SERVER))
+    packed: list[tuple[int, tuple[Piece, ...]]] = []  # bytes, pieces
+    for dtype, frozen in dict.fromkeys((tensor.dtype, tensor.frozen) for tensor in tensors):
+        alike = [index for index, tensor in enumerate(tensors) if (tensor.dtype, tensor.frozen) == (dtype, frozen)]
+        pieces = (piece for index in alike for piece in _cut(index, tensors[index]))
+        packed += _pack(pieces, item_bytes=ITEM_BYTES[dtype], full=full)
     loads = [(0, server) for server in range(servers)]
-    primaries = [0] * len(cuts)
-    for position in sorted(range(len(cuts)), key=lambda p: (-cuts[p][0], p)):
+    primaries = [0] * len(packed)
+    for position in sorted(range(len(packed)), key=lambda p: (-packed[p][0], p)):
         load, server = loads[0]
-        heapq.heapreplace(loads, (load + cuts[position][0], server))
+        heapq.heapreplace(loads, (load + packed[position][0], server))
         primaries[position] = server
     return ShardLayout(
         epoch=1,
         tensors=tuple(tensors),
-        partitions=tuple(
-            Partition(tensor_index=tensor_index, offset=offset, length=length, primary=primary)
-            for (_, tensor_index, offset, length), primary in zip(cuts, primaries, strict=True)
-        ),
+        partitions=tuple(Partition(pieces=pieces, primary=primary) for (_, pieces), primary in zip(packed, primaries, strict=True)),
     )
 
 
-def _largest_length(tensor: TensorSpec) -> int:
-    return LARGEST_PARTITION_BYTES // ITEM_BYTES[tensor.dtype]
+def _longest(tensor: TensorSpec) -> int:
+    """Elements of its longest piece."""
+    longest = LARGEST_PIECE_BYTES // ITEM_BYTES[tensor.dtype]
+    row = math.prod(tensor.shape[1:])
+    return longest - longest % row if 0 < row <= longest else longest
+
+
+def _cut(index: int, tensor: TensorSpec) -> Iterator[Piece]:
+    longest = _longest(tensor)
+    for offset in range(0, tensor.elements, longest):
+        yield Piece(tensor_index=index, offset=offset, length=min(longest, tensor.elements - offset))
+
+
+def _pack(pieces: Iterator[Piece], *, item_bytes: int, full: int) -> Iterator[tuple[int, tuple[Piece, ...]]]:
+    """Together what comes one after another and fits, with its bytes."""
+    together: list[Piece] = []
+    nbytes = 0
+    for piece in pieces:
+        size = piece.length * item_bytes
+        if together and nbytes + size > full:
+            yield nbytes, tuple(together)
+            together, nbytes = [], 0
+        together.append(piece)
+        nbytes += size
+    if together:
+        yield nbytes, tuple(together)

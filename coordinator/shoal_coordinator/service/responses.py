@@ -120,10 +120,14 @@ def shard_map_message(layout: ShardLayout, servers: Sequence[pb.ServerStatus]) -
     """Who owns what, and where they are."""
     return pb.ShardMap(
         epoch=layout.epoch,
-        tensors=[pb.TensorSpec(name=tensor.name, shape=tensor.shape, dtype=tensor.dtype) for tensor in layout.tensors],
+        tensors=[pb.TensorSpec(name=t.name, shape=t.shape, dtype=t.dtype, frozen=t.frozen) for t in layout.tensors],
         partitions=[
-            pb.Partition(partition_id=i, tensor_index=p.tensor_index, offset=p.offset, length=p.length, primary=p.primary)
-            for i, p in enumerate(layout.partitions)
+            pb.Partition(
+                partition_id=number,
+                pieces=[pb.Piece(tensor_index=piece.tensor_index, offset=piece.offset, length=piece.length) for piece in partition.pieces],
+                primary=partition.primary,
+            )
+            for number, partition in enumerate(layout.partitions)
         ],
         servers=servers,
     )

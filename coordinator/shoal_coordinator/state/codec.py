@@ -19,7 +19,7 @@ from shoal_common.errors import CorruptDataError
 
 from shoal_coordinator.membership.batches import Answer, Epoch, Loader
 from shoal_coordinator.membership.draft import Changes
-from shoal_coordinator.membership.shards import Partition, ShardLayout, TensorSpec
+from shoal_coordinator.membership.shards import Partition, Piece, ShardLayout, TensorSpec
 from shoal_coordinator.membership.spec import JobSpec
 from shoal_coordinator.membership.state import (
     Cause,
@@ -38,7 +38,7 @@ from shoal_coordinator.membership.state import (
 
 T = TypeVar("T")
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 _HEADER: Final = ("number", "last_order", "stop_reason", "departing")
 
 
@@ -136,8 +136,8 @@ def _layout(layout: ShardLayout) -> dict[str, Any]:
     """Tensors and partitions as bare lists: there may be a hundred thousand of them."""
     return {
         "epoch": layout.epoch,
-        "tensors": [[t.name, list(t.shape), t.dtype] for t in layout.tensors],
-        "partitions": [[p.tensor_index, p.offset, p.length, p.primary] for p in layout.partitions],
+        "tensors": [[t.name, list(t.shape), t.dtype, t.frozen] for t in layout.tensors],
+        "partitions": [[p.primary, [[e.tensor_index, e.offset, e.length] for e in p.pieces]] for p in layout.partitions],
     }
 
 
@@ -206,10 +206,15 @@ def _parse_generation(value: Any) -> Generation:
 def _parse_layout(value: Any) -> ShardLayout:
     return ShardLayout(
         epoch=value["epoch"],
-        tensors=tuple(TensorSpec(name=name, shape=tuple(shape), dtype=dtype) for name, shape, dtype in value["tensors"]),
+        tensors=tuple(
+            TensorSpec(name=name, shape=tuple(shape), dtype=dtype, frozen=frozen) for name, shape, dtype, frozen in value["tensors"]
+        ),
         partitions=tuple(
-            Partition(tensor_index=tensor, offset=offset, length=length, primary=primary)
-            for tensor, offset, length, primary in value["partitions"]
+            Partition(
+                primary=primary,
+                pieces=tuple(Piece(tensor_index=tensor, offset=offset, length=length) for tensor, offset, length in pieces),
+            )
+            for primary, pieces in value["partitions"]
         ),
     )
 

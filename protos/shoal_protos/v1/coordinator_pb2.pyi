@@ -517,14 +517,16 @@ class Members(_message.Message):
     def __init__(self, generation: _Optional[int] = ..., member_ids: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class TensorSpec(_message.Message):
-    __slots__ = ("name", "shape", "dtype")
+    __slots__ = ("name", "shape", "dtype", "frozen")
     NAME_FIELD_NUMBER: _ClassVar[int]
     SHAPE_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
+    FROZEN_FIELD_NUMBER: _ClassVar[int]
     name: str
     shape: _containers.RepeatedScalarFieldContainer[int]
     dtype: str
-    def __init__(self, name: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ...) -> None: ...
+    frozen: bool
+    def __init__(self, name: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., frozen: _Optional[bool] = ...) -> None: ...
 
 class DeclareTensorsRequest(_message.Message):
     __slots__ = ("job_id", "tensors")
@@ -565,18 +567,24 @@ class ShardMap(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., partitions: _Optional[_Iterable[_Union[Partition, _Mapping]]] = ..., servers: _Optional[_Iterable[_Union[ServerStatus, _Mapping]]] = ...) -> None: ...
 
 class Partition(_message.Message):
-    __slots__ = ("partition_id", "tensor_index", "offset", "length", "primary")
+    __slots__ = ("partition_id", "pieces", "primary")
     PARTITION_ID_FIELD_NUMBER: _ClassVar[int]
+    PIECES_FIELD_NUMBER: _ClassVar[int]
+    PRIMARY_FIELD_NUMBER: _ClassVar[int]
+    partition_id: int
+    pieces: _containers.RepeatedCompositeFieldContainer[Piece]
+    primary: int
+    def __init__(self, partition_id: _Optional[int] = ..., pieces: _Optional[_Iterable[_Union[Piece, _Mapping]]] = ..., primary: _Optional[int] = ...) -> None: ...
+
+class Piece(_message.Message):
+    __slots__ = ("tensor_index", "offset", "length")
     TENSOR_INDEX_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     LENGTH_FIELD_NUMBER: _ClassVar[int]
-    PRIMARY_FIELD_NUMBER: _ClassVar[int]
-    partition_id: int
     tensor_index: int
     offset: int
     length: int
-    primary: int
-    def __init__(self, partition_id: _Optional[int] = ..., tensor_index: _Optional[int] = ..., offset: _Optional[int] = ..., length: _Optional[int] = ..., primary: _Optional[int] = ...) -> None: ...
+    def __init__(self, tensor_index: _Optional[int] = ..., offset: _Optional[int] = ..., length: _Optional[int] = ...) -> None: ...
 
 class LeaseBatchesRequest(_message.Message):
     __slots__ = ("job_id", "member_id", "loader", "epoch", "batches_in_epoch", "want", "finished", "sequence")

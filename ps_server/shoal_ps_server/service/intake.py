@@ -82,7 +82,7 @@ class Intake:
             opened = parse_upload_header(header, await self._layout_of_epoch(header.shard_map_epoch), kind)
             stream.check_member(opened)
             await self._membership.admit(opened.member_id, opened.generation)
-            decoded = 0 if opened.codec == pb.CODEC_RAW else opened.spec.nbytes
+            decoded = 0 if opened.codec == pb.CODEC_RAW else opened.length * opened.spec.element.itemsize
             stream.release = await self._staging.take(opened.member_id, opened.payload_bytes + decoded)
             return Upload(opened)
 

@@ -10,6 +10,7 @@ import enum
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import pairwise
 from typing import Final
 
 from shoal_common import codecs
@@ -73,7 +74,7 @@ def parse_upload_header(header: pb.PushHeader, layout: Layout, kind: UploadKind)
     """A header, checked before a byte of its payload is kept.
 
     Raises LimitError / PAYLOAD_TOO_LARGE, UnknownResourceError / PARTITION_UNKNOWN, InvalidRequestError: DTYPE_MISMATCH,
-    CODEC_UNSUPPORTED, LENGTH_MISMATCH, PAYLOAD_SIZE_MISMATCH, SEQUENCE_INVALID, REQUEST_INVALID.
+    CODEC_UNSUPPORTED, PIECES_INVALID, LENGTH_MISMATCH, PAYLOAD_SIZE_MISMATCH, SEQUENCE_INVALID, REQUEST_INVALID.
     """
     if header.payload_bytes > LARGEST_PARTITION_BYTES:
         raise LimitError(
@@ -90,13 +91,16 @@ def parse_upload_header(header: pb.PushHeader, layout: Layout, kind: UploadKind)
             f"{describe(spec)}: codec={_enum_name(pb.Codec, header.codec)}: first values come as they are, in CODEC_RAW",
             reason="CODEC_UNSUPPORTED",
         )
-    if header.length != spec.length:
-        raise InvalidRequestError(f"{describe(spec)}: length={header.length}, expected {spec.length} elements", reason="LENGTH_MISMATCH")
+    absent = _absent_pieces(header, spec, kind)
+    length = spec.length_without(absent)
+    nbytes = length * spec.element.itemsize
+    if header.length != length:
+        raise InvalidRequestError(f"{describe(spec)}: length={header.length}, expected {length} elements", reason="LENGTH_MISMATCH")
     if header.codec != pb.CODEC_RAW:
-        codecs.check_size(header.codec, header.payload_bytes, spec.length)
-    elif header.payload_bytes != spec.nbytes:
+        codecs.check_size(header.codec, header.payload_bytes, length)
+    elif header.payload_bytes != nbytes:
         raise InvalidRequestError(
-            f"{describe(spec)}: payload_bytes={header.payload_bytes}, but {spec.length} elements of {spec.element.name} are {spec.nbytes}",
+            f"{describe(spec)}: payload_bytes={header.payload_bytes}, but {length} elements of {spec.element.name} are {nbytes}",
             reason="PAYLOAD_SIZE_MISMATCH",
         )
     first = 1 if kind is UploadKind.PUSH else 0
@@ -113,6 +117,7 @@ def parse_upload_header(header: pb.PushHeader, layout: Layout, kind: UploadKind)
         payload_bytes=header.payload_bytes,
         checksum=header.checksum,
         batch=header.batch,
+        absent=absent,
     )
 
 
@@ -193,6 +198,22 @@ def _partition(partition_id: int, layout: Layout) -> PartitionSpec:
     owner = layout.owners.get(partition_id)
     where = f"it is server {owner}'s, this is server {layout.server_index}" if owner is not None else "the job has none of that number"
     raise UnknownResourceError(f"partition {partition_id}: {where} (shard map epoch {layout.epoch})", reason="PARTITION_UNKNOWN")
+
+
+def _absent_pieces(header: pb.PushHeader, spec: PartitionSpec, kind: UploadKind) -> tuple[int, ...]:
+    absent = tuple(header.absent_pieces)
+    if not absent:
+        return ()
+    if kind is UploadKind.INITIALIZE:
+        raise InvalidRequestError(f"{describe(spec)}: absent_pieces: first values come whole", reason="PIECES_INVALID")
+    count = len(spec.pieces)
+    if absent[0] < 0 or absent[-1] >= count or len(absent) >= count or any(a >= b for a, b in pairwise(absent)):
+        raise InvalidRequestError(
+            f"{describe(spec)}: absent_pieces={list(absent[:5])}{' and more' if len(absent) > 5 else ''}: expected positions from 0 to "
+            f"{count - 1}, ascending, and not all of them",
+            reason="PIECES_INVALID",
+        )
+    return absent
 
 
 def _enum_name(enum_type: type[pb.Dtype] | type[pb.Codec] | type[pb.Consistency.Mode], value: int) -> str:

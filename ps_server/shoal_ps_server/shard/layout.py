@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 from types import MappingProxyType
 
 from shoal_common.errors import InternalError
@@ -12,23 +14,53 @@ from shoal_protos.v1 import coordinator_pb2
 from shoal_ps_server.shard.dtypes import BY_NAME, ElementType
 
 
-@dataclass(frozen=True, kw_only=True)
-class PartitionSpec:
-    """A run of elements of one flattened tensor: the unit of ownership, of atomicity and of versions."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Piece:
+    """A run of elements of one flattened tensor."""
 
-    partition_id: int
     tensor: str
-    """Name of the tensor it is cut from."""
+    """The tensor's name."""
     offset: int
     """First element within the flattened tensor."""
     length: int
-    """Elements."""
+    """Elements; >= 1."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartitionSpec:
+    """Pieces of tensors of one element type, one after another: the unit of ownership, of atomicity and of versions."""
+
+    partition_id: int
+    pieces: tuple[Piece, ...]
     element: ElementType
+
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """Where each piece begins among the values, and at the end where the last one ends."""
+        return (0, *accumulate(piece.length for piece in self.pieces))
+
+    @property
+    def length(self) -> int:
+        """Elements of all pieces."""
+        return self.starts[-1]
 
     @property
     def nbytes(self) -> int:
         """Size of its values in bytes."""
         return self.length * self.element.itemsize
+
+    def length_without(self, absent: Collection[int]) -> int:
+        """Elements of all pieces but those at these positions."""
+        return self.length - sum(self.pieces[position].length for position in absent)
+
+    def name_of(self, element: int, absent: Collection[int] = ()) -> str:
+        """Which element of which tensor stands at a place of the values, where some pieces are left out; for people."""
+        for position, piece in enumerate(self.pieces):
+            if position not in absent:
+                if element < piece.length:
+                    return f"element {piece.offset + element} of tensor {piece.tensor!r}"
+                element -= piece.length
+        raise IndexError(element)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,25 +90,9 @@ def layout_from_shard_map(shard_map: coordinator_pb2.ShardMap, *, server_index: 
     partitions: dict[int, PartitionSpec] = {}
     owners: dict[int, int] = {}
     for partition in sorted(shard_map.partitions, key=lambda each: each.partition_id):
-        if not 0 <= partition.tensor_index < len(shard_map.tensors):
-            raise InternalError(
-                f"shard map epoch {shard_map.epoch}: partition {partition.partition_id} names tensor {partition.tensor_index}"
-            )
-        tensor = shard_map.tensors[partition.tensor_index]
-        element = BY_NAME.get(tensor.dtype)
-        if element is None:
-            raise InternalError(
-                f"shard map epoch {shard_map.epoch}: tensor {tensor.name!r} has dtype {tensor.dtype!r}, which is no known one"
-            )
         owners[partition.partition_id] = partition.primary
         if partition.primary == server_index:
-            partitions[partition.partition_id] = PartitionSpec(
-                partition_id=partition.partition_id,
-                tensor=tensor.name,
-                offset=partition.offset,
-                length=partition.length,
-                element=element,
-            )
+            partitions[partition.partition_id] = _partition(shard_map, partition)
     return Layout(
         epoch=shard_map.epoch,
         server_index=server_index,
@@ -84,3 +100,20 @@ def layout_from_shard_map(shard_map: coordinator_pb2.ShardMap, *, server_index: 
         owners=MappingProxyType(owners),
         tensors=frozenset(tensor.name for tensor in shard_map.tensors),
     )
+
+
+def _partition(shard_map: coordinator_pb2.ShardMap, partition: coordinator_pb2.Partition) -> PartitionSpec:
+    where = f"shard map epoch {shard_map.epoch}: partition {partition.partition_id}"
+    pieces = []
+    dtypes = set()
+    for piece in partition.pieces:
+        if not 0 <= piece.tensor_index < len(shard_map.tensors):
+            raise InternalError(f"{where} names tensor {piece.tensor_index}")
+        if piece.length < 1:
+            raise InternalError(f"{where} has a piece of {piece.length} elements")
+        tensor = shard_map.tensors[piece.tensor_index]
+        dtypes.add(tensor.dtype)
+        pieces.append(Piece(tensor=tensor.name, offset=piece.offset, length=piece.length))
+    if len(dtypes) != 1 or not dtypes <= BY_NAME.keys():
+        raise InternalError(f"{where} has elements of {', '.join(sorted(dtypes)) or 'no tensor'}, expected one of {', '.join(BY_NAME)}")
+    return PartitionSpec(partition_id=partition.partition_id, pieces=tuple(pieces), element=BY_NAME[dtypes.pop()])

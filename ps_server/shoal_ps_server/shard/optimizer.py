@@ -1,20 +1,18 @@
-"""The server's optimizer: what a job asked for, checked, and made into one `torch.optim` instance per partition.
+"""The server's optimizer as a job asked for it, checked.
 
-The arithmetic is torch's. Which optimizers there are, with which hyperparameters and state, is declared in
+The arithmetic is torch's (runs.py). Which optimizers there are, with which hyperparameters and state, is declared in
 `shoal_common.server_optimizers`; values that torch would refuse are refused here, before anything has changed.
-
-Nothing here is shared: an `OptimizerSettings` is a value, and a built optimizer belongs to the thread that owns its partition.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from types import MappingProxyType
 from typing import Final
 
-import torch
 from shoal_common.errors import InvalidRequestError
 from shoal_common.server_optimizers import SERVER_OPTIMIZERS, Hyperparameters, OptimizerDeclaration
 
@@ -41,12 +39,21 @@ class OptimizerSettings:
     """All of the optimizer's, for tensors in no group."""
     groups: tuple[ParameterGroup, ...] = ()
 
+    def place_of(self, tensor: str) -> int:
+        """Which of the groups a tensor is in, by position; -1: in none."""
+        return self._places.get(tensor, -1)
+
+    def at(self, place: int) -> Hyperparameters:
+        """All hyperparameters that hold for the tensors of that group; -1: for those in none."""
+        return self.hyperparameters if place < 0 else {**self.hyperparameters, **self.groups[place].hyperparameters}
+
     def for_tensor(self, tensor: str) -> Hyperparameters:
         """All hyperparameters that hold for one tensor."""
-        for group in self.groups:
-            if tensor in group.tensors:
-                return {**self.hyperparameters, **group.hyperparameters}
-        return self.hyperparameters
+        return self.at(self.place_of(tensor))
+
+    @cached_property
+    def _places(self) -> Mapping[str, int]:
+        return {tensor: place for place, group in enumerate(self.groups) for tensor in group.tensors}
 
     def changed(self, hyperparameters: Mapping[str, float], groups: Iterable[ParameterGroup]) -> OptimizerSettings:
         """The settings after a schedule's step: `hyperparameters` go to every group but those in `groups`, which get their own.
@@ -72,27 +79,10 @@ class OptimizerSettings:
             ],
         )
 
-    def build(self, value: torch.Tensor, *, tensor: str) -> torch.optim.Optimizer:
-        """An optimizer for one partition's values, cut from `tensor`; it changes them in place."""
-        declared = SERVER_OPTIMIZERS[self.name]
-        made: Callable[..., torch.optim.Optimizer] = getattr(torch.optim, declared.torch_class)
-        least = declared.fused_from_bytes
-        fused = {} if least is None else {"fused": value.element_size() >= least}
-        return made([value], **fused, **declared.arguments(self.for_tensor(tensor)))
-
-    def retune(self, optimizer: torch.optim.Optimizer, *, tensor: str) -> None:
-        """Puts these hyperparameters into an optimizer that was built with earlier ones; its state stays."""
-        optimizer.param_groups[0].update(SERVER_OPTIMIZERS[self.name].arguments(self.for_tensor(tensor)))
-
-    def is_calm(self, tensor: str) -> bool:
+    @cached_property
+    def is_calm(self) -> bool:
         """Whether an update by a gradient of ordinary size cannot come out infinite, nor values grow with each update by themselves."""
-        values = self.for_tensor(tensor)
-        return (
-            all(value <= _CALM_HYPERPARAMETER for value in values.values())
-            and values.get("momentum", 0.0) <= 1
-            and values["lr"] * values["weight_decay"] <= 1
-            and values.get("eps", 1.0) >= _CALM_EPS
-        )
+        return all(_is_calm(self.at(place)) for place in range(-1, len(self.groups)))
 
     @property
     def state_names(self) -> frozenset[str]:
@@ -130,10 +120,13 @@ def optimizer_settings(
     return checked
 
 
-def warm_up() -> None:
-    """Call once at the start: torch imports its compiler, for a second, when a process makes its first optimizer. No push should wait for
-    that."""
-    optimizer_settings(name="sgd", hyperparameters={}).build(torch.zeros(1), tensor="")
+def _is_calm(values: Hyperparameters) -> bool:
+    return (
+        all(value <= _CALM_HYPERPARAMETER for value in values.values())
+        and values.get("momentum", 0.0) <= 1
+        and values["lr"] * values["weight_decay"] <= 1
+        and values.get("eps", 1.0) >= _CALM_EPS
+    )
 
 
 def _known(declared: OptimizerDeclaration, hyperparameters: Mapping[str, float]) -> Mapping[str, float]:

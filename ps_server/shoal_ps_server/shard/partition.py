@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -12,6 +13,7 @@ from shoal_ps_server.shard.layout import PartitionSpec
 from shoal_ps_server.shard.optimizer import OptimizerSettings
 from shoal_ps_server.shard.payload import UploadHeader, describe, largest_of
 from shoal_ps_server.shard.reading import Copies, Reading
+from shoal_ps_server.shard.runs import PartitionOptimizer, RunImage
 
 _CALM: Final = {torch.float32: 1e16, torch.bfloat16: 1e16, torch.float64: 1e150}
 """Magnitudes whose square is far from the largest number of the type, as Adam squares. In float16 there are none."""
@@ -25,10 +27,14 @@ class PartitionImage:
     version: int
     """>= 1; partitions without values are not in snapshots."""
     values: torch.Tensor
-    state: dict[str, torch.Tensor]
-    """The optimizer's, by its names; empty before the first push."""
+    runs: tuple[RunImage, ...]
+    """The optimizer's state; empty before the first push."""
     sequences: dict[str, int]
     batches: dict[str, int]
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """The optimizer's tensors, by "RUN:NAME"."""
+        return {f"{place}:{name}": run.state[name] for place, run in enumerate(self.runs) for name in sorted(run.state)}
 
 
 @dataclass(kw_only=True)
@@ -72,7 +78,7 @@ class Partition:
     settled: Settled = field(default_factory=Settled)
     largest_at_first: float = 0.0
     """The largest magnitude among the values when they came here. Calm updates do not raise it to where they could overflow."""
-    optimizer: torch.optim.Optimizer | None = None
+    optimizer: PartitionOptimizer | None = None
     """Made at the first push."""
     readings: set[Reading] = field(default_factory=set)
     """Open ones: they must not see the next change."""
@@ -89,9 +95,8 @@ class Partition:
         partition = cls(
             spec=image.spec, version=image.version, values=image.values, settled=settled, largest_at_first=largest_of(image.values)
         )
-        if optimizer is not None and image.state:
-            partition.optimizer = optimizer.build(image.values, tensor=image.spec.tensor)
-            partition.optimizer.state[image.values] = dict(image.state)
+        if optimizer is not None and image.runs:
+            partition.optimizer = PartitionOptimizer(image.values, image.spec, optimizer, image.runs)
         return partition
 
     def initialize(self, values: torch.Tensor) -> None:
@@ -149,39 +154,29 @@ class Partition:
         if not self.on_their_way:
             self.ahead = None
 
-    def apply(self, gradient: torch.Tensor, optimizer: OptimizerSettings, copies: Copies) -> None:
-        """One optimizer step with a sound gradient of the values' size and dtype, which is read and not kept. Open readings read on in
-        `copies`."""
+    def apply(self, gradient: torch.Tensor, absent: Collection[int], optimizer: OptimizerSettings, copies: Copies) -> None:
+        """One optimizer step with a sound gradient of the values' dtype, which is read and not kept; the pieces at the positions `absent`
+        are not in it. Open readings read on in `copies`."""
         values = self._values()
         copies.detach(values, self.readings)
         self.readings.clear()
         if self.optimizer is None:
-            self.optimizer = optimizer.build(values, tensor=self.spec.tensor)
-        fresh = values not in self.optimizer.state
-        values.grad = gradient
-        try:
-            self.optimizer.step()
-        except BaseException:
-            if fresh:  # half of a state would be taken for a whole one
-                self.optimizer.state.pop(values, None)
-            raise
-        finally:
-            values.grad = None
+            self.optimizer = PartitionOptimizer(values, self.spec, optimizer)
+        self.optimizer.step(gradient, absent)
         self.version += 1
 
     def needs_trial(self, largest: float, optimizer: OptimizerSettings) -> bool:
         """Whether an update by a gradient of such magnitude may come out infinite: then `check_trial` finds out."""
-        return not (max(largest, self.largest_at_first) <= _CALM.get(self.spec.element.torch, 0.0) and optimizer.is_calm(self.spec.tensor))
+        return not (max(largest, self.largest_at_first) <= _CALM.get(self.spec.element.torch, 0.0) and optimizer.is_calm)
 
-    def check_trial(self, gradient: torch.Tensor, optimizer: OptimizerSettings) -> None:
+    def check_trial(self, gradient: torch.Tensor, absent: Collection[int], optimizer: OptimizerSettings) -> None:
         """Makes the update on copies. Only while nothing is on its way.
 
         Raises InvalidRequestError / RESULT_NOT_FINITE when values or the optimizer's state came out infinite or as NaN.
         """
         trial = Partition.restored(self.image(), optimizer)
-        trial.apply(gradient, optimizer, Copies())
-        for name, tensor in {"values": trial.values, **trial._state()}.items():
-            assert tensor is not None
+        trial.apply(gradient, absent, optimizer, Copies())
+        for name, tensor in (("values", trial._values()), *trial._state()):
             if count := int(torch.isfinite(tensor).logical_not_().sum()):
                 raise InvalidRequestError(
                     f"{describe(self.spec)}: the update would make {count} of its {tensor.numel()} {name} NaN or infinite; nothing of this "
@@ -189,19 +184,18 @@ class Partition:
                     reason="RESULT_NOT_FINITE",
                 )
 
-    def reserve(self, optimizer: OptimizerSettings) -> None:
-        """Sees that there is memory for what the first push will make beside the values.
+    def reserve(self, absent: Collection[int], optimizer: OptimizerSettings) -> None:
+        """Sees that there is memory for what the first push of a piece will make beside the values.
 
         Raises LimitError / MEMORY_EXHAUSTED.
         """
-        if self.optimizer is not None:
-            return
-        values, tensors = self._values(), len(optimizer.state_names)
+        nbytes = self.spec.nbytes if self.optimizer is None else self.optimizer.fresh_bytes(absent)
+        tensors = len(optimizer.state_names)
         try:
-            torch.empty(tensors * values.nbytes, dtype=torch.uint8)
+            torch.empty(tensors * nbytes, dtype=torch.uint8)
         except RuntimeError as error:
             raise LimitError(
-                f"{describe(self.spec)}: there is no memory for the optimizer's {tensors} tensors of {values.nbytes} bytes each; nothing "
+                f"{describe(self.spec)}: there is no memory for the optimizer's {tensors} tensors of {nbytes} bytes each; nothing "
                 "of this partition was applied. Give the server more memory, or the job more servers",
                 reason="MEMORY_EXHAUSTED",
             ) from error
@@ -225,7 +219,7 @@ class Partition:
             spec=self.spec,
             version=self.version,
             values=values.clone(),
-            state={name: tensor.clone() for name, tensor in self._state().items()},
+            runs=() if self.optimizer is None else self.optimizer.images(),
             sequences=dict(self.settled.sequences),
             batches=dict(self.settled.batches),
         )
@@ -235,14 +229,11 @@ class Partition:
         """Bytes of values and optimizer state."""
         if self.values is None:
             return 0
-        return self.values.nbytes + sum(tensor.nbytes for tensor in self._state().values())
+        return self.values.nbytes + sum(tensor.nbytes for _, tensor in self._state())
 
     def _values(self) -> torch.Tensor:
         assert self.values is not None, f"partition {self.spec.partition_id} has no values"
         return self.values
 
-    def _state(self) -> dict[str, torch.Tensor]:
-        if self.optimizer is None:
-            return {}
-        state = self.optimizer.state[self._values()]
-        return {name: tensor for name, tensor in state.items() if isinstance(tensor, torch.Tensor)}
+    def _state(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return iter(()) if self.optimizer is None else self.optimizer.state()

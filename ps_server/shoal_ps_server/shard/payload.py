@@ -40,16 +40,23 @@ class UploadHeader:
     """xxh3-64 of the payload; 0: not computed."""
     batch: int = 0
     """Key of the leased batch that a gradient was computed on, the same whoever pushes it; 0: none."""
+    absent: tuple[int, ...] = ()
+    """Positions of the partition's pieces that the payload leaves out, ascending."""
+
+    @property
+    def length(self) -> int:
+        """Elements of the decoded payload."""
+        return self.spec.length_without(self.absent)
 
 
 class Upload:
-    """One partition while it comes. `add` its chunks until `missing` is 0, then take its `values`."""
+    """One partition while it comes, or those of its pieces that do. `add` its chunks until `missing` is 0, then take its `values`."""
 
     def __init__(self, header: UploadHeader) -> None:
         self.header = header
         self._compressed = header.codec != pb.CODEC_RAW
         element = torch.uint8 if self._compressed else header.spec.element.torch
-        self._tensor = torch.empty(header.payload_bytes if self._compressed else header.spec.length, dtype=element)
+        self._tensor = torch.empty(header.payload_bytes if self._compressed else header.length, dtype=element)
         """What comes."""
         self._bytes = np.asarray(bytes_of(self._tensor))
         self._received = 0
@@ -90,7 +97,7 @@ class Upload:
             self._look_up_to(end // self.header.spec.element.itemsize)
 
     def values(self) -> torch.Tensor:
-        """The whole partition, the same tensor each time. Only when nothing is missing.
+        """All that came, one piece after another; the same tensor each time. Only when nothing is missing.
 
         Raises CorruptDataError / CHECKSUM_MISMATCH, and InvalidRequestError: PAYLOAD_INVALID, or GRADIENT_NOT_FINITE, naming the tensor.
         """
@@ -116,13 +123,13 @@ class Upload:
         if self._compressed:
             self._largest = largest_of(values)
         if not math.isfinite(self._largest):
-            _check_finite(spec, values)
+            _check_finite(self.header, values)
         return values
 
     def _decoded(self) -> torch.Tensor:
         """Codecs are of float32 values; a partition of another type gets them converted."""
         spec = self.header.spec
-        values = torch.empty(spec.length, dtype=torch.float32)
+        values = torch.empty(self.header.length, dtype=torch.float32)
         try:
             codecs.decode(self.header.codec, self._bytes.data, values.numpy())
         except InvalidRequestError as error:
@@ -155,15 +162,18 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 def describe(spec: PartitionSpec) -> str:
     """A partition, for people."""
-    return f"tensor {spec.tensor!r}, partition {spec.partition_id} (elements {spec.offset} to {spec.offset + spec.length})"
+    first, last = spec.pieces[0], spec.pieces[-1]
+    if len(spec.pieces) == 1:
+        return f"partition {spec.partition_id} (elements {first.offset} to {first.offset + first.length} of tensor {first.tensor!r})"
+    return f"partition {spec.partition_id} ({len(spec.pieces)} tensors, {first.tensor!r} to {last.tensor!r})"
 
 
-def _check_finite(spec: PartitionSpec, values: torch.Tensor) -> None:
+def _check_finite(header: UploadHeader, values: torch.Tensor) -> None:
     culprits = torch.isfinite(values).logical_not_()
     if count := int(culprits.sum()):
-        first = spec.offset + int(culprits.to(torch.uint8).argmax())
+        first = header.spec.name_of(int(culprits.to(torch.uint8).argmax()), header.absent)
         raise InvalidRequestError(
-            f"{describe(spec)}: {count} of {spec.length} values are NaN or infinite, the first is element {first}; "
+            f"{describe(header.spec)}: {count} of {values.numel()} values are NaN or infinite, the first is {first}; "
             "nothing of this partition was applied, and its sequence number is still free",
             reason="GRADIENT_NOT_FINITE",
         )

@@ -89,7 +89,7 @@ class Shard:
         self._optimizer = optimizer
         for partition in self._partitions.values():
             if partition.optimizer is not None:
-                optimizer.retune(partition.optimizer, tensor=partition.spec.tensor)
+                partition.optimizer.retune(optimizer)
 
     def admit_values(self, upload: Upload) -> Admitted | None:
         """First values of a partition; None: it has some, or they are on their way. Raises as `Upload.values`."""
@@ -130,9 +130,9 @@ class Shard:
         gradient = None
         if not duplicate:
             gradient = upload.values()
-            partition.reserve(self._optimizer)
+            partition.reserve(header.absent, self._optimizer)
             if self.needs_trial(upload):
-                partition.check_trial(gradient, self._optimizer)
+                partition.check_trial(gradient, header.absent, self._optimizer)
         version = partition.admit(header, applies=not duplicate)
         return Admitted(partition=partition, header=header, version=version, values=gradient, check_seconds=time.perf_counter() - started)
 
@@ -151,7 +151,7 @@ class Shard:
         else:
             assert self._optimizer is not None, "nothing is admitted without"
             staleness = partition.version - header.base_version
-            partition.apply(values, self._optimizer, self._copies)
+            partition.apply(values, header.absent, self._optimizer, self._copies)
             partition.arrived(header, applies=True)
             self._pushes_applied += 1
         return Outcome(
@@ -177,7 +177,7 @@ class Shard:
         """Applies a push that was admitted and applied in another process; returns the version after it. Raises as `Upload.values`."""
         assert self._optimizer is not None, "it was admitted with one"
         partition = self._partitions[upload.header.spec.partition_id]
-        partition.apply(upload.values(), self._optimizer, self._copies)
+        partition.apply(upload.values(), upload.header.absent, self._optimizer, self._copies)
         partition.settled.settle(upload.header)
         return partition.version
 

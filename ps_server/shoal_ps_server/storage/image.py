@@ -16,12 +16,12 @@ from shoal_ps_server.configuration import Configuration
 from shoal_ps_server.consistency.clocks import Clocks, Consistency, ConsistencyMode, MemberClock
 from shoal_ps_server.consistency.fence import Fence
 from shoal_ps_server.shard.dtypes import BY_NAME
-from shoal_ps_server.shard.layout import Layout, PartitionSpec
+from shoal_ps_server.shard.layout import Layout, PartitionSpec, Piece
 from shoal_ps_server.shard.optimizer import OptimizerSettings, ParameterGroup, optimizer_settings
 from shoal_ps_server.shard.partition import PartitionImage
 
-FORMAT_VERSION: Final = 2
-"""Grows when an older release could not read the file: 2 has a journal beside it."""
+FORMAT_VERSION: Final = 3
+"""Grows when an older release could not read the file: 2 has a journal beside it, and in 3 a partition has pieces of several tensors."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +96,8 @@ def layout_to_json(layout: Layout) -> dict[str, Any]:
         "tensors": sorted(layout.tensors),
         "owners": sorted(layout.owners.items()),
         "partitions": [
-            [spec.partition_id, spec.tensor, spec.offset, spec.length, spec.element.name] for spec in layout.partitions.values()
+            [spec.partition_id, spec.element.name, [[piece.tensor, piece.offset, piece.length] for piece in spec.pieces]]
+            for spec in layout.partitions.values()
         ],
     }
 
@@ -104,8 +105,12 @@ def layout_to_json(layout: Layout) -> dict[str, Any]:
 def layout_from_json(value: Mapping[str, Any]) -> Layout:
     """The inverse. Raises as `state_from_json`."""
     specs = [
-        PartitionSpec(partition_id=int(number), tensor=str(tensor), offset=int(offset), length=int(length), element=BY_NAME[dtype])
-        for number, tensor, offset, length, dtype in value["partitions"]
+        PartitionSpec(
+            partition_id=int(number),
+            pieces=tuple(Piece(tensor=str(tensor), offset=int(offset), length=int(length)) for tensor, offset, length in pieces),
+            element=BY_NAME[dtype],
+        )
+        for number, dtype, pieces in value["partitions"]
     ]
     return Layout(
         epoch=int(value["epoch"]),

@@ -67,7 +67,10 @@ def partition_record(admitted: Admitted, upload: Upload) -> Record:
     fields |= {"member": header.member_id, "sequence": header.sequence, "batch": header.batch}
     if admitted.values is None:
         return Record(kind=KNOWN, fields=fields)
-    return Record(kind=PUSH, fields=fields | {"base": header.base_version, "codec": header.codec}, payload=upload.payload)
+    fields |= {"base": header.base_version, "codec": header.codec}
+    if header.absent:
+        fields["absent"] = list(header.absent)
+    return Record(kind=PUSH, fields=fields, payload=upload.payload)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,6 +173,7 @@ class _Recovery:
             payload_bytes=record.payload.nbytes,
             checksum=0,
             batch=int(fields.get("batch", 0)),
+            absent=tuple(map(int, fields.get("absent", ()))),
         )
         if record.kind == KNOWN:
             self.shard.settle(header)
@@ -177,7 +181,7 @@ class _Recovery:
         upload = Upload(header)
         upload.add(record.payload)
         if upload.missing:
-            raise ValueError(f"{record.payload.nbytes} bytes for {spec.length} elements")
+            raise ValueError(f"{record.payload.nbytes} bytes for {header.length} elements")
         if record.kind == VALUES:
             self.shard.initialize(upload)
         else:

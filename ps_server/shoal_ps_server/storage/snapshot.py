@@ -1,8 +1,8 @@
 """A snapshot on disk: a safetensors file that any tool can open, written under a temporary name, synced, and renamed into place.
 
-Tensors are named `PARTITION:values` and `PARTITION:state:NAME`. The safetensors metadata has three entries: `format` says whose file it is,
-`shoal` is the JSON of image.py with each tensor's xxh3-64, `xxh3` is the xxh3-64 of that JSON. The file is written by hand, since the
-library's writer would hold all of it in memory once more, and read by the library, whose parser is strict.
+Tensors are named `PARTITION:values` and `PARTITION:state:RUN:NAME`; which pieces a run has is in the metadata. That has three entries:
+`format` says whose file it is, `shoal` is the JSON of image.py with each tensor's xxh3-64, `xxh3` is the xxh3-64 of that JSON. The file is
+written by hand, since the library's writer would hold all of it in memory once more, and read by the library, whose parser is strict.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from shoal_common.wire import checksum
 from shoal_ps_server.shard.layout import PartitionSpec
 from shoal_ps_server.shard.partition import PartitionImage
 from shoal_ps_server.shard.payload import bytes_of
+from shoal_ps_server.shard.runs import RunImage
 from shoal_ps_server.storage.image import FORMAT_VERSION, ServerImage, ServerState, dumps, state_from_json, state_to_json
 
 FORMAT: Final = "shoal-ps-server-snapshot"
@@ -54,7 +55,7 @@ def read_snapshot(path: Path) -> ServerImage | None:
     """The image that was written; None when there is no file.
 
     Raises CorruptDataError: SNAPSHOT_CORRUPT (truncated, changed, unreadable), SNAPSHOT_FOREIGN (another program's file), SNAPSHOT_NEWER
-    (a newer release's).
+    and SNAPSHOT_OLDER (another release's).
     """
     if not path.exists():
         return None
@@ -79,7 +80,7 @@ def read_snapshot(path: Path) -> ServerImage | None:
 
 def _named(partition: PartitionImage) -> dict[str, torch.Tensor]:
     number = partition.spec.partition_id
-    return {f"{number}:values": partition.values} | {f"{number}:state:{name}": partition.state[name] for name in sorted(partition.state)}
+    return {f"{number}:values": partition.values} | {f"{number}:state:{name}": tensor for name, tensor in partition.state().items()}
 
 
 def _metadata(image: ServerImage) -> dict[str, str]:
@@ -93,6 +94,7 @@ def _metadata(image: ServerImage) -> dict[str, str]:
                     "version": partition.version,
                     "sequences": partition.sequences,
                     "batches": partition.batches,
+                    "runs": [[run.first, run.end] for run in partition.runs],
                     "digests": {name: f"{checksum(bytes_of(tensor)):016x}" for name, tensor in _named(partition).items()},
                 }
                 for partition in image.partitions
@@ -124,17 +126,16 @@ def _checked_metadata(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]
     if f"{checksum(text.encode()):016x}" != metadata["xxh3"]:
         raise ValueError("the metadata fails its checksum")
     parsed: dict[str, Any] = json.loads(text)
-    if parsed["version"] > FORMAT_VERSION:
+    if (version := parsed["version"]) != FORMAT_VERSION:
         raise CorruptDataError(
-            f"{path} has format version {parsed['version']}, this release reads up to {FORMAT_VERSION}; start the release that wrote it",
-            reason="SNAPSHOT_NEWER",
+            f"{path} has format version {version}, this release reads {FORMAT_VERSION}; start the release that wrote it",
+            reason="SNAPSHOT_NEWER" if version > FORMAT_VERSION else "SNAPSHOT_OLDER",
         )
     return parsed
 
 
 def _partition(file: Any, state: ServerState, entry: Mapping[str, Any]) -> PartitionImage:
     spec = state.layout.partitions[entry["partition_id"]]
-    prefix = f"{spec.partition_id}:state:"
     allowed = frozenset[str]() if state.configuration is None else state.configuration.optimizer.state_names
     tensors: dict[str, torch.Tensor] = {}
     for name, digest in entry["digests"].items():
@@ -143,24 +144,37 @@ def _partition(file: Any, state: ServerState, entry: Mapping[str, Any]) -> Parti
             raise ValueError(f"tensor {name!r} fails its checksum")
         tensors[name] = tensor
     values = tensors.pop(f"{spec.partition_id}:values")
-    _check_shape(spec, "values", values)
-    for name, tensor in tensors.items():
-        if not name.startswith(prefix) or name.removeprefix(prefix) not in allowed:
-            raise ValueError(f"tensor {name!r} is no state of the optimizer")
-        if tensor.ndim:  # scalars count steps
-            _check_shape(spec, name, tensor)
+    _check_shape(spec, "values", values, spec.length)
+    runs = tuple(_run(spec, place, first, end, tensors, allowed) for place, (first, end) in enumerate(entry["runs"]))
+    bounds = [0, *(run.end for run in runs)]
+    if runs and ([run.first for run in runs] != bounds[:-1] or bounds[-1] != len(spec.pieces)):
+        raise ValueError(f"the runs of partition {spec.partition_id} are not its {len(spec.pieces)} pieces")
+    if tensors:
+        raise ValueError(f"tensor {min(tensors)!r} is no state of the optimizer")
     return PartitionImage(
         spec=spec,
         version=int(entry["version"]),
         values=values,
-        state={name.removeprefix(prefix): tensor for name, tensor in tensors.items()},
+        runs=runs,
         sequences={str(member): int(sequence) for member, sequence in entry["sequences"].items()},
         batches={str(member): int(batch) for member, batch in entry["batches"].items()},
     )
 
 
-def _check_shape(spec: PartitionSpec, name: str, tensor: torch.Tensor) -> None:
-    if tuple(tensor.shape) != (spec.length,) or tensor.dtype != spec.element.torch:
+def _run(spec: PartitionSpec, place: int, first: int, end: int, tensors: dict[str, torch.Tensor], allowed: frozenset[str]) -> RunImage:
+    """Takes a run's tensors out of a partition's."""
+    if not 0 <= first < end <= len(spec.pieces):
+        raise ValueError(f"partition {spec.partition_id} has no run of the pieces {first} to {end}")
+    prefix = f"{spec.partition_id}:state:{place}:"
+    state = {name: tensors.pop(prefix + name) for name in allowed if prefix + name in tensors}
+    for name, tensor in state.items():
+        if tensor.ndim:  # scalars count steps
+            _check_shape(spec, name, tensor, spec.starts[end] - spec.starts[first])
+    return RunImage(first=first, end=end, state=state)
+
+
+def _check_shape(spec: PartitionSpec, name: str, tensor: torch.Tensor, length: int) -> None:
+    if tuple(tensor.shape) != (length,) or tensor.dtype != spec.element.torch:
         raise ValueError(f"{name} of partition {spec.partition_id} is {tensor.dtype}{list(tensor.shape)}, the layout says otherwise")
 
 

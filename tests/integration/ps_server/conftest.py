@@ -148,13 +148,8 @@ def shard_map(*tensors: tuple[str, int, str], epoch: int = 1, partition: int = 2
     for index, (name, length, dtype) in enumerate(tensors):
         made.tensors.add(name=name, shape=[length], dtype=dtype)
         for offset in range(0, length, partition):
-            made.partitions.add(
-                partition_id=len(made.partitions),
-                tensor_index=index,
-                offset=offset,
-                length=min(partition, length - offset),
-                primary=owner,
-            )
+            piece = coordinator_pb2.Piece(tensor_index=index, offset=offset, length=min(partition, length - offset))
+            made.partitions.add(partition_id=len(made.partitions), pieces=[piece], primary=owner)
     return made
 
 
@@ -172,8 +167,7 @@ class Member:
 
     def header(self, partition_id: int, **changes: Any) -> pb.PushHeader:
         """The next push of a partition; its sequence number is not used up."""
-        partition = self._map.partitions[partition_id]
-        tensor = self._map.tensors[partition.tensor_index]
+        tensor, length = self._shape(partition_id)
         dtype, size = {"float32": (pb.DTYPE_FLOAT32, 4), "float64": (pb.DTYPE_FLOAT64, 8), "bfloat16": (pb.DTYPE_BFLOAT16, 2)}[tensor.dtype]
         fields: dict[str, Any] = {
             "job_id": JOB,
@@ -186,8 +180,8 @@ class Member:
             "clock": self.clock + 1,
             "dtype": dtype,
             "codec": pb.CODEC_RAW,
-            "length": partition.length,
-            "payload_bytes": partition.length * size,
+            "length": length,
+            "payload_bytes": length * size,
         }
         return pb.PushHeader(**{**fields, **changes})
 
@@ -233,13 +227,17 @@ class Member:
         return buffers
 
     def _payload(self, partition_id: int, values: np.ndarray[Any, Any] | float) -> memoryview:
-        partition = self._map.partitions[partition_id]
-        dtype = self._map.tensors[partition.tensor_index].dtype
-        if dtype == "bfloat16":
-            whole = (np.full(partition.length, values, np.float32).view(np.uint32) >> 16).astype(np.uint16)
+        tensor, length = self._shape(partition_id)
+        if tensor.dtype == "bfloat16":
+            whole = (np.full(length, values, np.float32).view(np.uint32) >> 16).astype(np.uint16)
         else:
-            whole = np.resize(np.asarray(values, dtype), partition.length)
+            whole = np.resize(np.asarray(values, tensor.dtype), length)
         return memoryview(whole)
+
+    def _shape(self, partition_id: int) -> tuple[coordinator_pb2.TensorSpec, int]:
+        """The first tensor of a partition, and its elements."""
+        pieces = self._map.partitions[partition_id].pieces
+        return self._map.tensors[pieces[0].tensor_index], sum(piece.length for piece in pieces)
 
 
 class Cluster:

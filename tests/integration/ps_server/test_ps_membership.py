@@ -241,7 +241,7 @@ def test_a_map_with_other_partitions_than_those_held_is_refused(cluster) -> None
     changed = type(cluster.coordinator.shard_map)()
     changed.CopyFrom(cluster.coordinator.shard_map)
     changed.epoch = 2
-    changed.partitions[0].length = 100
+    changed.partitions[0].pieces[0].length = 100
     cluster.coordinator.shard_map = changed
     with pytest.raises(PreconditionError) as caught:
         member.pull(shard_map_epoch=2)

@@ -150,6 +150,7 @@ def _declared(coordinator: CoordinatorClient, tensors) -> coordinator_pb2.ShardM
 
 
 def _upload(session: Session, generation: int, shard_map: coordinator_pb2.ShardMap, partition: coordinator_pb2.Partition, sequence: int):
+    length = sum(piece.length for piece in partition.pieces)
     header = pb.PushHeader(
         job_id=JOB,
         member_id=session.member_id,
@@ -161,10 +162,10 @@ def _upload(session: Session, generation: int, shard_map: coordinator_pb2.ShardM
         clock=sequence,
         dtype=pb.DTYPE_FLOAT32,
         codec=pb.CODEC_RAW,
-        length=partition.length,
-        payload_bytes=4 * partition.length,
+        length=length,
+        payload_bytes=4 * length,
     )
-    return header, memoryview(np.ones(partition.length, np.float32))
+    return header, memoryview(np.ones(length, np.float32))
 
 
 def test_hostname_is_what_a_server_on_all_addresses_advertises(cluster) -> None:

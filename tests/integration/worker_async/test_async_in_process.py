@@ -113,6 +113,23 @@ def test_parameters_without_gradient_and_frozen_ones_stay_as_they_are(session: S
     assert sorted(name for name in before if not torch.equal(before[name], after[name])) == ["used.bias", "used.weight"]
 
 
+@pytest.mark.parametrize("options", [{}, {"consistency": "ssp", "staleness_bound": 0}], ids=["asp", "ssp"])
+def test_a_server_may_hold_nothing_but_frozen_parameters(session: Session, running: AsyncCluster, options: dict[str, Any]) -> None:
+    net = nn.ModuleDict({name: nn.Linear(FEATURES, 1, bias=False) for name in ("used", "frozen")})
+    net["frozen"].requires_grad_(False)
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net["used"].parameters(), 0.1), strategy="async_sgd", **options)
+    for _ in range(3):
+        session.ensure_step()
+        model.module["used"](torch.ones(1, FEATURES)).sum().backward()
+        optimizer.step()
+    held = [[partition.version for partition in server.look().partitions] for server in running.servers]
+    assert sorted(held) == [[1], [4]]
+    optimizer.synchronize_parameters()
+    after = model.full_state_dict()
+    assert [name for name in before if not torch.equal(before[name], after[name])] == ["used.weight"]
+
+
 def test_values_are_pulled_every_so_many_steps(session: Session) -> None:
     model, optimizer = distributed(pull_every=3)
     staleness, norms = [], []

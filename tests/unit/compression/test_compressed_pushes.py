@@ -55,6 +55,27 @@ def test_a_refused_push_never_was_and_state_goes_on_bit_for_bit(name):
     assert bytes(worker.encode(gradient(2), partition=0, sequence=2)[1]) == bytes(restored.encode(gradient(2), partition=0, sequence=2)[1])
 
 
+@pytest.mark.parametrize("name", CODABLE)
+def test_what_has_no_gradient_in_a_step_keeps_what_it_is_owed(name):
+    worker, places = pushes(name), ((100, 1600), (2000, 3001))
+    worker.encode(gradient(1), partition=7, sequence=1)
+    worker.acknowledged(7)
+    before = {slot: owed.clone() for slot, owed in worker.state_dict().items()}
+    part = torch.cat([gradient(2)[begin:end] for begin, end in places])
+    push = worker.encode(part, partition=7, sequence=2, places=places, length=LENGTH)
+    worker.acknowledged(7)
+    out = np.empty(part.numel(), np.float32)
+    codecs.decode(*push, out)
+    if not worker.compressor.error_feedback:
+        assert torch.allclose(torch.from_numpy(out), part, atol=0.1)
+        return
+    owed, was = worker.state_dict()["7/residual"], before["7/residual"]
+    for begin, end in ((0, 100), (1600, 2000)):
+        assert torch.equal(owed[begin:end], was[begin:end])
+    of_part = [torch.cat([whole[begin:end] for begin, end in places]) for whole in (owed, was)]
+    torch.testing.assert_close(torch.from_numpy(out) + of_part[0], part + of_part[1], rtol=0, atol=1e-5)
+
+
 def test_partitions_keep_apart_and_workers_round_differently():
     worker, other = pushes("int8"), pushes("int8", stream=2)
     one, two = (worker.encode(gradient(1), partition=partition, sequence=1)[1] for partition in (0, 1))

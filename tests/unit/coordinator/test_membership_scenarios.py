@@ -40,7 +40,7 @@ from shoal_coordinator.membership.leases import Leased
 from shoal_coordinator.membership.leaving import ExitNoted
 from shoal_coordinator.membership.pulse import Progress, Pulse, Pulses, attached, beaten, detached, expired
 from shoal_coordinator.membership.servers import Registered
-from shoal_coordinator.membership.shards import ShardLayout, TensorSpec
+from shoal_coordinator.membership.shards import Piece, ShardLayout, TensorSpec
 from shoal_coordinator.membership.spec import JobSpec
 from shoal_coordinator.membership.state import Identity, JobEnding, JobState, Now
 from shoal_coordinator.membership.transition import Outcome, Transition, next_wake_ms, transition
@@ -311,13 +311,17 @@ def told_outcome(event: Event, outcome: Outcome) -> str | None:
         case Registered():
             return f"server {outcome.index}"
         case ShardLayout():
-            owners = [f"{outcome.tensors[p.tensor_index].name}[{p.offset}:{p.offset + p.length}]@{p.primary}" for p in outcome.partitions]
+            owners = [f"{'+'.join(told_piece(outcome, piece) for piece in p.pieces)}@{p.primary}" for p in outcome.partitions]
             return f"epoch {outcome.epoch}: {' '.join(owners)}"
         case Leased():
             wait = f", ask again in {outcome.retry_after_ms} ms" if outcome.retry_after_ms else ""
             return f"{prefix}batches {list(outcome.batches)}{', epoch done' if outcome.epoch_done else ''}{wait}"
         case _:
             return None
+
+
+def told_piece(layout: ShardLayout, piece: Piece) -> str:
+    return f"{layout.tensors[piece.tensor_index].name}[{piece.offset}:{piece.offset + piece.length}]"
 
 
 def told_effect(effect: fx.Effect) -> str | None:

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import hypothesis.strategies as st
 from hypothesis import given
-from shoal_coordinator.membership.shards import ITEM_BYTES, LARGEST_PARTITION_BYTES, TensorSpec, count_partitions, lay_out
+from shoal_coordinator.membership.shards import (
+    ITEM_BYTES,
+    LARGEST_PIECE_BYTES,
+    Partition,
+    ShardLayout,
+    TensorSpec,
+    count_pieces,
+    lay_out,
+)
 
 tensors = st.lists(
     st.builds(
@@ -12,32 +20,46 @@ tensors = st.lists(
         name=st.text(min_size=1, max_size=3),
         shape=st.lists(st.integers(min_value=0, max_value=3000), max_size=3).map(tuple),
         dtype=st.sampled_from(sorted(ITEM_BYTES)),
+        frozen=st.booleans(),
     ).filter(lambda tensor: tensor.elements < 1 << 26),
     max_size=30,
 )
 
 
+def size_of(layout: ShardLayout, partition: Partition) -> int:
+    return sum(piece.length * ITEM_BYTES[layout.tensors[piece.tensor_index].dtype] for piece in partition.pieces)
+
+
 @given(tensors=tensors, servers=st.integers(min_value=1, max_value=9))
 def test_each_element_lies_in_exactly_one_partition_of_at_most_eight_mebibytes(tensors: list[TensorSpec], servers: int) -> None:
     layout = lay_out(tensors, servers)
-    assert len(layout.partitions) == count_partitions(tensors)
+    pieces = [piece for partition in layout.partitions for piece in partition.pieces]
+    assert len(pieces) == count_pieces(tensors)
     covered = [0] * len(tensors)
-    for partition in layout.partitions:
-        assert partition.offset == covered[partition.tensor_index], "ordered by tensor, then offset, without holes"
-        covered[partition.tensor_index] += partition.length
-        assert 0 < partition.length * ITEM_BYTES[tensors[partition.tensor_index].dtype] <= LARGEST_PARTITION_BYTES
+    for piece in sorted(pieces, key=lambda piece: (piece.tensor_index, piece.offset)):
+        assert piece.offset == covered[piece.tensor_index], "without holes"
+        covered[piece.tensor_index] += piece.length
     assert covered == [tensor.elements for tensor in tensors]
+    assert all(0 < size_of(layout, partition) <= LARGEST_PIECE_BYTES for partition in layout.partitions)
+
+
+@given(tensors=tensors, servers=st.integers(min_value=1, max_value=9))
+def test_what_is_packed_together_is_of_one_dtype_and_trained_alike_in_the_order_of_declaration(
+    tensors: list[TensorSpec], servers: int
+) -> None:
+    for partition in lay_out(tensors, servers).partitions:
+        assert len({(tensors[piece.tensor_index].dtype, tensors[piece.tensor_index].frozen) for piece in partition.pieces}) == 1
+        places = [(piece.tensor_index, piece.offset) for piece in partition.pieces]
+        assert places == sorted(places)
 
 
 @given(tensors=tensors, servers=st.integers(min_value=1, max_value=9))
 def test_no_server_holds_more_than_one_partition_above_another(tensors: list[TensorSpec], servers: int) -> None:
+    layout = lay_out(tensors, servers)
     loads = [0] * servers
-    largest = 0
-    for partition in lay_out(tensors, servers).partitions:
-        size = partition.length * ITEM_BYTES[tensors[partition.tensor_index].dtype]
-        loads[partition.primary] += size
-        largest = max(largest, size)
-    assert max(loads) - min(loads) <= largest
+    for partition in layout.partitions:
+        loads[partition.primary] += size_of(layout, partition)
+    assert max(loads) - min(loads) <= max((size_of(layout, partition) for partition in layout.partitions), default=0)
 
 
 @given(tensors=tensors, servers=st.integers(min_value=1, max_value=9))
@@ -49,5 +71,25 @@ def test_a_large_model_is_spread_within_ten_percent() -> None:
     model = [TensorSpec(name=f"layer{i}", shape=(4096, 4096 + 64 * i), dtype="float32") for i in range(32)]
     loads = [0] * 7
     for partition in lay_out(model, 7).partitions:
-        loads[partition.primary] += partition.length
+        loads[partition.primary] += sum(piece.length for piece in partition.pieces)
     assert max(loads) <= 1.1 * min(loads)
+
+
+def test_many_small_tensors_make_few_partitions() -> None:
+    model = [TensorSpec(name=f"layer{i}", shape=(64, 64), dtype="float32") for i in range(1000)]
+    for servers in (1, 4):
+        layout = lay_out(model, servers)
+        assert len(layout.partitions) <= 5 * servers
+        loads = [0] * servers
+        for partition in layout.partitions:
+            loads[partition.primary] += size_of(layout, partition)
+        assert max(loads) <= 1.5 * min(loads)
+
+
+def test_a_large_tensor_is_cut_between_rows() -> None:
+    (table,) = [TensorSpec(name="table", shape=(100_000, 300), dtype="float32")]
+    for partition in lay_out([table], 2).partitions:
+        for piece in partition.pieces:
+            assert piece.offset % 300 == piece.length % 300 == 0
+    (wide,) = [TensorSpec(name="wide", shape=(2, 5 << 20), dtype="float32")]
+    assert [piece.length for partition in lay_out([wide], 1).partitions for piece in partition.pieces] == [2 << 20] * 5

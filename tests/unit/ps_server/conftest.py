@@ -11,7 +11,7 @@ import torch
 from shoal_common.wire import checksum
 from shoal_protos.v1 import parameter_server_pb2 as pb
 from shoal_ps_server.shard.dtypes import BY_NAME
-from shoal_ps_server.shard.layout import Layout, PartitionSpec
+from shoal_ps_server.shard.layout import Layout, PartitionSpec, Piece
 from shoal_ps_server.shard.optimizer import OptimizerSettings, optimizer_settings
 from shoal_ps_server.shard.payload import Upload, UploadHeader, bytes_of
 from shoal_ps_server.shard.shard import Shard
@@ -23,7 +23,16 @@ class Make:
     def spec(
         self, partition_id: int = 0, *, length: int = 6, dtype: str = "float32", tensor: str = "weight", offset: int = 0
     ) -> PartitionSpec:
-        return PartitionSpec(partition_id=partition_id, tensor=tensor, offset=offset, length=length, element=BY_NAME[dtype])
+        """One piece."""
+        return self.packed(partition_id, (tensor, length), dtype=dtype, offset=offset)
+
+    def packed(self, partition_id: int = 0, *pieces: tuple[str, int], dtype: str = "float32", offset: int = 0) -> PartitionSpec:
+        """Several tensors; of each its name and elements."""
+        return PartitionSpec(
+            partition_id=partition_id,
+            pieces=tuple(Piece(tensor=tensor, offset=offset, length=length) for tensor, length in pieces),
+            element=BY_NAME[dtype],
+        )
 
     def layout(self, *specs: PartitionSpec, epoch: int = 1) -> Layout:
         specs = specs or (self.spec(),)
@@ -32,7 +41,7 @@ class Make:
             server_index=0,
             partitions={spec.partition_id: spec for spec in specs},
             owners={spec.partition_id: 0 for spec in specs},
-            tensors=frozenset(spec.tensor for spec in specs),
+            tensors=frozenset(piece.tensor for spec in specs for piece in spec.pieces),
         )
 
     def upload(
@@ -46,6 +55,7 @@ class Make:
         cuts: Sequence[int] = (),
         digest: int | None = None,
         batch: int = 0,
+        absent: Sequence[int] = (),
     ) -> Upload:
         """`cuts`: byte positions between which the payload's pieces lie. `digest` None: computed."""
         spec = spec or self.spec()
@@ -62,6 +72,7 @@ class Make:
             payload_bytes=len(data),
             checksum=checksum(data) if digest is None else digest,
             batch=batch,
+            absent=tuple(absent),
         )
         upload = Upload(header)
         for start, end in pairwise(edges):

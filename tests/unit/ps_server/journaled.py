@@ -107,13 +107,15 @@ def same(left: dict[int, Any], right: dict[int, Any]) -> bool:
             return False
         if one is None:
             continue
-        if (one.version, one.sequences, one.batches, one.state.keys()) != (
+        if (one.version, one.sequences, one.batches, one.state().keys()) != (
             other.version,
             other.sequences,
             other.batches,
-            other.state.keys(),
+            other.state().keys(),
         ):
             return False
-        if not torch.equal(one.values, other.values) or not all(torch.equal(one.state[name], other.state[name]) for name in one.state):
+        if not torch.equal(one.values, other.values) or not all(
+            torch.equal(one.state()[name], other.state()[name]) for name in one.state()
+        ):
             return False
     return True

@@ -7,6 +7,7 @@ import os
 import random
 import resource
 import shutil
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -448,7 +449,7 @@ def test_what_was_refused_is_not_made_by_a_recovery_although_the_disk_has_it(mak
     run(test())
 
 
-def test_a_full_disk_with_room_for_a_part_of_what_goes_together_takes_none_of_it(make, tmp_path) -> None:
+def test_a_full_disk_with_room_for_a_part_of_what_goes_together_takes_none_of_it(make, tmp_path, monkeypatch) -> None:
     """Also after a kill before anything else is written, when there is no room for a new file either."""
     data = tmp_path / "data"
 
@@ -456,15 +457,30 @@ def test_a_full_disk_with_room_for_a_part_of_what_goes_together_takes_none_of_it
         async with opened(data) as server:
             await begun(server, make)
             await server.push(make.upload(torch.randn(6), make.spec(0)))
-            before = state_of(server.shard)
-            size = file(data).stat().st_size
-            pushes = [server.push(make.upload(torch.randn(6), make.spec(0), member=member, base_version=2)) for member in "bc"]
-            pushes.append(server.push(make.upload(torch.randn(6), make.spec(0), sequence=2, base_version=2)))
-            with largest_file(size + 450), monkeypatched_create():
-                errors = await asyncio.gather(*pushes, return_exceptions=True)
+            uploads = [make.upload(torch.randn(6), make.spec(0), member=member, base_version=2) for member in "bc"]
+            uploads.append(make.upload(torch.randn(6), make.spec(0), sequence=3, base_version=2))
+            syncing, synced = threading.Event(), threading.Event()
+            real = os.fdatasync
+
+            def held(descriptor: int) -> None:
+                syncing.set()
+                synced.wait(10)
+                real(descriptor)
+
+            with monkeypatch.context() as patched:
+                patched.setattr(os, "fdatasync", held)
+                first = asyncio.create_task(server.push(make.upload(torch.randn(6), make.spec(0), sequence=2, base_version=2)))
+                await asyncio.to_thread(syncing.wait, 10)
+                size = file(data).stat().st_size
+                pushes = [asyncio.create_task(server.push(upload)) for upload in uploads]  # while the first one is synced: they go together
+                await asyncio.sleep(0.01)
+                with largest_file(size + 450), monkeypatched_create():
+                    synced.set()
+                    errors = await asyncio.gather(*pushes, return_exceptions=True)
+            assert (await first).version == 3
             assert all(isinstance(error, UnavailableError) for error in errors)
             assert file(data).stat().st_size > size
-            assert same(recovered(data), before)
+            assert same(recovered(data), state_of(server.shard))
 
     @contextmanager
     def monkeypatched_create() -> Iterator[None]:

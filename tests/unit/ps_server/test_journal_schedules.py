@@ -1,5 +1,6 @@
-"""Seeded schedules against the journal: a disk that fails at random, callers that go away, snapshots and settings in between, and a kill at
-any moment: whatever the directory holds then is recovered and compared with what was acknowledged and what was refused."""
+"""Seeded schedules against the journal: pushes of whole partitions and of some of their pieces, a disk that fails at random, callers that
+go away, snapshots and settings in between, and a kill at any moment: whatever the directory holds then is recovered and compared with what
+was acknowledged and what was refused."""
 
 from __future__ import annotations
 
@@ -28,6 +29,8 @@ from tests.unit.ps_server.journaled import JOB, SERVER, opened, same, state_of
 
 MEMBERS = "abc"
 PARTITIONS = 3
+PIECES = (("a", 1), ("b", 3), ("c", 2))
+"""Of each partition: names and elements."""
 PUSHES = 40
 """Of each member in each life of the server."""
 
@@ -105,23 +108,28 @@ class History:
         """Last one that may have been applied: sent, and neither refused nor answered."""
 
     @staticmethod
-    def gradient(partition: int, member: str, sequence: int) -> float:
-        """Sums of any of them are exact in float32, and tell which they are of."""
-        return float(sequence * 4 + MEMBERS.index(member) + partition)
+    def gradient(partition: int, member: str, sequence: int) -> tuple[float, tuple[int, ...]]:
+        """The gradient of each element, and the pieces that have none. Sums of any of them are exact in float32, and tell which they are
+        of."""
+        absent = ((), (0,), (1,), (0, 2))[(sequence + partition) % 4]
+        return float(sequence * 4 + MEMBERS.index(member) + partition), absent
 
     @staticmethod
     def check(shard: Shard, acknowledged: Mapping[tuple[int, str], int], sent: Mapping[tuple[int, str], int]) -> None:
         for partition in range(PARTITIONS):
             image = shard.image(partition)
             assert image is not None
-            total = 0.0
+            total = [0.0] * len(PIECES)
             for member in MEMBERS:
                 found = image.sequences.get(member, 0)
                 last = acknowledged.get((partition, member), 0)
                 assert last <= found <= max(last, sent.get((partition, member), 0)), (partition, member)
-                total += sum(History.gradient(partition, member, sequence) for sequence in range(1, found + 1))
+                for sequence in range(1, found + 1):
+                    gradient, absent = History.gradient(partition, member, sequence)
+                    for piece in set(range(len(PIECES))) - set(absent):
+                        total[piece] += gradient
             assert image.version == 1 + sum(image.sequences.values())
-            assert image.values.tolist() == [-total] * 6
+            assert image.values.tolist() == [-sums for sums, (_, length) in zip(total, PIECES, strict=True) for _ in range(length)]
 
 
 @pytest.mark.parametrize("fsync", list(Fsync))
@@ -129,7 +137,7 @@ class History:
 def test_acknowledged_pushes_are_there_once_and_refused_ones_are_not_whatever_the_disk_does(make, tmp_path, seed, fsync) -> None:
     generator = random.Random(seed)
     data = tmp_path / "data"
-    specs = [make.spec(number, tensor=f"t{number}") for number in range(PARTITIONS)]
+    specs = [make.packed(number, *PIECES) for number in range(PARTITIONS)]
     history = History()
     kills: list[Kill] = []
 
@@ -147,9 +155,11 @@ def test_acknowledged_pushes_are_there_once_and_refused_ones_are_not_whatever_th
             partition = generator.randrange(PARTITIONS)
             key = (partition, member)
             sequence = history.acknowledged.get(key, 0) + 1
-            gradient = torch.full((6,), history.gradient(partition, member, sequence))
+            gradient, absent = history.gradient(partition, member, sequence)
+            values = torch.full((specs[partition].length_without(absent),), gradient)
             history.sent[key] = sequence
-            push = asyncio.create_task(server.push(make.upload(gradient, specs[partition], member=member, sequence=sequence)))
+            upload = make.upload(values, specs[partition], member=member, sequence=sequence, absent=absent)
+            push = asyncio.create_task(server.push(upload))
             if generator.random() < 0.1:
                 await asyncio.sleep(0)
                 push.cancel()

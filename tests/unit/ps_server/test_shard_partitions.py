@@ -84,7 +84,7 @@ def test_a_refused_push_changes_nothing_and_its_number_stays_free(make, upload, 
 def test_the_error_names_the_first_value_that_is_not_finite(make) -> None:
     spec = make.spec(7, tensor="head", offset=100)
     shard = make.shard(spec)
-    with pytest.raises(InvalidRequestError, match=r"tensor 'head', partition 7 .*2 of 6 values .* element 103"):
+    with pytest.raises(InvalidRequestError, match=r"partition 7 .*2 of 6 values .* element 103 of tensor 'head'"):
         shard.push(make.upload([0, 0, 0, float("inf"), 0, float("nan")], spec))
 
 

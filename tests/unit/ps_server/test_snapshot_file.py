@@ -24,14 +24,21 @@ from shoal_ps_server.storage.snapshot import FORMAT, read_snapshot, write_snapsh
 
 @pytest.fixture
 def image(make) -> ServerImage:
-    """Two trained partitions of different types, and one without values."""
+    """Three trained partitions, of different types, one of two tensors with updates of their own; and one without values."""
     optimizer = optimizer_settings(
         name="adamw",
         hyperparameters={"lr": 0.1},
         groups=[ParameterGroup(tensors=frozenset({"bias"}), hyperparameters={"weight_decay": 0.0})],
     )
-    specs = (make.spec(0), make.spec(4, length=3, dtype="bfloat16", tensor="bias"), make.spec(5, tensor="unused"))
-    shard = make.shard(*specs[:2], optimizer=optimizer)
+    specs = (
+        make.spec(0),
+        make.spec(4, length=3, dtype="bfloat16", tensor="bias"),
+        make.packed(5, ("first", 4), ("second", 2)),
+        make.spec(6, tensor="unused"),
+    )
+    shard = make.shard(*specs[:3], optimizer=optimizer)
+    shard.push(make.upload(torch.ones(6), specs[2]))
+    shard.push(make.upload(torch.ones(2), specs[2], absent=[0], sequence=2))
     for step in (1, 2):
         shard.push(make.upload(torch.arange(6), specs[0], sequence=step, base_version=step))
     shard.push(make.upload(torch.ones(3), specs[1], member="b", batch=2**64 - 1))
@@ -60,9 +67,9 @@ def assert_same(left: ServerImage, right: ServerImage) -> None:
     for one, other in zip(left.partitions, right.partitions, strict=True):
         for field in ("spec", "version", "sequences", "batches"):
             assert getattr(one, field) == getattr(other, field)
-        assert set(one.state) == set(other.state)
+        assert set(one.state()) == set(other.state())
         assert torch.equal(one.values, other.values)
-        assert all(torch.equal(one.state[name], other.state[name]) for name in one.state)
+        assert all(torch.equal(one.state()[name], other.state()[name]) for name in one.state())
 
 
 def test_a_snapshot_is_read_back_as_it_was_written(tmp_path, image) -> None:
@@ -91,7 +98,7 @@ def test_other_tools_can_open_it(tmp_path, image) -> None:
     write_snapshot(tmp_path / "snapshot", image)
     tensors = load_file(tmp_path / "snapshot")
     assert torch.equal(tensors["0:values"], image.partitions[0].values)
-    assert "4:state:exp_avg_sq" in tensors
+    assert "4:state:0:exp_avg_sq" in tensors
 
 
 def test_one_that_joined_after_the_snapshot_does_not_hold_the_others_up_for_what_they_did_since(image) -> None:
@@ -184,7 +191,7 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, image) ->
     write_snapshot(path, image)
     before = path.read_bytes()
     broken = PartitionImage(
-        spec=image.partitions[0].spec, version=1, values=torch.zeros(2, dtype=torch.int8), state={}, sequences={}, batches={}
+        spec=image.partitions[0].spec, version=1, values=torch.zeros(2, dtype=torch.int8), runs=(), sequences={}, batches={}
     )
     with pytest.raises(KeyError):
         write_snapshot(path, ServerImage(state=image.state, partitions=(broken,)))

@@ -13,11 +13,19 @@ from torch import nn
 def shard_map(*, addresses: dict[int, str]) -> pb.ShardMap:
     return pb.ShardMap(
         epoch=3,
-        tensors=[pb.TensorSpec(name="a", shape=[6], dtype="float32"), pb.TensorSpec(name="b", shape=[2], dtype="float64")],
+        tensors=[
+            pb.TensorSpec(name="a", shape=[6], dtype="float32"),
+            pb.TensorSpec(name="b", shape=[2], dtype="float32"),
+            pb.TensorSpec(name="c", shape=[2], dtype="float64"),
+        ],
         partitions=[
-            pb.Partition(partition_id=0, tensor_index=0, offset=0, length=4, primary=0),
-            pb.Partition(partition_id=1, tensor_index=0, offset=4, length=2, primary=1),
-            pb.Partition(partition_id=2, tensor_index=1, offset=0, length=2, primary=1),
+            pb.Partition(partition_id=0, pieces=[pb.Piece(tensor_index=0, offset=0, length=4)], primary=0),
+            pb.Partition(
+                partition_id=1,
+                pieces=[pb.Piece(tensor_index=0, offset=4, length=2), pb.Piece(tensor_index=1, offset=0, length=2)],
+                primary=1,
+            ),
+            pb.Partition(partition_id=2, pieces=[pb.Piece(tensor_index=2, offset=0, length=2)], primary=1),
         ],
         servers=[pb.ServerStatus(server_index=index, address=address) for index, address in addresses.items()],
     )
@@ -25,20 +33,41 @@ def shard_map(*, addresses: dict[int, str]) -> pb.ShardMap:
 
 def tensors() -> list[HostTensor]:
     a = HostTensor("a", nn.Parameter(torch.arange(6.0)), trained=True)
-    b = HostTensor("b", nn.Parameter(torch.tensor([7.0, 8.0], dtype=torch.float64)), trained=True)
-    return [a, b]
+    b = HostTensor("b", nn.Parameter(torch.tensor([7.0, 8.0])), trained=True)
+    c = HostTensor("c", nn.Parameter(torch.tensor([9.0, 10.0], dtype=torch.float64)), trained=True)
+    return [a, b, c]
 
 
 def test_each_server_gets_its_runs_of_elements() -> None:
-    first, second = shares(shard_map(addresses={1: "one:1", 0: "zero:1"}), tensors())
+    declared = tensors()
+    first, second = shares(shard_map(addresses={1: "one:1", 0: "zero:1"}), declared)
     assert (first.index, first.address, first.epoch) == (0, "zero:1", 3)
-    assert [(part.partition_id, part.tensor.name, part.length, part.size_bytes) for part in second.parts] == [
-        (1, "a", 2, 8),
-        (2, "b", 2, 16),
-    ]
-    tail, other = second.parts
-    assert bytes(tail.of(tail.tensor.values())) == torch.tensor([4.0, 5.0]).numpy().tobytes()
-    assert bytes(other.of(other.tensor.values())) == torch.tensor([7.0, 8.0], dtype=torch.float64).numpy().tobytes()
+    assert [(each.partition_id, each.length, each.size_bytes) for each in second.partitions] == [(1, 4, 16), (2, 2, 16)]
+    packed, alone = second.partitions
+    values = {tensor.name: tensor.values() for tensor in declared}
+    assert packed.gathered(values).tolist() == [4.0, 5.0, 7.0, 8.0]
+    assert alone.gathered(values).tolist() == [9.0, 10.0]
+
+
+def test_what_is_received_goes_to_each_tensor_of_a_partition() -> None:
+    declared = tensors()
+    packed, alone = shares(shard_map(addresses={0: "zero:1", 1: "one:1"}), declared)[1].partitions
+    targets = {tensor.name: tensor.target() for tensor in declared}
+    packed.landing(targets).copy_(torch.tensor([-1.0, -2.0, -3.0, -4.0]))
+    assert declared[0].parameter.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0], "nothing, until all of it is there"
+    packed.landed(targets)
+    alone.landing(targets).copy_(torch.tensor([-5.0, -6.0]))
+    alone.landed(targets)
+    assert [tensor.parameter.tolist() for tensor in declared] == [[0.0, 1.0, 2.0, 3.0, -1.0, -2.0], [-3.0, -4.0], [-5.0, -6.0]]
+
+
+def test_a_tensor_without_a_gradient_is_left_out_of_its_partition() -> None:
+    packed, alone = shares(shard_map(addresses={0: "zero:1", 1: "one:1"}), tensors())[1].partitions
+    gradients = {"b": torch.tensor([0.5, 0.25]), "c": torch.zeros(2, dtype=torch.float64)}
+    assert packed.absent_from(gradients) == (0,)
+    assert alone.absent_from(gradients) == ()
+    assert packed.gathered(gradients, (0,)).tolist() == [0.5, 0.25]
+    assert packed.places((0,)) == ((2, 4),)
 
 
 def test_a_server_without_a_part_is_left_alone() -> None:

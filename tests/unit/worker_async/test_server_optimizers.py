@@ -8,7 +8,10 @@ import pytest
 import torch
 from shoal_common.errors import ConfigurationError, InvalidRequestError
 from shoal_common.server_optimizers import SERVER_OPTIMIZERS, OptimizerDeclaration
+from shoal_ps_server.shard.dtypes import BY_NAME
+from shoal_ps_server.shard.layout import PartitionSpec, Piece
 from shoal_ps_server.shard.optimizer import optimizer_settings
+from shoal_ps_server.shard.runs import PartitionOptimizer
 from shoal_worker.asynchronous.options import ServerOptimizer
 
 NADAM = OptimizerDeclaration(
@@ -33,17 +36,18 @@ def new(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("new")
 def test_a_new_optimizer_is_a_declaration() -> None:
     torch.manual_seed(1)
-    own, there = (torch.nn.Parameter(torch.arange(4.0)) for _ in range(2))
+    own, there = torch.nn.Parameter(torch.arange(4.0)), torch.arange(4.0)
     optimizer = torch.optim.NAdam([own], lr=0.1, momentum_decay=0.01)
     spec = ServerOptimizer(optimizer, {id(own): "w"}).spec
     settings = optimizer_settings(name=spec.name, hyperparameters=dict(spec.hyperparameters))
-    built = settings.build(there, tensor="w")
+    spec = PartitionSpec(partition_id=0, pieces=(Piece(tensor="w", offset=0, length=4),), element=BY_NAME["float32"])
+    built = PartitionOptimizer(there, spec, settings)
     for _ in range(3):
-        own.grad = there.grad = torch.randn(4)
+        own.grad = torch.randn(4)
         optimizer.step()
-        built.step()
-    assert there.equal(own)
-    assert set(built.state[there]) <= settings.state_names
+        built.step(own.grad)
+    assert there.equal(own.detach())
+    assert {name for name, _ in built.state()} <= settings.state_names
     with pytest.raises(InvalidRequestError, match="momentum_decay decides which state nadam keeps"):
         settings.changed({"momentum_decay": 0.0}, [])
 

@@ -71,9 +71,11 @@ class AsyncEngine(Engine):
             )
         check_optimizer_covers(self.module, optimizer)
         names = {id(parameter): name for name, parameter in self.module.named_parameters()}
-        trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
         self.optimizer, self._schedule = optimizer, ServerOptimizer(optimizer, names)
-        self._tensors = [HostTensor(name, p, trained=id(p) in trained) for name, p in self.module.named_parameters()]
+        groups = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
+        tensors = [HostTensor(name, p, trained=id(p) in groups) for name, p in self.module.named_parameters()]
+        # Those of one parameter group lie side by side on the servers, which then step them at once.
+        self._tensors = sorted(tensors, key=lambda tensor: groups.get(id(tensor.parameter), len(groups)))
         self._joins_late = self._session.is_joining
         self._session.attach(self)
         atexit.register(self._leave)
@@ -214,11 +216,11 @@ class AsyncEngine(Engine):
             DeadlineError (SERVER_AWAY): a server was away for longer than `server_timeout`.
             StopTraining: the job stood still for want of workers, and was stopped then.
         """
-        sent: dict[str, memoryview] = {}
+        sent: dict[str, torch.Tensor] = {}
         if push:
             trained = [tensor for tensor in self._tensors if tensor.trained]
             check_gradients(trained)
-            sent = {tensor.name: view for tensor, view in zip(trained, gradients(trained), strict=True) if view is not None}
+            sent = gradients(trained)
         clock = self._clock + 1
         pull = clock % self._async_options.pull_every == 0
         step = self._session.step

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Final, TypeVar
 
+import torch
 from shoal_common.backoff import Backoff
 from shoal_common.clients.parameter_server import ParameterServerClient
 from shoal_common.errors import (
@@ -34,7 +35,7 @@ from shoal_protos.v1 import parameter_server_pb2 as pb
 
 from shoal_worker.asynchronous.job import Job
 from shoal_worker.asynchronous.options import AsyncOptions, Revision, ServerOptimizer
-from shoal_worker.asynchronous.tensors import Iteration, Part, Payload, Payloads, ServerShare
+from shoal_worker.asynchronous.tensors import Iteration, Partition, Payload, Payloads, ServerShare, tensor_bytes
 
 _log = logging.getLogger(__name__)
 
@@ -55,7 +56,7 @@ AnswerT = TypeVar("AnswerT")
 
 
 class ServerLink:
-    """One server's share of the tensors, and how far this worker is with each part."""
+    """One server's share of the tensors, and how far this worker is with each partition."""
 
     def __init__(
         self,
@@ -77,19 +78,19 @@ class ServerLink:
         self._options = options
         self._closing = closing
         self._lost = lost
-        self._parts = {part.partition_id: part for part in share.parts}
-        self._trained = [part for part in share.parts if part.tensor.trained]
-        self._acknowledged = dict.fromkeys(self._parts, 0)
+        self._partitions = {partition.partition_id: partition for partition in share.partitions}
+        self._trained = [partition for partition in share.partitions if partition.trained]
+        self._acknowledged = dict.fromkeys(self._partitions, 0)
         """Partition -> sequence number of the last push that the server has acknowledged."""
-        self._base = dict.fromkeys(self._parts, 0)
+        self._base = dict.fromkeys(self._partitions, 0)
         """Partition -> version that the next gradient is computed on; 0: never pulled."""
-        self._held = dict.fromkeys(self._parts, 0)
+        self._held = dict.fromkeys(self._partitions, 0)
         """Partition -> version that need not be sent again; 0: whatever the server has is news."""
         self._revision = Revision(number=0, groups=())
         """The newest that this server was told."""
         self._clock = 0
         self._started = False
-        self._stream_deadline = timedelta(seconds=60 + sum(part.size_bytes for part in share.parts) / _SLOWEST_BYTES_PER_S)
+        self._stream_deadline = timedelta(seconds=60 + sum(partition.size_bytes for partition in share.partitions) / _SLOWEST_BYTES_PER_S)
         self._address = share.address
         self._client = ParameterServerClient(job.server_channel(share.address))
 
@@ -114,7 +115,7 @@ class ServerLink:
             if self._job.rank == 0:
                 self._insist("Initialize", lambda: self._initialize_missing(has_values=has_values))
             try:
-                self._insist("Pull", lambda: self._pull(list(self._parts.values()), wait=_FIRST_VALUES_WAIT, in_turn=False))
+                self._insist("Pull", lambda: self._pull(list(self._partitions.values()), wait=_FIRST_VALUES_WAIT, in_turn=False))
             except DeadlineError as error:
                 # Rank 0 may be gone: whoever has the rank by now is asked for its values in the next round.
                 if error.reason != "PARTITION_UNINITIALIZED" or time.monotonic() > deadline or self._closing.is_set():
@@ -140,10 +141,10 @@ class ServerLink:
         if iteration.revision.number > self._revision.number:
             self._insist("SetHyperparameters", lambda: self._set_hyperparameters(iteration.revision))
         staleness = 0
-        pushed = [part for part in self._trained if part.tensor.name in iteration.gradients]
+        pushed = [each for each in self._trained if any(piece.tensor.name in iteration.gradients for piece in each.pieces)]
         if pushed:
             with self._payloads.gradients(pushed, iteration) as payloads:
-                staleness = self._insist("Push", lambda: self._push(payloads, iteration))
+                staleness = self._insist("Push", lambda: self._push(pushed, payloads(), iteration))
         self._clock = iteration.clock
         if iteration.pull:
             self._pull_in_turn()
@@ -155,8 +156,8 @@ class ServerLink:
         """Pulls newer values outside of a step; waits for no other worker."""
         self._insist("Pull", lambda: self._pull(self._trained, in_turn=False))
 
-    def read(self, into: Mapping[str, memoryview]) -> None:
-        """Reads all values into memory laid out like the tensors', and leaves what this worker holds as it is."""
+    def read(self, into: Mapping[str, torch.Tensor]) -> None:
+        """Reads all values into flat tensors of the host, by name, and leaves what this worker holds as it is."""
         self._insist("Pull", lambda: self._read(into))
 
     # -------------------------------------------------------------------------------------------------------------- clocks
@@ -201,21 +202,21 @@ class ServerLink:
 
     def _initialize_missing(self, *, has_values: bool) -> None:
         versions = {each.partition_id: each.version for each in self._client.get_server().partitions}
-        missing = [part for part in self._parts.values() if not versions.get(part.partition_id)]
+        missing = [each for each in self._partitions.values() if not versions.get(each.partition_id)]
         if missing and not has_values:
             raise PreconditionError(
                 "rank 0's parameters are on the meta device: its weights win, so it must have values", reason="VALUES_MISSING"
             )
         self._initialize(missing)
 
-    def _initialize(self, parts: Sequence[Part]) -> None:
-        if parts:
-            self._client.initialize(self._outgoing(self._payloads.values(parts)), deadline=self._stream_deadline)
+    def _initialize(self, partitions: Sequence[Partition]) -> None:
+        if partitions:
+            self._client.initialize(self._outgoing(self._payloads.values(partitions)), deadline=self._stream_deadline)
 
-    def _push(self, payloads: Sequence[Payload], iteration: Iteration) -> int:
+    def _push(self, partitions: Sequence[Partition], payloads: Iterable[Payload], iteration: Iteration) -> int:
         outgoing = self._outgoing(payloads, clock=iteration.clock, batch=iteration.batch)
         results = self._client.push(outgoing, deadline=self._stream_deadline)
-        if [result.partition_id for result in results] != [payload.part.partition_id for payload in payloads]:
+        if [result.partition_id for result in results] != [partition.partition_id for partition in partitions]:
             raise InternalError(f"server {self._share.index} acknowledged other partitions than were pushed")
         for result in results:
             self._acknowledged[result.partition_id] += 1
@@ -226,25 +227,27 @@ class ServerLink:
     ) -> Iterator[tuple[pb.PushHeader, memoryview]]:
         """Headers and payloads, made as they are sent. `clock`: of a push; None: first values."""
         generation = self._job.generation
-        for part, codec, payload in payloads:
+        for payload in payloads:
+            partition = payload.partition
             header = pb.PushHeader(
                 job_id=self._job.job_id,
                 member_id=self._job.member_id,
                 generation=generation,
-                partition_id=part.partition_id,
+                partition_id=partition.partition_id,
                 shard_map_epoch=self._share.epoch,
-                dtype=pb.Dtype.ValueType(part.dtype.dtype),
-                codec=pb.Codec.ValueType(codec),
-                length=part.length,
-                payload_bytes=payload.nbytes,
-                checksum=checksum(payload),
+                dtype=pb.Dtype.ValueType(partition.dtype.dtype),
+                codec=pb.Codec.ValueType(payload.codec),
+                length=payload.length,
+                payload_bytes=payload.data.nbytes,
+                checksum=checksum(payload.data),
+                absent_pieces=payload.absent,
             )
             if clock is not None:
-                header.sequence = self._acknowledged[part.partition_id] + 1
-                header.base_version = self._base[part.partition_id]
+                header.sequence = self._acknowledged[partition.partition_id] + 1
+                header.base_version = self._base[partition.partition_id]
                 header.clock = clock
                 header.batch = batch
-            yield header, payload
+            yield header, payload.data
 
     def _pull_in_turn(self) -> None:
         """Pulls when this worker may begin its next iteration; with asp that is at once."""
@@ -263,28 +266,36 @@ class ServerLink:
                     _log.warning("held up by a slower worker for %.0f s: %s", now - waiting_since, error)
                     self._job.accuse_slowest(str(error))
 
-    def _pull(self, parts: Sequence[Part], *, in_turn: bool, wait: timedelta = _TURN_WAIT) -> None:
+    def _pull(self, partitions: Sequence[Partition], *, in_turn: bool, wait: timedelta = _TURN_WAIT) -> None:
         """`in_turn`: as a member with a clock; else as an onlooker, who waits for no other worker."""
-        request = self._pull_request(parts, self._held, wait=wait, in_turn=in_turn)
-        memory = {part.tensor.name: part.tensor.target() for part in parts}
-        for header in self._client.pull(request, lambda header: self._destination(header, memory), deadline=self._stream_deadline + wait):
+        if not partitions:
+            return  # asking for none would ask for all
+        request = self._pull_request(partitions, self._held, wait=wait, in_turn=in_turn)
+        tensors = {piece.tensor.name: piece.tensor for partition in partitions for piece in partition.pieces}
+        memory = {name: tensor.target() for name, tensor in tensors.items()}
+        for header in self._receive(request, memory, deadline=self._stream_deadline + wait):
             self._base[header.partition_id] = self._held[header.partition_id] = header.version
 
-    def _read(self, into: Mapping[str, memoryview]) -> None:
-        request = self._pull_request(list(self._parts.values()), {}, wait=_TURN_WAIT, in_turn=False)
-        self._client.pull(request, lambda header: self._destination(header, into), deadline=self._stream_deadline)
+    def _read(self, into: Mapping[str, torch.Tensor]) -> None:
+        request = self._pull_request(list(self._partitions.values()), {}, wait=_TURN_WAIT, in_turn=False)
+        self._receive(request, into, deadline=self._stream_deadline)
 
-    def _destination(self, header: pb.PullHeader, memory: Mapping[str, memoryview]) -> memoryview:
-        part = self._parts[header.partition_id]
-        return part.of(memory[part.tensor.name])
+    def _receive(self, request: pb.PullRequest, memory: Mapping[str, torch.Tensor], *, deadline: timedelta) -> list[pb.PullHeader]:
+        """Pulls into the tensors' memory, which `memory` has by name."""
+        held = self._partitions
+        headers = self._client.pull(request, lambda header: tensor_bytes(held[header.partition_id].landing(memory)), deadline=deadline)
+        for header in headers:
+            if not header.unchanged:
+                held[header.partition_id].landed(memory)
+        return headers
 
-    def _pull_request(self, parts: Sequence[Part], held: Mapping[int, int], *, wait: timedelta, in_turn: bool) -> pb.PullRequest:
+    def _pull_request(self, partitions: Sequence[Partition], held: Mapping[int, int], *, wait: timedelta, in_turn: bool) -> pb.PullRequest:
         return pb.PullRequest(
             job_id=self._job.job_id,
             member_id=self._job.member_id if in_turn else "",
             generation=self._job.generation if in_turn else 0,
             shard_map_epoch=self._share.epoch,
-            partitions=[pb.PartitionPull(partition_id=part.partition_id, newer_than=held.get(part.partition_id, 0)) for part in parts],
+            partitions=[pb.PartitionPull(partition_id=each.partition_id, newer_than=held.get(each.partition_id, 0)) for each in partitions],
             clock=self._clock,
             wait_ms=round(wait.total_seconds() * 1000),
         )
@@ -343,7 +354,7 @@ class ServerLink:
             self._set_hyperparameters(self._revision)
         if self._started:
             held = {each.partition_id: each for each in state.partitions if each.version}
-            empty = [part for part in self._parts.values() if part.partition_id not in held]
+            empty = [partition for partition in self._partitions.values() if partition.partition_id not in held]
             if empty:
                 _log.warning("server %d came back without values: it gets this worker's; its optimizer state is lost", self._share.index)
                 self._initialize(empty)

@@ -21,7 +21,7 @@ from shoal_protos.v1 import coordinator_pb2 as coordinator_pb
 from shoal_worker.asynchronous.job import Job
 from shoal_worker.asynchronous.options import AsyncOptions, ServerOptimizer
 from shoal_worker.asynchronous.server_link import ServerLink
-from shoal_worker.asynchronous.tensors import HostTensor, Iteration, Payloads, publish, shares, tensor_bytes
+from shoal_worker.asynchronous.tensors import HostTensor, Iteration, Payloads, publish, shares
 from shoal_worker.compression.base import GradientCompressor
 from shoal_worker.metrics import WorkerMetrics
 
@@ -87,8 +87,8 @@ class ParameterServers:
     def read(self) -> dict[str, torch.Tensor]:
         """The servers' values by name, in host memory of their own; the module stays as it is."""
         values = {t.name: torch.empty(t.parameter.shape, dtype=t.parameter.dtype, device="cpu") for t in self._tensors}
-        memory = {name: tensor_bytes(value) for name, value in values.items()}
-        self._each(lambda link: link.read(memory))
+        flat = {name: value.reshape(-1) for name, value in values.items()}
+        self._each(lambda link: link.read(flat))
         return values
 
     def catch_up(self, clock: int) -> int:

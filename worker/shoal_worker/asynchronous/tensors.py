@@ -1,8 +1,7 @@
-"""A module's parameters and gradients as bytes in host memory, to be sent from there and received into.
+"""A module's parameters and gradients in host memory, to be sent from there and received into.
 
-On the CPU these are the tensors' own memory: nothing is copied. Tensors of a device, and those that do not lie in one piece, go through
-a host copy each. Belongs to the training thread, except for the bytes themselves, which the servers' threads read and write during an
-exchange.
+On the CPU these are the tensors' own memory. Tensors of a device, and those that do not lie in one piece, go through a host copy each.
+Belongs to the training thread, except for the values themselves, which the servers' threads read and write during an exchange.
 
 Beside them, as plain values: which part of which tensor lies on which server, as the coordinator's shard map says, and which gradients of a
 step travel, and as what (`Iteration`).
@@ -10,9 +9,10 @@ step travel, and as what (`Iteration`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -26,7 +26,7 @@ from shoal_worker.asynchronous.options import Revision
 from shoal_worker.compression.base import GradientCompressor
 from shoal_worker.compression.pushes import CompressedPushes
 
-# ----------------------------------------------------------------------------------------------------------------------- tensors as bytes
+# -------------------------------------------------------------------------------------------------------------- tensors in host memory
 
 _NAMES = {torch.float32: "float32", torch.float64: "float64", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 _EMPTY = memoryview(bytearray())
@@ -53,56 +53,56 @@ class HostTensor:
         self._shape, self._torch_dtype = parameter.shape, parameter.dtype
         self._values: torch.Tensor | None = None
         self._gradient: torch.Tensor | None = None
+        self._own: torch.Tensor | None = None
+        """The parameter's own memory as `target` gave it last."""
 
     @property
     def spec(self) -> coordinator_pb.TensorSpec:
         """For DeclareTensors."""
-        return coordinator_pb.TensorSpec(name=self.name, shape=list(self._shape), dtype=self.dtype.name)
+        return coordinator_pb.TensorSpec(name=self.name, shape=list(self._shape), dtype=self.dtype.name, frozen=not self.trained)
 
-    def target(self) -> memoryview:
-        """The bytes into which values are received; `publish` makes them the parameter's.
+    def target(self) -> torch.Tensor:
+        """Where values are received, flat; `publish` makes them the parameter's.
 
         Raises:
             ConfigurationError: the parameter was given another shape or dtype since `as_distributed`.
         """
         self._check_unchanged()
-        data = self.parameter.detach()
-        if _is_host_memory(data):
-            return tensor_bytes(data)
+        if _is_host_memory(self.parameter):
+            if self._own is None or self._own.data_ptr() != self.parameter.data_ptr():
+                self._own = self.parameter.detach().reshape(-1)
+            return self._own
         if self._values is None:
-            self._values = _host_like(data)
-            self._values.copy_(data)  # so that a pull of a part leaves the rest as it is
-        return tensor_bytes(self._values)
+            self._values = _host_like(self.parameter)
+            self._values.copy_(self.parameter.detach())  # so that a pull of a part leaves the rest as it is
+        return self._values.reshape(-1)
 
-    def values(self) -> memoryview:
-        """The bytes of the parameter's values as they are now. Raises as `target`."""
-        view = self.target()
-        data = self.parameter.detach()
-        if self._values is not None and not _is_host_memory(data):
-            self._values.copy_(data)
-        return view
+    def values(self) -> torch.Tensor:
+        """The parameter's values as they are now, flat. Raises as `target`."""
+        flat = self.target()
+        if self._values is not None and not _is_host_memory(self.parameter):
+            self._values.copy_(self.parameter.detach())
+        return flat
 
     def publish(self) -> None:
         """What was received becomes the parameter's values; on a device once its stream comes to it."""
-        data = self.parameter.detach()
-        if not _is_host_memory(data) and self._values is not None:
-            data.copy_(self._values, non_blocking=True)
-        else:
-            # Written behind autograd's back: a graph that saved the older values must notice, as after any update in place.
-            torch.autograd.graph.increment_version(self.parameter)
+        if self._values is not None and not _is_host_memory(self.parameter):
+            self.parameter.detach().copy_(self._values, non_blocking=True)
 
-    def gradient(self) -> memoryview | None:
-        """The gradient's bytes; None: there is none in this step. From a device, they are there once its stream has come to the copy."""
-        if self.parameter.grad is None:
+    def gradient(self) -> torch.Tensor | None:
+        """The gradient, flat; None: there is none in this step. From a device, it is there once its stream has come to the copy."""
+        gradient = self.parameter.grad
+        if gradient is None:
             return None
         self._check_unchanged()
-        gradient = self.parameter.grad.detach()
+        if gradient.requires_grad:
+            gradient = gradient.detach()
         if gradient.dtype is self._torch_dtype and _is_host_memory(gradient):
-            return tensor_bytes(gradient)
+            return gradient.reshape(-1)
         if self._gradient is None:
-            self._gradient = _host_like(self.parameter.detach())
+            self._gradient = _host_like(self.parameter)
         self._gradient.copy_(gradient, non_blocking=True)
-        return tensor_bytes(self._gradient)
+        return self._gradient.reshape(-1)
 
     def _check_unchanged(self) -> None:
         parameter = self.parameter
@@ -113,21 +113,25 @@ class HostTensor:
             )
 
 
-def gradients(tensors: Iterable[HostTensor]) -> list[memoryview | None]:
-    """Each tensor's gradient in host memory; blocks until copies from a device are there. They must not change until they are sent."""
-    views: list[memoryview | None] = []
+def gradients(tensors: Iterable[HostTensor]) -> dict[str, torch.Tensor]:
+    """The gradients that there are, flat and in host memory, by the tensors' names; blocks until copies from a device are there. They must
+    not change until they are sent."""
+    found: dict[str, torch.Tensor] = {}
     devices: set[torch.device] = set()
     for tensor in tensors:
-        views.append(tensor.gradient())
-        devices.add(tensor.parameter.device)
+        if (gradient := tensor.gradient()) is not None:
+            found[tensor.name] = gradient
+            devices.add(tensor.parameter.device)
     _synchronize(devices)
-    return views
+    return found
 
 
 def publish(tensors: Sequence[HostTensor]) -> None:
     """What was received becomes the parameters' values; returns when it has."""
     for tensor in tensors:
         tensor.publish()
+    # Written behind autograd's back: a graph that saved the older values must notice, as after any update in place.
+    torch.autograd.graph.increment_version([tensor.parameter for tensor in tensors])
     _synchronize({tensor.parameter.device for tensor in tensors})
 
 
@@ -138,7 +142,7 @@ def check_gradients(tensors: Iterable[HostTensor]) -> None:
         ConfigurationError: a sparse one.
         InvalidRequestError (GRADIENT_NOT_FINITE): NaN or infinite values, naming the parameter.
     """
-    found = [(tensor.name, tensor.parameter.grad.detach()) for tensor in tensors if tensor.parameter.grad is not None]
+    found = [(tensor.name, tensor.parameter.grad) for tensor in tensors if tensor.parameter.grad is not None]
     for name, gradient in found:
         if gradient.layout is not torch.strided:
             raise ConfigurationError(
@@ -155,13 +159,14 @@ def check_gradients(tensors: Iterable[HostTensor]) -> None:
             )
 
 
+@torch.no_grad()
 def _surely_finite(found: Sequence[torch.Tensor]) -> bool:
     """A sum is not finite when an element is not, and far cheaper than isfinite(). It can overflow by itself, so it only acquits."""
-    sums: dict[torch.device, list[torch.Tensor]] = {}
+    sums: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for gradient in found:
         wide = torch.float64 if gradient.dtype is torch.float64 else torch.float32
-        sums.setdefault(gradient.device, []).append(gradient.sum(dtype=wide).double())
-    # One question per device, since each waits for what it has to do.
+        sums.setdefault((gradient.device, wide), []).append(gradient.sum(dtype=wide))
+    # One question for all, since each waits for what the device has to do.
     return all(bool(torch.stack(totals).isfinite().all()) for totals in sums.values())
 
 
@@ -187,29 +192,68 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
-    """A partition: a run of elements of one tensor, the unit that is pushed and pulled."""
+class Piece:
+    """A run of elements of one tensor."""
 
-    partition_id: int
     tensor: HostTensor
     begin: int
-    """First byte in the tensor's memory."""
-    length: int
-    """Elements."""
+    """First element."""
+    end: int
+    """Behind the last one."""
 
     @property
-    def dtype(self) -> DtypeInfo:
-        """Element type of the tensor that this is a part of."""
-        return self.tensor.dtype
+    def length(self) -> int:
+        """Elements."""
+        return self.end - self.begin
 
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of the partition."""
-        return self.length * self.dtype.item_bytes
+    def of(self, memory: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """This piece of the flat tensor, or of memory laid out like it, which `memory` has by the tensor's name."""
+        whole = memory[self.tensor.name]
+        return whole if self.length == whole.numel() else whole[self.begin : self.end]
 
-    def of(self, memory: memoryview) -> memoryview:
-        """This part of the tensor's memory, or of memory laid out like it."""
-        return memory[self.begin : self.begin + self.size_bytes]
+
+class Partition:
+    """Pieces of tensors of one dtype, one after another: the unit that is pushed and pulled."""
+
+    def __init__(self, partition_id: int, pieces: Sequence[Piece]) -> None:
+        self.partition_id = partition_id
+        self.pieces = tuple(pieces)
+        self.dtype: DtypeInfo = pieces[0].tensor.dtype
+        self.length = sum(piece.length for piece in pieces)
+        """Elements."""
+        self.size_bytes = self.length * self.dtype.item_bytes
+        self.trained = any(piece.tensor.trained for piece in pieces)
+        """Some of it is pushed and pulled in every step."""
+        self._landing: torch.Tensor | None = None
+
+    def absent_from(self, gradients: Collection[str]) -> tuple[int, ...]:
+        """Positions of the pieces whose tensors are not named."""
+        return tuple(position for position, piece in enumerate(self.pieces) if piece.tensor.name not in gradients)
+
+    def places(self, absent: Collection[int]) -> tuple[tuple[int, int], ...]:
+        """First element and end, among the partition's, of each piece but those at the positions `absent`."""
+        bounds = pairwise(accumulate((piece.length for piece in self.pieces), initial=0))
+        return tuple(each for position, each in enumerate(bounds) if position not in absent)
+
+    def gathered(self, memory: Mapping[str, torch.Tensor], absent: Collection[int] = ()) -> torch.Tensor:
+        """The pieces, but for those at the positions `absent`, one after another: where they lie if it is one piece alone, else a copy.
+        Any thread may call it."""
+        present = [piece.of(memory) for position, piece in enumerate(self.pieces) if position not in absent]
+        return present[0] if len(present) == 1 else torch.cat(present)
+
+    def landing(self, memory: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Where the partition is to be written to; `landed` takes it from there."""
+        if len(self.pieces) == 1:
+            return self.pieces[0].of(memory)
+        if self._landing is None:
+            self._landing = torch.empty(self.length, dtype=self.pieces[0].of(memory).dtype)
+        return self._landing
+
+    def landed(self, memory: Mapping[str, torch.Tensor]) -> None:
+        """What was written to `landing` is now each tensor's."""
+        if self._landing is not None:
+            into = [piece.of(memory) for piece in self.pieces]
+            torch._foreach_copy_(into, list(self._landing.split([piece.length for piece in self.pieces])))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,7 +265,7 @@ class ServerShare:
     """host:port when the map was read; a restarted server may have another one."""
     epoch: int
     """The shard map's."""
-    parts: tuple[Part, ...]
+    partitions: tuple[Partition, ...]
 
 
 def shares(shard_map: coordinator_pb.ShardMap, tensors: Sequence[HostTensor]) -> tuple[ServerShare, ...]:
@@ -231,18 +275,15 @@ def shares(shard_map: coordinator_pb.ShardMap, tensors: Sequence[HostTensor]) ->
         PreconditionError (SHARD_MAP_INCOMPLETE): a partition's server is not registered.
     """
     by_name: Mapping[str, HostTensor] = {tensor.name: tensor for tensor in tensors}
-    parts: dict[int, list[Part]] = {}
+    partitions: dict[int, list[Partition]] = {}
     for partition in shard_map.partitions:
-        tensor = by_name[shard_map.tensors[partition.tensor_index].name]
-        part = Part(
-            partition_id=partition.partition_id,
-            tensor=tensor,
-            begin=partition.offset * tensor.dtype.item_bytes,
-            length=partition.length,
-        )
-        parts.setdefault(partition.primary, []).append(part)
+        pieces = []
+        for piece in partition.pieces:
+            tensor = by_name[shard_map.tensors[piece.tensor_index].name]
+            pieces.append(Piece(tensor=tensor, begin=piece.offset, end=piece.offset + piece.length))
+        partitions.setdefault(partition.primary, []).append(Partition(partition.partition_id, pieces))
     addresses = {server.server_index: server.address for server in shard_map.servers}
-    missing = sorted(parts.keys() - addresses.keys())
+    missing = sorted(partitions.keys() - addresses.keys())
     if missing:
         raise PreconditionError(
             f"the shard map gives partitions to the servers {missing}, but names only {sorted(addresses)}; restart the job's parameter "
@@ -250,7 +291,8 @@ def shares(shard_map: coordinator_pb.ShardMap, tensors: Sequence[HostTensor]) ->
             reason="SHARD_MAP_INCOMPLETE",
         )
     return tuple(
-        ServerShare(index=index, address=addresses[index], epoch=shard_map.epoch, parts=tuple(parts[index])) for index in sorted(parts)
+        ServerShare(index=index, address=addresses[index], epoch=shard_map.epoch, partitions=tuple(partitions[index]))
+        for index in sorted(partitions)
     )
 
 
@@ -269,56 +311,70 @@ class Iteration:
     """How many iterations this worker has finished, this one included."""
     revision: Revision
     """Hyperparameters that the push is to be applied with, or newer ones."""
-    gradients: Mapping[str, memoryview]
-    """The gradients of this step as bytes, by the name of the tensor; a tensor without a gradient is left out."""
+    gradients: Mapping[str, torch.Tensor]
+    """The flat gradients of this step in host memory, by the name of the tensor; a tensor without a gradient is left out."""
     pull: bool
     batch: int = 0
     """Key of the leased batch that the gradients were computed on; 0: none."""
 
 
 class Payload(NamedTuple):
-    """What is sent of a part."""
+    """What is sent of a partition."""
 
-    part: Part
+    partition: Partition
+    absent: tuple[int, ...]
+    """Positions of the pieces that are left out."""
+    length: int
+    """Elements of the decoded payload."""
     codec: int
     data: memoryview
 
 
 class Payloads:
-    """Makes the payloads of one server's parts."""
+    """Makes the payloads of one server's partitions."""
 
     def __init__(self, compressor: GradientCompressor | None, *, stream: int) -> None:
         """`compressor`: of gradients; None: they are sent as they are. `stream`: see `CompressedPushes`."""
         self._compressed = None if compressor is None else CompressedPushes(compressor, stream=stream)
 
-    def values(self, parts: Iterable[Part]) -> Iterator[Payload]:
+    def values(self, partitions: Iterable[Partition]) -> Iterator[Payload]:
         """The tensors' values, made as they are sent."""
-        return (Payload(part, pb.CODEC_RAW, part.of(part.tensor.values())) for part in parts)
+        for partition in partitions:
+            memory = {piece.tensor.name: piece.tensor.values() for piece in partition.pieces}
+            yield Payload(partition, (), partition.length, pb.CODEC_RAW, tensor_bytes(partition.gathered(memory)))
 
     @contextmanager
-    def gradients(self, parts: Sequence[Part], iteration: Iteration) -> Iterator[list[Payload]]:
+    def gradients(self, partitions: Sequence[Partition], iteration: Iteration) -> Iterator[Callable[[], Iterator[Payload]]]:
         """Gives the payloads of one push, the same bytes however often the push is attempted. Leaving the context without an error says
         that they were pushed: what compression left out is then owed to the next push. A server that knew the push's batch from another
         worker counts as well: the two owe the same kind of thing, once each."""
         compressed = self._compressed
         if compressed is None:
-            yield [Payload(part, pb.CODEC_RAW, part.of(iteration.gradients[part.tensor.name])) for part in parts]
+            yield lambda: (_as_it_is(partition, iteration.gradients) for partition in partitions)
             return
-        payloads = []
+        payloads: list[Payload] = []
         answered = compressed.refused
         try:
-            for part in parts:
-                gradient = _gradient(part, iteration)
-                # Numbered by the clock: a push may get another sequence number at the next attempt.
-                codec, data = compressed.encode(gradient, partition=part.partition_id, sequence=iteration.clock)
-                payloads.append(Payload(part, codec, data))
-            yield payloads
+            for partition in partitions:
+                absent = partition.absent_from(iteration.gradients)
+                gradient = partition.gathered(iteration.gradients, absent)
+                codec, data = compressed.encode(
+                    gradient,
+                    partition=partition.partition_id,
+                    # Numbered by the clock: a push may get another sequence number at the next attempt.
+                    sequence=iteration.clock,
+                    places=partition.places(absent) if absent else (),
+                    length=partition.length,
+                )
+                payloads.append(Payload(partition, absent, gradient.numel(), codec, data))
+            yield lambda: iter(payloads)
             answered = compressed.acknowledged
         finally:
             for payload in payloads:
-                answered(payload.part.partition_id)
+                answered(payload.partition.partition_id)
 
 
-def _gradient(part: Part, iteration: Iteration) -> torch.Tensor:
-    raw, dtype = part.of(iteration.gradients[part.tensor.name]), part.tensor.parameter.dtype
-    return torch.frombuffer(raw, dtype=dtype) if raw.nbytes else torch.empty(0, dtype=dtype)
+def _as_it_is(partition: Partition, gradients: Mapping[str, torch.Tensor]) -> Payload:
+    absent = partition.absent_from(gradients)
+    gradient = partition.gathered(gradients, absent)
+    return Payload(partition, absent, gradient.numel(), pb.CODEC_RAW, tensor_bytes(gradient))

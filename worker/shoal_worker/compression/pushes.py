@@ -6,7 +6,7 @@ acknowledged it. It does not send: the asynchronous engine does. Belongs to the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from shoal_common.errors import ConfigurationError, PreconditionError
@@ -34,11 +34,14 @@ class CompressedPushes:
         self._memory = Memory()
         self._unanswered: set[int] = set()
 
-    def encode(self, gradient: torch.Tensor, *, partition: int, sequence: int) -> tuple[int, memoryview]:
+    def encode(
+        self, gradient: torch.Tensor, *, partition: int, sequence: int, places: Sequence[tuple[int, int]] = (), length: int = 0
+    ) -> tuple[int, memoryview]:
         """Codec and payload of one partition's gradient, for PushHeader and PushChunk. Retries of the push send the same payload.
 
         `gradient` is floating-point, of one dimension, and is left as it is. `sequence` is the push's, which its random numbers follow
-        from. A NaN or infinity in it reaches the server, which refuses the push.
+        from. A NaN or infinity in it reaches the server, which refuses the push. `places`: where `gradient` lies in a partition of `length`
+        elements, of which the rest has no gradient and keeps what it is owed; none: it is the whole.
 
         Raises:
             ConfigurationError: a gradient that cannot be compressed.
@@ -54,11 +57,18 @@ class CompressedPushes:
             )
         values = gradient.detach().float().contiguous()
         compressor = self.compressor
-        given = self._memory.bucket(partition).compensated_gradient(values) if compressor.error_feedback else values
+        random = KeyedRandom(compressor.seed, sequence, self._stream, partition)
         payload = torch.zeros(compressor.payload_bytes(values.shape), dtype=torch.uint8, device=values.device)
-        compressor.compress_into(given, payload, KeyedRandom(compressor.seed, sequence, self._stream, partition))
-        if compressor.error_feedback:
+        if not compressor.error_feedback:
+            compressor.compress_into(values, payload, random)
+        else:
+            whole = _spread(values, places, length) if places else values
+            owed = self._memory.bucket(partition).compensated_gradient(whole)
+            given = torch.cat([owed[begin:end] for begin, end in places]) if places else owed
+            compressor.compress_into(given, payload, random)
             compressor.decompress_into(payload, given, alpha=-1)
+            if places:
+                _put(given, places, owed)
         self._unanswered.add(partition)
         return compressor.codec, payload.cpu().numpy().data
 
@@ -83,3 +93,17 @@ class CompressedPushes:
             CorruptDataError (STATE_INVALID): not what `state_dict` gives; nothing is changed.
         """
         self._memory.load_state_dict(state, warm=False)
+
+
+def _spread(values: torch.Tensor, places: Sequence[tuple[int, int]], length: int) -> torch.Tensor:
+    """Zeros, but for `values` at `places`."""
+    whole = values.new_zeros(length)
+    _put(values, places, whole)
+    return whole
+
+
+def _put(values: torch.Tensor, places: Sequence[tuple[int, int]], into: torch.Tensor) -> None:
+    position = 0
+    for begin, end in places:
+        into[begin:end] = values[position : position + end - begin]
+        position += end - begin

@@ -1,0 +1,113 @@
+"""A partition of many tensors is stepped as torch steps each of them alone, also those that have no gradient in some steps."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from shoal_common.errors import InvalidRequestError
+from shoal_common.server_optimizers import SERVER_OPTIMIZERS
+from shoal_ps_server.shard.optimizer import ParameterGroup, optimizer_settings
+from shoal_ps_server.shard.partition import Partition
+from shoal_ps_server.shard.runs import PartitionOptimizer
+from torch import nn
+
+NAMES = ("a", "b", "c", "d", "e", "f")
+LENGTHS = (3, 1, 40, 2, 7, 5)
+OPTIMIZERS = [
+    ("sgd", {"lr": 0.1}),
+    ("sgd", {"lr": 0.1, "momentum": 0.9, "dampening": 0.3, "weight_decay": 0.01}),
+    ("sgd", {"lr": 0.1, "momentum": 0.9, "nesterov": 1.0}),
+    ("adam", {"lr": 0.01, "weight_decay": 0.1}),
+    ("adamw", {"lr": 0.01, "amsgrad": 1.0}),
+]
+
+
+def torch_optimizer(name: str, parameters: Mapping[str, nn.Parameter], hyperparameters: Mapping[str, float], own: Mapping[str, Any]) -> Any:
+    declared = SERVER_OPTIMIZERS[name]
+    groups = [
+        {"params": [parameter], **declared.arguments({**declared.defaults, **hyperparameters, **own.get(tensor, {})})}
+        for tensor, parameter in parameters.items()
+    ]
+    return getattr(torch.optim, declared.torch_class)(groups)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize(("name", "hyperparameters"), OPTIMIZERS, ids=str)
+def test_each_tensor_is_stepped_as_if_it_were_alone(make, name, hyperparameters, dtype) -> None:
+    """With parameter groups, tensors without gradients, a schedule, and a restart in between."""
+    generator, noise = random.Random(7), torch.Generator().manual_seed(7)
+    own = {"b": {"lr": 0.5, "weight_decay": 0.0}, "c": {"lr": 0.5, "weight_decay": 0.0}, "f": {"lr": 0.02}}
+    groups = [
+        ParameterGroup(tensors=frozenset({"b", "c"}), hyperparameters=own["b"]),
+        ParameterGroup(tensors=frozenset({"f"}), hyperparameters=own["f"]),
+    ]
+    spec = make.packed(0, *zip(NAMES, LENGTHS, strict=True), dtype=dtype)
+    start = torch.randn(spec.length, generator=noise, dtype=getattr(torch, dtype))
+    settings = optimizer_settings(name=name, hyperparameters=hyperparameters, groups=groups)
+    shard = make.shard(spec, optimizer=settings, values=start)
+    alone = {tensor: nn.Parameter(part.clone()) for tensor, part in zip(NAMES, start.split(LENGTHS), strict=True)}
+    reference = torch_optimizer(name, alone, hyperparameters, own)
+    for sequence in range(1, 25):
+        absent = sorted(generator.sample(range(len(NAMES)), generator.choice((0, 0, 1, 3, 5))))
+        gradients = [torch.randn(length, generator=noise, dtype=start.dtype) for length in LENGTHS]
+        present = [gradient for position, gradient in enumerate(gradients) if position not in absent]
+        shard.push(make.upload(torch.cat(present), spec, sequence=sequence, absent=absent))
+        for position, (parameter, gradient) in enumerate(zip(alone.values(), gradients, strict=True)):
+            parameter.grad = None if position in absent else gradient
+        reference.step()
+        if sequence == 8:
+            settings = settings.changed({"weight_decay": 0.05}, [])
+            shard.configure(settings)
+            for group in reference.param_groups:
+                group["weight_decay"] = 0.05
+        if sequence == 16:
+            restored = Partition.restored(shard.image(0), settings)
+            assert restored.optimizer is not None
+            shard._partitions[0] = restored
+    found = make.values(shard).split(LENGTHS)
+    for values, parameter in zip(found, alone.values(), strict=True):
+        torch.testing.assert_close(values, parameter.detach(), rtol=1e-6, atol=1e-7)
+
+
+def test_tensors_that_go_through_the_same_are_one_to_torch(make) -> None:
+    spec = make.packed(0, *zip(NAMES, LENGTHS, strict=True))
+    optimizer = PartitionOptimizer(torch.zeros(spec.length), spec, optimizer_settings(name="adamw", hyperparameters={}))
+    optimizer.step(torch.ones(spec.length))
+    assert len(optimizer.images()) == 1
+    optimizer.step(torch.ones(spec.length_without((0, 1))), (0, 1))
+    assert [(run.first, run.end, int(run.state["step"])) for run in optimizer.images()] == [(0, 2, 1), (2, 6, 2)]
+    optimizer.step(torch.ones(spec.length_without((0, 1))), (0, 1))
+    optimizer.step(torch.ones(spec.length))
+    assert [int(run.state["step"]) for run in optimizer.images()] == [2, 4]
+
+
+def test_memory_for_state_is_asked_for_where_there_is_none_yet(make) -> None:
+    spec = make.packed(0, *zip(NAMES, LENGTHS, strict=True))
+    optimizer = PartitionOptimizer(torch.zeros(spec.length), spec, optimizer_settings(name="adamw", hyperparameters={}))
+    assert optimizer.fresh_bytes(()) == spec.nbytes
+    optimizer.step(torch.ones(3), (1, 2, 3, 4, 5))
+    assert optimizer.fresh_bytes(()) == spec.nbytes - 4 * 3
+    assert optimizer.fresh_bytes((2, 3, 4, 5)) == 4 * 1
+
+
+def test_a_step_that_fails_leaves_no_state_where_there_was_none(make, monkeypatch) -> None:
+    spec = make.packed(0, ("a", 2), ("b", 2))
+    optimizer = PartitionOptimizer(torch.zeros(4), spec, optimizer_settings(name="adamw", hyperparameters={}))
+    optimizer.step(torch.ones(2), (1,))
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "_fused_adamw_", lambda *_, **__: (_ for _ in ()).throw(MemoryError()))
+        with pytest.raises(MemoryError):
+            optimizer.step(torch.ones(4))
+    first, second = optimizer.images()
+    assert first.state
+    assert not second.state
+
+
+def test_values_that_are_not_finite_are_named_by_their_tensor_also_when_pieces_are_left_out(make) -> None:
+    spec = make.packed(0, ("a", 2), ("b", 3), ("c", 2))
+    with pytest.raises(InvalidRequestError, match="the first is element 1 of tensor 'c'"):
+        make.shard(spec).push(make.upload([0.0, 0.0, 0.0, float("nan")], spec, absent=[1]))

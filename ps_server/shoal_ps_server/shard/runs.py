@@ -49,7 +49,7 @@ class PartitionOptimizer:
         for run in self._runs:
             by_place.setdefault(settings.place_of(spec.pieces[run.first].tensor), []).append(run.values)
         self._places = list(by_place)
-        """Of each torch parameter group, where its hyperparameters are in the settings."""
+        """Where the hyperparameters of each torch parameter group are in the settings."""
         declared = SERVER_OPTIMIZERS[settings.name]
         made: Callable[..., torch.optim.Optimizer] = getattr(torch.optim, declared.torch_class)
         least = declared.fused_from_bytes

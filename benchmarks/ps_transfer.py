@@ -51,6 +51,7 @@ def measure(options: Options) -> Table:
         Side(key="torch-rpc", name="torch RPC"),
         Side(key="torch-rpc-tcp", name="torch RPC over TCP"),
         Side(key="shoal", name="shoal"),
+        Side(key="shoal-many", name="shoal, 400 tensors"),
         Side(key="shoal-checksums", name="shoal, with checksums"),
         Side(key="shoal-journal", name="shoal, with a journal"),
         Side(key="shoal-journal-never", name="shoal, with a journal that the kernel syncs"),
@@ -79,8 +80,9 @@ def measure(options: Options) -> Table:
             "by itself, which the target is about, and in a row of its own has sockets alone. Shoal runs with its coordinator, metrics, "
             "sequence numbers and checks for finite values; checksums (xxh3-64 both ways) are the caller's choice and have a row of their "
             "own. With a journal (`--data-dir`), a push is on this machine's disk when it is acknowledged (`--fsync group`), or with the "
-            "kernel (`--fsync never`). Rates are medians; ratios are the medians of the rounds' ratios of push and pull together, "
-            "with their 95 % confidence intervals."
+            "kernel (`--fsync never`). In the row of 400 tensors the client gathers them into partitions and takes them apart, as workers "
+            "do. Rates are medians; ratios are the medians of the rounds' ratios of push and pull together, with their 95 % confidence "
+            "intervals."
         ),
         columns=("rounds", "push GB/s", "pull GB/s", "push+pull GB/s", "x raw TCP", "x torch RPC"),
         rows=tuple(rows),

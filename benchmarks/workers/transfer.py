@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -188,7 +189,7 @@ def _torch_rpc(options: argparse.Namespace, *, over_tcp: bool = False) -> Iterat
 
 
 @contextmanager
-def _shoal(options: argparse.Namespace, *, checksums: bool = False) -> Iterator[Transfer]:
+def _shoal(options: argparse.Namespace, *, checksums: bool = False, tensors: int = 1) -> Iterator[Transfer]:
     from shoal_common.clients.coordinator import CoordinatorClient
     from shoal_common.clients.parameter_server import ParameterServerClient
     from shoal_common.errors import UnavailableError
@@ -206,11 +207,15 @@ def _shoal(options: argparse.Namespace, *, checksums: bool = False) -> Iterator[
         outbox.put(coordinator_pb2.MemberMessage(ready=coordinator_pb2.Ready()))
         session = coordinator.join_session(iter(outbox.get, None))
         generation = next(each.generation.number for each in session if each.HasField("generation"))
-        tensors = [coordinator_pb2.TensorSpec(name="weight", shape=[ELEMENTS], dtype="float32")]
+        bounds = np.linspace(0, ELEMENTS, tensors + 1, dtype=np.int64)
+        declared = [
+            coordinator_pb2.TensorSpec(name=f"weight{number}", shape=[int(end - begin)], dtype="float32")
+            for number, (begin, end) in enumerate(pairwise(bounds))
+        ]
         deadline = time.monotonic() + _WAIT_S
         while True:
             try:
-                shard_map = coordinator.declare_tensors(job, tensors).shard_map
+                shard_map = coordinator.declare_tensors(job, declared).shard_map
                 break
             except UnavailableError:
                 if time.monotonic() > deadline:
@@ -223,10 +228,15 @@ def _shoal(options: argparse.Namespace, *, checksums: bool = False) -> Iterator[
         }
         sequence = 0
 
+        def parts(memory: np.ndarray[Any, Any], partition: coordinator_pb2.Partition) -> list[np.ndarray[Any, Any]]:
+            """What a worker has of a partition: memory of each tensor's own."""
+            starts = [bounds[piece.tensor_index] + piece.offset for piece in partition.pieces]
+            return [memory[start : start + piece.length] for start, piece in zip(starts, partition.pieces, strict=True)]
+
         def uploads(source: np.ndarray[Any, Any]) -> Iterator[tuple[pb.PushHeader, memoryview]]:
             for partition in shard_map.partitions:
-                (piece,) = partition.pieces
-                payload = memoryview(source[piece.offset : piece.offset + piece.length])
+                own = parts(source, partition)
+                payload = memoryview(own[0] if len(own) == 1 else np.concatenate(own))
                 header = pb.PushHeader(
                     **common,
                     partition_id=partition.partition_id,
@@ -235,8 +245,8 @@ def _shoal(options: argparse.Namespace, *, checksums: bool = False) -> Iterator[
                     clock=sequence,
                     dtype=pb.DTYPE_FLOAT32,
                     codec=pb.CODEC_RAW,
-                    length=piece.length,
-                    payload_bytes=4 * piece.length,
+                    length=len(payload),
+                    payload_bytes=4 * len(payload),
                     checksum=checksum(payload) if checksums else 0,
                 )
                 yield header, payload
@@ -254,12 +264,22 @@ def _shoal(options: argparse.Namespace, *, checksums: bool = False) -> Iterator[
                 sequence += 1
                 server.push(uploads(gradient))
 
+            landings: dict[int, np.ndarray[Any, Any]] = {}
+
             def pull(values: np.ndarray[Any, Any]) -> None:
                 def into(header: pb.PullHeader) -> memoryview:
-                    (piece,) = shard_map.partitions[header.partition_id].pieces
-                    return memoryview(values[piece.offset : piece.offset + piece.length])
+                    own = parts(values, shard_map.partitions[header.partition_id])
+                    if len(own) == 1:
+                        return memoryview(own[0])
+                    return memoryview(landings.setdefault(header.partition_id, np.empty(header.length, np.float32)))
 
-                server.pull(pb.PullRequest(**common, clock=sequence, checksums=checksums), into)
+                for header in server.pull(pb.PullRequest(**common, clock=sequence, checksums=checksums), into):
+                    if header.partition_id in landings:
+                        own = parts(values, shard_map.partitions[header.partition_id])
+                        for part, landed in zip(
+                            own, np.split(landings[header.partition_id], np.cumsum(list(map(len, own)))[:-1]), strict=True
+                        ):
+                            part[:] = landed
 
             yield Transfer(push, pull, updates=True)
         outbox.put(None)
@@ -278,12 +298,19 @@ def _shoal_with_checksums(options: argparse.Namespace) -> Iterator[Transfer]:
         yield transfer
 
 
+@contextmanager
+def _shoal_of_many_tensors(options: argparse.Namespace) -> Iterator[Transfer]:
+    with _shoal(options, tensors=400) as transfer:
+        yield transfer
+
+
 _SYSTEMS: Final[dict[str, Callable[[argparse.Namespace], AbstractContextManager[Transfer]]]] = {
     "tcp": _tcp,
     "unary": _unary,
     "torch-rpc": _torch_rpc,
     "torch-rpc-tcp": _torch_rpc_over_tcp,
     "shoal": _shoal,
+    "shoal-many": _shoal_of_many_tensors,
     "shoal-checksums": _shoal_with_checksums,
     "shoal-journal": _shoal,
     "shoal-journal-never": _shoal,

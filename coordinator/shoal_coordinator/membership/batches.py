@@ -7,9 +7,11 @@ are neither leased nor returned.
 
 from __future__ import annotations
 
+import hashlib
 import heapq
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Final
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +28,8 @@ class Epoch:
 
     batches: int
     """How many it has; they are numbered from 0."""
+    first_key: int = 0
+    """What parameter servers know batch 0 by; batch n by n more."""
     dealt: int = 0
     """Batches below this were leased at least once."""
     returned: tuple[int, ...] = ()
@@ -54,6 +58,7 @@ class Ledger:
 
     def __init__(self, epoch: Epoch) -> None:
         self.batches = epoch.batches
+        self.first_key = epoch.first_key
         self.changed = False
         """The epoch has to be written again."""
         self._dealt = epoch.dealt
@@ -76,8 +81,11 @@ class Ledger:
         else:
             self._leased.pop(member_id, None)
 
-    def lease(self, member_id: str, want: int, sequence: int) -> tuple[int, ...]:
-        """Leases up to `want` batches, returned ones first, and remembers the answer if the request is numbered (sequence above 0)."""
+    def lease(self, member_id: str, want: int, sequence: int, *, members: int) -> tuple[int, ...]:
+        """Leases up to `want` batches, returned ones first, and remembers the answer if the request is numbered (sequence above 0). No more
+        than one of `members` shares of half of what is free: who comes later finds some, and the last blocks are small."""
+        free = len(self._returned) + self.batches - self._dealt
+        want = min(want, -(-free // (2 * members)))
         batches = [heapq.heappop(self._returned) for _ in range(min(want, len(self._returned)))]
         fresh = min(want - len(batches), self.batches - self._dealt)
         batches.extend(range(self._dealt, self._dealt + fresh))
@@ -111,6 +119,7 @@ class Ledger:
         """The frozen value after this transition."""
         return Epoch(
             batches=self.batches,
+            first_key=self.first_key,
             dealt=self._dealt,
             returned=tuple(sorted(self._returned)),
             leased=self._leased,
@@ -121,3 +130,13 @@ class Ledger:
     def is_done(self) -> bool:
         """Every batch is finished."""
         return self._dealt == self.batches and not self._returned and not self._leased
+
+
+_KEYS_OF_AN_EPOCH: Final = 1 << 28
+
+
+def first_key_of(job_id: str, loader: str, epoch: int, begun_unix_ms: int) -> int:
+    """A number of 64 bits, above 0, with room for an epoch's batches behind it. Another run of the job has others, although its epochs have
+    the same numbers: servers that go on with the values of the run before would take its batches for those."""
+    digest = hashlib.blake2b(f"{job_id}\n{loader}\n{epoch}\n{begun_unix_ms}".encode(), digest_size=8).digest()
+    return max(1, int.from_bytes(digest, "little") // _KEYS_OF_AN_EPOCH) * _KEYS_OF_AN_EPOCH

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
-from shoal_coordinator.membership.batches import Epoch, Ledger, Loader
+from shoal_coordinator.membership.batches import Epoch, Ledger, Loader, first_key_of
 from shoal_coordinator.membership.effects import Effect, Record
 from shoal_coordinator.membership.pulse import Pulse, Pulses
 from shoal_coordinator.membership.spec import Policy
@@ -210,7 +210,8 @@ class Draft:
 
     def open_epoch(self, loader: str, epoch: int, batches: int) -> None:
         """Begins an epoch; the oldest ones above Policy.epochs_kept are dropped."""
-        self._ledgers[loader, epoch] = Ledger(Epoch(batches=batches))
+        first_key = first_key_of(self.spec.job_id, loader, epoch, self.now.unix_ms)
+        self._ledgers[loader, epoch] = Ledger(Epoch(batches=batches, first_key=first_key))
         self._ledgers[loader, epoch].changed = True
         for oldest in sorted(self.epochs_of(loader))[: -self.policy.epochs_kept]:
             self._ledgers.pop((loader, oldest), None)

@@ -19,14 +19,19 @@ class Leased:
     batches: tuple[int, ...]
     epoch_done: bool
     retry_after_ms: int
+    newest_epoch: int
+    first_key: int
 
 
 def batches_leased(draft: Draft, event: BatchesLeased) -> Leased:
     """A member acknowledges batches and asks for more, first come first served; or for none, and gives back those that it has."""
     live_member(draft, event.member_id)
     epochs = draft.epochs_of(event.loader)
-    if epochs and event.epoch not in epochs and event.epoch < max(epochs):
-        return Leased(batches=(), epoch_done=True, retry_after_ms=0)
+    newest = max(epochs, default=0)
+    if epochs and event.epoch not in epochs and event.epoch < newest:
+        return Leased(batches=(), epoch_done=True, retry_after_ms=0, newest_epoch=newest, first_key=0)
+    if event.epoch not in epochs and event.want == 0:
+        return Leased(batches=(), epoch_done=False, retry_after_ms=0, newest_epoch=newest, first_key=0)
     if not epochs and draft.count_loaders() >= draft.policy.most_loaders:
         raise LimitError(
             f"job {draft.spec.job_id} has {draft.policy.most_loaders} loaders with leased batches, which is all it can hold",
@@ -45,9 +50,17 @@ def batches_leased(draft: Draft, event: BatchesLeased) -> Leased:
     if repeated is not None and event.sequence < repeated.sequence:
         raise InvalidRequestError(f"sequence={event.sequence}: member {event.member_id} has sent {repeated.sequence} before")
     ledger.finish(event.member_id, event.finished)
+    members = 1 if draft.generation is None else max(1, len(draft.generation.ranks))
     if event.want == 0:
         ledger.take_back(event.member_id)
-    batches = repeated.batches if repeated is not None else ledger.lease(event.member_id, event.want, event.sequence)
+    batches = repeated.batches if repeated is not None else ledger.lease(event.member_id, event.want, event.sequence, members=members)
     done = ledger.is_done
+    newest = max(newest, event.epoch)
     wait = event.want > 0 and not batches and not done
-    return Leased(batches=batches, epoch_done=done, retry_after_ms=draft.policy.batches_retry_after_ms if wait else 0)
+    return Leased(
+        batches=batches,
+        epoch_done=done,
+        retry_after_ms=draft.policy.batches_retry_after_ms if wait else 0,
+        newest_epoch=newest,
+        first_key=ledger.first_key,
+    )

@@ -120,7 +120,13 @@ class CoordinatorServicer:
         """Leases batches."""
         leased = await self._job(request).ask(requests.parse_lease(request), timeout_s=self._timeout_s)
         assert isinstance(leased, Leased)
-        return pb.LeaseBatchesResponse(batches=leased.batches, epoch_done=leased.epoch_done, retry_after_ms=leased.retry_after_ms)
+        return pb.LeaseBatchesResponse(
+            batches=leased.batches,
+            epoch_done=leased.epoch_done,
+            retry_after_ms=leased.retry_after_ms,
+            newest_epoch=leased.newest_epoch,
+            first_key=leased.first_key,
+        )
 
     async def WatchEvents(self, request: pb.WatchEventsRequest, context: Any) -> AsyncIterator[pb.Event]:  # noqa: N802
         """A job's events."""

@@ -10,7 +10,7 @@ What is read was written by this module; whatever does not parse is CorruptDataE
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from typing import Any, Final, TypeVar
@@ -144,11 +144,23 @@ def _layout(layout: ShardLayout) -> dict[str, Any]:
 def _epoch(epoch: Epoch) -> dict[str, Any]:
     return {
         "batches": epoch.batches,
+        "first_key": epoch.first_key,
         "dealt": epoch.dealt,
-        "returned": list(epoch.returned),
-        "leased": {member_id: list(batches) for member_id, batches in epoch.leased.items()},
-        "answers": {member_id: [answer.sequence, *answer.batches] for member_id, answer in epoch.answers.items()},
+        "returned": _runs(epoch.returned),
+        "leased": {member_id: _runs(batches) for member_id, batches in epoch.leased.items()},
+        "answers": {member_id: [answer.sequence, _runs(answer.batches)] for member_id, answer in epoch.answers.items()},
     }
+
+
+def _runs(batches: Iterable[int]) -> list[list[int]]:
+    """Blocks of batches that follow one another: of each the first and how many they are, in their order."""
+    runs: list[list[int]] = []
+    for batch in batches:
+        if runs and batch == runs[-1][0] + runs[-1][1]:
+            runs[-1][1] += 1
+        else:
+            runs.append([batch, 1])
+    return runs
 
 
 def _shallow(value: Any, *without: str) -> dict[str, Any]:
@@ -223,11 +235,19 @@ def _parse_loader(value: Any) -> Loader:
     return Loader(epochs={int(number): _parse_epoch(epoch) for number, epoch in value.items()})
 
 
+def _parse_runs(runs: list[list[int]]) -> tuple[int, ...]:
+    return tuple(batch for first, count in runs for batch in range(first, first + count))
+
+
 def _parse_epoch(value: Any) -> Epoch:
     return Epoch(
         batches=value["batches"],
+        first_key=value["first_key"],
         dealt=value["dealt"],
-        returned=tuple(value["returned"]),
-        leased={member_id: tuple(batches) for member_id, batches in value["leased"].items()},
-        answers={member_id: Answer(sequence=answer[0], batches=tuple(answer[1:])) for member_id, answer in value["answers"].items()},
+        returned=_parse_runs(value["returned"]),
+        leased={member_id: _parse_runs(batches) for member_id, batches in value["leased"].items()},
+        answers={
+            member_id: Answer(sequence=sequence, batches=_parse_runs(batches))
+            for member_id, (sequence, batches) in value["answers"].items()
+        },
     )

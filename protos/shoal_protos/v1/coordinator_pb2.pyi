@@ -607,14 +607,18 @@ class LeaseBatchesRequest(_message.Message):
     def __init__(self, job_id: _Optional[str] = ..., member_id: _Optional[str] = ..., loader: _Optional[str] = ..., epoch: _Optional[int] = ..., batches_in_epoch: _Optional[int] = ..., want: _Optional[int] = ..., finished: _Optional[_Iterable[int]] = ..., sequence: _Optional[int] = ...) -> None: ...
 
 class LeaseBatchesResponse(_message.Message):
-    __slots__ = ("batches", "epoch_done", "retry_after_ms")
+    __slots__ = ("batches", "epoch_done", "retry_after_ms", "newest_epoch", "first_key")
     BATCHES_FIELD_NUMBER: _ClassVar[int]
     EPOCH_DONE_FIELD_NUMBER: _ClassVar[int]
     RETRY_AFTER_MS_FIELD_NUMBER: _ClassVar[int]
+    NEWEST_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    FIRST_KEY_FIELD_NUMBER: _ClassVar[int]
     batches: _containers.RepeatedScalarFieldContainer[int]
     epoch_done: bool
     retry_after_ms: int
-    def __init__(self, batches: _Optional[_Iterable[int]] = ..., epoch_done: _Optional[bool] = ..., retry_after_ms: _Optional[int] = ...) -> None: ...
+    newest_epoch: int
+    first_key: int
+    def __init__(self, batches: _Optional[_Iterable[int]] = ..., epoch_done: _Optional[bool] = ..., retry_after_ms: _Optional[int] = ..., newest_epoch: _Optional[int] = ..., first_key: _Optional[int] = ...) -> None: ...
 
 class WatchEventsRequest(_message.Message):
     __slots__ = ("job_id", "after_event_id", "follow")

@@ -11,7 +11,7 @@ measurement). gRPC's own threads take the next chunks off the wire while torch, 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from shoal_common.errors import PreconditionError
 
+from shoal_ps_server.shard.batches import Batches, MemberBatches
 from shoal_ps_server.shard.layout import Layout
 from shoal_ps_server.shard.optimizer import OptimizerSettings
 from shoal_ps_server.shard.partition import Partition, PartitionImage
@@ -72,7 +73,17 @@ class ShardSummary:
 class Shard:
     """All partitions of one server. `restored`: what a snapshot held."""
 
-    def __init__(self, *, optimizer: OptimizerSettings | None = None, restored: Iterable[PartitionImage] = ()) -> None:
+    def __init__(
+        self,
+        *,
+        optimizer: OptimizerSettings | None = None,
+        restored: Iterable[PartitionImage] = (),
+        batches: Mapping[str, MemberBatches] | None = None,
+    ) -> None:
+        self.batches = Batches(batches)
+        """As of what was applied: what a snapshot has."""
+        self._admitted_batches = Batches(batches)
+        """As of what was admitted: what the next push is compared with."""
         self._optimizer = optimizer
         self._partitions = {image.spec.partition_id: Partition.restored(image, optimizer) for image in restored}
         self._copies = Copies()
@@ -108,7 +119,7 @@ class Shard:
         """Whether an update may come out infinite, so that it is tried first, which needs all before it to be applied. Raises as
         `admit_push`."""
         partition = self._partitions[upload.header.spec.partition_id]
-        if self._optimizer is None or partition.is_duplicate(upload.header):
+        if self._optimizer is None or self._is_known(partition, upload.header):
             return False
         return partition.needs_trial(upload.largest, self._optimizer)
 
@@ -124,9 +135,10 @@ class Shard:
         partition = self._partitions[header.spec.partition_id]
         if self._optimizer is None:
             raise PreconditionError("this server has no optimizer: send ConfigureOptimizer before Push", reason="OPTIMIZER_UNCONFIGURED")
-        duplicate = partition.is_duplicate(header)
+        duplicate = self._is_known(partition, header)
         if duplicate and not partition.is_next(header):
             return None
+        self._admitted_batches.begin(header.member_id, header.batch)
         gradient = None
         if not duplicate:
             gradient = upload.values()
@@ -147,12 +159,14 @@ class Shard:
             partition.on_their_way -= 1
         elif values is None:
             partition.arrived(header, applies=False)
+            self.batches.begin(header.member_id, header.batch)
             self._pushes_deduplicated += 1
         else:
             assert self._optimizer is not None, "nothing is admitted without"
             staleness = partition.version - header.base_version
             partition.apply(values, header.absent, self._optimizer, self._copies)
             partition.arrived(header, applies=True)
+            self.batches.begin(header.member_id, header.batch)
             self._pushes_applied += 1
         return Outcome(
             partition_id=header.spec.partition_id,
@@ -169,6 +183,10 @@ class Shard:
         else:
             admitted.partition.arrived(admitted.header, applies=admitted.values is not None, refused=True)
 
+    def _is_known(self, partition: Partition, header: UploadHeader) -> bool:
+        """Raises as `Partition.is_duplicate`."""
+        return partition.is_duplicate(header) or self._admitted_batches.is_finished(header.batch)
+
     def settle(self, header: UploadHeader) -> None:
         """Uses the number of a push up that was known by its batch."""
         self._partitions[header.spec.partition_id].settled.settle(header)
@@ -180,6 +198,11 @@ class Shard:
         partition.apply(upload.values(), upload.header.absent, self._optimizer, self._copies)
         partition.settled.settle(upload.header)
         return partition.version
+
+    def pushed_before(self, header: UploadHeader) -> None:
+        """Notes the batch of a push that was applied in another process."""
+        for batches in (self.batches, self._admitted_batches):
+            batches.begin(header.member_id, header.batch)
 
     def known(self, header: UploadHeader) -> Outcome:
         """What is answered to an upload that changes nothing."""
@@ -221,17 +244,23 @@ class Shard:
         """Those held, ascending, with values or without."""
         return tuple(sorted(self._partitions))
 
-    def forget(self, member_ids: Iterable[str]) -> None:
+    def forget(self, member_ids: Collection[str]) -> None:
         """Drops what is known of members that will not come back."""
         for partition in self._partitions.values():
             for member_id in member_ids:
                 partition.forget(member_id)
+        self._forget_batches(member_ids)
 
     def forget_all_but(self, known: AbstractSet[str]) -> None:
         """Drops what is known of members that are not in `known`."""
         for partition in self._partitions.values():
             for member_id in partition.settled.sequences.keys() - known:
                 partition.forget(member_id)
+        self._forget_batches({*self.batches.members(), *self._admitted_batches.members()} - known)
+
+    def _forget_batches(self, member_ids: Collection[str]) -> None:
+        for batches in (self.batches, self._admitted_batches):
+            batches.forget(member_ids)
 
     def summary(self, member_id: str = "") -> ShardSummary:
         """Totals and versions, and the sequences of one member."""

@@ -15,6 +15,7 @@ from typing import Any, Final
 from shoal_ps_server.configuration import Configuration
 from shoal_ps_server.consistency.clocks import Clocks, Consistency, ConsistencyMode, MemberClock
 from shoal_ps_server.consistency.fence import Fence
+from shoal_ps_server.shard.batches import MemberBatches
 from shoal_ps_server.shard.dtypes import BY_NAME
 from shoal_ps_server.shard.layout import Layout, PartitionSpec, Piece
 from shoal_ps_server.shard.optimizer import OptimizerSettings, ParameterGroup, optimizer_settings
@@ -52,6 +53,8 @@ class ServerState:
     layout: Layout
     configuration: Configuration | None
     membership: Members
+    batches: Mapping[str, MemberBatches] = field(default_factory=dict)
+    """Member -> the leased batches that it has pushed."""
     journal: int = 0
     """Number of the journal's first file that has what a snapshot lacks; 0: there is no journal yet."""
 
@@ -72,6 +75,7 @@ def state_to_json(state: ServerState) -> dict[str, Any]:
         "layout": layout_to_json(state.layout),
         "configuration": None if state.configuration is None else configuration_to_json(state.configuration),
         "membership": members_to_json(state.membership),
+        "batches": {member: [batches.current, batches.finished] for member, batches in state.batches.items()},
         "journal": state.journal,
     }
 
@@ -84,7 +88,11 @@ def state_from_json(value: Mapping[str, Any]) -> ServerState:
         layout=layout_from_json(value["layout"]),
         configuration=None if value["configuration"] is None else configuration_from_json(value["configuration"]),
         membership=members_from_json(value["membership"]),
-        journal=int(value.get("journal", 0)),  # files of releases without a journal lack it
+        batches={
+            str(member): MemberBatches(current=int(current), finished=[(int(first), int(end)) for first, end in finished])
+            for member, (current, finished) in value["batches"].items()
+        },
+        journal=int(value["journal"]),
     )
 
 

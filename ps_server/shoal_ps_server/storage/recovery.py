@@ -122,7 +122,11 @@ class _Recovery:
         self.configuration = None if state is None else state.configuration
         self.members = Members() if state is None else state.membership
         optimizer = None if self.configuration is None else self.configuration.optimizer
-        self.shard = Shard(optimizer=optimizer, restored=() if image is None else image.partitions)
+        self.shard = Shard(
+            optimizer=optimizer,
+            restored=() if image is None else image.partitions,
+            batches={} if state is None else state.batches,
+        )
         if self.layout is not None:
             self.shard.adopt(self.layout)
         self._makers: Mapping[str, Callable[[Record], None]] = {
@@ -154,14 +158,6 @@ class _Recovery:
         fields = record.fields
         assert self.layout is not None, "it stands before all partitions"
         spec = self.layout.partitions[fields["partition"]]
-        have, version = self.shard.version(spec.partition_id), int(fields["version"])
-        if record.kind != KNOWN:
-            if version <= have:
-                return  # the snapshot has it
-            if version != have + 1:
-                raise ValueError(f"it leads to version {version}, the partition is at {have}")
-        elif have == 0:
-            raise ValueError("the partition has no values")
         header = UploadHeader(
             spec=spec,
             member_id=str(fields.get("member", "")),
@@ -175,9 +171,18 @@ class _Recovery:
             batch=int(fields.get("batch", 0)),
             absent=tuple(map(int, fields.get("absent", ()))),
         )
+        have, version = self.shard.version(spec.partition_id), int(fields["version"])
+        if record.kind != VALUES:
+            self.shard.pushed_before(header)
         if record.kind == KNOWN:
+            if have == 0:
+                raise ValueError("the partition has no values")
             self.shard.settle(header)
             return
+        if version <= have:
+            return  # the snapshot has it
+        if version != have + 1:
+            raise ValueError(f"it leads to version {version}, the partition is at {have}")
         upload = Upload(header)
         upload.add(record.payload)
         if upload.missing:

@@ -174,19 +174,27 @@ def test_batches_are_leased_once_and_those_of_the_dead_again(make_job: MakeJob) 
         )
 
     assert list(lease("a", 2).batches) == [0, 1]
-    assert list(lease("b", 2).batches) == [2, 3]
+    assert list(lease("b", 2).batches) == [2], "its share of half of what is free"
+    assert list(lease("b", 2).batches) == [3]
+    first = lease("a", 0, epoch=1)
+    assert (first.newest_epoch, first.first_key) == (0, 0), "nobody has begun it"
     assert not lease("b", 0, (2,), sequence=1).batches  # it leaves its loop
     assert list(lease("b", 1).batches) == [3]
     assert not lease("b", 0, sequence=2).batches
     assert list(lease("b", 1, sequence=3).batches) == [3]
     b.kill()
     assert a.generation(lambda g: g.number == 2)
-    assert list(lease("a", 5, (0, 1)).batches) == [3, 4]
+    assert list(lease("a", 5, (0, 1)).batches) == [3]
+    assert list(lease("a", 5).batches) == [4]
     waiting = lease("a", 1, (3,))
     assert not waiting.batches
     assert not waiting.epoch_done
     assert waiting.retry_after_ms > 0
     assert lease("a", 1, (4,)).epoch_done
+    keys = [lease("a", 1, loader=loader, epoch=epoch).first_key for loader, epoch in (("train", 0), ("train", 1), ("other", 0))]
+    assert len(set(keys)) == 3
+    assert all(keys)
+    assert lease("a", 0, epoch=0).newest_epoch == 1
     with pytest.raises(InvalidRequestError, match="has 5") as conflict:
         lease("a", 1, batches_in_epoch=6)
     assert conflict.value.reason == "BATCHES_CONFLICT"

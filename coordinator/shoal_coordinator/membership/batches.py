@@ -82,10 +82,13 @@ class Ledger:
             self._leased.pop(member_id, None)
 
     def lease(self, member_id: str, want: int, sequence: int, *, members: int) -> tuple[int, ...]:
-        """Leases up to `want` batches, returned ones first, and remembers the answer if the request is numbered (sequence above 0). No more
-        than one of `members` shares of half of what is free: who comes later finds some, and the last blocks are small."""
-        free = len(self._returned) + self.batches - self._dealt
-        want = min(want, -(-free // (2 * members)))
+        """Leases up to `want` batches, returned ones first, and remembers the answer if the request is numbered (sequence above 0).
+
+        With them the member has no more than one of `members` shares of half of what is free, or one batch: who comes later finds some, and
+        nobody waits long for the last ones.
+        """
+        free, held = len(self._returned) + self.batches - self._dealt, len(self._leased.get(member_id, ()))
+        want = min(want, max(-(-free // (2 * members)) - held, 0 if held else 1), free)
         batches = [heapq.heappop(self._returned) for _ in range(min(want, len(self._returned)))]
         fresh = min(want - len(batches), self.batches - self._dealt)
         batches.extend(range(self._dealt, self._dealt + fresh))

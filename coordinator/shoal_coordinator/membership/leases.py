@@ -30,7 +30,7 @@ def batches_leased(draft: Draft, event: BatchesLeased) -> Leased:
     newest = max(epochs, default=0)
     if epochs and event.epoch not in epochs and event.epoch < newest:
         return Leased(batches=(), epoch_done=True, retry_after_ms=0, newest_epoch=newest, first_key=0)
-    if event.epoch not in epochs and event.want == 0:
+    if event.want == 0 and (event.epoch not in epochs or event.batches_in_epoch == 0):
         return Leased(batches=(), epoch_done=False, retry_after_ms=0, newest_epoch=newest, first_key=0)
     if not epochs and draft.count_loaders() >= draft.policy.most_loaders:
         raise LimitError(

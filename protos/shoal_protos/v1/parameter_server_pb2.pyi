@@ -177,16 +177,18 @@ class PushResponse(_message.Message):
     def __init__(self, results: _Optional[_Iterable[_Union[PartitionResult, _Mapping]]] = ...) -> None: ...
 
 class PartitionResult(_message.Message):
-    __slots__ = ("partition_id", "version", "staleness", "duplicate")
+    __slots__ = ("partition_id", "version", "staleness", "duplicate", "known_batch")
     PARTITION_ID_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     STALENESS_FIELD_NUMBER: _ClassVar[int]
     DUPLICATE_FIELD_NUMBER: _ClassVar[int]
+    KNOWN_BATCH_FIELD_NUMBER: _ClassVar[int]
     partition_id: int
     version: int
     staleness: int
     duplicate: bool
-    def __init__(self, partition_id: _Optional[int] = ..., version: _Optional[int] = ..., staleness: _Optional[int] = ..., duplicate: _Optional[bool] = ...) -> None: ...
+    known_batch: bool
+    def __init__(self, partition_id: _Optional[int] = ..., version: _Optional[int] = ..., staleness: _Optional[int] = ..., duplicate: _Optional[bool] = ..., known_batch: _Optional[bool] = ...) -> None: ...
 
 class PullRequest(_message.Message):
     __slots__ = ("job_id", "member_id", "generation", "shard_map_epoch", "partitions", "clock", "wait_ms", "checksums")

@@ -130,7 +130,11 @@ class _UploadStream:
             outcome = await asyncio.shield(pending)
             found.append(
                 pb.PartitionResult(
-                    partition_id=outcome.partition_id, version=outcome.version, staleness=outcome.staleness, duplicate=outcome.duplicate
+                    partition_id=outcome.partition_id,
+                    version=outcome.version,
+                    staleness=outcome.staleness,
+                    duplicate=outcome.duplicate,
+                    known_batch=outcome.known_batch,
                 )
             )
         return found

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 MOST_RUNS: Final = 64
-"""Of one member; the oldest are forgotten. There is one for each block of batches that it leased."""
+"""How many runs of one member are kept; the oldest are forgotten. There is one for each block of batches that it leased."""
 
 
 @dataclass(kw_only=True)

@@ -38,6 +38,8 @@ class Outcome:
     """Versions between the one the gradient was computed on and the one it was applied to."""
     duplicate: bool = False
     """Known before; nothing changed."""
+    known_batch: bool = False
+    """Known by its batch."""
     apply_seconds: float = 0.0
     """Spent in arithmetic and last checks."""
 
@@ -81,9 +83,9 @@ class Shard:
         batches: Mapping[str, MemberBatches] | None = None,
     ) -> None:
         self.batches = Batches(batches)
-        """As of what was applied: what a snapshot has."""
+        """After what was applied: what a snapshot has."""
         self._admitted_batches = Batches(batches)
-        """As of what was admitted: what the next push is compared with."""
+        """After what was admitted: what the next push is compared with."""
         self._optimizer = optimizer
         self._partitions = {image.spec.partition_id: Partition.restored(image, optimizer) for image in restored}
         self._copies = Copies()
@@ -173,6 +175,7 @@ class Shard:
             version=partition.version,
             staleness=staleness,
             duplicate=values is None,
+            known_batch=values is None,
             apply_seconds=admitted.check_seconds + time.perf_counter() - started,
         )
 

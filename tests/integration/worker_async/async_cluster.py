@@ -108,10 +108,9 @@ class AsyncCluster:
         self.directory = directory
         self.records = directory / "records"
         self.job_id = f"job-{uuid.uuid4().hex[:8]}"
-        self.client = CoordinatorClient(ChannelSettings(address=coordinator.address, deadline=timedelta(seconds=20)))
         if together > 1:
             max_workers = together  # a full world does not wait for its grace
-        spec = coordinator_pb2.JobSpec(
+        self._spec = coordinator_pb2.JobSpec(
             job_id=self.job_id,
             min_workers=min_workers,
             max_workers=max_workers,
@@ -119,9 +118,20 @@ class AsyncCluster:
             join_grace_ms=60_000 if together > 1 else 0,
             lease_ms=10_000,
         )
-        self.client.create_job(spec)
+        self.client = self._create_job()
         self.servers = [Server(self, index, keeps_data=keeps_data) for index in range(servers)]
         self.workers: list[Worker] = []
+
+    def _create_job(self) -> CoordinatorClient:
+        client = CoordinatorClient(ChannelSettings(address=self.coordinator.address, deadline=timedelta(seconds=20)))
+        client.create_job(self._spec)
+        return client
+
+    def move_to(self, coordinator: Coordinator) -> None:
+        """Another coordinator gets a job of this one's name."""
+        self.client.close()
+        self.coordinator = coordinator
+        self.client = self._create_job()
 
     def start_worker(self, *, environment: dict[str, str] | None = None, **config: Any) -> Worker:
         number = len(self.workers)

@@ -16,6 +16,8 @@ from tests.zygote.children import eventually
 Make = Callable[..., AsyncCluster]
 
 BATCHES = SAMPLES // 8
+EACH_BY_ITSELF = {"lease_ahead_s": 0}
+"""Each batch is leased and acknowledged before the next one begins, so that it is known which a dead worker has left."""
 
 
 def test_workers_start_with_rank_0s_weights_and_reach_the_solution_together(cluster: Make) -> None:
@@ -42,9 +44,9 @@ def test_workers_start_with_rank_0s_weights_and_reach_the_solution_together(clus
 
 def test_a_killed_workers_batches_are_done_by_others_who_do_not_notice(cluster: Make) -> None:
     running = cluster(together=3)
-    victim = running.start_worker(epochs=2, hold_at=[3])
+    victim = running.start_worker(epochs=2, options=EACH_BY_ITSELF, hold_at=[3])
     # Held, or they could do all batches before the victim comes to its fourth.
-    others = [running.start_worker(epochs=2, hold_at=[4]) for _ in range(2)]
+    others = [running.start_worker(epochs=2, options=EACH_BY_ITSELF, hold_at=[4]) for _ in range(2)]
     victim.wait_step(3)
     victim.process.kill()
     for worker in others:
@@ -62,7 +64,7 @@ def test_a_worker_killed_between_its_push_and_the_acknowledgement_has_no_batch_a
     running = cluster(together=2)
     batches = 8
     # With ssp the other waits for the victim at the end of its third iteration, so that the victim comes to its own third.
-    config = {"epochs": 2, "batch_size": SAMPLES // batches, "options": {"consistency": "ssp", "staleness_bound": 0}}
+    config = {"epochs": 2, "batch_size": SAMPLES // batches, "options": EACH_BY_ITSELF | {"consistency": "ssp", "staleness_bound": 0}}
     victim = running.start_worker(**config, environment={"SHOAL_FAILPOINTS": "session.after_apply@3=kill"})
     # Two batches of the first epoch are the victim's; its third one comes again, for it was pushed and not acknowledged.
     other = running.start_worker(**config, hold_at=[batches - 2])
@@ -159,12 +161,15 @@ def test_a_stopped_job_ends_all_loops_also_of_workers_that_find_no_batch(cluster
 
 def test_while_too_few_workers_are_left_the_others_stand_still(cluster: Make) -> None:
     running = cluster(together=2, min_workers=2)
-    victim, survivor = running.start_worker(epochs=2, hold_at=[2]), running.start_worker(epochs=2, hold_at=[5])
+    victim, survivor = (
+        running.start_worker(epochs=2, options=EACH_BY_ITSELF, hold_at=[2]),
+        running.start_worker(epochs=2, options=EACH_BY_ITSELF, hold_at=[5]),
+    )
     victim.wait_step(2)
     survivor.wait_step(5)
     victim.process.kill()
     eventually(lambda: not any(server.look().clocks for server in running.servers), "the servers to know of no member")
     survivor.go(5)
-    replacement = running.start_worker(epochs=2)
+    replacement = running.start_worker(epochs=2, options=EACH_BY_ITSELF)
     assert survivor.result()["steps"] + replacement.result()["steps"] == 2 * BATCHES - 2
     assert audit(running.records).exactly_once

@@ -56,8 +56,9 @@ def main(arguments: Sequence[str]) -> int:
     directory = Path(config["directory"])
     moments = Moments(directory, config.get("hold_at", ()))
     options = dict(config.get("options", {}))
-    if "server_timeout_s" in options:
-        options["server_timeout"] = timedelta(seconds=options.pop("server_timeout_s"))
+    for name in ("server_timeout", "lease_ahead"):
+        if f"{name}_s" in options:
+            options[name] = timedelta(seconds=options.pop(f"{name}_s"))
     shoal.init()
     net = network(config.get("seed", 0))
     kind = getattr(torch.optim, config.get("optimizer", "SGD"))

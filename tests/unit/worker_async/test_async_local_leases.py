@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from shoal_worker.asynchronous.job import LocalLeases
+from shoal_worker.asynchronous.leases import LocalLeases
 from shoal_worker.elastic.loader_interface import Leases
 
 

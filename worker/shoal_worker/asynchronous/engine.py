@@ -15,7 +15,8 @@ import torch
 from shoal_common.errors import ConfigurationError, CorruptDataError, PreconditionError
 from shoal_common.rpc.channel import ChannelSettings
 
-from shoal_worker.asynchronous.job import CoordinatorLeases, Handover, Job, LeaseSource, LocalLeases
+from shoal_worker.asynchronous.job import Handover, Job
+from shoal_worker.asynchronous.leases import CoordinatorLeases, LeaseSource, LocalLeases
 from shoal_worker.asynchronous.options import AsyncOptions, Revision, ServerOptimizer, check_configuration
 from shoal_worker.asynchronous.own_cluster import OwnCluster
 from shoal_worker.asynchronous.servers import ParameterServers
@@ -87,6 +88,10 @@ class AsyncEngine(Engine):
                 job, shard_map, self._tensors, self._schedule, self._async_options, self._own.metrics, self.config.compressor
             )
             self._servers.configure()
+        except StopTraining as stop:
+            self._leave()
+            self._own.give_up_step(stop)
+            raise
         except BaseException:
             self._leave()
             raise
@@ -102,7 +107,7 @@ class AsyncEngine(Engine):
             link, channel = membership.link, ChannelSettings(address=settings.coordinator, token=settings.token, tls=settings.tls)
         job = Job(link, channel, patience=settings.rendezvous_timeout, straggler_patience=settings.collective_timeout)
         if membership is not None:
-            self._job, self._leases = job, CoordinatorLeases(job)
+            self._job, self._leases = job, CoordinatorLeases(job, ahead=self._async_options.lease_ahead)
             if self._own.donor is not None:
                 self._handover = Handover(self._own.donor, job, self._own_state)
         return job
@@ -145,6 +150,7 @@ class AsyncEngine(Engine):
     def _leave(self) -> None:
         """Takes leave of the servers; stops those that are this process's own. Idempotent."""
         atexit.unregister(self._leave)
+        self._leases.close()
         if self._handover is not None:
             self._handover.close()
         if self._servers is not None:
@@ -227,10 +233,12 @@ class AsyncEngine(Engine):
         source = step.source if step is not None else None
         batch = self._leases.at_hand(source.name) if source is not None else 0
         iteration = Iteration(clock=clock, revision=self.look_at_schedule(), gradients=sent, pull=pull, batch=batch)
-        staleness = self._require_servers().exchange(iteration)
+        pushed = self._require_servers().exchange(iteration)
         self._clock = clock
+        if step is not None:
+            step.known = pushed.known
         if sent:
-            self._own.progress.pushed(staleness)
+            self._own.progress.pushed(pushed.staleness)
 
     def look_at_schedule(self) -> Revision:
         """Notices what schedulers have changed."""
@@ -252,13 +260,21 @@ class AsyncEngine(Engine):
                 f"loader {source.name!r} deals steps that all ranks take together, and with async_sgd there are none; give it batch_size= "
                 "(the samples of one push) instead of global_batch_size= and micro_batch_size="
             )
-        self._start()
+        try:
+            self._start()
+            self._find_epoch(source)
+        except StopTraining as stop:  # while it waited for the coordinator, or a server
+            self._own.give_up_step(stop)
+            raise
+
+    def _find_epoch(self, source: StepSource | None) -> None:
+        """Once: a joiner goes on where the others are."""
         if self._job is not None:
             self._job.entered()
             if self._handover is not None:
                 self._handover.refresh()
             if source is not None and not self._placed:
-                _move_to_epoch(source, self._job.epoch_of_others())
+                _move_to_epoch(source, self._leases.newest_epoch(source.name, source.epoch))
                 self._placed = True
 
     def lease_batches(self, *, loader: str, epoch: int, batches_in_epoch: int, finished: Sequence[int], want: int) -> Leases:
@@ -268,7 +284,7 @@ class AsyncEngine(Engine):
             if answer.epoch_done:
                 # Nobody pushes before the next epoch begins: what is evaluated between epochs is the same on all ranks.
                 self.pull()
-            elif self._async_options.waits_for_others:
+            elif self._async_options.waits_for_others and self._leases.is_idle(loader):
                 # Others may wait for this worker to finish an iteration, and it will find none before they have finished theirs.
                 self._clock = self._require_servers().catch_up(self._clock)
         return answer

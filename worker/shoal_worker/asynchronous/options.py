@@ -33,6 +33,10 @@ class AsyncOptions:
     server_timeout: timedelta = timedelta(minutes=5)
     """Longest a parameter server may be away (it restarts, say) before `optimizer.step()` gives up."""
 
+    lease_ahead: timedelta = timedelta(seconds=20)
+    """How much work a worker leases ahead, by its pace so far: about so long it trains on while the coordinator is away. What a worker that
+    dies had leased is dealt again. 0: each batch by itself."""
+
     def __post_init__(self) -> None:
         if self.consistency not in ("asp", "ssp"):
             remedy = '; for a step that all workers take together use strategy="ddp"' if self.consistency == "bsp" else ""
@@ -55,6 +59,8 @@ class AsyncOptions:
             )
         if not isinstance(self.server_timeout, timedelta) or self.server_timeout <= timedelta(0):
             raise ConfigurationError(f"server_timeout={self.server_timeout!r}: expected a positive timedelta")
+        if not isinstance(self.lease_ahead, timedelta) or self.lease_ahead < timedelta(0):
+            raise ConfigurationError(f"lease_ahead={self.lease_ahead!r}: expected a timedelta, 0 or above")
 
     @property
     def waits_for_others(self) -> bool:

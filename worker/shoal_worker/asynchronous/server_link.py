@@ -14,6 +14,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Final, TypeVar
 
@@ -46,6 +47,8 @@ _FIRST_VALUES_WAIT: Final = timedelta(seconds=1)
 """Between two looks at who is rank 0, and so has to give the first values."""
 _TURN_WAIT: Final = timedelta(seconds=5)
 """ssp: between two looks at whether this worker is to leave while it waits for slower ones."""
+_LEAVES_AFTER_S: Final = 5.0
+"""A worker that is to leave waits no longer for a server that is away. Its batch is dealt again."""
 _LARGEST_CLOCK: Final = 2**63 - 1
 _TRANSIENT: Final = (UnavailableError, DeadlineError, CorruptDataError)
 _REWOUND: Final = frozenset({"SEQUENCE_GAP", "BASE_VERSION_AHEAD", "PARTITION_UNINITIALIZED", "OPTIMIZER_UNCONFIGURED"})
@@ -53,6 +56,16 @@ _REWOUND: Final = frozenset({"SEQUENCE_GAP", "BASE_VERSION_AHEAD", "PARTITION_UN
 _NOT_MY_TURN: Final = "SSP_WAIT_TIMEOUT"
 
 AnswerT = TypeVar("AnswerT")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pushed:
+    """What became of a push."""
+
+    staleness: int
+    """Versions between the pull that the gradient was computed on and the push; the largest over the partitions."""
+    known: bool
+    """All that was pushed, if anything was, had come from another member before, which had the batch."""
 
 
 class ServerLink:
@@ -128,10 +141,8 @@ class ServerLink:
 
     # ------------------------------------------------------------------------------------------------------- step by step
 
-    def exchange(self, iteration: Iteration) -> int:
+    def exchange(self, iteration: Iteration) -> Pushed:
         """Pushes this server's part of the gradients and pulls newer values into the tensors' host memory.
-
-        Returns the staleness: versions between the pull that the gradient was computed on and the push; the largest over the partitions.
 
         Raises:
             DeadlineError: the server was away for too long; part of the iteration may be applied.
@@ -140,17 +151,17 @@ class ServerLink:
         """
         if iteration.revision.number > self._revision.number:
             self._insist("SetHyperparameters", lambda: self._set_hyperparameters(iteration.revision))
-        staleness = 0
+        outcome = Pushed(staleness=0, known=True)
         pushed = [each for each in self._trained if any(piece.tensor.name in iteration.gradients for piece in each.pieces)]
         if pushed:
             with self._payloads.gradients(pushed, iteration) as payloads:
-                staleness = self._insist("Push", lambda: self._push(pushed, payloads(), iteration))
+                outcome = self._insist("Push", lambda: self._push(pushed, payloads(), iteration))
         self._clock = iteration.clock
         if iteration.pull:
             self._pull_in_turn()
         elif not pushed:
             self.advance_clock(iteration.clock)
-        return staleness
+        return outcome
 
     def pull(self) -> None:
         """Pulls newer values outside of a step; waits for no other worker."""
@@ -213,14 +224,14 @@ class ServerLink:
         if partitions:
             self._client.initialize(self._outgoing(self._payloads.values(partitions)), deadline=self._stream_deadline)
 
-    def _push(self, partitions: Sequence[Partition], payloads: Iterable[Payload], iteration: Iteration) -> int:
+    def _push(self, partitions: Sequence[Partition], payloads: Iterable[Payload], iteration: Iteration) -> Pushed:
         outgoing = self._outgoing(payloads, clock=iteration.clock, batch=iteration.batch)
         results = self._client.push(outgoing, deadline=self._stream_deadline)
         if [result.partition_id for result in results] != [partition.partition_id for partition in partitions]:
             raise InternalError(f"server {self._share.index} acknowledged other partitions than were pushed")
         for result in results:
             self._acknowledged[result.partition_id] += 1
-        return max(result.staleness for result in results)
+        return Pushed(staleness=max(result.staleness for result in results), known=all(result.known_batch for result in results))
 
     def _outgoing(
         self, payloads: Iterable[Payload], *, clock: int | None = None, batch: int = 0
@@ -322,6 +333,8 @@ class ServerLink:
                 if self._closing.is_set() or not self._is_curable(error):
                     raise
                 away_since = self._away(method, error, since=away_since)
+                if self._job.leaving and time.monotonic() - away_since > _LEAVES_AFTER_S:
+                    raise self._job.departure() from error
                 self._closing.wait(backoff.next_s())
 
     def _is_curable(self, error: ShoalError) -> bool:

@@ -20,7 +20,7 @@ from shoal_protos.v1 import coordinator_pb2 as coordinator_pb
 
 from shoal_worker.asynchronous.job import Job
 from shoal_worker.asynchronous.options import AsyncOptions, ServerOptimizer
-from shoal_worker.asynchronous.server_link import ServerLink
+from shoal_worker.asynchronous.server_link import Pushed, ServerLink
 from shoal_worker.asynchronous.tensors import HostTensor, Iteration, Payloads, publish, shares
 from shoal_worker.compression.base import GradientCompressor
 from shoal_worker.metrics import WorkerMetrics
@@ -72,12 +72,13 @@ class ParameterServers:
         self._each(lambda link: link.start(has_values=has_values))
         publish(self._tensors)
 
-    def exchange(self, iteration: Iteration) -> int:
-        """Pushes gradients and pulls values. Returns the push's staleness. Raises as `ServerLink.exchange`."""
-        staleness = self._each(lambda link: link.exchange(iteration))
+    def exchange(self, iteration: Iteration) -> Pushed:
+        """Pushes gradients and pulls values. Raises as `ServerLink.exchange`."""
+        outcomes = self._each(lambda link: link.exchange(iteration))
         if iteration.pull:
             publish(self._trained)
-        return max(staleness, default=0)
+        known = bool(iteration.batch and iteration.gradients) and all(outcome.known for outcome in outcomes)
+        return Pushed(staleness=max((outcome.staleness for outcome in outcomes), default=0), known=known)
 
     def pull(self) -> None:
         """Pulls newer values into the module, outside of a step."""

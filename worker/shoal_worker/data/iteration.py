@@ -303,7 +303,11 @@ class Iterations:
                 break
             took_part = True
             progress.take_part(epoch)
-            dealt = self._supply.take(placement, session, source.name)
+            try:
+                dealt = self._supply.take(placement, session, source.name)
+            except StopTraining:  # while it waited for a batch of its own
+                self._stopped = True
+                return
             if dealt is not None:
                 yield self._delivery.step(dealt, session, source.name)
         if took_part:

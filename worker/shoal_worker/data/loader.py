@@ -309,7 +309,7 @@ class ElasticDataLoader:
         """See `StepSource.leaving`."""
         self._iterations.acknowledge()
 
-    def committed(self, placement: Placement) -> int:
+    def committed(self, placement: Placement, *, known: bool = False) -> int:
         """See `StepSource.committed`."""
         dealt = self._supply.commit()
         if dealt is None:
@@ -317,7 +317,7 @@ class ElasticDataLoader:
         if self._record is not None:
             place = {"loader": self.name, "generation": placement.generation, "epoch": dealt.epoch, "step": dealt.number}
             if self.leased:
-                self._record.write("finished", **place)
+                self._record.write("finished", **place, known=known)
             else:
                 self._record.write("committed", **place, begin=dealt.positions.start)
         return dealt.handed_out if placement.leads_replica else 0

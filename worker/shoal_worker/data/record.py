@@ -6,7 +6,8 @@ write to a file opened with O_APPEND, so lines already written outlive a SIGKILL
     {"kind": "dealt", "loader", "generation", "epoch", "step", "rank", "index", "begin", "first", "samples": [...], "expected", "dataset",
      "drawn"}                             written when a batch is handed out
     {"kind": "committed", "loader", "generation", "epoch", "step", "begin"}    synchronous: the step counts on this rank
-    {"kind": "finished", "loader", "generation", "epoch", "step"}              leased: this member's push of batch `step` is acknowledged
+    {"kind": "finished", "loader", "generation", "epoch", "step", "known"}     leased: this member's push of batch `step` is acknowledged;
+                                                                               known: the servers had it from another member already
 
 `samples` are the dataset indices fetched, at positions `first`, `first` + 1, ... of the epoch's order; empty for a stand-in batch. `begin`
 is the position where the step begins, `index` the micro-batch (or the rank), `expected` how many samples a whole epoch deals, `dataset` the
@@ -101,7 +102,8 @@ def audit(directory: Path) -> Audit:
 
     A step counts when a rank committed it and no later generation went on from before it: the first position that a generation commits
     voids whatever lower generations committed from there on. Its samples are those that all members were handed for it in that generation.
-    A leased batch counts as often as members finished it.
+    A leased batch counts as often as members finished it who were the first to push it; once, if each of them was told that it was not,
+    since the first one died with its push.
 
     Raises:
         ConfigurationError: `directory` does not exist.
@@ -119,7 +121,7 @@ def audit(directory: Path) -> Audit:
 _FIELDS = {
     "dealt": {"loader", "generation", "epoch", "step", "rank", "index", "begin", "first", "samples", "expected", "dataset", "drawn"},
     "committed": {"loader", "generation", "epoch", "step", "begin"},
-    "finished": {"loader", "generation", "epoch", "step"},
+    "finished": {"loader", "generation", "epoch", "step", "known"},
 }
 
 
@@ -146,6 +148,7 @@ class _Lines:
         self._leased: dict[tuple[str, int, int], dict[str, Any]] = {}
         self._begins: dict[tuple[int, int, int], int] = {}
         self._finished: list[tuple[str, int, int]] = []
+        self._known: list[tuple[str, int, int]] = []
 
     def add(self, member: str, line: dict[str, Any]) -> None:
         step = line["generation"], line["epoch"], line["step"]
@@ -156,13 +159,15 @@ class _Lines:
             case "committed":
                 self._begins[step] = line["begin"]
             case "finished":
-                self._finished.append((member, line["epoch"], line["step"]))
+                (self._known if line["known"] else self._finished).append((member, line["epoch"], line["step"]))
 
     def judge(self, loader: str) -> Iterator[EpochAudit]:
         counted: dict[int, list[dict[str, Any]]] = defaultdict(list)
         for step in self._steps_that_count():
             counted[step[1]] += self._dealt[step].values()
-        for member, epoch, batch in self._finished:
+        first = {(epoch, batch) for _, epoch, batch in self._finished}
+        others = {(epoch, batch): member for member, epoch, batch in self._known if (epoch, batch) not in first}
+        for member, epoch, batch in (*self._finished, *((member, *place) for place, member in others.items())):
             if (member, epoch, batch) not in self._leased:
                 raise CorruptDataError(f"member {member} finished batch {batch} of epoch {epoch} of {loader!r}, which it was never handed")
             counted[epoch].append(self._leased[member, epoch, batch])

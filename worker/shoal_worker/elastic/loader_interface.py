@@ -196,9 +196,9 @@ class StepSource(Protocol):
         """Its batches are leased first come first served, instead of dealt by rank."""
         ...
 
-    def committed(self, placement: Placement) -> int:
+    def committed(self, placement: Placement, *, known: bool = False) -> int:
         """The step handed out last is committed in `placement`'s generation: advance the cursor, write the record. Returns the number of
-        samples of this rank that counted."""
+        samples of this rank that counted. `known`: it is a leased batch that another member had pushed already."""
         ...
 
     def leaving(self) -> None:

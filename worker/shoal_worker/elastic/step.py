@@ -121,6 +121,8 @@ class Step:
     """The control word summed over all ranks; None: not reduced yet."""
     loss: float | None = None
     """This rank's mean loss, if told."""
+    known: bool = False
+    """The servers have had its batch from another member, which died before it had said so (async_sgd)."""
 
     @property
     def in_micro_batches(self) -> bool:

@@ -210,7 +210,13 @@ class StepLifecycle:
 
     def lease_batches(self, *, loader: str, epoch: int, batches_in_epoch: int, finished: Sequence[int], want: int) -> Leases:
         """See `LoaderSession`."""
-        return self._held.engine.lease_batches(loader=loader, epoch=epoch, batches_in_epoch=batches_in_epoch, finished=finished, want=want)
+        try:
+            return self._held.engine.lease_batches(
+                loader=loader, epoch=epoch, batches_in_epoch=batches_in_epoch, finished=finished, want=want
+            )
+        except StopTraining as stop:
+            self._departure.obey(stop)
+            raise
 
     # ----------------------------------------------------------------------------------------------------------- the strategy
 
@@ -366,7 +372,7 @@ class StepLifecycle:
         held.engine.commit_step()
         samples = 0
         if step.source is not None:
-            samples = step.source.committed(step.placement)
+            samples = step.source.committed(step.placement, known=step.known)
             self._progress.epoch = step.source.epoch
         if not held.in_round:
             held.operations.committed()

@@ -1,0 +1,94 @@
+"""Batches are leased in blocks: training goes on while the coordinator is away, and each batch is applied once, whoever dies."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from shoal_common.redis.embedded import EmbeddedRedis
+from shoal_ps_server.storage.snapshot import read_snapshot
+from shoal_worker.data.record import audit
+
+from tests.integration.coordinator.harness import Coordinator
+from tests.integration.worker_async.async_cluster import AsyncCluster
+from tests.integration.worker_async.train import SAMPLES
+from tests.zygote.children import Zygote, eventually
+
+Make = Callable[..., AsyncCluster]
+
+BATCHES = SAMPLES // 8
+FAR_AHEAD = {"lease_ahead_s": 600}
+"""Nothing is acknowledged but with the next block."""
+
+
+def versions(running: AsyncCluster) -> set[int]:
+    """What the servers had at the end, in their last snapshots."""
+    found: set[int] = set()
+    for server in running.servers:
+        server.process.wait()
+        image = read_snapshot(server.data / "snapshot.safetensors")
+        assert image is not None
+        found |= {partition.version for partition in image.partitions}
+    return found
+
+
+@pytest.mark.parametrize("consistency", ["asp", "ssp"])
+def test_a_worker_that_dies_with_many_batches_unacknowledged_has_none_applied_twice(cluster: Make, consistency: str) -> None:
+    """Also with a server that is killed and recovers before they are dealt again."""
+    running = cluster(together=2)
+    options = FAR_AHEAD | ({"consistency": "ssp", "staleness_bound": 30} if consistency == "ssp" else {})
+    victim = running.start_worker(epochs=2, hold_at=[12], options=options)
+    other = running.start_worker(epochs=2, hold_at=[1], options=options)
+    victim.wait_step(12)
+    other.wait_step(1)
+    running.servers[0].process.kill()
+    running.servers[0].process.wait()
+    running.servers[0].start()
+    victim.process.kill()
+    other.go(1)
+    assert other.result()["steps"] > 2 * BATCHES - 12, "batches that were pushed and not acknowledged come again"
+    assert versions(running) == {1 + 2 * BATCHES}
+    assert audit(running.records).exactly_once
+
+
+@pytest.fixture
+def coordinator_of_its_own(zygote: Zygote, tmp_path: Path) -> Iterator[Coordinator]:
+    """One that can be killed, and finds its state again."""
+    with ExitStack() as stack:
+        redis = stack.enter_context(EmbeddedRedis(tmp_path / "redis"))
+        coordinator = Coordinator(zygote, tmp_path, "--redis", redis.url).start()
+        stack.callback(coordinator.close)
+        yield coordinator
+
+
+def test_workers_train_on_while_the_coordinator_is_away(cluster: Make, coordinator_of_its_own: Coordinator) -> None:
+    running = cluster(together=2, coordinator=coordinator_of_its_own)
+    workers = [running.start_worker(epochs=2, batch_size=1, hold_at=[10], delay_s=0.002) for _ in range(2)]
+    for worker in workers:
+        worker.wait_step(10)
+    coordinator_of_its_own.kill()
+    for worker in workers:
+        worker.go(10)
+    for worker in workers:
+        worker.wait_step(30)
+    coordinator_of_its_own.start()
+    assert sum(worker.result()["steps"] for worker in workers) == 2 * SAMPLES
+    assert versions(running) == {1 + 2 * SAMPLES}
+    assert audit(running.records).exactly_once
+
+
+def test_a_worker_that_waits_for_the_coordinator_leaves_when_it_is_told_to(cluster: Make, coordinator_of_its_own: Coordinator) -> None:
+    running = cluster(coordinator=coordinator_of_its_own)
+    worker = running.start_worker(epochs=1, hold_at=[2], options={"lease_ahead_s": 0})
+    worker.wait_step(2)
+    coordinator_of_its_own.kill()
+    worker.go(2)
+    eventually(lambda: "leases no batches now" in worker.process.said(), "the worker to wait for its next batch")
+    worker.process.kill(signal.SIGTERM)
+    told = time.monotonic()
+    assert worker.process.wait() == 0, worker.process.said()
+    assert time.monotonic() - told < 20

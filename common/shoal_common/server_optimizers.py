@@ -34,6 +34,8 @@ class OptimizerDeclaration:
     """Keys of a torch parameter group that hold two hyperparameters."""
     state: frozenset[str]
     """Names of the state tensors that it may keep for a parameter."""
+    state_tensors: Callable[[Hyperparameters], int]
+    """How many of those that are as large as the parameter it keeps."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Keys of a torch parameter group that can have one value alone."""
     fused_from_bytes: int | None = None
@@ -59,6 +61,10 @@ def _nesterov_alone(values: Hyperparameters) -> str:
     return ""
 
 
+def _moments(values: Hyperparameters) -> int:
+    return 2 + int(values["amsgrad"])
+
+
 SERVER_OPTIMIZERS: Final = {
     declaration.name: declaration
     for declaration in (
@@ -70,6 +76,7 @@ SERVER_OPTIMIZERS: Final = {
             ),
             switches=frozenset({"nesterov", "maximize"}),
             state=frozenset({"momentum_buffer"}),
+            state_tensors=lambda values: int(values["momentum"] != 0),
             # torch 2.13's fused SGD leaves 16-bit parameters on the CPU unchanged, without a word.
             fused_from_bytes=4,
             contradiction=_nesterov_alone,
@@ -85,6 +92,7 @@ SERVER_OPTIMIZERS: Final = {
             below_one=frozenset({"beta1", "beta2"}),
             pairs=MappingProxyType({"betas": ("beta1", "beta2")}),
             state=frozenset({"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}),
+            state_tensors=_moments,
             fixed=MappingProxyType({"decoupled_weight_decay": True}),
             # 4 times faster here, and the only form whose eps survives in float16.
             fused_from_bytes=0,
@@ -101,6 +109,7 @@ SERVER_OPTIMIZERS: Final = {
             below_one=frozenset({"beta1", "beta2"}),
             pairs=MappingProxyType({"betas": ("beta1", "beta2")}),
             state=frozenset({"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}),
+            state_tensors=_moments,
             fused_from_bytes=0,
         ),
     )

@@ -71,7 +71,7 @@ def tensors_declared(draft: Draft, event: TensorsDeclared) -> ShardLayout:
         if draft.layout.tensors != event.tensors:
             raise PreconditionError(
                 f"job {draft.spec.job_id} has other tensors: {_first_difference(draft.layout, event)}; "
-                "all workers must build the same model",
+                "all workers must build the same model, with the same parameter groups in the optimizer",
                 reason=Refusal.TENSORS_CONFLICT,
             )
         return draft.layout

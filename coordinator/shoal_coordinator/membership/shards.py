@@ -30,6 +30,12 @@ class TensorSpec:
     """A key of ITEM_BYTES."""
     frozen: bool = False
     """It never gets a gradient."""
+    apart: bool = False
+    """It shares a partition with no other."""
+
+    @property
+    def nbytes(self) -> int:
+        return self.elements * ITEM_BYTES[self.dtype]
 
     @property
     def elements(self) -> int:
@@ -73,28 +79,33 @@ def count_pieces(tensors: Sequence[TensorSpec]) -> int:
 def lay_out(tensors: Sequence[TensorSpec], servers: int) -> ShardLayout:
     """Packs tensors into partitions and gives each to the server with the fewest bytes so far, largest partitions first.
 
-    Tensors of one dtype are packed together in the order of their declaration, frozen ones apart; those above 8 MiB are cut, between rows
-    where a row is shorter. A partition is full at 8 MiB; of a smaller model at a quarter of a server's share, or at 64 KiB or all of the
-    share. No server holds more than one partition's bytes above another. Equal input gives an equal layout.
+    Tensors of one dtype are packed together in the order of their declaration; those above 8 MiB are cut, between rows where a row is
+    shorter. A partition is full at 8 MiB; of a smaller model at a quarter of a server's share, or at 64 KiB or all of the share. Frozen
+    tensors, which cost nothing in a step, are packed and placed for themselves, so that all servers have their share of the others. No
+    server holds more than one partition's bytes above another, of either kind. Equal input gives an equal layout.
     """
-    share = -(-sum(tensor.elements * ITEM_BYTES[tensor.dtype] for tensor in tensors) // servers)
-    full = min(LARGEST_PIECE_BYTES, max(min(SMALLEST_FULL_BYTES, share), share // PARTITIONS_PER_SERVER))
-    packed: list[tuple[int, tuple[Piece, ...]]] = []  # bytes, pieces
-    for dtype, frozen in dict.fromkeys((tensor.dtype, tensor.frozen) for tensor in tensors):
-        alike = [index for index, tensor in enumerate(tensors) if (tensor.dtype, tensor.frozen) == (dtype, frozen)]
-        pieces = (piece for index in alike for piece in _cut(index, tensors[index]))
-        packed += _pack(pieces, item_bytes=ITEM_BYTES[dtype], full=full)
-    loads = [(0, server) for server in range(servers)]
-    primaries = [0] * len(packed)
-    for position in sorted(range(len(packed)), key=lambda p: (-packed[p][0], p)):
-        load, server = loads[0]
-        heapq.heapreplace(loads, (load + packed[position][0], server))
-        primaries[position] = server
-    return ShardLayout(
-        epoch=1,
-        tensors=tuple(tensors),
-        partitions=tuple(Partition(pieces=pieces, primary=primary) for (_, pieces), primary in zip(packed, primaries, strict=True)),
-    )
+    partitions: list[Partition] = []
+    for frozen in (False, True):
+        kind = [index for index, tensor in enumerate(tensors) if tensor.frozen is frozen]
+        share = -(-sum(tensors[index].nbytes for index in kind) // servers)
+        full = min(LARGEST_PIECE_BYTES, max(min(SMALLEST_FULL_BYTES, share), share // PARTITIONS_PER_SERVER))
+        together: dict[tuple[str, int], list[int]] = {}
+        for index in kind:
+            together.setdefault((tensors[index].dtype, index if tensors[index].apart else -1), []).append(index)
+        packed: list[tuple[int, tuple[Piece, ...]]] = []  # bytes, pieces
+        for (dtype, _), alike in together.items():
+            pieces = (piece for index in alike for piece in _cut(index, tensors[index]))
+            packed += _pack(pieces, item_bytes=ITEM_BYTES[dtype], full=full)
+        # The emptiest server comes first; of equals, for frozen ones, the last, which has the least of the others.
+        loads = [(0, -server if frozen else server) for server in range(servers)]
+        heapq.heapify(loads)
+        primaries = [0] * len(packed)
+        for position in sorted(range(len(packed)), key=lambda p: (-packed[p][0], p)):
+            load, server = loads[0]
+            heapq.heapreplace(loads, (load + packed[position][0], server))
+            primaries[position] = abs(server)
+        partitions += [Partition(pieces=pieces, primary=primary) for (_, pieces), primary in zip(packed, primaries, strict=True)]
+    return ShardLayout(epoch=1, tensors=tuple(tensors), partitions=tuple(partitions))
 
 
 def _longest(tensor: TensorSpec) -> int:

@@ -222,7 +222,7 @@ def _parse_tensor(message: pb.TensorSpec) -> TensorSpec:
     if len(message.shape) > _MOST_DIMENSIONS:
         raise wrong(f"shape of tensor {name!r}", f"{len(message.shape)} dimensions", f"at most {_MOST_DIMENSIONS}")
     shape = tuple(number(f"shape of tensor {name!r}", size) for size in message.shape)
-    tensor = TensorSpec(name=name, shape=shape, dtype=message.dtype, frozen=message.frozen)
+    tensor = TensorSpec(name=name, shape=shape, dtype=message.dtype, frozen=message.frozen, apart=message.apart)
     number(f"elements of tensor {name!r}", tensor.elements)
     return tensor
 

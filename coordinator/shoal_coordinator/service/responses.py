@@ -120,7 +120,7 @@ def shard_map_message(layout: ShardLayout, servers: Sequence[pb.ServerStatus]) -
     """Who owns what, and where they are."""
     return pb.ShardMap(
         epoch=layout.epoch,
-        tensors=[pb.TensorSpec(name=t.name, shape=t.shape, dtype=t.dtype, frozen=t.frozen) for t in layout.tensors],
+        tensors=[pb.TensorSpec(name=t.name, shape=t.shape, dtype=t.dtype, frozen=t.frozen, apart=t.apart) for t in layout.tensors],
         partitions=[
             pb.Partition(
                 partition_id=number,

@@ -136,7 +136,7 @@ def _layout(layout: ShardLayout) -> dict[str, Any]:
     """Tensors and partitions as bare lists: there may be a hundred thousand of them."""
     return {
         "epoch": layout.epoch,
-        "tensors": [[t.name, list(t.shape), t.dtype, t.frozen] for t in layout.tensors],
+        "tensors": [[t.name, list(t.shape), t.dtype, t.frozen, t.apart] for t in layout.tensors],
         "partitions": [[p.primary, [[e.tensor_index, e.offset, e.length] for e in p.pieces]] for p in layout.partitions],
     }
 
@@ -219,7 +219,8 @@ def _parse_layout(value: Any) -> ShardLayout:
     return ShardLayout(
         epoch=value["epoch"],
         tensors=tuple(
-            TensorSpec(name=name, shape=tuple(shape), dtype=dtype, frozen=frozen) for name, shape, dtype, frozen in value["tensors"]
+            TensorSpec(name=name, shape=tuple(shape), dtype=dtype, frozen=frozen, apart=apart)
+            for name, shape, dtype, frozen, apart in value["tensors"]
         ),
         partitions=tuple(
             Partition(

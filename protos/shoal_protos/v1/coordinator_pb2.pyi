@@ -517,16 +517,18 @@ class Members(_message.Message):
     def __init__(self, generation: _Optional[int] = ..., member_ids: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class TensorSpec(_message.Message):
-    __slots__ = ("name", "shape", "dtype", "frozen")
+    __slots__ = ("name", "shape", "dtype", "frozen", "apart")
     NAME_FIELD_NUMBER: _ClassVar[int]
     SHAPE_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     FROZEN_FIELD_NUMBER: _ClassVar[int]
+    APART_FIELD_NUMBER: _ClassVar[int]
     name: str
     shape: _containers.RepeatedScalarFieldContainer[int]
     dtype: str
     frozen: bool
-    def __init__(self, name: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., frozen: _Optional[bool] = ...) -> None: ...
+    apart: bool
+    def __init__(self, name: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., frozen: _Optional[bool] = ..., apart: _Optional[bool] = ...) -> None: ...
 
 class DeclareTensorsRequest(_message.Message):
     __slots__ = ("job_id", "tensors")

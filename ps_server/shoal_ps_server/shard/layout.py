@@ -55,8 +55,9 @@ class PartitionSpec:
 
     def name_of(self, element: int, absent: Collection[int] = ()) -> str:
         """Which element of which tensor stands at a place of the values, where some pieces are left out; for people."""
+        missing = frozenset(absent)
         for position, piece in enumerate(self.pieces):
-            if position not in absent:
+            if position not in missing:
                 if element < piece.length:
                     return f"element {piece.offset + element} of tensor {piece.tensor!r}"
                 element -= piece.length

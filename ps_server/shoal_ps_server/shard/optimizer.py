@@ -7,7 +7,7 @@ The arithmetic is torch's (runs.py). Which optimizers there are, with which hype
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
@@ -79,10 +79,16 @@ class OptimizerSettings:
             ],
         )
 
+    def is_calm(self, places: Collection[int]) -> bool:
+        """Whether an update by a gradient of ordinary size cannot come out infinite, nor values grow with each update by themselves, of
+        tensors in these groups."""
+        return all(_is_calm(self.at(place)) for place in places)
+
     @cached_property
-    def is_calm(self) -> bool:
-        """Whether an update by a gradient of ordinary size cannot come out infinite, nor values grow with each update by themselves."""
-        return all(_is_calm(self.at(place)) for place in range(-1, len(self.groups)))
+    def most_state_tensors(self) -> int:
+        """How many tensors of the values' size it keeps for a tensor, where it keeps the most."""
+        declared = SERVER_OPTIMIZERS[self.name]
+        return max(declared.state_tensors(self.at(place)) for place in range(-1, len(self.groups)))
 
     @property
     def state_names(self) -> frozenset[str]:

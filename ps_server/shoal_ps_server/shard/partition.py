@@ -87,6 +87,8 @@ class Partition:
     on_their_way: int = 0
     """How many were admitted and are neither applied nor refused; and `to_apply`: how many of them will change the values."""
     to_apply: int = 0
+    _is_calm: tuple[OptimizerSettings, bool] | None = None
+    """What `OptimizerSettings.is_calm` said of these settings and this partition's tensors."""
 
     @classmethod
     def restored(cls, image: PartitionImage, optimizer: OptimizerSettings | None) -> Partition:
@@ -167,7 +169,11 @@ class Partition:
 
     def needs_trial(self, largest: float, optimizer: OptimizerSettings) -> bool:
         """Whether an update by a gradient of such magnitude may come out infinite: then `check_trial` finds out."""
-        return not (max(largest, self.largest_at_first) <= _CALM.get(self.spec.element.torch, 0.0) and optimizer.is_calm)
+        if not max(largest, self.largest_at_first) <= _CALM.get(self.spec.element.torch, 0.0):
+            return True
+        if self._is_calm is None or self._is_calm[0] is not optimizer:
+            self._is_calm = (optimizer, optimizer.is_calm({optimizer.place_of(piece.tensor) for piece in self.spec.pieces}))
+        return not self._is_calm[1]
 
     def check_trial(self, gradient: torch.Tensor, absent: Collection[int], optimizer: OptimizerSettings) -> None:
         """Makes the update on copies. Only while nothing is on its way.
@@ -176,11 +182,14 @@ class Partition:
         """
         trial = Partition.restored(self.image(), optimizer)
         trial.apply(gradient, absent, optimizer, Copies())
-        for name, tensor in (("values", trial._values()), *trial._state()):
-            if count := int(torch.isfinite(tensor).logical_not_().sum()):
+        for name, begin, tensor in (("values", 0, trial._values()), *trial._state()):
+            culprits = torch.isfinite(tensor).logical_not_()
+            if count := int(culprits.sum()):
+                first = self.spec.name_of(begin + int(culprits.to(torch.uint8).argmax()))
                 raise InvalidRequestError(
-                    f"{describe(self.spec)}: the update would make {count} of its {tensor.numel()} {name} NaN or infinite; nothing of this "
-                    "partition was applied, and its sequence number is still free. Clip the gradients, or lower the learning rate",
+                    f"{describe(self.spec)}: the update would make {count} of {tensor.numel()} {name} NaN or infinite, the first is "
+                    f"{first}; nothing of this partition was applied, and its sequence number is still free. Clip the gradients, or lower "
+                    "the learning rate",
                     reason="RESULT_NOT_FINITE",
                 )
 
@@ -190,7 +199,9 @@ class Partition:
         Raises LimitError / MEMORY_EXHAUSTED.
         """
         nbytes = self.spec.nbytes if self.optimizer is None else self.optimizer.fresh_bytes(absent)
-        tensors = len(optimizer.state_names)
+        tensors = optimizer.most_state_tensors
+        if not nbytes or not tensors:
+            return
         try:
             torch.empty(tensors * nbytes, dtype=torch.uint8)
         except RuntimeError as error:
@@ -229,11 +240,11 @@ class Partition:
         """Bytes of values and optimizer state."""
         if self.values is None:
             return 0
-        return self.values.nbytes + sum(tensor.nbytes for _, tensor in self._state())
+        return self.values.nbytes + sum(tensor.nbytes for _, _, tensor in self._state())
 
     def _values(self) -> torch.Tensor:
         assert self.values is not None, f"partition {self.spec.partition_id} has no values"
         return self.values
 
-    def _state(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def _state(self) -> Iterator[tuple[str, int, torch.Tensor]]:
         return iter(()) if self.optimizer is None else self.optimizer.state()

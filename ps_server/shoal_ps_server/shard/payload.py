@@ -165,7 +165,7 @@ def describe(spec: PartitionSpec) -> str:
     first, last = spec.pieces[0], spec.pieces[-1]
     if len(spec.pieces) == 1:
         return f"partition {spec.partition_id} (elements {first.offset} to {first.offset + first.length} of tensor {first.tensor!r})"
-    return f"partition {spec.partition_id} ({len(spec.pieces)} tensors, {first.tensor!r} to {last.tensor!r})"
+    return f"partition {spec.partition_id} ({len(spec.pieces)} pieces of tensors, {first.tensor!r} to {last.tensor!r})"
 
 
 def _check_finite(header: UploadHeader, values: torch.Tensor) -> None:

@@ -1,7 +1,8 @@
 """A partition's optimizer: one `torch.optim` instance over the runs of its values.
 
 A run is one tensor for pieces that lie side by side, have the same hyperparameters and have been through the same updates: torch steps them
-at once. A push that has a gradient for a part of a run splits it, since from then on the parts differ (in Adam's count of steps, say).
+at once. A push that has a gradient for a part of a run splits it, since from then on the parts differ (in Adam's count of steps, say), for
+good where there is a state.
 """
 
 from __future__ import annotations
@@ -43,11 +44,12 @@ class PartitionOptimizer:
         """`runs`: as they were; none: before the first update. Their tensors become the optimizer's own."""
         self._values = values
         self._spec = spec
-        bounds = [(run.first, run.end) for run in runs] or list(_alike(spec, settings))
-        self._runs = [_Run(first=first, end=end, values=self._view(first, end)) for first, end in bounds]
+        self._place_of_piece = [settings.place_of(piece.tensor) for piece in spec.pieces]
+        bounds = [(run.first, run.end) for run in runs] or list(_alike(self._place_of_piece))
+        self._runs = [self._run(first, end) for first, end in bounds]
         by_place: dict[int, list[torch.Tensor]] = {}
         for run in self._runs:
-            by_place.setdefault(settings.place_of(spec.pieces[run.first].tensor), []).append(run.values)
+            by_place.setdefault(self._place_of(run), []).append(run.values)
         self._places = list(by_place)
         """Where the hyperparameters of each torch parameter group are in the settings."""
         declared = SERVER_OPTIMIZERS[settings.name]
@@ -68,19 +70,25 @@ class PartitionOptimizer:
 
     def step(self, gradient: torch.Tensor, absent: Collection[int] = ()) -> None:
         """One update. `gradient`: of all pieces but those at the positions `absent`, one after another; it is read and not kept."""
-        if absent:
-            self._split(frozenset(absent))
-        present = [run for run in self._runs if run.first not in absent]
-        gradients = dict(zip(present, gradient.split([run.values.numel() for run in present]), strict=True))
-        fresh = [run for run in present if run.values not in self._torch.state]
+        missing = frozenset(absent)
+        if missing:
+            self._split(missing)
+        present = [run for run in self._runs if run.first not in missing]
+        gradients = gradient.split([run.values.numel() for run in present])
+        fresh: dict[_Run, torch.Tensor] = {}
+        known: dict[_Run, torch.Tensor] = {}
+        for run, part in zip(present, gradients, strict=True):
+            (known if run.values in self._torch.state else fresh)[run] = part
         try:
             # Apart: torch's fused SGD fails where some have their momentum and some have not.
-            for together in (fresh, [run for run in present if run not in fresh]):
-                self._step({run: gradients[run] for run in together})
+            self._step(fresh)
+            self._step(known)
         except BaseException:
             for run in fresh:  # half of a state would be taken for a whole one
                 self._torch.state.pop(run.values, None)
             raise
+        if missing:
+            self._join_stateless()
 
     def _step(self, gradients: Mapping[_Run, torch.Tensor]) -> None:
         if not gradients:
@@ -105,10 +113,11 @@ class PartitionOptimizer:
         )
         return sum(piece.length for piece in pieces) * self._spec.element.itemsize
 
-    def state(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every tensor of the state, with the name of its kind."""
+    def state(self) -> Iterator[tuple[str, int, torch.Tensor]]:
+        """Every tensor of the state: the name of its kind, the element of the values that it begins at, and the tensor."""
         for run in self._runs:
-            yield from self._state_of(run).items()
+            for name, tensor in self._state_of(run).items():
+                yield name, self._spec.starts[run.first], tensor
 
     def images(self) -> tuple[RunImage, ...]:
         """Copies."""
@@ -122,29 +131,50 @@ class PartitionOptimizer:
             return {}
         return {name: tensor for name, tensor in self._torch.state[run.values].items() if isinstance(tensor, torch.Tensor)}
 
-    def _view(self, first: int, end: int) -> torch.Tensor:
+    def _run(self, first: int, end: int) -> _Run:
         starts = self._spec.starts
-        return self._values[starts[first] : starts[end]]
+        return _Run(first=first, end=end, values=self._values[starts[first] : starts[end]])
 
-    def _split(self, absent: frozenset[int]) -> None:
+    def _split(self, missing: frozenset[int]) -> None:
         """No run has pieces of both kinds any more."""
+        parts_of: dict[_Run, list[_Run]] = {}
+        for run in self._runs:
+            parts = [list(positions) for _, positions in groupby(range(run.first, run.end), key=missing.__contains__)]
+            if len(parts) > 1:
+                parts_of[run] = [self._run(part[0], part[-1] + 1) for part in parts]
+        for run, made in parts_of.items():
+            self._hand_down(run, made)
+        self._put([part for run in self._runs for part in parts_of.get(run, (run,))])
+
+    def _join_stateless(self) -> None:
+        """Side by side, those without a state have all been through the same, which is nothing."""
         runs: list[_Run] = []
         for run in self._runs:
-            parts = [list(positions) for _, positions in groupby(range(run.first, run.end), key=absent.__contains__)]
-            if len(parts) == 1:
+            before = runs[-1] if runs else None
+            stateless = before is not None and not self._state_of(run) and not self._state_of(before)
+            if before is not None and stateless and self._place_of(before) == self._place_of(run):
+                for each in (before, run):
+                    self._torch.state.pop(each.values, None)
+                runs[-1] = self._run(before.first, run.end)
+            else:
                 runs.append(run)
-                continue
-            made = [_Run(first=part[0], end=part[-1] + 1, values=self._view(part[0], part[-1] + 1)) for part in parts]
-            self._replace(run, made)
-            runs += made
-        self._runs = runs
+        if len(runs) < len(self._runs):
+            self._put(runs)
 
-    def _replace(self, run: _Run, parts: Sequence[_Run]) -> None:
-        for group in self._torch.param_groups:
-            for index, params in enumerate(group["params"]):
-                if params is run.values:
-                    group["params"][index : index + 1] = [part.values for part in parts]
-                    break
+    def _put(self, runs: list[_Run]) -> None:
+        """From now on these are the runs."""
+        self._runs = runs
+        by_place: dict[int, list[torch.Tensor]] = {place: [] for place in self._places}
+        for run in runs:
+            by_place[self._place_of(run)].append(run.values)
+        for group, values in zip(self._torch.param_groups, by_place.values(), strict=True):
+            group["params"] = values
+
+    def _place_of(self, run: _Run) -> int:
+        return self._place_of_piece[run.first]
+
+    def _hand_down(self, run: _Run, parts: Sequence[_Run]) -> None:
+        """Each part gets its part of the run's state."""
         if run.values not in self._torch.state:
             return
         state = self._torch.state.pop(run.values)
@@ -159,9 +189,9 @@ class PartitionOptimizer:
             begin = end
 
 
-def _alike(spec: PartitionSpec, settings: OptimizerSettings) -> Iterator[tuple[int, int]]:
+def _alike(places: Sequence[int]) -> Iterator[tuple[int, int]]:
     """First and end of each stretch of pieces with the same hyperparameters."""
-    for _, positions in groupby(range(len(spec.pieces)), key=lambda position: settings.place_of(spec.pieces[position].tensor)):
+    for _, positions in groupby(range(len(places)), key=places.__getitem__):
         stretch = list(positions)
         yield stretch[0], stretch[-1] + 1
 

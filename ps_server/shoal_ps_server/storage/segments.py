@@ -29,8 +29,8 @@ from shoal_ps_server.storage.record import Found, Record, later, read_all
 
 logger = logging.getLogger(__name__)
 
-FORMAT_VERSION: Final = 1
-"""Grows when an older release could not read the file."""
+FORMAT_VERSION: Final = 2
+"""Grows when an older release could not read the file: in 2 a partition has pieces of several tensors."""
 OPENING: Final = "journal"
 """Kind of a file's first record."""
 _PREFIX: Final = "journal."
@@ -123,7 +123,7 @@ class Segments:
     def records(self, first: int) -> Iterator[Record]:
         """All records of the files from `first` on, in order; 0: of all. Their payloads lie in the files.
 
-        Raises CorruptDataError: JOURNAL_CORRUPT, JOURNAL_NEWER; ConfigurationError / JOURNAL_FOREIGN for another server's.
+        Raises CorruptDataError: JOURNAL_CORRUPT, JOURNAL_NEWER, JOURNAL_OLDER; ConfigurationError / JOURNAL_FOREIGN for another server's.
         """
         numbers = [number for number in self.numbers() if number >= first]
         if numbers and self._opening(numbers[-1]) is None:
@@ -177,10 +177,10 @@ class Segments:
         path, fields = self.path(number), found.record.fields
         if not {"version", "job_id", "server_id", "previous_end"} <= fields.keys():
             return None
-        if fields["version"] > FORMAT_VERSION:
+        if (version := fields["version"]) != FORMAT_VERSION:
             raise CorruptDataError(
-                f"{path} has format version {fields['version']}, this release reads up to {FORMAT_VERSION}: start the newer release",
-                reason="JOURNAL_NEWER",
+                f"{path} has format version {version}, this release reads {FORMAT_VERSION}; start the release that wrote it",
+                reason="JOURNAL_NEWER" if version > FORMAT_VERSION else "JOURNAL_OLDER",
             )
         theirs = Owner(job_id=fields["job_id"], server_id=fields["server_id"])
         if theirs != self._owner:

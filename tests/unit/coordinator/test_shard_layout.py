@@ -21,6 +21,7 @@ tensors = st.lists(
         shape=st.lists(st.integers(min_value=0, max_value=3000), max_size=3).map(tuple),
         dtype=st.sampled_from(sorted(ITEM_BYTES)),
         frozen=st.booleans(),
+        apart=st.booleans(),
     ).filter(lambda tensor: tensor.elements < 1 << 26),
     max_size=30,
 )
@@ -49,17 +50,21 @@ def test_what_is_packed_together_is_of_one_dtype_and_trained_alike_in_the_order_
 ) -> None:
     for partition in lay_out(tensors, servers).partitions:
         assert len({(tensors[piece.tensor_index].dtype, tensors[piece.tensor_index].frozen) for piece in partition.pieces}) == 1
+        assert len({piece.tensor_index for piece in partition.pieces if tensors[piece.tensor_index].apart}) <= 1
+        assert len({tensors[piece.tensor_index].apart for piece in partition.pieces}) == 1
         places = [(piece.tensor_index, piece.offset) for piece in partition.pieces]
         assert places == sorted(places)
 
 
 @given(tensors=tensors, servers=st.integers(min_value=1, max_value=9))
-def test_no_server_holds_more_than_one_partition_above_another(tensors: list[TensorSpec], servers: int) -> None:
+def test_no_server_holds_more_than_one_partition_above_another_of_either_kind(tensors: list[TensorSpec], servers: int) -> None:
     layout = lay_out(tensors, servers)
-    loads = [0] * servers
-    for partition in layout.partitions:
-        loads[partition.primary] += size_of(layout, partition)
-    assert max(loads) - min(loads) <= max((size_of(layout, partition) for partition in layout.partitions), default=0)
+    for frozen in (False, True):
+        loads = [0] * servers
+        kind = [partition for partition in layout.partitions if tensors[partition.pieces[0].tensor_index].frozen is frozen]
+        for partition in kind:
+            loads[partition.primary] += size_of(layout, partition)
+        assert max(loads) - min(loads) <= max((size_of(layout, partition) for partition in kind), default=0)
 
 
 @given(tensors=tensors, servers=st.integers(min_value=1, max_value=9))
@@ -93,3 +98,19 @@ def test_a_large_tensor_is_cut_between_rows() -> None:
             assert piece.offset % 300 == piece.length % 300 == 0
     (wide,) = [TensorSpec(name="wide", shape=(2, 5 << 20), dtype="float32")]
     assert [piece.length for partition in lay_out([wide], 1).partitions for piece in partition.pieces] == [2 << 20] * 5
+
+
+def test_what_is_trained_beside_a_large_frozen_model_is_spread_over_all_servers() -> None:
+    frozen = [TensorSpec(name=f"layer{i}", shape=(4096, 4096), dtype="float32", frozen=True) for i in range(16)]
+    trained = [TensorSpec(name=f"lora{i}", shape=(4096, 8), dtype="float32") for i in range(32)]
+    layout = lay_out([tensor for pair in zip(frozen, trained[:16], strict=True) for tensor in pair] + trained[16:], 8)
+    loads = [0] * 8
+    for partition in layout.partitions:
+        if not layout.tensors[partition.pieces[0].tensor_index].frozen:
+            loads[partition.primary] += size_of(layout, partition)
+    assert loads == [sum(loads) // 8] * 8
+
+
+def test_tensors_that_are_to_be_apart_share_no_partition() -> None:
+    model = [TensorSpec(name=f"layer{i}", shape=(8,), dtype="float32", apart=True) for i in range(5)]
+    assert [len(partition.pieces) for partition in lay_out(model, 2).partitions] == [1] * 5

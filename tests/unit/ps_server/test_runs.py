@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -83,6 +84,54 @@ def test_tensors_that_go_through_the_same_are_one_to_torch(make) -> None:
     optimizer.step(torch.ones(spec.length_without((0, 1))), (0, 1))
     optimizer.step(torch.ones(spec.length))
     assert [int(run.state["step"]) for run in optimizer.images()] == [2, 4]
+
+
+def test_what_keeps_no_state_stays_together(make) -> None:
+    spec = make.packed(0, *zip(NAMES, LENGTHS, strict=True))
+    groups = [ParameterGroup(tensors=frozenset({"f"}), hyperparameters={"lr": 0.5})]
+    optimizer = PartitionOptimizer(torch.zeros(spec.length), spec, optimizer_settings(name="sgd", hyperparameters={}, groups=groups))
+    for absent in ((0, 2, 4), (), (5,), (1, 3)):
+        optimizer.step(torch.ones(spec.length_without(absent)), absent)
+        assert [(run.first, run.end) for run in optimizer.images()] == [(0, 5), (5, 6)]
+
+
+def test_an_update_that_would_come_out_infinite_names_its_tensor(make) -> None:
+    spec = make.packed(0, ("a", 2), ("b", 3), ("c", 2))
+    settings = optimizer_settings(name="sgd", hyperparameters={"lr": 10.0, "momentum": 0.5})
+    shard = make.shard(spec, optimizer=settings)
+    shard.push(make.upload([1.0, 1.0, 1.0, 1.0], spec, absent=[1]))
+    with pytest.raises(InvalidRequestError, match="1 of 7 values NaN or infinite, the first is element 2 of tensor 'b'"):
+        shard.push(make.upload([1.0, 1.0, 1.0, 1.0, 3e38, 1.0, 1.0], spec, sequence=2))
+
+
+def test_only_memory_that_an_update_needs_is_asked_for(make, monkeypatch) -> None:
+    spec = make.packed(0, ("a", 2), ("b", 3))
+    asked: list[int] = []
+    real = torch.empty
+
+    def counted(size: int, **options: Any) -> torch.Tensor:
+        if options.get("dtype") is torch.uint8:
+            asked.append(size)
+        return real(size, **options)
+
+    monkeypatch.setattr(torch, "empty", counted)
+    for hyperparameters, expected in (({}, []), ({"momentum": 0.9}, [20])):
+        shard = make.shard(spec, optimizer=optimizer_settings(name="sgd", hyperparameters=hyperparameters))
+        asked.clear()
+        for sequence in (1, 2):
+            shard.push(make.upload(torch.ones(5), spec, sequence=sequence))
+        assert asked == expected
+
+
+def test_many_pieces_that_are_left_out_cost_no_more_than_their_number(make) -> None:
+    """A search of a list for each of them took a second."""
+    pieces = [(f"t{number}", 2) for number in range(16384)]
+    spec = make.packed(0, *pieces)
+    optimizer = PartitionOptimizer(torch.zeros(spec.length), spec, optimizer_settings(name="sgd", hyperparameters={"momentum": 0.9}))
+    absent = tuple(range(0, len(pieces), 2))
+    begun = time.process_time()
+    optimizer.step(torch.ones(spec.length_without(absent)), absent)
+    assert time.process_time() - begun < 1.5
 
 
 def test_memory_for_state_is_asked_for_where_there_is_none_yet(make) -> None:

@@ -61,6 +61,12 @@ def test_what_is_received_goes_to_each_tensor_of_a_partition() -> None:
     assert [tensor.parameter.tolist() for tensor in declared] == [[0.0, 1.0, 2.0, 3.0, -1.0, -2.0], [-3.0, -4.0], [-5.0, -6.0]]
 
 
+def test_a_default_device_of_the_scripts_changes_nothing() -> None:
+    packed, _ = shares(shard_map(addresses={0: "zero:1", 1: "one:1"}), declared := tensors())[1].partitions
+    with torch.device("meta"):
+        assert packed.landing({tensor.name: tensor.target() for tensor in declared}).device.type == "cpu"
+
+
 def test_a_tensor_without_a_gradient_is_left_out_of_its_partition() -> None:
     packed, alone = shares(shard_map(addresses={0: "zero:1", 1: "one:1"}), tensors())[1].partitions
     gradients = {"b": torch.tensor([0.5, 0.25]), "c": torch.zeros(2, dtype=torch.float64)}

@@ -24,6 +24,7 @@ NADAM = OptimizerDeclaration(
     below_one=frozenset({"beta1", "beta2"}),
     pairs={"betas": ("beta1", "beta2")},
     state=frozenset({"step", "mu_product", "exp_avg", "exp_avg_sq"}),
+    state_tensors=lambda _: 2,
 )
 
 
@@ -47,7 +48,7 @@ def test_a_new_optimizer_is_a_declaration() -> None:
         optimizer.step()
         built.step(own.grad)
     assert there.equal(own.detach())
-    assert {name for name, _ in built.state()} <= settings.state_names
+    assert {name for name, _, _ in built.state()} <= settings.state_names
     with pytest.raises(InvalidRequestError, match="momentum_decay decides which state nadam keeps"):
         settings.changed({"momentum_decay": 0.0}, [])
 

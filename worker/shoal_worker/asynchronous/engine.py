@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, cast
 
 import torch
+from shoal_common import codecs
 from shoal_common.errors import ConfigurationError, CorruptDataError, PreconditionError
 from shoal_common.rpc.channel import ChannelSettings
 
@@ -74,7 +75,10 @@ class AsyncEngine(Engine):
         names = {id(parameter): name for name, parameter in self.module.named_parameters()}
         self.optimizer, self._schedule = optimizer, ServerOptimizer(optimizer, names)
         groups = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
-        tensors = [HostTensor(name, p, trained=id(p) in groups) for name, p in self.module.named_parameters()]
+        # Together with others, what has small gradients would have none of the largest values, and would be lost beside a block's scale.
+        compressor = self.config.compressor
+        apart = compressor is not None and compressor.codec not in (codecs.FLOAT16, codecs.BFLOAT16)
+        tensors = [HostTensor(name, p, trained=id(p) in groups, apart=apart) for name, p in self.module.named_parameters()]
         # Those of one parameter group lie side by side on the servers, which then step them at once.
         self._tensors = sorted(tensors, key=lambda tensor: groups.get(id(tensor.parameter), len(groups)))
         self._joins_late = self._session.is_joining

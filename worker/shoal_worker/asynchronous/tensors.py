@@ -35,8 +35,9 @@ _EMPTY = memoryview(bytearray())
 class HostTensor:
     """One declared tensor: a parameter of the module."""
 
-    def __init__(self, name: str, parameter: nn.Parameter, *, trained: bool) -> None:
+    def __init__(self, name: str, parameter: nn.Parameter, *, trained: bool, apart: bool = False) -> None:
         """`trained`: the optimizer has it, so that it is pushed and pulled in every step; the others only get their first values.
+        `apart`: it shares a partition with no other.
 
         Raises:
             ConfigurationError: a dtype that servers do not hold.
@@ -49,6 +50,7 @@ class HostTensor:
         self.name = name
         self.parameter = parameter
         self.trained = trained
+        self._apart = apart
         self.dtype: DtypeInfo = dtype_info(_NAMES[parameter.dtype])
         self._shape, self._torch_dtype = parameter.shape, parameter.dtype
         self._values: torch.Tensor | None = None
@@ -59,7 +61,8 @@ class HostTensor:
     @property
     def spec(self) -> coordinator_pb.TensorSpec:
         """For DeclareTensors."""
-        return coordinator_pb.TensorSpec(name=self.name, shape=list(self._shape), dtype=self.dtype.name, frozen=not self.trained)
+        shape, dtype = list(self._shape), self.dtype.name
+        return coordinator_pb.TensorSpec(name=self.name, shape=shape, dtype=dtype, frozen=not self.trained, apart=self._apart)
 
     def target(self) -> torch.Tensor:
         """Where values are received, flat; `publish` makes them the parameter's.
@@ -232,13 +235,15 @@ class Partition:
 
     def places(self, absent: Collection[int]) -> tuple[tuple[int, int], ...]:
         """First element and end, among the partition's, of each piece but those at the positions `absent`."""
+        missing = frozenset(absent)
         bounds = pairwise(accumulate((piece.length for piece in self.pieces), initial=0))
-        return tuple(each for position, each in enumerate(bounds) if position not in absent)
+        return tuple(each for position, each in enumerate(bounds) if position not in missing)
 
     def gathered(self, memory: Mapping[str, torch.Tensor], absent: Collection[int] = ()) -> torch.Tensor:
         """The pieces, but for those at the positions `absent`, one after another: where they lie if it is one piece alone, else a copy.
         Any thread may call it."""
-        present = [piece.of(memory) for position, piece in enumerate(self.pieces) if position not in absent]
+        missing = frozenset(absent)
+        present = [piece.of(memory) for position, piece in enumerate(self.pieces) if position not in missing]
         return present[0] if len(present) == 1 else torch.cat(present)
 
     def landing(self, memory: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -246,7 +251,7 @@ class Partition:
         if len(self.pieces) == 1:
             return self.pieces[0].of(memory)
         if self._landing is None:
-            self._landing = torch.empty(self.length, dtype=self.pieces[0].of(memory).dtype)
+            self._landing = torch.empty(self.length, dtype=self.pieces[0].of(memory).dtype, device="cpu")
         return self._landing
 
     def landed(self, memory: Mapping[str, torch.Tensor]) -> None:

@@ -246,13 +246,7 @@ class ParameterServer:
         )
 
     def _members(self) -> Members:
-        fence = self._membership.fence
-        return Members(
-            generation=fence.generation,
-            members=fence.members,
-            put_out=dict(fence.put_out),
-            slowest_clock=self._membership.clocks.slowest,
-        )
+        return Members.of(self._membership.fence, self._membership.clocks)
 
     # ---------------------------------------------------------------------------------------------------- start and end
 

@@ -177,6 +177,8 @@ class ParameterServerServicer:
                     reason="MEMBER_UNKNOWN",
                 )
             self._membership.finished(member_id, clock)
+            if self._membership.consistency.mode is ConsistencyMode.SSP:
+                self._changes.clock(member_id, clock)
             return pb.AdvanceClockResponse(slowest_clock=self._membership.clocks.slowest)
 
     async def snapshot(self, request: pb.SnapshotRequest, context: Any) -> pb.SnapshotResponse:

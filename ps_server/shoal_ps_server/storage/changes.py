@@ -16,7 +16,7 @@ from shoal_ps_server.shard.shard import Admitted, Outcome, Shard
 from shoal_ps_server.storage.image import Members
 from shoal_ps_server.storage.journal import Journal
 from shoal_ps_server.storage.record import Record
-from shoal_ps_server.storage.recovery import configuration_record, layout_record, members_record, partition_record
+from shoal_ps_server.storage.recovery import clock_record, configuration_record, layout_record, members_record, partition_record
 
 T = TypeVar("T")
 
@@ -59,6 +59,12 @@ class Changes:
         """Calls `effect` once the journal has the configuration. The future fails with UnavailableError / JOURNAL_FAILED."""
         self._configured = self._make(configuration_record(configuration), effect)
         return self._configured
+
+    def clock(self, member_id: str, clock: int) -> None:
+        """A member's word on its clock, without a push, for the journal. Nobody waits for it: a member whose word is lost is held for slower
+        than it is, until it speaks again."""
+        if self._journal is not None:
+            self._make(clock_record(member_id, clock), lambda: None)
 
     def begin_file(self, effect: Callable[[int], T]) -> asyncio.Future[T]:
         """See `Journal.rotate`; without a journal the number is 0."""

@@ -32,6 +32,8 @@ class Members:
     generation: int = -1
     members: frozenset[str] = frozenset()
     put_out: Mapping[str, int] = field(default_factory=dict)
+    clocks: Mapping[str, MemberClock] = field(default_factory=dict)
+    """Each member's."""
     slowest_clock: int = 0
 
     def fence(self) -> Fence:
@@ -39,9 +41,21 @@ class Members:
         return Fence.restored(generation=self.generation, members=self.members, put_out=self.put_out)
 
     def restored_clocks(self) -> Clocks:
-        """All members level, where the slowest stood. How far each was is not kept: it has gone on since, and one that came after the
-        snapshot would stand behind the others by all that they did meanwhile (docs/decisions/0033)."""
-        return Clocks(members={member: MemberClock(clock=self.slowest_clock) for member in self.members}, slowest=self.slowest_clock)
+        """The clocks as they were."""
+        clocks = Clocks(members=self.clocks, slowest=self.slowest_clock)
+        clocks.follow(self.members)
+        return clocks
+
+    @classmethod
+    def of(cls, fence: Fence, clocks: Clocks) -> Members:
+        """What is to be kept of these."""
+        return cls(
+            generation=fence.generation,
+            members=fence.members,
+            put_out=dict(fence.put_out),
+            clocks=clocks.members,
+            slowest_clock=clocks.slowest,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,6 +169,7 @@ def members_to_json(members: Members) -> dict[str, Any]:
         "generation": members.generation,
         "members": sorted(members.members),
         "put_out": list(members.put_out.items()),
+        "clocks": {member: [each.clock, each.origin] for member, each in members.clocks.items()},
         "slowest_clock": members.slowest_clock,
     }
 
@@ -165,6 +180,10 @@ def members_from_json(value: Mapping[str, Any]) -> Members:
         generation=int(value["generation"]),
         members=frozenset(map(str, value["members"])),
         put_out={str(member): int(generation) for member, generation in value["put_out"]},
+        clocks={
+            str(member): MemberClock(clock=int(clock), origin=None if origin is None else int(origin))
+            for member, (clock, origin) in value["clocks"].items()
+        },
         slowest_clock=int(value["slowest_clock"]),
     )
 

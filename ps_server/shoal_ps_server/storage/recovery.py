@@ -39,6 +39,8 @@ MEMBERS: Final = "members"
 CONFIGURATION: Final = "configuration"
 VALUES: Final = "values"
 PUSH: Final = "push"
+CLOCK: Final = "clock"
+"""A member told of finished iterations without a push."""
 KNOWN: Final = "known"
 """A push that was known by its batch: its number is used up, and nothing else changes."""
 
@@ -58,13 +60,18 @@ def configuration_record(configuration: Configuration) -> Record:
     return Record(kind=CONFIGURATION, fields=configuration_to_json(configuration))
 
 
+def clock_record(member_id: str, clock: int) -> Record:
+    """Makes the record of a member's word that it has finished so many iterations."""
+    return Record(kind=CLOCK, fields={"member": member_id, "clock": clock})
+
+
 def partition_record(admitted: Admitted, upload: Upload) -> Record:
     """Makes the record of a change of a partition, with its payload as it came."""
     header = admitted.header
     fields: dict[str, Any] = {"partition": header.spec.partition_id, "version": admitted.version}
     if admitted.first:
         return Record(kind=VALUES, fields=fields, payload=upload.payload)
-    fields |= {"member": header.member_id, "sequence": header.sequence, "batch": header.batch}
+    fields |= {"member": header.member_id, "sequence": header.sequence, "batch": header.batch, "clock": header.clock}
     if admitted.values is None:
         return Record(kind=KNOWN, fields=fields)
     fields |= {"base": header.base_version, "codec": header.codec}
@@ -120,7 +127,8 @@ class _Recovery:
         state = None if image is None else image.state
         self.layout = None if state is None else state.layout
         self.configuration = None if state is None else state.configuration
-        self.members = Members() if state is None else state.membership
+        self._members = Members() if state is None else state.membership
+        self._clocks = self._members.restored_clocks()
         optimizer = None if self.configuration is None else self.configuration.optimizer
         self.shard = Shard(
             optimizer=optimizer,
@@ -136,7 +144,13 @@ class _Recovery:
             VALUES: self._change,
             PUSH: self._change,
             KNOWN: self._change,
+            CLOCK: self._tick,
         }
+
+    @property
+    def members(self) -> Members:
+        """With the clocks as they were at the end."""
+        return Members.of(self._members.fence(), self._clocks)
 
     def make(self, record: Record) -> None:
         """One change, again. Raises many things for a record that cannot be."""
@@ -147,8 +161,16 @@ class _Recovery:
         self.shard.adopt(self.layout)
 
     def _learn(self, record: Record) -> None:
-        self.members = members_from_json(record.fields)
-        self.shard.forget_all_but(self.members.members | self.members.put_out.keys())
+        self._members = members_from_json(record.fields)
+        self._clocks = self._members.restored_clocks()
+        self.shard.forget_all_but(self._members.members | self._members.put_out.keys())
+
+    def _tick(self, record: Record) -> None:
+        self._finished(str(record.fields["member"]), int(record.fields["clock"]))
+
+    def _finished(self, member_id: str, clock: int) -> None:
+        if member_id in self._clocks.members:
+            self._clocks.report(member_id, clock)
 
     def _configure(self, record: Record) -> None:
         self.configuration = configuration_from_json(record.fields)
@@ -164,7 +186,7 @@ class _Recovery:
             generation=0,
             sequence=int(fields.get("sequence", 0)),
             base_version=int(fields.get("base", 0)),
-            clock=0,
+            clock=int(fields.get("clock", 0)),
             codec=int(fields.get("codec", pb.CODEC_RAW)),
             payload_bytes=record.payload.nbytes,
             checksum=0,
@@ -174,6 +196,8 @@ class _Recovery:
         have, version = self.shard.version(spec.partition_id), int(fields["version"])
         if record.kind != VALUES:
             self.shard.pushed_before(header)
+            # The iteration before it was finished for certain; this one may have come in part.
+            self._finished(header.member_id, max(0, header.clock - 1))
         if record.kind == KNOWN:
             if have == 0:
                 raise ValueError("the partition has no values")

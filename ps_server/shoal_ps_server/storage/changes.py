@@ -61,8 +61,8 @@ class Changes:
         return self._configured
 
     def clock(self, member_id: str, clock: int) -> None:
-        """A member's word on its clock, without a push, for the journal. Nobody waits for it: a member whose word is lost is held for slower
-        than it is, until it speaks again."""
+        """A member's word on its clock, without a push, for the journal. Nobody waits for it: a member whose word is lost is held for
+        slower than it is, until it speaks again."""
         if self._journal is not None:
             self._make(clock_record(member_id, clock), lambda: None)
 

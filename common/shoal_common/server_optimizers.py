@@ -40,6 +40,10 @@ class OptimizerDeclaration:
     """Keys of a torch parameter group that can have one value alone."""
     fused_from_bytes: int | None = None
     """torch's fused implementation is used for values of at least so many bytes each; None: never."""
+    not_for: frozenset[str] = frozenset()
+    """Dtypes whose values it makes NaN of, by numpy's names."""
+    always_tried: Callable[[Hyperparameters], bool] = lambda values: False
+    """Whether a sound update may come out as NaN, so that each is tried on a copy first."""
     contradiction: Callable[[Hyperparameters], str] = lambda values: ""
     """What is wrong with values of which each is possible by itself; empty: nothing."""
 
@@ -59,6 +63,10 @@ def _nesterov_alone(values: Hyperparameters) -> str:
     if values["nesterov"] and (values["momentum"] <= 0 or values["dampening"] != 0):
         return f"nesterov needs momentum above 0 and no dampening, not {values['momentum']} and {values['dampening']}"
     return ""
+
+
+_EPS_VANISHES: Final = frozenset({"float16"})
+"""Its eps is zero there, and torch divides zero by zero."""
 
 
 def _moments(values: Hyperparameters) -> int:
@@ -111,6 +119,34 @@ SERVER_OPTIMIZERS: Final = {
             state=frozenset({"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}),
             state_tensors=_moments,
             fused_from_bytes=0,
+        ),
+        OptimizerDeclaration(
+            name="adagrad",
+            torch_class="Adagrad",
+            defaults=MappingProxyType(
+                {"lr": 1e-2, "lr_decay": 0.0, "weight_decay": 0.0, "initial_accumulator_value": 0.0, "eps": 1e-10, "maximize": 0.0}
+            ),
+            switches=frozenset({"maximize"}),
+            structural=frozenset({"initial_accumulator_value"}),
+            state=frozenset({"step", "sum"}),
+            state_tensors=lambda _: 1,
+            fused_from_bytes=4,
+            not_for=_EPS_VANISHES,
+        ),
+        OptimizerDeclaration(
+            name="rmsprop",
+            torch_class="RMSprop",
+            defaults=MappingProxyType(
+                {"lr": 1e-2, "alpha": 0.99, "eps": 1e-8, "weight_decay": 0.0, "momentum": 0.0, "centered": 0.0, "maximize": 0.0}
+            ),
+            switches=frozenset({"centered", "maximize"}),
+            structural=frozenset({"centered", "momentum"}),
+            below_one=frozenset({"alpha"}),
+            state=frozenset({"step", "square_avg", "momentum_buffer", "grad_avg"}),
+            state_tensors=lambda values: 1 + int(values["momentum"] > 0) + int(values["centered"]),
+            not_for=_EPS_VANISHES,
+            # It takes the root of a difference, which rounding can make negative.
+            always_tried=lambda values: bool(values["centered"]),
         ),
     )
 }

@@ -82,7 +82,8 @@ class OptimizerSettings:
     def is_calm(self, places: Collection[int]) -> bool:
         """Whether an update by a gradient of ordinary size cannot come out infinite, nor values grow with each update by themselves, of
         tensors in these groups."""
-        return all(_is_calm(self.at(place)) for place in places)
+        declared = SERVER_OPTIMIZERS[self.name]
+        return all(_is_calm(self.at(place)) and not declared.always_tried(self.at(place)) for place in places)
 
     @cached_property
     def most_state_tensors(self) -> int:

@@ -57,7 +57,8 @@ class PartitionOptimizer:
         least = declared.fused_from_bytes
         fused = {} if least is None else {"fused": values.element_size() >= least}
         groups = [{"params": params, **declared.arguments(settings.at(place))} for place, params in by_place.items()]
-        self._torch = made(groups, **fused)
+        # Adagrad takes the state's first value from its arguments, and not from the groups.
+        self._torch = made(groups, **fused, **declared.arguments(settings.hyperparameters))
         for run, image in zip(self._runs, runs, strict=False):
             if image.state:
                 self._torch.state[run.values] = dict(image.state)

@@ -24,6 +24,8 @@ OPTIMIZERS = [
     ("sgd", {"lr": 0.1, "momentum": 0.9, "nesterov": 1.0}),
     ("adam", {"lr": 0.01, "weight_decay": 0.1}),
     ("adamw", {"lr": 0.01, "amsgrad": 1.0}),
+    ("adagrad", {"lr": 0.1, "lr_decay": 0.1, "initial_accumulator_value": 0.1}),
+    ("rmsprop", {"lr": 0.01, "momentum": 0.9}),
 ]
 
 
@@ -33,7 +35,7 @@ def torch_optimizer(name: str, parameters: Mapping[str, nn.Parameter], hyperpara
         {"params": [parameter], **declared.arguments({**declared.defaults, **hyperparameters, **own.get(tensor, {})})}
         for tensor, parameter in parameters.items()
     ]
-    return getattr(torch.optim, declared.torch_class)(groups)
+    return getattr(torch.optim, declared.torch_class)(groups, **declared.arguments({**declared.defaults, **hyperparameters}))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])

@@ -28,6 +28,18 @@ CASES = [
         {"weight_decay": 0.1, "decoupled_weight_decay": 1},
         lambda p: torch.optim.Adam(p, 0.1, weight_decay=0.1, decoupled_weight_decay=True),
     ),
+    ("adagrad", {}, lambda p: torch.optim.Adagrad(p, 0.1)),
+    (
+        "adagrad",
+        {"lr_decay": 0.1, "weight_decay": 0.01, "initial_accumulator_value": 0.5, "eps": 1e-3, "maximize": 1},
+        lambda p: torch.optim.Adagrad(p, 0.1, 0.1, 0.01, 0.5, 1e-3, maximize=True),
+    ),
+    ("rmsprop", {}, lambda p: torch.optim.RMSprop(p, 0.1)),
+    (
+        "rmsprop",
+        {"alpha": 0.9, "eps": 1e-3, "weight_decay": 0.01, "momentum": 0.9, "centered": 1, "maximize": 1},
+        lambda p: torch.optim.RMSprop(p, 0.1, 0.9, 1e-3, 0.01, 0.9, centered=True, maximize=True),
+    ),
 ]
 
 
@@ -55,8 +67,12 @@ def test_sixteen_bit_values_move_and_stay_finite(make, name, dtype) -> None:
     shard = make.shard(spec, optimizer=optimizer_settings(name=name, hyperparameters={"lr": 0.25}))
     gradient = torch.full((64,), 2e-4)
     gradient[0] = 0.0
+    if dtype in SERVER_OPTIMIZERS[name].not_for:
+        with pytest.raises(InvalidRequestError, match="NaN or infinite, the first is element 0"):
+            shard.push(make.upload(gradient, spec))
+        return
     shard.push(make.upload(gradient, spec))
-    expected = torch.full((64,), -0.5e-4 if name == "sgd" else -0.25)
+    expected = torch.full((64,), {"sgd": -0.5e-4, "rmsprop": -2.5}.get(name, -0.25))
     expected[0] = 0.0
     torch.testing.assert_close(make.values(shard).float(), expected, rtol=0.02, atol=1e-6)
 

@@ -71,12 +71,20 @@ class Halving(torch.optim.SGD):
 
 @pytest.mark.parametrize(
     "make",
-    [torch.optim.Adagrad, lambda held: Halving(held, lr=0.1), torch.optim.LBFGS],
-    ids=["adagrad", "subclass", "lbfgs"],
+    [torch.optim.Adamax, lambda held: Halving(held, lr=0.1), torch.optim.LBFGS],
+    ids=["adamax", "subclass", "lbfgs"],
 )
 def test_an_optimizer_that_servers_do_not_have_is_refused_by_name(make: Make) -> None:
-    with pytest.raises(ConfigurationError, match=r"torch\.optim\.SGD, .* and torch\.optim\.Adam;"):
+    with pytest.raises(ConfigurationError, match=r"torch\.optim\.SGD, .* and torch\.optim\.RMSprop;"):
         server_optimizer(make(parameters()))
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adagrad, torch.optim.RMSprop])
+def test_a_dtype_that_an_optimizer_makes_nan_of_is_refused_by_name(kind: type[torch.optim.Optimizer]) -> None:
+    half = [torch.nn.Parameter(torch.zeros(2, dtype=torch.float16))]
+    with pytest.raises(ConfigurationError, match=f"is float16, of which {kind.__name__} makes NaN"):
+        server_optimizer(kind(half))
+    server_optimizer(kind([torch.nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))]))
 
 
 def test_a_weight_decay_that_servers_would_apply_otherwise_is_refused() -> None:

@@ -58,7 +58,7 @@ def test_errors_know_a_new_optimizer() -> None:
     parameter = torch.nn.Parameter(torch.zeros(1))
     with pytest.raises(ConfigurationError, match=r"torch\.optim\.SGD, .* and torch\.optim\.NAdam"):
         ServerOptimizer(torch.optim.Adamax([parameter]), {id(parameter): "w"})
-    with pytest.raises(InvalidRequestError, match="expected one of adam, adamw, nadam, sgd"):
+    with pytest.raises(InvalidRequestError, match="expected one of adagrad, adam, adamw, nadam, rmsprop, sgd"):
         optimizer_settings(name="adamax", hyperparameters={})
 
 

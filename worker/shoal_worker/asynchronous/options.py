@@ -144,6 +144,13 @@ class ServerOptimizer:
                         f"{key}={group[key]!r} in a parameter group of {type(optimizer).__name__}: parameter servers have {value!r}; "
                         "use an optimizer of which it is so by default"
                     )
+            for parameter in group["params"]:
+                dtype = str(parameter.dtype).removeprefix("torch.")
+                if dtype in known.not_for:
+                    raise ConfigurationError(
+                        f"parameter {names[id(parameter)]!r} is {dtype}, of which {type(optimizer).__name__} makes NaN where a gradient is "
+                        "zero: its eps vanishes there; convert the parameter to float32 or bfloat16, or use Adam or AdamW"
+                    )
         self._declared = known
         self._optimizer = optimizer
         self._tensors = tuple(tuple(names[id(p)] for p in group["params"]) for group in optimizer.param_groups)

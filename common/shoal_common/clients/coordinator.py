@@ -103,6 +103,8 @@ class CoordinatorClient:
         want: int,
         finished: Iterable[int] = (),
         sequence: int = 0,
+        keep: bool = False,
+        returned: Iterable[int] = (),
         deadline: timedelta | None = None,
     ) -> pb.LeaseBatchesResponse:
         """Not repeated by gRPC. After an UnavailableError repeat it with the same `sequence`; without one, leases may have been given that
@@ -116,6 +118,8 @@ class CoordinatorClient:
             want=want,
             finished=finished,
             sequence=sequence,
+            keep=keep,
+            returned=returned,
         )
         return self._caller.unary("LeaseBatches", request, pb.LeaseBatchesResponse, deadline)
 

@@ -100,9 +100,13 @@ class Ledger:
             self._answers[member_id] = Answer(sequence=sequence, batches=tuple(batches))
         return tuple(batches)
 
-    def take_back(self, member_id: str) -> int:
-        """What a member holds is to be dealt again; returns how many batches there were."""
-        batches = self._leased.pop(member_id, ())
+    def take_back(self, member_id: str, batches: Iterable[int] | None = None) -> int:
+        """What a member holds of these is to be dealt again, or with None all that it holds; returns how many batches there were."""
+        held = self._leased.pop(member_id, ())
+        asked = set(held if batches is None else batches)
+        if left := tuple(batch for batch in held if batch not in asked):
+            self._leased[member_id] = left
+        batches = [batch for batch in held if batch in asked]
         for batch in batches:
             heapq.heappush(self._returned, batch)
         self.changed |= bool(batches)

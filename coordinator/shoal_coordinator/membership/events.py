@@ -160,6 +160,10 @@ class BatchesLeased:
     finished: tuple[int, ...]
     sequence: int
     """Numbers the member's requests for this loader and epoch; 0: not numbered."""
+    keep: bool = False
+    """With `want` 0: what is leased stays so."""
+    returned: tuple[int, ...] = ()
+    """To be dealt again."""
 
 
 Event = (

@@ -194,6 +194,8 @@ def parse_lease(message: pb.LeaseBatchesRequest) -> BatchesLeased:
     """Batches acknowledged and asked for."""
     if len(message.finished) > _MOST_FINISHED:
         raise wrong("finished", f"{len(message.finished)} batches", f"at most {_MOST_FINISHED} at once")
+    if len(message.returned) > _MOST_FINISHED:
+        raise wrong("returned", f"{len(message.returned)} batches", f"at most {_MOST_FINISHED} at once")
     batches_in_epoch = number("batches_in_epoch", message.batches_in_epoch)
     return BatchesLeased(
         member_id=checks.identifier("member_id", message.member_id),
@@ -203,6 +205,8 @@ def parse_lease(message: pb.LeaseBatchesRequest) -> BatchesLeased:
         want=number("want", message.want, high=_MOST_WANTED),
         finished=tuple(number("finished", batch, high=batches_in_epoch - 1) for batch in message.finished),
         sequence=number("sequence", message.sequence),
+        keep=message.keep,
+        returned=tuple(number("returned", batch, high=max(0, batches_in_epoch - 1)) for batch in message.returned),
     )
 
 

@@ -38,7 +38,7 @@ from shoal_coordinator.membership.state import (
 
 T = TypeVar("T")
 
-FORMAT: Final = 2
+FORMAT: Final = 3
 _HEADER: Final = ("number", "last_order", "stop_reason", "departing")
 
 

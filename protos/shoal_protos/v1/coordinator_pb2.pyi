@@ -589,7 +589,7 @@ class Piece(_message.Message):
     def __init__(self, tensor_index: _Optional[int] = ..., offset: _Optional[int] = ..., length: _Optional[int] = ...) -> None: ...
 
 class LeaseBatchesRequest(_message.Message):
-    __slots__ = ("job_id", "member_id", "loader", "epoch", "batches_in_epoch", "want", "finished", "sequence")
+    __slots__ = ("job_id", "member_id", "loader", "epoch", "batches_in_epoch", "want", "finished", "sequence", "keep", "returned")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
     LOADER_FIELD_NUMBER: _ClassVar[int]
@@ -598,6 +598,8 @@ class LeaseBatchesRequest(_message.Message):
     WANT_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    KEEP_FIELD_NUMBER: _ClassVar[int]
+    RETURNED_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     member_id: str
     loader: str
@@ -606,7 +608,9 @@ class LeaseBatchesRequest(_message.Message):
     want: int
     finished: _containers.RepeatedScalarFieldContainer[int]
     sequence: int
-    def __init__(self, job_id: _Optional[str] = ..., member_id: _Optional[str] = ..., loader: _Optional[str] = ..., epoch: _Optional[int] = ..., batches_in_epoch: _Optional[int] = ..., want: _Optional[int] = ..., finished: _Optional[_Iterable[int]] = ..., sequence: _Optional[int] = ...) -> None: ...
+    keep: bool
+    returned: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, job_id: _Optional[str] = ..., member_id: _Optional[str] = ..., loader: _Optional[str] = ..., epoch: _Optional[int] = ..., batches_in_epoch: _Optional[int] = ..., want: _Optional[int] = ..., finished: _Optional[_Iterable[int]] = ..., sequence: _Optional[int] = ..., keep: _Optional[bool] = ..., returned: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class LeaseBatchesResponse(_message.Message):
     __slots__ = ("batches", "epoch_done", "retry_after_ms", "newest_epoch", "first_key")

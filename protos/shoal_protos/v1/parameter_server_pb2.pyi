@@ -129,7 +129,7 @@ class SetHyperparametersResponse(_message.Message):
     def __init__(self, applied: _Optional[bool] = ...) -> None: ...
 
 class PushHeader(_message.Message):
-    __slots__ = ("job_id", "member_id", "generation", "partition_id", "shard_map_epoch", "sequence", "base_version", "clock", "dtype", "codec", "length", "payload_bytes", "checksum", "batch", "absent_pieces")
+    __slots__ = ("job_id", "member_id", "generation", "partition_id", "shard_map_epoch", "sequence", "base_version", "clock", "dtype", "codec", "length", "payload_bytes", "checksum", "batch", "absent_pieces", "finished_batches")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
@@ -145,6 +145,7 @@ class PushHeader(_message.Message):
     CHECKSUM_FIELD_NUMBER: _ClassVar[int]
     BATCH_FIELD_NUMBER: _ClassVar[int]
     ABSENT_PIECES_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_BATCHES_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     member_id: str
     generation: int
@@ -160,7 +161,8 @@ class PushHeader(_message.Message):
     checksum: int
     batch: int
     absent_pieces: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, job_id: _Optional[str] = ..., member_id: _Optional[str] = ..., generation: _Optional[int] = ..., partition_id: _Optional[int] = ..., shard_map_epoch: _Optional[int] = ..., sequence: _Optional[int] = ..., base_version: _Optional[int] = ..., clock: _Optional[int] = ..., dtype: _Optional[_Union[Dtype, str]] = ..., codec: _Optional[_Union[Codec, str]] = ..., length: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., checksum: _Optional[int] = ..., batch: _Optional[int] = ..., absent_pieces: _Optional[_Iterable[int]] = ...) -> None: ...
+    finished_batches: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, job_id: _Optional[str] = ..., member_id: _Optional[str] = ..., generation: _Optional[int] = ..., partition_id: _Optional[int] = ..., shard_map_epoch: _Optional[int] = ..., sequence: _Optional[int] = ..., base_version: _Optional[int] = ..., clock: _Optional[int] = ..., dtype: _Optional[_Union[Dtype, str]] = ..., codec: _Optional[_Union[Codec, str]] = ..., length: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., checksum: _Optional[int] = ..., batch: _Optional[int] = ..., absent_pieces: _Optional[_Iterable[int]] = ..., finished_batches: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PushChunk(_message.Message):
     __slots__ = ("header", "payload")

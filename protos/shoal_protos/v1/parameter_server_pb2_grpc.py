@@ -118,8 +118,8 @@ class ParameterServerServicer:
         An update that would make values or the optimizer's state NaN or infinite is INVALID_ARGUMENT / RESULT_NOT_FINITE.
         A server with a data directory writes a partition to its journal before it applies it: where the disk does not take it, UNAVAILABLE /
         JOURNAL_FAILED, and nothing of it or of what follows was applied.
-        A (incarnation, partition, sequence) seen before is acknowledged and not applied again; neither is a `batch` that some member has
-        pushed. One stream carries one member's partitions;
+        A (incarnation, partition, sequence) seen before is acknowledged and not applied again; neither is a `batch` that another push
+        has brought. One stream carries one member's partitions;
         when it has ended well, the member has finished the iteration `clock` on this server. Role: worker.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

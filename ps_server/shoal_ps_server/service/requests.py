@@ -118,6 +118,7 @@ def parse_upload_header(header: pb.PushHeader, layout: Layout, kind: UploadKind)
         checksum=header.checksum,
         batch=header.batch,
         absent=absent,
+        finished_batches=tuple(header.finished_batches),
     )
 
 

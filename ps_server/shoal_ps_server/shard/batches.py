@@ -1,73 +1,56 @@
-"""Which leased batches each member has pushed to the end, so that one which is dealt again after its death is not applied twice.
+"""Which leased batches were pushed to the end, so that one which is dealt again after a member's death is not applied twice.
 
-A member pushes batch after batch: when it begins another one, all partitions of this server have the one before. So for those it has
-finished the server remembers keys, and for the one it is at, each partition does (partition.py). Batches that follow one another have
-keys that do, so a member's finished batches are a few runs of keys. Belongs to the thread that owns the shard.
+A member says with each push which batches it has finished since the last. The batch that it is at, or died in, each partition knows by
+itself (partition.py). Keys of batches that follow one another do so too, so what is finished of an epoch grows together to one run of keys.
+Belongs to the thread that owns the shard.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from bisect import bisect_right, insort
+from collections.abc import Iterable
 from typing import Final
 
-MOST_RUNS: Final = 64
-"""How many runs of one member are kept; the oldest are forgotten. There is one for each block of batches that it leased."""
-
-
-@dataclass(kw_only=True)
-class MemberBatches:
-    """One member's."""
-
-    current: int = 0
-    """Key of the batch that it pushed last; 0: that had none."""
-    finished: list[tuple[int, int]] = field(default_factory=list)
-    """First key and end of each run of keys before that, the oldest run first."""
-
-    def begin(self, batch: int) -> None:
-        """The member pushes something of `batch`."""
-        if batch == self.current:
-            return
-        done, self.current = self.current, batch
-        if not done or done in self:
-            return
-        if self.finished and self.finished[-1][1] == done:
-            self.finished[-1] = (self.finished[-1][0], done + 1)
-        else:
-            self.finished.append((done, done + 1))
-            del self.finished[:-MOST_RUNS]
-
-    def __contains__(self, batch: int) -> bool:
-        return any(first <= batch < end for first, end in self.finished)
+MOST_RUNS: Final = 1 << 16
+"""How many runs are kept; then the oldest are forgotten. There is about one for each block of batches that somebody is at."""
 
 
 class Batches:
-    """All members'."""
+    """Keys, as runs of those that follow one another."""
 
-    def __init__(self, restored: Mapping[str, MemberBatches] | None = None) -> None:
-        self._members = {} if restored is None else {member: _copy(batches) for member, batches in restored.items()}
+    def __init__(self, runs: Iterable[tuple[int, int]] = ()) -> None:
+        """`runs`: first key and end of each, the oldest first."""
+        self._ends = dict(runs)
+        """First key -> end, the oldest first."""
+        self._firsts = sorted(self._ends)
 
-    def begin(self, member_id: str, batch: int) -> None:
-        """A member pushes something of `batch`; 0: of no leased one."""
-        self._members.setdefault(member_id, MemberBatches()).begin(batch)
+    def add(self, keys: Iterable[int]) -> None:
+        """They are finished."""
+        for key in keys:
+            if key and key not in self:
+                self._add(key)
 
-    def is_finished(self, batch: int) -> bool:
-        """Some member has pushed all of it here."""
-        return batch != 0 and any(batch in batches for batches in self._members.values())
+    def __contains__(self, key: int) -> bool:
+        place = bisect_right(self._firsts, key) - 1
+        return place >= 0 and key < self._ends[self._firsts[place]]
 
-    def forget(self, member_ids: Iterable[str]) -> None:
-        """Members that will not come back."""
-        for member_id in member_ids:
-            self._members.pop(member_id, None)
+    def runs(self) -> list[tuple[int, int]]:
+        """First key and end of each, the oldest first."""
+        return list(self._ends.items())
 
-    def members(self) -> tuple[str, ...]:
-        """Those of whom something is known."""
-        return tuple(self._members)
-
-    def copy(self) -> dict[str, MemberBatches]:
-        """A copy, for a snapshot."""
-        return {member: _copy(batches) for member, batches in self._members.items()}
-
-
-def _copy(batches: MemberBatches) -> MemberBatches:
-    return MemberBatches(current=batches.current, finished=list(batches.finished))
+    def _add(self, key: int) -> None:
+        place = bisect_right(self._firsts, key)
+        first, end = key, key + 1
+        if place and self._ends[self._firsts[place - 1]] == key:
+            first = self._firsts[place - 1]
+        following = self._firsts[place] if place < len(self._firsts) else None
+        if following == end:
+            end = self._ends.pop(following)
+            del self._firsts[place]
+        if first == key:
+            insort(self._firsts, key)
+        self._ends[first] = end
+        if len(self._ends) > MOST_RUNS:
+            oldest = next(iter(self._ends))
+            del self._ends[oldest]
+            self._firsts.remove(oldest)

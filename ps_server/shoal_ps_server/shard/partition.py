@@ -134,6 +134,11 @@ class Partition:
             )
         return push.batch != 0 and push.batch in known.batches.values()
 
+    def has_of_another(self, push: UploadHeader) -> bool:
+        """Another member's last push here was of the same batch."""
+        others = (batch for member, batch in self.settled.batches.items() if member != push.member_id)
+        return push.batch != 0 and push.batch in others
+
     def is_next(self, push: UploadHeader) -> bool:
         """Whether its number is the member's next: that of a push which was known by its batch is to be used up."""
         return push.sequence > (self.ahead or self.settled).sequences.get(push.member_id, 0)

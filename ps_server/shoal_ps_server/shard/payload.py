@@ -42,6 +42,8 @@ class UploadHeader:
     """Key of the leased batch that a gradient was computed on, the same whoever pushes it; 0: none."""
     absent: tuple[int, ...] = ()
     """Positions of the partition's pieces that the payload leaves out, ascending."""
+    finished_batches: tuple[int, ...] = ()
+    """Keys of batches that the member has finished on all servers."""
 
     @property
     def length(self) -> int:

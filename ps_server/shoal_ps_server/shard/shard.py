@@ -11,7 +11,7 @@ measurement). gRPC's own threads take the next chunks off the wire while torch, 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from shoal_common.errors import PreconditionError
 
-from shoal_ps_server.shard.batches import Batches, MemberBatches
+from shoal_ps_server.shard.batches import Batches
 from shoal_ps_server.shard.layout import Layout
 from shoal_ps_server.shard.optimizer import OptimizerSettings
 from shoal_ps_server.shard.partition import Partition, PartitionImage
@@ -80,11 +80,12 @@ class Shard:
         *,
         optimizer: OptimizerSettings | None = None,
         restored: Iterable[PartitionImage] = (),
-        batches: Mapping[str, MemberBatches] | None = None,
+        batches: Iterable[tuple[int, int]] = (),
     ) -> None:
+        """`batches`: see `Batches`."""
         self.batches = Batches(batches)
         """After what was applied: what a snapshot has."""
-        self._admitted_batches = Batches(batches)
+        self._admitted_batches = Batches(self.batches.runs())
         """After what was admitted: what the next push is compared with."""
         self._optimizer = optimizer
         self._partitions = {image.spec.partition_id: Partition.restored(image, optimizer) for image in restored}
@@ -140,13 +141,13 @@ class Shard:
         duplicate = self._is_known(partition, header)
         if duplicate and not partition.is_next(header):
             return None
-        self._admitted_batches.begin(header.member_id, header.batch)
         gradient = None
         if not duplicate:
             gradient = upload.values()
             partition.reserve(header.absent, self._optimizer)
             if self.needs_trial(upload):
                 partition.check_trial(gradient, header.absent, self._optimizer)
+        self._admitted_batches.add(header.finished_batches)
         version = partition.admit(header, applies=not duplicate)
         return Admitted(partition=partition, header=header, version=version, values=gradient, check_seconds=time.perf_counter() - started)
 
@@ -161,14 +162,14 @@ class Shard:
             partition.on_their_way -= 1
         elif values is None:
             partition.arrived(header, applies=False)
-            self.batches.begin(header.member_id, header.batch)
+            self.batches.add(header.finished_batches)
             self._pushes_deduplicated += 1
         else:
             assert self._optimizer is not None, "nothing is admitted without"
             staleness = partition.version - header.base_version
             partition.apply(values, header.absent, self._optimizer, self._copies)
             partition.arrived(header, applies=True)
-            self.batches.begin(header.member_id, header.batch)
+            self.batches.add(header.finished_batches)
             self._pushes_applied += 1
         return Outcome(
             partition_id=header.spec.partition_id,
@@ -188,7 +189,7 @@ class Shard:
 
     def _is_known(self, partition: Partition, header: UploadHeader) -> bool:
         """Raises as `Partition.is_duplicate`."""
-        return partition.is_duplicate(header) or self._admitted_batches.is_finished(header.batch)
+        return partition.is_duplicate(header) or header.batch in self._admitted_batches
 
     def settle(self, header: UploadHeader) -> None:
         """Uses the number of a push up that was known by its batch."""
@@ -203,16 +204,17 @@ class Shard:
         return partition.version
 
     def pushed_before(self, header: UploadHeader) -> None:
-        """Notes the batch of a push that was applied in another process."""
+        """Notes what a push that was applied in another process said of batches."""
         for batches in (self.batches, self._admitted_batches):
-            batches.begin(header.member_id, header.batch)
+            batches.add(header.finished_batches)
 
     def known(self, header: UploadHeader) -> Outcome:
         """What is answered to an upload that changes nothing."""
         if header.sequence:
             self._pushes_deduplicated += 1
         partition = self._partitions[header.spec.partition_id]
-        return Outcome(partition_id=header.spec.partition_id, version=partition.version, duplicate=True)
+        elsewhere = header.batch in self.batches or partition.has_of_another(header)
+        return Outcome(partition_id=header.spec.partition_id, version=partition.version, duplicate=True, known_batch=elsewhere)
 
     def initialize(self, upload: Upload) -> Outcome:
         """Gives a partition its first values at once; a duplicate if it has some. Raises as `admit_values`."""
@@ -247,23 +249,17 @@ class Shard:
         """Those held, ascending, with values or without."""
         return tuple(sorted(self._partitions))
 
-    def forget(self, member_ids: Collection[str]) -> None:
+    def forget(self, member_ids: Iterable[str]) -> None:
         """Drops what is known of members that will not come back."""
         for partition in self._partitions.values():
             for member_id in member_ids:
                 partition.forget(member_id)
-        self._forget_batches(member_ids)
 
     def forget_all_but(self, known: AbstractSet[str]) -> None:
         """Drops what is known of members that are not in `known`."""
         for partition in self._partitions.values():
             for member_id in partition.settled.sequences.keys() - known:
                 partition.forget(member_id)
-        self._forget_batches({*self.batches.members(), *self._admitted_batches.members()} - known)
-
-    def _forget_batches(self, member_ids: Collection[str]) -> None:
-        for batches in (self.batches, self._admitted_batches):
-            batches.forget(member_ids)
 
     def summary(self, member_id: str = "") -> ShardSummary:
         """Totals and versions, and the sequences of one member."""

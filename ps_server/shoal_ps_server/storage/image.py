@@ -7,7 +7,7 @@ was written or refused. There is no pickle anywhere.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Final
@@ -15,7 +15,6 @@ from typing import Any, Final
 from shoal_ps_server.configuration import Configuration
 from shoal_ps_server.consistency.clocks import Clocks, Consistency, ConsistencyMode, MemberClock
 from shoal_ps_server.consistency.fence import Fence
-from shoal_ps_server.shard.batches import MemberBatches
 from shoal_ps_server.shard.dtypes import BY_NAME
 from shoal_ps_server.shard.layout import Layout, PartitionSpec, Piece
 from shoal_ps_server.shard.optimizer import OptimizerSettings, ParameterGroup, optimizer_settings
@@ -67,8 +66,8 @@ class ServerState:
     layout: Layout
     configuration: Configuration | None
     membership: Members
-    batches: Mapping[str, MemberBatches] = field(default_factory=dict)
-    """Member -> the leased batches that it has pushed."""
+    batches: Sequence[tuple[int, int]] = ()
+    """Which leased batches are finished: see `Batches`."""
     journal: int = 0
     """Number of the journal's first file that has what a snapshot lacks; 0: there is no journal yet."""
 
@@ -89,7 +88,7 @@ def state_to_json(state: ServerState) -> dict[str, Any]:
         "layout": layout_to_json(state.layout),
         "configuration": None if state.configuration is None else configuration_to_json(state.configuration),
         "membership": members_to_json(state.membership),
-        "batches": {member: [batches.current, batches.finished] for member, batches in state.batches.items()},
+        "batches": list(state.batches),
         "journal": state.journal,
     }
 
@@ -102,10 +101,7 @@ def state_from_json(value: Mapping[str, Any]) -> ServerState:
         layout=layout_from_json(value["layout"]),
         configuration=None if value["configuration"] is None else configuration_from_json(value["configuration"]),
         membership=members_from_json(value["membership"]),
-        batches={
-            str(member): MemberBatches(current=int(current), finished=[(int(first), int(end)) for first, end in finished])
-            for member, (current, finished) in value["batches"].items()
-        },
+        batches=tuple((int(first), int(end)) for first, end in value["batches"]),
         journal=int(value["journal"]),
     )
 

@@ -134,7 +134,7 @@ class SnapshotKeeper:
     def _state_at(self, journal_file: int) -> ServerState:
         state = self._state()
         assert state is not None, "what is known of the partitions is not forgotten"
-        return replace(state, batches=self._shard.batches.copy(), journal=journal_file)
+        return replace(state, batches=self._shard.batches.runs(), journal=journal_file)
 
     async def _forget_journal_before(self, number: int) -> None:
         assert self._directory is not None

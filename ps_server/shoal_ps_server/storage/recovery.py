@@ -72,6 +72,8 @@ def partition_record(admitted: Admitted, upload: Upload) -> Record:
     if admitted.first:
         return Record(kind=VALUES, fields=fields, payload=upload.payload)
     fields |= {"member": header.member_id, "sequence": header.sequence, "batch": header.batch, "clock": header.clock}
+    if header.finished_batches:
+        fields["finished"] = list(header.finished_batches)
     if admitted.values is None:
         return Record(kind=KNOWN, fields=fields)
     fields |= {"base": header.base_version, "codec": header.codec}
@@ -133,7 +135,7 @@ class _Recovery:
         self.shard = Shard(
             optimizer=optimizer,
             restored=() if image is None else image.partitions,
-            batches={} if state is None else state.batches,
+            batches=() if state is None else state.batches,
         )
         if self.layout is not None:
             self.shard.adopt(self.layout)
@@ -192,6 +194,7 @@ class _Recovery:
             checksum=0,
             batch=int(fields.get("batch", 0)),
             absent=tuple(map(int, fields.get("absent", ()))),
+            finished_batches=tuple(map(int, fields.get("finished", ()))),
         )
         have, version = self.shard.version(spec.partition_id), int(fields["version"])
         if record.kind != VALUES:

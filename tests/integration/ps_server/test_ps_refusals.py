@@ -83,7 +83,7 @@ def test_another_jobs_request_is_not_found(trained, method) -> None:
 @pytest.mark.parametrize(
     ("call", "code", "why"),
     [
-        (lambda c, m: c.configure_optimizer("job", pb.OptimizerSpec(name="adagrad"), ASP), "INVALID_ARGUMENT", "OPTIMIZER_INVALID"),
+        (lambda c, m: c.configure_optimizer("job", pb.OptimizerSpec(name="lion"), ASP), "INVALID_ARGUMENT", "OPTIMIZER_INVALID"),
         (lambda c, m: c.configure_optimizer("job", SGD, pb.Consistency()), "INVALID_ARGUMENT", "CONSISTENCY_INVALID"),
         (lambda c, m: c.configure_optimizer("job", SGD, pb.Consistency(mode=2, bound=-1)), "INVALID_ARGUMENT", "CONSISTENCY_INVALID"),
         (lambda c, m: c.configure_optimizer("job", SGD, pb.Consistency(mode=1, bound=1)), "INVALID_ARGUMENT", "CONSISTENCY_INVALID"),

@@ -20,7 +20,7 @@ from shoal_worker.strategies.fitting import OptimizationInputData
 from torch import nn
 
 from tests.integration.worker_async.async_cluster import AsyncCluster
-from tests.integration.worker_async.train import FEATURES, network, problem
+from tests.integration.worker_async.train import FEATURES, SAMPLES, network, problem
 
 Make = Callable[..., AsyncCluster]
 
@@ -128,6 +128,35 @@ def test_a_server_may_hold_nothing_but_frozen_parameters(session: Session, runni
     optimizer.synchronize_parameters()
     after = model.full_state_dict()
     assert [name for name in before if not torch.equal(before[name], after[name])] == ["used.weight"]
+
+
+def test_after_a_push_that_was_refused_in_part_no_later_one_is_taken_for_it(cluster: Make) -> None:
+    """The script catches the error and goes on with other batches: each counts once on each partition."""
+    running = cluster(keeps_data=False, servers=1)
+    net = nn.ModuleDict({name: nn.Linear(FEATURES, 1, bias=False) for name in ("sound", "wild")})
+    net["wild"].bfloat16()  # a partition of its own, and the second one
+    with running.member():
+        _, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 10.0), strategy="async_sgd")
+        loader = shoal.ElasticDataLoader(problem(), batch_size=64, name="train")
+
+        def step(wild: float) -> None:
+            for name, value in (("sound", 1.0), ("wild", wild)):
+                weight = net[name].weight
+                weight.grad = torch.full_like(weight, value)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        batches = iter(loader)
+        next(batches)
+        with pytest.raises(InvalidRequestError, match="NaN or infinite"):
+            step(3e38)
+        batches.close()
+        steps = 0
+        for _ in loader:
+            step(1.0)
+            steps += 1
+        assert steps == SAMPLES // 64
+        assert versions(running) == {1 + steps}
 
 
 def test_values_are_pulled_every_so_many_steps(session: Session) -> None:

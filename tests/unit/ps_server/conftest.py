@@ -56,6 +56,7 @@ class Make:
         digest: int | None = None,
         batch: int = 0,
         absent: Sequence[int] = (),
+        finished: Sequence[int] = (),
     ) -> Upload:
         """`cuts`: byte positions between which the payload's pieces lie. `digest` None: computed."""
         spec = spec or self.spec()
@@ -73,6 +74,7 @@ class Make:
             checksum=checksum(data) if digest is None else digest,
             batch=batch,
             absent=tuple(absent),
+            finished_batches=tuple(finished),
         )
         upload = Upload(header)
         for start, end in pairwise(edges):

@@ -7,52 +7,69 @@ import random
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
-from shoal_ps_server.shard.batches import MOST_RUNS, Batches, MemberBatches
+from shoal_common.errors import InvalidRequestError
+from shoal_ps_server.shard.batches import Batches
 from shoal_ps_server.shard.shard import Shard
 from shoal_ps_server.storage.image import Members
 
 from tests.unit.ps_server.journaled import opened
 
 
-def test_a_batch_is_finished_when_its_member_begins_another() -> None:
+def test_batches_in_a_row_grow_together_whoever_has_finished_them() -> None:
     batches = Batches()
-    batches.begin("a", 100)
-    batches.begin("a", 100)
-    assert not batches.is_finished(100)
-    batches.begin("a", 101)
-    assert batches.is_finished(100)
-    assert not batches.is_finished(101)
-    batches.begin("a", 0)
-    assert batches.is_finished(101)
-    assert not batches.is_finished(0), "none is no batch"
-    batches.forget(["a"])
-    assert not batches.is_finished(100)
+    keys = list(range(1000, 1100))
+    random.Random(1).shuffle(keys)
+    for number, key in enumerate(keys):
+        assert key not in batches
+        batches.add([key])
+        assert all(each in batches for each in keys[: number + 1])
+    batches.add([0, 999, 2000])
+    assert sorted(batches.runs()) == [(999, 1100), (2000, 2001)]
+    assert 0 not in batches, "none is no batch"
+    assert Batches(batches.runs()).runs() == batches.runs()
 
 
-def test_batches_in_a_row_are_one_run_and_the_oldest_runs_are_forgotten() -> None:
-    member = MemberBatches()
-    for batch in range(1000, 1100):
-        member.begin(batch)
-    assert member.finished == [(1000, 1099)]
-    for block in range(2 * MOST_RUNS):
-        member.begin(5000 + 10 * block)
-    assert len(member.finished) == MOST_RUNS
-    assert 5000 + 10 * (2 * MOST_RUNS - 2) in member
-    assert 1000 not in member
+def test_the_oldest_runs_are_forgotten(monkeypatch) -> None:
+    monkeypatch.setattr("shoal_ps_server.shard.batches.MOST_RUNS", 3)
+    batches = Batches()
+    batches.add([10, 20, 30, 40, 41])
+    assert 10 not in batches
+    assert all(key in batches for key in (20, 30, 40, 41))
 
 
 def test_a_batch_of_another_member_is_acknowledged_and_not_applied(make) -> None:
+    """Two loaders in turns, as well: their batches come one from each."""
     shard = make.shard(make.spec(0), make.spec(1, tensor="bias"))
-    for sequence, batch in enumerate((7, 8, 9), 1):
+    keys = [key for pair in zip(range(1000, 1200), range(5000, 5200), strict=True) for key in pair]
+    told: list[int] = []
+    for sequence, batch in enumerate(keys, 1):
         for spec in (make.spec(0), make.spec(1, tensor="bias")):
-            if (batch, spec.partition_id) != (9, 1):  # it dies in the middle of its third push
-                shard.push(make.upload(torch.ones(6), spec, sequence=sequence, batch=batch))
-    for sequence, batch in enumerate((7, 8, 9), 1):
+            if (batch, spec.partition_id) != (keys[-1], 1):  # it dies in the middle of its last push
+                shard.push(make.upload(torch.ones(6), spec, sequence=sequence, batch=batch, finished=told))
+                told = []
+        told = [batch]
+    for sequence, batch in enumerate(keys, 1):
         for spec in (make.spec(0), make.spec(1, tensor="bias")):
             outcome = shard.push(make.upload(torch.ones(6), spec, member="b", sequence=sequence, batch=batch))
-            assert outcome.known_batch is ((batch, spec.partition_id) != (9, 1))
-    assert [shard.version(number) for number in (0, 1)] == [4, 4]
+            assert outcome.known_batch is ((batch, spec.partition_id) != (keys[-1], 1))
+            again = shard.push(make.upload(torch.ones(6), spec, member="b", sequence=sequence, batch=batch))
+            assert again.duplicate
+            assert again.known_batch is outcome.known_batch, "also when the answer was lost"
+    assert [shard.version(number) for number in (0, 1)] == [1 + len(keys)] * 2
+
+
+def test_a_batch_that_was_refused_or_left_half_done_is_not_taken_for_finished(make) -> None:
+    """Its member gave it up and went on with another one; who gets it then pushes what is missing."""
+    shard = make.shard(make.spec(0), make.spec(1, tensor="bias"))
+    shard.push(make.upload(torch.ones(6), make.spec(0), batch=8))
+    with pytest.raises(InvalidRequestError):
+        shard.push(make.upload([float("nan")] * 6, make.spec(1, tensor="bias"), batch=8))
+    for sequence, spec in ((2, make.spec(0)), (1, make.spec(1, tensor="bias"))):
+        shard.push(make.upload(torch.ones(6), spec, sequence=sequence, batch=9))
+    outcomes = [shard.push(make.upload(torch.ones(6), spec, member="b", batch=8)) for spec in (make.spec(0), make.spec(1, tensor="bias"))]
+    assert not outcomes[1].duplicate
 
 
 def test_what_is_known_of_batches_is_the_same_after_a_recovery(make, tmp_path: Path) -> None:
@@ -73,10 +90,13 @@ def test_what_is_known_of_batches_is_the_same_after_a_recovery(make, tmp_path: P
                 for batch in range(state["next"], state["next"] + generator.randrange(1, 6)):
                     state["next"] = batch + 1
                     state["sequences"][member] = sequence = state["sequences"].get(member, 0) + 1
-                    dies = generator.random() < 0.3
+                    dies, told = generator.random() < 0.3, state["told"].pop(member, ())
                     reached = generator.randrange(len(specs)) if dies else len(specs)
                     for spec in specs[:reached]:
-                        await server.push(make.upload(torch.full((6,), float(batch)), spec, member=member, sequence=sequence, batch=batch))
+                        gradient = torch.full((6,), float(batch))
+                        await server.push(make.upload(gradient, spec, member=member, sequence=sequence, batch=batch, finished=told))
+                        told = ()
+                    state["told"][member] = (batch,)
                     if generator.random() < 0.3:
                         await server.snapshots.write()
                     state["pushed"].setdefault(member, []).append(batch)
@@ -99,7 +119,7 @@ def test_what_is_known_of_batches_is_the_same_after_a_recovery(make, tmp_path: P
             assert image is not None
             assert image.values.tolist() == [-float(sum(range(1, state["next"])))] * 6
 
-    state: dict[str, Any] = {"next": 1, "members": list("abcde"), "dead": [], "pushed": {}, "sequences": {}}
+    state: dict[str, Any] = {"next": 1, "members": list("abcde"), "dead": [], "pushed": {}, "sequences": {}, "told": {}}
     for seed in range(8):
         asyncio.run(life(seed, state))
         state["members"] = [member for member in state["members"] if member not in state["dead"]]

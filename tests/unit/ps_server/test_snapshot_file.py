@@ -56,6 +56,7 @@ def image(make) -> ServerImage:
             revision=9,
         ),
         membership=Members(generation=7, members=frozenset({"a", "b"}), put_out={"c": 6, "b": 5}, clocks=CLOCKS, slowest_clock=10),
+        batches=((2**63, 2**63 + 7), (5, 6)),
         journal=3,
     )
     images = tuple(taken for number in shard.partition_ids() if (taken := shard.image(number)) is not None)

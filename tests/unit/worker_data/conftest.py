@@ -68,9 +68,9 @@ class FakeSession:
     def end_epoch(self, source):
         self.calls.append(("end_epoch",))
 
-    def lease_batches(self, *, loader, epoch, batches_in_epoch, finished, want):
+    def lease_batches(self, *, loader, epoch, batches_in_epoch, finished, want, at_hand=None):
         self.calls.append(("lease", epoch, tuple(finished), want))
-        return self.coordinator.lease(self, epoch, batches_in_epoch, finished, want)
+        return self.coordinator.lease(self, epoch, batches_in_epoch, finished, want, at_hand)
 
     def said(self, kind):
         return [call for call in self.calls if call[0] == kind]
@@ -92,13 +92,13 @@ class FakeCoordinator:
         self.free = {}
         self.held = {}
 
-    def lease(self, holder, epoch, batches, finished, want):
+    def lease(self, holder, epoch, batches, finished, want, at_hand=None):
         free = self.free.setdefault(epoch, list(range(batches)))
         held = self.held.setdefault(epoch, {})
         for batch in finished:
             held.pop(batch, None)
         if want == 0:
-            free[:0] = [batch for batch, by in held.items() if by is holder]
+            free[:0] = [batch for batch, by in held.items() if by is holder and batch != at_hand]
             for batch in free:
                 held.pop(batch, None)
         taken, free[:] = free[:want], free[want:]

@@ -36,7 +36,8 @@ def test_one_member_gets_every_batch_once_with_one_call_a_step(alone):
         loader.committed(alone.placement)
     assert seen == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9]]
     assert len(loader) == loader.global_step == 4
-    assert alone.said("lease") == [("lease", 0, (), 1), *[("lease", 0, (b,), 1) for b in range(4)]]
+    left = ("lease", 0, (), 0)
+    assert alone.said("lease") == [("lease", 0, (), 1), *[("lease", 0, (b,), 1) for b in range(4)], left]
     assert loader.state_dict()["epoch"] == 1
     assert len(alone.said("end_epoch")) == 1
 

@@ -281,9 +281,13 @@ class AsyncEngine(Engine):
                 _move_to_epoch(source, self._leases.newest_epoch(source.name, source.epoch))
                 self._placed = True
 
-    def lease_batches(self, *, loader: str, epoch: int, batches_in_epoch: int, finished: Sequence[int], want: int) -> Leases:
+    def lease_batches(
+        self, *, loader: str, epoch: int, batches_in_epoch: int, finished: Sequence[int], want: int, at_hand: int | None = None
+    ) -> Leases:
         """See `LoaderSession`."""
-        answer = self._leases.lease(loader=loader, epoch=epoch, batches_in_epoch=batches_in_epoch, finished=finished, want=want)
+        answer = self._leases.lease(
+            loader=loader, epoch=epoch, batches_in_epoch=batches_in_epoch, finished=finished, want=want, at_hand=at_hand
+        )
         if want and not answer.batches:
             if answer.epoch_done:
                 # Nobody pushes before the next epoch begins: what is evaluated between epochs is the same on all ranks.

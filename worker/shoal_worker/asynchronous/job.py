@@ -121,10 +121,18 @@ class Job:
         return next((server.address for server in servers if server.server_index == index and server.address), None)
 
     def lease_batches(
-        self, *, loader: str, epoch: int, batches_in_epoch: int, want: int, finished: Sequence[int], sequence: int
+        self,
+        *,
+        loader: str,
+        epoch: int,
+        batches_in_epoch: int,
+        want: int,
+        finished: Sequence[int] = (),
+        returned: Sequence[int] = (),
+        sequence: int = 0,
     ) -> pb.LeaseBatchesResponse:
-        """Leases batches and acknowledges finished ones, once. Raises what the coordinator refuses, and UnavailableError or DeadlineError
-        where it cannot be reached."""
+        """Leases batches, acknowledges finished ones and gives others back, once. Raises what the coordinator refuses, and UnavailableError
+        or DeadlineError where it cannot be reached."""
         return self._link.client.lease_batches(
             self.job_id,
             self.member_id,
@@ -134,6 +142,8 @@ class Job:
             want=want,
             finished=finished,
             sequence=sequence,
+            keep=True,
+            returned=returned,
         )
 
     def server_channel(self, address: str) -> ChannelSettings:

@@ -20,7 +20,7 @@ from shoal_common.errors import DeadlineError, UnavailableError
 from shoal_protos.v1 import coordinator_pb2 as pb
 
 from shoal_worker.asynchronous.job import Job
-from shoal_worker.elastic.loader_interface import Leases
+from shoal_worker.elastic.loader_interface import Leases, StopTraining
 
 _log = logging.getLogger(__name__)
 
@@ -33,19 +33,24 @@ _LOOK_S: Final = 0.2
 """Between two looks at whether this worker is to leave: SIGTERM cannot notify."""
 _LAST_WORD_S: Final = 5.0
 """How long a worker that leaves tries to say what it has finished."""
+_SPARED: Final = 8
+"""So many batches above twice enough are not worth giving back."""
+_NOTHING: Final = Leases(batches=(), epoch_done=False, retry_after_s=0.0)
 
 
 class LeaseSource(Protocol):
     """Gives out the batches of each loader's epochs, each to one worker. Used by the training thread."""
 
-    def lease(self, *, loader: str, epoch: int, batches_in_epoch: int, finished: Sequence[int], want: int) -> Leases:
+    def lease(
+        self, *, loader: str, epoch: int, batches_in_epoch: int, finished: Sequence[int], want: int, at_hand: int | None = None
+    ) -> Leases:
         """See `LoaderSession.lease_batches`. Loaders take batches in the order in which they were leased, one at a time, and say `finished`
-        before they take the next. `want` 0: the loop is left; beside those finished, what is still leased goes back."""
+        before they take the next. `want` 0: the loop is left; beside those finished, what is still leased goes back, but `at_hand`."""
         ...
 
     def at_hand(self, loader: str) -> int:
         """Key of the batch of `loader` that is being worked on: the same in whichever member has it, and of no other batch of the job.
-        0: it cannot come to another member."""
+        0: there is none, or it cannot come to another member."""
         ...
 
     def newest_epoch(self, loader: str, epoch: int) -> int:
@@ -63,7 +68,7 @@ class LeaseSource(Protocol):
 
 @dataclass(kw_only=True, eq=False)
 class _Block:
-    """What this worker has of one epoch of one loader. Guarded by the lock of `CoordinatorLeases`; `numbered` is the thread's."""
+    """What this worker has of one epoch of one loader. Guarded by the lock of `CoordinatorLeases`. Each batch is in one of four places."""
 
     loader: str
     epoch: int
@@ -75,25 +80,40 @@ class _Block:
     """Handed to the loader and not finished; the first one is at hand."""
     finished: list[int] = field(default_factory=list)
     """Not acknowledged yet."""
-    finished_at: float = 0.0
-    """When the last one was finished; and `unsaid_since`: when the first one was that is not acknowledged."""
-    unsaid_since: float = 0.0
-    pace_s: float = 0.0
-    """Seconds from one finished batch to the next, averaged; 0: not known."""
-    dry: bool = False
-    """The coordinator had no more, the last time."""
+    returned: list[int] = field(default_factory=list)
+    """Not trained on here, which the coordinator is to hear."""
+    loop_left: bool = False
+    """Nobody takes batches: none is leased ahead."""
     wanted: int = 0
     """The training thread waits until so many were asked for."""
-    goes_back: bool = False
-    """The training thread waits until all of it is acknowledged or given back."""
+    asking: bool = False
+    """A request is on its way."""
+    unsaid_since: float = 0.0
+    """When the first of those was finished that are not acknowledged; and `finished_at`: when the last one was."""
+    finished_at: float = 0.0
+    pace_s: float = 0.0
+    """Seconds from one finished batch to the next, averaged; 0: not known."""
+    dry_until: float = 0.0
+    """The coordinator had none for this worker, and is not asked before then unless the training thread waits."""
     answer: pb.LeaseBatchesResponse | None = None
     """The last one."""
     failure: Exception | None = None
-    """What the coordinator refused the last request with."""
-    trouble: str = ""
-    """Why it has not answered yet."""
-    numbered: int = 0
-    """Number of the last request."""
+    """What the coordinator refused a request with; the training thread is to raise it."""
+
+    @property
+    def is_settled(self) -> bool:
+        """The coordinator knows all that it is to know."""
+        return not (self.finished or self.returned or self.asking)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Request:
+    block: _Block
+    want: int
+    finished: tuple[int, ...]
+    returned: tuple[int, ...]
+    sequence: int
+    waited_for: bool
 
 
 class CoordinatorLeases:
@@ -105,16 +125,22 @@ class CoordinatorLeases:
         self._job = job
         self._ahead_s = ahead.total_seconds()
         self._blocks: dict[str, _Block] = {}
-        """The newest of each loader."""
+        """The newest of each loader: another one only when this is settled."""
         self._changed = threading.Condition()
         self._closed = False
         self._thread: threading.Thread | None = None
+        self._numbered = 0
+        """Number of the last request; the thread's own."""
+        self._trouble = ""
+        """Why the coordinator has not answered yet."""
 
-    def lease(self, *, loader: str, epoch: int, batches_in_epoch: int, finished: Sequence[int], want: int) -> Leases:
+    def lease(
+        self, *, loader: str, epoch: int, batches_in_epoch: int, finished: Sequence[int], want: int, at_hand: int | None = None
+    ) -> Leases:
         """See `LeaseSource`.
 
         Raises:
-            StopTraining: this worker has nothing left to do, and is to leave.
+            StopTraining: this worker has nothing left to do, and is to leave; or has left.
             DeadlineError: the coordinator was away for too long.
             ShoalError: what it refuses.
         """
@@ -122,12 +148,21 @@ class CoordinatorLeases:
             block = self._block(loader, epoch, batches_in_epoch)
             _finish(block, finished)
             if want == 0:
-                self._give_back(block)
-                return Leases(batches=(), epoch_done=False, retry_after_s=0.0)
+                self._leave(block, at_hand)
+                return _NOTHING
+            block.loop_left = False
+            if block.failure is not None:
+                raise _taken(block)
             if not block.leased:
+                if block.out:  # enough for this step
+                    block.dry_until = 0.0
+                    self._changed.notify_all()
+                    return _NOTHING
                 block.wanted = want
-                self._await(block, lambda: bool(block.leased) or not block.wanted)
-                block.wanted = 0
+                try:
+                    self._await(block, lambda: bool(block.leased) or not block.wanted, for_batches=True)
+                finally:
+                    block.wanted = 0
             answer = block.answer
             given = tuple(block.leased.popleft() for _ in range(min(want, len(block.leased))))
             block.out += given
@@ -138,16 +173,21 @@ class CoordinatorLeases:
     def at_hand(self, loader: str) -> int:
         """See `LeaseSource`."""
         with self._changed:
-            block = self._blocks[loader]
-            return block.first_key + block.out[0]
+            block = self._blocks.get(loader)
+            return 0 if block is None or not block.out else block.first_key + block.out[0]
 
     def newest_epoch(self, loader: str, epoch: int) -> int:
         """See `LeaseSource`. Raises DeadlineError, and StopTraining when this worker is to leave."""
         answer = self._job.insist(
-            "the coordinator",
-            lambda: self._job.lease_batches(loader=loader, epoch=epoch, batches_in_epoch=0, want=0, finished=(), sequence=0),
+            "the coordinator", lambda: self._job.lease_batches(loader=loader, epoch=epoch, batches_in_epoch=0, want=0)
         )
         return max(epoch, answer.newest_epoch)
+
+    def is_idle(self, loader: str) -> bool:
+        """See `LeaseSource`."""
+        with self._changed:
+            block = self._blocks[loader]
+            return not block.out and not block.leased
 
     def close(self) -> None:
         """See `LeaseSource`. What is leased or not acknowledged is dealt again."""
@@ -157,12 +197,6 @@ class CoordinatorLeases:
         if self._thread is not None:
             self._thread.join(_LAST_WORD_S)
 
-    def is_idle(self, loader: str) -> bool:
-        """See `LeaseSource`."""
-        with self._changed:
-            block = self._blocks[loader]
-            return not block.out and not block.leased
-
     # ------------------------------------------------------------------------------------------ the training thread, with the lock
 
     def _block(self, loader: str, epoch: int, batches_in_epoch: int) -> _Block:
@@ -170,8 +204,7 @@ class CoordinatorLeases:
         if block is not None and block.epoch == epoch:
             return block
         if block is not None:
-            # Its loop was left with a batch that was handed out, and could still be finished until now.
-            self._give_back(block)
+            self._leave(block, None)  # with a batch that was handed out, and could still be finished until now
         pace_s = 0.0 if block is None else block.pace_s
         block = self._blocks[loader] = _Block(loader=loader, epoch=epoch, batches_in_epoch=batches_in_epoch, pace_s=pace_s)
         if self._thread is None:
@@ -179,73 +212,80 @@ class CoordinatorLeases:
             self._thread.start()
         return block
 
-    def _give_back(self, block: _Block) -> None:
-        if not (block.leased or block.out or block.finished):
-            return
-        block.goes_back = True
-        self._await(block, lambda: not block.goes_back)
+    def _leave(self, block: _Block, at_hand: int | None) -> None:
+        """Gives back all but `at_hand`. From here on they are not this worker's, whenever the coordinator hears of it."""
+        block.loop_left = True
+        block.returned += [batch for batch in (*block.out, *block.leased) if batch != at_hand]
+        block.out = [batch for batch in block.out if batch == at_hand]
+        block.leased.clear()
+        if not block.is_settled:
+            self._await(block, lambda: block.is_settled, for_batches=False)
 
-    def _await(self, block: _Block, done: Callable[[], bool]) -> None:
-        """Returns when the thread has done what is asked of it, or this object is closed. Raises as `lease`."""
+    def _await(self, block: _Block, done: Callable[[], bool], *, for_batches: bool) -> None:
+        """Returns when the thread has done what is asked of it. Raises as `lease`."""
         begun = time.monotonic()
         leaving_since: float | None = None
-        patience_s = self._job.patience.total_seconds()
         block.failure = None
         self._changed.notify_all()
-        while not done() and not self._closed:
+        while not done():
+            if block.failure is not None:
+                raise _taken(block)
             now = time.monotonic()
+            if self._closed:
+                if for_batches:
+                    raise StopTraining("this worker has left its job")
+                return
             if self._job.leaving:
-                if block.wanted:
+                if for_batches:
                     raise self._job.departure()
                 leaving_since = leaving_since or now
-            if now - begun > patience_s or (leaving_since is not None and now - leaving_since > _LAST_WORD_S):
-                block.wanted, block.goes_back = 0, False
+            if now - begun > self._job.patience.total_seconds() or (leaving_since is not None and now - leaving_since > _LAST_WORD_S):
                 raise DeadlineError(
-                    f"waited {now - begun:.0f} s for the coordinator to lease batches of loader {block.loader!r}: {block.trouble}"
+                    f"waited {now - begun:.0f} s for the coordinator to hear of batches of loader {block.loader!r}"
+                    f"{f': {self._trouble}' if self._trouble else ''}"
                 )
             self._changed.wait(_LOOK_S)
-        if block.failure is not None:
-            raise block.failure
 
     # -------------------------------------------------------------------------------------------------------------- the thread
 
     def _run(self) -> None:
         while True:
             with self._changed:
-                while not self._closed and (due := self._due()) is None:
+                while not self._closed and (request := self._due()) is None:
                     self._changed.wait(_LOOK_S)
                 if self._closed:
                     return
-                assert due is not None
-                block, want = due
-                finished, waited_for = tuple(block.finished), block.wanted
-                block.numbered += 1
-            answer = self._ask(block, finished, want)
+                assert request is not None
+                request.block.asking = True
+            answer = self._ask(request)
             with self._changed:
-                if isinstance(answer, Exception):
-                    block.failure = answer
-                    block.goes_back, block.wanted = False, 0
-                elif answer is not None:
-                    self._take(block, finished, want, answer)
-                    if waited_for:
-                        block.wanted = 0
+                self._take(request, answer)
                 self._changed.notify_all()
 
-    def _due(self) -> tuple[_Block, int] | None:
-        """The next request: a block, and how many batches to ask for."""
+    def _due(self) -> _Request | None:
+        """The next request, if one is due."""
+        now = time.monotonic()
         for block in self._blocks.values():
-            if block.goes_back:
-                return block, 0
-            missing = self._enough(block) - len(block.leased)
-            if block.wanted:
-                return block, max(block.wanted, min(missing, _MOST_WANTED))
-            if block.failure is not None:
+            if block.failure is not None and not block.wanted:
                 continue  # until the training thread asks
-            late = (
-                bool(block.finished) and self._ahead_s > 0 and time.monotonic() - block.unsaid_since > self._ahead_s / _ACKNOWLEDGED_AFTER
-            )
-            if late or (not block.dry and 2 * missing > self._enough(block)):
-                return block, max(1, min(missing, _MOST_WANTED))
+            enough = self._enough(block)
+            if enough and len(block.leased) > 2 * enough + _SPARED and not block.loop_left:
+                # This worker has become slower: the others have more of it.
+                block.returned += [block.leased.pop() for _ in range(len(block.leased) - enough)]
+            missing = min(max(enough - len(block.leased), 0), _MOST_WANTED)
+            late = bool(block.finished) and self._ahead_s > 0 and now - block.unsaid_since > self._ahead_s / _ACKNOWLEDGED_AFTER
+            runs_out = not block.loop_left and 2 * missing > enough and now >= block.dry_until
+            want = max(block.wanted, missing) if block.wanted else missing if runs_out else 0
+            if want or block.returned or late or (block.loop_left and block.finished):
+                self._numbered += 1
+                return _Request(
+                    block=block,
+                    want=want,
+                    finished=tuple(block.finished),
+                    returned=tuple(block.returned),
+                    sequence=self._numbered,
+                    waited_for=bool(block.wanted),
+                )
         return None
 
     def _enough(self, block: _Block) -> int:
@@ -253,8 +293,9 @@ class CoordinatorLeases:
             return 0
         return min(_MOST_WANTED, 1 + int(self._ahead_s / block.pace_s))
 
-    def _ask(self, block: _Block, finished: Sequence[int], want: int) -> pb.LeaseBatchesResponse | Exception | None:
+    def _ask(self, request: _Request) -> pb.LeaseBatchesResponse | Exception | None:
         """None: this object was closed meanwhile."""
+        block = request.block
         backoff = Backoff(longest_s=_LONGEST_BACKOFF_S)
         told = False
         while True:
@@ -263,14 +304,15 @@ class CoordinatorLeases:
                     loader=block.loader,
                     epoch=block.epoch,
                     batches_in_epoch=block.batches_in_epoch,
-                    want=want,
-                    finished=finished,
-                    sequence=block.numbered,
+                    want=request.want,
+                    finished=request.finished,
+                    returned=request.returned,
+                    sequence=request.sequence,
                 )
             except (UnavailableError, DeadlineError) as error:
                 if error.reason == "CLIENT_CLOSED":
                     return error
-                block.trouble = str(error)
+                self._trouble = str(error)
                 if not told:
                     _log.warning("the coordinator leases no batches now, %d are left: %s", len(block.leased), error)
                     told = True
@@ -280,18 +322,33 @@ class CoordinatorLeases:
                 if self._changed.wait_for(lambda: self._closed, backoff.next_s()):
                     return None
 
-    @staticmethod
-    def _take(block: _Block, finished: Sequence[int], want: int, answer: pb.LeaseBatchesResponse) -> None:
-        del block.finished[: len(finished)]
+    def _take(self, request: _Request, answer: pb.LeaseBatchesResponse | Exception | None) -> None:
+        block = request.block
+        block.asking = False
+        self._trouble = ""
+        if isinstance(answer, Exception):
+            _log.warning("the coordinator refused to lease batches of loader %r: %s", block.loader, answer)
+            block.failure = answer
+            return
+        if answer is None:
+            return
+        del block.finished[: len(request.finished)]
+        del block.returned[: len(request.returned)]
         block.unsaid_since = time.monotonic()
-        if want == 0:
-            block.leased.clear()
-            block.out.clear()
-            block.goes_back = False
-        block.leased += answer.batches
-        block.dry = not answer.batches
+        # Where the loop was left meanwhile, nobody takes them.
+        (block.returned if block.loop_left else block.leased).extend(answer.batches)
+        if request.want and not answer.batches:
+            block.dry_until = time.monotonic() + self._ahead_s / _ACKNOWLEDGED_AFTER
+        if request.waited_for:
+            block.wanted = 0
         block.first_key = answer.first_key or block.first_key
         block.answer = answer
+
+
+def _taken(block: _Block) -> Exception:
+    failure, block.failure = block.failure, None
+    assert failure is not None
+    return failure
 
 
 def _finish(block: _Block, finished: Sequence[int]) -> None:
@@ -317,13 +374,16 @@ class LocalLeases:
         self._returned: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
         self._open: defaultdict[tuple[str, int], set[int]] = defaultdict(set)
 
-    def lease(self, *, loader: str, epoch: int, batches_in_epoch: int, finished: Sequence[int], want: int) -> Leases:
+    def lease(
+        self, *, loader: str, epoch: int, batches_in_epoch: int, finished: Sequence[int], want: int, at_hand: int | None = None
+    ) -> Leases:
         """See `LeaseSource`."""
         key = (loader, epoch)
         self._open[key] -= set(finished)
         if want == 0:
-            self._returned[key] = sorted({*self._returned[key], *self._open[key]})
-            self._open[key].clear()
+            back = self._open[key] - {at_hand}
+            self._returned[key] = sorted({*self._returned[key], *back})
+            self._open[key] -= back
         again, self._returned[key] = self._returned[key][:want], self._returned[key][want:]
         first = self._dealt[key]
         fresh = range(first, min(first + want - len(again), batches_in_epoch))

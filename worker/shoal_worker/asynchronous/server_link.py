@@ -49,6 +49,9 @@ _TURN_WAIT: Final = timedelta(seconds=5)
 """ssp: between two looks at whether this worker is to leave while it waits for slower ones."""
 _LEAVES_AFTER_S: Final = 5.0
 """A worker that is to leave waits no longer for a server that is away. Its batch is dealt again."""
+_MOST_FINISHED: Final = 2048
+"""How many batches are kept to be told to a server that is pushed to now and then: more than a worker may have leased, so that those before
+them are acknowledged."""
 _LARGEST_CLOCK: Final = 2**63 - 1
 _TRANSIENT: Final = (UnavailableError, DeadlineError, CorruptDataError)
 _REWOUND: Final = frozenset({"SEQUENCE_GAP", "BASE_VERSION_AHEAD", "PARTITION_UNINITIALIZED", "OPTIMIZER_UNCONFIGURED"})
@@ -102,6 +105,10 @@ class ServerLink:
         self._revision = Revision(number=0, groups=())
         """The newest that this server was told."""
         self._clock = 0
+        self._finished_batches: list[int] = []
+        """Finished on all servers, and not told to this one yet."""
+        self._unsure: int | None = None
+        """A push was given up, and nobody knows what became of it: the key of its batch, or 0."""
         self._started = False
         self._stream_deadline = timedelta(seconds=60 + sum(partition.size_bytes for partition in share.partitions) / _SLOWEST_BYTES_PER_S)
         self._address = share.address
@@ -154,14 +161,23 @@ class ServerLink:
         outcome = Pushed(staleness=0, known=True)
         pushed = [each for each in self._trained if any(piece.tensor.name in iteration.gradients for piece in each.pieces)]
         if pushed:
+            if self._unsure is not None and self._unsure != iteration.batch:
+                self._insist("GetServer", self._adopt)  # this is another push, which must not pass for that one
+            self._unsure = iteration.batch
             with self._payloads.gradients(pushed, iteration) as payloads:
                 outcome = self._insist("Push", lambda: self._push(pushed, payloads(), iteration))
+            self._unsure = None
         self._clock = iteration.clock
         if iteration.pull:
             self._pull_in_turn()
         elif not pushed:
             self.advance_clock(iteration.clock)
         return outcome
+
+    def finished(self, batch: int) -> None:
+        """Every push of the batch with this key was acknowledged, on all servers."""
+        self._finished_batches.append(batch)
+        del self._finished_batches[:-_MOST_FINISHED]
 
     def pull(self) -> None:
         """Pulls newer values outside of a step; waits for no other worker."""
@@ -225,18 +241,20 @@ class ServerLink:
             self._client.initialize(self._outgoing(self._payloads.values(partitions)), deadline=self._stream_deadline)
 
     def _push(self, partitions: Sequence[Partition], payloads: Iterable[Payload], iteration: Iteration) -> Pushed:
-        outgoing = self._outgoing(payloads, clock=iteration.clock, batch=iteration.batch)
+        told = tuple(self._finished_batches)
+        outgoing = self._outgoing(payloads, clock=iteration.clock, batch=iteration.batch, finished=told)
         results = self._client.push(outgoing, deadline=self._stream_deadline)
         if [result.partition_id for result in results] != [partition.partition_id for partition in partitions]:
             raise InternalError(f"server {self._share.index} acknowledged other partitions than were pushed")
+        del self._finished_batches[: len(told)]
         for result in results:
             self._acknowledged[result.partition_id] += 1
         return Pushed(staleness=max(result.staleness for result in results), known=all(result.known_batch for result in results))
 
     def _outgoing(
-        self, payloads: Iterable[Payload], *, clock: int | None = None, batch: int = 0
+        self, payloads: Iterable[Payload], *, clock: int | None = None, batch: int = 0, finished: Sequence[int] = ()
     ) -> Iterator[tuple[pb.PushHeader, memoryview]]:
-        """Headers and payloads, made as they are sent. `clock`: of a push; None: first values."""
+        """Headers and payloads, made as they are sent. `clock`: of a push; None: first values. `finished`: told with the first one."""
         generation = self._job.generation
         for payload in payloads:
             partition = payload.partition
@@ -258,6 +276,8 @@ class ServerLink:
                 header.base_version = self._base[partition.partition_id]
                 header.clock = clock
                 header.batch = batch
+                header.finished_batches.extend(finished)
+                finished = ()
             yield header, payload.data
 
     def _pull_in_turn(self) -> None:
@@ -373,6 +393,12 @@ class ServerLink:
                 self._initialize(empty)
                 state = self._look()
             self._rewind({each.partition_id: each for each in state.partitions})
+
+    def _adopt(self) -> None:
+        """Goes on behind what the server has of this worker's."""
+        for here in self._look().partitions:
+            self._acknowledged[here.partition_id] = here.sequence
+            self._base[here.partition_id] = min(self._base[here.partition_id], here.version)
 
     def _rewind(self, held: Mapping[int, pb.PartitionVersion]) -> None:
         """Goes on from where the server stands."""

@@ -77,6 +77,9 @@ class ParameterServers:
         outcomes = self._each(lambda link: link.exchange(iteration))
         if iteration.pull:
             publish(self._trained)
+        if iteration.batch:
+            for link in self._links:
+                link.finished(iteration.batch)
         known = bool(iteration.batch and iteration.gradients) and all(outcome.known for outcome in outcomes)
         return Pushed(staleness=max((outcome.staleness for outcome in outcomes), default=0), known=known)
 

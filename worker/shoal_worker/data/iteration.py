@@ -283,7 +283,7 @@ class Iterations:
             return
         try:
             self._supply.acknowledge(session)
-        except ShoalError as error:
+        except (ShoalError, StopTraining) as error:
             name = self._introduction.name
             _log.warning("loader %s: the last batches could not be acknowledged and will be dealt again: %s", name, error)
 

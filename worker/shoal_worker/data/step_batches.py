@@ -194,15 +194,21 @@ class LeasedBatches:
         self._current = None
 
     def acknowledge(self, session: LoaderSession) -> None:
-        """The loop is left, and there may be no next lease: tells the coordinator what is finished, and gives the other batches back. Not
-        while one is handed out, which may still be finished."""
-        if self._current is None and (self._finished or self._held):
+        """The loop is left, and there may be no next lease: tells the coordinator what is finished, and gives the other batches back, but
+        one that is handed out, which may still be finished."""
+        try:
             self._lease(session, 0)
-            self._held.clear()
+        finally:
+            self._held.clear()  # whether it has heard of it or not
 
     def _lease(self, session: LoaderSession, want: int) -> Leases:
         answer = session.lease_batches(
-            loader=self._loader, epoch=self.epoch, batches_in_epoch=self._batches_in_epoch, finished=tuple(self._finished), want=want
+            loader=self._loader,
+            epoch=self.epoch,
+            batches_in_epoch=self._batches_in_epoch,
+            finished=tuple(self._finished),
+            want=want,
+            at_hand=self._current,
         )
         self._finished.clear()  # only now: acknowledging twice is harmless, losing it is not
         self._held += answer.batches

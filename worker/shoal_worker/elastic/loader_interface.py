@@ -130,8 +130,11 @@ class LoaderSession(Protocol):
         another live loader has its name."""
         ...
 
-    def lease_batches(self, *, loader: str, epoch: int, batches_in_epoch: int, finished: Sequence[int], want: int) -> Leases:
-        """Leases batches first come first served (async_sgd). One RPC to the coordinator, or local in a world of one."""
+    def lease_batches(
+        self, *, loader: str, epoch: int, batches_in_epoch: int, finished: Sequence[int], want: int, at_hand: int | None = None
+    ) -> Leases:
+        """Leases batches first come first served (async_sgd), from the coordinator or local in a world of one. `want` 0: the loop is left,
+        and all that is leased goes back but `at_hand`, which `optimizer.step()` may still finish."""
         ...
 
 

@@ -208,11 +208,13 @@ class StepLifecycle:
         if self._held.has_engine and not self._held.engine.asynchronous and self._departure.stopped is None:
             self._operation("end of epoch")
 
-    def lease_batches(self, *, loader: str, epoch: int, batches_in_epoch: int, finished: Sequence[int], want: int) -> Leases:
+    def lease_batches(
+        self, *, loader: str, epoch: int, batches_in_epoch: int, finished: Sequence[int], want: int, at_hand: int | None = None
+    ) -> Leases:
         """See `LoaderSession`."""
         try:
             return self._held.engine.lease_batches(
-                loader=loader, epoch=epoch, batches_in_epoch=batches_in_epoch, finished=finished, want=want
+                loader=loader, epoch=epoch, batches_in_epoch=batches_in_epoch, finished=finished, want=want, at_hand=at_hand
             )
         except StopTraining as stop:
             self._departure.obey(stop)

@@ -153,7 +153,9 @@ class TrainingEngine(Protocol):
         """The next step begins, with the ranks and the committed state that stand now."""
         ...
 
-    def lease_batches(self, *, loader: str, epoch: int, batches_in_epoch: int, finished: Sequence[int], want: int) -> Leases:
+    def lease_batches(
+        self, *, loader: str, epoch: int, batches_in_epoch: int, finished: Sequence[int], want: int, at_hand: int | None = None
+    ) -> Leases:
         """See `LoaderSession`. Raises ConfigurationError unless asynchronous."""
         ...
 

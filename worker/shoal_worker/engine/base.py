@@ -409,7 +409,9 @@ class Engine(abc.ABC):
     def keep_two_copies(self, channel: Channel, leaving: Collection[int] = ()) -> None:
         """Every rank holds all of it, or has no peer that could."""
 
-    def lease_batches(self, *, loader: str, epoch: int, batches_in_epoch: int, finished: Sequence[int], want: int) -> Leases:
+    def lease_batches(
+        self, *, loader: str, epoch: int, batches_in_epoch: int, finished: Sequence[int], want: int, at_hand: int | None = None
+    ) -> Leases:
         """Refused: a step is all ranks'."""
         raise ConfigurationError(
             f"loader {loader!r}: batch_size= leases batches for async_sgd; with strategy={self.strategy!r} give global_batch_size="

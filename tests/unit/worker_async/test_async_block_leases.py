@@ -1,0 +1,244 @@
+"""A worker's blocks of leases against the coordinator's own ledger, with answers that are late, lost or refused."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from shoal_common.errors import PreconditionError, UnavailableError
+from shoal_coordinator.membership.batches import Epoch, Ledger
+from shoal_worker.asynchronous.leases import CoordinatorLeases
+from shoal_worker.elastic.loader_interface import Drained, StopTraining
+
+FIRST_KEY = 1 << 40
+
+
+def eventually(condition: Callable[[], Any], what: str) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.005)
+
+
+class FakeJob:
+    """A job of one or more members whose coordinator is its ledgers alone."""
+
+    def __init__(self, *, members: int = 1) -> None:
+        self.ledgers: dict[tuple[str, int], Ledger] = {}
+        self.members = members
+        self.patience = timedelta(seconds=20)
+        self.leaving = False
+        self.stop: StopTraining = StopTraining("stopped")
+        self.away = threading.Event()
+        self.refusal: Exception | None = None
+        self.held = threading.Event()
+        """Answers are kept back while it is set."""
+        self.waiting = threading.Event()
+        """One is."""
+        self.requests: list[dict[str, Any]] = []
+
+    def departure(self) -> StopTraining:
+        return self.stop
+
+    def insist(self, what: str, call: Callable[[], Any]) -> Any:
+        return call()
+
+    def lease_batches(self, **request: Any) -> Any:
+        if self.away.is_set():
+            raise UnavailableError("away")
+        if self.refusal is not None:
+            raise self.refusal
+        self.requests.append(request)
+        ledger = self.ledgers.setdefault(
+            (request["loader"], request["epoch"]), Ledger(Epoch(batches=request["batches_in_epoch"], first_key=FIRST_KEY))
+        )
+        repeated = ledger.repeated("me", request["sequence"])
+        assert repeated is None or request["sequence"] == repeated.sequence, "numbers grow"
+        ledger.finish("me", request["finished"])
+        ledger.take_back("me", request["returned"])
+        batches = ledger.lease("me", request["want"], request["sequence"], members=self.members) if repeated is None else repeated.batches
+        while self.held.is_set():
+            self.waiting.set()
+            time.sleep(0.001)
+        return SimpleNamespace(batches=batches, epoch_done=ledger.is_done, retry_after_ms=1, first_key=FIRST_KEY, newest_epoch=0)
+
+    def leased(self, loader: str = "a", epoch: int = 0) -> tuple[int, ...]:
+        """What the coordinator takes for this worker's."""
+        return tuple(self.ledgers[loader, epoch].close().leased.get("me", ()))
+
+
+class Loop:
+    """A loader's loop, a batch at a time."""
+
+    def __init__(self, leases: CoordinatorLeases, *, loader: str = "a", epoch: int = 0, batches: int = 1000) -> None:
+        self._leases = leases
+        self._place = {"loader": loader, "epoch": epoch, "batches_in_epoch": batches}
+        self.finished: tuple[int, ...] = ()
+        self.batch: int | None = None
+
+    def step(self) -> int | None:
+        if self.batch is not None:
+            self.finished = (self.batch,)
+        answer = self._leases.lease(**self._place, finished=self.finished, want=1)
+        self.finished = ()
+        self.batch = answer.batches[0] if answer.batches else None
+        return self.batch
+
+    def leave(self, *, finish: bool = True) -> None:
+        if finish and self.batch is not None:
+            self.finished, self.batch = (self.batch,), None
+        self._leases.lease(**self._place, finished=self.finished, want=0, at_hand=self.batch)
+        self.finished = ()
+
+
+@pytest.fixture
+def job() -> FakeJob:
+    return FakeJob()
+
+
+@pytest.fixture
+def make(job: FakeJob) -> Iterator[Callable[..., CoordinatorLeases]]:
+    made: list[CoordinatorLeases] = []
+
+    def one(ahead_s: float) -> CoordinatorLeases:
+        made.append(CoordinatorLeases(job, ahead=timedelta(seconds=ahead_s)))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield one
+    job.held.clear()
+    for leases in made:
+        leases.close()
+
+
+def test_steps_ask_nobody_once_there_is_a_block(job: FakeJob, make) -> None:
+    loop = Loop(make(60.0))
+    for number in range(4):
+        assert loop.step() == number
+    eventually(lambda: len(job.leased()) > 300, "a block")
+    job.away.set()
+    for number in range(4, 200):
+        assert loop.step() == number
+    job.away.clear()
+    loop.leave()
+    assert job.leased() == ()
+    assert job.ledgers["a", 0].close().returned[0] == 200
+
+
+def test_a_worker_that_becomes_slower_gives_back_what_it_will_not_come_to(job: FakeJob, make) -> None:
+    loop = Loop(make(0.6))
+    for _ in range(30):
+        loop.step()
+        time.sleep(0.001)
+    eventually(lambda: len(job.leased()) > 60, "a block")
+    for _ in range(12):
+        loop.step()
+        time.sleep(0.1)
+    eventually(lambda: len(job.leased()) <= 25, f"few: {len(job.leased())}")
+
+
+def test_a_loop_that_is_left_with_a_batch_at_hand_keeps_that_alone(job: FakeJob, make) -> None:
+    leases = make(60.0)
+    loop = Loop(leases)
+    for _ in range(20):
+        loop.step()
+    loop.leave(finish=False)
+    assert job.leased() == (19,)
+    assert leases.at_hand("a") == FIRST_KEY + 19
+    time.sleep(0.3)
+    assert job.leased() == (19,), "none is leased ahead for a loop that was left"
+    assert loop.step() not in (None, 19)
+    loop.leave()
+    assert job.leased() == ()
+
+
+def test_a_stopped_job_ends_the_wait_and_what_is_finished_is_told(job: FakeJob, make) -> None:
+    """With the answer that it had waited for coming later."""
+    loop = Loop(make(0.0))
+    assert [loop.step() for _ in range(3)] == [0, 1, 2]
+    job.held.set()
+    threading.Timer(0.2, lambda: setattr(job, "leaving", True)).start()
+    with pytest.raises(StopTraining, match="stopped"):
+        loop.step()
+    loop.batch = None
+    threading.Timer(0.2, job.held.clear).start()
+    loop.leave()
+    assert job.leased() == ()
+    assert job.ledgers["a", 0].close().returned == (3,)
+
+
+def test_a_worker_that_is_to_leave_and_cannot_say_so_goes_after_some_seconds(job: FakeJob, make, monkeypatch) -> None:
+    monkeypatch.setattr("shoal_worker.asynchronous.leases._LAST_WORD_S", 0.3)
+    loop = Loop(make(0.0))
+    loop.step()
+    job.away.set()
+    job.leaving, job.stop = True, Drained("SIGTERM")
+    with pytest.raises(Drained):
+        loop.step()
+    loop.batch = None
+    with pytest.raises(Exception, match=r"waited .* for the coordinator to hear of batches of loader 'a': away"):
+        loop.leave()
+    job.away.clear()
+    eventually(lambda: job.leased() == (), "it to hear of them all the same")
+
+
+def test_epochs_and_loaders_in_turns_have_requests_of_their_own(job: FakeJob, make) -> None:
+    leases = make(60.0)
+    for _ in range(2):  # the second time back in the first epoch, as after a state was loaded
+        for epoch in range(2):
+            loops = [Loop(leases, loader=loader, epoch=epoch, batches=6) for loader in "ab"]
+            for _ in range(20):
+                for loop in loops:
+                    loop.step()
+            for loop in loops:
+                loop.leave()
+    for ledger in job.ledgers.values():
+        assert ledger.is_done
+
+
+def test_an_answer_that_comes_when_the_loop_was_left_leaks_nothing(job: FakeJob, make) -> None:
+    leases = make(60.0)
+    place: dict[str, Any] = {"loader": "a", "epoch": 0, "batches_in_epoch": 4000}
+    held = leases.lease(**place, finished=(), want=4).batches
+    job.held.set()
+    for batch in held[:3]:
+        leases.lease(**place, finished=(batch,), want=1)
+    eventually(job.waiting.is_set, "a block to be on its way")
+    threading.Timer(0.2, job.held.clear).start()
+    leases.lease(**place, finished=(), want=0)
+    assert job.leased() == ()
+    Loop(leases, epoch=1).step()
+    assert job.leased() == ()
+    assert len(job.ledgers["a", 0].close().returned) == job.ledgers["a", 0].close().dealt - 3
+
+
+def test_a_refusal_is_raised_also_with_batches_left(job: FakeJob, make) -> None:
+    loop = Loop(make(0.2))
+    for _ in range(5):
+        loop.step()
+        time.sleep(0.01)
+    job.refusal = PreconditionError("another has its place", reason="MEMBER_REPLACED")
+
+    def until_refused() -> None:
+        for _ in range(1000):
+            loop.step()
+            time.sleep(0.01)
+
+    with pytest.raises(PreconditionError, match="another has its place"):
+        until_refused()
+
+
+def test_with_batches_out_nobody_waits(job: FakeJob, make) -> None:
+    """A loader with data workers takes several at once."""
+    leases = make(0.0)
+    place: dict[str, Any] = {"loader": "a", "epoch": 0, "batches_in_epoch": 100}
+    held = leases.lease(**place, finished=(), want=4).batches
+    assert len(held) == 4
+    job.away.set()
+    for batch in held[:3]:
+        leases.lease(**place, finished=(batch,), want=1)
+        assert not leases.is_idle("a")

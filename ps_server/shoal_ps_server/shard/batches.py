@@ -30,7 +30,8 @@ class Batches:
             if key and key not in self:
                 self._add(key)
 
-    def __contains__(self, key: int) -> bool:
+    def __contains__(self, key: object) -> bool:
+        assert isinstance(key, int)
         place = bisect_right(self._firsts, key) - 1
         return place >= 0 and key < self._ends[self._firsts[place]]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Container, Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -18,6 +18,9 @@ from shoal_ps_server.shard.runs import PartitionOptimizer, RunImage
 _CALM: Final = {torch.float32: 1e16, torch.bfloat16: 1e16, torch.float64: 1e150}
 """Magnitudes whose square is far from the largest number of the type, as Adam squares. In float16 there are none."""
 
+MOST_LEFT: Final = 1024
+"""How many batches are remembered that their members gave up."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class PartitionImage:
@@ -31,6 +34,8 @@ class PartitionImage:
     """The optimizer's state; empty before the first push."""
     sequences: dict[str, int]
     batches: dict[str, int]
+    left: list[int]
+    """See `Settled`."""
 
     def state(self) -> dict[str, torch.Tensor]:
         """The optimizer's tensors, by "RUN:NAME"."""
@@ -45,17 +50,26 @@ class Settled:
     """Member -> the last of its sequence numbers 1, 2, 3, ..."""
     batches: dict[str, int] = field(default_factory=dict)
     """Member -> key of the batch that its last push was computed on, if it had one. A member works on one batch at a time, so this is the
-    only one that it may have pushed and not acknowledged when it dies; whoever gets the batch then pushes what is missing of it."""
+    only one that it may have pushed and not finished when it dies; whoever gets the batch then pushes what is missing of it."""
+    left: list[int] = field(default_factory=list)
+    """Keys of batches that were pushed here and that their members gave up for another one: other partitions may lack them."""
 
-    def settle(self, push: UploadHeader) -> None:
-        """Uses the push's number up. An older one than the last changes nothing."""
+    def settle(self, push: UploadHeader, finished: Container[int]) -> None:
+        """Uses the push's number up. An older one than the last changes nothing. `finished`: batches that all partitions have."""
         if push.sequence <= self.sequences.get(push.member_id, 0):
             return
         self.sequences[push.member_id] = push.sequence
+        before = self.batches.get(push.member_id)
+        if before is not None and before != push.batch and before not in finished:
+            self.left = [*(key for key in self.left if key not in finished), before][-MOST_LEFT:]
         if push.batch:
             self.batches[push.member_id] = push.batch
         else:
             self.batches.pop(push.member_id, None)
+
+    def has(self, batch: int, *, but_of: str = "") -> bool:
+        """Somebody has pushed it; `but_of`: a member that is not asked about."""
+        return batch != 0 and (batch in self.left or any(key == batch for member, key in self.batches.items() if member != but_of))
 
     def forget(self, member_id: str) -> None:
         """A member that will not come back."""
@@ -64,7 +78,7 @@ class Settled:
 
     def copy(self) -> Settled:
         """One of its own."""
-        return Settled(sequences=dict(self.sequences), batches=dict(self.batches))
+        return Settled(sequences=dict(self.sequences), batches=dict(self.batches), left=list(self.left))
 
 
 @dataclass(kw_only=True)
@@ -93,7 +107,7 @@ class Partition:
     @classmethod
     def restored(cls, image: PartitionImage, optimizer: OptimizerSettings | None) -> Partition:
         """Makes the partition that `image` was taken of. The image's tensors become the partition's own."""
-        settled = Settled(sequences=dict(image.sequences), batches=dict(image.batches))
+        settled = Settled(sequences=dict(image.sequences), batches=dict(image.batches), left=list(image.left))
         partition = cls(
             spec=image.spec, version=image.version, values=image.values, settled=settled, largest_at_first=largest_of(image.values)
         )
@@ -132,30 +146,29 @@ class Partition:
                 "restored from a snapshot; pull again",
                 reason="BASE_VERSION_AHEAD",
             )
-        return push.batch != 0 and push.batch in known.batches.values()
+        return known.has(push.batch)
 
     def has_of_another(self, push: UploadHeader) -> bool:
-        """Another member's last push here was of the same batch."""
-        others = (batch for member, batch in self.settled.batches.items() if member != push.member_id)
-        return push.batch != 0 and push.batch in others
+        """Another member has pushed the batch here, or this one before it gave it up."""
+        return self.settled.has(push.batch, but_of=push.member_id)
 
     def is_next(self, push: UploadHeader) -> bool:
         """Whether its number is the member's next: that of a push which was known by its batch is to be used up."""
         return push.sequence > (self.ahead or self.settled).sequences.get(push.member_id, 0)
 
-    def admit(self, push: UploadHeader, *, applies: bool) -> int:
+    def admit(self, push: UploadHeader, finished: Container[int], *, applies: bool) -> int:
         """The push is on its way; returns the version that will be after it. `applies`: it changes the values."""
         if self.ahead is None:
             self.ahead = self.settled.copy()
-        self.ahead.settle(push)
+        self.ahead.settle(push, finished)
         self.on_their_way += 1
         self.to_apply += applies
         return self.version + self.to_apply
 
-    def arrived(self, push: UploadHeader, *, applies: bool, refused: bool = False) -> None:
+    def arrived(self, push: UploadHeader, finished: Container[int], *, applies: bool, refused: bool = False) -> None:
         """What was admitted first has been applied, or is refused."""
         if not refused:
-            self.settled.settle(push)
+            self.settled.settle(push, finished)
         self.on_their_way -= 1
         self.to_apply -= applies
         if not self.on_their_way:
@@ -238,6 +251,7 @@ class Partition:
             runs=() if self.optimizer is None else self.optimizer.images(),
             sequences=dict(self.settled.sequences),
             batches=dict(self.settled.batches),
+            left=list(self.settled.left),
         )
 
     @property

@@ -148,7 +148,7 @@ class Shard:
             if self.needs_trial(upload):
                 partition.check_trial(gradient, header.absent, self._optimizer)
         self._admitted_batches.add(header.finished_batches)
-        version = partition.admit(header, applies=not duplicate)
+        version = partition.admit(header, self._admitted_batches, applies=not duplicate)
         return Admitted(partition=partition, header=header, version=version, values=gradient, check_seconds=time.perf_counter() - started)
 
     def apply(self, admitted: Admitted) -> Outcome:
@@ -161,15 +161,15 @@ class Shard:
             partition.initialize(values)
             partition.on_their_way -= 1
         elif values is None:
-            partition.arrived(header, applies=False)
             self.batches.add(header.finished_batches)
+            partition.arrived(header, self.batches, applies=False)
             self._pushes_deduplicated += 1
         else:
             assert self._optimizer is not None, "nothing is admitted without"
             staleness = partition.version - header.base_version
             partition.apply(values, header.absent, self._optimizer, self._copies)
-            partition.arrived(header, applies=True)
             self.batches.add(header.finished_batches)
+            partition.arrived(header, self.batches, applies=True)
             self._pushes_applied += 1
         return Outcome(
             partition_id=header.spec.partition_id,
@@ -185,7 +185,7 @@ class Shard:
         if admitted.first:
             admitted.partition.on_their_way -= 1
         else:
-            admitted.partition.arrived(admitted.header, applies=admitted.values is not None, refused=True)
+            admitted.partition.arrived(admitted.header, self.batches, applies=admitted.values is not None, refused=True)
 
     def _is_known(self, partition: Partition, header: UploadHeader) -> bool:
         """Raises as `Partition.is_duplicate`."""
@@ -193,14 +193,14 @@ class Shard:
 
     def settle(self, header: UploadHeader) -> None:
         """Uses the number of a push up that was known by its batch."""
-        self._partitions[header.spec.partition_id].settled.settle(header)
+        self._partitions[header.spec.partition_id].settled.settle(header, self.batches)
 
     def redo(self, upload: Upload) -> int:
         """Applies a push that was admitted and applied in another process; returns the version after it. Raises as `Upload.values`."""
         assert self._optimizer is not None, "it was admitted with one"
         partition = self._partitions[upload.header.spec.partition_id]
         partition.apply(upload.values(), upload.header.absent, self._optimizer, self._copies)
-        partition.settled.settle(upload.header)
+        partition.settled.settle(upload.header, self.batches)
         return partition.version
 
     def pushed_before(self, header: UploadHeader) -> None:

@@ -94,6 +94,7 @@ def _metadata(image: ServerImage) -> dict[str, str]:
                     "version": partition.version,
                     "sequences": partition.sequences,
                     "batches": partition.batches,
+                    "left": partition.left,
                     "runs": [[run.first, run.end] for run in partition.runs],
                     "digests": {name: f"{checksum(bytes_of(tensor)):016x}" for name, tensor in _named(partition).items()},
                 }
@@ -158,6 +159,7 @@ def _partition(file: Any, state: ServerState, entry: Mapping[str, Any]) -> Parti
         runs=runs,
         sequences={str(member): int(sequence) for member, sequence in entry["sequences"].items()},
         batches={str(member): int(batch) for member, batch in entry["batches"].items()},
+        left=[int(batch) for batch in entry["left"]],
     )
 
 

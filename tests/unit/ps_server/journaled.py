@@ -107,10 +107,11 @@ def same(left: dict[int, Any], right: dict[int, Any]) -> bool:
             return False
         if one is None:
             continue
-        if (one.version, one.sequences, one.batches, one.state().keys()) != (
+        if (one.version, one.sequences, one.batches, one.left, one.state().keys()) != (
             other.version,
             other.sequences,
             other.batches,
+            other.left,
             other.state().keys(),
         ):
             return False

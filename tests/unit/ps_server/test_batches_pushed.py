@@ -69,7 +69,11 @@ def test_a_batch_that_was_refused_or_left_half_done_is_not_taken_for_finished(ma
     for sequence, spec in ((2, make.spec(0)), (1, make.spec(1, tensor="bias"))):
         shard.push(make.upload(torch.ones(6), spec, sequence=sequence, batch=9))
     outcomes = [shard.push(make.upload(torch.ones(6), spec, member="b", batch=8)) for spec in (make.spec(0), make.spec(1, tensor="bias"))]
-    assert not outcomes[1].duplicate
+    assert [outcome.known_batch for outcome in outcomes] == [True, False]
+    assert [shard.version(number) for number in (0, 1)] == [3, 3]
+    image = shard.image(0)
+    assert image is not None
+    assert image.left == [8]
 
 
 def test_what_is_known_of_batches_is_the_same_after_a_recovery(make, tmp_path: Path) -> None:

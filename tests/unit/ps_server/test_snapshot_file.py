@@ -68,7 +68,7 @@ def assert_same(left: ServerImage, right: ServerImage) -> None:
     assert list(left.state.membership.put_out) == list(right.state.membership.put_out)
     assert len(left.partitions) == len(right.partitions)
     for one, other in zip(left.partitions, right.partitions, strict=True):
-        for field in ("spec", "version", "sequences", "batches"):
+        for field in ("spec", "version", "sequences", "batches", "left"):
             assert getattr(one, field) == getattr(other, field)
         assert set(one.state()) == set(other.state())
         assert torch.equal(one.values, other.values)
@@ -193,7 +193,7 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, image) ->
     write_snapshot(path, image)
     before = path.read_bytes()
     broken = PartitionImage(
-        spec=image.partitions[0].spec, version=1, values=torch.zeros(2, dtype=torch.int8), runs=(), sequences={}, batches={}
+        spec=image.partitions[0].spec, version=1, values=torch.zeros(2, dtype=torch.int8), runs=(), sequences={}, batches={}, left=[]
     )
     with pytest.raises(KeyError):
         write_snapshot(path, ServerImage(state=image.state, partitions=(broken,)))

@@ -33,11 +33,12 @@ def plans(*, sync_epochs: int, async_epochs: int) -> list[Plan]:
             kill_at=0.5,
         ),
         Plan(
-            title="asynchronous (async_sgd), one worker 4 x slower",
+            title="asynchronous (async_sgd), one worker 4 x slower, one server killed",
             strategy="async_sgd",
             epochs=async_epochs,
             total_steps=async_epochs * math.ceil(_TRAINING_SAMPLES / (_GLOBAL_BATCH // 3)),
             servers=2,
+            kill_at=0.5,
             environment={"SHOAL_DEMO_SLOW_INDEX": str(_SLOW_WORKER)},
         ),
     ]
@@ -75,5 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if outcome.exit_code != 0:
                 console.print(outcome.log.read_text(errors="replace")[-4000:], markup=False, highlight=False)
         if not faults:
-            console.print("[green]all held[/]: no restart of the survivors, no sample lost or seen twice, no process left behind")
+            console.print(
+                "[green]all held[/]: no restart of the survivors, no sample or update lost or counted twice, no process left behind"
+            )
     return 1 if faults else 0

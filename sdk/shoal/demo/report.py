@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from rich.console import Console
@@ -15,6 +16,9 @@ from shoal.demo import trace
 from shoal.demo.stage import Outcome
 
 LEAST_ACCURACY = 0.95
+_SOON_S = 20
+_LOST_UPDATES = "updates of this worker that it had acknowledged"
+"""What a worker says when a server came back with less than it had."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +29,7 @@ class Figures:
     accuracy: float | None
     samples_per_s: float
     pause_at_kill_s: float | None
-    """From the SIGKILL to the next committed step."""
+    """From the SIGKILL to the next committed step; of a parameter server, the longest time without one soon after it."""
     pause_at_join_s: float | None
     """From the last step before the replacement's generation to the first in it."""
     staleness_p50: float | None
@@ -69,6 +73,9 @@ def measure(outcome: Outcome) -> Figures:
 def _pauses(outcome: Outcome, steps: Sequence[trace.CommittedStep]) -> tuple[float | None, tuple[float, float] | None]:
     if outcome.killed_unix_s is None:
         return None, None
+    if outcome.plan.servers:
+        soon = [s.unix_s for s in steps if -1 <= s.unix_s - outcome.killed_unix_s <= _SOON_S]
+        return max((after - before for before, after in pairwise(soon)), default=None), None
     before = max((s.generation for s in steps if s.unix_s <= outcome.killed_unix_s), default=0)
     after = [s for s in steps if s.generation > before]
     if not after:
@@ -90,10 +97,14 @@ def faults(outcome: Outcome, figures: Figures) -> list[str]:
     if figures.accuracy is None or figures.accuracy < LEAST_ACCURACY:
         got = "none" if figures.accuracy is None else f"{figures.accuracy:.4f}"
         found.append(f"{figures.title}: test accuracy {got}, expected at least {LEAST_ACCURACY}")
-    if outcome.plan.strategy == "ddp" and (figures.samples_lost or figures.samples_repeated or not figures.samples_once):
+    if figures.samples_lost or figures.samples_repeated or not figures.samples_once:
         found.append(f"{figures.title}: {figures.samples_lost} samples lost, {figures.samples_repeated} seen more than once")
-    if outcome.plan.kill_at is not None and figures.pause_at_join_s is None:
+    if outcome.plan.kill_at is not None and outcome.killed_unix_s is None:
+        found.append(f"{figures.title}: nobody was killed before the end")
+    elif outcome.plan.kill_at is not None and not outcome.plan.servers and figures.pause_at_join_s is None:
         found.append(f"{figures.title}: no replacement joined before the end")
+    if outcome.plan.servers and _LOST_UPDATES in outcome.log.read_text(errors="replace"):
+        found.append(f"{figures.title}: a parameter server lost updates that it had acknowledged; the output is in {outcome.log}")
     if outcome.left_running:
         found.append(f"{figures.title}: processes were left running: {'; '.join(outcome.left_running)}")
     return found

@@ -11,7 +11,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from shoal_protos.v1 import coordinator_pb2 as pb
 
-from shoal.demo.stage import Outcome, Plan
+from shoal.demo.stage import Outcome, Plan, steps_done
 
 _LINE_EVERY_S = 3.0
 
@@ -46,7 +46,7 @@ class Screen:
         job = self._last_ranked.get(plan.title, job)
         members = sorted((m for m in job.members if m.rank >= 0), key=lambda m: m.rank) if job is not None else []
         # Members that leave take their share along: never go back.
-        done = max(plan.total_steps if finished else _steps_done(plan, members), self._most_steps.get(plan.title, 0))
+        done = max(plan.total_steps if finished else steps_done(plan, members), self._most_steps.get(plan.title, 0))
         self._most_steps[plan.title] = done
         if self._live is not None:
             self._live.update(_table(plan, job, outcome, members, done, time.monotonic() - started))
@@ -55,13 +55,6 @@ class Screen:
             loss = next((f"{m.progress.loss:.3f}" for m in members if not math.isnan(m.progress.loss)), "-")
             generation = job.generation.number if job is not None else 0
             self._console.print(f"{plan.title}: step {done}/{plan.total_steps}, {len(members)} ranks, generation {generation}, loss {loss}")
-
-
-def _steps_done(plan: Plan, members: list[pb.MemberStatus]) -> int:
-    steps = [m.progress.step for m in members]
-    if not steps:
-        return 0
-    return min(plan.total_steps, sum(steps) if plan.strategy == "async_sgd" else max(steps))
 
 
 def _table(

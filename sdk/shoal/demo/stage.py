@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -27,6 +27,8 @@ from shoal.launcher.registry import ClusterRecord, running_clusters
 
 _POLL_S = 0.2
 _MARK = "SHOAL_DEMO_RUN"
+_SERVER = "shoal_ps_server"
+"""In the command of a parameter server, and of nobody else's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +43,7 @@ class Plan:
     workers: int = 3
     servers: int = 0
     kill_at: float | None = None
-    """Share of the run after which a worker gets SIGKILL; None: none does."""
+    """Share of the run after which a parameter server gets SIGKILL, or a worker where there are none; None: nobody does."""
     environment: Mapping[str, str] = field(default_factory=dict)
     deadline: timedelta = timedelta(seconds=70)
 
@@ -88,7 +90,7 @@ def perform(plan: Plan, directory: Path, show: Show) -> Outcome:
     mark = uuid.uuid4().hex
     environment = {**os.environ, **plan.environment, trace.ENVIRONMENT: str(outcome.traces), _MARK: mark}
     with outcome.log.open("wb") as log, _process(_command(plan, outcome.records), environment, log) as process:
-        _watch(process, outcome, show)
+        _watch(process, outcome, show, mark)
         outcome.exit_code = process.wait()
     outcome.left_running = _marked_processes(mark)
     return outcome
@@ -118,7 +120,7 @@ def _process(command: list[str], environment: Mapping[str, str], log: IO[bytes])
                 process.wait()
 
 
-def _watch(process: subprocess.Popen[bytes], outcome: Outcome, show: Show) -> None:
+def _watch(process: subprocess.Popen[bytes], outcome: Outcome, show: Show, mark: str) -> None:
     plan = outcome.plan
     deadline = time.monotonic() + plan.deadline.total_seconds()
     client: CoordinatorClient | None = None
@@ -134,7 +136,7 @@ def _watch(process: subprocess.Popen[bytes], outcome: Outcome, show: Show) -> No
                 client = CoordinatorClient(ChannelSettings(address=cluster.coordinator)) if cluster is not None else None
             job = _job(client, cluster)
             if job is not None and plan.kill_at is not None and outcome.killed_unix_s is None:
-                _kill_when_due(job, plan, outcome)
+                _kill_when_due(job, plan, outcome, mark)
             show(plan, job, outcome)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_POLL_S)
@@ -152,19 +154,34 @@ def _job(client: CoordinatorClient | None, cluster: ClusterRecord | None) -> pb.
         return None  # not up yet, or gone already: the process says which
 
 
-def _kill_when_due(job: pb.GetJobResponse, plan: Plan, outcome: Outcome) -> None:
+def steps_done(plan: Plan, members: Iterable[pb.MemberStatus]) -> int:
+    """Optimizer steps so far, of `Plan.total_steps`."""
+    steps = [member.progress.step for member in members]
+    if not steps:
+        return 0
+    return min(plan.total_steps, sum(steps) if plan.strategy == "async_sgd" else max(steps))
+
+
+def _kill_when_due(job: pb.GetJobResponse, plan: Plan, outcome: Outcome, mark: str) -> None:
     assert plan.kill_at is not None
     ranked = [m for m in job.members if m.rank >= 0]
-    if len(ranked) < plan.workers or max(m.progress.step for m in ranked) < plan.kill_at * plan.total_steps:
+    if len(ranked) < plan.workers or steps_done(plan, ranked) < plan.kill_at * plan.total_steps:
         return
-    victim = next(m for m in ranked if m.rank == 1)
+    if plan.servers:
+        server = next((process for process in _marked_processes(mark) if _SERVER in process), None)
+        if server is None:
+            return
+        victim, outcome.killed = int(server.partition(":")[0]), "a parameter server"
+    else:
+        worker = next(m for m in ranked if m.rank == 1)
+        victim, outcome.killed = worker.pid, f"rank {worker.rank}"
+    outcome.killed += f" (pid {victim})"
     outcome.killed_unix_s = time.time()
-    outcome.killed = f"rank {victim.rank} (pid {victim.pid})"
-    os.kill(victim.pid, signal.SIGKILL)
+    os.kill(victim, signal.SIGKILL)
 
 
 def _marked_processes(mark: str) -> list[str]:
-    """Processes that carry the run's mark in their environment: its descendants, whatever became of their parents."""
+    """Processes that carry the run's mark in their environment, "PID: COMMAND": its descendants, whatever became of their parents."""
     if not Path("/proc/self/environ").exists():
         raise InternalError("the demo looks for processes left behind in /proc, which this system does not have")
     wanted = f"{_MARK}={mark}".encode()

@@ -11,6 +11,7 @@ import torch
 from rich.console import Console
 from shoal.demo import digits
 from shoal.demo.director import plans
+from shoal.demo.report import _pauses
 from shoal.demo.screen import Screen
 from shoal.demo.stage import Outcome
 from shoal.demo.trace import CommittedStep, Trace
@@ -67,3 +68,12 @@ def test_the_last_table_stays_until_the_processes_are_gone(tmp_path: Path) -> No
 @pytest.mark.parametrize("plan", plans(sync_epochs=2, async_epochs=3), ids=lambda plan: plan.strategy)
 def test_progress_is_measured_in_steps_of_whole_epochs(plan) -> None:
     assert plan.total_steps == {"ddp": 2 * 15, "async_sgd": 3 * 45}[plan.strategy]
+
+
+def test_the_pause_for_a_server_is_the_longest_time_without_a_step_after_its_kill(tmp_path: Path) -> None:
+    plan = plans(sync_epochs=1, async_epochs=1)[1]
+    outcome = Outcome(plan=plan, directory=tmp_path, killed_unix_s=100.0, killed="a parameter server")
+    steps = [step("a", number, at_s, 1.0) for number, at_s in enumerate((90.0, 98.0, 99.9, 100.1, 104.1, 104.2, 119.0, 500.0))]
+    pause, joined = _pauses(outcome, steps[:6])
+    assert pause == pytest.approx(4.0)
+    assert joined is None

@@ -69,11 +69,12 @@ def main() -> None:
 
 
 class Drag:
-    """A machine that is busy otherwise: an iteration takes `factor` times what the one before it took by itself."""
+    """A machine that is busy otherwise: an iteration takes `factor` times what its fastest one took by itself. (Not the last: that may have
+    waited for others.)"""
 
     def __init__(self, factor: float) -> None:
         self._factor = factor
-        self._own_s = 0.0
+        self._own_s: float | None = None
         self._held_s = 0.0
         self._began_s = 0.0
 
@@ -83,12 +84,13 @@ class Drag:
 
     def hold(self) -> None:
         """Between the gradient and its push, so that the gradient grows stale."""
-        self._held_s = (self._factor - 1) * self._own_s
+        self._held_s = (self._factor - 1) * (self._own_s or 0.0)
         time.sleep(self._held_s)  # waits for nothing: this is the slow machine's part of the step
 
     def end(self) -> None:
         """The step is done."""
-        self._own_s = time.perf_counter() - self._began_s - self._held_s
+        taken_s = time.perf_counter() - self._began_s - self._held_s
+        self._own_s = taken_s if self._own_s is None else min(self._own_s, taken_s)
 
 
 def count_correct(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> dict[str, float]:

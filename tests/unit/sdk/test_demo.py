@@ -40,7 +40,7 @@ def test_a_common_step_is_one_point_of_the_curve_and_pushes_are_one_each() -> No
     assert trace.loss_curve(common_steps=False) == ([0.0, 1.0, 2.0], [4.0, 2.0, 1.0])
 
 
-def test_a_dragged_iteration_takes_a_multiple_of_the_one_before() -> None:
+def test_a_dragged_iteration_takes_a_multiple_of_its_fastest() -> None:
     drag = Drag(4)
     for _ in range(2):
         drag.begin()

@@ -141,6 +141,20 @@ def test_a_worker_that_becomes_slower_gives_back_what_it_will_not_come_to(job: F
     eventually(lambda: len(job.leased()) <= 25, f"few: {len(job.leased())}")
 
 
+def test_a_worker_that_stands_still_gives_back_what_it_has_not_begun(job: FakeJob, make) -> None:
+    loop = Loop(make(0.3))
+    for _ in range(10):
+        loop.step()
+        time.sleep(0.005)
+    eventually(lambda: len(job.leased()) > 10, "a block")
+    eventually(lambda: job.leased() == (loop.batch,), "it to have the batch at hand alone")
+    time.sleep(0.3)
+    assert job.leased() == (loop.batch,)
+    for _ in range(10):
+        loop.step()
+    eventually(lambda: len(job.leased()) > 5, "a block again")
+
+
 def test_a_loop_that_is_left_with_a_batch_at_hand_keeps_that_alone(job: FakeJob, make) -> None:
     leases = make(60.0)
     loop = Loop(leases)

@@ -28,6 +28,8 @@ _MOST_WANTED: Final = 1024
 """In one request; also what a worker holds at most."""
 _ACKNOWLEDGED_AFTER: Final = 6
 """What is finished is acknowledged within one part of so many of `lease_ahead`, if nothing else asks earlier."""
+_STANDS_STILL: Final = 2
+"""A worker that has finished nothing for so many times `lease_ahead` gives back what it holds beside the batches handed out."""
 _LONGEST_BACKOFF_S: Final = 1.0
 _LOOK_S: Final = 0.2
 """Between two looks at whether this worker is to leave: SIGTERM cannot notify."""
@@ -89,7 +91,7 @@ class _Block:
     asking: bool = False
     """A request is on its way."""
     unsaid_since: float = 0.0
-    """When the first of those was finished that are not acknowledged; and `finished_at`: when the last one was."""
+    """When the first of those was finished that are not acknowledged; and `finished_at`: when the last one was, or it all began."""
     finished_at: float = 0.0
     pace_s: float = 0.0
     """Seconds from one finished batch to the next, averaged; 0: not known."""
@@ -206,7 +208,9 @@ class CoordinatorLeases:
         if block is not None:
             self._leave(block, None)  # with a batch that was handed out, and could still be finished until now
         pace_s = 0.0 if block is None else block.pace_s
-        block = self._blocks[loader] = _Block(loader=loader, epoch=epoch, batches_in_epoch=batches_in_epoch, pace_s=pace_s)
+        block = self._blocks[loader] = _Block(
+            loader=loader, epoch=epoch, batches_in_epoch=batches_in_epoch, pace_s=pace_s, finished_at=time.monotonic()
+        )
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="shoal-leases", daemon=True)
             self._thread.start()
@@ -269,6 +273,11 @@ class CoordinatorLeases:
             if block.failure is not None and not block.wanted:
                 continue  # until the training thread asks
             enough = self._enough(block)
+            if block.leased and self._ahead_s and now - block.finished_at > _STANDS_STILL * self._ahead_s:
+                # It evaluates within its loop, say: the others need not wait for what it has leased ahead.
+                block.returned += block.leased
+                block.leased.clear()
+                block.dry_until = float("inf")
             if enough and len(block.leased) > 2 * enough + _SPARED and not block.loop_left:
                 # This worker has become slower: the others have more of it.
                 block.returned += [block.leased.pop() for _ in range(len(block.leased) - enough)]
@@ -360,9 +369,9 @@ def _finish(block: _Block, finished: Sequence[int]) -> None:
         if not block.finished:
             block.unsaid_since = now
         block.finished.append(batch)
-        if block.finished_at:
-            taken_s = now - block.finished_at
-            block.pace_s = taken_s if not block.pace_s else block.pace_s + (taken_s - block.pace_s) / 4
+        block.dry_until = 0.0 if block.dry_until == float("inf") else block.dry_until
+        taken_s = now - block.finished_at
+        block.pace_s = taken_s if not block.pace_s else block.pace_s + (taken_s - block.pace_s) / 4
         block.finished_at = now
 
 

@@ -23,11 +23,11 @@ help: ## Say what there is
 # ------------------------------------------------------------------------------------------------------------------------------- to run
 
 .PHONY: demo
-demo: .venv/installed ## Train on handwritten digits on a cluster of processes, with faults (at most 90 s)
+demo: .venv/installed ## Train on handwritten digits on a cluster of processes, with faults (about 90 s)
 	$(BIN)/shoal demo
 
 .PHONY: test
-test: .venv/installed ## Run the tests (at most 8 minutes on 2 cores); PYTEST_ARGS='-x -k name' narrows them
+test: .venv/installed ## Run the tests (about 10 minutes on 2 cores); PYTEST_ARGS='-x -k name' narrows them
 	$(BIN)/python -m pytest $(IN_TWO) --dist=loadfile $(PYTEST_ARGS)
 
 .PHONY: test-slow

@@ -203,6 +203,22 @@ def test_batches_are_leased_once_and_those_of_the_dead_again(make_job: MakeJob) 
     assert gone.value.reason == "MEMBER_REPLACED"
 
 
+def test_what_is_returned_is_dealt_again_once_however_often_that_is_said(make_job: MakeJob) -> None:
+    job = make_job(together=2)
+    job.form("a", "b")
+
+    def lease(member: str, **request: Any) -> list[int]:
+        return list(job.client.lease_batches(job.job_id, member, loader="l", epoch=0, batches_in_epoch=12, **request).batches)
+
+    assert lease("a", want=3, sequence=1) == [0, 1, 2]
+    again: dict[str, Any] = {"want": 2, "returned": [0, 2], "sequence": 2}
+    assert lease("a", **again) == [0, 2], "it asks for more at once, and gets them back"
+    assert lease("a", **again) == [0, 2], "the first answer was lost"
+    assert lease("b", want=1, sequence=1) == [3], "none of them is free"
+    assert lease("a", want=0, keep=True, finished=[1], returned=[2], sequence=3) == []
+    assert lease("b", want=1, finished=[3], sequence=2) == [2]
+
+
 def test_leases_outlive_the_coordinator(make_coordinator: Callable[..., Coordinator], own_redis: Any) -> None:
     from tests.integration.coordinator.harness import create_job
 

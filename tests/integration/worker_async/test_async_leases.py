@@ -14,7 +14,7 @@ from shoal_ps_server.storage.snapshot import read_snapshot
 from shoal_worker.data.record import audit
 
 from tests.integration.coordinator.harness import Coordinator
-from tests.integration.worker_async.async_cluster import AsyncCluster
+from tests.integration.worker_async.async_cluster import AsyncCluster, Worker
 from tests.integration.worker_async.train import SAMPLES
 from tests.zygote.children import Zygote, eventually
 
@@ -34,6 +34,14 @@ def versions(running: AsyncCluster) -> set[int]:
         assert image is not None
         found |= {partition.version for partition in image.partitions}
     return found
+
+
+def assert_leaves(worker: Worker) -> None:
+    """It goes soon, in good order, on SIGTERM."""
+    worker.process.kill(signal.SIGTERM)
+    told = time.monotonic()
+    assert worker.process.wait() == 0, worker.process.said()
+    assert time.monotonic() - told < 20
 
 
 @pytest.mark.parametrize("consistency", ["asp", "ssp"])
@@ -88,7 +96,24 @@ def test_a_worker_that_waits_for_the_coordinator_leaves_when_it_is_told_to(clust
     coordinator_of_its_own.kill()
     worker.go(2)
     eventually(lambda: "leases no batches now" in worker.process.said(), "the worker to wait for its next batch")
-    worker.process.kill(signal.SIGTERM)
-    told = time.monotonic()
-    assert worker.process.wait() == 0, worker.process.said()
-    assert time.monotonic() - told < 20
+    assert_leaves(worker)
+
+
+def test_a_worker_that_waits_for_a_server_leaves_when_it_is_told_to(cluster: Make) -> None:
+    running = cluster(servers=1)
+    worker = running.start_worker(epochs=1, hold_at=[2])
+    worker.wait_step(2)
+    running.servers[0].process.kill()
+    running.servers[0].process.wait()
+    worker.go(2)
+    eventually(lambda: "Push failed and will be tried again" in worker.process.said(), "the worker to wait for the server")
+    assert_leaves(worker)
+
+
+def test_a_worker_that_waits_for_servers_to_begin_with_leaves_when_it_is_told_to(cluster: Make) -> None:
+    running = cluster(servers=1)
+    running.servers[0].process.kill()
+    running.servers[0].process.wait()
+    worker = running.start_worker(epochs=1)
+    eventually(lambda: any(member.rank >= 0 for member in running.job().members), "the worker to have a rank")
+    assert_leaves(worker)

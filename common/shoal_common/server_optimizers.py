@@ -35,7 +35,7 @@ class OptimizerDeclaration:
     state: frozenset[str]
     """Names of the state tensors that it may keep for a parameter."""
     state_tensors: Callable[[Hyperparameters], int]
-    """How many of those that are as large as the parameter it keeps."""
+    """How many state tensors as large as the parameter it keeps, with given hyperparameters."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Keys of a torch parameter group that can have one value alone."""
     fused_from_bytes: int | None = None
@@ -66,7 +66,7 @@ def _nesterov_alone(values: Hyperparameters) -> str:
 
 
 _EPS_VANISHES: Final = frozenset({"float16"})
-"""Its eps is zero there, and torch divides zero by zero."""
+"""Dtypes in which the usual eps of Adagrad and RMSprop rounds to zero: torch then divides zero by zero where a gradient is zero."""
 
 
 def _moments(values: Hyperparameters) -> int:

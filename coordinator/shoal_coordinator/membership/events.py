@@ -161,9 +161,9 @@ class BatchesLeased:
     sequence: int
     """Numbers the member's requests for this loader and epoch; 0: not numbered."""
     keep: bool = False
-    """With `want` 0: what is leased stays so."""
+    """The member goes on with what it has leased although `want` is 0; without it such a request gives all of that back."""
     returned: tuple[int, ...] = ()
-    """To be dealt again."""
+    """Batches that were leased to the member and that it has not trained on: they are dealt again."""
 
 
 Event = (

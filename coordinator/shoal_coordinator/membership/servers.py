@@ -82,7 +82,10 @@ def tensors_declared(draft: Draft, event: TensorsDeclared) -> ShardLayout:
         )
     pieces = count_pieces(event.tensors)
     if pieces > MOST_PIECES:
-        raise LimitError(f"the tensors make {pieces} pieces of 8 MiB at most; a job holds {MOST_PIECES}", reason=Refusal.TENSORS_LIMIT)
+        raise LimitError(
+            f"the tensors make {pieces} pieces of at most 8 MiB; a job holds {MOST_PIECES}: put small tensors together",
+            reason=Refusal.TENSORS_LIMIT,
+        )
     alive = sum(server.alive for server in draft.servers.values())
     if alive < wanted:
         raise UnavailableError(

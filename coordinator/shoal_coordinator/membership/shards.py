@@ -29,9 +29,9 @@ class TensorSpec:
     dtype: str
     """A key of ITEM_BYTES."""
     frozen: bool = False
-    """It never gets a gradient."""
+    """No optimizer has this tensor, so that it never gets a gradient."""
     apart: bool = False
-    """It shares a partition with no other."""
+    """This tensor shares a partition with no other tensor."""
 
     @property
     def nbytes(self) -> int:

@@ -25,7 +25,7 @@ class Batches:
         self._firsts = sorted(self._ends)
 
     def add(self, keys: Iterable[int]) -> None:
-        """They are finished."""
+        """Notes these keys as those of finished batches."""
         for key in keys:
             if key and key not in self:
                 self._add(key)

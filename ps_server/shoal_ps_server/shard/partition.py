@@ -35,7 +35,7 @@ class PartitionImage:
     sequences: dict[str, int]
     batches: dict[str, int]
     left: list[int]
-    """See `Settled`."""
+    """Keys of batches that were pushed here and given up by their members: see `Settled.left`."""
 
     def state(self) -> dict[str, torch.Tensor]:
         """The optimizer's tensors, by "RUN:NAME"."""

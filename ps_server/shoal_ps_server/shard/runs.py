@@ -26,7 +26,7 @@ class RunImage:
     """Position of its first piece; it ends before piece `end`."""
     end: int
     state: Mapping[str, torch.Tensor]
-    """By the optimizer's names; empty before its first update."""
+    """The optimizer's state tensors by torch's names for them; empty before the run's first update."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -34,14 +34,14 @@ class _Run:
     first: int
     end: int
     values: torch.Tensor
-    """A view of the partition's."""
+    """Its part of the partition's values: a view, which is torch's parameter."""
 
 
 class PartitionOptimizer:
     """Changes a partition's values in place. Belongs to the thread that owns the partition."""
 
     def __init__(self, values: torch.Tensor, spec: PartitionSpec, settings: OptimizerSettings, runs: Sequence[RunImage] = ()) -> None:
-        """`runs`: as they were; none: before the first update. Their tensors become the optimizer's own."""
+        """`runs`: those of an earlier optimizer of the partition, whose tensors this one takes over; none: it has not been updated yet."""
         self._values = values
         self._spec = spec
         self._place_of_piece = [settings.place_of(piece.tensor) for piece in spec.pieces]
@@ -64,7 +64,7 @@ class PartitionOptimizer:
                 self._torch.state[run.values] = dict(image.state)
 
     def retune(self, settings: OptimizerSettings) -> None:
-        """Takes other hyperparameters; the state stays."""
+        """Takes the hyperparameters of these settings from now on; the state stays."""
         declared = SERVER_OPTIMIZERS[settings.name]
         for place, group in zip(self._places, self._torch.param_groups, strict=True):
             group.update(declared.arguments(settings.at(place)))
@@ -121,7 +121,7 @@ class PartitionOptimizer:
                 yield name, self._spec.starts[run.first], tensor
 
     def images(self) -> tuple[RunImage, ...]:
-        """Copies."""
+        """Copies of the state of all runs, in order."""
         return tuple(
             RunImage(first=run.first, end=run.end, state={name: tensor.clone() for name, tensor in self._state_of(run).items()})
             for run in self._runs
@@ -137,7 +137,7 @@ class PartitionOptimizer:
         return _Run(first=first, end=end, values=self._values[starts[first] : starts[end]])
 
     def _split(self, missing: frozenset[int]) -> None:
-        """No run has pieces of both kinds any more."""
+        """Cuts runs so that none has both missing pieces and others."""
         parts_of: dict[_Run, list[_Run]] = {}
         for run in self._runs:
             parts = [list(positions) for _, positions in groupby(range(run.first, run.end), key=missing.__contains__)]
@@ -163,7 +163,7 @@ class PartitionOptimizer:
             self._put(runs)
 
     def _put(self, runs: list[_Run]) -> None:
-        """From now on these are the runs."""
+        """Replaces the partition's runs, also in torch's parameter groups."""
         self._runs = runs
         by_place: dict[int, list[torch.Tensor]] = {place: [] for place in self._places}
         for run in runs:
@@ -175,7 +175,7 @@ class PartitionOptimizer:
         return self._place_of_piece[run.first]
 
     def _hand_down(self, run: _Run, parts: Sequence[_Run]) -> None:
-        """Each part gets its part of the run's state."""
+        """Gives each of the parts that a run was cut into its part of the run's state."""
         if run.values not in self._torch.state:
             return
         state = self._torch.state.pop(run.values)

@@ -39,7 +39,7 @@ class Outcome:
     duplicate: bool = False
     """Known before; nothing changed."""
     known_batch: bool = False
-    """Known by its batch."""
+    """Another push had brought its batch; then `duplicate` is True as well."""
     apply_seconds: float = 0.0
     """Spent in arithmetic and last checks."""
 
@@ -82,7 +82,7 @@ class Shard:
         restored: Iterable[PartitionImage] = (),
         batches: Iterable[tuple[int, int]] = (),
     ) -> None:
-        """`batches`: see `Batches`."""
+        """`batches`: runs of keys of finished batches, as `Batches` takes them."""
         self.batches = Batches(batches)
         """After what was applied: what a snapshot has."""
         self._admitted_batches = Batches(self.batches.runs())

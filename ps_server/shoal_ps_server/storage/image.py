@@ -32,7 +32,7 @@ class Members:
     members: frozenset[str] = frozenset()
     put_out: Mapping[str, int] = field(default_factory=dict)
     clocks: Mapping[str, MemberClock] = field(default_factory=dict)
-    """Each member's."""
+    """Each member's clock."""
     slowest_clock: int = 0
 
     def fence(self) -> Fence:
@@ -40,14 +40,14 @@ class Members:
         return Fence.restored(generation=self.generation, members=self.members, put_out=self.put_out)
 
     def restored_clocks(self) -> Clocks:
-        """The clocks as they were."""
+        """The members' clocks, to be gone on with."""
         clocks = Clocks(members=self.clocks, slowest=self.slowest_clock)
         clocks.follow(self.members)
         return clocks
 
     @classmethod
     def of(cls, fence: Fence, clocks: Clocks) -> Members:
-        """What is to be kept of these."""
+        """What is kept of a fence and of clocks."""
         return cls(
             generation=fence.generation,
             members=fence.members,

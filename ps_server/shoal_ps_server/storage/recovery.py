@@ -151,7 +151,7 @@ class _Recovery:
 
     @property
     def members(self) -> Members:
-        """With the clocks as they were at the end."""
+        """Who may act, and the members' clocks after all records that were made."""
         return Members.of(self._members.fence(), self._clocks)
 
     def make(self, record: Record) -> None:

@@ -29,7 +29,8 @@ class Figures:
     accuracy: float | None
     samples_per_s: float
     pause_at_kill_s: float | None
-    """From the SIGKILL to the next committed step; of a parameter server, the longest time without one soon after it."""
+    """Seconds from the SIGKILL of a worker to the next committed step; of a parameter server, the longest time between two steps in the 20
+    seconds after its SIGKILL."""
     pause_at_join_s: float | None
     """From the last step before the replacement's generation to the first in it."""
     staleness_p50: float | None

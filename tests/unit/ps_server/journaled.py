@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -16,15 +17,16 @@ from shoal_ps_server.consistency.clocks import Consistency
 from shoal_ps_server.metrics import Metrics
 from shoal_ps_server.settings import Fsync
 from shoal_ps_server.shard.layout import Layout
-from shoal_ps_server.shard.optimizer import OptimizerSettings
+from shoal_ps_server.shard.optimizer import OptimizerSettings, optimizer_settings
 from shoal_ps_server.shard.shard import Outcome, Shard
 from shoal_ps_server.storage.changes import Changes
 from shoal_ps_server.storage.directory import DataDirectory
-from shoal_ps_server.storage.image import ServerState
+from shoal_ps_server.storage.image import Members, ServerState
 from shoal_ps_server.storage.journal import Journal
 from shoal_ps_server.storage.keeper import SnapshotKeeper
 
 JOB, SERVER = "job", "server"
+ADAMW = {"lr": 0.1, "weight_decay": 0.01}
 
 
 class Journaled:
@@ -120,3 +122,32 @@ def same(left: dict[int, Any], right: dict[int, Any]) -> bool:
         ):
             return False
     return True
+
+
+def run(test: Any) -> Any:
+    return asyncio.run(test)
+
+
+def recovered(path: Path) -> dict[int, Any]:
+    """What a server has that starts on a copy of the directory."""
+    copy = path.with_name(f"{path.name}.copy")
+    shutil.rmtree(copy, ignore_errors=True)
+    shutil.copytree(path, copy)
+    with DataDirectory(copy) as directory:
+        return state_of(directory.recover(job_id=JOB, server_id=SERVER).shard)
+
+
+async def begun(server: Journaled, make: Any) -> None:
+    """Two partitions with values, of which one is of bfloat16, AdamW, and three members."""
+    server.members = Members(generation=1, members=frozenset("abc"))
+    specs = (make.spec(0), make.spec(3, length=4, dtype="bfloat16", tensor="bias"))
+    server.adopt(make.layout(*specs))
+    await server.configure(optimizer_settings(name="adamw", hyperparameters=ADAMW))
+    for spec in specs:
+        await server.initialize(make.upload(torch.arange(spec.length), spec, sequence=0, base_version=0))
+
+
+def file(path: Path) -> Path:
+    """The journal's only file."""
+    (found,) = path.glob("journal.0*")
+    return found

@@ -61,7 +61,8 @@ def test_a_batch_of_another_member_is_acknowledged_and_not_applied(make) -> None
 
 
 def test_a_batch_that_was_refused_or_left_half_done_is_not_taken_for_finished(make) -> None:
-    """Its member gave it up and went on with another one; who gets it then pushes what is missing."""
+    """A member pushes a batch to one partition, is refused at the other, and goes on with another batch. Whoever gets the first batch then
+    pushes what is missing of it."""
     shard = make.shard(make.spec(0), make.spec(1, tensor="bias"))
     shard.push(make.upload(torch.ones(6), make.spec(0), batch=8))
     with pytest.raises(InvalidRequestError):

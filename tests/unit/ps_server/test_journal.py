@@ -3,57 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import random
-import resource
-import shutil
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from shoal_common.errors import ConfigurationError, CorruptDataError, InvalidRequestError, UnavailableError
+from shoal_common.errors import ConfigurationError, CorruptDataError, InvalidRequestError
 from shoal_ps_server.settings import Fsync
 from shoal_ps_server.shard.optimizer import optimizer_settings
-from shoal_ps_server.storage.directory import DataDirectory
 from shoal_ps_server.storage.image import Members
 from shoal_ps_server.storage.segments import Owner, Segments
 
-from tests.unit.ps_server.journaled import JOB, SERVER, Journaled, opened, same, state_of
-
-ADAMW = {"lr": 0.1, "weight_decay": 0.01}
-
-
-def run(test: Any) -> Any:
-    return asyncio.run(test)
-
-
-def recovered(path: Path) -> dict[int, Any]:
-    """What a server has that starts on a copy of the directory."""
-    copy = path.with_name(f"{path.name}.copy")
-    shutil.rmtree(copy, ignore_errors=True)
-    shutil.copytree(path, copy)
-    with DataDirectory(copy) as directory:
-        return state_of(directory.recover(job_id=JOB, server_id=SERVER).shard)
-
-
-async def begun(server: Journaled, make: Any) -> None:
-    """Two partitions with values, of which one is of bfloat16, AdamW, and three members."""
-    server.members = Members(generation=1, members=frozenset("abc"))
-    specs = (make.spec(0), make.spec(3, length=4, dtype="bfloat16", tensor="bias"))
-    server.adopt(make.layout(*specs))
-    await server.configure(optimizer_settings(name="adamw", hyperparameters=ADAMW))
-    for spec in specs:
-        await server.initialize(make.upload(torch.arange(spec.length), spec, sequence=0, base_version=0))
-
-
-def file(path: Path) -> Path:
-    """The journal's only file."""
-    (found,) = path.glob("journal.0*")
-    return found
+from tests.unit.ps_server.journaled import ADAMW, JOB, begun, file, opened, recovered, run, same, state_of
 
 
 @pytest.mark.parametrize("fsync", list(Fsync))
@@ -282,53 +244,6 @@ def test_members_are_as_far_apart_after_a_crash_as_they_were_before(make, tmp_pa
     run(test())
 
 
-@contextmanager
-def largest_file(nbytes: int) -> Iterator[None]:
-    """No file of this process can grow beyond it: what a full disk is to a journal."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-def test_a_full_disk_refuses_pushes_and_changes_nothing_and_once_there_is_room_they_go_on(make, tmp_path) -> None:
-    data = tmp_path / "data"
-
-    async def test() -> None:
-        async with opened(data) as server:
-            await begun(server, make)
-            await server.push(make.upload(torch.randn(6), make.spec(0)))
-            before = state_of(server.shard)
-            with largest_file(file(data).stat().st_size + 100):  # the next record begins, and does not end
-                # The last one is a repetition of one that is on its way, and no more acknowledged than that.
-                uploads = [make.upload(torch.randn(6), make.spec(0), sequence=step, base_version=2) for step in (2, 3, 4, 3)]
-                errors = await asyncio.gather(*map(server.push, uploads), return_exceptions=True)
-                for error in errors:
-                    assert isinstance(error, UnavailableError)
-                    assert "could not be written to the journal" in str(error)
-                    assert error.reason == "JOURNAL_FAILED"
-                assert same(state_of(server.shard), before)
-                with server.shard.reading(0) as reading:  # values can be read
-                    assert reading.version == 2
-            with largest_file(10):  # nor does a new file
-                with pytest.raises(UnavailableError):
-                    await server.configure(optimizer_settings(name="adamw", hyperparameters={"lr": 9.0}))
-                with pytest.raises(UnavailableError):
-                    await server.snapshots.write()
-                assert server.configuration is not None
-                assert server.configuration.optimizer.hyperparameters["lr"] == 0.1
-            assert not server.failures
-            for step in (2, 3):
-                outcome = await server.push(make.upload(torch.randn(6), make.spec(0), sequence=step, base_version=2))
-                assert (outcome.version, outcome.duplicate) == (step + 1, False)
-            before = state_of(server.shard)
-        assert same(recovered(data), before)
-
-    run(test())
-
-
 def test_a_push_sent_twice_at_once_is_applied_once_and_both_are_answered_when_it_is_on_disk(make, tmp_path) -> None:
     async def test() -> None:
         async with opened(tmp_path / "data") as server:
@@ -377,33 +292,6 @@ def test_a_push_that_is_wrong_is_not_written(make, tmp_path) -> None:
     run(test())
 
 
-def test_a_change_on_disk_that_cannot_be_made_ends_the_server_and_nothing_after_it_is_made(make, tmp_path, monkeypatch) -> None:
-    data = tmp_path / "data"
-
-    async def test() -> None:
-        async with opened(data) as server:
-            await begun(server, make)
-
-            def out_of_memory(*_: object) -> None:
-                raise RuntimeError("can't allocate memory")
-
-            with monkeypatch.context() as broken:
-                broken.setattr("shoal_ps_server.shard.partition.Partition.apply", out_of_memory)
-                with pytest.raises(UnavailableError, match="this server ends, and is recovered"):
-                    await server.push(make.upload(torch.randn(6), make.spec(0)))
-            assert [str(each) for each in server.failures] == ["can't allocate memory"]
-            for change in (
-                server.push(make.upload(torch.randn(4), make.spec(3, length=4, dtype="bfloat16", tensor="bias"))),
-                server.snapshots.write(),
-            ):
-                with pytest.raises(UnavailableError):
-                    await change
-        found = recovered(data)
-        assert (found[0].version, found[3].version) == (2, 1)
-
-    run(test())
-
-
 def test_an_optimizer_that_fails_halfway_leaves_no_half_of_a_state(make, monkeypatch) -> None:
     shard = make.shard(optimizer=optimizer_settings(name="adamw", hyperparameters=ADAMW))
     real, calls = torch.zeros_like, []
@@ -442,112 +330,6 @@ def test_settings_that_were_acknowledged_before_there_is_a_shard_map_are_there_t
         async with opened(data) as server:
             assert server.configuration.optimizer == adamw
             assert server.shard.version(0) == 2
-
-    run(test())
-
-
-def test_what_was_refused_is_not_made_by_a_recovery_although_the_disk_has_it(make, tmp_path, monkeypatch) -> None:
-    """The write went well, and the sync did not; the process is killed before anything else is written."""
-    data = tmp_path / "data"
-
-    async def test() -> None:
-        async with opened(data) as server:
-            await begun(server, make)
-            await server.push(make.upload(torch.randn(6), make.spec(0)))
-            before = state_of(server.shard)
-            real = os.fdatasync
-            failures = iter([OSError(5, "Input/output error")])
-
-            def failing(descriptor: int) -> None:
-                if (error := next(failures, None)) is not None:
-                    raise error
-                real(descriptor)
-
-            with monkeypatch.context() as broken:
-                broken.setattr(os, "fdatasync", failing)
-                with pytest.raises(UnavailableError):
-                    await server.push(make.upload(torch.randn(6), make.spec(0), sequence=2, base_version=2))
-            assert same(recovered(data), before)
-
-    run(test())
-
-
-def test_a_full_disk_with_room_for_a_part_of_what_goes_together_takes_none_of_it(make, tmp_path, monkeypatch) -> None:
-    """Also after a kill before anything else is written, when there is no room for a new file either."""
-    data = tmp_path / "data"
-
-    async def test() -> None:
-        async with opened(data) as server:
-            await begun(server, make)
-            await server.push(make.upload(torch.randn(6), make.spec(0)))
-            uploads = [make.upload(torch.randn(6), make.spec(0), member=member, base_version=2) for member in "bc"]
-            uploads.append(make.upload(torch.randn(6), make.spec(0), sequence=3, base_version=2))
-            syncing, synced = threading.Event(), threading.Event()
-            real = os.fdatasync
-
-            def held(descriptor: int) -> None:
-                syncing.set()
-                synced.wait(10)
-                real(descriptor)
-
-            with monkeypatch.context() as patched:
-                patched.setattr(os, "fdatasync", held)
-                first = asyncio.create_task(server.push(make.upload(torch.randn(6), make.spec(0), sequence=2, base_version=2)))
-                await asyncio.to_thread(syncing.wait, 10)
-                size = file(data).stat().st_size
-                pushes = [asyncio.create_task(server.push(upload)) for upload in uploads]  # while the first one is synced: they go together
-                await asyncio.sleep(0.01)
-                with largest_file(size + 450), monkeypatched_create():
-                    synced.set()
-                    errors = await asyncio.gather(*pushes, return_exceptions=True)
-            assert (await first).version == 3
-            assert all(isinstance(error, UnavailableError) for error in errors)
-            assert file(data).stat().st_size > size
-            assert same(recovered(data), state_of(server.shard))
-
-    @contextmanager
-    def monkeypatched_create() -> Iterator[None]:
-        real = Segments.create
-
-        def full(*_: object, **__: object) -> tuple[int, int]:
-            raise OSError(28, "No space left on device")
-
-        Segments.create = full
-        try:
-            yield
-        finally:
-            Segments.create = real
-
-    run(test())
-
-
-def test_a_push_that_was_applied_is_known_also_after_another_one_was_refused(make, tmp_path) -> None:
-    async def test() -> None:
-        async with opened(tmp_path / "data") as server:
-            await begun(server, make)
-            await server.push(make.upload(torch.ones(6), make.spec(0)))
-            with largest_file(10), pytest.raises(UnavailableError):
-                await server.push(make.upload(torch.ones(6), make.spec(0), member="b"))
-            assert (await server.push(make.upload(torch.ones(6), make.spec(0)))).duplicate
-
-    run(test())
-
-
-def test_what_goes_wrong_in_the_thread_that_writes_refuses_and_the_next_push_is_written(make, tmp_path, monkeypatch) -> None:
-    async def test() -> None:
-        async with opened(tmp_path / "data") as server:
-            await begun(server, make)
-
-            def no_memory(*_: object, **__: object) -> None:
-                raise MemoryError
-
-            with monkeypatch.context() as broken:
-                broken.setattr("shoal_ps_server.storage.journal.write_all", no_memory)
-                with pytest.raises(UnavailableError):
-                    await server.push(make.upload(torch.ones(6), make.spec(0)))
-            assert (await server.push(make.upload(torch.ones(6), make.spec(0)))).version == 2
-            before = state_of(server.shard)
-        assert same(recovered(tmp_path / "data"), before)
 
     run(test())
 

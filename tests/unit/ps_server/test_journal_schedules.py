@@ -30,9 +30,9 @@ from tests.unit.ps_server.journaled import JOB, SERVER, opened, same, state_of
 MEMBERS = "abc"
 PARTITIONS = 3
 PIECES = (("a", 1), ("b", 3), ("c", 2))
-"""Of each partition: names and elements."""
+"""Names and elements of the pieces of each partition."""
 PUSHES = 40
-"""Of each member in each life of the server."""
+"""How many pushes each member makes in each life of the server."""
 
 
 @dataclass(kw_only=True)

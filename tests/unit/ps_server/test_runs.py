@@ -41,7 +41,8 @@ def torch_optimizer(name: str, parameters: Mapping[str, nn.Parameter], hyperpara
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize(("name", "hyperparameters"), OPTIMIZERS, ids=str)
 def test_each_tensor_is_stepped_as_if_it_were_alone(make, name, hyperparameters, dtype) -> None:
-    """With parameter groups, tensors without gradients, a schedule, and a restart in between."""
+    """Compares a partition of six tensors with torch's optimizer over the six: with parameter groups, steps in which some have no gradient,
+    a schedule, and a restart in the middle."""
     generator, noise = random.Random(7), torch.Generator().manual_seed(7)
     own = {"b": {"lr": 0.5, "weight_decay": 0.0}, "c": {"lr": 0.5, "weight_decay": 0.0}, "f": {"lr": 0.02}}
     groups = [

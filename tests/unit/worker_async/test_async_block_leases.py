@@ -7,22 +7,18 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from shoal_common.errors import PreconditionError, UnavailableError
 from shoal_coordinator.membership.batches import Epoch, Ledger
+from shoal_worker.asynchronous.job import Job
 from shoal_worker.asynchronous.leases import CoordinatorLeases
 from shoal_worker.elastic.loader_interface import Drained, StopTraining
 
+from tests.zygote.children import eventually
+
 FIRST_KEY = 1 << 40
-
-
-def eventually(condition: Callable[[], Any], what: str) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.005)
 
 
 class FakeJob:
@@ -36,10 +32,11 @@ class FakeJob:
         self.stop: StopTraining = StopTraining("stopped")
         self.away = threading.Event()
         self.refusal: Exception | None = None
-        self.held = threading.Event()
-        """Answers are kept back while it is set."""
+        self.released = threading.Event()
+        """Answers are kept back until it is set."""
+        self.released.set()
         self.waiting = threading.Event()
-        """One is."""
+        """An answer is kept back."""
         self.requests: list[dict[str, Any]] = []
 
     def departure(self) -> StopTraining:
@@ -62,14 +59,24 @@ class FakeJob:
         ledger.finish("me", request["finished"])
         ledger.take_back("me", request["returned"])
         batches = ledger.lease("me", request["want"], request["sequence"], members=self.members) if repeated is None else repeated.batches
-        while self.held.is_set():
+        if not self.released.is_set():
             self.waiting.set()
-            time.sleep(0.001)
+            assert self.released.wait(20)
         return SimpleNamespace(batches=batches, epoch_done=ledger.is_done, retry_after_ms=1, first_key=FIRST_KEY, newest_epoch=0)
 
     def leased(self, loader: str = "a", epoch: int = 0) -> tuple[int, ...]:
         """What the coordinator takes for this worker's."""
         return tuple(self.ledgers[loader, epoch].close().leased.get("me", ()))
+
+
+def train(seconds: float) -> None:
+    """A step's computing: the pace of finished batches is what leases go by, so it takes real time."""
+    time.sleep(seconds)
+
+
+def stay_away(seconds: float) -> None:
+    """Time in which nothing is to happen, and the thread of the leases could have done it."""
+    time.sleep(seconds)
 
 
 class Loop:
@@ -106,11 +113,11 @@ def make(job: FakeJob) -> Iterator[Callable[..., CoordinatorLeases]]:
     made: list[CoordinatorLeases] = []
 
     def one(ahead_s: float) -> CoordinatorLeases:
-        made.append(CoordinatorLeases(job, ahead=timedelta(seconds=ahead_s)))  # type: ignore[arg-type]
+        made.append(CoordinatorLeases(cast(Job, job), ahead=timedelta(seconds=ahead_s)))
         return made[-1]
 
     yield one
-    job.held.clear()
+    job.released.set()
     for leases in made:
         leases.close()
 
@@ -133,11 +140,11 @@ def test_a_worker_that_becomes_slower_gives_back_what_it_will_not_come_to(job: F
     loop = Loop(make(0.6))
     for _ in range(30):
         loop.step()
-        time.sleep(0.001)
+        train(0.001)
     eventually(lambda: len(job.leased()) > 60, "a block")
     for _ in range(12):
         loop.step()
-        time.sleep(0.1)
+        train(0.1)
     eventually(lambda: len(job.leased()) <= 25, f"few: {len(job.leased())}")
 
 
@@ -145,10 +152,10 @@ def test_a_worker_that_stands_still_gives_back_what_it_has_not_begun(job: FakeJo
     loop = Loop(make(0.3))
     for _ in range(10):
         loop.step()
-        time.sleep(0.005)
+        train(0.005)
     eventually(lambda: len(job.leased()) > 10, "a block")
     eventually(lambda: job.leased() == (loop.batch,), "it to have the batch at hand alone")
-    time.sleep(0.3)
+    stay_away(0.3)
     assert job.leased() == (loop.batch,)
     for _ in range(10):
         loop.step()
@@ -163,7 +170,7 @@ def test_a_loop_that_is_left_with_a_batch_at_hand_keeps_that_alone(job: FakeJob,
     loop.leave(finish=False)
     assert job.leased() == (19,)
     assert leases.at_hand("a") == FIRST_KEY + 19
-    time.sleep(0.3)
+    stay_away(0.3)
     assert job.leased() == (19,), "none is leased ahead for a loop that was left"
     assert loop.step() not in (None, 19)
     loop.leave()
@@ -171,15 +178,15 @@ def test_a_loop_that_is_left_with_a_batch_at_hand_keeps_that_alone(job: FakeJob,
 
 
 def test_a_stopped_job_ends_the_wait_and_what_is_finished_is_told(job: FakeJob, make) -> None:
-    """With the answer that it had waited for coming later."""
+    """The job is stopped while the loop waits for a batch, and the coordinator's answer comes after that: the batch goes back."""
     loop = Loop(make(0.0))
     assert [loop.step() for _ in range(3)] == [0, 1, 2]
-    job.held.set()
+    job.released.clear()
     threading.Timer(0.2, lambda: setattr(job, "leaving", True)).start()
     with pytest.raises(StopTraining, match="stopped"):
         loop.step()
     loop.batch = None
-    threading.Timer(0.2, job.held.clear).start()
+    threading.Timer(0.2, job.released.set).start()
     loop.leave()
     assert job.leased() == ()
     assert job.ledgers["a", 0].close().returned == (3,)
@@ -194,7 +201,7 @@ def test_a_worker_that_is_to_leave_and_cannot_say_so_goes_after_some_seconds(job
     with pytest.raises(Drained):
         loop.step()
     loop.batch = None
-    with pytest.raises(Exception, match=r"waited .* for the coordinator to hear of batches of loader 'a': away"):
+    with pytest.raises(Exception, match=r"waited .* for the coordinator to hear of batches of loader 'a': away; see that it runs"):
         loop.leave()
     job.away.clear()
     eventually(lambda: job.leased() == (), "it to hear of them all the same")
@@ -218,11 +225,11 @@ def test_an_answer_that_comes_when_the_loop_was_left_leaks_nothing(job: FakeJob,
     leases = make(60.0)
     place: dict[str, Any] = {"loader": "a", "epoch": 0, "batches_in_epoch": 4000}
     held = leases.lease(**place, finished=(), want=4).batches
-    job.held.set()
+    job.released.clear()
     for batch in held[:3]:
         leases.lease(**place, finished=(batch,), want=1)
     eventually(job.waiting.is_set, "a block to be on its way")
-    threading.Timer(0.2, job.held.clear).start()
+    threading.Timer(0.2, job.released.set).start()
     leases.lease(**place, finished=(), want=0)
     assert job.leased() == ()
     Loop(leases, epoch=1).step()
@@ -234,13 +241,13 @@ def test_a_refusal_is_raised_also_with_batches_left(job: FakeJob, make) -> None:
     loop = Loop(make(0.2))
     for _ in range(5):
         loop.step()
-        time.sleep(0.01)
+        train(0.01)
     job.refusal = PreconditionError("another has its place", reason="MEMBER_REPLACED")
 
     def until_refused() -> None:
         for _ in range(1000):
             loop.step()
-            time.sleep(0.01)
+            train(0.01)
 
     with pytest.raises(PreconditionError, match="another has its place"):
         until_refused()

@@ -25,7 +25,7 @@ from shoal_worker.elastic.loader_interface import Leases, StopTraining
 _log = logging.getLogger(__name__)
 
 _MOST_WANTED: Final = 1024
-"""In one request; also what a worker holds at most."""
+"""Batches that a worker asks for in one request, and holds at most."""
 _ACKNOWLEDGED_AFTER: Final = 6
 """What is finished is acknowledged within one part of so many of `lease_ahead`, if nothing else asks earlier."""
 _STANDS_STILL: Final = 2
@@ -77,19 +77,19 @@ class _Block:
     batches_in_epoch: int
     first_key: int = 0
     leased: deque[int] = field(default_factory=deque)
-    """Not handed to the loader yet."""
+    """Batches that are leased and not handed to the loader yet."""
     out: list[int] = field(default_factory=list)
-    """Handed to the loader and not finished; the first one is at hand."""
+    """Batches that the loader has and that are not finished; the first one is at hand."""
     finished: list[int] = field(default_factory=list)
-    """Not acknowledged yet."""
+    """Batches whose pushes were acknowledged, which the coordinator has not heard of yet."""
     returned: list[int] = field(default_factory=list)
-    """Not trained on here, which the coordinator is to hear."""
+    """Batches that go back untrained, which the coordinator has not heard of yet."""
     loop_left: bool = False
-    """Nobody takes batches: none is leased ahead."""
+    """The loader's loop takes no batches now, so that none is leased ahead."""
     wanted: int = 0
-    """The training thread waits until so many were asked for."""
+    """How many batches the training thread waits for; 0: it does not wait."""
     asking: bool = False
-    """A request is on its way."""
+    """A request about this block is on its way."""
     unsaid_since: float = 0.0
     """When the first of those was finished that are not acknowledged; and `finished_at`: when the last one was, or it all began."""
     finished_at: float = 0.0
@@ -98,7 +98,7 @@ class _Block:
     dry_until: float = 0.0
     """The coordinator had none for this worker, and is not asked before then unless the training thread waits."""
     answer: pb.LeaseBatchesResponse | None = None
-    """The last one."""
+    """The coordinator's last answer."""
     failure: Exception | None = None
     """What the coordinator refused a request with; the training thread is to raise it."""
 
@@ -246,7 +246,7 @@ class CoordinatorLeases:
             if now - begun > self._job.patience.total_seconds() or (leaving_since is not None and now - leaving_since > _LAST_WORD_S):
                 raise DeadlineError(
                     f"waited {now - begun:.0f} s for the coordinator to hear of batches of loader {block.loader!r}"
-                    f"{f': {self._trouble}' if self._trouble else ''}"
+                    f"{f': {self._trouble}' if self._trouble else ''}; see that it runs, or start it again with its Redis"
                 )
             self._changed.wait(_LOOK_S)
 

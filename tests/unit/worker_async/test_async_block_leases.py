@@ -162,6 +162,18 @@ def test_a_worker_that_stands_still_gives_back_what_it_has_not_begun(job: FakeJo
     eventually(lambda: len(job.leased()) > 5, "a block again")
 
 
+def test_what_is_done_between_two_loops_is_no_step(job: FakeJob, make) -> None:
+    loop = Loop(make(0.3))
+    for _ in range(10):
+        loop.step()
+        train(0.005)
+    loop.leave()
+    stay_away(0.8)
+    for _ in range(3):
+        loop.step()
+    eventually(lambda: len(job.leased()) > 20, "a block as large as before")
+
+
 def test_a_loop_that_is_left_with_a_batch_at_hand_keeps_that_alone(job: FakeJob, make) -> None:
     leases = make(60.0)
     loop = Loop(leases)

@@ -152,7 +152,8 @@ class CoordinatorLeases:
             if want == 0:
                 self._leave(block, at_hand)
                 return _NOTHING
-            block.loop_left = False
+            if block.loop_left:
+                block.loop_left, block.finished_at = False, time.monotonic()  # what was done in between is no step
             if block.failure is not None:
                 raise _taken(block)
             if not block.leased:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from shoal_common.errors import ShoalError
 
-from shoal_coordinator.membership.state import Generation
+from shoal_coordinator.membership.state import Generation, ServerRole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +91,18 @@ class SendMembers:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SendPlace:
+    """Tell a server what it is: shoal.v1.ServerPlace."""
+
+    server_id: str
+    epoch: int
+    role: ServerRole
+    primary_address: str
+    backup_id: str
+    in_sync: bool
+
+
+@dataclass(frozen=True, kw_only=True)
 class StopServers:
     """Tell all servers that the job is over and nobody is left."""
 
@@ -107,6 +119,7 @@ Effect = (
     | EndSession
     | EndServerSession
     | SendMembers
+    | SendPlace
     | StopServers
 )
 
@@ -118,7 +131,7 @@ class Record:
     kind: str
     """job_created, member_joined, member_ready, member_lost, member_left, member_quarantined, drain_requested, generation_formed,
     collective_failed, job_on_hold, step_stands, straggler_found, generations_lost, stop_requested, job_failed, job_finished,
-    server_registered, server_lost or tensors_declared."""
+    server_registered, server_lost, server_promoted, backup_in_sync, backup_dropped or tensors_declared."""
     generation: int = 0
     member_id: str = ""
     attributes: Mapping[str, str] = field(default_factory=dict)

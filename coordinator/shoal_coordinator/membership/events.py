@@ -142,6 +142,17 @@ class ServerLost:
 
 
 @dataclass(frozen=True, kw_only=True)
+class BackupReported:
+    """A primary says how it is with its backup: shoal.v1.BackupReport."""
+
+    server_id: str
+    """The primary's."""
+    epoch: int
+    in_sync: bool
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class TensorsDeclared:
     """A worker says what its model consists of."""
 
@@ -179,6 +190,7 @@ Event = (
     | StopRequested
     | ServerRegistered
     | ServerLost
+    | BackupReported
     | TensorsDeclared
     | BatchesLeased
 )

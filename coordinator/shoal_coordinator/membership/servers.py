@@ -1,17 +1,22 @@
-"""Parameter servers: their places, and the layout of a model's tensors over them."""
+"""Parameter servers: who is the primary of a place, who its backup, and the layout of a model's tensors over the places.
+
+A place has an epoch, which its primary's record carries: it grows when the primary changes, and when a backup comes, is lost or is dropped.
+A backup is in sync from its primary's word on until it is lost, or the primary says that it is so no more; meanwhile the primary
+acknowledges nothing that the backup does not have, so that it can take the primary's place at any moment (docs/decisions/0198).
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from shoal_common.errors import LimitError, PreconditionError, UnavailableError
+from shoal_common.errors import InvalidRequestError, LimitError, PreconditionError, UnavailableError
 
 from shoal_coordinator.membership.draft import Draft
-from shoal_coordinator.membership.effects import EndServerSession, Record, SendMembers
-from shoal_coordinator.membership.events import Ending, ServerLost, ServerRegistered, TensorsDeclared
+from shoal_coordinator.membership.effects import EndServerSession, Record, SendMembers, SendPlace
+from shoal_coordinator.membership.events import BackupReported, Ending, ServerLost, ServerRegistered, TensorsDeclared
 from shoal_coordinator.membership.reasons import Refusal
 from shoal_coordinator.membership.shards import MOST_PIECES, ShardLayout, TensorSpec, count_pieces, lay_out
-from shoal_coordinator.membership.state import JobPhase, MemberPhase, Server
+from shoal_coordinator.membership.state import JobPhase, MemberPhase, Server, ServerRole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +32,8 @@ def server_registered(draft: Draft, event: ServerRegistered) -> Registered:
         raise PreconditionError(
             f"job {draft.spec.job_id} has no parameter servers; create it with parameter_servers >= 1", reason=Refusal.JOB_WITHOUT_SERVERS
         )
+    if not event.address and not draft.spec.parameter_server_backups:
+        raise InvalidRequestError("register.address='': expected host:port with a port of 1 to 65535")
     known = draft.servers.get(event.server_id)
     if known is not None and known.alive and (known.host, known.pid) != (event.host, event.pid):
         raise PreconditionError(
@@ -34,10 +41,8 @@ def server_registered(draft: Draft, event: ServerRegistered) -> Registered:
             "each server needs an id of its own",
             reason=Refusal.SERVER_CONFLICT,
         )
-    index = known.index if known is not None else _free_place(draft, event)
-    server = Server(
-        server_id=event.server_id,
-        index=index,
+    server = replace(
+        known if known is not None else _newcomer(draft, event),
         address=event.address,
         metrics_address=event.metrics_address,
         host=event.host,
@@ -46,23 +51,93 @@ def server_registered(draft: Draft, event: ServerRegistered) -> Registered:
     )
     if server != known:
         draft.put_server(server)
-        attributes = {"server_id": server.server_id, "server_index": str(index), "address": server.address}
+        attributes = {
+            "server_id": server.server_id,
+            "server_index": str(server.index),
+            "address": server.address,
+            "role": server.role,
+        }
         draft.records.append(Record(kind="server_registered", attributes=attributes))
+        if server.role is ServerRole.BACKUP and (known is None or not known.alive):
+            _next_epoch(draft, server.index)
     draft.effects.append(SendMembers(generation=draft.number, member_ids=_training(draft), server_id=server.server_id))
-    return Registered(index=index)
+    _tell_place(draft, server.index)
+    return Registered(index=server.index)
 
 
 def server_lost(draft: Draft, event: ServerLost) -> None:
-    """A parameter server's stream broke or its lease ended. Its place stays its own, unless no tensors lie there yet."""
+    """A parameter server's stream broke or its lease ended. A backup that has all that was acknowledged takes a primary's place; else the
+    place stays its own, unless no tensors lie there yet."""
     server = draft.servers.get(event.server_id)
     if server is None or not server.alive:
         return
-    draft.put_server(replace(server, alive=False))
+    draft.put_server(replace(server, alive=False, in_sync=False))
     attributes = {"server_id": server.server_id, "server_index": str(server.index), "ending": event.ending}
     draft.records.append(Record(kind="server_lost", attributes=attributes))
     if event.ending is Ending.LEASE_EXPIRED:
         error = PreconditionError(f"server {server.server_id} sent no heartbeat for {draft.spec.lease_ms} ms", reason=Refusal.LEASE_EXPIRED)
         draft.effects.append(EndServerSession(server_id=server.server_id, error=error))
+    if server.role is ServerRole.BACKUP:
+        _next_epoch(draft, server.index)
+    else:
+        _promote(draft, server)
+    _tell_place(draft, server.index)
+
+
+def backup_reported(draft: Draft, event: BackupReported) -> None:
+    """A primary says how it is with its backup. What it says of an older epoch, or when it is the primary no more, counts for nothing."""
+    primary = draft.servers.get(event.server_id)
+    if primary is None or not primary.alive or primary.role is not ServerRole.PRIMARY or primary.epoch != event.epoch:
+        return
+    backup = _of_place(draft, primary.index, ServerRole.BACKUP)
+    if backup is None or not backup.alive or (backup.in_sync and event.in_sync):
+        return
+    draft.put_server(replace(backup, in_sync=event.in_sync))
+    attributes = {"server_id": backup.server_id, "server_index": str(backup.index), "primary": primary.server_id, "reason": event.reason}
+    draft.records.append(Record(kind="backup_in_sync" if event.in_sync else "backup_dropped", attributes=attributes))
+    if not event.in_sync:
+        _next_epoch(draft, primary.index)
+    _tell_place(draft, primary.index)
+
+
+def _promote(draft: Draft, lost: Server) -> None:
+    """The backup takes the place of its primary, which was lost, if it may; that one will be its backup."""
+    backup = _of_place(draft, lost.index, ServerRole.BACKUP)
+    if backup is None or not backup.alive or not (backup.in_sync or draft.layout is None):
+        return
+    draft.put_server(replace(lost, role=ServerRole.BACKUP, alive=False, in_sync=False))
+    draft.put_server(replace(backup, role=ServerRole.PRIMARY, epoch=lost.epoch + 1, in_sync=False))
+    attributes = {"server_id": backup.server_id, "server_index": str(backup.index), "before": lost.server_id}
+    draft.records.append(Record(kind="server_promoted", attributes=attributes))
+
+
+def _of_place(draft: Draft, index: int, role: ServerRole) -> Server | None:
+    return next((server for server in draft.servers.values() if server.index == index and server.role is role), None)
+
+
+def _next_epoch(draft: Draft, index: int) -> None:
+    """Of the place; what its primary has to say of the one before does not count any more."""
+    primary = _of_place(draft, index, ServerRole.PRIMARY)
+    assert primary is not None, "a backup is one of a primary, which keeps its place until the backup has it"
+    draft.put_server(replace(primary, epoch=primary.epoch + 1))
+
+
+def _tell_place(draft: Draft, index: int) -> None:
+    """Both servers of a place, as far as they are there."""
+    primary, backup = _of_place(draft, index, ServerRole.PRIMARY), _of_place(draft, index, ServerRole.BACKUP)
+    assert primary is not None, "a place that has a backup has a primary"
+    for server in (primary, backup):
+        if server is not None and server.alive:
+            draft.effects.append(
+                SendPlace(
+                    server_id=server.server_id,
+                    epoch=primary.epoch,
+                    role=server.role,
+                    primary_address=primary.address if primary.alive else "",
+                    backup_id=backup.server_id if backup is not None and backup.alive else "",
+                    in_sync=backup is not None and backup.in_sync,
+                )
+            )
 
 
 def tensors_declared(draft: Draft, event: TensorsDeclared) -> ShardLayout:
@@ -86,10 +161,10 @@ def tensors_declared(draft: Draft, event: TensorsDeclared) -> ShardLayout:
             f"the tensors make {pieces} pieces of at most 8 MiB; a job holds {MOST_PIECES}: put small tensors together",
             reason=Refusal.TENSORS_LIMIT,
         )
-    alive = sum(server.alive for server in draft.servers.values())
-    if alive < wanted:
+    there = sum(server.serves for server in draft.servers.values())
+    if there < wanted:
         raise UnavailableError(
-            f"job {draft.spec.job_id} waits for its parameter servers: {alive} of {wanted} are registered", reason=Refusal.NO_SERVERS
+            f"job {draft.spec.job_id} waits for its parameter servers: {there} of {wanted} are registered", reason=Refusal.NO_SERVERS
         )
     draft.layout = lay_out(event.tensors, wanted)
     attributes = {"tensors": str(len(event.tensors)), "partitions": str(len(draft.layout.partitions)), "servers": str(wanted)}
@@ -97,19 +172,24 @@ def tensors_declared(draft: Draft, event: TensorsDeclared) -> ShardLayout:
     return draft.layout
 
 
-def _free_place(draft: Draft, event: ServerRegistered) -> int:
-    taken = {server.index: server for server in draft.servers.values()}
-    for index in range(draft.spec.parameter_servers):
-        holder = taken.get(index)
-        if holder is None:
-            return index
-        if not holder.alive and draft.layout is None:
-            # Nothing is stored there yet, so whoever comes may have the place.
-            draft.remove_server(holder.server_id)
-            return index
-    holders = ", ".join(taken[index].server_id for index in sorted(taken)[:8])
+def _newcomer(draft: Draft, event: ServerRegistered) -> Server:
+    """The place of a server that was never here: the first without a primary, or, in a job with backups, the first without a backup."""
+    servers, backups = draft.spec.parameter_servers, draft.spec.parameter_server_backups
+    for role, places in ((ServerRole.PRIMARY, range(servers)), (ServerRole.BACKUP, range(servers if backups else 0))):
+        for index in places:
+            holder = _of_place(draft, index, role)
+            # Nothing is stored with a primary before there is a layout, and a backup that is gone has nothing that counts.
+            if holder is not None and not holder.alive and (role is ServerRole.BACKUP or draft.layout is None):
+                draft.remove_server(holder.server_id)
+                holder = None
+            if holder is None:
+                return Server(
+                    server_id=event.server_id, index=index, address="", metrics_address="", host="", pid=0, alive=False, role=role
+                )
+    holders = ", ".join(server.server_id for server in sorted(draft.servers.values(), key=lambda s: s.index)[:8])
+    beside = f" and {servers} backups of them" if backups else ""
     raise PreconditionError(
-        f"job {draft.spec.job_id} has its {draft.spec.parameter_servers} parameter servers ({holders}); {event.server_id} is one too many",
+        f"job {draft.spec.job_id} has its {servers} parameter servers{beside} ({holders}); {event.server_id} is one too many",
         reason=Refusal.SERVERS_COMPLETE,
     )
 

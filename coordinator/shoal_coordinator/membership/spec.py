@@ -22,6 +22,8 @@ class JobSpec:
     """Largest world; min_workers to LARGEST_WORLD."""
     parameter_servers: int = 0
     """Servers the job waits for before its tensors are laid out; >= 0."""
+    parameter_server_backups: int = 0
+    """Backups of each of them; 0 or 1."""
     join_grace_ms: int = 0
     """Wait for more joiners, from the first one on; 0 to 600000."""
     lease_ms: int = DEFAULT_LEASE_MS

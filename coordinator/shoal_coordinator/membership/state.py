@@ -154,18 +154,36 @@ class Generation:
         return {rank.member_id: position for position, rank in enumerate(self.ranks)}
 
 
+class ServerRole(enum.StrEnum):
+    """Values of shoal.v1.ServerRole, which describes them."""
+
+    PRIMARY = "primary"
+    BACKUP = "backup"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Server:
-    """One parameter server's place."""
+    """One parameter server: the primary of a place, or its backup."""
 
     server_id: str
     index: int
-    """0 .. parameter_servers-1; no two servers of a job have the same."""
+    """0 .. parameter_servers-1. Each index has one primary at most, and, if the job has them, one backup."""
     address: str
+    """Empty: it serves nobody yet."""
     metrics_address: str
     host: str
     pid: int
     alive: bool
+    role: ServerRole = ServerRole.PRIMARY
+    epoch: int = 1
+    """Of a primary: shoal.v1.ServerPlace.epoch. A backup's means nothing."""
+    in_sync: bool = False
+    """Of a backup that is alive: the primary acknowledges nothing that it does not have. It takes the primary's place when that is lost."""
+
+    @property
+    def serves(self) -> bool:
+        """Workers can use it."""
+        return self.alive and self.role is ServerRole.PRIMARY and bool(self.address)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ from shoal_coordinator.membership.absence import leases_ended
 from shoal_coordinator.membership.draft import Changes, Draft
 from shoal_coordinator.membership.effects import Effect, Record
 from shoal_coordinator.membership.events import (
+    BackupReported,
     BatchesLeased,
     CollectiveFailed,
     DrainRequested,
@@ -44,7 +45,7 @@ from shoal_coordinator.membership.leaving import (
 )
 from shoal_coordinator.membership.pulse import Pulses
 from shoal_coordinator.membership.recovery import recovery_due
-from shoal_coordinator.membership.servers import Registered, server_lost, server_registered, tensors_declared
+from shoal_coordinator.membership.servers import Registered, backup_reported, server_lost, server_registered, tensors_declared
 from shoal_coordinator.membership.shards import ShardLayout
 from shoal_coordinator.membership.spec import JobSpec, Policy
 from shoal_coordinator.membership.stalls import stalls_due
@@ -163,6 +164,8 @@ def _handle(draft: Draft, event: Event) -> Granted:
             return server_registered(draft, event)
         case ServerLost():
             server_lost(draft, event)
+        case BackupReported():
+            backup_reported(draft, event)
         case TensorsDeclared():
             return tensors_declared(draft, event)
         case BatchesLeased():

@@ -19,6 +19,7 @@ class Slot(enum.Enum):
     DRAIN = enum.auto()
     STOP = enum.auto()
     MEMBERS = enum.auto()
+    PLACE = enum.auto()
     NOTICE = enum.auto()
 
 

@@ -11,6 +11,7 @@ from shoal_common.errors import InvalidRequestError
 from shoal_protos.v1 import coordinator_pb2 as pb
 
 from shoal_coordinator.membership.events import (
+    BackupReported,
     BatchesLeased,
     CollectiveFailed,
     DrainRequested,
@@ -54,6 +55,7 @@ def parse_spec(message: pb.JobSpec) -> JobSpec:
         min_workers=smallest,
         max_workers=number("max_workers", message.max_workers, low=smallest, high=LARGEST_WORLD),
         parameter_servers=number("parameter_servers", message.parameter_servers, high=_MOST_SERVERS),
+        parameter_server_backups=number("parameter_server_backups", message.parameter_server_backups, high=1),
         join_grace_ms=number("join_grace_ms", message.join_grace_ms, high=600_000),
         lease_ms=number("lease_ms", message.lease_ms or DEFAULT_LEASE_MS, low=500, high=600_000),
         stall_timeout_ms=number("stall_timeout_ms", message.stall_timeout_ms or DEFAULT_STALL_TIMEOUT_MS, low=1000, high=3_600_000),
@@ -170,12 +172,22 @@ def parse_registration(message: pb.RegisterServer) -> tuple[str, ServerRegistere
     """The job's id, and the event."""
     registered = ServerRegistered(
         server_id=checks.identifier("register.server_id", message.server_id),
-        address=checks.address("register.address", message.address, required=True),
+        address=checks.address("register.address", message.address),
         metrics_address=checks.address("register.metrics_address", message.metrics_address),
         host=checks.host("register.host", message.host),
         pid=number("register.pid", message.pid, low=1),
     )
     return checks.job_id(message.job_id), registered
+
+
+def parse_backup_report(server_id: str, message: pb.BackupReport) -> BackupReported:
+    """A primary's word on its backup."""
+    return BackupReported(
+        server_id=server_id,
+        epoch=number("backup.epoch", message.epoch, low=1),
+        in_sync=message.in_sync,
+        reason=checks.text("backup.reason", message.reason, longest=LONGEST_DETAIL),
+    )
 
 
 def parse_tensors(message: pb.DeclareTensorsRequest) -> TensorsDeclared:

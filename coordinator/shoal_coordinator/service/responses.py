@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Final
 
 from shoal_protos.v1 import coordinator_pb2 as pb
 
+from shoal_coordinator.membership.effects import SendPlace
 from shoal_coordinator.membership.pulse import Progress, Pulse, Pulses
 from shoal_coordinator.membership.shards import ShardLayout
 from shoal_coordinator.membership.spec import JobSpec
-from shoal_coordinator.membership.state import Cause, Generation, JobEnding, JobPhase, JobState, Member, MemberPhase, Server
+from shoal_coordinator.membership.state import Cause, Generation, JobEnding, JobPhase, JobState, Member, MemberPhase, Server, ServerRole
 from shoal_coordinator.state.store import StoredEvent
 
 _SILENT_MS: Final = 5_000
@@ -33,6 +33,7 @@ MEMBER_PHASES: Final = {
     MemberPhase.DRAINING: pb.MEMBER_PHASE_DRAINING,
     MemberPhase.QUARANTINED: pb.MEMBER_PHASE_QUARANTINED,
 }
+_ROLES: Final = {ServerRole.PRIMARY: pb.SERVER_ROLE_PRIMARY, ServerRole.BACKUP: pb.SERVER_ROLE_BACKUP}
 CAUSES: Final = {
     Cause.START: pb.Generation.CAUSE_START,
     Cause.FAILURE: pb.Generation.CAUSE_FAILURE,
@@ -47,6 +48,7 @@ def spec_message(spec: JobSpec) -> pb.JobSpec:
         min_workers=spec.min_workers,
         max_workers=spec.max_workers,
         parameter_servers=spec.parameter_servers,
+        parameter_server_backups=spec.parameter_server_backups,
         join_grace_ms=spec.join_grace_ms,
         lease_ms=spec.lease_ms,
         stall_timeout_ms=spec.stall_timeout_ms,
@@ -112,12 +114,25 @@ def summary_message(state: JobState) -> pb.JobSummary:
 
 
 def server_messages(state: JobState) -> list[pb.ServerStatus]:
-    """A job's parameter servers, by index."""
-    return [_server_message(server) for server in sorted(state.servers.values(), key=lambda server: server.index)]
+    """A job's parameter servers, by index; the primary of a place before its backup."""
+    return [_server_message(server) for server in sorted(state.servers.values(), key=lambda server: (server.index, _ROLES[server.role]))]
 
 
-def shard_map_message(layout: ShardLayout, servers: Sequence[pb.ServerStatus]) -> pb.ShardMap:
-    """Who owns what, and where they are."""
+def place_message(effect: SendPlace) -> pb.ServerDirective:
+    """What a server is."""
+    return pb.ServerDirective(
+        place=pb.ServerPlace(
+            epoch=effect.epoch,
+            role=_ROLES[effect.role],
+            primary_address=effect.primary_address,
+            backup_id=effect.backup_id,
+            in_sync=effect.in_sync,
+        )
+    )
+
+
+def shard_map_message(layout: ShardLayout, state: JobState) -> pb.ShardMap:
+    """Who owns what, and where they are: primaries alone."""
     return pb.ShardMap(
         epoch=layout.epoch,
         tensors=[pb.TensorSpec(name=t.name, shape=t.shape, dtype=t.dtype, frozen=t.frozen, apart=t.apart) for t in layout.tensors],
@@ -129,7 +144,7 @@ def shard_map_message(layout: ShardLayout, servers: Sequence[pb.ServerStatus]) -
             )
             for number, partition in enumerate(layout.partitions)
         ],
-        servers=servers,
+        servers=[message for message in server_messages(state) if message.role == pb.SERVER_ROLE_PRIMARY],
     )
 
 
@@ -194,4 +209,6 @@ def _server_message(server: Server) -> pb.ServerStatus:
         address=server.address,
         metrics_address=server.metrics_address,
         alive=server.alive,
+        role=_ROLES[server.role],
+        in_sync=server.in_sync,
     )

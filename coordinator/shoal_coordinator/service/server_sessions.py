@@ -22,7 +22,7 @@ from shoal_coordinator.service.clock import Clock
 from shoal_coordinator.service.job_loop import JobLoop, within
 from shoal_coordinator.service.jobs import Jobs
 from shoal_coordinator.service.mailbox import Mailbox, Slot
-from shoal_coordinator.service.requests import parse_registration
+from shoal_coordinator.service.requests import parse_backup_report, parse_registration
 from shoal_coordinator.service.responses import spec_message
 from shoal_coordinator.service.streams import first_message
 
@@ -105,11 +105,13 @@ class ServerSessions:
         """Until the stream ends. What is wrong with a message ends the session with its error."""
         try:
             async for message in requests:
-                kind = message.WhichOneof("message")
-                if kind != "heartbeat":
-                    raise InvalidRequestError(f"a server session's message is {kind or 'empty'}: expected heartbeat")
-                stored_bytes = number("heartbeat.stored_bytes", message.heartbeat.stored_bytes)
-                self._beat(job, server_id, stored_bytes)
+                match message.WhichOneof("message"):
+                    case "heartbeat":
+                        self._beat(job, server_id, number("heartbeat.stored_bytes", message.heartbeat.stored_bytes))
+                    case "backup":
+                        job.submit(parse_backup_report(server_id, message.backup))
+                    case kind:
+                        raise InvalidRequestError(f"a server session's message is {kind or 'empty'}: expected heartbeat or backup")
         except ShoalError as error:
             mailbox.end(error)
         except DecodeError as error:

@@ -104,7 +104,7 @@ class CoordinatorServicer:
         job = self._job(request)
         layout = await job.ask(requests.parse_tensors(request), timeout_s=self._timeout_s)
         assert isinstance(layout, ShardLayout)
-        return pb.DeclareTensorsResponse(shard_map=responses.shard_map_message(layout, responses.server_messages(job.state)))
+        return pb.DeclareTensorsResponse(shard_map=responses.shard_map_message(layout, job.state))
 
     async def GetShardMap(self, request: pb.GetShardMapRequest, context: Any) -> pb.GetShardMapResponse:  # noqa: N802
         """The layout, from memory."""
@@ -114,7 +114,7 @@ class CoordinatorServicer:
                 f"no member of job {state.spec.job_id} has declared its tensors; call DeclareTensors first",
                 reason=Refusal.TENSORS_UNDECLARED,
             )
-        return pb.GetShardMapResponse(shard_map=responses.shard_map_message(state.layout, responses.server_messages(state)))
+        return pb.GetShardMapResponse(shard_map=responses.shard_map_message(state.layout, state))
 
     async def LeaseBatches(self, request: pb.LeaseBatchesRequest, context: Any) -> pb.LeaseBatchesResponse:  # noqa: N802
         """Leases batches."""

@@ -19,13 +19,14 @@ from shoal_coordinator.membership.effects import (
     SendGeneration,
     SendMembers,
     SendNotice,
+    SendPlace,
     SendStandby,
     SendStop,
     StopServers,
 )
 from shoal_coordinator.membership.reasons import Refusal
 from shoal_coordinator.service.mailbox import Mailbox, Slot
-from shoal_coordinator.service.responses import generation_message
+from shoal_coordinator.service.responses import generation_message, place_message
 
 
 class Sessions:
@@ -92,6 +93,10 @@ class Sessions:
                         mailbox.end(effect.error)
                 case SendMembers():
                     self._tell_servers(effect)
+                case SendPlace():
+                    mailbox = self.servers.get(effect.server_id)
+                    if mailbox is not None:
+                        mailbox.post(Slot.PLACE, place_message(effect).SerializeToString())
                 case StopServers():
                     message = pb.ServerDirective(stop=pb.Stop(reason=effect.reason)).SerializeToString()
                     for mailbox in self.servers.values():

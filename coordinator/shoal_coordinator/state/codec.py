@@ -33,6 +33,7 @@ from shoal_coordinator.membership.state import (
     MemberPhase,
     Rank,
     Server,
+    ServerRole,
     populate,
 )
 
@@ -93,7 +94,7 @@ def decode_state(written: Mapping[str, str]) -> JobState:
         members=dict(sorted(members.items(), key=lambda item: (item[1].joined_unix_ms, item[0]))),
         population=populate(members),
         departed=dict(sorted(departed.items(), key=lambda item: (item[1].unix_ms, item[0]))),
-        servers=_read_all(written, "server", lambda name, value: Server(server_id=name, **value)),
+        servers=_read_all(written, "server", _parse_server),
         loaders=_read_all(written, "loader", lambda _, value: _parse_loader(value)),
     )
 
@@ -230,6 +231,11 @@ def _parse_layout(value: Any) -> ShardLayout:
             for primary, pieces in value["partitions"]
         ),
     )
+
+
+def _parse_server(server_id: str, value: Any) -> Server:
+    role = ServerRole(value.get("role", ServerRole.PRIMARY))  # a job that an older release wrote has primaries alone
+    return Server(server_id=server_id, **{**value, "role": role})
 
 
 def _parse_loader(value: Any) -> Loader:

@@ -30,6 +30,11 @@ class MemberPhase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     MEMBER_PHASE_RANKED: _ClassVar[MemberPhase]
     MEMBER_PHASE_DRAINING: _ClassVar[MemberPhase]
     MEMBER_PHASE_QUARANTINED: _ClassVar[MemberPhase]
+
+class ServerRole(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    SERVER_ROLE_PRIMARY: _ClassVar[ServerRole]
+    SERVER_ROLE_BACKUP: _ClassVar[ServerRole]
 JOB_PHASE_UNSPECIFIED: JobPhase
 JOB_PHASE_WAITING: JobPhase
 JOB_PHASE_RUNNING: JobPhase
@@ -45,13 +50,16 @@ MEMBER_PHASE_READY: MemberPhase
 MEMBER_PHASE_RANKED: MemberPhase
 MEMBER_PHASE_DRAINING: MemberPhase
 MEMBER_PHASE_QUARANTINED: MemberPhase
+SERVER_ROLE_PRIMARY: ServerRole
+SERVER_ROLE_BACKUP: ServerRole
 
 class JobSpec(_message.Message):
-    __slots__ = ("job_id", "min_workers", "max_workers", "parameter_servers", "join_grace_ms", "lease_ms", "stall_timeout_ms")
+    __slots__ = ("job_id", "min_workers", "max_workers", "parameter_servers", "parameter_server_backups", "join_grace_ms", "lease_ms", "stall_timeout_ms")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     MIN_WORKERS_FIELD_NUMBER: _ClassVar[int]
     MAX_WORKERS_FIELD_NUMBER: _ClassVar[int]
     PARAMETER_SERVERS_FIELD_NUMBER: _ClassVar[int]
+    PARAMETER_SERVER_BACKUPS_FIELD_NUMBER: _ClassVar[int]
     JOIN_GRACE_MS_FIELD_NUMBER: _ClassVar[int]
     LEASE_MS_FIELD_NUMBER: _ClassVar[int]
     STALL_TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
@@ -59,10 +67,11 @@ class JobSpec(_message.Message):
     min_workers: int
     max_workers: int
     parameter_servers: int
+    parameter_server_backups: int
     join_grace_ms: int
     lease_ms: int
     stall_timeout_ms: int
-    def __init__(self, job_id: _Optional[str] = ..., min_workers: _Optional[int] = ..., max_workers: _Optional[int] = ..., parameter_servers: _Optional[int] = ..., join_grace_ms: _Optional[int] = ..., lease_ms: _Optional[int] = ..., stall_timeout_ms: _Optional[int] = ...) -> None: ...
+    def __init__(self, job_id: _Optional[str] = ..., min_workers: _Optional[int] = ..., max_workers: _Optional[int] = ..., parameter_servers: _Optional[int] = ..., parameter_server_backups: _Optional[int] = ..., join_grace_ms: _Optional[int] = ..., lease_ms: _Optional[int] = ..., stall_timeout_ms: _Optional[int] = ...) -> None: ...
 
 class CreateJobRequest(_message.Message):
     __slots__ = ("spec",)
@@ -153,18 +162,22 @@ class MemberStatus(_message.Message):
     def __init__(self, member_id: _Optional[str] = ..., phase: _Optional[_Union[MemberPhase, str]] = ..., rank: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., metrics_address: _Optional[str] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., joined_unix_ms: _Optional[int] = ..., launcher_id: _Optional[str] = ..., note: _Optional[str] = ...) -> None: ...
 
 class ServerStatus(_message.Message):
-    __slots__ = ("server_id", "server_index", "address", "metrics_address", "alive")
+    __slots__ = ("server_id", "server_index", "address", "metrics_address", "alive", "role", "in_sync")
     SERVER_ID_FIELD_NUMBER: _ClassVar[int]
     SERVER_INDEX_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     METRICS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     ALIVE_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    IN_SYNC_FIELD_NUMBER: _ClassVar[int]
     server_id: str
     server_index: int
     address: str
     metrics_address: str
     alive: bool
-    def __init__(self, server_id: _Optional[str] = ..., server_index: _Optional[int] = ..., address: _Optional[str] = ..., metrics_address: _Optional[str] = ..., alive: _Optional[bool] = ...) -> None: ...
+    role: ServerRole
+    in_sync: bool
+    def __init__(self, server_id: _Optional[str] = ..., server_index: _Optional[int] = ..., address: _Optional[str] = ..., metrics_address: _Optional[str] = ..., alive: _Optional[bool] = ..., role: _Optional[_Union[ServerRole, str]] = ..., in_sync: _Optional[bool] = ...) -> None: ...
 
 class MemberMessage(_message.Message):
     __slots__ = ("join", "heartbeat", "ready", "collective_failure", "leave")
@@ -459,12 +472,14 @@ class StopJobResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class ServerMessage(_message.Message):
-    __slots__ = ("register", "heartbeat")
+    __slots__ = ("register", "heartbeat", "backup")
     REGISTER_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    BACKUP_FIELD_NUMBER: _ClassVar[int]
     register: RegisterServer
     heartbeat: ServerHeartbeat
-    def __init__(self, register: _Optional[_Union[RegisterServer, _Mapping]] = ..., heartbeat: _Optional[_Union[ServerHeartbeat, _Mapping]] = ...) -> None: ...
+    backup: BackupReport
+    def __init__(self, register: _Optional[_Union[RegisterServer, _Mapping]] = ..., heartbeat: _Optional[_Union[ServerHeartbeat, _Mapping]] = ..., backup: _Optional[_Union[BackupReport, _Mapping]] = ...) -> None: ...
 
 class RegisterServer(_message.Message):
     __slots__ = ("job_id", "server_id", "address", "metrics_address", "host", "pid")
@@ -488,15 +503,41 @@ class ServerHeartbeat(_message.Message):
     stored_bytes: int
     def __init__(self, stored_bytes: _Optional[int] = ...) -> None: ...
 
+class BackupReport(_message.Message):
+    __slots__ = ("epoch", "in_sync", "reason")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    IN_SYNC_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    in_sync: bool
+    reason: str
+    def __init__(self, epoch: _Optional[int] = ..., in_sync: _Optional[bool] = ..., reason: _Optional[str] = ...) -> None: ...
+
 class ServerDirective(_message.Message):
-    __slots__ = ("welcome", "members", "stop")
+    __slots__ = ("welcome", "members", "stop", "place")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
     STOP_FIELD_NUMBER: _ClassVar[int]
+    PLACE_FIELD_NUMBER: _ClassVar[int]
     welcome: ServerWelcome
     members: Members
     stop: Stop
-    def __init__(self, welcome: _Optional[_Union[ServerWelcome, _Mapping]] = ..., members: _Optional[_Union[Members, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ...) -> None: ...
+    place: ServerPlace
+    def __init__(self, welcome: _Optional[_Union[ServerWelcome, _Mapping]] = ..., members: _Optional[_Union[Members, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., place: _Optional[_Union[ServerPlace, _Mapping]] = ...) -> None: ...
+
+class ServerPlace(_message.Message):
+    __slots__ = ("epoch", "role", "primary_address", "backup_id", "in_sync")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    PRIMARY_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    BACKUP_ID_FIELD_NUMBER: _ClassVar[int]
+    IN_SYNC_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    role: ServerRole
+    primary_address: str
+    backup_id: str
+    in_sync: bool
+    def __init__(self, epoch: _Optional[int] = ..., role: _Optional[_Union[ServerRole, str]] = ..., primary_address: _Optional[str] = ..., backup_id: _Optional[str] = ..., in_sync: _Optional[bool] = ...) -> None: ...
 
 class ServerWelcome(_message.Message):
     __slots__ = ("server_index", "heartbeat_interval_ms", "spec")

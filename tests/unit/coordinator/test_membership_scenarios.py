@@ -17,6 +17,7 @@ import pytest
 from shoal_common.errors import ShoalError
 from shoal_coordinator.membership import effects as fx
 from shoal_coordinator.membership.events import (
+    BackupReported,
     BatchesLeased,
     CollectiveFailed,
     DrainRequested,
@@ -42,7 +43,7 @@ from shoal_coordinator.membership.pulse import Progress, Pulse, Pulses, attached
 from shoal_coordinator.membership.servers import Registered
 from shoal_coordinator.membership.shards import Piece, ShardLayout, TensorSpec
 from shoal_coordinator.membership.spec import JobSpec
-from shoal_coordinator.membership.state import Identity, JobEnding, JobState, Now
+from shoal_coordinator.membership.state import Identity, JobEnding, JobState, Now, ServerRole
 from shoal_coordinator.membership.transition import Outcome, Transition, next_wake_ms, transition
 from shoal_coordinator.state.codec import decode_state, encode_changes, everything
 
@@ -98,7 +99,7 @@ class Story:
     # ----------------------------------------------------------------------------------------------------------- commands
 
     def job(self, **options: str) -> None:
-        names = {"min": "min_workers", "max": "max_workers", "servers": "parameter_servers", "grace": "join_grace_ms"}
+        names = {"min": "min_workers", "max": "max_workers", "servers": "parameter_servers", "backups": "parameter_server_backups", "grace": "join_grace_ms"}
         names |= {"lease": "lease_ms", "stall": "stall_timeout_ms"}
         self.ms = 0
         self.pulses = {}
@@ -242,8 +243,12 @@ class Story:
     def stop(self) -> None:
         self.happen(StopRequested(reason="asked to"))
 
-    def server(self, server: str, pid: str = "1") -> None:
-        self.happen(ServerRegistered(server_id=server, address=f"{server}:1", metrics_address="", host="h1", pid=int(pid)))
+    def server(self, server: str, pid: str = "1", serves: str = "yes") -> None:
+        address = f"{server}:{pid}" if serves == "yes" else ""
+        self.happen(ServerRegistered(server_id=server, address=address, metrics_address="", host="h1", pid=int(pid)))
+
+    def backup_report(self, primary: str, epoch: str, word: str) -> None:
+        self.happen(BackupReported(server_id=primary, epoch=int(epoch), in_sync=word == "in-sync"))
 
     def server_lost(self, server: str) -> None:
         self.happen(ServerLost(server_id=server, ending=Ending.STREAM_BROKEN))
@@ -348,5 +353,11 @@ def told_effect(effect: fx.Effect) -> str | None:
         case fx.SendMembers(member_ids=members):
             to = "servers" if effect.server_id is None else f"server {effect.server_id}"
             return f"{to}: generation {effect.generation}, {' '.join(members) or 'nobody'}" if effect.server_id else None
+        case fx.SendPlace():
+            if effect.role is ServerRole.BACKUP:
+                follows = f"follows {effect.primary_address or 'nobody yet'}"
+                return f"server {effect.server_id}: epoch {effect.epoch}, {follows}{', in sync' if effect.in_sync else ''}"
+            backup = f", backup {effect.backup_id}{' in sync' if effect.in_sync else ''}" if effect.backup_id else ""
+            return f"server {effect.server_id}: epoch {effect.epoch}, primary{backup}"
         case fx.StopServers():
             return f"servers: stop, {effect.reason}"

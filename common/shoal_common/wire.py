@@ -27,7 +27,7 @@ CHUNK_BYTES: Final = 1 << 20
 LARGEST_CHUNK_BYTES: Final = 4 << 20
 """What PushChunk allows."""
 
-HeaderT = TypeVar("HeaderT", pb.PushHeader, pb.PullHeader)
+HeaderT = TypeVar("HeaderT", pb.PushHeader, pb.PullHeader, pb.FollowHeader)
 
 
 # --------------------------------------------------------------------------------------------------------------- dtypes
@@ -109,7 +109,7 @@ def as_bytes(buffer: memoryview) -> memoryview:
 
 # ------------------------------------------------------------------------------------------------------------- messages
 
-# Both messages have `header` as field 1 and `payload` as field 2, both length-delimited: wire type 2 (tested against the descriptors).
+# All three messages have `header` as field 1 and `payload` as field 2, both length-delimited: wire type 2 (tested against the descriptors).
 _HEADER_TAG: Final = 1 << 3 | 2
 _PAYLOAD_TAG: Final = 2 << 3 | 2
 
@@ -134,7 +134,17 @@ def decode_pull_chunk(data: bytes) -> tuple[pb.PullHeader | None, memoryview]:
     return _decode(data, pb.PullChunk, pb.PullHeader, CorruptDataError)
 
 
-def _encode(header: pb.PushHeader | pb.PullHeader | None, payload: memoryview) -> bytes:
+def encode_follow_chunk(chunk: tuple[pb.FollowHeader | None, memoryview]) -> bytes:
+    """A FollowChunk's bytes."""
+    return _encode(*chunk)
+
+
+def decode_follow_chunk(data: bytes) -> tuple[pb.FollowHeader | None, memoryview]:
+    """A FollowChunk's header, if it has one, and payload, a read-only view of `data`. CorruptDataError / MESSAGE_MALFORMED."""
+    return _decode(data, pb.FollowChunk, pb.FollowHeader, CorruptDataError)
+
+
+def _encode(header: pb.PushHeader | pb.PullHeader | pb.FollowHeader | None, payload: memoryview) -> bytes:
     parts: list[bytes | memoryview] = []
     if header is not None:
         encoded = header.SerializeToString()

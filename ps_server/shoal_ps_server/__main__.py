@@ -12,7 +12,6 @@ import gc
 import signal
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
 
 from shoal_common.allocator import keep_freed_memory
 from shoal_common.errors import ShoalError
@@ -43,9 +42,8 @@ async def _serve(settings: PsServerSettings) -> None:
     # Only now: they bring torch, and --help or a wrong flag need not wait for it.
     import torch
 
-    from shoal_ps_server.server import ParameterServer
+    from shoal_ps_server.server import serve
     from shoal_ps_server.shard.runs import warm_up
-    from shoal_ps_server.storage.directory import DataDirectory
 
     torch.set_num_threads(settings.threads)
     warm_up()
@@ -55,9 +53,7 @@ async def _serve(settings: PsServerSettings) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    with ExitStack() as stack:
-        directory = None if settings.data_dir is None else stack.enter_context(DataDirectory(settings.data_dir))
-        await ParameterServer(settings, directory).run(stop)
+    await serve(settings, stop)
 
 
 if __name__ == "__main__":

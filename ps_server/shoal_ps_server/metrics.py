@@ -73,6 +73,8 @@ class Metrics:
         )
         self.journal_failures = Counter("shoal_ps_journal_failures", "Times that the journal could not be written.", registry=registry)
 
+        self.backup_in_sync = Gauge("shoal_ps_backup_in_sync", "1 while a backup has all that this server acknowledged.", registry=registry)
+
     def journal_written(self, records: int, nbytes: int, seconds: float) -> None:
         """Changes that were written together are on disk."""
         self.journal_records.inc(records)

@@ -13,10 +13,10 @@ import asyncio
 import json
 import logging
 import os
-import socket
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, ExitStack, suppress
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from prometheus_client import CollectorRegistry
 from shoal_common.errors import ConfigurationError, InternalError, UnavailableError
@@ -28,13 +28,15 @@ from shoal_common.telemetry import HttpServer, serve_metrics
 
 from shoal_ps_server.consistency.membership import Membership
 from shoal_ps_server.metrics import Metrics
+from shoal_ps_server.replication.primary import Backup
+from shoal_ps_server.replication.standby import Standby
 from shoal_ps_server.service.intake import Intake
 from shoal_ps_server.service.layouts import Layouts
 from shoal_ps_server.service.pulls import Pulls
 from shoal_ps_server.service.requests import UploadKind
 from shoal_ps_server.service.servicer import ALLOWED_ROLES, SERVICE, Identity, ParameterServerServicer
 from shoal_ps_server.service.staging import Staging
-from shoal_ps_server.session import CoordinatorSession, Registration
+from shoal_ps_server.session import CoordinatorSession, Place, Registration, this_process
 from shoal_ps_server.settings import PsServerSettings
 from shoal_ps_server.shard.layout import Layout, PartitionSpec
 from shoal_ps_server.shard.payload import Upload
@@ -48,16 +50,35 @@ from shoal_ps_server.storage.recovery import Recovered
 
 logger = logging.getLogger(__name__)
 
+_PLACE_WAIT: Final = timedelta(seconds=5)
+"""How long a request may wait for the coordinator's word on what this server is."""
+
+
+async def serve(settings: PsServerSettings, stop: asyncio.Event) -> None:
+    """Runs one server until `stop` is set or the job is over: as a primary or as a backup, in turn, as the coordinator says.
+
+    Raises as `ParameterServer.run` and `Standby.run`; CorruptDataError and ConfigurationError for what its data directory holds.
+    """
+    with ExitStack() as stack:
+        directory = None if settings.data_dir is None else stack.enter_context(DataDirectory(settings.data_dir))
+        recovered = Recovered(shard=Shard()) if directory is None else directory.recover(job_id=settings.job, server_id=settings.server_id)
+        while await ParameterServer(settings, directory, recovered).run(stop):
+            if directory is None:
+                raise ConfigurationError("the job's parameter servers have backups, which need a journal: start each with --data-dir")
+            taken_over = await Standby(settings, directory).run(stop)
+            if taken_over is None:
+                return
+            recovered = taken_over
+
 
 class ParameterServer:
-    """Made and run on one event loop; `run` does everything."""
+    """A server while it is a primary. Made and run on one event loop; `run` does everything."""
 
-    def __init__(self, settings: PsServerSettings, directory: DataDirectory | None) -> None:
-        """Recovers what `directory` holds. Raises CorruptDataError and ConfigurationError; nothing has changed then."""
+    def __init__(self, settings: PsServerSettings, directory: DataDirectory | None, recovered: Recovered) -> None:
+        """`recovered`: what the server holds; what is in `directory`, if there is one."""
         self._settings = settings
         self._identity = Identity(job_id=settings.job, server_id=settings.server_id)
         self._directory = directory
-        recovered = Recovered(shard=Shard()) if directory is None else directory.recover(job_id=settings.job, server_id=settings.server_id)
         self._recovered = recovered
         self._server_index = None if recovered.layout is None else recovered.layout.server_index
         self._registry = CollectorRegistry()
@@ -65,6 +86,12 @@ class ParameterServer:
         self._shard = recovered.shard
         self._membership = Membership(fence=recovered.members.fence(), clocks=recovered.members.restored_clocks())
         self._layouts = Layouts(current=recovered.layout, fetch=self._fetch_layout, adopt=self._adopt_layout)
+        self._backup = Backup(
+            shard=self._shard, state=self._state, report=self._report_backup, metrics=self._metrics, held_before=recovered.backup
+        )
+        self._knows_its_place = asyncio.Event()
+        if recovered.layout is not None and not recovered.backup:
+            self._knows_its_place.set()  # else another server may have the place by now
         self._changes = Changes(shard=self._shard, layout=lambda: self._layouts.current, members=self._members)
         self._pulls = Pulls(
             shard=self._shard, membership=self._membership, waited=self._metrics.ssp_wait_seconds.observe, answered=self._answered
@@ -93,6 +120,8 @@ class ParameterServer:
             pulls=self._pulls,
             snapshots=self._snapshots,
             changes=self._changes,
+            backup=self._backup,
+            check_place=self._check_place,
             metrics=self._metrics,
             tokens=settings.token_table,
             configuration=recovered.configuration,
@@ -100,9 +129,12 @@ class ParameterServer:
         self._session: CoordinatorSession | None = None
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Has an exception when memory lacks what the journal has."""
+        self._replaced = asyncio.Event()
+        """Set when the coordinator says that this server is a backup."""
 
-    async def run(self, stop: asyncio.Event) -> None:
-        """Serves until `stop` is set or the job is over, then drains and writes a last snapshot.
+    async def run(self, stop: asyncio.Event) -> bool:
+        """Serves until `stop` is set or the job is over, then drains and writes a last snapshot. True: until the coordinator said that it
+        is a backup, so that what it holds is of no use any more.
 
         Raises ConfigurationError (addresses, TLS, tokens), the coordinator's refusal of this server's registration, UnavailableError:
         SNAPSHOT_FAILED or JOURNAL_FAILED when the disk took no last snapshot or no journal, and InternalError when a change that the
@@ -128,6 +160,9 @@ class ParameterServer:
             stack.push_async_callback(self._session.close)
             self._write_port_file(grpc_port, http)
             await self._until_over(stop, self._session)
+            if self._replaced.is_set():
+                self._changes.give_up(UnavailableError("another server has taken this one's place", reason="PLACE_UNKNOWN"))
+        return self._replaced.is_set()
 
     def _open_journal(self) -> None:
         if self._directory is None:
@@ -145,11 +180,17 @@ class ParameterServer:
         except OSError as error:
             raise UnavailableError(f"data_dir={self._directory.path}: {error}; make room on its disk", reason="JOURNAL_FAILED") from error
         self._changes.write_to(journal)
+        self._backup.write_to(journal)
 
     async def _last_snapshot(self) -> None:
         if self._broken.done():
             self._broken.result()  # a snapshot would lack the change, and do away with the journal that has it
-        await self._snapshots.write_if_changed()
+        if self._replaced.is_set():
+            await self._snapshots.idle()
+        elif self._backup.waits:
+            logger.warning("no last snapshot: the backup has not confirmed the last changes; the journal has them")
+        else:
+            await self._snapshots.write_if_changed()
 
     def _not_made(self, error: BaseException) -> None:
         """A change that the journal has could not be made: this process ends, and the next one makes it."""
@@ -190,6 +231,15 @@ class ParameterServer:
         self._metrics.members.set(len(member_ids))
         logger.info("members", extra={"generation": generation, "joined": len(change.joined), "left": len(change.left)})
 
+    def placed(self, place: Place) -> None:
+        """What this server is."""
+        if place.follows:
+            logger.warning("another server has this one's place; it becomes that one's backup", extra={"epoch": place.epoch})
+            self._replaced.set()
+        else:
+            self._backup.placed(place)
+        self._knows_its_place.set()
+
     def stored_bytes(self) -> int:
         """For the heartbeat, and, as often, for the gauges."""
         summary = self._shard.summary()
@@ -209,6 +259,21 @@ class ParameterServer:
         if self._session is None:
             raise UnavailableError("this server is only just starting; try again", reason="SERVER_UNREGISTERED")
         return await self._session.layout()
+
+    def _report_backup(self, epoch: int, in_sync: bool, reason: str) -> None:
+        if self._session is not None:
+            self._session.report_backup(epoch=epoch, in_sync=in_sync, reason=reason)
+
+    async def _check_place(self) -> None:
+        if not self._knows_its_place.is_set():
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_PLACE_WAIT.total_seconds()):
+                    await self._knows_its_place.wait()
+        if self._replaced.is_set() or not self._knows_its_place.is_set():
+            raise UnavailableError(
+                "this server does not know whether it or a backup is to serve; ask the coordinator for the one that does, and try again",
+                reason="PLACE_UNKNOWN",
+            )
 
     def _adopt_layout(self, layout: Layout) -> None:
         self._shard.adopt(layout)
@@ -243,6 +308,7 @@ class ParameterServer:
             layout=layout,
             configuration=self._servicer.configuration,
             membership=self._members(),
+            backup=self._backup.held_id,
         )
 
     def _members(self) -> Members:
@@ -255,14 +321,16 @@ class ParameterServer:
         stopped = asyncio.create_task(stop.wait())
         held = asyncio.create_task(session.run())
         snapshots = asyncio.create_task(self._snapshots.periodically(self._settings.snapshot_interval))
-        tasks: list[asyncio.Task[Any]] = [stopped, held, snapshots]
+        replaced = asyncio.create_task(self._replaced.wait())
+        tasks: list[asyncio.Task[Any]] = [stopped, held, snapshots, replaced]
         ends: list[asyncio.Future[Any]] = [*tasks, self._broken]
         try:
             done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
-            reason = f"the job is over: {held.result()}" if held in done else "asked to"
-            logger.info("stopping", extra={"reason": reason})
+            if not self._replaced.is_set():
+                reason = f"the job is over: {held.result()}" if held in done else "asked to"
+                logger.info("stopping", extra={"reason": reason})
         finally:
             await end_tasks(tasks)
 
@@ -281,13 +349,8 @@ class ParameterServer:
         return ChannelSettings(address=str(settings.coordinator), tls=settings.tls, token=secret_value(settings.token))
 
     def _registration(self, grpc_port: int, http: HttpServer) -> Registration:
-        return Registration(
-            job_id=self._settings.job,
-            server_id=self._settings.server_id,
-            address=self._settings.advertised(grpc_port),
-            metrics_address=self._settings.advertised_http(http.port),
-            host=socket.gethostname(),
-            pid=os.getpid(),
+        return this_process(
+            self._settings, address=self._settings.advertised(grpc_port), metrics_address=self._settings.advertised_http(http.port)
         )
 
     def _write_port_file(self, grpc_port: int, http: HttpServer) -> None:

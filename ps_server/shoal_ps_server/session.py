@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import socket
+from collections import deque
 from collections.abc import AsyncGenerator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -31,6 +34,7 @@ from shoal_common.rpc.status import from_rpc_error
 from shoal_protos.v1 import coordinator_pb2
 from shoal_protos.v1.coordinator_pb2_grpc import CoordinatorStub
 
+from shoal_ps_server.settings import PsServerSettings
 from shoal_ps_server.shard.layout import Layout, layout_from_shard_map
 
 logger = logging.getLogger(__name__)
@@ -48,6 +52,21 @@ registered before, one that has taken it over while this one was cut off."""
 _JOB_OVER: Final = "JOB_CLOSED"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """What the coordinator says that this server is: shoal.v1.ServerPlace."""
+
+    epoch: int
+    follows: bool
+    """It is a backup; else a primary."""
+    primary_address: str
+    """Whom a backup follows; empty: the primary is away."""
+    backup_id: str
+    """The backup that is there; empty: none."""
+    in_sync: bool
+    """That one may take the primary's place."""
+
+
 class Listener(Protocol):
     """What hears the coordinator."""
 
@@ -60,6 +79,9 @@ class Listener(Protocol):
     def members(self, generation: int, member_ids: tuple[str, ...]) -> None:
         """The members of a generation. Raises ConfigurationError when the server cannot be one of theirs."""
 
+    def placed(self, place: Place) -> None:
+        """What this server is; after every welcome, and at every change."""
+
     def stored_bytes(self) -> int:
         """For the heartbeat."""
 
@@ -71,9 +93,22 @@ class Registration:
     job_id: str
     server_id: str
     address: str
+    """Empty: it serves nobody."""
     metrics_address: str
     host: str
     pid: int
+
+
+def this_process(settings: PsServerSettings, *, address: str, metrics_address: str) -> Registration:
+    """Makes the registration of this server, which this process is."""
+    return Registration(
+        job_id=settings.job,
+        server_id=settings.server_id,
+        address=address,
+        metrics_address=metrics_address,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+    )
 
 
 class CoordinatorSession:
@@ -88,6 +123,8 @@ class CoordinatorSession:
         self._server_index: int | None = None
         """Set by the first welcome."""
         self._registered = asyncio.Event()
+        self._sending: _Sending | None = None
+        """Of the stream that is open."""
 
     async def run(self) -> str:
         """Holds the session until the coordinator says that the job is over; returns its reason.
@@ -139,6 +176,12 @@ class CoordinatorSession:
             raise self._explained("GetShardMap", error) from error
         return layout_from_shard_map(answer.shard_map, server_index=server_index)
 
+    def report_backup(self, *, epoch: int, in_sync: bool, reason: str = "") -> None:
+        """A primary's word on its backup. Lost while the session is broken: say it again when the place is told anew."""
+        if self._sending is not None:
+            report = coordinator_pb2.BackupReport(epoch=epoch, in_sync=in_sync, reason=reason)
+            self._sending.say(coordinator_pb2.ServerMessage(backup=report))
+
     async def close(self) -> None:
         """Ends the session and its connection."""
         await self._channel.close()
@@ -153,6 +196,7 @@ class CoordinatorSession:
             self._server_index, opened.welcomed = welcome.server_index, True
             self._registered.set()
             sending.heartbeats_every(timedelta(milliseconds=welcome.heartbeat_interval_ms))
+            self._sending = sending
             while True:
                 directive = await call.read()
                 if directive is grpc.aio.EOF:
@@ -160,6 +204,8 @@ class CoordinatorSession:
                 match directive.WhichOneof("directive"):
                     case "members":
                         self._listener.members(directive.members.generation, tuple(directive.members.member_ids))
+                    case "place":
+                        self._listener.placed(_place(directive.place))
                     case "stop":
                         return str(directive.stop.reason)
         except grpc.aio.AioRpcError as error:
@@ -168,6 +214,7 @@ class CoordinatorSession:
                 raise UnavailableError("the stream broke while something was written to it", reason="SESSION_BROKEN") from error
             raise self._explained("ServerSession", error) from error
         finally:
+            self._sending = None
             sending.end()
             call.cancel()
 
@@ -202,7 +249,9 @@ class CoordinatorSession:
         """What this server says in one stream. Not with `call.write`: beside interceptors, which a token is, grpc.aio feeds that from a
         queue whose reader it leaves behind, for ever, when the call fails."""
         yield coordinator_pb2.ServerMessage(register=self._register_message())
-        while await sending.heartbeat_due():
+        while await sending.due():
+            while sending.said:
+                yield sending.said.popleft()
             yield coordinator_pb2.ServerMessage(heartbeat=coordinator_pb2.ServerHeartbeat(stored_bytes=self._listener.stored_bytes()))
 
     def _register_message(self) -> coordinator_pb2.RegisterServer:
@@ -228,6 +277,16 @@ class CoordinatorSession:
         return from_rpc_error(error, call=f"{method} at {self._settings.address}")
 
 
+def _place(message: coordinator_pb2.ServerPlace) -> Place:
+    return Place(
+        epoch=message.epoch,
+        follows=message.role == coordinator_pb2.SERVER_ROLE_BACKUP,
+        primary_address=message.primary_address,
+        backup_id=message.backup_id,
+        in_sync=message.in_sync,
+    )
+
+
 class _Opened:
     """How far one stream came."""
 
@@ -241,10 +300,17 @@ class _Sending:
         self._interval_s: float | None = None
         self._changed = asyncio.Event()
         self._ended = False
+        self.said: deque[coordinator_pb2.ServerMessage] = deque()
+        """What is to be sent before the next heartbeat."""
 
     def heartbeats_every(self, interval: timedelta) -> None:
         """The first one is due at once."""
         self._interval_s = interval.total_seconds()
+        self._changed.set()
+
+    def say(self, message: coordinator_pb2.ServerMessage) -> None:
+        """It is sent at once."""
+        self.said.append(message)
         self._changed.set()
 
     def end(self) -> None:
@@ -252,8 +318,8 @@ class _Sending:
         self._ended = True
         self._changed.set()
 
-    async def heartbeat_due(self) -> bool:
-        """Waits until it is; False at the end."""
+    async def due(self) -> bool:
+        """Waits until something is to be sent; False at the end."""
         with suppress(TimeoutError):
             async with asyncio.timeout(self._interval_s):
                 await self._changed.wait()

@@ -149,6 +149,7 @@ def tensors_declared(draft: Draft, event: TensorsDeclared) -> ShardLayout:
                 "all workers must build the same model, with the same parameter groups in the optimizer",
                 reason=Refusal.TENSORS_CONFLICT,
             )
+        _check_all_have_addresses(draft)
         return draft.layout
     wanted = draft.spec.parameter_servers
     if wanted == 0:
@@ -170,6 +171,16 @@ def tensors_declared(draft: Draft, event: TensorsDeclared) -> ShardLayout:
     attributes = {"tensors": str(len(event.tensors)), "partitions": str(len(draft.layout.partitions)), "servers": str(wanted)}
     draft.records.append(Record(kind="tensors_declared", attributes=attributes))
     return draft.layout
+
+
+def _check_all_have_addresses(draft: Draft) -> None:
+    """A backup that has just been made the primary will tell its own."""
+    for index in range(draft.spec.parameter_servers):
+        primary = _of_place(draft, index, ServerRole.PRIMARY)
+        if primary is None or not primary.address:
+            raise UnavailableError(
+                f"job {draft.spec.job_id} waits for the primary of its parameter server {index} to serve", reason=Refusal.NO_SERVERS
+            )
 
 
 def _newcomer(draft: Draft, event: ServerRegistered) -> Server:

@@ -278,6 +278,66 @@ class SnapshotResponse(_message.Message):
     bytes: int
     def __init__(self, path: _Optional[str] = ..., bytes: _Optional[int] = ...) -> None: ...
 
+class FollowRequest(_message.Message):
+    __slots__ = ("begin", "kept")
+    BEGIN_FIELD_NUMBER: _ClassVar[int]
+    KEPT_FIELD_NUMBER: _ClassVar[int]
+    begin: FollowBegin
+    kept: FollowKept
+    def __init__(self, begin: _Optional[_Union[FollowBegin, _Mapping]] = ..., kept: _Optional[_Union[FollowKept, _Mapping]] = ...) -> None: ...
+
+class FollowBegin(_message.Message):
+    __slots__ = ("job_id", "server_id", "epoch", "format")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    SERVER_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    FORMAT_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    server_id: str
+    epoch: int
+    format: int
+    def __init__(self, job_id: _Optional[str] = ..., server_id: _Optional[str] = ..., epoch: _Optional[int] = ..., format: _Optional[int] = ...) -> None: ...
+
+class FollowKept(_message.Message):
+    __slots__ = ("position", "whole")
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    WHOLE_FIELD_NUMBER: _ClassVar[int]
+    position: int
+    whole: bool
+    def __init__(self, position: _Optional[int] = ..., whole: _Optional[bool] = ...) -> None: ...
+
+class FollowChunk(_message.Message):
+    __slots__ = ("header", "payload")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
+    header: FollowHeader
+    payload: bytes
+    def __init__(self, header: _Optional[_Union[FollowHeader, _Mapping]] = ..., payload: _Optional[bytes] = ...) -> None: ...
+
+class FollowHeader(_message.Message):
+    __slots__ = ("kind", "fields", "payload_bytes", "position")
+    class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        KIND_UNSPECIFIED: _ClassVar[FollowHeader.Kind]
+        KIND_STATE: _ClassVar[FollowHeader.Kind]
+        KIND_PARTITION: _ClassVar[FollowHeader.Kind]
+        KIND_WHOLE: _ClassVar[FollowHeader.Kind]
+        KIND_RECORD: _ClassVar[FollowHeader.Kind]
+    KIND_UNSPECIFIED: FollowHeader.Kind
+    KIND_STATE: FollowHeader.Kind
+    KIND_PARTITION: FollowHeader.Kind
+    KIND_WHOLE: FollowHeader.Kind
+    KIND_RECORD: FollowHeader.Kind
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    FIELDS_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    kind: FollowHeader.Kind
+    fields: bytes
+    payload_bytes: int
+    position: int
+    def __init__(self, kind: _Optional[_Union[FollowHeader.Kind, str]] = ..., fields: _Optional[bytes] = ..., payload_bytes: _Optional[int] = ..., position: _Optional[int] = ...) -> None: ...
+
 class GetServerRequest(_message.Message):
     __slots__ = ("member_id",)
     MEMBER_ID_FIELD_NUMBER: _ClassVar[int]

@@ -73,6 +73,11 @@ class ParameterServerStub:
                 request_serializer=shoal__protos_dot_v1_dot_parameter__server__pb2.SnapshotRequest.SerializeToString,
                 response_deserializer=shoal__protos_dot_v1_dot_parameter__server__pb2.SnapshotResponse.FromString,
                 _registered_method=True)
+        self.Follow = channel.stream_stream(
+                '/shoal.v1.ParameterServer/Follow',
+                request_serializer=shoal__protos_dot_v1_dot_parameter__server__pb2.FollowRequest.SerializeToString,
+                response_deserializer=shoal__protos_dot_v1_dot_parameter__server__pb2.FollowChunk.FromString,
+                _registered_method=True)
         self.GetServer = channel.unary_unary(
                 '/shoal.v1.ParameterServer/GetServer',
                 request_serializer=shoal__protos_dot_v1_dot_parameter__server__pb2.GetServerRequest.SerializeToString,
@@ -150,6 +155,17 @@ class ParameterServerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Follow(self, request_iterator, context):
+        """A backup follows its primary: gets all that this server holds, then each change once it is in this server's journal, in order. A backup
+        opens the stream when the coordinator tells it its place. From the moment on when it has said `whole`, no change is made or
+        acknowledged here before it has confirmed it; where it does not within seconds, or the stream ends, changes wait until the
+        coordinator drops the backup. UNAVAILABLE / PLACE_UNKNOWN while this server was told of another epoch or backup, or holds no
+        partitions yet; FAILED_PRECONDITION / BACKUP_NEEDS_DATA_DIR without a journal. Role: server.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetServer(self, request, context):
         """What the server holds. Role: any.
         """
@@ -194,6 +210,11 @@ def add_ParameterServerServicer_to_server(servicer, server):
                     servicer.Snapshot,
                     request_deserializer=shoal__protos_dot_v1_dot_parameter__server__pb2.SnapshotRequest.FromString,
                     response_serializer=shoal__protos_dot_v1_dot_parameter__server__pb2.SnapshotResponse.SerializeToString,
+            ),
+            'Follow': grpc.stream_stream_rpc_method_handler(
+                    servicer.Follow,
+                    request_deserializer=shoal__protos_dot_v1_dot_parameter__server__pb2.FollowRequest.FromString,
+                    response_serializer=shoal__protos_dot_v1_dot_parameter__server__pb2.FollowChunk.SerializeToString,
             ),
             'GetServer': grpc.unary_unary_rpc_method_handler(
                     servicer.GetServer,
@@ -394,6 +415,33 @@ class ParameterServer:
             '/shoal.v1.ParameterServer/Snapshot',
             shoal__protos_dot_v1_dot_parameter__server__pb2.SnapshotRequest.SerializeToString,
             shoal__protos_dot_v1_dot_parameter__server__pb2.SnapshotResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Follow(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/shoal.v1.ParameterServer/Follow',
+            shoal__protos_dot_v1_dot_parameter__server__pb2.FollowRequest.SerializeToString,
+            shoal__protos_dot_v1_dot_parameter__server__pb2.FollowChunk.FromString,
             options,
             channel_credentials,
             insecure,

@@ -12,7 +12,7 @@ from contextlib import aclosing
 from datetime import timedelta
 from typing import Final
 
-from shoal_common.errors import DeadlineError, InvalidRequestError, ShoalError
+from shoal_common.errors import DeadlineError, InvalidRequestError, ShoalError, UnavailableError
 from shoal_protos.v1 import parameter_server_pb2 as pb
 
 from shoal_ps_server.consistency.membership import Membership
@@ -28,6 +28,10 @@ IDLE_LIMIT: Final = timedelta(seconds=60)
 """How long a client may leave an open stream silent."""
 
 
+PENDING_LIMIT: Final = timedelta(seconds=5)
+"""How long a change may be on its way to the disk, and to the backup if there is one, before whoever waits is told to ask again."""
+
+
 class Intake:
     """What all upload streams of a server share."""
 
@@ -40,6 +44,7 @@ class Intake:
         layout_of_epoch: Callable[[int], Awaitable[Layout]],
         applied: Callable[[UploadKind, Upload, Outcome], None],
         idle_limit: timedelta = IDLE_LIMIT,
+        pending_limit: timedelta = PENDING_LIMIT,
         staging: Staging | None = None,
     ) -> None:
         """`applied` is told of every outcome."""
@@ -49,6 +54,7 @@ class Intake:
         self._layout_of_epoch = layout_of_epoch
         self._applied = applied
         self._idle_limit = idle_limit
+        self._pending_limit = pending_limit
         self._staging = staging or Staging()
 
     async def receive(self, messages: AsyncIterator[bytes], kind: UploadKind) -> pb.PushResponse:
@@ -66,15 +72,27 @@ class Intake:
                 raise  # another's deadline: the coordinator's, say, when it was asked for the shard map
             raise DeadlineError(f"no partition was completed in this stream for {idle_s:g} s", reason="STREAM_IDLE") from error
         except ShoalError:
-            await stream.results()  # where one before it is refused too, that is what is told
+            await self._results(stream)  # where one before it is refused too, that is what is told
             raise
         finally:
             stream.release()
-        results = await stream.results()
+        results = await self._results(stream)
         if stream.member_id and kind is UploadKind.PUSH:
             # Only now has the member finished its iteration here.
             self._membership.finished(stream.member_id, stream.clock)
         return pb.PushResponse(results=results)
+
+    async def _results(self, stream: _UploadStream) -> list[pb.PartitionResult]:
+        """Raises as `_UploadStream.results`, and UnavailableError / CHANGE_PENDING."""
+        try:
+            async with asyncio.timeout(self._pending_limit.total_seconds()):
+                return await stream.results()
+        except TimeoutError as error:
+            raise UnavailableError(
+                f"a change has been on its way to this server's disk or its backup for {self._pending_limit.total_seconds():g} s; ask the "
+                "coordinator where the server is, and send it again",
+                reason="CHANGE_PENDING",
+            ) from error
 
     def _partitions(self, messages: AsyncIterator[bytes], kind: UploadKind, stream: _UploadStream) -> AsyncGenerator[Upload]:
         async def open_upload(header: pb.PushHeader) -> Upload:

@@ -7,7 +7,7 @@ field, its value and what was expected.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import pairwise
@@ -148,6 +148,16 @@ def parse_optimizer(spec: pb.OptimizerSpec, tensors: frozenset[str] | None) -> O
     return optimizer_settings(
         name=spec.name, hyperparameters=dict(spec.hyperparameters), groups=_parameter_groups(spec.groups), tensors=tensors
     )
+
+
+async def parse_begin(requests: AsyncIterator[pb.FollowRequest]) -> pb.FollowBegin:
+    """The first message of a Follow stream."""
+    async for request in requests:
+        if request.WhichOneof("message") == "begin":
+            begin: pb.FollowBegin = request.begin
+            return begin
+        break
+    raise InvalidRequestError("a Follow stream's first message: expected `begin`", reason="STREAM_MALFORMED")
 
 
 def parse_consistency(consistency: pb.Consistency) -> Consistency:

@@ -22,6 +22,7 @@ from shoal_ps_server.configuration import Configuration
 from shoal_ps_server.consistency.clocks import Consistency, ConsistencyMode
 from shoal_ps_server.consistency.membership import Membership
 from shoal_ps_server.metrics import Metrics
+from shoal_ps_server.replication.primary import Backup
 from shoal_ps_server.service.intake import Intake
 from shoal_ps_server.service.layouts import Layouts
 from shoal_ps_server.service.pulls import Pulls
@@ -30,6 +31,7 @@ from shoal_ps_server.service.requests import (
     UploadKind,
     at_least,
     check_job,
+    parse_begin,
     parse_consistency,
     parse_hyperparameter_change,
     parse_member,
@@ -53,6 +55,7 @@ ALLOWED_ROLES: Final[Mapping[str, frozenset[Role]]] = {
     f"/{SERVICE}/Pull": _WORKERS | {Role.VIEWER},  # who looks on, and is no member
     f"/{SERVICE}/AdvanceClock": _WORKERS,
     f"/{SERVICE}/Snapshot": _WORKERS,
+    f"/{SERVICE}/Follow": frozenset({Role.SERVER}),
     f"/{SERVICE}/GetServer": ANY_ROLE,
 }
 """Besides admins, who may do everything."""
@@ -83,11 +86,16 @@ class ParameterServerServicer:
         pulls: Pulls,
         snapshots: SnapshotKeeper,
         changes: Changes,
+        backup: Backup,
+        check_place: Callable[[], Awaitable[None]],
         metrics: Metrics,
         tokens: TokenTable,
         configuration: Configuration | None,
     ) -> None:
+        """`check_place` raises UnavailableError where this server cannot know that it is the one to serve."""
         self.configuration = configuration
+        self._backup = backup
+        self._check_place = check_place
         self._identity = identity
         self._shard = shard
         self._membership = membership
@@ -111,6 +119,7 @@ class ParameterServerServicer:
             "Initialize": grpc.stream_unary_rpc_method_handler(self.initialize, response_serializer=pb.PushResponse.SerializeToString),
             "Push": grpc.stream_unary_rpc_method_handler(self.push, response_serializer=pb.PushResponse.SerializeToString),
             "Pull": grpc.unary_stream_rpc_method_handler(self.pull, request_deserializer=pb.PullRequest.FromString),
+            "Follow": grpc.stream_stream_rpc_method_handler(self.follow, request_deserializer=pb.FollowRequest.FromString),
         }
         unary: tuple[tuple[Callable[[Any, Any], Awaitable[Any]], Any, Any], ...] = (
             (self.configure_optimizer, pb.ConfigureOptimizerRequest, pb.ConfigureOptimizerResponse),
@@ -131,20 +140,33 @@ class ParameterServerServicer:
     async def initialize(self, messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> pb.PushResponse:
         """Initialize."""
         with self._counting_refusals("Initialize"):
+            await self._check_place()
             return await self._intake.receive(messages, UploadKind.INITIALIZE)
 
     async def push(self, messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> pb.PushResponse:
         """Push."""
         with self._counting_refusals("Push"):
+            await self._check_place()
             return await self._intake.receive(messages, UploadKind.PUSH)
 
     async def pull(self, request: pb.PullRequest, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
         """Pull."""
         with self._counting_refusals("Pull"):
             check_job(request.job_id, self._identity.job_id)
+            await self._check_place()
             self._check_onlooker(request, context)
             pull = parse_pull(request, await self._layouts.of_epoch(request.shard_map_epoch))
             async with aclosing(self._pulls.serve(pull)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+
+    async def follow(self, requests: AsyncIterator[pb.FollowRequest], context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
+        """Follow."""
+        with self._counting_refusals("Follow"):
+            begin = await parse_begin(requests)
+            check_job(begin.job_id, self._identity.job_id)
+            await self._check_place()
+            async with aclosing(self._backup.serve(begin, requests)) as chunks:
                 async for chunk in chunks:
                     yield chunk
 
@@ -154,6 +176,7 @@ class ParameterServerServicer:
         """ConfigureOptimizer."""
         with self._counting_refusals("ConfigureOptimizer"):
             check_job(request.job_id, self._identity.job_id)
+            await self._check_place()
             tensors = (await self._layouts.any()).tensors if request.optimizer.groups else None
             optimizer = parse_optimizer(request.optimizer, tensors)
             consistency = parse_consistency(request.consistency)
@@ -163,6 +186,7 @@ class ParameterServerServicer:
         """SetHyperparameters."""
         with self._counting_refusals("SetHyperparameters"):
             check_job(request.job_id, self._identity.job_id)
+            await self._check_place()
             change = parse_hyperparameter_change(request)
             return pb.SetHyperparametersResponse(applied=await self._to_its_end(self._revision(change)))
 

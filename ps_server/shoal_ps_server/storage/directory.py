@@ -12,11 +12,13 @@ from shoal_common.errors import ConfigurationError
 
 from shoal_ps_server.storage.image import ServerImage
 from shoal_ps_server.storage.recovery import Recovered, recover
-from shoal_ps_server.storage.segments import Owner, Segments
+from shoal_ps_server.storage.segments import JOURNAL_PREFIX, Owner, Segments, sync_directory
 from shoal_ps_server.storage.snapshot import read_snapshot
 
 _SNAPSHOT: Final = "snapshot.safetensors"
 _LOCK: Final = "lock"
+_CLEARING: Final = "clearing"
+"""While this file is there, nothing else in the directory counts."""
 
 
 class DataDirectory:
@@ -61,6 +63,8 @@ class DataDirectory:
 
     def recover(self, *, job_id: str, server_id: str) -> Recovered:
         """The server as it was when it ended, however that was. Raises as `read` and `recovery.recover`."""
+        if (self.path / _CLEARING).exists():
+            self._remove_all()
         image = self.read(job_id=job_id, server_id=server_id)
         self._segments = Segments(self.path, Owner(job_id=job_id, server_id=server_id))
         try:
@@ -68,6 +72,21 @@ class DataDirectory:
             return recover(self._segments, image)
         except OSError as error:
             raise ConfigurationError(f"data_dir={self.path}: {error}; see to its disk, and to who may read and write there") from error
+
+    def clear(self, *, job_id: str, server_id: str) -> None:
+        """Removes the snapshot and the journal, for what another server holds, and begins a journal. Raises OSError; who opens the
+        directory next removes the rest then."""
+        (self.path / _CLEARING).touch()
+        sync_directory(self.path)
+        self._remove_all()
+        self._segments = Segments(self.path, Owner(job_id=job_id, server_id=server_id))
+        self._segments.open()
+
+    def _remove_all(self) -> None:
+        for name in (_SNAPSHOT, *(path.name for path in self.path.glob(f"{JOURNAL_PREFIX}*"))):
+            (self.path / name).unlink(missing_ok=True)
+        sync_directory(self.path)
+        (self.path / _CLEARING).unlink(missing_ok=True)
 
     @property
     def segments(self) -> Segments:

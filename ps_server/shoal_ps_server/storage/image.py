@@ -68,6 +68,8 @@ class ServerState:
     membership: Members
     batches: Sequence[tuple[int, int]] = ()
     """Which leased batches are finished: see `Batches`."""
+    backup: str = ""
+    """See `Recovered.backup`."""
     journal: int = 0
     """Number of the journal's first file that has what a snapshot lacks; 0: there is no journal yet."""
 
@@ -89,6 +91,7 @@ def state_to_json(state: ServerState) -> dict[str, Any]:
         "configuration": None if state.configuration is None else configuration_to_json(state.configuration),
         "membership": members_to_json(state.membership),
         "batches": list(state.batches),
+        "backup": state.backup,
         "journal": state.journal,
     }
 
@@ -102,6 +105,7 @@ def state_from_json(value: Mapping[str, Any]) -> ServerState:
         configuration=None if value["configuration"] is None else configuration_from_json(value["configuration"]),
         membership=members_from_json(value["membership"]),
         batches=tuple((int(first), int(end)) for first, end in value["batches"]),
+        backup=str(value.get("backup", "")),  # older releases had none
         journal=int(value["journal"]),
     )
 

@@ -4,6 +4,8 @@ Threads: the event loop calls `append` and `rotate`, and runs effects; one threa
 
 When the disk does not take a batch, it and all that was appended meanwhile have no effect, and whoever waits for them is told. The next
 append tries anew, in a new file, which says that nothing of that batch counts.
+
+Another server may have to have each record as well (`hold`): then its effect comes once that one has said so.
 """
 
 from __future__ import annotations
@@ -19,9 +21,9 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final, Generic, Protocol, TypeVar
 
-from shoal_common.errors import UnavailableError
+from shoal_common.errors import InternalError, UnavailableError
 
 from shoal_ps_server.settings import Fsync
 from shoal_ps_server.storage.record import OVERHEAD_BYTES, Record
@@ -37,6 +39,16 @@ _MOST_AT_ONCE_S: Final = 0.005
 """So long effects follow one another before the loop's other work has its turn."""
 
 
+class Follower(Protocol):
+    """What hears of every record, in order. Called on the loop."""
+
+    def made(self, record: Record) -> None:
+        """It is on disk, and has had its effect. While the journal does not hold."""
+
+    def written(self, record: Record) -> int:
+        """It is on disk, and has its effect once this position was confirmed. While the journal holds."""
+
+
 @dataclass(kw_only=True)
 class _Entry(Generic[T]):
     record: Record | None
@@ -50,6 +62,8 @@ class _Entry(Generic[T]):
     """That file's. Written before the loop is told."""
     over: bool = False
     """It has had its effect, or was refused. The loop's."""
+    position: int = 0
+    """While the journal holds: what must be confirmed before its effect. The loop's."""
 
 
 class _Control(enum.Enum):
@@ -97,6 +111,15 @@ class Journal:
         """What was appended and is not known to be written. The loop's."""
         self._ready: deque[_Entry[Any]] = deque()
         """What is written and has had no effect yet. The loop's."""
+        self._refusal: Exception | None = None
+        """Why what is in `_pending` cannot be written; it is refused once `_ready` is empty. The loop's, as what follows."""
+        self._making_soon = False
+        """`_make_some` is to be called."""
+        self._follower: Follower | None = None
+        self._holding = False
+        self._position = 0
+        """Of the last record that the follower was given while the journal holds; and `_confirmed`: up to where it has them."""
+        self._confirmed = 0
         self._unmade: Exception | None = None
         """Why the effect of a record failed, or nothing is written any more: those after it have none. The loop's."""
         self._broken = False
@@ -123,15 +146,52 @@ class Journal:
         entry = _Entry(record=None, effect=lambda: effect(entry.number), refused=lambda: None, done=done, rotates=True)
         return self._put(entry)
 
+    def follow(self, follower: Follower) -> None:
+        """From now on `follower` hears of what has had its effect; one that heard before does not. An effect may call it."""
+        assert not self._holding, "the one before has been let go"
+        self._follower = follower
+
+    def hold(self, *, position: int, confirmed: int) -> None:
+        """From now on the follower is given each record before its effect, which waits for `confirm`. So far it was given records up to
+        `position`, and has those up to `confirmed`. An effect may call it."""
+        assert self._follower is not None, "somebody follows"
+        self._holding, self._position, self._confirmed = True, position, confirmed
+        for entry in self._ready:
+            self._give(entry)
+
+    def confirm(self, position: int) -> None:
+        """The follower has all up to this position."""
+        self._confirmed = max(self._confirmed, position)
+        self._make_soon()
+
+    def follow_no_more(self) -> None:
+        """Effects wait for nobody, as before `follow`."""
+        self._follower, self._holding = None, False
+        self._make_soon()
+
     @property
     def is_broken(self) -> bool:
-        """The effect of a record failed: memory lacks what the disk has."""
+        """A record has had no effect: memory lacks what the disk has."""
         return self._unmade is not None
 
+    @property
+    def end(self) -> tuple[int, int]:
+        """Number of the last file, and how many bytes of it count. After `close`."""
+        return self._number, self._end
+
+    def give_up(self, reason: Exception) -> None:
+        """No record has an effect any more; whoever waits for one is told why."""
+        if self._unmade is None:
+            self._unmade = reason
+        self._follower, self._holding = None, False
+        self._make_soon()
+
     async def close(self) -> None:
-        """Waits for what was appended. Nothing is to be appended after that."""
+        """Waits for what was appended, but not for a follower. Nothing is to be appended after that."""
         self._queue.put(_Control.CLOSE)
         await asyncio.to_thread(self._thread.join)  # it has told the loop of all before this returns
+        if self._holding and self._ready:
+            self.give_up(InternalError("this server's backup has not confirmed it"))
         while self._ready:
             await asyncio.sleep(0)
 
@@ -150,26 +210,41 @@ class Journal:
         if all(entry.over for entry in batch.entries):
             return  # refused with a batch before it
         if error is not None:
-            self._refuse(error)
-            return
-        self.bytes_since_rotation += batch.nbytes
-        self._written(sum(each.record is not None for each in batch.entries), batch.nbytes, seconds)
-        idle = not self._ready
-        for entry in batch.entries:
-            first = self._pending.popleft()
-            assert first is entry, "the journal keeps the order"
-            self._ready.append(entry)
-        if idle:
+            # What was written before is to have its effect first: what is admitted later is compared with that.
+            self._refusal = self._refusal or error
+        else:
+            self.bytes_since_rotation += batch.nbytes
+            self._written(sum(each.record is not None for each in batch.entries), batch.nbytes, seconds)
+            for entry in batch.entries:
+                first = self._pending.popleft()
+                assert first is entry, "the journal keeps the order"
+                self._ready.append(entry)
+                if self._holding:
+                    self._give(entry)
+        if not self._making_soon:
             self._make_some()
 
+    def _give(self, entry: _Entry[Any]) -> None:
+        if entry.record is not None and self._follower is not None:
+            self._position = self._follower.written(entry.record)
+        entry.position = self._position
+
+    def _make_soon(self) -> None:
+        if not self._making_soon:
+            self._making_soon = True
+            self._loop.call_soon(self._make_some)
+
     def _make_some(self) -> None:
+        self._making_soon = False
         started = time.perf_counter()
-        while self._ready:
-            self._make(self._ready[0])
-            self._ready.popleft()
+        while self._ready and not (self._holding and self._ready[0].position > self._confirmed):
+            entry = self._ready.popleft()
+            self._make(entry)
             if self._ready and time.perf_counter() - started > _MOST_AT_ONCE_S:
-                self._loop.call_soon(self._make_some)
+                self._make_soon()
                 return
+        if self._refusal is not None and not self._ready:
+            self._refuse(self._refusal)
 
     def _make(self, entry: _Entry[Any]) -> None:
         if entry.over:
@@ -189,11 +264,12 @@ class Journal:
             return
         if not entry.done.done():  # whoever waited may have gone
             entry.done.set_result(result)
+        if entry.record is not None and self._follower is not None and not self._holding:
+            self._follower.made(entry.record)
 
     def _refuse(self, error: Exception) -> None:
         """All that is on its way, at once: what is admitted from here on must not count on any of it."""
-        for entry in self._ready:  # they were written before
-            self._make(entry)
+        self._refusal = None
         refused, self._pending = self._pending, deque()
         for entry in refused:
             entry.over = True

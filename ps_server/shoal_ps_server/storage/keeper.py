@@ -112,6 +112,11 @@ class SnapshotKeeper:
             return
         await self.write()
 
+    async def idle(self) -> None:
+        """Waits until no thread writes one. None is to be asked for meanwhile."""
+        if self._on_disk is not None:
+            await asyncio.wait([self._on_disk])
+
     async def periodically(self, interval: timedelta) -> None:
         """Writes one every `interval` (0: never), and when the journal has grown enough, until cancelled. A failure is logged and counted;
         training goes on."""

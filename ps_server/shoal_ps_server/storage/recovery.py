@@ -41,6 +41,8 @@ VALUES: Final = "values"
 PUSH: Final = "push"
 CLOCK: Final = "clock"
 """A member told of finished iterations without a push."""
+BACKUP: Final = "backup"
+"""From here on, another server had to have each change before it was made; or none had to."""
 KNOWN: Final = "known"
 """A push that was known by its batch: its number is used up, and nothing else changes."""
 
@@ -63,6 +65,11 @@ def configuration_record(configuration: Configuration) -> Record:
 def clock_record(member_id: str, clock: int) -> Record:
     """Makes the record of a member's word that it has finished so many iterations."""
     return Record(kind=CLOCK, fields={"member": member_id, "clock": clock})
+
+
+def backup_record(server_id: str) -> Record:
+    """Makes the record of the backup that has to have each change from now on; empty: none has to."""
+    return Record(kind=BACKUP, fields={"server_id": server_id})
 
 
 def partition_record(admitted: Admitted, upload: Upload) -> Record:
@@ -91,6 +98,8 @@ class Recovered:
     """None: it knew no shard map yet."""
     configuration: Configuration | None = None
     members: Members = field(default_factory=Members)
+    backup: str = ""
+    """The backup that had to have all that was acknowledged: it may have taken this server's place since. Empty: none."""
     next_file: int = 0
     """Number of the journal's file to begin."""
     last_end: int = 0
@@ -100,12 +109,12 @@ class Recovered:
 def recover(segments: Segments, image: ServerImage | None) -> Recovered:
     """Raises CorruptDataError as `Segments.records`, and for records that contradict each other or the snapshot; OSError."""
     started = time.perf_counter()
-    recovery = _Recovery(image)
+    replay = Replay(image)
     first = 0 if image is None else image.state.journal
     made = 0
     for made, record in enumerate(segments.records(first), 1):
         try:
-            recovery.make(record)
+            replay.make(record)
         except (LookupError, TypeError, ValueError, AttributeError, AssertionError, ShoalError) as error:
             raise CorruptDataError(
                 f"record {made} of the journal ({record.kind}, {dict(record.fields)}) cannot be made again: {type(error).__name__}: "
@@ -114,19 +123,16 @@ def recover(segments: Segments, image: ServerImage | None) -> Recovered:
             ) from error
     if made:
         logger.info("the journal was made again", extra={"records": made, "seconds": round(time.perf_counter() - started, 3)})
-    return Recovered(
-        shard=recovery.shard,
-        layout=recovery.layout,
-        configuration=recovery.configuration,
-        members=recovery.members,
-        next_file=max([0, *segments.numbers()]) + 1,
-        last_end=segments.last_end,
-    )
+    return replay.recovered(next_file=max([0, *segments.numbers()]) + 1, last_end=segments.last_end)
 
 
-class _Recovery:
+class Replay:
+    """Makes the changes of records again, one after the other."""
+
     def __init__(self, image: ServerImage | None) -> None:
+        """`image`: the server before them; its tensors become the shard's own. None: it held nothing."""
         state = None if image is None else image.state
+        self._backup = "" if state is None else state.backup
         self.layout = None if state is None else state.layout
         self.configuration = None if state is None else state.configuration
         self._members = Members() if state is None else state.membership
@@ -147,6 +153,7 @@ class _Recovery:
             PUSH: self._change,
             KNOWN: self._change,
             CLOCK: self._tick,
+            BACKUP: self._hold,
         }
 
     @property
@@ -154,9 +161,24 @@ class _Recovery:
         """Who may act, and the members' clocks after all records that were made."""
         return Members.of(self._members.fence(), self._clocks)
 
+    def recovered(self, *, next_file: int, last_end: int) -> Recovered:
+        """The server after all records that were made."""
+        return Recovered(
+            shard=self.shard,
+            layout=self.layout,
+            configuration=self.configuration,
+            members=self.members,
+            backup=self._backup,
+            next_file=next_file,
+            last_end=last_end,
+        )
+
     def make(self, record: Record) -> None:
         """One change, again. Raises many things for a record that cannot be."""
         self._makers[record.kind](record)
+
+    def _hold(self, record: Record) -> None:
+        self._backup = str(record.fields["server_id"])
 
     def _adopt(self, record: Record) -> None:
         self.layout = layout_from_json(record.fields)

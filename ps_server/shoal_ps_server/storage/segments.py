@@ -33,7 +33,7 @@ FORMAT_VERSION: Final = 2
 """Grows when an older release could not read the file: in 2 a partition has pieces of several tensors."""
 OPENING: Final = "journal"
 """Kind of a file's first record."""
-_PREFIX: Final = "journal."
+JOURNAL_PREFIX: Final = "journal."
 _SPARE: Final = "journal.spare"
 _ID: Final = "journal.id"
 _MOST_PARTS: Final = 512
@@ -82,11 +82,11 @@ class Segments:
 
     def path(self, number: int) -> Path:
         """Where file `number` is, or will be."""
-        return self._directory / f"{_PREFIX}{number:08d}"
+        return self._directory / f"{JOURNAL_PREFIX}{number:08d}"
 
     def numbers(self) -> list[int]:
         """Numbers of the files that are there, ascending."""
-        names = (path.name.removeprefix(_PREFIX) for path in self._directory.glob(f"{_PREFIX}*"))
+        names = (path.name.removeprefix(JOURNAL_PREFIX) for path in self._directory.glob(f"{JOURNAL_PREFIX}*"))
         return sorted(int(name) for name in names if re.fullmatch(r"\d{8,}", name, re.ASCII))
 
     def nbytes(self) -> int:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load, save
 from shoal_common.errors import CorruptDataError, ShoalError
 from shoal_common.wire import checksum
 
@@ -63,7 +64,7 @@ def read_snapshot(path: Path) -> ServerImage | None:
         with safe_open(path, framework="pt") as file:
             metadata = _checked_metadata(path, file.metadata() or {})
             state = state_from_json(metadata["state"])
-            partitions = tuple(_partition(file, state, entry) for entry in metadata["partitions"])
+            partitions = tuple(_partition(file.get_tensor, state, entry) for entry in metadata["partitions"])
             named = {name for partition in partitions for name in _named(partition)}
             if extra := set(file.keys()) - named:
                 raise ValueError(f"tensors that the metadata does not name: {', '.join(sorted(extra)[:5])}")
@@ -78,6 +79,17 @@ def read_snapshot(path: Path) -> ServerImage | None:
     return ServerImage(state=state, partitions=partitions)
 
 
+def partition_to_bytes(partition: PartitionImage) -> tuple[dict[str, Any], bytes]:
+    """One partition for another server: what the metadata of a snapshot says of it, and its tensors as a safetensors file."""
+    return _entry(partition), save(_named(partition))
+
+
+def partition_from_bytes(state: ServerState, entry: Mapping[str, Any], data: bytes) -> PartitionImage:
+    """The inverse. Raises SafetensorError, KeyError, TypeError or ValueError for what `partition_to_bytes` did not make."""
+    tensors = load(data)
+    return _partition(tensors.__getitem__, state, entry)
+
+
 def _named(partition: PartitionImage) -> dict[str, torch.Tensor]:
     number = partition.spec.partition_id
     return {f"{number}:values": partition.values} | {f"{number}:state:{name}": tensor for name, tensor in partition.state().items()}
@@ -88,21 +100,22 @@ def _metadata(image: ServerImage) -> dict[str, str]:
         {
             "version": FORMAT_VERSION,
             "state": state_to_json(image.state),
-            "partitions": [
-                {
-                    "partition_id": partition.spec.partition_id,
-                    "version": partition.version,
-                    "sequences": partition.sequences,
-                    "batches": partition.batches,
-                    "left": partition.left,
-                    "runs": [[run.first, run.end] for run in partition.runs],
-                    "digests": {name: f"{checksum(bytes_of(tensor)):016x}" for name, tensor in _named(partition).items()},
-                }
-                for partition in image.partitions
-            ],
+            "partitions": [_entry(partition) for partition in image.partitions],
         }
     )
     return {"format": FORMAT, "shoal": text, "xxh3": f"{checksum(text.encode()):016x}"}
+
+
+def _entry(partition: PartitionImage) -> dict[str, Any]:
+    return {
+        "partition_id": partition.spec.partition_id,
+        "version": partition.version,
+        "sequences": partition.sequences,
+        "batches": partition.batches,
+        "left": partition.left,
+        "runs": [[run.first, run.end] for run in partition.runs],
+        "digests": {name: f"{checksum(bytes_of(tensor)):016x}" for name, tensor in _named(partition).items()},
+    }
 
 
 def _header(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> bytes:
@@ -135,12 +148,12 @@ def _checked_metadata(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]
     return parsed
 
 
-def _partition(file: Any, state: ServerState, entry: Mapping[str, Any]) -> PartitionImage:
+def _partition(read: Callable[[str], torch.Tensor], state: ServerState, entry: Mapping[str, Any]) -> PartitionImage:
     spec = state.layout.partitions[entry["partition_id"]]
     allowed = frozenset[str]() if state.configuration is None else state.configuration.optimizer.state_names
     tensors: dict[str, torch.Tensor] = {}
     for name, digest in entry["digests"].items():
-        tensor = file.get_tensor(name).clone()
+        tensor = read(name).clone()
         if f"{checksum(bytes_of(tensor)):016x}" != digest:
             raise ValueError(f"tensor {name!r} fails its checksum")
         tensors[name] = tensor

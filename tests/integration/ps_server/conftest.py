@@ -33,9 +33,8 @@ from shoal_common.rpc.status import to_status
 from shoal_common.wire import checksum
 from shoal_protos.v1 import coordinator_pb2, coordinator_pb2_grpc
 from shoal_protos.v1 import parameter_server_pb2 as pb
-from shoal_ps_server.server import ParameterServer
+from shoal_ps_server.server import serve as run_server
 from shoal_ps_server.settings import PsServerSettings
-from shoal_ps_server.storage.directory import DataDirectory
 
 JOB = "job"
 DEADLINE_S = 60.0
@@ -58,6 +57,7 @@ class ScriptedCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
         self.registrations: queue.Queue[coordinator_pb2.RegisterServer] = queue.Queue()
         self.heartbeats: queue.Queue[coordinator_pb2.ServerHeartbeat] = queue.Queue()
         self.server_index = 0
+        self.place = coordinator_pb2.ServerPlace(epoch=1)
         self.shard_map: coordinator_pb2.ShardMap | None = None
         self.tokens: queue.Queue[str] = queue.Queue()
         self.refusal: ShoalError | None = None
@@ -117,6 +117,7 @@ class ScriptedCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
                 )
             )
             outbox.put(self._members_directive())
+            outbox.put(coordinator_pb2.ServerDirective(place=self.place))
         self.registrations.put(register)
         threading.Thread(target=self._read, args=(requests,), daemon=True).start()
         while context.is_active():  # a session whose server is gone has nobody to wait for
@@ -339,12 +340,7 @@ class _Running:
 
     def _run(self) -> None:
         async def serve() -> None:
-            directory = None if self.settings.data_dir is None else DataDirectory(self.settings.data_dir)
-            try:
-                await ParameterServer(self.settings, directory).run(self._stop)
-            finally:
-                if directory is not None:
-                    directory.close()
+            await run_server(self.settings, self._stop)
 
         try:
             with asyncio.Runner() as runner:

@@ -20,7 +20,7 @@ from shoal_common.errors import (
 )
 from shoal_common.wire import encode_push_chunk
 from shoal_protos.v1 import parameter_server_pb2 as pb
-from shoal_ps_server import session
+from shoal_ps_server import server
 
 LONG = timedelta(seconds=30)
 
@@ -193,13 +193,13 @@ def test_the_coordinator_hears_how_much_is_stored(cluster) -> None:
 
 
 def test_before_the_coordinator_has_spoken_callers_are_told_to_try_again(cluster, monkeypatch) -> None:
-    monkeypatch.setattr(session, "_REGISTRATION_WAIT", timedelta(milliseconds=50))
+    monkeypatch.setattr(server, "_PLACE_WAIT", timedelta(milliseconds=50))
     cluster.coordinator.stop()
     cluster.coordinator.shard_map = None
     client = cluster.unregistered()
     with pytest.raises(UnavailableError) as caught:
         client.pull(pb.PullRequest(job_id="job", shard_map_epoch=1), lambda _: None)
-    assert caught.value.reason == "SERVER_UNREGISTERED"
+    assert caught.value.reason == "PLACE_UNKNOWN"
     assert client.get_server().server_index == -1
 
 

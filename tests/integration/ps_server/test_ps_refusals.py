@@ -72,7 +72,9 @@ def test_bytes_that_are_no_message_are_an_invalid_argument(trained, method) -> N
 @pytest.mark.parametrize("method", sorted({method.name for method in SERVICE.methods} - {"GetServer"}))
 def test_another_jobs_request_is_not_found(trained, method) -> None:
     _, member, channel = trained
-    if method in STREAMED:
+    if method == "Follow":
+        error = send(channel, method, [pb.FollowRequest(begin=pb.FollowBegin(job_id="other")).SerializeToString()])
+    elif method in STREAMED:
         error = send(channel, method, [chunk(member.header(0, job_id="other"))])
     else:
         request = next(each for each in SERVICE.methods if each.name == method).input_type._concrete_class(job_id="other")

@@ -9,7 +9,7 @@ import logging
 import pytest
 from shoal_common.errors import UnavailableError
 from shoal_common.rpc.channel import ChannelSettings
-from shoal_ps_server.session import CoordinatorSession, Registration
+from shoal_ps_server.session import CoordinatorSession, Place, Registration
 
 
 class Deaf:
@@ -22,6 +22,9 @@ class Deaf:
         pass
 
     def members(self, generation: int, member_ids: tuple[str, ...]) -> None:
+        pass
+
+    def placed(self, place: Place) -> None:
         pass
 
     def stored_bytes(self) -> int:

@@ -97,6 +97,7 @@ class AsyncCluster:
         directory: Path,
         *,
         servers: int = 2,
+        backups: int = 0,
         keeps_data: bool = True,
         together: int = 1,
         min_workers: int = 1,
@@ -115,11 +116,16 @@ class AsyncCluster:
             min_workers=min_workers,
             max_workers=max_workers,
             parameter_servers=servers,
+            parameter_server_backups=backups,
             join_grace_ms=60_000 if together > 1 else 0,
             lease_ms=10_000,
         )
         self.client = self._create_job()
-        self.servers = [Server(self, index, keeps_data=keeps_data) for index in range(servers)]
+        self.servers: list[Server] = []
+        for index in range(servers * (1 + backups)):
+            self.servers.append(Server(self, index, keeps_data=keeps_data))
+            if backups:  # the first ones have the places
+                eventually(lambda there=index: len(self.job().servers) > there, "a server to register")
         self.workers: list[Worker] = []
 
     def _create_job(self) -> CoordinatorClient:

@@ -99,7 +99,13 @@ class Story:
     # ----------------------------------------------------------------------------------------------------------- commands
 
     def job(self, **options: str) -> None:
-        names = {"min": "min_workers", "max": "max_workers", "servers": "parameter_servers", "backups": "parameter_server_backups", "grace": "join_grace_ms"}
+        names = {
+            "min": "min_workers",
+            "max": "max_workers",
+            "servers": "parameter_servers",
+            "backups": "parameter_server_backups",
+            "grace": "join_grace_ms",
+        }
         names |= {"lease": "lease_ms", "stall": "stall_timeout_ms"}
         self.ms = 0
         self.pulses = {}

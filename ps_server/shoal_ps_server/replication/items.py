@@ -1,0 +1,99 @@
+"""What a backup gets from its primary, as messages and back: first all that the primary holds, then each change.
+
+The fields of an item are JSON in the forms that snapshots and the journal have, so that a backup restores and replays with the same code as
+a server that starts.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from shoal_common.errors import CorruptDataError
+from shoal_common.wire import decode_follow_chunk, encode_follow_chunk, framed
+from shoal_protos.v1 import parameter_server_pb2 as pb
+
+from shoal_ps_server.storage.record import Record
+
+FORMAT_VERSION: Final = 1
+"""Grows when another release could not read the items."""
+LARGEST_ITEM_BYTES: Final = 1 << 30
+_NOTHING: Final = memoryview(b"")
+
+STATE: Final = pb.FollowHeader.KIND_STATE
+PARTITION: Final = pb.FollowHeader.KIND_PARTITION
+WHOLE: Final = pb.FollowHeader.KIND_WHOLE
+RECORD: Final = pb.FollowHeader.KIND_RECORD
+
+
+@dataclass(frozen=True, kw_only=True)
+class Item:
+    """One thing that a backup is told."""
+
+    kind: int
+    """STATE, PARTITION, WHOLE or RECORD."""
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    """JSON values."""
+    payload: memoryview = _NOTHING
+    position: int = 0
+    """Of a record: 1, 2, 3, ... in its stream."""
+
+    def encoded(self) -> Iterator[bytes]:
+        """The FollowChunks that carry it."""
+        header = pb.FollowHeader(
+            kind=pb.FollowHeader.Kind.ValueType(self.kind),
+            fields=json.dumps(self.fields, separators=(",", ":"), allow_nan=False).encode(),
+            payload_bytes=self.payload.nbytes,
+            position=self.position,
+        )
+        return map(encode_follow_chunk, framed(header, self.payload))
+
+    @classmethod
+    def of_record(cls, record: Record, position: int) -> Item:
+        """A change."""
+        return cls(kind=RECORD, fields={"kind": record.kind, **record.fields}, payload=record.payload, position=position)
+
+    def record(self) -> Record:
+        """The inverse."""
+        fields = dict(self.fields)
+        return Record(kind=str(fields.pop("kind")), fields=fields, payload=self.payload)
+
+
+async def received_items(messages: AsyncIterator[bytes]) -> AsyncIterator[Item]:
+    """The items of a stream, one by one, each whole. Raises CorruptDataError for a stream that is none."""
+    header: pb.FollowHeader | None = None
+    payload = bytearray()
+    async for data in messages:
+        opening, piece = decode_follow_chunk(data)
+        if opening is not None:
+            if header is not None:
+                raise _malformed(f"an item began after {len(payload)} of {header.payload_bytes} bytes of the one before")
+            if not 0 <= opening.payload_bytes <= LARGEST_ITEM_BYTES:
+                raise _malformed(f"payload_bytes={opening.payload_bytes}: expected 0 to {LARGEST_ITEM_BYTES}")
+            header, payload = opening, bytearray()
+        elif header is None:
+            raise _malformed("a chunk without a header where an item must begin")
+        payload += piece
+        if len(payload) > header.payload_bytes:
+            raise _malformed(f"{len(payload)} bytes, its header declares {header.payload_bytes}")
+        if len(payload) == header.payload_bytes:
+            yield Item(kind=header.kind, fields=_fields(header.fields), payload=memoryview(payload), position=header.position)
+            header = None
+    if header is not None:
+        raise _malformed(f"it ended after {len(payload)} of {header.payload_bytes} bytes of an item")
+
+
+def _fields(data: bytes) -> dict[str, Any]:
+    try:
+        fields = json.loads(data)
+    except ValueError as error:
+        raise _malformed(f"the fields of an item are no JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise _malformed(f"the fields of an item are a JSON {type(fields).__name__}, expected an object")
+    return fields
+
+
+def _malformed(what: str) -> CorruptDataError:
+    return CorruptDataError(f"the primary's stream: {what}", reason="STREAM_MALFORMED")

@@ -1,0 +1,300 @@
+"""A primary's side of its backup: what the backup is sent, and when changes wait for it. Belongs to the event loop.
+
+A backup that begins to follow gets all that there is, partition by partition between pushes, and the changes made since. Once it has said
+that all of this is on its disk, the journal holds each change back until the backup has it too, and then the coordinator is told that the
+backup is in sync. From then on only the coordinator lets the journal go on alone, by a new epoch: it may have made the backup the primary.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from typing import Final
+
+from shoal_common.errors import InvalidRequestError, PreconditionError, ShoalError, UnavailableError
+from shoal_common.tasks import end_tasks
+from shoal_protos.v1 import parameter_server_pb2 as pb
+
+from shoal_ps_server.metrics import Metrics
+from shoal_ps_server.replication.items import FORMAT_VERSION, PARTITION, STATE, WHOLE, Item
+from shoal_ps_server.session import Place
+from shoal_ps_server.shard.shard import Shard
+from shoal_ps_server.storage.image import ServerState, state_to_json
+from shoal_ps_server.storage.journal import Journal
+from shoal_ps_server.storage.record import Record
+from shoal_ps_server.storage.recovery import BACKUP, VALUES, backup_record
+from shoal_ps_server.storage.snapshot import partition_to_bytes
+
+logger = logging.getLogger(__name__)
+
+PATIENCE: Final = timedelta(seconds=2)
+"""How long a backup may take to confirm a change, before the coordinator is asked to drop it."""
+_LOOK_S: Final = 0.1
+_MOST_BEHIND_BYTES: Final = 512 << 20
+"""A backup that is not in sync yet and falls further behind begins anew."""
+_MOST_COPIED_BYTES: Final = 64 << 20
+"""So much of what there is waits to be sent, at most."""
+
+
+@dataclass(eq=False, kw_only=True)
+class _Stream:
+    """What is on its way to one backup. The journal's `Follower`."""
+
+    server_id: str
+    epoch: int
+    items: deque[Item] = field(default_factory=deque)
+    nbytes: int = 0
+    """Of what stands in `items`."""
+    copied: set[int] = field(default_factory=set)
+    """Partitions that were sent; the changes of the others are in them when they are."""
+    position: int = 0
+    """Of the last record; and the last that the backup has confirmed."""
+    confirmed: int = 0
+    moved_at: float = 0.0
+    """When it last confirmed something, or had nothing to confirm."""
+    whole: bool = False
+    """The backup has on disk what came before the records."""
+    in_sync: bool = False
+    """It has all that was acknowledged, and the coordinator was told."""
+    failure: ShoalError | None = None
+    """Why it ends."""
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def made(self, record: Record) -> None:
+        """See `Follower`."""
+        if record.fields.get("partition") is None or record.fields["partition"] in self.copied:
+            if record.kind == VALUES:
+                record = replace(record, payload=memoryview(bytes(record.payload)))  # they are the partition's own, which changes
+            self.written(record)
+            if self.nbytes > _MOST_BEHIND_BYTES:
+                self.end(UnavailableError(f"the backup is {self.nbytes} bytes behind; it begins anew", reason="BACKUP_BEHIND"))
+
+    def written(self, record: Record) -> int:
+        """See `Follower`."""
+        if record.kind != BACKUP:
+            if self.confirmed == self.position:
+                self.moved_at = asyncio.get_running_loop().time()
+            self.position += 1
+            self.put(Item.of_record(record, self.position))
+        return self.position
+
+    def put(self, item: Item) -> None:
+        self.items.append(item)
+        self.nbytes += item.payload.nbytes
+        self.changed.set()
+
+    def take(self) -> Item:
+        item = self.items.popleft()
+        self.nbytes -= item.payload.nbytes
+        return item
+
+    def end(self, failure: ShoalError) -> None:
+        self.failure = self.failure or failure
+        self.changed.set()
+
+
+class Backup:
+    """One server's backup, as its primary knows it."""
+
+    def __init__(
+        self,
+        *,
+        shard: Shard,
+        state: Callable[[], ServerState | None],
+        report: Callable[[int, bool, str], None],
+        metrics: Metrics,
+        held_before: str = "",
+        patience: timedelta = PATIENCE,
+    ) -> None:
+        """`state`: what is not in the shard. `report`: tells the coordinator an epoch, whether the backup is in sync, and why not.
+        `held_before`: the backup that had to have all changes when this server last ended."""
+        self._shard = shard
+        self._state = state
+        self._report = report
+        self._metrics = metrics
+        self._patience_s = patience.total_seconds()
+        self._journal: Journal | None = None
+        self._place: Place | None = None
+        self._stream: _Stream | None = None
+        """The one that is open."""
+        self._held: _Stream | None = None
+        """The one that the journal holds changes back for, open or not, until the coordinator says otherwise."""
+        self.held_id = held_before
+        """The backup that has to have every change; empty: none has to."""
+
+    def write_to(self, journal: Journal) -> None:
+        """This is the journal that is followed."""
+        self._journal = journal
+
+    @property
+    def waits(self) -> bool:
+        """Changes wait for the backup."""
+        return self._held is not None and self._held.confirmed < self._held.position
+
+    def placed(self, place: Place) -> None:
+        """The coordinator's word. It comes again at every reconnection, and so what it has to know is said again."""
+        self._place = place
+        if self._held is not None and place.epoch != self._held.epoch:
+            logger.warning("changes wait for the backup no more", extra={"backup": self._held.server_id, "epoch": place.epoch})
+            self._let_go()
+        elif self._held is not None and self._held is not self._stream:
+            self._report(self._held.epoch, False, str(self._held.failure))
+        elif self._held is not None and not place.in_sync and self._held.in_sync:
+            self._report(self._held.epoch, True, "")
+        elif self._held is None and self.held_id:
+            self._write_held("")  # it was dropped, or is gone: this server is the primary
+        if self._stream is not None and self._stream.epoch != place.epoch:
+            self._stream.end(self._not_the_place(self._stream.epoch))
+        self._metrics.backup_in_sync.set(place.in_sync)
+
+    async def serve(self, begin: pb.FollowBegin, requests: AsyncIterator[pb.FollowRequest]) -> AsyncGenerator[bytes]:
+        """One Follow stream, after its first message: FollowChunks, encoded. Raises what the .proto says of it."""
+        stream = self._open(begin)
+        tasks = [
+            asyncio.create_task(self._read(stream, requests)),
+            asyncio.create_task(self._copy(stream)),
+            asyncio.create_task(self._watch(stream)),
+        ]
+        for task in tasks:
+            task.add_done_callback(lambda _: stream.changed.set())
+        try:
+            while True:
+                stream.changed.clear()
+                while stream.items and stream.failure is None:
+                    for chunk in stream.take().encoded():
+                        yield chunk
+                for task in tasks:
+                    if task.done():
+                        task.result()
+                if stream.failure is not None:
+                    raise stream.failure
+                await stream.changed.wait()
+        finally:
+            await end_tasks(tasks)
+            self._ended(stream)
+
+    def _open(self, begin: pb.FollowBegin) -> _Stream:
+        if begin.format != FORMAT_VERSION:
+            raise PreconditionError(
+                f"format={begin.format}: this server's release has {FORMAT_VERSION}; a primary and its backup must be of one release",
+                reason="FORMAT_UNSUPPORTED",
+            )
+        if self._journal is None:
+            raise PreconditionError("a server without --data-dir has no journal that could be followed", reason="BACKUP_NEEDS_DATA_DIR")
+        place = self._place
+        if place is None or (place.epoch, place.backup_id) != (begin.epoch, begin.server_id) or self._held is not None:
+            raise self._not_the_place(begin.epoch)
+        if self._state() is None:
+            raise UnavailableError("this server holds no partitions yet; try again", reason="PLACE_UNKNOWN")
+        if self._stream is not None:
+            self._stream.end(UnavailableError("the backup has opened a newer stream", reason="SESSION_REPLACED"))
+        self._stream = _Stream(server_id=begin.server_id, epoch=begin.epoch, moved_at=asyncio.get_running_loop().time())
+        logger.info("a backup begins to follow", extra={"backup": begin.server_id, "epoch": begin.epoch})
+        return self._stream
+
+    def _not_the_place(self, epoch: int) -> UnavailableError:
+        known = "nothing yet" if self._place is None else f"epoch {self._place.epoch} and backup {self._place.backup_id or 'none'}"
+        return UnavailableError(f"epoch={epoch}: this server was told of {known}; wait for the coordinator's word", reason="PLACE_UNKNOWN")
+
+    # ---------------------------------------------------------------------------------------------- while a stream is open
+
+    async def _copy(self, stream: _Stream) -> None:
+        """All that there is, and then the journal holds."""
+        assert self._journal is not None
+        journal = self._journal
+
+        def begin() -> ServerState:
+            journal.follow(stream)
+            state = self._state()
+            assert state is not None, "what is known of the partitions is not forgotten"
+            return state
+
+        stream.put(Item(kind=STATE, fields=state_to_json(await asyncio.shield(journal.append(None, begin)))))
+        for partition_id in self._shard.partition_ids():
+            stream.copied.add(partition_id)
+            if (image := self._shard.image(partition_id)) is not None:
+                entry, data = partition_to_bytes(image)
+                stream.put(Item(kind=PARTITION, fields=entry, payload=memoryview(data)))
+            await self._until(stream, lambda: stream.nbytes < _MOST_COPIED_BYTES)
+        # What was pushed to a partition before its turn may have told of batches that are finished.
+        stream.put(Item(kind=WHOLE, fields={"batches": self._shard.batches.runs()}))
+        await self._until(stream, lambda: stream.whole)
+        await self._write_held(stream.server_id, lambda: self._hold(stream))
+        behind = stream.position
+        await self._until(stream, lambda: stream.confirmed >= behind)
+        stream.in_sync = True
+        logger.info("the backup is in sync", extra={"backup": stream.server_id, "epoch": stream.epoch})
+        self._report(stream.epoch, True, "")
+
+    async def _read(self, stream: _Stream, requests: AsyncIterator[pb.FollowRequest]) -> None:
+        async for request in requests:
+            if request.WhichOneof("message") != "kept" or request.kept.position > stream.position:
+                raise InvalidRequestError(f"a Follow stream's message is {request}: expected `kept`, up to {stream.position}")
+            stream.whole |= request.kept.whole
+            if request.kept.position > stream.confirmed:
+                stream.confirmed = request.kept.position
+                stream.moved_at = asyncio.get_running_loop().time()
+                if self._held is stream and self._journal is not None:
+                    self._journal.confirm(stream.confirmed)
+            stream.changed.set()
+        stream.end(UnavailableError("the backup has ended its stream", reason="SESSION_ENDED"))
+
+    async def _watch(self, stream: _Stream) -> None:
+        """A backup that does not keep up holds the workers up only so long."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            if self._held is stream and self.waits and loop.time() - stream.moved_at > self._patience_s:
+                stream.end(UnavailableError(f"the backup has confirmed nothing for {self._patience_s:g} s", reason="BACKUP_BEHIND"))
+                return
+
+    async def _until(self, stream: _Stream, condition: Callable[[], bool]) -> None:
+        """Also lets pushes and pulls go on in between."""
+        await asyncio.sleep(0)
+        while not condition():
+            if stream.failure is not None:
+                raise stream.failure
+            await asyncio.sleep(0.005)
+
+    def _ended(self, stream: _Stream) -> None:
+        if self._stream is stream:
+            self._stream = None
+        if self._held is not stream:
+            if self._journal is not None and self._stream is None and self._held is None:
+                self._journal.follow_no_more()
+            return
+        reason = stream.failure or UnavailableError("the connection broke", reason="SESSION_BROKEN")
+        stream.failure = reason
+        stream.items.clear()
+        logger.warning("the backup does not follow any more; changes wait until it is dropped", extra={"reason": reason})
+        if self._place is not None and self._place.epoch == stream.epoch:
+            self._report(stream.epoch, False, str(reason))
+        else:
+            self._let_go()
+
+    # ------------------------------------------------------------------------------------------------------- holding back
+
+    def _hold(self, stream: _Stream) -> None:
+        assert self._journal is not None
+        self._held, self.held_id = stream, stream.server_id
+        self._journal.hold(position=stream.position, confirmed=stream.confirmed)
+
+    def _let_go(self) -> None:
+        self._held = None
+        if self._journal is not None:
+            self._journal.follow_no_more()
+        self._write_held("")
+
+    def _write_held(self, server_id: str, effect: Callable[[], None] = lambda: None) -> asyncio.Future[None]:
+        """The journal says for whom changes are held back: this server, started anew, is to ask the coordinator before it serves."""
+        assert self._journal is not None
+
+        def written() -> None:
+            self.held_id = server_id
+            effect()
+
+        return self._journal.append(backup_record(server_id), written)

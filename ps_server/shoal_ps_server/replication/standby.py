@@ -1,0 +1,365 @@
+"""A server while it is a backup: it follows its primary, and serves nobody. Belongs to the event loop.
+
+It keeps what it has until a primary sends it all anew: when its primary is lost, it may be told to take that one's place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from typing import Final
+
+import grpc
+import grpc.aio
+from prometheus_client import CollectorRegistry
+from safetensors import SafetensorError
+from shoal_common.backoff import Backoff
+from shoal_common.errors import CorruptDataError, InternalError, ShoalError, UnavailableError
+from shoal_common.rpc.channel import ChannelSettings, aio_channel
+from shoal_common.rpc.status import from_rpc_error
+from shoal_common.settings import secret_value
+from shoal_common.tasks import end_tasks
+from shoal_common.telemetry import serve_metrics
+from shoal_protos.v1 import parameter_server_pb2 as pb
+
+from shoal_ps_server.metrics import Metrics
+from shoal_ps_server.replication.items import FORMAT_VERSION, PARTITION, RECORD, STATE, WHOLE, Item, received_items
+from shoal_ps_server.session import CoordinatorSession, Place, this_process
+from shoal_ps_server.settings import PsServerSettings
+from shoal_ps_server.shard.partition import PartitionImage
+from shoal_ps_server.storage.changes import Changes
+from shoal_ps_server.storage.directory import DataDirectory
+from shoal_ps_server.storage.image import ServerImage, ServerState, state_from_json
+from shoal_ps_server.storage.journal import Journal
+from shoal_ps_server.storage.keeper import SnapshotKeeper
+from shoal_ps_server.storage.record import Record
+from shoal_ps_server.storage.recovery import Recovered, Replay
+from shoal_ps_server.storage.snapshot import partition_from_bytes, write_snapshot
+
+logger = logging.getLogger(__name__)
+
+_FIRST_BACKOFF_S: Final = 0.1
+_LONGEST_BACKOFF_S: Final = 2.0
+_FIRST_FILE: Final = 1
+_FOLLOW: Final = "/shoal.v1.ParameterServer/Follow"
+
+
+class Standby:
+    """One backup, from when it is told so until it is told otherwise. Made and run on one event loop."""
+
+    def __init__(self, settings: PsServerSettings, directory: DataDirectory) -> None:
+        self._settings = settings
+        self._directory = directory
+        self._registry = CollectorRegistry()
+        self._metrics = Metrics(self._registry)
+        self._place: Place | None = None
+        self._moved = asyncio.Event()
+        """Set, and replaced, when the coordinator says something of the place."""
+        self._copy: _Copy | None = None
+        """What the primary sent, once that was whole."""
+
+    async def run(self, stop: asyncio.Event) -> Recovered | None:
+        """Follows until this server is made the primary, and returns what it holds then; None: `stop` is set, or the job is over.
+
+        Raises the coordinator's refusal of this server's registration, and InternalError when a change could not be made.
+        """
+        async with AsyncExitStack() as stack:
+            http = stack.enter_context(serve_metrics(str(self._settings.http), self._registry, tokens=self._settings.token_table))
+            session = CoordinatorSession(
+                ChannelSettings(address=str(self._settings.coordinator), tls=self._settings.tls, token=secret_value(self._settings.token)),
+                this_process(self._settings, address="", metrics_address=self._settings.advertised_http(http.port)),
+                self,
+            )
+            stack.push_async_callback(session.close)
+            tasks: list[asyncio.Task[object]] = [
+                asyncio.create_task(self._follow()),
+                asyncio.create_task(session.run()),
+                asyncio.create_task(stop.wait()),
+            ]
+            try:
+                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                await end_tasks(tasks)
+            for task in done:
+                task.result()
+            if tasks[0] not in done:
+                if self._copy is not None:
+                    await self._copy.close()
+                return None
+        if self._copy is None:
+            logger.warning("made the primary of a place that held nothing")
+            self._directory.clear(job_id=self._settings.job, server_id=self._settings.server_id)
+            return Replay(None).recovered(next_file=_FIRST_FILE, last_end=0)
+        return await self._copy.taken_over()
+
+    # ------------------------------------------------------------------------------------------- the coordinator's listener
+
+    def welcomed(self, server_index: int) -> None:
+        """The session is open."""
+        self._metrics.coordinator_connected.set(1)
+
+    def disconnected(self) -> None:
+        """The session is broken; this server goes on following."""
+        self._metrics.coordinator_connected.set(0)
+
+    def members(self, generation: int, member_ids: tuple[str, ...]) -> None:
+        """Nothing: the primary's journal has them."""
+
+    def placed(self, place: Place) -> None:
+        """What this server is."""
+        self._place = place
+        self._moved.set()
+        self._moved = asyncio.Event()
+
+    def stored_bytes(self) -> int:
+        """For the heartbeat."""
+        return 0 if self._copy is None else self._copy.stored_bytes
+
+    # ----------------------------------------------------------------------------------------------------------- following
+
+    async def _follow(self) -> None:
+        """Until the coordinator makes this server the primary."""
+        backoff = Backoff(first_s=_FIRST_BACKOFF_S, longest_s=_LONGEST_BACKOFF_S)
+        while self._place is None or self._place.follows:
+            place = self._place
+            if place is None or not place.primary_address:
+                await self._told()
+                continue
+            following = asyncio.create_task(self._follow_primary(place, backoff))
+            try:
+                while not following.done() and self._is_still(place):
+                    await self._told(following)
+            finally:
+                await end_tasks([following])
+            if self._is_still(place):
+                again_in_s = self._again_in_s(following.exception(), backoff)
+                await self._told(timeout_s=again_in_s)
+
+    async def _told(self, *others: asyncio.Task[None], timeout_s: float | None = None) -> None:
+        """Waits until the coordinator says something of the place, or one of `others` ends."""
+        told = asyncio.create_task(self._moved.wait())
+        try:
+            await asyncio.wait([told, *others], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            await end_tasks([told])
+
+    def _is_still(self, place: Place) -> bool:
+        """What the coordinator says again after a broken session, or of a backup that is in sync, interrupts nothing."""
+        now = self._place
+        return now is not None and (now.follows, now.epoch, now.primary_address) == (True, place.epoch, place.primary_address)
+
+    def _again_in_s(self, error: BaseException | None, backoff: Backoff) -> float:
+        if not isinstance(error, ShoalError) or isinstance(error, InternalError):
+            raise error or AssertionError("a stream ends with an error")
+        again_in_s = backoff.next_s()
+        logger.warning("does not follow", extra={"reason": error.reason, "error": error, "again_in_s": round(again_in_s, 3)})
+        return again_in_s
+
+    async def _follow_primary(self, place: Place, backoff: Backoff) -> None:
+        """One stream. Raises why it ended."""
+        settings = ChannelSettings(address=place.primary_address, tls=self._settings.tls, token=secret_value(self._settings.token))
+        channel = aio_channel(settings)
+        begin = pb.FollowBegin(job_id=self._settings.job, server_id=self._settings.server_id, epoch=place.epoch, format=FORMAT_VERSION)
+        stream = _Stream(begin)
+        try:
+            call = channel.stream_stream(_FOLLOW, request_serializer=pb.FollowRequest.SerializeToString)(stream.requests())
+            stream.cancel = call.cancel
+            async for item in received_items(call):
+                await self._take(item, stream)
+                if item.kind == WHOLE:
+                    backoff.reset()
+            raise stream.failure or UnavailableError("the primary ended the stream", reason="SESSION_ENDED")
+        except grpc.aio.AioRpcError as error:
+            raise stream.failure or from_rpc_error(error, call=f"Follow at {place.primary_address}") from error
+        except asyncio.CancelledError:
+            if stream.failure is not None:
+                raise stream.failure from None
+            raise
+        finally:
+            stream.end()
+            await channel.close()
+
+    async def _take(self, item: Item, stream: _Stream) -> None:
+        try:
+            if item.kind == STATE:
+                stream.state = state_from_json(item.fields)
+            elif item.kind == PARTITION and stream.state is not None:
+                stream.images.append(partition_from_bytes(stream.state, item.fields, bytes(item.payload)))
+            elif item.kind == RECORD and stream.copy is None:
+                stream.records.append((item.record(), item.position))
+            elif item.kind == RECORD and stream.copy is not None:
+                stream.copy.make(item.record(), item.position, stream)
+            elif item.kind == WHOLE and stream.state is not None:
+                batches = tuple((int(first), int(end)) for first, end in item.fields["batches"])
+                await self._keep(stream, replace(stream.state, batches=batches))
+            else:
+                raise ValueError(f"an item of kind {item.kind} does not belong here")
+        except (SafetensorError, LookupError, TypeError, ValueError, AttributeError) as error:
+            raise CorruptDataError(f"the primary's stream: {type(error).__name__}: {error}", reason="STREAM_MALFORMED") from error
+
+    async def _keep(self, stream: _Stream, state: ServerState) -> None:
+        """All that the primary held is here: it takes the place of what this server held."""
+        before, self._copy = self._copy, None
+        if before is not None:
+            await before.close()
+        job_id, server_id = self._settings.job, self._settings.server_id
+        own = replace(state, job_id=job_id, server_id=server_id, backup="", journal=_FIRST_FILE)
+        image = ServerImage(state=own, partitions=tuple(stream.images))
+        try:
+            self._directory.clear(job_id=job_id, server_id=server_id)
+            copy = _Copy(self._settings, self._directory, self._metrics)
+        except OSError as error:
+            raise UnavailableError(f"data_dir={self._directory.path}: {error}; make room on its disk", reason="JOURNAL_FAILED") from error
+        try:
+            await copy.begin(image)
+        except BaseException:
+            await copy.close()
+            raise
+        self._copy = stream.copy = copy
+        for record, position in stream.records:
+            copy.make(record, position, stream)
+        stream.records.clear()
+        stream.images.clear()
+        stream.kept(stream.position, whole=True)
+        logger.info("holds all that the primary holds", extra={"partitions": len(image.partitions)})
+
+
+class _Stream:
+    """One stream from the primary, and what came in it before it was whole."""
+
+    def __init__(self, begin: pb.FollowBegin) -> None:
+        self._begin = begin
+        self._changed = asyncio.Event()
+        self._ended = False
+        self._whole = False
+        self.position = 0
+        """Of the last record that is in the journal and made."""
+        self.state: ServerState | None = None
+        self.images: list[PartitionImage] = []
+        self.records: list[tuple[Record, int]] = []
+        self.copy: _Copy | None = None
+        self.failure: ShoalError | None = None
+        self.cancel: Callable[[], object] = lambda: None
+        """Ends the call."""
+
+    def kept(self, position: int, *, whole: bool = False) -> None:
+        """Tells the primary."""
+        self.position = max(self.position, position)
+        self._whole |= whole
+        self._changed.set()
+
+    def fail(self, error: ShoalError) -> None:
+        """Ends the stream: what comes in it cannot be kept any more."""
+        self.failure = self.failure or error
+        self.cancel()
+
+    def end(self) -> None:
+        """Nothing more is told."""
+        self._ended = True
+        self._changed.set()
+
+    async def requests(self) -> AsyncGenerator[pb.FollowRequest]:
+        """What the primary is told: the newest position stands for those before it."""
+        yield pb.FollowRequest(begin=self._begin)
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            if self._ended:
+                return
+            yield pb.FollowRequest(kept=pb.FollowKept(position=self.position, whole=self._whole))
+
+
+class _Copy:
+    """What a backup holds: all that its primary held, and each change since, in a journal of its own."""
+
+    def __init__(self, settings: PsServerSettings, directory: DataDirectory, metrics: Metrics) -> None:
+        """Begins the journal. Raises OSError."""
+        self._settings = settings
+        self._directory = directory
+        self._metrics = metrics
+        self._failure: BaseException | None = None
+        self._journal = Journal(
+            directory.segments,
+            number=_FIRST_FILE,
+            previous_end=0,
+            fsync=settings.fsync,
+            failed=self._not_made,
+            written=metrics.journal_written,
+            unwritten=metrics.journal_failures.inc,
+        )
+        self._replay = Replay(None)
+        self._snapshots: SnapshotKeeper | None = None
+        self._periodic: asyncio.Task[None] | None = None
+
+    async def begin(self, image: ServerImage) -> None:
+        """Puts `image` on disk; its tensors become this server's own. Raises UnavailableError / SNAPSHOT_FAILED."""
+        loop = asyncio.get_running_loop()
+        try:
+            await asyncio.shield(loop.run_in_executor(None, write_snapshot, self._directory.snapshot, image))
+        except OSError as error:
+            raise UnavailableError(
+                f"the primary's state could not be written to {self._directory.path}: {error}; make room on its disk",
+                reason="SNAPSHOT_FAILED",
+            ) from error
+        self._replay = replay = Replay(image)
+        changes = Changes(shard=replay.shard, layout=lambda: replay.layout, members=lambda: replay.members)
+        changes.write_to(self._journal)
+
+        def state() -> ServerState:
+            assert replay.layout is not None, "a primary without partitions is not followed"
+            return replace(image.state, layout=replay.layout, configuration=replay.configuration, membership=replay.members)
+
+        self._snapshots = SnapshotKeeper(
+            directory=self._directory,
+            shard=replay.shard,
+            state=state,
+            changes=changes,
+            metrics=self._metrics,
+            journal_limit=self._settings.journal_limit,
+        )
+        self._periodic = asyncio.create_task(self._snapshots.periodically(self._settings.snapshot_interval))
+
+    def make(self, record: Record, position: int, stream: _Stream) -> None:
+        """Writes a change to the journal and makes it, in order; then the primary is told."""
+        if stream.failure is not None:
+            raise stream.failure
+
+        def effect() -> None:
+            try:
+                self._replay.make(record)
+            except Exception as error:
+                stream.fail(InternalError(f"a change of the primary's could not be made: {type(error).__name__}: {error}"))
+                raise
+            stream.kept(position)
+
+        def refused() -> None:
+            stream.fail(UnavailableError(f"data_dir={self._directory.path}: the journal could not be written", reason="JOURNAL_FAILED"))
+
+        self._journal.append(record, effect, refused=refused)
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of values and optimizer state."""
+        return self._replay.shard.summary().stored_bytes
+
+    async def taken_over(self) -> Recovered:
+        """Ends the journal; returns what this server holds. Raises InternalError when a change could not be made."""
+        await self.close()
+        if self._failure is not None:
+            raise InternalError(f"a change of the primary's could not be made: {self._failure}") from self._failure
+        number, end = self._journal.end
+        return self._replay.recovered(next_file=number + 1, last_end=end)
+
+    async def close(self) -> None:
+        """Waits for what is on its way to the disk."""
+        if self._periodic is not None:
+            await end_tasks([self._periodic])
+        if self._snapshots is not None:
+            await self._snapshots.idle()
+        await self._journal.close()
+
+    def _not_made(self, error: BaseException) -> None:
+        self._failure = error

@@ -156,12 +156,11 @@ class ParameterServer:
             stack.push_async_callback(rpc.drain_and_stop)
             stack.callback(self._membership.stop)
             stack.callback(self._pulls.stop)
+            stack.callback(self._backup.stop)
             self._session = CoordinatorSession(self._channel_settings(), self._registration(grpc_port, http), self)
             stack.push_async_callback(self._session.close)
             self._write_port_file(grpc_port, http)
             await self._until_over(stop, self._session)
-            if self._replaced.is_set():
-                self._changes.give_up(UnavailableError("another server has taken this one's place", reason="PLACE_UNKNOWN"))
         return self._replaced.is_set()
 
     def _open_journal(self) -> None:
@@ -185,10 +184,8 @@ class ParameterServer:
     async def _last_snapshot(self) -> None:
         if self._broken.done():
             self._broken.result()  # a snapshot would lack the change, and do away with the journal that has it
-        if self._replaced.is_set():
+        if self._replaced.is_set() or self._changes.is_broken:  # another server has all this, or the journal has more
             await self._snapshots.idle()
-        elif self._backup.waits:
-            logger.warning("no last snapshot: the backup has not confirmed the last changes; the journal has them")
         else:
             await self._snapshots.write_if_changed()
 

@@ -130,11 +130,6 @@ class Backup:
         """This is the journal that is followed."""
         self._journal = journal
 
-    @property
-    def waits(self) -> bool:
-        """Changes wait for the backup."""
-        return self._held is not None and self._held.confirmed < self._held.position
-
     def placed(self, place: Place) -> None:
         """The coordinator's word. It comes again at every reconnection, and so what it has to know is said again."""
         self._place = place
@@ -150,6 +145,14 @@ class Backup:
         if self._stream is not None and self._stream.epoch != place.epoch:
             self._stream.end(self._not_the_place(self._stream.epoch))
         self._metrics.backup_in_sync.set(place.in_sync)
+
+    def stop(self) -> None:
+        """The server stops. The coordinator makes a backup that is in sync the primary, which need not have what waits for it here."""
+        stopping = UnavailableError("this server is stopping; try again", reason="SERVER_STOPPING")
+        if self._held is not None and self._journal is not None:
+            self._journal.give_up(stopping)
+        if self._stream is not None:
+            self._stream.end(stopping)
 
     async def serve(self, begin: pb.FollowBegin, requests: AsyncIterator[pb.FollowRequest]) -> AsyncGenerator[bytes]:
         """One Follow stream, after its first message: FollowChunks, encoded. Raises what the .proto says of it."""
@@ -248,7 +251,7 @@ class Backup:
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(_LOOK_S)
-            if self._held is stream and self.waits and loop.time() - stream.moved_at > self._patience_s:
+            if self._held is stream and stream.confirmed < stream.position and loop.time() - stream.moved_at > self._patience_s:
                 stream.end(UnavailableError(f"the backup has confirmed nothing for {self._patience_s:g} s", reason="BACKUP_BEHIND"))
                 return
 

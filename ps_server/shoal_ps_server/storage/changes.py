@@ -66,11 +66,6 @@ class Changes:
         if self._journal is not None:
             self._make(clock_record(member_id, clock), lambda: None)
 
-    def give_up(self, reason: Exception) -> None:
-        """Makes no change any more; whoever waits for one is told why."""
-        if self._journal is not None:
-            self._journal.give_up(reason)
-
     def begin_file(self, effect: Callable[[int], T]) -> asyncio.Future[T]:
         """See `Journal.rotate`; without a journal the number is 0."""
         if self._journal is None:

@@ -13,6 +13,9 @@ Module = Annotated[
     bool, typer.Option("--module", "-m", help="SCRIPT is a module, run as `python -m` does.", envvar="PET_MODULE", show_envvar=False)
 ]
 Servers = Annotated[int, typer.Option(help="Parameter servers of the job, for async_sgd.")]
+ServerBackups = Annotated[
+    int, typer.Option(help="Backups of each parameter server, 0 or 1: with one, a server that dies is replaced at once.", min=0, max=1)
+]
 RecordDirectory = Annotated[
     Path | None, typer.Option("--record-dir", help="Record every sample index and commit there, as JSON lines.", show_default=False)
 ]

@@ -9,7 +9,18 @@ from typing import Annotated, Any
 import typer
 from shoal_common.errors import ConfigurationError
 
-from shoal.cli.options import Arguments, FailFast, FromScratch, MaxRestarts, Metrics, Module, RecordDirectory, Script, Servers
+from shoal.cli.options import (
+    Arguments,
+    FailFast,
+    FromScratch,
+    MaxRestarts,
+    Metrics,
+    Module,
+    RecordDirectory,
+    Script,
+    ServerBackups,
+    Servers,
+)
 from shoal.launcher.jobs import new_job_id
 from shoal.launcher.settings import LogSettings, NodeRange, RunSettings, parse_workers, worker_command
 
@@ -130,6 +141,7 @@ def run(
         ),
     ] = None,
     servers: Servers = 0,
+    server_backups: ServerBackups = 0,
     record_dir: RecordDirectory = None,
     metrics: Metrics = True,
 ) -> None:
@@ -157,6 +169,7 @@ def run(
         nodes=NodeRange.parse(nnodes),
         endpoint=endpoint,
         servers=servers,
+        server_backups=server_backups,
         max_restarts=max_restarts,
         fail_fast=fail_fast,
         allow_restart_from_scratch=allow_restart_from_scratch,

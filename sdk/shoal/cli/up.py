@@ -6,7 +6,18 @@ from typing import Annotated
 
 import typer
 
-from shoal.cli.options import Arguments, FailFast, FromScratch, MaxRestarts, Metrics, Module, RecordDirectory, Script, Servers
+from shoal.cli.options import (
+    Arguments,
+    FailFast,
+    FromScratch,
+    MaxRestarts,
+    Metrics,
+    Module,
+    RecordDirectory,
+    Script,
+    ServerBackups,
+    Servers,
+)
 
 
 def up(
@@ -14,6 +25,7 @@ def up(
     arguments: Arguments = None,
     workers: Annotated[int, typer.Option("--workers", "-n", help="Workers.", min=1)] = 3,
     servers: Servers = 0,
+    server_backups: ServerBackups = 0,
     module: Module = False,
     max_restarts: MaxRestarts = None,
     fail_fast: FailFast = True,
@@ -35,6 +47,7 @@ def up(
         job_id=new_job_id(script),
         workers=workers,
         servers=servers,
+        server_backups=server_backups,
         max_restarts=max_restarts,
         fail_fast=fail_fast,
         allow_restart_from_scratch=allow_restart_from_scratch,

@@ -12,6 +12,7 @@ from shoal_protos.v1 import coordinator_pb2 as pb
 
 _PHASE_STYLES: Final = {"ranked": "green", "draining": "yellow", "quarantined": "red", "ready": "cyan", "joined": "cyan"}
 _NOTHING: Final = "-"
+_ROLES: Final = {pb.SERVER_ROLE_PRIMARY: "primary", pb.SERVER_ROLE_BACKUP: "backup"}
 _LONG_S: Final = 2.0
 
 
@@ -101,11 +102,13 @@ def _waiting(progress: pb.Progress) -> str:
 
 def _server_table(job: pb.GetJobResponse) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("server", "id", "address", "state"):
+    for name in ("server", "role", "id", "address", "state"):
         table.add_column(name)
     for server in job.servers:
         state = Text("alive", style="green") if server.alive else Text("gone", style="red")
-        table.add_row(str(server.server_index), server.server_id, server.address, state)
+        if server.alive and server.role == pb.SERVER_ROLE_BACKUP:
+            state = Text("in sync", style="green") if server.in_sync else Text("catching up", style="yellow")
+        table.add_row(str(server.server_index), _ROLES[server.role], server.server_id, server.address or _NOTHING, state)
     return table
 
 
@@ -125,8 +128,10 @@ def job_json(job: pb.GetJobResponse) -> dict[str, Any]:
         "servers": [
             {
                 "server_index": server.server_index,
+                "role": _ROLES[server.role],
+                "in_sync": server.in_sync,
                 "server_id": server.server_id,
-                "address": server.address,
+                "address": server.address or None,
                 "metrics_address": server.metrics_address or None,
                 "alive": server.alive,
             }

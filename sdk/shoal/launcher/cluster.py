@@ -112,7 +112,7 @@ class LocalCluster:
         """Starts nothing yet.
 
         Args:
-            job: created at the coordinator; `job.parameter_servers` servers are started for it.
+            job: created at the coordinator; its parameter servers and their backups are started for it.
             command: what `shoal status` shows as this cluster's purpose.
             log_directory: keeps the services' logs; None: they are deleted with the cluster's other files.
         """
@@ -165,7 +165,7 @@ class LocalCluster:
 
     def start_servers(self) -> None:
         """The last step: parameter servers register with the job, so they come after it."""
-        for index in range(self.job.parameter_servers):
+        for index in range(self.job.parameter_servers * (1 + self.job.parameter_server_backups)):
             self.servers.append(self._server(index))
             self.servers[-1].start()
 

@@ -24,6 +24,8 @@ class JobSettings:
     """The smallest world that trains; below it members wait."""
     max_workers: int
     parameter_servers: int = 0
+    parameter_server_backups: int = 0
+    """Backups of each of them, 0 or 1."""
     join_grace: timedelta = timedelta(seconds=30)
     """How long the first ready worker waits for others, when the world is not full."""
     lease: timedelta | None = None
@@ -39,6 +41,7 @@ class JobSettings:
             min_workers=self.min_workers,
             max_workers=self.max_workers,
             parameter_servers=self.parameter_servers,
+            parameter_server_backups=self.parameter_server_backups,
             join_grace_ms=_milliseconds(self.join_grace),
             lease_ms=_milliseconds(self.lease),
             stall_timeout_ms=_milliseconds(self.stall_timeout),

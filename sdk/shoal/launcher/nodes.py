@@ -185,6 +185,7 @@ class SharedSite:
             min_workers=nodes.least * workers,
             max_workers=nodes.most * workers,
             parameter_servers=self._settings.servers,
+            parameter_server_backups=self._settings.server_backups,
             join_grace=self._settings.effective_join_grace,
         )
 

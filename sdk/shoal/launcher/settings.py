@@ -148,6 +148,8 @@ class RunSettings:
     """host:port of a running coordinator; None: the run brings its own cluster."""
     servers: int = 0
     """Parameter servers of the job; started here when there is no `endpoint`."""
+    server_backups: int = 0
+    """Backups of each of them, 0 or 1; started here likewise."""
     max_restarts: int | None = None
     """None: see `policy`."""
     fail_fast: bool = True
@@ -185,6 +187,8 @@ class RunSettings:
             raise ConfigurationError(f"--shutdown-timeout {self.shutdown_timeout.total_seconds():g}: expected 0 seconds or more")
         if self.servers < 0:
             raise ConfigurationError(f"--servers {self.servers}: expected 0 or more")
+        if self.server_backups and not self.servers:
+            raise ConfigurationError(f"--server-backups {self.server_backups} without --servers: say how many servers the job has")
         if self.master_port is not None and not 1 <= self.master_port <= 65535:
             raise ConfigurationError(f"--master-port {self.master_port}: expected 1 to 65535")
         if self.node_rank is not None and not 0 <= self.node_rank < self.nodes.most:

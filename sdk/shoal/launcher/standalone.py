@@ -76,5 +76,6 @@ def job_of(settings: RunSettings) -> JobSettings:
         min_workers=1,
         max_workers=settings.workers,
         parameter_servers=settings.servers,
+        parameter_server_backups=settings.server_backups,
         join_grace=settings.effective_join_grace,
     )

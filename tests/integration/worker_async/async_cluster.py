@@ -102,6 +102,7 @@ class AsyncCluster:
         together: int = 1,
         min_workers: int = 1,
         max_workers: int = 8,
+        lease_ms: int = 10_000,
     ) -> None:
         """`together`: how many workers the first generation waits for."""
         self.zygote = zygote
@@ -118,7 +119,7 @@ class AsyncCluster:
             parameter_servers=servers,
             parameter_server_backups=backups,
             join_grace_ms=60_000 if together > 1 else 0,
-            lease_ms=10_000,
+            lease_ms=lease_ms,
         )
         self.client = self._create_job()
         self.servers: list[Server] = []

@@ -1,53 +1,181 @@
-"""Parameter servers with backups: a primary that is killed is replaced at once, and nothing that was acknowledged is lost."""
+"""Parameter servers with backups: a primary that is lost is replaced at once, and nothing that was acknowledged is."""
 
 from __future__ import annotations
 
+import random
 import signal
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 from shoal_protos.v1 import coordinator_pb2
 from shoal_worker.data.record import audit
 
-from tests.integration.worker_async.async_cluster import AsyncCluster, Server
+from tests.integration.worker_async.async_cluster import AsyncCluster, Server, Worker
 from tests.integration.worker_async.test_async_server_faults import BATCHES, versions
 from tests.zygote.children import eventually
 
 Make = Callable[..., AsyncCluster]
 
 PRIMARY, BACKUP = coordinator_pb2.SERVER_ROLE_PRIMARY, coordinator_pb2.SERVER_ROLE_BACKUP
+ADAM = {"optimizer": "AdamW", "settings": {"lr": 0.05}}
 
 
-def of_place(running: AsyncCluster, index: int, role: int) -> coordinator_pb2.ServerStatus:
-    (found,) = (each for each in running.job().servers if each.server_index == index and each.role == role)
-    return found
+class Pair:
+    """The two servers of a job with one parameter server and a backup."""
+
+    def __init__(self, running: AsyncCluster) -> None:
+        self._running = running
+
+    def status(self, role: int) -> coordinator_pb2.ServerStatus:
+        (found,) = (each for each in self._running.job().servers if each.role == role)
+        return found
+
+    def process(self, role: int) -> Server:
+        return self._running.servers[int(self.status(role).server_id.removeprefix("server-"))]
+
+    def wait_in_sync(self) -> None:
+        eventually(lambda: self.status(BACKUP).alive and self.status(BACKUP).in_sync, "a backup that is in sync")
+
+    def wait_replaced(self, before: coordinator_pb2.ServerStatus) -> None:
+        eventually(lambda: self.status(PRIMARY).server_id != before.server_id, "another primary")
 
 
-def process_of(running: AsyncCluster, status: coordinator_pb2.ServerStatus) -> Server:
-    return running.servers[int(status.server_id.removeprefix("server-"))]
+@pytest.fixture
+def alone(cluster: Make, tmp_path: Path) -> Callable[[], dict[str, Any]]:
+    """What one worker ends with that nothing happens to: its pushes come one after another, so every such run ends alike."""
+
+    def run() -> dict[str, Any]:
+        directory = tmp_path / "alone"
+        directory.mkdir()
+        return cluster(servers=1, directory=directory).start_worker(epochs=2, **ADAM).result()
+
+    return run
 
 
-def wait_in_sync(running: AsyncCluster, index: int = 0) -> None:
-    eventually(lambda: of_place(running, index, BACKUP).in_sync, f"a backup of server {index} that is in sync")
+def check_ended_alike(running: AsyncCluster, worker: Worker, expected: dict[str, Any]) -> None:
+    result = worker.result()
+    assert result["steps"] == 2 * BATCHES
+    assert result["parameters"] == expected["parameters"]
+    assert "came back without" not in worker.process.said()
+    assert audit(running.records).exactly_once
 
 
-@pytest.mark.parametrize("optimizer", ["AdamW"])
-def test_a_primary_that_is_killed_is_replaced_by_its_backup_and_nothing_is_lost(cluster: Make, optimizer: str) -> None:
+def test_a_primary_that_is_killed_is_replaced_by_its_backup_and_nothing_is_lost(cluster: Make, alone: Callable[[], Any]) -> None:
     running = cluster(servers=1, backups=1)
-    worker = running.start_worker(epochs=2, hold_at=[4, 8, 12], optimizer=optimizer, settings={"lr": 0.05})
+    pair = Pair(running)
+    worker = running.start_worker(epochs=2, hold_at=[4, 8, 12], **ADAM)
     for hold in (4, 8):
         worker.wait_step(hold)
-        wait_in_sync(running)
-        before = of_place(running, 0, PRIMARY)
-        killed = process_of(running, before)
+        pair.wait_in_sync()
+        before, killed = pair.status(PRIMARY), pair.process(PRIMARY)
         killed.process.kill()
         killed.process.wait()
         worker.go(hold)
-        eventually(lambda gone=before: of_place(running, 0, PRIMARY).server_id != gone.server_id, "another primary")
+        pair.wait_replaced(before)
         killed.start()  # it comes back as the backup
     worker.wait_step(12)
-    assert versions(process_of(running, of_place(running, 0, PRIMARY))) == {1 + 12}
+    assert versions(pair.process(PRIMARY)) == {1 + 12}
     worker.go(12)
-    assert worker.result()["steps"] == 2 * BATCHES
-    assert "came back without" not in worker.process.said()
-    assert audit(running.records).exactly_once
+    check_ended_alike(running, worker, alone())
+
+
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
+def test_whichever_of_the_two_is_killed_at_whatever_moment_the_run_ends_as_if_none_had_been(
+    cluster: Make, alone: Callable[[], Any], seed: int
+) -> None:
+    schedule = random.Random(seed)
+    running = cluster(servers=1, backups=1)
+    pair = Pair(running)
+    worker = running.start_worker(epochs=2, hold_at=[2 * BATCHES - 1], delay_s=0.05, **ADAM)
+    worker.wait_step(1)
+    for step in sorted(schedule.sample(range(2, 2 * BATCHES - 8), 6)):
+        eventually(lambda reached=step: worker.reached(reached), f"step {step}")
+        if schedule.random() < 0.7:  # else it may be killed while it catches up
+            pair.wait_in_sync()
+        role = PRIMARY if pair.status(BACKUP).in_sync and schedule.random() < 0.6 else BACKUP
+        struck = pair.process(role)
+        struck.process.kill()
+        struck.process.wait()
+        struck.start()
+    worker.go(2 * BATCHES - 1)
+    check_ended_alike(running, worker, alone())
+
+
+def test_a_backup_that_stands_still_is_dropped_and_follows_anew_when_it_goes_on(cluster: Make, alone: Callable[[], Any]) -> None:
+    running = cluster(servers=1, backups=1)
+    pair = Pair(running)
+    worker = running.start_worker(epochs=2, hold_at=[4, 8, 20], **ADAM)
+    worker.wait_step(4)
+    pair.wait_in_sync()
+    stopped = pair.process(BACKUP)
+    stopped.process.kill(signal.SIGSTOP)
+    worker.go(4)
+    worker.wait_step(8)  # long before its lease ends
+    assert not pair.status(BACKUP).in_sync
+    stopped.process.kill(signal.SIGCONT)
+    worker.go(8)
+    pair.wait_in_sync()
+    before = pair.process(PRIMARY)
+    before.process.kill()
+    before.process.wait()
+    worker.wait_step(20)
+    before.start()
+    worker.go(20)
+    check_ended_alike(running, worker, alone())
+
+
+def test_a_primary_that_stood_still_past_its_lease_acknowledges_nothing_when_it_goes_on(cluster: Make, alone: Callable[[], Any]) -> None:
+    running = cluster(servers=1, backups=1, lease_ms=1_000)
+    pair = Pair(running)
+    worker = running.start_worker(epochs=2, hold_at=[4, 12], **ADAM)
+    worker.wait_step(4)
+    pair.wait_in_sync()
+    before, stopped = pair.status(PRIMARY), pair.process(PRIMARY)
+    stopped.process.kill(signal.SIGSTOP)
+    pair.wait_replaced(before)
+    stopped.process.kill(signal.SIGCONT)
+    worker.go(4)  # it may try the one that it knows first
+    worker.wait_step(12)
+    pair.wait_in_sync()
+    assert pair.status(BACKUP).server_id == before.server_id
+    assert versions(pair.process(PRIMARY)) == {1 + 12}
+    worker.go(12)
+    check_ended_alike(running, worker, alone())
+
+
+def test_without_a_backup_in_sync_a_primary_is_waited_for(cluster: Make, alone: Callable[[], Any]) -> None:
+    running = cluster(servers=1, backups=1)
+    pair = Pair(running)
+    worker = running.start_worker(epochs=2, hold_at=[4, 12], **ADAM)
+    worker.wait_step(4)
+    pair.wait_in_sync()
+    primary, backup = pair.process(PRIMARY), pair.process(BACKUP)
+    for each in (backup, primary):
+        each.process.kill()
+        each.process.wait()
+    worker.go(4)
+    backup.start()
+    eventually(lambda: pair.status(BACKUP).alive, "the backup to be back")
+    assert not worker.reached(5)
+    primary.start()
+    worker.wait_step(12)
+    worker.go(12)
+    check_ended_alike(running, worker, alone())
+
+
+def test_a_primary_that_is_told_to_end_hands_over(cluster: Make, alone: Callable[[], Any]) -> None:
+    running = cluster(servers=1, backups=1)
+    pair = Pair(running)
+    worker = running.start_worker(epochs=2, hold_at=[4, 12], **ADAM)
+    worker.wait_step(4)
+    pair.wait_in_sync()
+    before, told = pair.status(PRIMARY), pair.process(PRIMARY)
+    told.process.kill(signal.SIGTERM)
+    worker.go(4)
+    assert told.process.wait() == 0
+    pair.wait_replaced(before)
+    worker.wait_step(12)
+    worker.go(12)
+    check_ended_alike(running, worker, alone())

@@ -338,13 +338,15 @@ PARAMETER_SERVERS = (
     ),
     Graph(
         title="Membership as the servers know it",
-        text="Partitions held, members of the newest generation told, and whether the session with the coordinator is open (1).",
+        text="Partitions held, members of the newest generation told, and whether the session with the coordinator is open (1) and a "
+        "backup has all that was acknowledged (1).",
         unit="none",
         queries=[
             ("shoal_ps_partitions{job}", "{{instance}} partitions"),
             ("shoal_ps_members{job}", "{{instance}} members"),
             ("shoal_ps_generation{job}", "{{instance}} generation"),
             ("shoal_ps_coordinator_connected{job}", "{{instance}} connected"),
+            ("shoal_ps_backup_in_sync{job}", "{{instance}} backup in sync"),
         ],
     ),
 )

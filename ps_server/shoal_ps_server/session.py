@@ -124,7 +124,7 @@ class CoordinatorSession:
         """Set by the first welcome."""
         self._registered = asyncio.Event()
         self._sending: _Sending | None = None
-        """Of the stream that is open."""
+        """What the stream that is open has still to send."""
 
     async def run(self) -> str:
         """Holds the session until the coordinator says that the job is over; returns its reason.

@@ -116,7 +116,7 @@ def _of_place(draft: Draft, index: int, role: ServerRole) -> Server | None:
 
 
 def _next_epoch(draft: Draft, index: int) -> None:
-    """Of the place; what its primary has to say of the one before does not count any more."""
+    """Begins the place's next epoch: what its primary has to say of the one before does not count any more."""
     primary = _of_place(draft, index, ServerRole.PRIMARY)
     assert primary is not None, "a backup is one of a primary, which keeps its place until the backup has it"
     draft.put_server(replace(primary, epoch=primary.epoch + 1))

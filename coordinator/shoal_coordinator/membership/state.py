@@ -176,9 +176,9 @@ class Server:
     alive: bool
     role: ServerRole = ServerRole.PRIMARY
     epoch: int = 1
-    """Of a primary: shoal.v1.ServerPlace.epoch. A backup's means nothing."""
+    """The place's shoal.v1.ServerPlace.epoch, with its primary; a backup's means nothing."""
     in_sync: bool = False
-    """Of a backup that is alive: the primary acknowledges nothing that it does not have. It takes the primary's place when that is lost."""
+    """A backup's, that is alive: the primary acknowledges nothing that it does not have. It takes the primary's place when that is lost."""
 
     @property
     def serves(self) -> bool:

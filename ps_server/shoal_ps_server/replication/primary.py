@@ -48,11 +48,11 @@ class _Stream:
     epoch: int
     items: deque[Item] = field(default_factory=deque)
     nbytes: int = 0
-    """Of what stands in `items`."""
+    """Bytes of the payloads in `items`."""
     copied: set[int] = field(default_factory=set)
     """Partitions that were sent; the changes of the others are in them when they are."""
     position: int = 0
-    """Of the last record; and the last that the backup has confirmed."""
+    """Position of the last record; and of the last that the backup has confirmed."""
     confirmed: int = 0
     moved_at: float = 0.0
     """When it last confirmed something, or had nothing to confirm."""

@@ -236,7 +236,7 @@ class _Stream:
         self._ended = False
         self._whole = False
         self.position = 0
-        """Of the last record that is in the journal and made."""
+        """Position of the last record that is in the journal and made."""
         self.state: ServerState | None = None
         self.images: list[PartitionImage] = []
         self.records: list[tuple[Record, int]] = []

@@ -118,7 +118,7 @@ class Journal:
         self._follower: Follower | None = None
         self._holding = False
         self._position = 0
-        """Of the last record that the follower was given while the journal holds; and `_confirmed`: up to where it has them."""
+        """Position of the last record that the follower was given while the journal holds; and `_confirmed`: up to where it has them."""
         self._confirmed = 0
         self._unmade: Exception | None = None
         """Why the effect of a record failed, or nothing is written any more: those after it have none. The loop's."""

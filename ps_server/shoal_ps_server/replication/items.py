@@ -38,7 +38,7 @@ class Item:
     """JSON values."""
     payload: memoryview = _NOTHING
     position: int = 0
-    """Of a record: 1, 2, 3, ... in its stream."""
+    """A record's place in its stream: 1, 2, 3, ...; 0 for other items."""
 
     def encoded(self) -> Iterator[bytes]:
         """The FollowChunks that carry it."""

@@ -19,8 +19,8 @@ from torch.optim.optimizer import ParamsT
 from shoal_common.errors import ConfigurationError
 
 
-class _TensorByTensor(torch.optim.Optimizer):
-    """An optimizer that updates one parameter after the other."""
+class _OfWholeTensors(torch.optim.Optimizer):
+    """What the optimizers of this module share."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -34,6 +34,7 @@ class _TensorByTensor(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
+            alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
             for parameter in group["params"]:
                 if parameter.grad is None or not parameter.numel():
                     continue
@@ -42,15 +43,18 @@ class _TensorByTensor(torch.optim.Optimizer):
                         f"{type(self).__name__}: a gradient is {parameter.grad.layout}; expected a dense one: make the embedding with "
                         "sparse=False"
                     )
-                self._update(parameter, parameter.grad, group, self.state[parameter])
+                alike.setdefault((parameter.device, parameter.dtype), []).append(parameter)
+            for parameters in alike.values():
+                gradients = [_wide(parameter.grad) for parameter in parameters if parameter.grad is not None]
+                self._update(parameters, list(torch._foreach_neg(gradients)) if group["maximize"] else gradients, group)
         return loss
 
-    def _update(self, parameter: torch.Tensor, gradient: torch.Tensor, group: Mapping[str, Any], state: dict[str, Any]) -> None:
-        """One step of one parameter. `state`: empty before its first."""
+    def _update(self, parameters: list[torch.Tensor], gradients: list[torch.Tensor], group: Mapping[str, Any]) -> None:
+        """One step of parameters of one device and type. `gradients`: to be descended, in the type to compute with, and only read."""
         raise NotImplementedError
 
 
-class LAMB(_TensorByTensor):
+class LAMB(_OfWholeTensors):
     """Adam whose step is as long, for each tensor, as the learning rate times the tensor's own norm.
 
     Algorithm 2 of You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", ICLR 2020, with its bias
@@ -81,28 +85,40 @@ class LAMB(_TensorByTensor):
             raise ConfigurationError(f"betas={betas}: expected two numbers in [0, 1)")
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize})
 
-    def _update(self, parameter: torch.Tensor, gradient: torch.Tensor, group: Mapping[str, Any], state: dict[str, Any]) -> None:
-        if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32)
-            state["exp_avg"] = torch.zeros_like(parameter)
-            state["exp_avg_sq"] = torch.zeros_like(parameter)
-        state["step"] += 1
-        step, (beta1, beta2) = float(state["step"]), group["betas"]
-        values, gradient = _wide(parameter), _wide(-gradient if group["maximize"] else gradient)
-        mean = _wide(state["exp_avg"]).lerp_(gradient, 1 - beta1)
-        square = _wide(state["exp_avg_sq"]).mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        update = mean / (1 - beta1**step)
-        update.div_(square.div(1 - beta2**step).sqrt_().add_(group["eps"]))
+    def _update(self, parameters: list[torch.Tensor], gradients: list[torch.Tensor], group: Mapping[str, Any]) -> None:
+        states = [self.state[parameter] for parameter in parameters]
+        for parameter, state in zip(parameters, states, strict=True):
+            if not state:
+                state["step"] = torch.zeros((), dtype=torch.float32)
+                state["exp_avg"] = torch.zeros_like(parameter)
+                state["exp_avg_sq"] = torch.zeros_like(parameter)
+        beta1, beta2 = group["betas"]
+        torch._foreach_add_([state["step"] for state in states], 1)
+        steps = [float(state["step"]) for state in states]
+        values = [_wide(parameter) for parameter in parameters]
+        means = [_wide(state["exp_avg"]) for state in states]
+        squares = [_wide(state["exp_avg_sq"]) for state in states]
+        torch._foreach_lerp_(means, gradients, 1 - beta1)
+        torch._foreach_mul_(squares, beta2)
+        torch._foreach_addcmul_(squares, gradients, gradients, value=1 - beta2)
+        updates = torch._foreach_div(means, [1 - beta1**step for step in steps])
+        roots = torch._foreach_div(squares, [1 - beta2**step for step in steps])
+        torch._foreach_sqrt_(roots)
+        torch._foreach_add_(roots, group["eps"])
+        torch._foreach_div_(updates, roots)
         if group["weight_decay"]:
-            update.add_(values, alpha=group["weight_decay"])
-        own, length = torch.linalg.vector_norm(values), torch.linalg.vector_norm(update)
-        update.mul_(torch.where((own > 0) & (length > 0), own / length, torch.ones_like(own)))
-        values.add_(update, alpha=-float(group["lr"]))
-        for into, computed in ((state["exp_avg"], mean), (state["exp_avg_sq"], square), (parameter, values)):
-            _put(into, computed)
+            torch._foreach_add_(updates, values, alpha=group["weight_decay"])
+        own, length = torch.stack(torch._foreach_norm(values)), torch.stack(torch._foreach_norm(updates))
+        ratios = torch.where((own > 0) & (length > 0), own / length, torch.ones_like(own))
+        torch._foreach_mul_(updates, ratios.unbind())
+        torch._foreach_add_(values, updates, alpha=-float(group["lr"]))
+        if values[0] is not parameters[0]:
+            torch._foreach_copy_(parameters, values)
+            torch._foreach_copy_([state["exp_avg"] for state in states], means)
+            torch._foreach_copy_([state["exp_avg_sq"] for state in states], squares)
 
 
-class RowWiseAdagrad(_TensorByTensor):
+class RowWiseAdagrad(_OfWholeTensors):
     """Adagrad with one sum for each row: of the means of the squared gradients over the row.
 
     For a row w with gradient g: `sum += mean(g * g)`, `w -= lr * g / (sqrt(sum) + eps)`, where g has `weight_decay * w` in it. A row is
@@ -151,19 +167,20 @@ class RowWiseAdagrad(_TensorByTensor):
                 saved = state_dict["state"][number]["sum"]
                 self.state[parameter]["sum"] = saved.to(device=parameter.device, dtype=_wide_type(parameter), copy=True)
 
-    def _update(self, parameter: torch.Tensor, gradient: torch.Tensor, group: Mapping[str, Any], state: dict[str, Any]) -> None:
-        rows = parameter.shape[0] if parameter.dim() else 1
-        if not state:
-            begin = group["initial_accumulator_value"]
-            state["sum"] = torch.full((rows,), begin, dtype=_wide_type(parameter), device=parameter.device)
-        values, gradient = _wide(parameter), _wide(-gradient if group["maximize"] else gradient)
-        if group["weight_decay"]:
-            gradient = gradient.add(values, alpha=group["weight_decay"])
-        by_row = gradient.reshape(rows, -1)
-        state["sum"].add_(torch.linalg.vector_norm(by_row, dim=1).div_(math.sqrt(by_row.shape[1])).square_())
-        update = by_row / state["sum"].sqrt().add_(group["eps"]).unsqueeze(1)
-        values.add_(update.reshape(parameter.shape), alpha=-float(group["lr"]))
-        _put(parameter, values)
+    def _update(self, parameters: list[torch.Tensor], gradients: list[torch.Tensor], group: Mapping[str, Any]) -> None:
+        for parameter, given in zip(parameters, gradients, strict=True):
+            rows, state = parameter.shape[0] if parameter.dim() else 1, self.state[parameter]
+            if not state:
+                begin = group["initial_accumulator_value"]
+                state["sum"] = torch.full((rows,), begin, dtype=_wide_type(parameter), device=parameter.device)
+            values = _wide(parameter)
+            gradient = given.add(values, alpha=group["weight_decay"]) if group["weight_decay"] else given
+            by_row = gradient.reshape(rows, -1)
+            state["sum"].add_(torch.linalg.vector_norm(by_row, dim=1).div_(math.sqrt(by_row.shape[1])).square_())
+            update = by_row / state["sum"].sqrt().add_(group["eps"]).unsqueeze(1)
+            values.add_(update.reshape(parameter.shape), alpha=-float(group["lr"]))
+            if values is not parameter:
+                parameter.copy_(values)
 
 
 def _wide_type(tensor: torch.Tensor) -> torch.dtype:
@@ -173,11 +190,6 @@ def _wide_type(tensor: torch.Tensor) -> torch.dtype:
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself, or of a 16-bit one a copy to compute with."""
     return tensor.to(_wide_type(tensor))
-
-
-def _put(into: torch.Tensor, computed: torch.Tensor) -> None:
-    if computed is not into:
-        into.copy_(computed)
 
 
 def _check_not_negative(**values: float) -> None:

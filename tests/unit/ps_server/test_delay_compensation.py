@@ -6,13 +6,19 @@ import asyncio
 import os
 import random
 import shutil
-from contextlib import suppress
+from contextlib import aclosing, suppress
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 from shoal_common.errors import InvalidRequestError, UnavailableError
 from shoal_protos.v1 import parameter_server_pb2 as pb
+from shoal_ps_server.consistency.clocks import Clocks
+from shoal_ps_server.consistency.fence import Fence
+from shoal_ps_server.consistency.membership import Membership
+from shoal_ps_server.service.pulls import Pulls
+from shoal_ps_server.service.requests import Pull, Wanted
 from shoal_ps_server.shard.optimizer import ParameterGroup, optimizer_settings
 from shoal_ps_server.shard.payload import Upload, UploadHeader, bytes_of
 from shoal_ps_server.storage.directory import DataDirectory
@@ -264,3 +270,61 @@ def test_after_a_restart_members_are_compensated_for_what_a_snapshot_knows_that_
             assert server.shard.summary().stored_bytes == 24
 
     run(test())
+
+
+def test_after_a_crash_nothing_is_kept_for_members_that_had_been_put_out(make, tmp_path) -> None:
+    async def test() -> None:
+        async with opened(tmp_path / "data") as server:
+            server.members = Members(generation=1, members=frozenset("ab"))
+            server.adopt(make.layout())
+            await server.configure(settings())
+            await server.initialize(make.upload(torch.zeros(6), sequence=0, base_version=0))
+            server.shard.note_pull(0, "b")
+            await server.push(make.upload(torch.ones(6)))
+            await server.snapshots.write()
+            server.members = Members(generation=2, members=frozenset("a"), put_out={"b": 2})
+            server.changes.members_changed()
+            await server.push(make.upload(torch.ones(6), sequence=2))
+
+    run(test())
+    (image,) = recovered(tmp_path / "data").values()
+    assert (image.version, dict(image.pulled), dict(image.base_values)) == (3, {}, {})
+
+
+def test_of_a_pull_that_outlives_its_member_nothing_is_kept(make) -> None:
+    specs = (make.spec(0), make.spec(1))
+    shard = make.shard(*specs, optimizer=settings())
+    membership = Membership(fence=Fence(), clocks=Clocks())
+    membership.learn(1, "ab")
+    pulls = Pulls(shard=shard, membership=membership, waited=lambda _: None, answered=lambda *_: None)
+    pull = Pull(
+        member_id="a",
+        generation=1,
+        partitions=tuple(Wanted(spec=spec, newer_than=0) for spec in specs),
+        clock=0,
+        wait=timedelta(0),
+        checksums=False,
+    )
+
+    async def test() -> None:
+        async with aclosing(pulls.serve(pull)) as chunks:
+            await anext(chunks)
+            membership.learn(2, "b")
+            shard.keep_bases_of(membership.fence.members)
+            assert len([chunk async for chunk in chunks]) == 1
+
+    run(test())
+    assert [dict(shard.image(number).pulled) for number in (0, 1)] == [{}, {}]
+
+
+def test_an_update_that_compensation_would_make_infinite_is_refused_and_changes_nothing(make) -> None:
+    spec = make.spec(dtype="float16")
+    shard = make.shard(spec, optimizer=settings(lr=2.0))
+    for member in "ab":
+        shard.note_pull(0, member)
+    shard.push(make.upload(torch.full((6,), 100.0), spec, member="a"))
+    with pytest.raises(InvalidRequestError, match="the update would make 6 of 6 values NaN or infinite"):
+        shard.push(make.upload(torch.full((6,), 20.0), spec, member="b"))
+    assert make.values(shard).tolist() == [-200.0] * 6
+    shard.push(make.upload(torch.full((6,), 2.0), spec, member="b"))
+    assert make.values(shard).tolist() == [-200.0 - 2 * (2 + STRENGTH * 4 * -200)] * 6

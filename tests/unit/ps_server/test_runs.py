@@ -130,8 +130,9 @@ def test_only_memory_that_an_update_needs_is_asked_for(make, monkeypatch) -> Non
         return real(size, **options)
 
     monkeypatch.setattr(torch, "empty", counted)
-    for hyperparameters, expected in (({}, []), ({"momentum": 0.9}, [20])):
-        shard = make.shard(spec, optimizer=optimizer_settings(name="sgd", hyperparameters=hyperparameters))
+    for hyperparameters, strength, expected in (({}, 0.0, []), ({"momentum": 0.9}, 0.0, [20]), ({"momentum": 0.9}, 0.5, [40, 20])):
+        optimizer = optimizer_settings(name="sgd", hyperparameters=hyperparameters, delay_compensation=strength)
+        shard = make.shard(spec, optimizer=optimizer)
         asked.clear()
         for sequence in (1, 2):
             shard.push(make.upload(torch.ones(5), spec, sequence=sequence))
@@ -180,12 +181,13 @@ def test_a_sum_over_a_row_that_would_come_out_infinite_names_its_row(make) -> No
 
 
 def test_each_tensor_has_a_trust_ratio_of_its_own(make) -> None:
-    spec = make.packed(0, ("a", 2), ("b", 3))
-    optimizer = PartitionOptimizer(torch.ones(5), spec, optimizer_settings(name="lamb", hyperparameters={}))
-    for absent in ((), (1,), ()):
+    """Also those that have not been stepped yet and lie side by side."""
+    spec = make.packed(0, ("a", 2), ("b", 3), ("c", 1))
+    optimizer = PartitionOptimizer(torch.ones(6), spec, optimizer_settings(name="lamb", hyperparameters={}))
+    for absent in ((0, 1), (), (1,)):
         optimizer.step(torch.ones(spec.length_without(absent)), absent)
-        assert [(run.first, run.end) for run in optimizer.images()] == [(0, 1), (1, 2)]
-    assert [int(run.state["step"]) for run in optimizer.images()] == [3, 2]
+        assert [(run.first, run.end) for run in optimizer.images()] == [(0, 1), (1, 2), (2, 3)]
+    assert [int(run.state["step"]) for run in optimizer.images()] == [2, 1, 3]
 
 
 def test_a_step_that_fails_leaves_no_state_where_there_was_none(make, monkeypatch) -> None:

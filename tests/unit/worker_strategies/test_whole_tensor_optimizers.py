@@ -24,13 +24,14 @@ def network() -> nn.Module:
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=["lamb", "rowwise"])
-def test_under_ddp_they_take_the_steps_of_one_process(kind: Make) -> None:
+@pytest.mark.parametrize("strategy", ["ddp", "pipeline"])
+def test_where_tensors_are_whole_they_take_the_steps_of_one_process(kind: Make, strategy: str) -> None:
     def train() -> dict[str, torch.Tensor]:
         net = network()
-        model, optimizer = shoal.as_distributed(net, kind(net), strategy="ddp")
+        model, optimizer = shoal.as_distributed(net, kind(net), strategy=strategy)
         loader = shoal.ElasticDataLoader(torch.utils.data.TensorDataset(X), global_batch_size=8, shuffle=False)
         for (x,) in loader:
-            model(x).square().mean().backward()
+            model.train_step(x, torch.zeros(len(x), 2), nn.functional.mse_loss)
             assert optimizer.step()
             optimizer.zero_grad()
         return model.full_state_dict()

@@ -176,7 +176,7 @@ class RowWiseAdagrad(_OfWholeTensors):
             values = _wide(parameter)
             gradient = given.add(values, alpha=group["weight_decay"]) if group["weight_decay"] else given
             by_row = gradient.reshape(rows, -1)
-            state["sum"].add_(torch.linalg.vector_norm(by_row, dim=1).div_(math.sqrt(by_row.shape[1])).square_())
+            state["sum"].add_(torch.linalg.vector_norm(by_row / math.sqrt(by_row.shape[1]), dim=1).square_())
             update = by_row / state["sum"].sqrt().add_(group["eps"]).unsqueeze(1)
             values.add_(update.reshape(parameter.shape), alpha=-float(group["lr"]))
             if values is not parameter:

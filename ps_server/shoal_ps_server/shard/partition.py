@@ -208,7 +208,7 @@ class Partition:
     def needs_trial(self, largest: float, optimizer: OptimizerSettings) -> bool:
         """Whether an update by a gradient of such magnitude may come out infinite: then `check_trial` finds out."""
         limit = _CALM.get(self.spec.element.torch, 0.0)
-        if not max(largest, self.largest_at_first) <= limit:
+        if not limit or not max(largest, self.largest_at_first) <= limit:
             return True
         if self._is_calm is None or self._is_calm[0] is not optimizer:
             self._is_calm = (optimizer, optimizer.is_calm({optimizer.place_of(piece.tensor) for piece in self.spec.pieces}))
@@ -216,9 +216,9 @@ class Partition:
 
     def _may_outgrow(self, limit: float, growth: float) -> bool:
         """Whether values may be above `limit` after what is on its way and one update more, each of which multiplies their norm by `growth`
-        at most."""
-        norm = largest_of(self._values()) * math.sqrt(self.spec.length)
-        return norm > 0 and math.log(norm) + (self.to_apply + 1) * math.log(growth) > math.log(limit)
+        at most, or moves those that are zero by about 1."""
+        norm = max(1.0, largest_of(self._values())) * math.sqrt(self.spec.length)
+        return math.log(norm) + (self.to_apply + 1) * math.log(growth) > math.log(limit)
 
     def check_trial(self, gradient: torch.Tensor, absent: Collection[int], optimizer: OptimizerSettings, base: int = 0) -> None:
         """Makes the update on copies. Only while nothing is on its way. `base`: as `apply` takes it.

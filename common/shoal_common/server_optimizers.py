@@ -39,6 +39,7 @@ class OptimizerDeclaration:
     module: str = "torch.optim"
     """Where that class is."""
     unit: Unit = Unit.ELEMENT
+    """What it updates together, and so how much of a tensor it must see at once."""
     defaults: Hyperparameters
     """Value of each hyperparameter where a user gives none: torch's own."""
     switches: frozenset[str] = frozenset()

@@ -27,7 +27,8 @@ class Piece:
     length: int
     """Elements; >= 1."""
     row: int = 1
-    """Elements that one index of the tensor's first dimension selects; 1: it has one dimension, or none."""
+    """Elements that one index of the tensor's first dimension selects; 1: it has one dimension or none, or is frozen, so that no optimizer
+    asks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +127,8 @@ def _partition(shard_map: coordinator_pb2.ShardMap, partition: coordinator_pb2.P
             raise InternalError(f"{where} has a piece of {piece.length} elements")
         tensor = shard_map.tensors[piece.tensor_index]
         dtypes.add(tensor.dtype)
-        pieces.append(Piece(tensor=tensor.name, offset=piece.offset, length=piece.length, row=math.prod(tensor.shape[1:])))
+        row = 1 if tensor.frozen else math.prod(tensor.shape[1:])
+        pieces.append(Piece(tensor=tensor.name, offset=piece.offset, length=piece.length, row=row))
     if len(dtypes) != 1 or not dtypes <= BY_NAME.keys():
         raise InternalError(f"{where} has elements of {', '.join(sorted(dtypes)) or 'no tensor'}, expected one of {', '.join(BY_NAME)}")
     return PartitionSpec(partition_id=partition.partition_id, pieces=tuple(pieces), element=BY_NAME[dtypes.pop()])

@@ -21,7 +21,7 @@ _CALM: Final = {torch.float32: 1e16, torch.bfloat16: 1e16, torch.float64: 1e150}
 """Magnitudes whose square is far from the largest number of the type, as Adam squares. In float16 there are none."""
 
 _CALM_MARGIN: Final = 1e8
-"""So much smaller must values be whose norm, over that of an update, is what the update is multiplied by."""
+"""Where an update is multiplied by the norm of the values over its own, the values must be so much smaller still."""
 
 MOST_LEFT: Final = 1024
 """How many batches are remembered that their members gave up."""

@@ -180,7 +180,9 @@ class _Recovery:
         self._looked_ahead = True
         for record in self._records():
             fields = record.fields
-            if record.kind == PUSH and fields.get("compensated") and int(fields["version"]) > self.shard.version(fields["partition"]):
+            if record.kind != PUSH or not fields.get("compensated") or fields["partition"] not in self.layout.partitions:
+                continue
+            if int(fields["version"]) > self.shard.version(fields["partition"]):
                 self.shard.will_redo(fields["partition"], int(fields["base"]))
 
     def _learn(self, record: Record) -> None:

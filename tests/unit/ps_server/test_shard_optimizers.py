@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from shoal_common.errors import InvalidRequestError
 from shoal_common.optim import LAMB, RowWiseAdagrad
 from shoal_common.server_optimizers import SERVER_OPTIMIZERS
+from shoal_protos.v1 import coordinator_pb2
 from shoal_ps_server.shard.dtypes import BY_NAME
-from shoal_ps_server.shard.layout import PartitionSpec, Piece
+from shoal_ps_server.shard.layout import PartitionSpec, Piece, layout_from_shard_map
 from shoal_ps_server.shard.optimizer import ParameterGroup, optimizer_settings
 from shoal_ps_server.shard.runs import PartitionOptimizer
 
@@ -276,6 +277,20 @@ def test_a_row_that_is_cut_is_refused_by_name(make) -> None:
     with pytest.raises(InvalidRequestError, match="whole rows, and those of tensor 'table' have 4 elements, 16 bytes") as caught:
         rows.check_pieces([whole, replace(whole, pieces=(piece,))])
     assert caught.value.reason == "OPTIMIZER_INVALID"
+
+
+def test_rows_of_frozen_tensors_may_be_cut() -> None:
+    """No optimizer updates these."""
+    shard_map = coordinator_pb2.ShardMap(
+        epoch=1,
+        tensors=[coordinator_pb2.TensorSpec(name="table", shape=[2, 300], dtype="float32", frozen=True)],
+        partitions=[coordinator_pb2.Partition(partition_id=0, pieces=[coordinator_pb2.Piece(tensor_index=0, offset=0, length=256)])],
+    )
+    rows = optimizer_settings(name="rowwise_adagrad", hyperparameters={})
+    rows.check_pieces(layout_from_shard_map(shard_map, server_index=0).partitions.values())
+    shard_map.tensors[0].frozen = False
+    with pytest.raises(InvalidRequestError, match="whole rows"):
+        rows.check_pieces(layout_from_shard_map(shard_map, server_index=0).partitions.values())
 
 
 def test_a_value_that_is_not_finite_is_found_wherever_it_is(make) -> None:

@@ -43,8 +43,8 @@ class AsyncOptions:
     dies had leased is dealt again. 0: each batch by itself."""
 
     delay_compensation: float = 0.0
-    """How much of a gradient's staleness the servers make good for (DC-ASGD; Zheng et al., ICML 2017), >= 0; 0: nothing. The paper's value
-    is 0.04. Costs a server a copy of its share for each worker."""
+    """How much of a gradient's staleness the servers make good for (DC-ASGD; Zheng et al., ICML 2017), >= 0; 0: nothing; 0.04 is a
+    value to begin with. Costs a server up to a copy of its share for each worker."""
 
     def __post_init__(self) -> None:
         if self.consistency not in ("asp", "ssp"):

@@ -1,5 +1,5 @@
 """What Shoal's services share: settings, errors, security, RPC, telemetry, wire format, Redis, the gRPC clients, and the optimizers that
-parameter servers run (`server_optimizers`). No torch."""
+parameter servers run (`server_optimizers`). No torch, but in `optim`, which has those of them that torch lacks."""
 
 import os
 

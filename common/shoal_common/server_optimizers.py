@@ -1,18 +1,32 @@
 """The optimizers that parameter servers run, by name. Adding one is a declaration here.
 
 A worker takes a user's torch optimizer apart by it, and a server makes one out of what the worker sends. Hyperparameters travel as numbers
-by name; what torch has as a pair (`betas`) is two names, what it has as a switch is 0 or 1. This module imports no torch: a class is named.
+by name; what torch has as a pair (`betas`) is two names, what it has as a switch is 0 or 1. This module imports no torch: a class is named,
+and imported by whoever asks for it.
 """
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
 from types import MappingProxyType
 from typing import Any, Final
 
 Hyperparameters = Mapping[str, float]
 """Name -> value, with every name that the optimizer has."""
+
+
+class Unit(enum.Enum):
+    """What an optimizer updates together."""
+
+    ELEMENT = "element"
+    """Each element by itself, so that tensors side by side can be one to it."""
+    ROW = "row"
+    """What one index of a tensor's first dimension selects; its state is one number for each row. Rows must not be cut."""
+    TENSOR = "tensor"
+    """A tensor, or, where that is cut, each of its pieces."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +35,11 @@ class OptimizerDeclaration:
 
     name: str
     torch_class: str
-    """Name of the class in `torch.optim` that computes the update. Subclasses of it are other optimizers: they may override the update."""
+    """Name of the class that computes the update. Subclasses of it are other optimizers: they may override the update."""
+    module: str = "torch.optim"
+    """Where that class is."""
+    unit: Unit = Unit.ELEMENT
+    """What it updates together, and so how much of a tensor it must see at once."""
     defaults: Hyperparameters
     """Value of each hyperparameter where a user gives none: torch's own."""
     switches: frozenset[str] = frozenset()
@@ -35,7 +53,7 @@ class OptimizerDeclaration:
     state: frozenset[str]
     """Names of the state tensors that it may keep for a parameter."""
     state_tensors: Callable[[Hyperparameters], int]
-    """How many state tensors as large as the parameter it keeps, with given hyperparameters."""
+    """How many state tensors it keeps, with given hyperparameters: each as large as the parameter, or with one number for each row."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Keys of a torch parameter group that can have one value alone."""
     fused_from_bytes: int | None = None
@@ -44,8 +62,18 @@ class OptimizerDeclaration:
     """Dtypes whose values it makes NaN of, by numpy's names."""
     always_tried: Callable[[Hyperparameters], bool] = lambda values: False
     """Whether a sound update may come out as NaN, so that each is tried on a copy first."""
+    growth: Callable[[Hyperparameters], float] = lambda values: 1.0
+    """By how much one update may multiply the norm of values; 1: an update adds what goes by the gradients."""
     contradiction: Callable[[Hyperparameters], str] = lambda values: ""
     """What is wrong with values of which each is possible by itself; empty: nothing."""
+
+    def optimizer_class(self) -> Any:
+        """The class that computes the update. Imports torch."""
+        return getattr(import_module(self.module), self.torch_class)
+
+    def cuts_rows(self, *, row: int, offset: int, length: int) -> bool:
+        """Whether a piece of a tensor, whose rows have `row` elements, has a part of a row that this optimizer needs whole."""
+        return self.unit is Unit.ROW and bool(offset % row or length % row)
 
     def arguments(self, values: Hyperparameters) -> dict[str, Any]:
         """Hyperparameters as keys of a torch parameter group."""
@@ -148,12 +176,38 @@ SERVER_OPTIMIZERS: Final = {
             # It takes the root of a difference, which rounding can make negative.
             always_tried=lambda values: bool(values["centered"]),
         ),
+        OptimizerDeclaration(
+            name="lamb",
+            torch_class="LAMB",
+            module="shoal_common.optim",
+            unit=Unit.TENSOR,
+            defaults=MappingProxyType({"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-6, "weight_decay": 0.0, "maximize": 0.0}),
+            switches=frozenset({"maximize"}),
+            below_one=frozenset({"beta1", "beta2"}),
+            pairs=MappingProxyType({"betas": ("beta1", "beta2")}),
+            state=frozenset({"step", "exp_avg", "exp_avg_sq"}),
+            state_tensors=lambda _: 2,
+            # A step is as long as the learning rate times the values' norm, however small the gradient.
+            growth=lambda values: 1 + values["lr"],
+        ),
+        OptimizerDeclaration(
+            name="rowwise_adagrad",
+            torch_class="RowWiseAdagrad",
+            module="shoal_common.optim",
+            unit=Unit.ROW,
+            defaults=MappingProxyType({"lr": 1e-2, "weight_decay": 0.0, "initial_accumulator_value": 0.0, "eps": 1e-10, "maximize": 0.0}),
+            switches=frozenset({"maximize"}),
+            structural=frozenset({"initial_accumulator_value"}),
+            state=frozenset({"sum"}),
+            state_tensors=lambda _: 1,
+        ),
     )
 }
 """The optimizers that parameter servers run, by the names that requests give them."""
 
 
 def in_words() -> str:
-    """The torch classes that a server runs, for people: "torch.optim.SGD and torch.optim.AdamW"."""
-    *others, last = [f"torch.optim.{declaration.torch_class}" for declaration in SERVER_OPTIMIZERS.values()]
+    """The classes that a server runs, for people: "torch.optim.SGD and shoal.optim.LAMB"."""
+    homes = {"shoal_common.optim": "shoal.optim"}  # where users find them
+    *others, last = [f"{homes.get(each.module, each.module)}.{each.torch_class}" for each in SERVER_OPTIMIZERS.values()]
     return f"{', '.join(others)} and {last}"

@@ -224,6 +224,7 @@ class ParameterServer:
         change = self._membership.learn(generation, member_ids)
         self._changes.members_changed()
         self._shard.forget(change.forgotten)
+        self._shard.keep_bases_of(self._membership.fence.members)
         self._metrics.generation.set(generation)
         self._metrics.members.set(len(member_ids))
         logger.info("members", extra={"generation": generation, "joined": len(change.joined), "left": len(change.left)})

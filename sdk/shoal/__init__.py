@@ -76,6 +76,8 @@ if TYPE_CHECKING:
     from shoal_worker.strategies.zero2 import ZeRO2Model, ZeRO2Optimizer
     from shoal_worker.strategies.zero3 import ZeRO3Model, ZeRO3Optimizer
 
+    from shoal import optim as optim
+
 __all__ = [
     "AsyncSGDModel",
     "AsyncSGDOptimizer",
@@ -204,6 +206,8 @@ def __getattr__(name: str) -> Any:
 
     if name == "__version__":
         return metadata.version("shoal")
+    if name == "optim":
+        return import_module("shoal.optim")
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(_HOMES.get(name, _API)), name)
@@ -211,4 +215,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, "__version__"})
+    return sorted({*globals(), *__all__, "__version__", "optim"})

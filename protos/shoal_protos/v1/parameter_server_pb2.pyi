@@ -40,7 +40,7 @@ CODEC_TOPK: Codec
 CODEC_RANDOMK: Codec
 
 class OptimizerSpec(_message.Message):
-    __slots__ = ("name", "hyperparameters", "groups")
+    __slots__ = ("name", "hyperparameters", "groups", "delay_compensation")
     class HyperparametersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -51,10 +51,12 @@ class OptimizerSpec(_message.Message):
     NAME_FIELD_NUMBER: _ClassVar[int]
     HYPERPARAMETERS_FIELD_NUMBER: _ClassVar[int]
     GROUPS_FIELD_NUMBER: _ClassVar[int]
+    DELAY_COMPENSATION_FIELD_NUMBER: _ClassVar[int]
     name: str
     hyperparameters: _containers.ScalarMap[str, float]
     groups: _containers.RepeatedCompositeFieldContainer[ParameterGroup]
-    def __init__(self, name: _Optional[str] = ..., hyperparameters: _Optional[_Mapping[str, float]] = ..., groups: _Optional[_Iterable[_Union[ParameterGroup, _Mapping]]] = ...) -> None: ...
+    delay_compensation: float
+    def __init__(self, name: _Optional[str] = ..., hyperparameters: _Optional[_Mapping[str, float]] = ..., groups: _Optional[_Iterable[_Union[ParameterGroup, _Mapping]]] = ..., delay_compensation: _Optional[float] = ...) -> None: ...
 
 class ParameterGroup(_message.Message):
     __slots__ = ("tensors", "hyperparameters")

@@ -62,10 +62,12 @@ class Pulls:
             await self._await_values(wanted.spec, deadline)
             version = self._shard.version(wanted.spec.partition_id)
             if version <= wanted.newer_than:
+                self._note(pull, wanted.spec)
                 unchanged = pb.PullHeader(partition_id=wanted.spec.partition_id, version=version, unchanged=True)
                 yield encode_pull_chunk((unchanged, _NOTHING))
             else:
                 with self._shard.reading(wanted.spec.partition_id) as reading:
+                    self._note(pull, wanted.spec)
                     header: pb.PullHeader | None = _header(wanted.spec, reading, checksummed=pull.checksums)
                     while header is not None or reading.remaining:
                         # Copied here, before anything else can run.
@@ -73,6 +75,11 @@ class Pulls:
                         header = None
                         yield chunk
             self._answered(wanted.spec, version > wanted.newer_than)
+
+    def _note(self, pull: Pull, spec: PartitionSpec) -> None:
+        """What a member has now is kept for its next push, unless it has been put out meanwhile."""
+        if pull.member_id and pull.member_id in self._membership.fence.members:
+            self._shard.note_pull(spec.partition_id, pull.member_id)
 
     async def _await_turn(self, pull: Pull) -> None:
         """ssp: the member says how far it is, and may have to wait for those behind."""

@@ -146,7 +146,11 @@ def parse_pull(request: pb.PullRequest, layout: Layout) -> Pull:
 def parse_optimizer(spec: pb.OptimizerSpec, tensors: frozenset[str] | None) -> OptimizerSettings:
     """Raises InvalidRequestError / OPTIMIZER_INVALID. `tensors`: all of the job's; None: unknown, groups are not compared with them."""
     return optimizer_settings(
-        name=spec.name, hyperparameters=dict(spec.hyperparameters), groups=_parameter_groups(spec.groups), tensors=tensors
+        name=spec.name,
+        hyperparameters=dict(spec.hyperparameters),
+        groups=_parameter_groups(spec.groups),
+        tensors=tensors,
+        delay_compensation=spec.delay_compensation,
     )
 
 

@@ -16,6 +16,7 @@ import grpc
 import grpc.aio
 from shoal_common.errors import PermissionDeniedError, PreconditionError, ShoalError, UnknownResourceError
 from shoal_common.security import ANY_ROLE, Role, TokenTable
+from shoal_common.server_optimizers import Unit
 from shoal_protos.v1 import parameter_server_pb2 as pb
 
 from shoal_ps_server.configuration import Configuration
@@ -179,6 +180,8 @@ class ParameterServerServicer:
             await self._check_place()
             tensors = (await self._layouts.any()).tensors if request.optimizer.groups else None
             optimizer = parse_optimizer(request.optimizer, tensors)
+            if optimizer.unit is Unit.ROW:
+                optimizer.check_pieces((await self._layouts.any()).partitions.values())
             consistency = parse_consistency(request.consistency)
             return pb.ConfigureOptimizerResponse(configured=await self._to_its_end(self._first_configuration(optimizer, consistency)))
 
@@ -294,6 +297,7 @@ def _optimizer_message(optimizer: OptimizerSettings) -> pb.OptimizerSpec:
         groups=[
             pb.ParameterGroup(tensors=sorted(group.tensors), hyperparameters=dict(group.hyperparameters)) for group in optimizer.groups
         ],
+        delay_compensation=optimizer.delay_compensation,
     )
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from types import MappingProxyType
 
+import torch
 from shoal_common.errors import InternalError
 from shoal_protos.v1 import coordinator_pb2
 
@@ -24,6 +26,9 @@ class Piece:
     """First element within the flattened tensor."""
     length: int
     """Elements; >= 1."""
+    row: int = 1
+    """Elements that one index of the tensor's first dimension selects; 1: it has one dimension or none, or is frozen, so that no optimizer
+    asks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +57,14 @@ class PartitionSpec:
     def length_without(self, absent: Collection[int]) -> int:
         """Elements of all pieces but those at these positions."""
         return self.length - sum(self.pieces[position].length for position in absent)
+
+    def without(self, values: torch.Tensor, absent: Collection[int]) -> torch.Tensor:
+        """Values laid out like this partition's, without the pieces at these positions: where they lie if none is left out, else a copy."""
+        if not absent:
+            return values
+        missing = frozenset(absent)
+        parts = values.split([piece.length for piece in self.pieces])
+        return torch.cat([part for position, part in enumerate(parts) if position not in missing])
 
     def name_of(self, element: int, absent: Collection[int] = ()) -> str:
         """Which element of which tensor stands at a place of the values, where some pieces are left out; for people."""
@@ -114,7 +127,8 @@ def _partition(shard_map: coordinator_pb2.ShardMap, partition: coordinator_pb2.P
             raise InternalError(f"{where} has a piece of {piece.length} elements")
         tensor = shard_map.tensors[piece.tensor_index]
         dtypes.add(tensor.dtype)
-        pieces.append(Piece(tensor=tensor.name, offset=piece.offset, length=piece.length))
+        row = 1 if tensor.frozen else math.prod(tensor.shape[1:])
+        pieces.append(Piece(tensor=tensor.name, offset=piece.offset, length=piece.length, row=row))
     if len(dtypes) != 1 or not dtypes <= BY_NAME.keys():
         raise InternalError(f"{where} has elements of {', '.join(sorted(dtypes)) or 'no tensor'}, expected one of {', '.join(BY_NAME)}")
     return PartitionSpec(partition_id=partition.partition_id, pieces=tuple(pieces), element=BY_NAME[dtypes.pop()])

@@ -13,12 +13,17 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Final
 
+import torch
 from shoal_common.errors import InvalidRequestError
-from shoal_common.server_optimizers import SERVER_OPTIMIZERS, Hyperparameters, OptimizerDeclaration
+from shoal_common.server_optimizers import SERVER_OPTIMIZERS, Hyperparameters, OptimizerDeclaration, Unit
+
+from shoal_ps_server.shard.dtypes import ElementType
+from shoal_ps_server.shard.layout import PartitionSpec, Piece
 
 _CALM_HYPERPARAMETER: Final = 1e3
 _CALM_EPS: Final = 1e-30
 """Below this Adam's division could be by zero."""
+_CALM_GROWTH: Final = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +43,8 @@ class OptimizerSettings:
     hyperparameters: Hyperparameters
     """All of the optimizer's, for tensors in no group."""
     groups: tuple[ParameterGroup, ...] = ()
+    delay_compensation: float = 0.0
+    """How much of a gradient's staleness is made good for (compensation.py); 0: nothing."""
 
     def place_of(self, tensor: str) -> int:
         """Which of the groups a tensor is in, by position; -1: in none."""
@@ -77,19 +84,58 @@ class OptimizerSettings:
                 replace(group, hyperparameters={**group.hyperparameters, **own.get(group.tensors, hyperparameters)})
                 for group in self.groups
             ],
+            delay_compensation=self.delay_compensation,
         )
+
+    def check_pieces(self, specs: Iterable[PartitionSpec]) -> None:
+        """Raises InvalidRequestError / OPTIMIZER_INVALID where a partition has a part of what this optimizer updates as a whole."""
+        declared = SERVER_OPTIMIZERS[self.name]
+        for spec in specs:
+            for piece in spec.pieces:
+                if declared.cuts_rows(row=piece.row, offset=piece.offset, length=piece.length):
+                    raise _invalid(
+                        f"{self.name} needs whole rows, and those of tensor {piece.tensor!r} have {piece.row} elements, "
+                        f"{piece.row * spec.element.itemsize} bytes, more than a partition; use adagrad, or give the tensor another shape"
+                    )
 
     def is_calm(self, places: Collection[int]) -> bool:
         """Whether an update by a gradient of ordinary size cannot come out infinite, nor values grow with each update by themselves, of
         tensors in these groups."""
         declared = SERVER_OPTIMIZERS[self.name]
-        return all(_is_calm(self.at(place)) and not declared.always_tried(self.at(place)) for place in places)
+        return all(
+            _is_calm(values) and declared.growth(values) <= _CALM_GROWTH and not declared.always_tried(values)
+            for values in map(self.at, places)
+        )
 
     @cached_property
-    def most_state_tensors(self) -> int:
-        """How many tensors of the values' size it keeps for a tensor, where it keeps the most."""
+    def most_growth(self) -> float:
+        """By how much one update may multiply the norm of a tensor, where that is the most; 1: updates add."""
+        declared = SERVER_OPTIMIZERS[self.name]
+        return max(declared.growth(self.at(place)) for place in range(-1, len(self.groups)))
+
+    @cached_property
+    def _most_state_tensors(self) -> int:
+        """How many state tensors it keeps for a tensor, where it keeps the most."""
         declared = SERVER_OPTIMIZERS[self.name]
         return max(declared.state_tensors(self.at(place)) for place in range(-1, len(self.groups)))
+
+    @property
+    def unit(self) -> Unit:
+        """What it updates together."""
+        return SERVER_OPTIMIZERS[self.name].unit
+
+    def most_state_bytes(self, pieces: Iterable[Piece], element: ElementType) -> int:
+        """Bytes of the state that it keeps for these pieces, at most."""
+        itemsize = self.state_dtype(element).itemsize
+        return self._most_state_tensors * itemsize * sum(self.state_length(piece) for piece in pieces)
+
+    def state_length(self, piece: Piece) -> int:
+        """Elements of one state tensor for a piece."""
+        return piece.length // piece.row if self.unit is Unit.ROW else piece.length
+
+    def state_dtype(self, element: ElementType) -> torch.dtype:
+        """Type of the state of values of a type: theirs, and of sums over rows 32 bits or more, which costs little."""
+        return torch.float32 if self.unit is Unit.ROW and element.itemsize < 4 else element.torch
 
     @property
     def state_names(self) -> frozenset[str]:
@@ -98,7 +144,12 @@ class OptimizerSettings:
 
 
 def optimizer_settings(
-    *, name: str, hyperparameters: Mapping[str, float], groups: Iterable[ParameterGroup] = (), tensors: frozenset[str] | None = None
+    *,
+    name: str,
+    hyperparameters: Mapping[str, float],
+    groups: Iterable[ParameterGroup] = (),
+    tensors: frozenset[str] | None = None,
+    delay_compensation: float = 0.0,
 ) -> OptimizerSettings:
     """Checks an optimizer as a request or a snapshot names it, and fills in the defaults.
 
@@ -112,8 +163,13 @@ def optimizer_settings(
         name=name,
         hyperparameters=MappingProxyType({**declared.defaults, **_known(declared, hyperparameters)}),
         groups=tuple(ParameterGroup(tensors=group.tensors, hyperparameters=_known(declared, group.hyperparameters)) for group in groups),
+        delay_compensation=float(delay_compensation),
     )
     _check_values(declared, checked.hyperparameters)
+    if not math.isfinite(delay_compensation) or delay_compensation < 0:
+        raise _invalid(f"delay_compensation={delay_compensation}: expected a finite number, 0 or above; 0: none")
+    if delay_compensation and any(checked.at(place)["maximize"] for place in range(-1, len(checked.groups))):
+        raise _invalid(f"delay_compensation={delay_compensation} with maximize: it is of a loss that falls; negate the loss instead")
     seen: set[str] = set()
     for group in checked.groups:
         if not group.tensors:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterator
-from dataclasses import dataclass, field
+import math
+from collections.abc import Collection, Container, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 import torch
 from shoal_common.errors import InvalidRequestError, LimitError, PreconditionError
 
+from shoal_ps_server.shard.compensation import BaseValues, compensated
 from shoal_ps_server.shard.layout import PartitionSpec
 from shoal_ps_server.shard.optimizer import OptimizerSettings
 from shoal_ps_server.shard.payload import UploadHeader, describe, largest_of
@@ -17,6 +19,9 @@ from shoal_ps_server.shard.runs import PartitionOptimizer, RunImage
 
 _CALM: Final = {torch.float32: 1e16, torch.bfloat16: 1e16, torch.float64: 1e150}
 """Magnitudes whose square is far from the largest number of the type, as Adam squares. In float16 there are none."""
+
+_CALM_MARGIN: Final = 1e8
+"""Where an update is multiplied by the norm of the values over its own, the values must be so much smaller still."""
 
 MOST_LEFT: Final = 1024
 """How many batches are remembered that their members gave up."""
@@ -36,6 +41,9 @@ class PartitionImage:
     batches: dict[str, int]
     left: list[int]
     """Keys of batches that were pushed here and given up by their members: see `Settled.left`."""
+    pulled: Mapping[str, int] = field(default_factory=dict)
+    """For delay compensation: member -> version that it pulled last, and, of versions before this one, their values."""
+    base_values: Mapping[int, torch.Tensor] = field(default_factory=dict)
 
     def state(self) -> dict[str, torch.Tensor]:
         """The optimizer's tensors, by "RUN:NAME"."""
@@ -94,6 +102,8 @@ class Partition:
     """The largest magnitude among the values when they came here. Calm updates do not raise it to where they could overflow."""
     optimizer: PartitionOptimizer | None = None
     """Made at the first push."""
+    bases: BaseValues = field(default_factory=BaseValues)
+    """With delay compensation; else empty."""
     readings: set[Reading] = field(default_factory=set)
     """Open ones: they must not see the next change."""
     ahead: Settled | None = None
@@ -109,7 +119,12 @@ class Partition:
         """Makes the partition that `image` was taken of. The image's tensors become the partition's own."""
         settled = Settled(sequences=dict(image.sequences), batches=dict(image.batches), left=list(image.left))
         partition = cls(
-            spec=image.spec, version=image.version, values=image.values, settled=settled, largest_at_first=largest_of(image.values)
+            spec=image.spec,
+            version=image.version,
+            values=image.values,
+            settled=settled,
+            largest_at_first=largest_of(image.values),
+            bases=BaseValues(pulled=image.pulled, copies=image.base_values),
         )
         if optimizer is not None and image.runs:
             partition.optimizer = PartitionOptimizer(image.values, image.spec, optimizer, image.runs)
@@ -174,10 +189,15 @@ class Partition:
         if not self.on_their_way:
             self.ahead = None
 
-    def apply(self, gradient: torch.Tensor, absent: Collection[int], optimizer: OptimizerSettings, copies: Copies) -> None:
+    def apply(self, gradient: torch.Tensor, absent: Collection[int], optimizer: OptimizerSettings, copies: Copies, base: int = 0) -> None:
         """One optimizer step with a sound gradient of the values' dtype, which is read and not kept; the pieces at the positions `absent`
-        are not in it. Open readings read on in `copies`."""
+        are not in it. Open readings read on in `copies`. `base`: the version that it is compensated with, which `bases` expects it to be;
+        0: it is not."""
         values = self._values()
+        gradient = self._compensated(gradient, absent, optimizer, base)
+        if base:
+            self.bases.settle(base)
+        self.bases.before_change(self.version, values)
         copies.detach(values, self.readings)
         self.readings.clear()
         if self.optimizer is None:
@@ -187,23 +207,31 @@ class Partition:
 
     def needs_trial(self, largest: float, optimizer: OptimizerSettings) -> bool:
         """Whether an update by a gradient of such magnitude may come out infinite: then `check_trial` finds out."""
-        if not max(largest, self.largest_at_first) <= _CALM.get(self.spec.element.torch, 0.0):
+        limit = _CALM.get(self.spec.element.torch, 0.0)
+        if not limit or not max(largest, self.largest_at_first) <= limit:
             return True
         if self._is_calm is None or self._is_calm[0] is not optimizer:
             self._is_calm = (optimizer, optimizer.is_calm({optimizer.place_of(piece.tensor) for piece in self.spec.pieces}))
-        return not self._is_calm[1]
+        return not self._is_calm[1] or (optimizer.most_growth > 1 and self._may_outgrow(limit / _CALM_MARGIN, optimizer.most_growth))
 
-    def check_trial(self, gradient: torch.Tensor, absent: Collection[int], optimizer: OptimizerSettings) -> None:
-        """Makes the update on copies. Only while nothing is on its way.
+    def _may_outgrow(self, limit: float, growth: float) -> bool:
+        """Whether values may be above `limit` after what is on its way and one update more, each of which multiplies their norm by `growth`
+        at most, or moves those that are zero by about 1."""
+        norm = max(1.0, largest_of(self._values())) * math.sqrt(self.spec.length)
+        return math.log(norm) + (self.to_apply + 1) * math.log(growth) > math.log(limit)
+
+    def check_trial(self, gradient: torch.Tensor, absent: Collection[int], optimizer: OptimizerSettings, base: int = 0) -> None:
+        """Makes the update on copies. Only while nothing is on its way. `base`: as `apply` takes it.
 
         Raises InvalidRequestError / RESULT_NOT_FINITE when values or the optimizer's state came out infinite or as NaN.
         """
-        trial = Partition.restored(self.image(), optimizer)
+        trial = Partition.restored(self._image_without_bases(), optimizer)
+        gradient = self._compensated(gradient, absent, optimizer, base)
         trial.apply(gradient, absent, optimizer, Copies())
-        for name, begin, tensor in (("values", 0, trial._values()), *trial._state()):
+        for name, begin, each, tensor in (("values", 0, 1, trial._values()), *trial._state()):
             culprits = torch.isfinite(tensor).logical_not_()
             if count := int(culprits.sum()):
-                first = self.spec.name_of(begin + int(culprits.to(torch.uint8).argmax()))
+                first = self.spec.name_of(begin + each * int(culprits.to(torch.uint8).argmax()))
                 raise InvalidRequestError(
                     f"{describe(self.spec)}: the update would make {count} of {tensor.numel()} {name} NaN or infinite, the first is "
                     f"{first}; nothing of this partition was applied, and its sequence number is still free. Clip the gradients, or lower "
@@ -212,20 +240,23 @@ class Partition:
                 )
 
     def reserve(self, absent: Collection[int], optimizer: OptimizerSettings) -> None:
-        """Sees that there is memory for what the first push of a piece will make beside the values.
+        """Sees that there is memory for what the first push of a piece will make beside the values, and for a copy of them where delay
+        compensation may need one.
 
         Raises LimitError / MEMORY_EXHAUSTED.
         """
-        nbytes = self.spec.nbytes if self.optimizer is None else self.optimizer.fresh_bytes(absent)
-        tensors = optimizer.most_state_tensors
-        if not nbytes or not tensors:
+        pieces = self.spec.pieces if self.optimizer is None else self.optimizer.fresh_pieces(absent)
+        nbytes = optimizer.most_state_bytes(pieces, self.spec.element)
+        if optimizer.delay_compensation:
+            nbytes += self.spec.nbytes
+        if not nbytes:
             return
         try:
-            torch.empty(tensors * nbytes, dtype=torch.uint8)
+            torch.empty(nbytes, dtype=torch.uint8)
         except RuntimeError as error:
             raise LimitError(
-                f"{describe(self.spec)}: there is no memory for the optimizer's {tensors} tensors of {nbytes} bytes each; nothing "
-                "of this partition was applied. Give the server more memory, or the job more servers",
+                f"{describe(self.spec)}: there is no memory for {nbytes} bytes that the optimizer keeps beside the values; nothing of this "
+                "partition was applied. Give the server more memory, or the job more servers",
                 reason="MEMORY_EXHAUSTED",
             ) from error
 
@@ -243,6 +274,10 @@ class Partition:
 
     def image(self) -> PartitionImage:
         """A copy. Only with values."""
+        copies = {version: copy.clone() for version, copy in self.bases.copies.items()}
+        return replace(self._image_without_bases(), pulled=dict(self.bases.pulled), base_values=copies)
+
+    def _image_without_bases(self) -> PartitionImage:
         values = self._values()
         return PartitionImage(
             spec=self.spec,
@@ -256,14 +291,22 @@ class Partition:
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of values and optimizer state."""
+        """Bytes of values, optimizer state, and copies for delay compensation."""
         if self.values is None:
             return 0
-        return self.values.nbytes + sum(tensor.nbytes for _, _, tensor in self._state())
+        copies = sum(copy.nbytes for copy in self.bases.copies.values())
+        return self.values.nbytes + copies + sum(tensor.nbytes for _, _, _, tensor in self._state())
 
     def _values(self) -> torch.Tensor:
         assert self.values is not None, f"partition {self.spec.partition_id} has no values"
         return self.values
 
-    def _state(self) -> Iterator[tuple[str, int, torch.Tensor]]:
+    def _compensated(self, gradient: torch.Tensor, absent: Collection[int], optimizer: OptimizerSettings, base: int) -> torch.Tensor:
+        if base in (0, self.version):
+            return gradient
+        now, then = (self.spec.without(values, absent) for values in (self._values(), self.bases.copies[base]))
+        limit = _CALM.get(gradient.dtype, torch.finfo(gradient.dtype).max)
+        return compensated(gradient, now=now, then=then, strength=optimizer.delay_compensation, limit=limit)
+
+    def _state(self) -> Iterator[tuple[str, int, int, torch.Tensor]]:
         return iter(()) if self.optimizer is None else self.optimizer.state()

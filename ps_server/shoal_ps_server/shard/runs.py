@@ -2,7 +2,7 @@
 
 A run is one tensor for pieces that lie side by side, have the same hyperparameters and have been through the same updates: torch steps them
 at once. A push that has a gradient for a part of a run splits it, since from then on the parts differ (in Adam's count of steps, say), for
-good where there is a state.
+good where there is a state. Where an optimizer looks at more than one element at a time, each piece is a run by itself.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from itertools import groupby
 
 import torch
-from shoal_common.server_optimizers import SERVER_OPTIMIZERS
+from shoal_common.server_optimizers import SERVER_OPTIMIZERS, Unit
 
-from shoal_ps_server.shard.layout import PartitionSpec
+from shoal_ps_server.shard.layout import PartitionSpec, Piece
 from shoal_ps_server.shard.optimizer import OptimizerSettings
 
 
@@ -34,7 +34,7 @@ class _Run:
     first: int
     end: int
     values: torch.Tensor
-    """Its part of the partition's values: a view, which is torch's parameter."""
+    """Its part of the partition's values: a view, which is torch's parameter. Flat, or by rows where the optimizer goes by them."""
 
 
 class PartitionOptimizer:
@@ -45,7 +45,9 @@ class PartitionOptimizer:
         self._values = values
         self._spec = spec
         self._place_of_piece = [settings.place_of(piece.tensor) for piece in spec.pieces]
-        bounds = [(run.first, run.end) for run in runs] or list(_alike(self._place_of_piece))
+        self._unit = settings.unit
+        alike = self._place_of_piece if self._unit is Unit.ELEMENT else range(len(spec.pieces))
+        bounds = [(run.first, run.end) for run in runs] or list(_alike(alike))
         self._runs = [self._run(first, end) for first, end in bounds]
         by_place: dict[int, list[torch.Tensor]] = {}
         for run in self._runs:
@@ -53,7 +55,7 @@ class PartitionOptimizer:
         self._places = list(by_place)
         """Where the hyperparameters of each torch parameter group are in the settings."""
         declared = SERVER_OPTIMIZERS[settings.name]
-        made: Callable[..., torch.optim.Optimizer] = getattr(torch.optim, declared.torch_class)
+        made: Callable[..., torch.optim.Optimizer] = declared.optimizer_class()
         least = declared.fused_from_bytes
         fused = {} if least is None else {"fused": values.element_size() >= least}
         groups = [{"params": params, **declared.arguments(settings.at(place))} for place, params in by_place.items()]
@@ -96,29 +98,25 @@ class PartitionOptimizer:
             return
         try:
             for run, gradient in gradients.items():
-                run.values.grad = gradient
+                run.values.grad = gradient.view(run.values.shape)
             self._torch.step()
         finally:
             for run in gradients:
                 run.values.grad = None
 
-    def fresh_bytes(self, absent: Collection[int]) -> int:
-        """Bytes of the values that have no state yet, and would get some from an update without the pieces `absent`."""
+    def fresh_pieces(self, absent: Collection[int]) -> list[Piece]:
+        """The pieces that have no state yet, and would get some from an update without the pieces `absent`."""
         missing = frozenset(absent)
         fresh = (run for run in self._runs if run.values not in self._torch.state)
-        pieces = (
-            piece
-            for run in fresh
-            for position, piece in enumerate(self._spec.pieces[run.first : run.end], run.first)
-            if position not in missing
-        )
-        return sum(piece.length for piece in pieces) * self._spec.element.itemsize
+        return [self._spec.pieces[position] for run in fresh for position in range(run.first, run.end) if position not in missing]
 
-    def state(self) -> Iterator[tuple[str, int, torch.Tensor]]:
-        """Every tensor of the state: the name of its kind, the element of the values that it begins at, and the tensor."""
+    def state(self) -> Iterator[tuple[str, int, int, torch.Tensor]]:
+        """Every tensor of the state: the name of its kind, the element of the values that it begins at, how many each of its numbers is
+        for, and the tensor."""
         for run in self._runs:
+            each = self._spec.pieces[run.first].row if self._unit is Unit.ROW else 1
             for name, tensor in self._state_of(run).items():
-                yield name, self._spec.starts[run.first], tensor
+                yield name, self._spec.starts[run.first], each, tensor
 
     def images(self) -> tuple[RunImage, ...]:
         """Copies of the state of all runs, in order."""
@@ -134,7 +132,10 @@ class PartitionOptimizer:
 
     def _run(self, first: int, end: int) -> _Run:
         starts = self._spec.starts
-        return _Run(first=first, end=end, values=self._values[starts[first] : starts[end]])
+        values = self._values[starts[first] : starts[end]]
+        if self._unit is Unit.ROW:
+            values = values.view(-1, self._spec.pieces[first].row)
+        return _Run(first=first, end=end, values=values)
 
     def _split(self, missing: frozenset[int]) -> None:
         """Cuts runs so that none has both missing pieces and others."""
@@ -149,6 +150,8 @@ class PartitionOptimizer:
 
     def _join_stateless(self) -> None:
         """Side by side, those without a state have all been through the same, which is nothing."""
+        if self._unit is not Unit.ELEMENT:
+            return
         runs: list[_Run] = []
         for run in self._runs:
             before = runs[-1] if runs else None

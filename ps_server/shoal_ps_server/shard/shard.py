@@ -11,7 +11,7 @@ measurement). gRPC's own threads take the next chunks off the wire while torch, 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -56,6 +56,8 @@ class Admitted:
     """The gradient, or the first values; None: a push that was known by its batch, of which only the number is used up."""
     first: bool = False
     """These are the first values."""
+    base: int = 0
+    """The version whose values the gradient will be compensated with; 0: it will not be."""
     check_seconds: float = 0.0
 
 
@@ -141,15 +143,20 @@ class Shard:
         duplicate = self._is_known(partition, header)
         if duplicate and not partition.is_next(header):
             return None
-        gradient = None
+        gradient, base = None, 0
         if not duplicate:
             gradient = upload.values()
             partition.reserve(header.absent, self._optimizer)
+            if self._optimizer.delay_compensation and partition.bases.pulled.get(header.member_id) == header.base_version:
+                base = header.base_version
             if self.needs_trial(upload):
-                partition.check_trial(gradient, header.absent, self._optimizer)
+                partition.check_trial(gradient, header.absent, self._optimizer, base)
+            if base:
+                partition.bases.expect(base)
         self._admitted_batches.add(header.finished_batches)
         version = partition.admit(header, self._admitted_batches, applies=not duplicate)
-        return Admitted(partition=partition, header=header, version=version, values=gradient, check_seconds=time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        return Admitted(partition=partition, header=header, version=version, values=gradient, base=base, check_seconds=seconds)
 
     def apply(self, admitted: Admitted) -> Outcome:
         """Makes the change that was admitted first of all that are on their way to its partition."""
@@ -167,7 +174,7 @@ class Shard:
         else:
             assert self._optimizer is not None, "nothing is admitted without"
             staleness = partition.version - header.base_version
-            partition.apply(values, header.absent, self._optimizer, self._copies)
+            partition.apply(values, header.absent, self._optimizer, self._copies, admitted.base)
             self.batches.add(header.finished_batches)
             partition.arrived(header, self.batches, applies=True)
             self._pushes_applied += 1
@@ -186,6 +193,8 @@ class Shard:
             admitted.partition.on_their_way -= 1
         else:
             admitted.partition.arrived(admitted.header, self.batches, applies=admitted.values is not None, refused=True)
+            if admitted.base:
+                admitted.partition.bases.settle(admitted.base)
 
     def _is_known(self, partition: Partition, header: UploadHeader) -> bool:
         """Raises as `Partition.is_duplicate`."""
@@ -195,13 +204,30 @@ class Shard:
         """Uses the number of a push up that was known by its batch."""
         self._partitions[header.spec.partition_id].settled.settle(header, self.batches)
 
-    def redo(self, upload: Upload) -> int:
-        """Applies a push that was admitted and applied in another process; returns the version after it. Raises as `Upload.values`."""
+    def redo(self, upload: Upload, *, compensated: bool = False) -> int:
+        """Applies a push that was admitted and applied in another process; returns the version after it. `compensated`: it was, and is
+        expected (`will_redo`). Raises as `Upload.values`."""
         assert self._optimizer is not None, "it was admitted with one"
         partition = self._partitions[upload.header.spec.partition_id]
-        partition.apply(upload.values(), upload.header.absent, self._optimizer, self._copies)
+        base = upload.header.base_version if compensated else 0
+        partition.apply(upload.values(), upload.header.absent, self._optimizer, self._copies, base)
         partition.settled.settle(upload.header, self.batches)
         return partition.version
+
+    def will_redo(self, partition_id: int, base_version: int) -> None:
+        """A push is to be redone later that was compensated with the values of this version."""
+        self._partitions[partition_id].bases.expect(base_version)
+
+    def note_pull(self, partition_id: int, member_id: str) -> None:
+        """A member is given the values that a partition has now, or has them. With delay compensation they are kept for its next push."""
+        if self._optimizer is not None and self._optimizer.delay_compensation:
+            partition = self._partitions[partition_id]
+            partition.bases.note_pull(member_id, partition.version)
+
+    def keep_bases_of(self, members: Container[str]) -> None:
+        """Drops what is kept for the pushes of members that are not among these."""
+        for partition in self._partitions.values():
+            partition.bases.forget_all_but(members)
 
     def pushed_before(self, header: UploadHeader) -> None:
         """Notes what a push that was applied in another process said of batches."""

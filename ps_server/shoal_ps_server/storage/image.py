@@ -20,8 +20,9 @@ from shoal_ps_server.shard.layout import Layout, PartitionSpec, Piece
 from shoal_ps_server.shard.optimizer import OptimizerSettings, ParameterGroup, optimizer_settings
 from shoal_ps_server.shard.partition import PartitionImage
 
-FORMAT_VERSION: Final = 3
-"""Grows when an older release could not read the file: 2 has a journal beside it, and in 3 a partition has pieces of several tensors."""
+FORMAT_VERSION: Final = 4
+"""Grows when an older release could not read the file: 2 has a journal beside it, in 3 a partition has pieces of several tensors, and in 4
+pieces know their rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +119,7 @@ def layout_to_json(layout: Layout) -> dict[str, Any]:
         "tensors": sorted(layout.tensors),
         "owners": sorted(layout.owners.items()),
         "partitions": [
-            [spec.partition_id, spec.element.name, [[piece.tensor, piece.offset, piece.length] for piece in spec.pieces]]
+            [spec.partition_id, spec.element.name, [[piece.tensor, piece.offset, piece.length, piece.row] for piece in spec.pieces]]
             for spec in layout.partitions.values()
         ],
     }
@@ -129,7 +130,9 @@ def layout_from_json(value: Mapping[str, Any]) -> Layout:
     specs = [
         PartitionSpec(
             partition_id=int(number),
-            pieces=tuple(Piece(tensor=str(tensor), offset=int(offset), length=int(length)) for tensor, offset, length in pieces),
+            pieces=tuple(
+                Piece(tensor=str(tensor), offset=int(offset), length=int(length), row=int(row)) for tensor, offset, length, row in pieces
+            ),
             element=BY_NAME[dtype],
         )
         for number, dtype, pieces in value["partitions"]
@@ -198,6 +201,7 @@ def _optimizer_to_json(settings: OptimizerSettings) -> dict[str, Any]:
         "name": settings.name,
         "hyperparameters": dict(settings.hyperparameters),
         "groups": [[sorted(group.tensors), dict(group.hyperparameters)] for group in settings.groups],
+        "delay_compensation": settings.delay_compensation,
     }
 
 
@@ -208,4 +212,5 @@ def _optimizer_from_json(value: Mapping[str, Any]) -> OptimizerSettings:
         groups=[
             ParameterGroup(tensors=frozenset(tensors), hyperparameters=hyperparameters) for tensors, hyperparameters in value["groups"]
         ],
+        delay_compensation=value["delay_compensation"],
     )

@@ -2,13 +2,16 @@
 
 What is written of each kind of change, and how it is made again. A partition's changes carry the version that they led to: what the
 snapshot of that partition has already is passed over. The arithmetic is the same as the first time, so the values are the same to the bit.
+
+A push that was compensated for its delay (shard/compensation.py) needs values of an earlier version, which only it refers to. So where a
+job has that switched on, the journal is looked through for such pushes before the first of them is made.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -84,6 +87,8 @@ def partition_record(admitted: Admitted, upload: Upload) -> Record:
     if admitted.values is None:
         return Record(kind=KNOWN, fields=fields)
     fields |= {"base": header.base_version, "codec": header.codec}
+    if admitted.base:
+        fields["compensated"] = True
     if header.absent:
         fields["absent"] = list(header.absent)
     return Record(kind=PUSH, fields=fields, payload=upload.payload)
@@ -109,8 +114,8 @@ class Recovered:
 def recover(segments: Segments, image: ServerImage | None) -> Recovered:
     """Raises CorruptDataError as `Segments.records`, and for records that contradict each other or the snapshot; OSError."""
     started = time.perf_counter()
-    replay = Replay(image)
     first = 0 if image is None else image.state.journal
+    replay = Replay(image, lambda: segments.records(first))
     made = 0
     for made, record in enumerate(segments.records(first), 1):
         try:
@@ -129,8 +134,11 @@ def recover(segments: Segments, image: ServerImage | None) -> Recovered:
 class Replay:
     """Makes the changes of records again, one after the other."""
 
-    def __init__(self, image: ServerImage | None) -> None:
-        """`image`: the server before them; its tensors become the shard's own. None: it held nothing."""
+    def __init__(self, image: ServerImage | None, records: Callable[[], Iterable[Record]] = tuple) -> None:
+        """`image`: the server before them; its tensors become the shard's own. None: it held nothing. `records`: all that will be made, as
+        far as that is known before."""
+        self._records = records
+        self._looked_ahead = False
         state = None if image is None else image.state
         self._backup = "" if state is None else state.backup
         self.layout = None if state is None else state.layout
@@ -145,6 +153,7 @@ class Replay:
         )
         if self.layout is not None:
             self.shard.adopt(self.layout)
+        self._look_ahead()
         self._makers: Mapping[str, Callable[[Record], None]] = {
             LAYOUT: self._adopt,
             MEMBERS: self._learn,
@@ -183,11 +192,26 @@ class Replay:
     def _adopt(self, record: Record) -> None:
         self.layout = layout_from_json(record.fields)
         self.shard.adopt(self.layout)
+        self._look_ahead()
+
+    def _look_ahead(self) -> None:
+        """Once it is known that there may be compensated pushes, says which values they will need."""
+        compensates = self.configuration is not None and self.configuration.optimizer.delay_compensation
+        if self._looked_ahead or not compensates or self.layout is None:
+            return
+        self._looked_ahead = True
+        for record in self._records():
+            fields = record.fields
+            if record.kind != PUSH or not fields.get("compensated") or fields["partition"] not in self.layout.partitions:
+                continue
+            if int(fields["version"]) > self.shard.version(fields["partition"]):
+                self.shard.will_redo(fields["partition"], int(fields["base"]))
 
     def _learn(self, record: Record) -> None:
         self._members = members_from_json(record.fields)
         self._clocks = self._members.restored_clocks()
         self.shard.forget_all_but(self._members.members | self._members.put_out.keys())
+        self.shard.keep_bases_of(self._members.members)
 
     def _tick(self, record: Record) -> None:
         self._finished(str(record.fields["member"]), int(record.fields["clock"]))
@@ -199,6 +223,7 @@ class Replay:
     def _configure(self, record: Record) -> None:
         self.configuration = configuration_from_json(record.fields)
         self.shard.configure(self.configuration.optimizer)
+        self._look_ahead()
 
     def _change(self, record: Record) -> None:
         fields = record.fields
@@ -239,4 +264,4 @@ class Replay:
         if record.kind == VALUES:
             self.shard.initialize(upload)
         else:
-            self.shard.redo(upload)
+            self.shard.redo(upload, compensated=bool(fields.get("compensated")))

@@ -29,8 +29,8 @@ from shoal_ps_server.storage.record import Found, Record, later, read_all
 
 logger = logging.getLogger(__name__)
 
-FORMAT_VERSION: Final = 2
-"""Grows when an older release could not read the file: in 2 a partition has pieces of several tensors."""
+FORMAT_VERSION: Final = 3
+"""Grows when an older release could not read the file: in 2 a partition has pieces of several tensors, in 3 pieces know their rows."""
 OPENING: Final = "journal"
 """Kind of a file's first record."""
 JOURNAL_PREFIX: Final = "journal."

@@ -1,8 +1,9 @@
 """A snapshot on disk: a safetensors file that any tool can open, written under a temporary name, synced, and renamed into place.
 
-Tensors are named `PARTITION:values` and `PARTITION:state:RUN:NAME`; which pieces a run has is in the metadata. That has three entries:
-`format` says whose file it is, `shoal` is the JSON of image.py with each tensor's xxh3-64, `xxh3` is the xxh3-64 of that JSON. The file is
-written by hand, since the library's writer would hold all of it in memory once more, and read by the library, whose parser is strict.
+Tensors are named `PARTITION:values`, `PARTITION:state:RUN:NAME` and `PARTITION:base:VERSION` (of earlier versions, for delay
+compensation); which pieces a run has is in the metadata. That has three entries: `format` says whose file it is, `shoal` is the JSON of
+image.py with each tensor's xxh3-64, `xxh3` is the xxh3-64 of that JSON. The file is written by hand, since the library's writer would hold
+all of it in memory once more, and read by the library, whose parser is strict.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from shoal_common.errors import CorruptDataError, ShoalError
 from shoal_common.wire import checksum
 
 from shoal_ps_server.shard.layout import PartitionSpec
+from shoal_ps_server.shard.optimizer import OptimizerSettings
 from shoal_ps_server.shard.partition import PartitionImage
 from shoal_ps_server.shard.payload import bytes_of
 from shoal_ps_server.shard.runs import RunImage
@@ -92,7 +94,8 @@ def partition_from_bytes(state: ServerState, entry: Mapping[str, Any], data: byt
 
 def _named(partition: PartitionImage) -> dict[str, torch.Tensor]:
     number = partition.spec.partition_id
-    return {f"{number}:values": partition.values} | {f"{number}:state:{name}": tensor for name, tensor in partition.state().items()}
+    state = {f"{number}:state:{name}": tensor for name, tensor in partition.state().items()}
+    return {f"{number}:values": partition.values} | state | {f"{number}:base:{v}": tensor for v, tensor in partition.base_values.items()}
 
 
 def _metadata(image: ServerImage) -> dict[str, str]:
@@ -113,6 +116,8 @@ def _entry(partition: PartitionImage) -> dict[str, Any]:
         "sequences": partition.sequences,
         "batches": partition.batches,
         "left": partition.left,
+        "pulled": dict(partition.pulled),
+        "base_values": sorted(partition.base_values),
         "runs": [[run.first, run.end] for run in partition.runs],
         "digests": {name: f"{checksum(bytes_of(tensor)):016x}" for name, tensor in _named(partition).items()},
     }
@@ -150,7 +155,7 @@ def _checked_metadata(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]
 
 def _partition(read: Callable[[str], torch.Tensor], state: ServerState, entry: Mapping[str, Any]) -> PartitionImage:
     spec = state.layout.partitions[entry["partition_id"]]
-    allowed = frozenset[str]() if state.configuration is None else state.configuration.optimizer.state_names
+    optimizer = None if state.configuration is None else state.configuration.optimizer
     tensors: dict[str, torch.Tensor] = {}
     for name, digest in entry["digests"].items():
         tensor = read(name).clone()
@@ -158,8 +163,11 @@ def _partition(read: Callable[[str], torch.Tensor], state: ServerState, entry: M
             raise ValueError(f"tensor {name!r} fails its checksum")
         tensors[name] = tensor
     values = tensors.pop(f"{spec.partition_id}:values")
-    _check_shape(spec, "values", values, spec.length)
-    runs = tuple(_run(spec, place, first, end, tensors, allowed) for place, (first, end) in enumerate(entry["runs"]))
+    _check_shape(spec, "values", values, spec.length, spec.element.torch)
+    base_values = {int(version): tensors.pop(f"{spec.partition_id}:base:{version}") for version in entry["base_values"]}
+    for version, copy in base_values.items():
+        _check_shape(spec, f"version {version}", copy, spec.length, spec.element.torch)
+    runs = tuple(_run(spec, place, first, end, tensors, optimizer) for place, (first, end) in enumerate(entry["runs"]))
     bounds = [0, *(run.end for run in runs)]
     if runs and ([run.first for run in runs] != bounds[:-1] or bounds[-1] != len(spec.pieces)):
         raise ValueError(f"the runs of partition {spec.partition_id} are not its {len(spec.pieces)} pieces")
@@ -173,23 +181,30 @@ def _partition(read: Callable[[str], torch.Tensor], state: ServerState, entry: M
         sequences={str(member): int(sequence) for member, sequence in entry["sequences"].items()},
         batches={str(member): int(batch) for member, batch in entry["batches"].items()},
         left=[int(batch) for batch in entry["left"]],
+        pulled={str(member): int(version) for member, version in entry["pulled"].items()},
+        base_values=base_values,
     )
 
 
-def _run(spec: PartitionSpec, place: int, first: int, end: int, tensors: dict[str, torch.Tensor], allowed: frozenset[str]) -> RunImage:
+def _run(
+    spec: PartitionSpec, place: int, first: int, end: int, tensors: dict[str, torch.Tensor], optimizer: OptimizerSettings | None
+) -> RunImage:
     """Takes a run's tensors out of a partition's."""
     if not 0 <= first < end <= len(spec.pieces):
         raise ValueError(f"partition {spec.partition_id} has no run of the pieces {first} to {end}")
+    if optimizer is None:
+        return RunImage(first=first, end=end, state={})
     prefix = f"{spec.partition_id}:state:{place}:"
-    state = {name: tensors.pop(prefix + name) for name in allowed if prefix + name in tensors}
+    state = {name: tensors.pop(prefix + name) for name in optimizer.state_names if prefix + name in tensors}
+    length = sum(optimizer.state_length(piece) for piece in spec.pieces[first:end])
     for name, tensor in state.items():
         if tensor.ndim:  # scalars count steps
-            _check_shape(spec, name, tensor, spec.starts[end] - spec.starts[first])
+            _check_shape(spec, name, tensor, length, optimizer.state_dtype(spec.element))
     return RunImage(first=first, end=end, state=state)
 
 
-def _check_shape(spec: PartitionSpec, name: str, tensor: torch.Tensor, length: int) -> None:
-    if tuple(tensor.shape) != (length,) or tensor.dtype != spec.element.torch:
+def _check_shape(spec: PartitionSpec, name: str, tensor: torch.Tensor, length: int, dtype: torch.dtype) -> None:
+    if tuple(tensor.shape) != (length,) or tensor.dtype != dtype:
         raise ValueError(f"{name} of partition {spec.partition_id} is {tensor.dtype}{list(tensor.shape)}, the layout says otherwise")
 
 

@@ -9,7 +9,7 @@ from datetime import timedelta
 import numpy as np
 import pytest
 import torch
-from shoal_common.errors import DeadlineError, ShoalError, UnavailableError
+from shoal_common.errors import DeadlineError, InvalidRequestError, ShoalError, UnavailableError
 from shoal_protos.v1 import parameter_server_pb2 as pb
 
 
@@ -234,3 +234,41 @@ def test_a_lost_server_is_unavailable(cluster) -> None:
     cluster.running.stop()
     with pytest.raises(UnavailableError):
         client.get_server(deadline=timedelta(seconds=20))
+
+
+def test_a_gradient_is_compensated_for_what_others_pushed_since_its_member_pulled(cluster) -> None:
+    client = cluster.server()
+    client.configure_optimizer(
+        "job",
+        pb.OptimizerSpec(name="sgd", hyperparameters={"lr": 1.0}, delay_compensation=0.5),
+        pb.Consistency(mode=pb.Consistency.MODE_ASP),
+    )
+    assert client.get_server().optimizer.delay_compensation == 0.5
+    slow, fast = cluster.member(client), cluster.member(client, "b")
+    slow.initialize(np.zeros(1))
+    plain = client.get_server().stored_bytes
+    for member in (slow, fast):
+        member.pull()
+    fast.push(2.0)
+    fast.pull()
+    assert client.get_server().stored_bytes == 2 * plain
+    assert {each.staleness for each in slow.push(3.0)} == {1}
+    assert all((values == -2 - (3 + 0.5 * 9 * -2)).all() for values in floats(fast.pull()).values())
+    slow.pull()
+    fast.push(1.0)
+    assert client.get_server().stored_bytes == 2 * plain
+    cluster.coordinator.members(2, "b")
+    cluster.wait_until(lambda: set(client.get_server().clocks) == {"b"}, "the server to hear of generation 2")
+    fast.pull()
+    assert client.get_server().stored_bytes == plain
+
+
+def test_rows_that_are_cut_are_refused_before_anything_is_configured(cluster) -> None:
+    cluster.declare(("table", 600, "float32"))
+    cluster.coordinator.shard_map.tensors[0].shape[:] = [2, 300]
+    client = cluster.unregistered()
+    cluster.coordinator.registrations.get(timeout=30)
+    with pytest.raises(InvalidRequestError, match="rowwise_adagrad needs whole rows, and those of tensor 'table' have 300 elements"):
+        client.configure_optimizer("job", pb.OptimizerSpec(name="rowwise_adagrad"), pb.Consistency(mode=pb.Consistency.MODE_ASP))
+    assert not client.get_server().HasField("optimizer")
+    client.configure_optimizer("job", pb.OptimizerSpec(name="lamb"), pb.Consistency(mode=pb.Consistency.MODE_ASP))

@@ -11,6 +11,7 @@ import shoal_worker.api as shoal
 import torch
 from shoal_common.clients import ParameterServerClient
 from shoal_common.errors import ConfigurationError, InvalidRequestError, PreconditionError
+from shoal_common.optim import LAMB, RowWiseAdagrad
 from shoal_common.rpc.channel import ChannelSettings
 from shoal_protos.v1 import coordinator_pb2, parameter_server_pb2
 from shoal_worker.compression.optimizer import GradientCompressionOptimizer
@@ -158,6 +159,89 @@ def test_after_a_push_that_was_refused_in_part_no_later_one_is_taken_for_it(clus
         for _ in loader:
             step(1.0)
         assert versions(running) == {1 + len(other) + len(loader)}
+
+
+@pytest.mark.parametrize("clip", ["model", "torch"])
+def test_gradients_are_clipped_by_their_norm_over_all_servers(session: Session, running: AsyncCluster, clip: str) -> None:
+    """As one process clips them, also where groups and dtypes lie in partitions of their own."""
+
+    def make(net: nn.Module) -> torch.optim.Optimizer:
+        groups = [
+            {"params": [p for p in net.parameters() if p.dim() > 1]},
+            {"params": [p for p in net.parameters() if p.dim() == 1], "lr": 0.3},
+        ]
+        return torch.optim.SGD(groups, 0.1, momentum=0.9)
+
+    reference, net = network(0), network(0)
+    plain = make(reference)
+    model, optimizer = shoal.as_distributed(net, make(net), strategy="async_sgd")
+    for step in range(5):
+        backward(reference, 100.0)
+        expected = nn.utils.clip_grad_norm_(reference.parameters(), 0.5 / (step + 1))
+        backward(model, 100.0)
+        norm = (
+            model.clip_grad_norm_(0.5 / (step + 1)) if clip == "model" else nn.utils.clip_grad_norm_(model.parameters(), 0.5 / (step + 1))
+        )
+        torch.testing.assert_close(norm, expected)
+        assert expected > 1.0
+        for each in (optimizer, plain):
+            each.step()
+            each.zero_grad()
+    assert len({server.address for server in running.servers if server.look().partitions}) == 2
+    for ours, theirs in zip(net.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", [LAMB, RowWiseAdagrad])
+def test_optimizers_of_shoals_own_run_on_servers_as_they_do_alone(session: Session, kind: Any) -> None:
+    def make(net: nn.Module) -> torch.optim.Optimizer:
+        groups = [{"params": list(net[0].parameters())}, {"params": list(net[2].parameters()), "weight_decay": 0.0}]
+        return kind(groups, lr=0.05, weight_decay=0.1)
+
+    reference, net = network(0), network(0)
+    plain = make(reference)
+    model, optimizer = shoal.as_distributed(net, make(net), strategy="async_sgd")
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    for step in range(4):
+        for each, stepped in ((reference, plain), (model, optimizer)):
+            backward(each)
+            stepped.step()
+            stepped.zero_grad()
+        scheduler.step()
+        for group in plain.param_groups:
+            group["lr"] = 0.05 * 0.5 ** (step + 1)
+    for ours, theirs in zip(net.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("pull_every", [1, 3])
+def test_gradients_of_older_values_are_compensated(session: Session, pull_every: int) -> None:
+    """Beginning with the first: this worker's own pushes move the values that its later ones are computed on."""
+    strength, rate = 0.5, 0.1
+    net = nn.Linear(FEATURES, 1, bias=False)
+    expected = then = net.weight.detach().clone()
+    model, optimizer = shoal.as_distributed(
+        net, torch.optim.SGD(net.parameters(), rate), strategy="async_sgd", delay_compensation=strength, pull_every=pull_every
+    )
+    for step in range(1, 7):
+        session.ensure_step()
+        gradient = net.weight.detach() + step
+        net.weight.grad = gradient.clone()
+        expected = expected - rate * (gradient + strength * gradient * gradient * (expected - then))
+        assert optimizer.step()
+        if step % pull_every == 0:
+            then = expected
+        if step == 4:
+            optimizer.synchronize_parameters()
+            then = expected
+    torch.testing.assert_close(model.full_state_dict()["weight"], expected, rtol=1e-6, atol=1e-6)
+
+
+def test_rows_that_servers_would_cut_are_refused_before_any_server_is_configured(session: Session, running: AsyncCluster) -> None:
+    wide = nn.ParameterDict({"table": torch.zeros(2, (8 << 20) // 4 + 1), "small": torch.zeros(3)})
+    with pytest.raises(ConfigurationError, match="parameter 'table' has rows of 2097153 elements"):
+        shoal.as_distributed(wide, RowWiseAdagrad(wide.parameters()), strategy="async_sgd")
+    assert not any(server.look().HasField("optimizer") for server in running.servers)
 
 
 def test_values_are_pulled_every_so_many_steps(session: Session) -> None:

@@ -6,6 +6,7 @@ import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from shoal_worker.data.record import audit
@@ -44,9 +45,10 @@ def test_a_server_that_is_restarted_with_its_snapshot_has_applied_every_push_onc
     assert "lost" not in worker.process.said()
 
 
-def test_a_server_that_is_killed_comes_back_with_every_push_that_it_acknowledged(cluster: Make) -> None:
+@pytest.mark.parametrize("options", [{}, {"delay_compensation": 0.04, "pull_every": 2}], ids=["plain", "compensated"])
+def test_a_server_that_is_killed_comes_back_with_every_push_that_it_acknowledged(cluster: Make, options: dict[str, Any]) -> None:
     running = cluster()
-    worker = running.start_worker(epochs=2, hold_at=[4, 8, 12], optimizer="AdamW", settings={"lr": 0.05})
+    worker = running.start_worker(epochs=2, hold_at=[4, 8, 12], optimizer="AdamW", settings={"lr": 0.05}, options=options)
     killed, other = running.servers
     for hold in (4, 8):
         worker.wait_step(hold)

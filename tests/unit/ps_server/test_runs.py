@@ -5,19 +5,23 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from shoal_common.errors import InvalidRequestError
 from shoal_common.server_optimizers import SERVER_OPTIMIZERS
+from shoal_ps_server.shard.layout import PartitionSpec
 from shoal_ps_server.shard.optimizer import ParameterGroup, optimizer_settings
 from shoal_ps_server.shard.partition import Partition
 from shoal_ps_server.shard.runs import PartitionOptimizer
 from torch import nn
 
 NAMES = ("a", "b", "c", "d", "e", "f")
+SHAPES = ((3,), (1,), (10, 4), (1, 2), (7,), (5, 1))
 LENGTHS = (3, 1, 40, 2, 7, 5)
+ROWS = (1, 1, 4, 2, 1, 1)
 OPTIMIZERS = [
     ("sgd", {"lr": 0.1}),
     ("sgd", {"lr": 0.1, "momentum": 0.9, "dampening": 0.3, "weight_decay": 0.01}),
@@ -26,7 +30,14 @@ OPTIMIZERS = [
     ("adamw", {"lr": 0.01, "amsgrad": 1.0}),
     ("adagrad", {"lr": 0.1, "lr_decay": 0.1, "initial_accumulator_value": 0.1}),
     ("rmsprop", {"lr": 0.01, "momentum": 0.9}),
+    ("lamb", {"lr": 0.01, "weight_decay": 0.1}),
+    ("rowwise_adagrad", {"lr": 0.1, "initial_accumulator_value": 0.1}),
 ]
+
+
+def by_rows(spec: PartitionSpec) -> PartitionSpec:
+    """Of tensors of these SHAPES."""
+    return replace(spec, pieces=tuple(replace(piece, row=row) for piece, row in zip(spec.pieces, ROWS, strict=True)))
 
 
 def torch_optimizer(name: str, parameters: Mapping[str, nn.Parameter], hyperparameters: Mapping[str, float], own: Mapping[str, Any]) -> Any:
@@ -35,7 +46,7 @@ def torch_optimizer(name: str, parameters: Mapping[str, nn.Parameter], hyperpara
         {"params": [parameter], **declared.arguments({**declared.defaults, **hyperparameters, **own.get(tensor, {})})}
         for tensor, parameter in parameters.items()
     ]
-    return getattr(torch.optim, declared.torch_class)(groups, **declared.arguments({**declared.defaults, **hyperparameters}))
+    return declared.optimizer_class()(groups, **declared.arguments({**declared.defaults, **hyperparameters}))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
@@ -49,11 +60,12 @@ def test_each_tensor_is_stepped_as_if_it_were_alone(make, name, hyperparameters,
         ParameterGroup(tensors=frozenset({"b", "c"}), hyperparameters=own["b"]),
         ParameterGroup(tensors=frozenset({"f"}), hyperparameters=own["f"]),
     ]
-    spec = make.packed(0, *zip(NAMES, LENGTHS, strict=True), dtype=dtype)
+    spec = by_rows(make.packed(0, *zip(NAMES, LENGTHS, strict=True), dtype=dtype))
     start = torch.randn(spec.length, generator=noise, dtype=getattr(torch, dtype))
     settings = optimizer_settings(name=name, hyperparameters=hyperparameters, groups=groups)
     shard = make.shard(spec, optimizer=settings, values=start)
-    alone = {tensor: nn.Parameter(part.clone()) for tensor, part in zip(NAMES, start.split(LENGTHS), strict=True)}
+    parts = zip(NAMES, SHAPES, start.split(LENGTHS), strict=True)
+    alone = {tensor: nn.Parameter(part.clone().view(shape)) for tensor, shape, part in parts}
     reference = torch_optimizer(name, alone, hyperparameters, own)
     for sequence in range(1, 25):
         absent = sorted(generator.sample(range(len(NAMES)), generator.choice((0, 0, 1, 3, 5))))
@@ -61,7 +73,7 @@ def test_each_tensor_is_stepped_as_if_it_were_alone(make, name, hyperparameters,
         present = [gradient for position, gradient in enumerate(gradients) if position not in absent]
         shard.push(make.upload(torch.cat(present), spec, sequence=sequence, absent=absent))
         for position, (parameter, gradient) in enumerate(zip(alone.values(), gradients, strict=True)):
-            parameter.grad = None if position in absent else gradient
+            parameter.grad = None if position in absent else gradient.view(parameter.shape)
         reference.step()
         if sequence == 8:
             settings = settings.changed({"weight_decay": 0.05}, [])
@@ -74,7 +86,7 @@ def test_each_tensor_is_stepped_as_if_it_were_alone(make, name, hyperparameters,
             shard._partitions[0] = restored
     found = make.values(shard).split(LENGTHS)
     for values, parameter in zip(found, alone.values(), strict=True):
-        torch.testing.assert_close(values, parameter.detach(), rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(values, parameter.detach().flatten(), rtol=1e-6, atol=1e-7)
 
 
 def test_tensors_that_go_through_the_same_are_one_to_torch(make) -> None:
@@ -118,8 +130,9 @@ def test_only_memory_that_an_update_needs_is_asked_for(make, monkeypatch) -> Non
         return real(size, **options)
 
     monkeypatch.setattr(torch, "empty", counted)
-    for hyperparameters, expected in (({}, []), ({"momentum": 0.9}, [20])):
-        shard = make.shard(spec, optimizer=optimizer_settings(name="sgd", hyperparameters=hyperparameters))
+    for hyperparameters, strength, expected in (({}, 0.0, []), ({"momentum": 0.9}, 0.0, [20]), ({"momentum": 0.9}, 0.5, [40, 20])):
+        optimizer = optimizer_settings(name="sgd", hyperparameters=hyperparameters, delay_compensation=strength)
+        shard = make.shard(spec, optimizer=optimizer)
         asked.clear()
         for sequence in (1, 2):
             shard.push(make.upload(torch.ones(5), spec, sequence=sequence))
@@ -140,10 +153,41 @@ def test_many_pieces_that_are_left_out_cost_no_more_than_their_number(make) -> N
 def test_memory_for_state_is_asked_for_where_there_is_none_yet(make) -> None:
     spec = make.packed(0, *zip(NAMES, LENGTHS, strict=True))
     optimizer = PartitionOptimizer(torch.zeros(spec.length), spec, optimizer_settings(name="adamw", hyperparameters={}))
-    assert optimizer.fresh_bytes(()) == spec.nbytes
+    assert optimizer.fresh_pieces(()) == list(spec.pieces)
     optimizer.step(torch.ones(3), (1, 2, 3, 4, 5))
-    assert optimizer.fresh_bytes(()) == spec.nbytes - 4 * 3
-    assert optimizer.fresh_bytes((2, 3, 4, 5)) == 4 * 1
+    assert optimizer.fresh_pieces(()) == list(spec.pieces[1:])
+    assert optimizer.fresh_pieces((2, 3, 4, 5)) == [spec.pieces[1]]
+
+
+def test_state_of_rows_is_one_number_for_each(make) -> None:
+    spec = by_rows(make.packed(0, *zip(NAMES, LENGTHS, strict=True), dtype="bfloat16"))
+    settings = optimizer_settings(name="rowwise_adagrad", hyperparameters={})
+    shard = make.shard(spec, optimizer=settings)
+    assert settings.most_state_bytes(spec.pieces, spec.element) == 4 * (3 + 1 + 10 + 1 + 7 + 5)
+    shard.push(make.upload(torch.ones(spec.length - 40), spec, absent=[2]))
+    assert shard.summary().stored_bytes == 2 * spec.length + 4 * (3 + 1 + 1 + 7 + 5)
+    shard.push(make.upload(torch.ones(40), spec, sequence=2, absent=[0, 1, 3, 4, 5]))
+    assert [tuple(run.state["sum"].shape) for run in shard.image(0).runs] == [(3,), (1,), (10,), (1,), (7,), (5,)]
+    assert all(run.state["sum"].dtype is torch.float32 for run in shard.image(0).runs)
+
+
+def test_a_sum_over_a_row_that_would_come_out_infinite_names_its_row(make) -> None:
+    spec = by_rows(make.packed(0, *zip(NAMES, LENGTHS, strict=True)))
+    shard = make.shard(spec, optimizer=optimizer_settings(name="rowwise_adagrad", hyperparameters={}))
+    gradient = torch.ones(spec.length)
+    gradient[3 + 1 + 9] = 3e38
+    with pytest.raises(InvalidRequestError, match="1 of 10 sum NaN or infinite, the first is element 8 of tensor 'c'"):
+        shard.push(make.upload(gradient, spec))
+
+
+def test_each_tensor_has_a_trust_ratio_of_its_own(make) -> None:
+    """Also those that have not been stepped yet and lie side by side."""
+    spec = make.packed(0, ("a", 2), ("b", 3), ("c", 1))
+    optimizer = PartitionOptimizer(torch.ones(6), spec, optimizer_settings(name="lamb", hyperparameters={}))
+    for absent in ((0, 1), (), (1,)):
+        optimizer.step(torch.ones(spec.length_without(absent)), absent)
+        assert [(run.first, run.end) for run in optimizer.images()] == [(0, 1), (1, 2), (2, 3)]
+    assert [int(run.state["step"]) for run in optimizer.images()] == [2, 1, 3]
 
 
 def test_a_step_that_fails_leaves_no_state_where_there_was_none(make, monkeypatch) -> None:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import takewhile
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from shoal_common.errors import InvalidRequestError
+from shoal_common.optim import LAMB, RowWiseAdagrad
 from shoal_common.server_optimizers import SERVER_OPTIMIZERS
+from shoal_protos.v1 import coordinator_pb2
+from shoal_ps_server.shard.dtypes import BY_NAME
+from shoal_ps_server.shard.layout import PartitionSpec, Piece, layout_from_shard_map
 from shoal_ps_server.shard.optimizer import ParameterGroup, optimizer_settings
 from shoal_ps_server.shard.runs import PartitionOptimizer
 
@@ -39,6 +46,18 @@ CASES = [
         "rmsprop",
         {"alpha": 0.9, "eps": 1e-3, "weight_decay": 0.01, "momentum": 0.9, "centered": 1, "maximize": 1},
         lambda p: torch.optim.RMSprop(p, 0.1, 0.9, 1e-3, 0.01, 0.9, centered=True, maximize=True),
+    ),
+    ("lamb", {}, lambda p: LAMB(p, 0.1)),
+    (
+        "lamb",
+        {"beta1": 0.5, "beta2": 0.9, "eps": 1e-3, "weight_decay": 0.1, "maximize": 1},
+        lambda p: LAMB(p, 0.1, (0.5, 0.9), 1e-3, 0.1, maximize=True),
+    ),
+    ("rowwise_adagrad", {}, lambda p: RowWiseAdagrad(p, 0.1)),
+    (
+        "rowwise_adagrad",
+        {"weight_decay": 0.01, "initial_accumulator_value": 0.5, "eps": 1e-3, "maximize": 1},
+        lambda p: RowWiseAdagrad(p, 0.1, 0.01, 0.5, 1e-3, maximize=True),
     ),
 ]
 
@@ -182,6 +201,9 @@ def test_what_is_accepted_torch_accepts_too(make, name, hyperparameters) -> None
         pytest.param("adam", {"lr": 1e-3, "eps": 0.0}, "float32", 0.0, 0, id="zero by zero"),
         pytest.param("sgd", {"lr": 1.0}, "float16", 30000.0, 2, id="half precision"),
         pytest.param("sgd", {"lr": 1.0, "weight_decay": 500.0}, "float32", 1.0, 15, id="a decay that grows"),
+        pytest.param("rowwise_adagrad", {"eps": 0.0}, "float32", 0.0, 0, id="zero by zero, by rows"),
+        pytest.param("rowwise_adagrad", {}, "float32", 1e25, 0, id="a mean of squares that overflows"),
+        pytest.param("lamb", {"lr": 1e-3}, "float32", 1e25, 0, id="a square that overflows, of lamb"),
     ],
 )
 def test_an_update_that_would_come_out_infinite_is_refused_and_changes_nothing(
@@ -204,12 +226,71 @@ def test_an_update_that_would_come_out_infinite_is_refused_and_changes_nothing(
 def test_ordinary_updates_are_not_tried_first(make, monkeypatch) -> None:
     """It costs a copy of the partition."""
     monkeypatch.setattr("shoal_ps_server.shard.partition.Partition.check_trial", lambda *_: pytest.fail("it was"))
-    for name, hyperparameters in (("sgd", {"lr": 10.0, "momentum": 0.99, "weight_decay": 0.1}), ("adamw", {}), ("adam", {"lr": 1.0})):
+    sgd = {"lr": 10.0, "momentum": 0.99, "weight_decay": 0.1}
+    for name, hyperparameters in (
+        *(("sgd", sgd), ("adamw", {}), ("adam", {"lr": 1.0})),
+        *(("lamb", {"weight_decay": 0.1}), ("rowwise_adagrad", {"lr": 1.0})),
+    ):
         for dtype in ("float32", "float64", "bfloat16"):
             spec = make.spec(dtype=dtype)
             shard = make.shard(spec, optimizer=optimizer_settings(name=name, hyperparameters=hyperparameters))
             for sequence in (1, 2):
                 shard.push(make.upload(torch.full((6,), 1e6), spec, sequence=sequence))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+def test_values_that_grow_by_a_part_of_themselves_in_each_step_are_refused_before_they_overflow(make, dtype) -> None:
+    """LAMB's steps are as long as the values are, however small the gradients."""
+    spec = make.spec(dtype=dtype)
+    shard = make.shard(spec, optimizer=optimizer_settings(name="lamb", hyperparameters={"lr": 1.0}), values=torch.ones(6))
+
+    def climb() -> None:
+        for sequence in range(1, 1100):
+            shard.push(make.upload(torch.full((6,), -1e-3), spec, sequence=sequence))
+
+    with pytest.raises(InvalidRequestError, match="the update would make 6 of 6 values NaN or infinite"):
+        climb()
+    assert torch.isfinite(make.values(shard)).all()
+    assert make.values(shard).abs().max() > 1e15
+
+
+@pytest.mark.parametrize("name", SERVER_OPTIMIZERS)
+def test_updates_of_half_precision_are_tried_also_of_nothing_by_nothing(make, name) -> None:
+    spec = make.spec(dtype="float16")
+    shard = make.shard(spec, optimizer=optimizer_settings(name=name, hyperparameters={}))
+    assert shard.needs_trial(make.upload(torch.zeros(6), spec))
+
+
+def test_what_is_on_its_way_counts_for_how_far_values_may_have_grown(make) -> None:
+    shard = make.shard(optimizer=optimizer_settings(name="lamb", hyperparameters={"lr": 1.0}), values=torch.ones(6))
+    uploads = (make.upload(torch.full((6,), -1e-3), sequence=sequence) for sequence in range(1, 40))
+    admitted = list(map(shard.admit_push, takewhile(lambda upload: not shard.needs_trial(upload), uploads)))
+    assert 15 < len(admitted) < 30  # 2 to the power of so many is what is left of the bound
+
+
+def test_a_row_that_is_cut_is_refused_by_name(make) -> None:
+    rows = optimizer_settings(name="rowwise_adagrad", hyperparameters={})
+    piece = Piece(tensor="table", offset=0, length=10, row=4)
+    whole = PartitionSpec(partition_id=0, pieces=(replace(piece, offset=4, length=8),), element=BY_NAME["float32"])
+    rows.check_pieces([whole])
+    optimizer_settings(name="lamb", hyperparameters={}).check_pieces([replace(whole, pieces=(piece,))])
+    with pytest.raises(InvalidRequestError, match="whole rows, and those of tensor 'table' have 4 elements, 16 bytes") as caught:
+        rows.check_pieces([whole, replace(whole, pieces=(piece,))])
+    assert caught.value.reason == "OPTIMIZER_INVALID"
+
+
+def test_rows_of_frozen_tensors_may_be_cut() -> None:
+    """No optimizer updates these."""
+    shard_map = coordinator_pb2.ShardMap(
+        epoch=1,
+        tensors=[coordinator_pb2.TensorSpec(name="table", shape=[2, 300], dtype="float32", frozen=True)],
+        partitions=[coordinator_pb2.Partition(partition_id=0, pieces=[coordinator_pb2.Piece(tensor_index=0, offset=0, length=256)])],
+    )
+    rows = optimizer_settings(name="rowwise_adagrad", hyperparameters={})
+    rows.check_pieces(layout_from_shard_map(shard_map, server_index=0).partitions.values())
+    shard_map.tensors[0].frozen = False
+    with pytest.raises(InvalidRequestError, match="whole rows"):
+        rows.check_pieces(layout_from_shard_map(shard_map, server_index=0).partitions.values())
 
 
 def test_a_value_that_is_not_finite_is_found_wherever_it_is(make) -> None:

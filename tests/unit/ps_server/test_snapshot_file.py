@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,8 @@ from shoal_common.errors import ConfigurationError, CorruptDataError
 from shoal_common.wire import checksum
 from shoal_ps_server.configuration import Configuration
 from shoal_ps_server.consistency.clocks import Consistency, ConsistencyMode, MemberClock
+from shoal_ps_server.shard.dtypes import BY_NAME
+from shoal_ps_server.shard.layout import PartitionSpec, Piece
 from shoal_ps_server.shard.optimizer import ParameterGroup, optimizer_settings
 from shoal_ps_server.shard.partition import PartitionImage
 from shoal_ps_server.shard.shard import Shard
@@ -73,6 +76,32 @@ def assert_same(left: ServerImage, right: ServerImage) -> None:
         assert set(one.state()) == set(other.state())
         assert torch.equal(one.values, other.values)
         assert all(torch.equal(one.state()[name], other.state()[name]) for name in one.state())
+
+
+def test_sums_over_rows_and_values_for_delay_compensation_are_read_back_too(make, tmp_path, image) -> None:
+    optimizer = optimizer_settings(name="rowwise_adagrad", hyperparameters={}, delay_compensation=0.04)
+    piece = Piece(tensor="table", offset=4, length=8, row=4)
+    spec = PartitionSpec(partition_id=0, pieces=(piece, replace(piece, tensor="bias", row=1)), element=BY_NAME["bfloat16"])
+    shard = make.shard(spec, optimizer=optimizer)
+    for member in "ab":
+        shard.note_pull(0, member)
+    shard.push(make.upload(torch.ones(16), spec))
+    shard.note_pull(0, "a")
+    configuration = Configuration(configured=optimizer, optimizer=optimizer, consistency=Consistency())
+    state = replace(image.state, layout=make.layout(spec), configuration=configuration)
+    written = ServerImage(state=state, partitions=(shard.image(0),))
+    write_snapshot(tmp_path / "snapshot", written)
+    found = read_snapshot(tmp_path / "snapshot")
+    assert_same(found, written)
+    assert {name: tuple(tensor.shape) for name, tensor in found.partitions[0].state().items()} == {"0:sum": (2,), "1:sum": (8,)}
+    assert found.partitions[0].pulled == {"a": 2, "b": 1}
+    assert [(version, values.tolist()) for version, values in found.partitions[0].base_values.items()] == [(1, [0.0] * 16)]
+
+    (partition,) = written.partitions
+    wrong = replace(partition, runs=(replace(partition.runs[0], state={"sum": torch.zeros(8)}), partition.runs[1]))
+    write_snapshot(tmp_path / "snapshot", replace(written, partitions=(wrong,)))
+    with pytest.raises(CorruptDataError, match=r"sum of partition 0 is torch\.float32\[8\]"):
+        read_snapshot(tmp_path / "snapshot")
 
 
 def test_a_snapshot_is_read_back_as_it_was_written(tmp_path, image) -> None:

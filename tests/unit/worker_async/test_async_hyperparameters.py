@@ -7,6 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 from shoal_common.errors import ConfigurationError
+from shoal_common.optim import LAMB, RowWiseAdagrad
+from shoal_protos.v1 import coordinator_pb2 as coordinator_pb
 from shoal_protos.v1 import parameter_server_pb2 as pb
 from shoal_worker.asynchronous.options import ServerOptimizer
 from torch import nn
@@ -75,7 +77,7 @@ class Halving(torch.optim.SGD):
     ids=["adamax", "subclass", "lbfgs"],
 )
 def test_an_optimizer_that_servers_do_not_have_is_refused_by_name(make: Make) -> None:
-    with pytest.raises(ConfigurationError, match=r"torch\.optim\.SGD, .* and torch\.optim\.RMSprop;"):
+    with pytest.raises(ConfigurationError, match=r"torch\.optim\.SGD, .* and shoal\.optim\.RowWiseAdagrad;"):
         server_optimizer(make(parameters()))
 
 
@@ -127,3 +129,31 @@ def test_amsgrad_cannot_change() -> None:
     optimizer.param_groups[0]["amsgrad"] = True
     with pytest.raises(ConfigurationError, match="amsgrad was changed to True"):
         servers.look()
+
+
+def test_lamb_says_which_tensors_have_several_trust_ratios(caplog: pytest.LogCaptureFixture) -> None:
+    shard_map = coordinator_pb.ShardMap(
+        tensors=[coordinator_pb.TensorSpec(name=name, shape=shape) for name, shape in (("p0", [4, 2]), ("p1", [2]))],
+        partitions=[
+            coordinator_pb.Partition(pieces=[coordinator_pb.Piece(tensor_index=index, offset=offset, length=length)])
+            for index, offset, length in ((0, 0, 6), (0, 6, 2), (1, 0, 2))
+        ],
+    )
+    server_optimizer(torch.optim.SGD(parameters())).check_layout(shard_map)
+    server_optimizer(RowWiseAdagrad(parameters())).check_layout(shard_map)
+    assert not caplog.text
+    server_optimizer(LAMB(parameters())).check_layout(shard_map)
+    assert (
+        "LAMB takes each piece of up to 8 MiB of a larger tensor as a tensor of its own, with a trust ratio of its own: p0" in caplog.text
+    )
+    shard_map.partitions[1].pieces[0].length = 1
+    with pytest.raises(ConfigurationError, match="parameter 'p0' has rows of 2 elements"):
+        server_optimizer(RowWiseAdagrad(parameters())).check_layout(shard_map)
+
+
+def test_delay_compensation_goes_with_the_optimizer_and_not_with_maximize() -> None:
+    held = parameters()
+    names = {id(p): f"p{number}" for number, p in enumerate(held)}
+    assert ServerOptimizer(torch.optim.SGD(held), names, delay_compensation=0.04).spec.delay_compensation == 0.04
+    with pytest.raises(ConfigurationError, match="negate the loss"):
+        ServerOptimizer(torch.optim.SGD(held, maximize=True), names, delay_compensation=0.04)

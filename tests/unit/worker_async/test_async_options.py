@@ -26,6 +26,9 @@ from shoal_worker.config import ShardingConfiguration
         ({"consistency": "ssp", "staleness_bound": 1, "pull_every": 2}, 'pull_every=2 with consistency="ssp"'),
         ({"server_timeout": 30}, "server_timeout=30: expected a positive timedelta"),
         ({"server_timeout": timedelta(0)}, "expected a positive timedelta"),
+        ({"delay_compensation": -0.1}, "delay_compensation=-0.1: expected a finite number"),
+        ({"delay_compensation": float("nan")}, "delay_compensation=nan: expected a finite number"),
+        ({"delay_compensation": True}, "delay_compensation=True: expected a finite number"),
     ],
 )
 def test_options_that_cannot_work_are_refused(options: dict[str, Any], said: str) -> None:

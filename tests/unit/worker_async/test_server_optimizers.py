@@ -48,7 +48,7 @@ def test_a_new_optimizer_is_a_declaration() -> None:
         optimizer.step()
         built.step(own.grad)
     assert there.equal(own.detach())
-    assert {name for name, _, _ in built.state()} <= settings.state_names
+    assert {name for name, *_ in built.state()} <= settings.state_names
     with pytest.raises(InvalidRequestError, match="momentum_decay decides which state nadam keeps"):
         settings.changed({"momentum_decay": 0.0}, [])
 
@@ -58,13 +58,13 @@ def test_errors_know_a_new_optimizer() -> None:
     parameter = torch.nn.Parameter(torch.zeros(1))
     with pytest.raises(ConfigurationError, match=r"torch\.optim\.SGD, .* and torch\.optim\.NAdam"):
         ServerOptimizer(torch.optim.Adamax([parameter]), {id(parameter): "w"})
-    with pytest.raises(InvalidRequestError, match="expected one of adagrad, adam, adamw, nadam, rmsprop, sgd"):
+    with pytest.raises(InvalidRequestError, match="expected one of adagrad, adam, adamw, lamb, nadam, rmsprop, rowwise_adagrad, sgd"):
         optimizer_settings(name="adamax", hyperparameters={})
 
 
 @pytest.mark.parametrize("declared", [*SERVER_OPTIMIZERS.values(), NADAM], ids=lambda one: one.name)
 def test_a_declaration_has_torchs_names_and_defaults(declared: OptimizerDeclaration) -> None:
-    signature = inspect.signature(getattr(torch.optim, declared.torch_class)).parameters
+    signature = inspect.signature(declared.optimizer_class()).parameters
     arguments = declared.arguments(declared.defaults)
     assert {name: signature[name].default for name in arguments} == arguments
     assert declared.read(arguments) == dict(declared.defaults)

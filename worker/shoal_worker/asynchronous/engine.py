@@ -73,7 +73,8 @@ class AsyncEngine(Engine):
             )
         check_optimizer_covers(self.module, optimizer)
         names = {id(parameter): name for name, parameter in self.module.named_parameters()}
-        self.optimizer, self._schedule = optimizer, ServerOptimizer(optimizer, names)
+        self.optimizer = optimizer
+        self._schedule = ServerOptimizer(optimizer, names, delay_compensation=self._async_options.delay_compensation)
         groups = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
         # Together with others, what has small gradients would have none of the largest values, and would be lost beside a block's scale.
         compressor = self.config.compressor
@@ -88,6 +89,7 @@ class AsyncEngine(Engine):
         try:
             job = self._open_job()
             shard_map = job.declare([tensor.spec for tensor in self._tensors])
+            self._schedule.check_layout(shard_map)
             self._servers = ParameterServers(
                 job, shard_map, self._tensors, self._schedule, self._async_options, self._own.metrics, self.config.compressor
             )

@@ -3,17 +3,22 @@ what the servers are told of the user's optimizer. Values only."""
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 from shoal_common.errors import ConfigurationError
-from shoal_common.server_optimizers import SERVER_OPTIMIZERS, in_words
+from shoal_common.server_optimizers import SERVER_OPTIMIZERS, Unit, in_words
+from shoal_protos.v1 import coordinator_pb2 as coordinator_pb
 from shoal_protos.v1 import parameter_server_pb2 as pb
 
 from shoal_worker.backends.registry import backend_names
 from shoal_worker.config import ShardingConfiguration
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +41,10 @@ class AsyncOptions:
     lease_ahead: timedelta = timedelta(seconds=20)
     """How much work a worker leases ahead, by its pace so far: about so long it trains on while the coordinator is away. What a worker that
     dies had leased is dealt again. 0: each batch by itself."""
+
+    delay_compensation: float = 0.0
+    """How much of a gradient's staleness the servers make good for (DC-ASGD; Zheng et al., ICML 2017), >= 0; 0: nothing; 0.04 is a
+    value to begin with. Costs a server up to a copy of its share for each worker."""
 
     def __post_init__(self) -> None:
         if self.consistency not in ("asp", "ssp"):
@@ -61,6 +70,9 @@ class AsyncOptions:
             raise ConfigurationError(f"server_timeout={self.server_timeout!r}: expected a positive timedelta")
         if not isinstance(self.lease_ahead, timedelta) or self.lease_ahead < timedelta(0):
             raise ConfigurationError(f"lease_ahead={self.lease_ahead!r}: expected a timedelta, 0 or above")
+        strength = self.delay_compensation
+        if isinstance(strength, bool) or not isinstance(strength, int | float) or not (math.isfinite(strength) and strength >= 0):
+            raise ConfigurationError(f"delay_compensation={strength!r}: expected a finite number, 0 or above; 0.04, say")
 
     @property
     def waits_for_others(self) -> bool:
@@ -123,14 +135,14 @@ class Revision:
 class ServerOptimizer:
     """The optimizer that the servers run."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
-        """`names`: id(parameter) -> its name among the declared tensors.
+    def __init__(self, optimizer: torch.optim.Optimizer, names: Mapping[int, str], *, delay_compensation: float = 0.0) -> None:
+        """`names`: id(parameter) -> its name among the declared tensors. `delay_compensation`: see `AsyncOptions`.
 
         Raises:
-            ConfigurationError: an optimizer that the servers do not have.
+            ConfigurationError: an optimizer that the servers do not have, or not with these settings.
         """
         # Exactly these classes: a subclass may override the update, which would be lost without a word.
-        declared = (one for one in SERVER_OPTIMIZERS.values() if getattr(torch.optim, one.torch_class) is type(optimizer))
+        declared = (one for one in SERVER_OPTIMIZERS.values() if one.optimizer_class() is type(optimizer))
         known = next(declared, None)
         if known is None:
             raise ConfigurationError(
@@ -138,6 +150,10 @@ class ServerOptimizer:
                 f"optimizer, and they have {in_words()}; use one of these"
             )
         for group in optimizer.param_groups:
+            if delay_compensation and group["maximize"]:
+                raise ConfigurationError(
+                    f"delay_compensation={delay_compensation} with maximize=True: it is of a loss that falls; negate the loss instead"
+                )
             for key, value in known.fixed.items():
                 if group.get(key, value) != value:
                     raise ConfigurationError(
@@ -152,6 +168,7 @@ class ServerOptimizer:
                         "zero: its eps vanishes there; convert the parameter to float32 or bfloat16, or use Adam or AdamW"
                     )
         self._declared = known
+        self._delay_compensation = delay_compensation
         self._optimizer = optimizer
         self._tensors = tuple(tuple(names[id(p)] for p in group["params"]) for group in optimizer.param_groups)
         self._configured = self._read()
@@ -162,8 +179,36 @@ class ServerOptimizer:
         """The optimizer as it was when it was handed to `as_distributed`, for the call ConfigureOptimizer. The same in every worker, in
         joiners too."""
         return pb.OptimizerSpec(
-            name=self._declared.name, hyperparameters=dict(self._configured[0]), groups=self._messages(self._configured)
+            name=self._declared.name,
+            hyperparameters=dict(self._configured[0]),
+            groups=self._messages(self._configured),
+            delay_compensation=self._delay_compensation,
         )
+
+    def check_layout(self, shard_map: coordinator_pb.ShardMap) -> None:
+        """Looks at how the tensors are cut over the servers, where the optimizer takes several elements together.
+
+        Raises:
+            ConfigurationError: a row that has to be whole is cut.
+        """
+        if self._declared.unit is Unit.ELEMENT:
+            return
+        pieces = [(shard_map.tensors[each.tensor_index], each) for partition in shard_map.partitions for each in partition.pieces]
+        pieces = [(tensor, piece) for tensor, piece in pieces if not tensor.frozen]
+        for tensor, piece in pieces:
+            row = math.prod(tensor.shape[1:])
+            if self._declared.cuts_rows(row=row, offset=piece.offset, length=piece.length):
+                raise ConfigurationError(
+                    f"parameter {tensor.name!r} has rows of {row} elements, which are longer than what servers hold together (8 MiB), and "
+                    f"{type(self._optimizer).__name__} needs whole rows; use torch.optim.Adagrad, or give the parameter another shape"
+                )
+        if self._declared.unit is Unit.TENSOR and (cut := sorted({tensor.name for tensor, piece in pieces if piece.offset})):
+            _log.warning(
+                "%s takes each piece of up to 8 MiB of a larger tensor as a tensor of its own, with a trust ratio of its own: %s%s",
+                type(self._optimizer).__name__,
+                ", ".join(cut[:5]),
+                f" and {len(cut) - 5} more" if len(cut) > 5 else "",
+            )
 
     def look(self) -> Revision:
         """The newest revision; a new one if a scheduler, or the user, has changed something since the last look.

@@ -142,8 +142,9 @@ class ServerLink:
                     raise
             else:
                 self._started = True
-        if self._options.waits_for_others:
-            # Servers count a member's iterations from its first report. This is it, so that the first iteration counts.
+        if self._options.waits_for_others or self._options.delay_compensation:
+            # Servers count a member's iterations from its first report, so that the first one counts; and what it pulls, as itself, is what
+            # its first gradient is compensated with.
             self._insist("Pull", lambda: self._pull(self._trained, in_turn=True))
 
     # ------------------------------------------------------------------------------------------------------- step by step
@@ -181,7 +182,9 @@ class ServerLink:
 
     def pull(self) -> None:
         """Pulls newer values outside of a step; waits for no other worker."""
-        self._insist("Pull", lambda: self._pull(self._trained, in_turn=False))
+        # As an onlooker where its turn would be waited for; a gradient on these values is then not compensated.
+        in_turn = bool(self._options.delay_compensation) and not self._options.waits_for_others
+        self._insist("Pull", lambda: self._pull(self._trained, in_turn=in_turn))
 
     def read(self, into: Mapping[str, torch.Tensor]) -> None:
         """Reads all values into flat tensors of the host, by name, and leaves what this worker holds as it is."""

@@ -1,0 +1,198 @@
+"""Optimizers that torch lacks, as `torch.optim.Optimizer`s: `shoal.optim`. Workers take them from a user, parameter servers run them.
+
+The one module of this package that imports torch. Both treat several elements together: a whole tensor, or a row of it. So they are right
+where tensors are whole (alone, or under strategies that copy the model), and strategies that cut tensors refuse them.
+
+Values and state of 16-bit types are computed with in float32 and rounded once. Norms do not depend on the number of threads, so that a
+parameter server that is recovered elsewhere has the same bits (`torch.linalg.vector_norm` keeps to that, `sum` does not).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.optim.optimizer import ParamsT
+
+from shoal_common.errors import ConfigurationError
+
+
+class _OfWholeTensors(torch.optim.Optimizer):
+    """What the optimizers of this module share."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Updates all parameters that have a gradient. `closure` computes the loss again, which is returned.
+
+        Raises:
+            ConfigurationError: a gradient is sparse.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+            for parameter in group["params"]:
+                if parameter.grad is None or not parameter.numel():
+                    continue
+                if parameter.grad.layout is not torch.strided:
+                    raise ConfigurationError(
+                        f"{type(self).__name__}: a gradient is {parameter.grad.layout}; expected a dense one: make the embedding with "
+                        "sparse=False"
+                    )
+                alike.setdefault((parameter.device, parameter.dtype), []).append(parameter)
+            for parameters in alike.values():
+                gradients = [_wide(parameter.grad) for parameter in parameters if parameter.grad is not None]
+                self._update(parameters, list(torch._foreach_neg(gradients)) if group["maximize"] else gradients, group)
+        return loss
+
+    def _update(self, parameters: list[torch.Tensor], gradients: list[torch.Tensor], group: Mapping[str, Any]) -> None:
+        """One step of parameters of one device and type. `gradients`: to be descended, in the type to compute with, and only read."""
+        raise NotImplementedError
+
+
+class LAMB(_OfWholeTensors):
+    """Adam whose step is as long, for each tensor, as the learning rate times the tensor's own norm.
+
+    Algorithm 2 of You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", ICLR 2020, with its bias
+    correction and phi(z) = z: with r = m' / (sqrt(v') + eps) and u = r + weight_decay * w the step is `lr * |w| / |u| * u`, of Euclidean
+    norms over the tensor. Where either norm is zero the ratio is 1. Tensors that are to have no decay (biases, norms) go into a parameter
+    group with `weight_decay=0`.
+
+    State per tensor: two tensors of its shape and type (`exp_avg`, `exp_avg_sq`), and `step`.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.0,
+        *,
+        maximize: bool = False,
+    ) -> None:
+        """Arguments are those of `torch.optim.Adam`; `maximize` climbs instead of descending.
+
+        Raises:
+            ConfigurationError: a value that cannot work.
+        """
+        _check_not_negative(lr=lr, eps=eps, weight_decay=weight_decay)
+        if not all(0.0 <= beta < 1.0 for beta in betas):
+            raise ConfigurationError(f"betas={betas}: expected two numbers in [0, 1)")
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize})
+
+    def _update(self, parameters: list[torch.Tensor], gradients: list[torch.Tensor], group: Mapping[str, Any]) -> None:
+        states = [self.state[parameter] for parameter in parameters]
+        for parameter, state in zip(parameters, states, strict=True):
+            if not state:
+                state["step"] = torch.zeros((), dtype=torch.float32)
+                state["exp_avg"] = torch.zeros_like(parameter)
+                state["exp_avg_sq"] = torch.zeros_like(parameter)
+        beta1, beta2 = group["betas"]
+        torch._foreach_add_([state["step"] for state in states], 1)
+        steps = [float(state["step"]) for state in states]
+        values = [_wide(parameter) for parameter in parameters]
+        means = [_wide(state["exp_avg"]) for state in states]
+        squares = [_wide(state["exp_avg_sq"]) for state in states]
+        torch._foreach_lerp_(means, gradients, 1 - beta1)
+        torch._foreach_mul_(squares, beta2)
+        torch._foreach_addcmul_(squares, gradients, gradients, value=1 - beta2)
+        updates = torch._foreach_div(means, [1 - beta1**step for step in steps])
+        roots = torch._foreach_div(squares, [1 - beta2**step for step in steps])
+        torch._foreach_sqrt_(roots)
+        torch._foreach_add_(roots, group["eps"])
+        torch._foreach_div_(updates, roots)
+        if group["weight_decay"]:
+            torch._foreach_add_(updates, values, alpha=group["weight_decay"])
+        own, length = torch.stack(torch._foreach_norm(values)), torch.stack(torch._foreach_norm(updates))
+        ratios = torch.where((own > 0) & (length > 0), own / length, torch.ones_like(own))
+        torch._foreach_mul_(updates, ratios.unbind())
+        torch._foreach_add_(values, updates, alpha=-float(group["lr"]))
+        if values[0] is not parameters[0]:
+            torch._foreach_copy_(parameters, values)
+            torch._foreach_copy_([state["exp_avg"] for state in states], means)
+            torch._foreach_copy_([state["exp_avg_sq"] for state in states], squares)
+
+
+class RowWiseAdagrad(_OfWholeTensors):
+    """Adagrad with one sum for each row: of the means of the squared gradients over the row.
+
+    For a row w with gradient g: `sum += mean(g * g)`, `w -= lr * g / (sqrt(sum) + eps)`, where g has `weight_decay * w` in it. A row is
+    what one index of a tensor's first dimension selects; each element of a vector is a row, and plain Adagrad is what it gets. Meant for
+    embeddings: the state is as long as the table, and not as wide. (Gupta, Bengio and Weston, "Training Highly Multiclass Classifiers",
+    JMLR 2014; Naumov et al., "Deep Learning Recommendation Model for Personalization and Recommendation Systems", 2019; FBGEMM's
+    EXACT_ROWWISE_ADAGRAD.)
+
+    State per tensor: `sum`, one number for each row, in float32, or float64 where the tensor has that.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-2,
+        weight_decay: float = 0.0,
+        initial_accumulator_value: float = 0.0,
+        eps: float = 1e-10,
+        *,
+        maximize: bool = False,
+    ) -> None:
+        """Arguments are those of `torch.optim.Adagrad`; `maximize` climbs instead of descending.
+
+        Raises:
+            ConfigurationError: a value that cannot work.
+        """
+        _check_not_negative(lr=lr, weight_decay=weight_decay, initial_accumulator_value=initial_accumulator_value, eps=eps)
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "weight_decay": weight_decay,
+                "initial_accumulator_value": initial_accumulator_value,
+                "eps": eps,
+                "maximize": maximize,
+            },
+        )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """See `torch.optim.Optimizer.load_state_dict`, which alone would round the sums to the parameters' type."""
+        super().load_state_dict(state_dict)
+        numbers: Iterable[int] = (number for group in state_dict["param_groups"] for number in group["params"])
+        parameters = (parameter for group in self.param_groups for parameter in group["params"])
+        for number, parameter in zip(numbers, parameters, strict=True):
+            if number in state_dict["state"]:
+                saved = state_dict["state"][number]["sum"]
+                self.state[parameter]["sum"] = saved.to(device=parameter.device, dtype=_wide_type(parameter), copy=True)
+
+    def _update(self, parameters: list[torch.Tensor], gradients: list[torch.Tensor], group: Mapping[str, Any]) -> None:
+        for parameter, given in zip(parameters, gradients, strict=True):
+            rows, state = parameter.shape[0] if parameter.dim() else 1, self.state[parameter]
+            if not state:
+                begin = group["initial_accumulator_value"]
+                state["sum"] = torch.full((rows,), begin, dtype=_wide_type(parameter), device=parameter.device)
+            values = _wide(parameter)
+            gradient = given.add(values, alpha=group["weight_decay"]) if group["weight_decay"] else given
+            by_row = gradient.reshape(rows, -1)
+            state["sum"].add_(torch.linalg.vector_norm(by_row / math.sqrt(by_row.shape[1]), dim=1).square_())
+            update = by_row / state["sum"].sqrt().add_(group["eps"]).unsqueeze(1)
+            values.add_(update.reshape(parameter.shape), alpha=-float(group["lr"]))
+            if values is not parameter:
+                parameter.copy_(values)
+
+
+def _wide_type(tensor: torch.Tensor) -> torch.dtype:
+    return torch.float32 if tensor.element_size() < 4 else tensor.dtype
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself, or of a 16-bit one a copy to compute with."""
+    return tensor.to(_wide_type(tensor))
+
+
+def _check_not_negative(**values: float) -> None:
+    for name, value in values.items():
+        if not (math.isfinite(value) and value >= 0):
+            raise ConfigurationError(f"{name}={value}: expected a finite number, 0 or above")

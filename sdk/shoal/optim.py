@@ -1,0 +1,7 @@
+"""Optimizers that torch lacks: `shoal.optim.LAMB(net.parameters(), 1e-3)`. They are torch optimizers; parameter servers run them too."""
+
+from __future__ import annotations
+
+from shoal_common.optim import LAMB, RowWiseAdagrad
+
+__all__ = ["LAMB", "RowWiseAdagrad"]

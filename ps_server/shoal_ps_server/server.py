@@ -63,8 +63,7 @@ async def serve(settings: PsServerSettings, stop: asyncio.Event) -> None:
         directory = None if settings.data_dir is None else stack.enter_context(DataDirectory(settings.data_dir))
         recovered = Recovered(shard=Shard()) if directory is None else directory.recover(job_id=settings.job, server_id=settings.server_id)
         while await ParameterServer(settings, directory, recovered).run(stop):
-            if directory is None:
-                raise ConfigurationError("the job's parameter servers have backups, which need a journal: start each with --data-dir")
+            assert directory is not None, "a server without one refuses to be in a job with backups"
             taken_over = await Standby(settings, directory).run(stop)
             if taken_over is None:
                 return
@@ -87,7 +86,7 @@ class ParameterServer:
         self._membership = Membership(fence=recovered.members.fence(), clocks=recovered.members.restored_clocks())
         self._layouts = Layouts(current=recovered.layout, fetch=self._fetch_layout, adopt=self._adopt_layout)
         self._backup = Backup(
-            shard=self._shard, state=self._state, report=self._report_backup, metrics=self._metrics, held_before=recovered.backup
+            shard=self._shard, state=self._state, report=self._report_backup, metrics=self._metrics, noted=recovered.backup
         )
         self._knows_its_place = asyncio.Event()
         if recovered.layout is not None and not recovered.backup:
@@ -121,6 +120,7 @@ class ParameterServer:
             snapshots=self._snapshots,
             changes=self._changes,
             backup=self._backup,
+            with_backups=lambda: self._with_backups,
             check_place=self._check_place,
             metrics=self._metrics,
             tokens=settings.token_table,
@@ -129,12 +129,15 @@ class ParameterServer:
         self._session: CoordinatorSession | None = None
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Has an exception when memory lacks what the journal has."""
+        self._epoch = 0
+        """Newest one of this server's place."""
+        self._with_backups = False
         self._replaced = asyncio.Event()
         """Set when the coordinator says that this server is a backup."""
 
     async def run(self, stop: asyncio.Event) -> bool:
-        """Serves until `stop` is set or the job is over, then drains and writes a last snapshot. True: until the coordinator said that it
-        is a backup, so that what it holds is of no use any more.
+        """Serves until `stop` is set or the job is over, then drains, and writes a last snapshot unless a backup has all that this server
+        holds. True: until the coordinator said that it is a backup, so that what it holds is of no use any more.
 
         Raises ConfigurationError (addresses, TLS, tokens), the coordinator's refusal of this server's registration, UnavailableError:
         SNAPSHOT_FAILED or JOURNAL_FAILED when the disk took no last snapshot or no journal, and InternalError when a change that the
@@ -161,6 +164,8 @@ class ParameterServer:
             stack.push_async_callback(self._session.close)
             self._write_port_file(grpc_port, http)
             await self._until_over(stop, self._session)
+            if self._replaced.is_set():
+                self._changes.give_up(UnavailableError("another server has taken this one's place", reason="PLACE_UNKNOWN"))
         return self._replaced.is_set()
 
     def _open_journal(self) -> None:
@@ -197,8 +202,13 @@ class ParameterServer:
 
     # ------------------------------------------------------------------------------------------- the coordinator's listener
 
-    def welcomed(self, server_index: int) -> None:
+    def welcomed(self, server_index: int, *, with_backups: bool) -> None:
         """The session is open."""
+        if with_backups and self._directory is None:
+            raise ConfigurationError("the job's parameter servers have backups, which need a journal: start each with --data-dir")
+        self._with_backups = with_backups
+        if self._recovered.backup:
+            self._server_index = server_index  # what it holds may be of no use any more: that is said with the place
         if self._server_index is not None and server_index != self._server_index:
             raise ConfigurationError(
                 f"the coordinator takes this for server {server_index} of job {self._settings.job!r}, but it holds the "
@@ -231,11 +241,17 @@ class ParameterServer:
 
     def placed(self, place: Place) -> None:
         """What this server is."""
+        if place.epoch < self._epoch:
+            logger.error("the coordinator has lost an epoch of this server's place", extra={"known": self._epoch, "told": place.epoch})
+            self._knows_its_place.clear()  # another server may have been told what this one was
+            return
+        self._epoch = place.epoch
         if place.follows:
-            logger.warning("another server has this one's place; it becomes that one's backup", extra={"epoch": place.epoch})
+            logger.info("this server is a backup", extra={"epoch": place.epoch})
             self._replaced.set()
-        else:
-            self._backup.placed(place)
+        elif not self._backup.placed(place):
+            self._knows_its_place.clear()
+            return
         self._knows_its_place.set()
 
     def stored_bytes(self) -> int:
@@ -267,7 +283,7 @@ class ParameterServer:
             with suppress(TimeoutError):
                 async with asyncio.timeout(_PLACE_WAIT.total_seconds()):
                     await self._knows_its_place.wait()
-        if self._replaced.is_set() or not self._knows_its_place.is_set():
+        if self._replaced.is_set() or not self._knows_its_place.is_set() or self._backup.is_cut_off:
             raise UnavailableError(
                 "this server does not know whether it or a backup is to serve; ask the coordinator for the one that does, and try again",
                 reason="PLACE_UNKNOWN",
@@ -306,7 +322,7 @@ class ParameterServer:
             layout=layout,
             configuration=self._servicer.configuration,
             membership=self._members(),
-            backup=self._backup.held_id,
+            backup=self._backup.noted,
         )
 
     def _members(self) -> Members:

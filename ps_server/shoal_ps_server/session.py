@@ -7,8 +7,10 @@ the first welcome, and a place taken over by another process of the same server_
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import os
+import secrets
 import socket
 from collections import deque
 from collections.abc import AsyncGenerator
@@ -70,8 +72,9 @@ class Place:
 class Listener(Protocol):
     """What hears the coordinator."""
 
-    def welcomed(self, server_index: int) -> None:
-        """The session is open; at every reconnection again. Raises ConfigurationError when the server cannot be that one."""
+    def welcomed(self, server_index: int, *, with_backups: bool) -> None:
+        """The session is open; at every reconnection again. `with_backups`: the job's servers have some. Raises ConfigurationError when
+        the server cannot be that one."""
 
     def disconnected(self) -> None:
         """The session is broken and will be opened again."""
@@ -97,6 +100,13 @@ class Registration:
     metrics_address: str
     host: str
     pid: int
+    incarnation: str = ""
+
+
+@functools.cache
+def _incarnation() -> str:
+    """What tells this process from one that was started in its place."""
+    return secrets.token_hex(16)
 
 
 def this_process(settings: PsServerSettings, *, address: str, metrics_address: str) -> Registration:
@@ -108,6 +118,7 @@ def this_process(settings: PsServerSettings, *, address: str, metrics_address: s
         metrics_address=metrics_address,
         host=socket.gethostname(),
         pid=os.getpid(),
+        incarnation=_incarnation(),
     )
 
 
@@ -192,7 +203,7 @@ class CoordinatorSession:
         call = self._stub.ServerSession(self._messages(sending))
         try:
             welcome = await self._welcome(call)
-            self._listener.welcomed(welcome.server_index)
+            self._listener.welcomed(welcome.server_index, with_backups=welcome.spec.parameter_server_backups > 0)
             self._server_index, opened.welcomed = welcome.server_index, True
             self._registered.set()
             sending.heartbeats_every(timedelta(milliseconds=welcome.heartbeat_interval_ms))
@@ -263,6 +274,7 @@ class CoordinatorSession:
             metrics_address=registration.metrics_address,
             host=registration.host,
             pid=registration.pid,
+            incarnation=registration.incarnation,
         )
 
     def _is_final(self, error: ShoalError) -> bool:

@@ -39,8 +39,9 @@ IDEMPOTENT: Final[Mapping[str, frozenset[str]]] = {
 NOT_REPEATED: Final[Mapping[str, frozenset[str]]] = {
     # Sessions and events have a state that the caller must rebuild. A lost answer to LeaseBatches would lease the batches twice.
     "shoal.v1.Coordinator": frozenset({"JoinSession", "ServerSession", "LeaseBatches", "WatchEvents"}),
-    # Safe to repeat by their sequence numbers, but gRPC would have to keep the whole stream in memory: the caller sends it again.
-    "shoal.v1.ParameterServer": frozenset({"Initialize", "Push"}),
+    # Uploads are safe to repeat by their sequence numbers, but gRPC would have to keep the whole stream in memory: the caller sends it
+    # again. Follow begins with what the primary holds by then.
+    "shoal.v1.ParameterServer": frozenset({"Initialize", "Push", "Follow"}),
 }
 """Whoever calls these decides about a second attempt."""
 

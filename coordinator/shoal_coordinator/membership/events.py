@@ -131,6 +131,7 @@ class ServerRegistered:
     metrics_address: str
     host: str
     pid: int
+    incarnation: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -41,12 +41,16 @@ def server_registered(draft: Draft, event: ServerRegistered) -> Registered:
             "each server needs an id of its own",
             reason=Refusal.SERVER_CONFLICT,
         )
+    if known is not None and known.alive and known.incarnation != event.incarnation:
+        server_lost(draft, ServerLost(server_id=known.server_id, ending=Ending.STREAM_BROKEN))  # and started again at once
+        known = draft.servers.get(event.server_id)
     server = replace(
         known if known is not None else _newcomer(draft, event),
         address=event.address,
         metrics_address=event.metrics_address,
         host=event.host,
         pid=event.pid,
+        incarnation=event.incarnation,
         alive=True,
     )
     if server != known:
@@ -60,6 +64,9 @@ def server_registered(draft: Draft, event: ServerRegistered) -> Registered:
         draft.records.append(Record(kind="server_registered", attributes=attributes))
         if server.role is ServerRole.BACKUP and (known is None or not known.alive):
             _next_epoch(draft, server.index)
+    primary = _of_place(draft, server.index, ServerRole.PRIMARY)
+    if primary is not None and not primary.alive:
+        _promote(draft, primary)  # before there is a layout
     draft.effects.append(SendMembers(generation=draft.number, member_ids=_training(draft), server_id=server.server_id))
     _tell_place(draft, server.index)
     return Registered(index=server.index)

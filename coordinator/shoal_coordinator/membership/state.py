@@ -174,6 +174,8 @@ class Server:
     host: str
     pid: int
     alive: bool
+    incarnation: str = ""
+    """Tells the process from one that was started in its place, which has the same host and pid in a container."""
     role: ServerRole = ServerRole.PRIMARY
     epoch: int = 1
     """The place's shoal.v1.ServerPlace.epoch, with its primary; a backup's means nothing."""

@@ -261,7 +261,7 @@ class JobLoop:
                     decided.records,
                     revision=self._revision,
                     commit_id=commit_id,
-                    durable=decided.changes.generation,
+                    durable=decided.changes.generation or bool(decided.changes.servers),
                 )
                 break
             except UnavailableError as error:

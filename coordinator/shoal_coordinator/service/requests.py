@@ -176,6 +176,7 @@ def parse_registration(message: pb.RegisterServer) -> tuple[str, ServerRegistere
         metrics_address=checks.address("register.metrics_address", message.metrics_address),
         host=checks.host("register.host", message.host),
         pid=number("register.pid", message.pid, low=1),
+        incarnation=checks.text("register.incarnation", message.incarnation, longest=64),
     )
     return checks.job_id(message.job_id), registered
 

@@ -482,20 +482,22 @@ class ServerMessage(_message.Message):
     def __init__(self, register: _Optional[_Union[RegisterServer, _Mapping]] = ..., heartbeat: _Optional[_Union[ServerHeartbeat, _Mapping]] = ..., backup: _Optional[_Union[BackupReport, _Mapping]] = ...) -> None: ...
 
 class RegisterServer(_message.Message):
-    __slots__ = ("job_id", "server_id", "address", "metrics_address", "host", "pid")
+    __slots__ = ("job_id", "server_id", "address", "metrics_address", "host", "pid", "incarnation")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     SERVER_ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     METRICS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     server_id: str
     address: str
     metrics_address: str
     host: str
     pid: int
-    def __init__(self, job_id: _Optional[str] = ..., server_id: _Optional[str] = ..., address: _Optional[str] = ..., metrics_address: _Optional[str] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ...) -> None: ...
+    incarnation: str
+    def __init__(self, job_id: _Optional[str] = ..., server_id: _Optional[str] = ..., address: _Optional[str] = ..., metrics_address: _Optional[str] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., incarnation: _Optional[str] = ...) -> None: ...
 
 class ServerHeartbeat(_message.Message):
     __slots__ = ("stored_bytes",)

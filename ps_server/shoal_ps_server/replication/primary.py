@@ -23,7 +23,7 @@ from shoal_ps_server.metrics import Metrics
 from shoal_ps_server.replication.items import FORMAT_VERSION, PARTITION, STATE, WHOLE, Item
 from shoal_ps_server.session import Place
 from shoal_ps_server.shard.shard import Shard
-from shoal_ps_server.storage.image import ServerState, state_to_json
+from shoal_ps_server.storage.image import ServerState, dumps, state_to_json
 from shoal_ps_server.storage.journal import Journal
 from shoal_ps_server.storage.record import Record
 from shoal_ps_server.storage.recovery import BACKUP, VALUES, backup_record
@@ -61,7 +61,8 @@ class _Stream:
     in_sync: bool = False
     """It has all that was acknowledged, and the coordinator was told."""
     failure: ShoalError | None = None
-    """Why it ends."""
+    """Why it ends, or has ended."""
+    failed_at: float = 0.0
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def made(self, record: Record) -> None:
@@ -93,7 +94,8 @@ class _Stream:
         return item
 
     def end(self, failure: ShoalError) -> None:
-        self.failure = self.failure or failure
+        if self.failure is None:
+            self.failure, self.failed_at = failure, asyncio.get_running_loop().time()
         self.changed.set()
 
 
@@ -107,11 +109,11 @@ class Backup:
         state: Callable[[], ServerState | None],
         report: Callable[[int, bool, str], None],
         metrics: Metrics,
-        held_before: str = "",
+        noted: str,
         patience: timedelta = PATIENCE,
     ) -> None:
-        """`state`: what is not in the shard. `report`: tells the coordinator an epoch, whether the backup is in sync, and why not.
-        `held_before`: the backup that had to have all changes when this server last ended."""
+        """`state`: what is not in the shard. `report`: tells the coordinator an epoch, whether the backup is in sync, and why not. `noted`:
+        what the journal says at its end of who has to have all changes."""
         self._shard = shard
         self._state = state
         self._report = report
@@ -123,28 +125,42 @@ class Backup:
         """The one that is open."""
         self._held: _Stream | None = None
         """The one that the journal holds changes back for, open or not, until the coordinator says otherwise."""
-        self.held_id = held_before
-        """The backup that has to have every change; empty: none has to."""
+        self.noted = noted
+        """The backup that has to have every change, as the journal says; empty: none has to."""
+        self._noting: asyncio.Future[None] | None = None
+        """The last note that was written, or is on its way."""
 
     def write_to(self, journal: Journal) -> None:
         """This is the journal that is followed."""
         self._journal = journal
 
-    def placed(self, place: Place) -> None:
-        """The coordinator's word. It comes again at every reconnection, and so what it has to know is said again."""
+    @property
+    def is_cut_off(self) -> bool:
+        """The backup has been out of reach for a while, and the coordinator has not dropped it: it may be the primary by now."""
+        failed = None if self._held is None or self._held.failure is None else self._held.failed_at
+        return failed is not None and asyncio.get_running_loop().time() - failed > self._patience_s
+
+    def placed(self, place: Place) -> bool:
+        """The coordinator's word that this server is the primary. It comes again at every reconnection, and so what it has to know is said
+        again. False: the coordinator takes a backup for in sync that is not; this server must not serve before it is dropped."""
         self._place = place
+        self._metrics.backup_in_sync.set(place.in_sync)
+        if self._stream is not None and self._stream.epoch != place.epoch:
+            self._stream.end(self._not_the_place(self._stream.epoch))
         if self._held is not None and place.epoch != self._held.epoch:
             logger.warning("changes wait for the backup no more", extra={"backup": self._held.server_id, "epoch": place.epoch})
             self._let_go()
-        elif self._held is not None and self._held is not self._stream:
-            self._report(self._held.epoch, False, str(self._held.failure))
-        elif self._held is not None and not place.in_sync and self._held.in_sync:
-            self._report(self._held.epoch, True, "")
-        elif self._held is None and self.held_id:
-            self._write_held("")  # it was dropped, or is gone: this server is the primary
-        if self._stream is not None and self._stream.epoch != place.epoch:
-            self._stream.end(self._not_the_place(self._stream.epoch))
-        self._metrics.backup_in_sync.set(place.in_sync)
+        if self._held is None:
+            if place.in_sync:
+                self._report(place.epoch, False, "its primary was started anew")
+                return False
+            if self.noted and not self._is_noting:  # it was dropped, or is gone
+                self._note("")
+        elif self._held.failure is not None:
+            self._report(place.epoch, False, str(self._held.failure))
+        elif self._held.in_sync and not place.in_sync:
+            self._report(place.epoch, True, "")
+        return True
 
     def stop(self) -> None:
         """The server stops. The coordinator makes a backup that is in sync the primary, which need not have what waits for it here."""
@@ -176,9 +192,13 @@ class Backup:
                 if stream.failure is not None:
                     raise stream.failure
                 await stream.changed.wait()
+        except ShoalError as error:
+            self._fail(stream, error)
+            raise
         finally:
-            await end_tasks(tasks)
+            self._fail(stream, UnavailableError("the connection broke", reason="SESSION_BROKEN"))
             self._ended(stream)
+            await end_tasks(tasks)
 
     def _open(self, begin: pb.FollowBegin) -> _Stream:
         if begin.format != FORMAT_VERSION:
@@ -186,13 +206,11 @@ class Backup:
                 f"format={begin.format}: this server's release has {FORMAT_VERSION}; a primary and its backup must be of one release",
                 reason="FORMAT_UNSUPPORTED",
             )
-        if self._journal is None:
-            raise PreconditionError("a server without --data-dir has no journal that could be followed", reason="BACKUP_NEEDS_DATA_DIR")
-        place = self._place
-        if place is None or (place.epoch, place.backup_id) != (begin.epoch, begin.server_id) or self._held is not None:
+        place, state = self._place, self._state()
+        if place is None or (place.epoch, place.backup_id) != (begin.epoch, begin.server_id) or self._held is not None or self._is_noting:
             raise self._not_the_place(begin.epoch)
-        if self._state() is None:
-            raise UnavailableError("this server holds no partitions yet; try again", reason="PLACE_UNKNOWN")
+        if state is None or state.configuration is None:
+            raise UnavailableError("this server holds no partitions, or no optimizer, yet; try again", reason="PLACE_UNKNOWN")
         if self._stream is not None:
             self._stream.end(UnavailableError("the backup has opened a newer stream", reason="SESSION_REPLACED"))
         self._stream = _Stream(server_id=begin.server_id, epoch=begin.epoch, moved_at=asyncio.get_running_loop().time())
@@ -207,16 +225,18 @@ class Backup:
 
     async def _copy(self, stream: _Stream) -> None:
         """All that there is, and then the journal holds."""
-        assert self._journal is not None
+        assert self._journal is not None, "a server that may have a backup has a journal"
         journal = self._journal
 
         def begin() -> ServerState:
-            journal.follow(stream)
+            if self._is_open(stream):
+                journal.follow(stream)
             state = self._state()
             assert state is not None, "what is known of the partitions is not forgotten"
             return state
 
-        stream.put(Item(kind=STATE, fields=state_to_json(await asyncio.shield(journal.append(None, begin)))))
+        state = dumps(state_to_json(await asyncio.shield(journal.append(None, begin))))
+        stream.put(Item(kind=STATE, payload=memoryview(state.encode())))
         for partition_id in self._shard.partition_ids():
             stream.copied.add(partition_id)
             if (image := self._shard.image(partition_id)) is not None:
@@ -226,7 +246,7 @@ class Backup:
         # What was pushed to a partition before its turn may have told of batches that are finished.
         stream.put(Item(kind=WHOLE, fields={"batches": self._shard.batches.runs()}))
         await self._until(stream, lambda: stream.whole)
-        await self._write_held(stream.server_id, lambda: self._hold(stream))
+        await asyncio.shield(self._note(stream.server_id, lambda: self._hold(stream)))
         behind = stream.position
         await self._until(stream, lambda: stream.confirmed >= behind)
         stream.in_sync = True
@@ -244,15 +264,16 @@ class Backup:
                 if self._held is stream and self._journal is not None:
                     self._journal.confirm(stream.confirmed)
             stream.changed.set()
-        stream.end(UnavailableError("the backup has ended its stream", reason="SESSION_ENDED"))
+        raise UnavailableError("the backup has ended its stream", reason="SESSION_ENDED")
 
     async def _watch(self, stream: _Stream) -> None:
-        """A backup that does not keep up holds the workers up only so long."""
+        """A backup that does not keep up holds the workers up only so long, also while nothing can be sent to it."""
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(_LOOK_S)
-            if self._held is stream and stream.confirmed < stream.position and loop.time() - stream.moved_at > self._patience_s:
-                stream.end(UnavailableError(f"the backup has confirmed nothing for {self._patience_s:g} s", reason="BACKUP_BEHIND"))
+            waits = self._held is stream and stream.confirmed < stream.position
+            if waits and loop.time() - stream.moved_at > self._patience_s:
+                self._fail(stream, UnavailableError(f"the backup has confirmed nothing for {self._patience_s:g} s", reason="BACKUP_BEHIND"))
                 return
 
     async def _until(self, stream: _Stream, condition: Callable[[], bool]) -> None:
@@ -263,41 +284,51 @@ class Backup:
                 raise stream.failure
             await asyncio.sleep(0.005)
 
+    def _is_open(self, stream: _Stream) -> bool:
+        return self._stream is stream and stream.failure is None
+
+    def _fail(self, stream: _Stream, failure: ShoalError) -> None:
+        """The first time, if changes wait for it, the coordinator is asked to drop the backup."""
+        if stream.failure is None and self._held is stream:
+            logger.warning("the backup does not follow any more; changes wait until it is dropped", extra={"reason": failure})
+            self._report(stream.epoch, False, str(failure))
+        stream.end(failure)
+
     def _ended(self, stream: _Stream) -> None:
+        stream.items.clear()
         if self._stream is stream:
             self._stream = None
-        if self._held is not stream:
-            if self._journal is not None and self._stream is None and self._held is None:
+            if self._held is None and self._journal is not None:
                 self._journal.follow_no_more()
-            return
-        reason = stream.failure or UnavailableError("the connection broke", reason="SESSION_BROKEN")
-        stream.failure = reason
-        stream.items.clear()
-        logger.warning("the backup does not follow any more; changes wait until it is dropped", extra={"reason": reason})
-        if self._place is not None and self._place.epoch == stream.epoch:
-            self._report(stream.epoch, False, str(reason))
-        else:
-            self._let_go()
 
     # ------------------------------------------------------------------------------------------------------- holding back
 
+    @property
+    def _is_noting(self) -> bool:
+        return self._noting is not None and not self._noting.done()
+
     def _hold(self, stream: _Stream) -> None:
+        """The journal has just said for whom it holds."""
+        if not self._is_open(stream):
+            self._note("")  # the stream ended meanwhile, and nobody was told that the backup is in sync
+            return
         assert self._journal is not None
-        self._held, self.held_id = stream, stream.server_id
+        self._held = stream
         self._journal.hold(position=stream.position, confirmed=stream.confirmed)
 
     def _let_go(self) -> None:
         self._held = None
         if self._journal is not None:
             self._journal.follow_no_more()
-        self._write_held("")
+        self._note("")
 
-    def _write_held(self, server_id: str, effect: Callable[[], None] = lambda: None) -> asyncio.Future[None]:
+    def _note(self, server_id: str, effect: Callable[[], None] = lambda: None) -> asyncio.Future[None]:
         """The journal says for whom changes are held back: this server, started anew, is to ask the coordinator before it serves."""
         assert self._journal is not None
 
         def written() -> None:
-            self.held_id = server_id
+            self.noted = server_id
             effect()
 
-        return self._journal.append(backup_record(server_id), written)
+        self._noting = self._journal.append(backup_record(server_id), written)
+        return self._noting

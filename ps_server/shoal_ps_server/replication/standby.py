@@ -6,6 +6,7 @@ It keeps what it has until a primary sends it all anew: when its primary is lost
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AsyncExitStack
@@ -44,6 +45,9 @@ logger = logging.getLogger(__name__)
 _FIRST_BACKOFF_S: Final = 0.1
 _LONGEST_BACKOFF_S: Final = 2.0
 _FIRST_FILE: Final = 1
+"""Number of the journal's file that a copy begins with."""
+_MOST_WAITING_BYTES: Final = 1 << 30
+"""Bytes of changes that may come while what was there before is put on disk."""
 _FOLLOW: Final = "/shoal.v1.ParameterServer/Follow"
 
 
@@ -60,6 +64,8 @@ class Standby:
         """Set, and replaced, when the coordinator says something of the place."""
         self._copy: _Copy | None = None
         """What the primary sent, once that was whole."""
+        self._keeping: asyncio.Task[None] | None = None
+        """Puts what a primary sent in the place of what was here. It comes to its end whatever becomes of its stream."""
 
     async def run(self, stop: asyncio.Event) -> Recovered | None:
         """Follows until this server is made the primary, and returns what it holds then; None: `stop` is set, or the job is over.
@@ -83,6 +89,7 @@ class Standby:
                 done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             finally:
                 await end_tasks(tasks)
+                await self._kept()
             for task in done:
                 task.result()
             if tasks[0] not in done:
@@ -91,13 +98,12 @@ class Standby:
                 return None
         if self._copy is None:
             logger.warning("made the primary of a place that held nothing")
-            self._directory.clear(job_id=self._settings.job, server_id=self._settings.server_id)
-            return Replay(None).recovered(next_file=_FIRST_FILE, last_end=0)
+            return self._directory.recover(job_id=self._settings.job, server_id=self._settings.server_id)
         return await self._copy.taken_over()
 
     # ------------------------------------------------------------------------------------------- the coordinator's listener
 
-    def welcomed(self, server_index: int) -> None:
+    def welcomed(self, server_index: int, *, with_backups: bool) -> None:
         """The session is open."""
         self._metrics.coordinator_connected.set(1)
 
@@ -160,6 +166,7 @@ class Standby:
 
     async def _follow_primary(self, place: Place, backoff: Backoff) -> None:
         """One stream. Raises why it ended."""
+        await self._kept()
         settings = ChannelSettings(address=place.primary_address, tls=self._settings.tls, token=secret_value(self._settings.token))
         channel = aio_channel(settings)
         begin = pb.FollowBegin(job_id=self._settings.job, server_id=self._settings.server_id, epoch=place.epoch, format=FORMAT_VERSION)
@@ -168,11 +175,14 @@ class Standby:
             call = channel.stream_stream(_FOLLOW, request_serializer=pb.FollowRequest.SerializeToString)(stream.requests())
             stream.cancel = call.cancel
             async for item in received_items(call):
-                await self._take(item, stream)
+                self._take(item, stream)
                 if item.kind == WHOLE:
                     backoff.reset()
             raise stream.failure or UnavailableError("the primary ended the stream", reason="SESSION_ENDED")
         except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.INTERNAL:
+                # grpc puts this in the place of the real status when the connection breaks while something is sent.
+                raise stream.failure or UnavailableError("the stream broke", reason="SESSION_BROKEN") from error
             raise stream.failure or from_rpc_error(error, call=f"Follow at {place.primary_address}") from error
         except asyncio.CancelledError:
             if stream.failure is not None:
@@ -182,49 +192,62 @@ class Standby:
             stream.end()
             await channel.close()
 
-    async def _take(self, item: Item, stream: _Stream) -> None:
+    def _take(self, item: Item, stream: _Stream) -> None:
+        if stream.failure is not None:
+            raise stream.failure
         try:
             if item.kind == STATE:
-                stream.state = state_from_json(item.fields)
+                stream.state = state_from_json(json.loads(bytes(item.payload)))
             elif item.kind == PARTITION and stream.state is not None:
                 stream.images.append(partition_from_bytes(stream.state, item.fields, bytes(item.payload)))
-            elif item.kind == RECORD and stream.copy is None:
+            elif item.kind == WHOLE and stream.state is not None and not stream.is_whole:
+                stream.batches = tuple((int(first), int(end)) for first, end in item.fields["batches"])
+            elif item.kind == RECORD:
                 stream.records.append((item.record(), item.position))
-            elif item.kind == RECORD and stream.copy is not None:
-                stream.copy.make(item.record(), item.position, stream)
-            elif item.kind == WHOLE and stream.state is not None:
-                batches = tuple((int(first), int(end)) for first, end in item.fields["batches"])
-                await self._keep(stream, replace(stream.state, batches=batches))
+                stream.nbytes += item.payload.nbytes
             else:
                 raise ValueError(f"an item of kind {item.kind} does not belong here")
         except (SafetensorError, LookupError, TypeError, ValueError, AttributeError) as error:
             raise CorruptDataError(f"the primary's stream: {type(error).__name__}: {error}", reason="STREAM_MALFORMED") from error
+        if stream.copy is not None:
+            stream.make_records()
+        elif item.kind == WHOLE:
+            self._keeping = asyncio.create_task(self._keep(stream))
+        elif stream.nbytes > _MOST_WAITING_BYTES:
+            raise UnavailableError(f"{stream.nbytes} bytes of changes wait for this server's disk", reason="BACKUP_BEHIND")
 
-    async def _keep(self, stream: _Stream, state: ServerState) -> None:
-        """All that the primary held is here: it takes the place of what this server held."""
-        before, self._copy = self._copy, None
-        if before is not None:
-            await before.close()
+    async def _kept(self) -> None:
+        if self._keeping is not None:
+            await asyncio.wait([self._keeping])
+
+    async def _keep(self, stream: _Stream) -> None:
+        """All that the primary held is here: it takes the place of what this server held. Changes go on coming meanwhile."""
+        assert stream.state is not None, "it came first"
         job_id, server_id = self._settings.job, self._settings.server_id
-        own = replace(state, job_id=job_id, server_id=server_id, backup="", journal=_FIRST_FILE)
+        # Started anew, this server is not to serve before the coordinator has spoken, whatever it was: the note says so.
+        own = replace(stream.state, batches=stream.batches or (), job_id=job_id, server_id=server_id, backup=server_id, journal=_FIRST_FILE)
         image = ServerImage(state=own, partitions=tuple(stream.images))
         try:
+            if self._copy is not None:
+                before, self._copy = self._copy, None
+                await before.close()
             self._directory.clear(job_id=job_id, server_id=server_id)
             copy = _Copy(self._settings, self._directory, self._metrics)
+            try:
+                await copy.begin(image)
+            except BaseException:
+                await copy.close()
+                raise
         except OSError as error:
-            raise UnavailableError(f"data_dir={self._directory.path}: {error}; make room on its disk", reason="JOURNAL_FAILED") from error
-        try:
-            await copy.begin(image)
-        except BaseException:
-            await copy.close()
-            raise
-        self._copy = stream.copy = copy
-        for record, position in stream.records:
-            copy.make(record, position, stream)
-        stream.records.clear()
-        stream.images.clear()
-        stream.kept(stream.position, whole=True)
-        logger.info("holds all that the primary holds", extra={"partitions": len(image.partitions)})
+            stream.fail(UnavailableError(f"data_dir={self._directory.path}: {error}; make room on its disk", reason="JOURNAL_FAILED"))
+        except ShoalError as error:
+            stream.fail(error)
+        else:
+            self._copy = stream.copy = copy
+            stream.images.clear()
+            stream.kept(0, whole=True)
+            stream.make_records()
+            logger.info("holds all that the primary holds", extra={"partitions": len(image.partitions)})
 
 
 class _Stream:
@@ -239,11 +262,28 @@ class _Stream:
         """Position of the last record that is in the journal and made."""
         self.state: ServerState | None = None
         self.images: list[PartitionImage] = []
+        self.batches: tuple[tuple[int, int], ...] | None = None
+        """Finished ones; None: not all that the primary held has come."""
         self.records: list[tuple[Record, int]] = []
+        """Changes that are not on their way to the journal yet."""
+        self.nbytes = 0
+        """Bytes of their payloads."""
         self.copy: _Copy | None = None
         self.failure: ShoalError | None = None
         self.cancel: Callable[[], object] = lambda: None
         """Ends the call."""
+
+    @property
+    def is_whole(self) -> bool:
+        """All that the primary held has come."""
+        return self.batches is not None
+
+    def make_records(self) -> None:
+        """Hands the changes that came on."""
+        assert self.copy is not None
+        records, self.records, self.nbytes = self.records, [], 0
+        for record, position in records:
+            self.copy.make(record, position, self)
 
     def kept(self, position: int, *, whole: bool = False) -> None:
         """Tells the primary."""
@@ -325,7 +365,7 @@ class _Copy:
     def make(self, record: Record, position: int, stream: _Stream) -> None:
         """Writes a change to the journal and makes it, in order; then the primary is told."""
         if stream.failure is not None:
-            raise stream.failure
+            return  # it lacks one before this
 
         def effect() -> None:
             try:

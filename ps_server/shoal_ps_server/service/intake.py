@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from datetime import timedelta
 from typing import Final
 
@@ -29,7 +29,7 @@ IDLE_LIMIT: Final = timedelta(seconds=60)
 
 
 PENDING_LIMIT: Final = timedelta(seconds=5)
-"""How long a change may be on its way to the disk, and to the backup if there is one, before whoever waits is told to ask again."""
+"""How long a change may wait for a backup, before whoever waits is told to ask again."""
 
 
 class Intake:
@@ -83,14 +83,23 @@ class Intake:
         return pb.PushResponse(results=results)
 
     async def _results(self, stream: _UploadStream) -> list[pb.PartitionResult]:
-        """Raises as `_UploadStream.results`, and UnavailableError / CHANGE_PENDING."""
+        """Raises as `_UploadStream.results` and `_pending`."""
+        async with self._pending():
+            return await stream.results()
+
+    @asynccontextmanager
+    async def _pending(self) -> AsyncIterator[None]:
+        """While changes wait for a backup, whoever waits for one is told to look for the server elsewhere: it may have been replaced
+        without knowing it. Raises UnavailableError / CHANGE_PENDING."""
+        limit_s = self._pending_limit.total_seconds() if self._changes.holds else None
         try:
-            async with asyncio.timeout(self._pending_limit.total_seconds()):
-                return await stream.results()
+            async with asyncio.timeout(limit_s) as limit:
+                yield
         except TimeoutError as error:
+            if not limit.expired():
+                raise
             raise UnavailableError(
-                f"a change has been on its way to this server's disk or its backup for {self._pending_limit.total_seconds():g} s; ask the "
-                "coordinator where the server is, and send it again",
+                f"a change has waited {limit_s:g} s for this server's backup; ask the coordinator where the server is, and send it again",
                 reason="CHANGE_PENDING",
             ) from error
 
@@ -111,7 +120,8 @@ class Intake:
         header = upload.header
         self._membership.check(header.member_id, header.generation)
         admit = self._changes.push if kind is UploadKind.PUSH else self._changes.initialize
-        outcome = await admit(upload)
+        async with self._pending():
+            outcome = await admit(upload)
         release, stream.release = stream.release, _nothing
 
         def over(_: object) -> None:

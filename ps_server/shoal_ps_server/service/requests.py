@@ -6,8 +6,10 @@ field, its value and what was expected.
 
 from __future__ import annotations
 
+import asyncio
 import enum
 from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import pairwise
@@ -24,6 +26,7 @@ from shoal_ps_server.shard.payload import UploadHeader, describe
 
 LARGEST_PARTITION_BYTES: Final = 16 << 20
 """What a header may declare."""
+_FIRST_MESSAGE_WAIT: Final = timedelta(seconds=10)
 LONGEST_WAIT: Final = timedelta(minutes=10)
 
 
@@ -155,12 +158,14 @@ def parse_optimizer(spec: pb.OptimizerSpec, tensors: frozenset[str] | None) -> O
 
 
 async def parse_begin(requests: AsyncIterator[pb.FollowRequest]) -> pb.FollowBegin:
-    """The first message of a Follow stream."""
-    async for request in requests:
-        if request.WhichOneof("message") == "begin":
-            begin: pb.FollowBegin = request.begin
-            return begin
-        break
+    """The first message of a Follow stream, which must come soon."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_FIRST_MESSAGE_WAIT.total_seconds()):
+            async for request in requests:
+                if request.WhichOneof("message") == "begin":
+                    begin: pb.FollowBegin = request.begin
+                    return begin
+                break
     raise InvalidRequestError("a Follow stream's first message: expected `begin`", reason="STREAM_MALFORMED")
 
 

@@ -88,6 +88,7 @@ class ParameterServerServicer:
         snapshots: SnapshotKeeper,
         changes: Changes,
         backup: Backup,
+        with_backups: Callable[[], bool],
         check_place: Callable[[], Awaitable[None]],
         metrics: Metrics,
         tokens: TokenTable,
@@ -96,6 +97,7 @@ class ParameterServerServicer:
         """`check_place` raises UnavailableError where this server cannot know that it is the one to serve."""
         self.configuration = configuration
         self._backup = backup
+        self._with_backups = with_backups
         self._check_place = check_place
         self._identity = identity
         self._shard = shard
@@ -183,6 +185,12 @@ class ParameterServerServicer:
             if optimizer.unit is Unit.ROW:
                 optimizer.check_pieces((await self._layouts.any()).partitions.values())
             consistency = parse_consistency(request.consistency)
+            if optimizer.delay_compensation and self._with_backups():
+                raise PreconditionError(
+                    f"delay_compensation={optimizer.delay_compensation}: a backup does not keep the values that each member pulled; create "
+                    "the job without parameter_server_backups, or leave delay_compensation out",
+                    reason="OPTIMIZER_INVALID",
+                )
             return pb.ConfigureOptimizerResponse(configured=await self._to_its_end(self._first_configuration(optimizer, consistency)))
 
     async def set_hyperparameters(self, request: pb.SetHyperparametersRequest, context: Any) -> pb.SetHyperparametersResponse:
@@ -197,6 +205,7 @@ class ParameterServerServicer:
         """AdvanceClock."""
         with self._counting_refusals("AdvanceClock"):
             check_job(request.job_id, self._identity.job_id)
+            await self._check_place()
             member_id, clock = parse_member(request.member_id), at_least("clock", request.clock, 0)
             if member_id not in self._membership.fence.members:
                 raise UnknownResourceError(
@@ -217,6 +226,8 @@ class ParameterServerServicer:
 
     async def get_server(self, request: pb.GetServerRequest, context: Any) -> pb.GetServerResponse:
         """GetServer."""
+        if request.member_id:  # a worker goes on from what it hears
+            await self._check_place()
         summary = self._shard.summary(request.member_id)
         layout, configuration = self._layouts.current, self.configuration
         return pb.GetServerResponse(

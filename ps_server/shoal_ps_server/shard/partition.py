@@ -167,6 +167,10 @@ class Partition:
         """Another member has pushed the batch here, or this one before it gave it up."""
         return self.settled.has(push.batch, but_of=push.member_id)
 
+    def last_sequence(self, member_id: str) -> int:
+        """The last of a member's numbers that was applied, or is on its way; 0: none."""
+        return (self.ahead or self.settled).sequences.get(member_id, 0)
+
     def is_next(self, push: UploadHeader) -> bool:
         """Whether its number is the member's next: that of a push which was known by its batch is to be used up."""
         return push.sequence > (self.ahead or self.settled).sequences.get(push.member_id, 0)

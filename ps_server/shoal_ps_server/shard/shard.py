@@ -68,7 +68,7 @@ class ShardSummary:
     versions: Mapping[int, int]
     """Partition id -> version, ascending; 0: no values yet."""
     sequences: Mapping[int, int]
-    """Partition id -> last applied sequence of the member asked about; only those above 0."""
+    """Partition id -> the last sequence of the member asked about that was applied, or is on its way; only those above 0."""
     stored_bytes: int
     pushes_applied: int
     pushes_deduplicated: int
@@ -292,7 +292,7 @@ class Shard:
         held = [self._partitions[partition_id] for partition_id in self.partition_ids()]
         return ShardSummary(
             versions={each.spec.partition_id: each.version for each in held},
-            sequences={each.spec.partition_id: each.settled.sequences[member_id] for each in held if member_id in each.settled.sequences},
+            sequences={each.spec.partition_id: last for each in held if (last := each.last_sequence(member_id))},
             stored_bytes=sum(each.stored_bytes for each in held),
             pushes_applied=self._pushes_applied,
             pushes_deduplicated=self._pushes_deduplicated,

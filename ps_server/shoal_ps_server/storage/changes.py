@@ -66,6 +66,16 @@ class Changes:
         if self._journal is not None:
             self._make(clock_record(member_id, clock), lambda: None)
 
+    @property
+    def holds(self) -> bool:
+        """Changes wait for another server to have them."""
+        return self._journal is not None and self._journal.holds
+
+    def give_up(self, reason: Exception) -> None:
+        """Makes no change any more; whoever waits for one is told why."""
+        if self._journal is not None:
+            self._journal.give_up(reason)
+
     def begin_file(self, effect: Callable[[int], T]) -> asyncio.Future[T]:
         """See `Journal.rotate`; without a journal the number is 0."""
         if self._journal is None:

@@ -170,6 +170,11 @@ class Journal:
         self._make_soon()
 
     @property
+    def holds(self) -> bool:
+        """Effects wait for a follower."""
+        return self._holding
+
+    @property
     def is_broken(self) -> bool:
         """A record has had no effect: memory lacks what the disk has."""
         return self._unmade is not None
@@ -392,7 +397,6 @@ def _refusal(error: Exception) -> UnavailableError:
 
 def _ending(reason: Exception) -> UnavailableError:
     return UnavailableError(
-        f"a change that is in the journal could not be made ({reason}): this server ends, and is recovered when it is started again; try "
-        "again",
+        f"a change that is in the journal was not made ({reason}): this server, or the one that has its place, makes it; try again",
         reason="SERVER_STOPPING",
     )

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from shoal_common.errors import PreconditionError, UnavailableError
 
@@ -62,7 +62,8 @@ class SnapshotKeeper:
         self._metrics = metrics
         self._writing = asyncio.Lock()
         self._on_disk: asyncio.Future[int] | None = None
-        """The thread that writes, or wrote last."""
+        """The thread that writes, or wrote last; and the one that removes what a snapshot has made superfluous."""
+        self._forgetting: asyncio.Future[None] | None = None
         self._last: tuple[object, ...] = ()
 
     async def write(self) -> Written:
@@ -113,9 +114,10 @@ class SnapshotKeeper:
         await self.write()
 
     async def idle(self) -> None:
-        """Waits until no thread writes one. None is to be asked for meanwhile."""
-        if self._on_disk is not None:
-            await asyncio.wait([self._on_disk])
+        """Waits until no thread of this keeper's is at work in the directory. No snapshot is to be asked for meanwhile."""
+        threads: list[asyncio.Future[Any]] = [each for each in (self._on_disk, self._forgetting) if each is not None]
+        if threads:
+            await asyncio.wait(threads)
 
     async def periodically(self, interval: timedelta) -> None:
         """Writes one every `interval` (0: never), and when the journal has grown enough, until cancelled. A failure is logged and counted;
@@ -146,7 +148,8 @@ class SnapshotKeeper:
         if not number:
             return
         try:
-            await asyncio.get_running_loop().run_in_executor(None, self._directory.forget_journal_before, number)
+            self._forgetting = asyncio.get_running_loop().run_in_executor(None, self._directory.forget_journal_before, number)
+            await asyncio.shield(self._forgetting)
         except OSError as error:
             logger.error("files of the journal that are not needed any more could not be removed", extra={"error": error})
 

@@ -56,6 +56,7 @@ class ScriptedCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
     def __init__(self) -> None:
         self.registrations: queue.Queue[coordinator_pb2.RegisterServer] = queue.Queue()
         self.heartbeats: queue.Queue[coordinator_pb2.ServerHeartbeat] = queue.Queue()
+        self.reports: queue.Queue[coordinator_pb2.BackupReport] = queue.Queue()
         self.server_index = 0
         self.place = coordinator_pb2.ServerPlace(epoch=1)
         self.shard_map: coordinator_pb2.ShardMap | None = None
@@ -93,6 +94,12 @@ class ScriptedCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
         with self._lock:
             self._members = (generation, member_ids)
             self._outbox.put(self._members_directive())
+
+    def placed(self, **place: Any) -> None:
+        """Tells the server what it is, now and at every reconnection."""
+        with self._lock:
+            self.place = coordinator_pb2.ServerPlace(**place)
+            self._outbox.put(coordinator_pb2.ServerDirective(place=self.place))
 
     def over(self) -> None:
         """Tells the server that the job is over."""
@@ -133,7 +140,10 @@ class ScriptedCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
     def _read(self, requests: Iterator[coordinator_pb2.ServerMessage]) -> None:
         try:
             for message in requests:
-                self.heartbeats.put(message.heartbeat)
+                if message.HasField("backup"):
+                    self.reports.put(message.backup)
+                else:
+                    self.heartbeats.put(message.heartbeat)
         except grpc.RpcError:
             pass
 
@@ -250,7 +260,7 @@ class Cluster:
         self.directory = directory
         self.coordinator = ScriptedCoordinator()
         self.address = self.coordinator.start()
-        self._running: list[_Running] = []
+        self._running: list[Running] = []
         self._clients: list[ParameterServerClient] = []
 
     def server(
@@ -276,22 +286,22 @@ class Cluster:
 
     def unregistered(self, **settings: Any) -> ParameterServerClient:
         """Starts a server and does not wait for the coordinator."""
-        self._running.append(_Running(self.directory, **{"coordinator": self.address, **settings}))
+        self._running.append(Running(self.directory, **{"coordinator": self.address, **settings}))
         return self.client(self._running[-1])
 
-    def client(self, running: _Running, **settings: Any) -> ParameterServerClient:
+    def client(self, running: Running, **settings: Any) -> ParameterServerClient:
         """Another connection to a server."""
         client = ParameterServerClient(ChannelSettings(address=running.address, deadline=timedelta(seconds=DEADLINE_S), **settings))
         self._clients.append(client)
         return client
 
     @property
-    def all_running(self) -> Sequence[_Running]:
+    def all_running(self) -> Sequence[Running]:
         """Every server, in the order in which they were started."""
         return self._running
 
     @property
-    def running(self) -> _Running:
+    def running(self) -> Running:
         """The newest server."""
         return self._running[-1]
 
@@ -316,7 +326,7 @@ class Cluster:
         self.coordinator.close()
 
 
-class _Running:
+class Running:
     """One server on an event loop of its own thread."""
 
     def __init__(self, directory: Path, **settings: Any) -> None:

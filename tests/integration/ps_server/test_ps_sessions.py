@@ -15,7 +15,7 @@ from shoal_ps_server.session import CoordinatorSession, Place, Registration
 class Deaf:
     """A listener to whom it is all the same."""
 
-    def welcomed(self, server_index: int) -> None:
+    def welcomed(self, server_index: int, *, with_backups: bool) -> None:
         pass
 
     def disconnected(self) -> None:

@@ -399,6 +399,7 @@ class ServerLink:
 
     def _adopt(self) -> None:
         """Goes on behind what the server has of this worker's."""
+        self._find()
         for here in self._look().partitions:
             self._acknowledged[here.partition_id] = here.sequence
             self._base[here.partition_id] = min(self._base[here.partition_id], here.version)

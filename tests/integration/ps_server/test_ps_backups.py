@@ -1,0 +1,218 @@
+"""A primary and its backup at awkward moments: the backup's side, or the coordinator's, is played by the test."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import grpc
+import pytest
+from shoal_common.errors import ShoalError, UnavailableError
+from shoal_common.wire import decode_follow_chunk
+from shoal_protos.v1 import coordinator_pb2
+from shoal_protos.v1 import parameter_server_pb2 as pb
+from shoal_ps_server import server as server_module
+from shoal_ps_server.replication.items import FORMAT_VERSION
+from shoal_ps_server.replication.primary import Backup
+
+from tests.integration.ps_server.conftest import Cluster, Running, ScriptedCoordinator, wait_until
+
+BACKUP = coordinator_pb2.SERVER_ROLE_BACKUP
+DATA = ("weight", 8 << 20, "float32")
+
+
+class Follower:
+    """The backup `b`, as the primary sees it."""
+
+    def __init__(self, address: str, *, epoch: int = 2) -> None:
+        self._out: queue.Queue[pb.FollowRequest | None] = queue.Queue()
+        begin = pb.FollowBegin(job_id="job", server_id="b", epoch=epoch, format=FORMAT_VERSION)
+        self._out.put(pb.FollowRequest(begin=begin))
+        self._channel = grpc.insecure_channel(address)
+        follow = self._channel.stream_stream("/shoal.v1.ParameterServer/Follow", request_serializer=pb.FollowRequest.SerializeToString)
+        self.call = follow(iter(self._out.get, None))
+        self._position = 0
+
+    def read_all(self) -> None:
+        """All that the primary holds."""
+        for data in self.call:
+            header, _ = decode_follow_chunk(data)
+            if header is not None:
+                self._position = max(self._position, header.position)
+                if header.kind == pb.FollowHeader.KIND_WHOLE:
+                    return
+        pytest.fail("the stream ended before all had come")
+
+    def has_all(self) -> None:
+        """Says that what was read is on its disk."""
+        self._out.put(pb.FollowRequest(kept=pb.FollowKept(position=self._position, whole=True)))
+
+    def close(self) -> None:
+        self._out.put(None)
+        self._channel.close()
+
+
+@contextmanager
+def follower(cluster: Cluster) -> Iterator[Follower]:
+    following = Follower(cluster.running.address)
+    try:
+        yield following
+    finally:
+        following.close()
+
+
+def primary(cluster: Cluster, *tensors: Any, **settings: Any) -> Any:
+    """A member of a job whose only server has `b` for a backup, by the coordinator's word."""
+    cluster.coordinator.place = coordinator_pb2.ServerPlace(epoch=2, backup_id="b")
+    return cluster.trainable(cluster.server(*tensors, data_dir=cluster.directory / "data", **settings))
+
+
+def report(cluster: Cluster) -> coordinator_pb2.BackupReport:
+    """The next one that the coordinator gets."""
+    return cluster.coordinator.reports.get(timeout=30)
+
+
+def in_sync(cluster: Cluster, following: Follower) -> None:
+    following.read_all()
+    following.has_all()
+    assert report(cluster).in_sync
+
+
+def test_a_stream_that_ends_while_the_journal_is_told_of_it_holds_nobody_up(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    member = primary(cluster)
+    member.push(1.0)
+    go, syncing, slow = threading.Event(), threading.Event(), threading.Event()
+    fdatasync = os.fdatasync
+
+    def synced(descriptor: int) -> None:
+        if slow.is_set():
+            syncing.set()
+            go.wait(30)
+        fdatasync(descriptor)
+
+    ended = threading.Event()
+    seen = Backup._ended
+    monkeypatch.setattr(Backup, "_ended", lambda backup, stream: (seen(backup, stream), ended.set()))
+    with follower(cluster) as following:
+        following.read_all()
+        monkeypatch.setattr(os, "fdatasync", synced)
+        slow.set()
+        following.has_all()
+        assert syncing.wait(30)
+        following.call.cancel()
+    assert ended.wait(30)
+    slow.clear()
+    go.set()
+    member.push(1.0)
+    assert cluster.running.failure is None
+    with follower(cluster) as again:
+        in_sync(cluster, again)
+
+
+def test_a_backup_that_does_not_read_is_reported_though_nothing_more_can_be_sent_to_it(cluster: Cluster) -> None:
+    member = primary(cluster, DATA, partition=2 << 20)
+    with follower(cluster) as following:
+        in_sync(cluster, following)
+        pushing = threading.Thread(target=lambda: member.push(1.0))
+        pushing.start()
+        assert not report(cluster).in_sync
+        cluster.coordinator.placed(epoch=3)
+        pushing.join(60)
+        assert not pushing.is_alive()
+
+
+def test_whoever_waits_for_a_backup_is_told_to_look_elsewhere_each_time_anew(cluster: Cluster) -> None:
+    member = primary(cluster)
+    with follower(cluster) as following:
+        in_sync(cluster, following)
+        waited_from = time.monotonic()
+        for _ in range(2):
+            with pytest.raises(UnavailableError) as caught:
+                member.push(1.0)
+            assert caught.value.reason in ("CHANGE_PENDING", "PLACE_UNKNOWN")
+        assert time.monotonic() - waited_from < 30
+
+
+def test_a_primary_that_its_backup_has_left_serves_nobody_until_the_coordinator_has_dropped_it(cluster: Cluster) -> None:
+    member = primary(cluster)
+    with follower(cluster) as following:
+        in_sync(cluster, following)
+        following.call.cancel()
+    assert not report(cluster).in_sync
+
+    def is_refused() -> bool:
+        try:
+            member.pull()
+        except UnavailableError as error:
+            return error.reason == "PLACE_UNKNOWN"
+        return False
+
+    wait_until(is_refused, "pulls to be refused: another server may have the place")
+    cluster.coordinator.placed(epoch=3)
+    wait_until(lambda: not is_refused(), "pulls to be answered")
+    member.push(1.0)
+
+
+def test_a_server_that_was_a_backup_asks_the_coordinator_before_it_serves(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "_PLACE_WAIT", timedelta(milliseconds=50))
+    member = primary(cluster)
+    member.push(1.0)
+    other = ScriptedCoordinator()
+    address = other.start()
+    other.place = coordinator_pb2.ServerPlace(epoch=2, role=BACKUP, primary_address=cluster.running.address, backup_id="b")
+    other.shard_map = cluster.coordinator.shard_map
+    other.members(1, "a", "b")
+    settings: dict[str, Any] = {"coordinator": address, "server_id": "b", "data_dir": cluster.directory / "b"}
+    try:
+        backup = Running(cluster.directory, **settings)
+        assert report(cluster).in_sync
+        backup.stop()
+        backup.thread.join(30)
+        other.stop()  # the coordinator is away
+        again = Running(cluster.directory, **settings)
+        try:
+            late = cluster.member(cluster.client(again), "a")
+            with pytest.raises(ShoalError) as caught:
+                late.push(1.0)
+            assert caught.value.reason == "PLACE_UNKNOWN"
+        finally:
+            again.stop()
+            again.thread.join(30)
+    finally:
+        other.close()
+
+
+def test_a_primary_that_was_started_anew_does_not_serve_beside_a_backup_that_is_taken_for_in_sync(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_module, "_PLACE_WAIT", timedelta(milliseconds=50))
+    primary(cluster)
+    with follower(cluster) as following:
+        in_sync(cluster, following)
+        following.call.cancel()
+    cluster.running.stop()
+    cluster.running.thread.join(30)
+    cluster.coordinator.place = coordinator_pb2.ServerPlace(epoch=2, backup_id="b", in_sync=True)
+    client = cluster.unregistered(data_dir=cluster.directory / "data")
+    while report(cluster).in_sync:
+        pass  # what was said before it ended
+    member = cluster.member(client)
+    with pytest.raises(UnavailableError) as caught:
+        member.push(1.0)
+    assert caught.value.reason == "PLACE_UNKNOWN"
+    cluster.coordinator.placed(epoch=3)
+    wait_until(lambda: _pushes(member), "the server to serve")
+
+
+def _pushes(member: Any) -> bool:
+    try:
+        member.push(1.0)
+    except UnavailableError:
+        return False
+    return True

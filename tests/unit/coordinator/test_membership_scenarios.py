@@ -249,9 +249,9 @@ class Story:
     def stop(self) -> None:
         self.happen(StopRequested(reason="asked to"))
 
-    def server(self, server: str, pid: str = "1", serves: str = "yes") -> None:
+    def server(self, server: str, pid: str = "1", serves: str = "yes", life: str = "1") -> None:
         address = f"{server}:{pid}" if serves == "yes" else ""
-        self.happen(ServerRegistered(server_id=server, address=address, metrics_address="", host="h1", pid=int(pid)))
+        self.happen(ServerRegistered(server_id=server, address=address, metrics_address="", host="h1", pid=int(pid), incarnation=life))
 
     def backup_report(self, primary: str, epoch: str, word: str) -> None:
         self.happen(BackupReported(server_id=primary, epoch=int(epoch), in_sync=word == "in-sync"))

@@ -75,14 +75,14 @@ class Pulls:
             self._answered(wanted.spec, version > wanted.newer_than)
 
     async def _await_turn(self, pull: Pull) -> None:
-        """ssp: the member says how far it is, and may have to wait for those behind."""
+        """ssp and bsp: the member says how far it is, and may have to wait for those behind."""
         self._membership.finished(pull.member_id, pull.clock)
         loop = asyncio.get_running_loop()
         started = loop.time()
         try:
             await self._membership.proceed(pull.member_id, pull.generation, wait=pull.wait)
         finally:
-            if self._membership.consistency.mode is ConsistencyMode.SSP:
+            if self._membership.consistency.mode is not ConsistencyMode.ASP:
                 self._waited(loop.time() - started)
 
     async def _await_values(self, spec: PartitionSpec, deadline: float) -> None:

@@ -9,13 +9,23 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
 
 import numpy as np
 import pytest
+import shoal
 from shoal_common.clients.parameter_server import ParameterServerClient
-from shoal_common.errors import ConfigurationError, CorruptDataError, PermissionDeniedError, PreconditionError, ShoalError, UnavailableError
+from shoal_common.errors import (
+    AuthenticationError,
+    ConfigurationError,
+    CorruptDataError,
+    PermissionDeniedError,
+    PreconditionError,
+    ShoalError,
+    UnavailableError,
+)
 from shoal_common.rpc.channel import ChannelSettings
 from shoal_protos.v1 import parameter_server_pb2 as pb
 from shoal_ps_server.settings import PsServerSettings, parse_command_line
@@ -228,6 +238,42 @@ def test_roles_are_enforced(cluster, tmp_path) -> None:
     assert len(cluster.member(viewer).pull(member_id="")) == 3  # it looks on, as nobody's member
     assert cluster.member(worker).pull()
     assert cluster.coordinator.tokens.get(timeout=30) == "Bearer st"
+
+
+def test_a_viewers_token_is_enough_to_read_the_whole_model(cluster, tmp_path) -> None:
+    tokens = tmp_path / "tokens"
+    tokens.write_text("worker: wt\nviewer: vt\n")
+    cluster.server(tokens=tokens, token="st")
+    cluster.trainable(cluster.client(cluster.running, token="wt")).push(1.0)
+    cluster.coordinator.shard_map.servers.add(server_index=0, address=cluster.running.address)
+    patience = timedelta(seconds=30)
+    with shoal.ModelReader(ChannelSettings(address=cluster.address, token="vt"), "job", patience=patience) as reader:
+        assert reader.state_dict()["weight"].tolist() == [-1.0] * 600
+        assert reader.versions == {0: 2, 1: 2, 2: 2}
+    with pytest.raises(AuthenticationError):
+        shoal.ParameterServerClient.state_dict(ChannelSettings(address=cluster.address, token="other"), "job", patience=patience)
+
+
+def test_a_model_that_is_read_while_others_push_has_whole_partitions(cluster) -> None:
+    client = cluster.server()
+    member = cluster.trainable(client)
+    cluster.coordinator.shard_map.servers.add(server_index=0, address=cluster.running.address)
+    ended = threading.Event()
+
+    def push() -> None:
+        while not ended.is_set():
+            member.push(1.0)
+
+    with ThreadPoolExecutor(1) as pool, shoal.ModelReader(ChannelSettings(address=cluster.address), "job") as reader:
+        pushing = pool.submit(push)
+        try:
+            for _ in range(30):
+                weight = reader.state_dict()["weight"]
+                for number, part in enumerate(weight.split(256)):
+                    assert part.tolist() == [1.0 - reader.versions[number]] * len(part)
+        finally:
+            ended.set()
+        pushing.result(60)
 
 
 def test_snapshots_are_written_by_and_by_while_values_change(cluster, tmp_path) -> None:

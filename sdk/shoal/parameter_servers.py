@@ -122,7 +122,8 @@ class ModelReader:
                         "workers have not come to their first step yet, there are no values: wait, or give more patience",
                         reason=error.reason,
                     ) from error
-            time.sleep(min(backoff.next_s(), max(0.0, deadline - time.monotonic())))
+                wait_s = backoff.next_s(error)
+            time.sleep(min(wait_s, max(0.0, deadline - time.monotonic())))
 
     def _learn(self) -> None:
         """Asks the coordinator which server has what, and where."""

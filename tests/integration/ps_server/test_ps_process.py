@@ -294,6 +294,7 @@ def test_a_snapshot_that_cannot_be_written_is_an_error_and_training_goes_on(clus
     with pytest.raises(UnavailableError) as caught:
         cluster.client(cluster.running, attempts=1).snapshot("job")
     assert caught.value.reason == "SNAPSHOT_FAILED"
+    assert caught.value.retry_after == timedelta(seconds=2)
     member.push(1.0)
     cluster.running.stop()
     assert isinstance(cluster.running.failure, UnavailableError)

@@ -400,7 +400,7 @@ class ServerLink:
                 away_since = self._away(method, error, since=away_since)
                 if self._job.leaving and time.monotonic() - away_since > _LEAVES_AFTER_S:
                     raise self._job.departure() from error
-                self._closing.wait(backoff.next_s())
+                self._closing.wait(backoff.next_s(error))
 
     def _is_curable(self, error: ShoalError) -> bool:
         if error.reason in _NOT_MY_TURN or (error.reason == "PARTITION_UNINITIALIZED" and not self._started):

@@ -105,6 +105,7 @@ class Clocks:
 
     def has_read(self, member: str, finished: int) -> None:
         """A member says that it has the values with which its iteration after `finished` begins."""
+        finished = min(finished, _LARGEST - 1)  # who reads does not rest
         self.report(member, finished)
         known = self._members[member]
         assert known.origin is not None, "it has just reported"
@@ -122,6 +123,7 @@ class Clocks:
         It was computed on values that were read before. Where the member has finished that iteration already, on this server, the push
         belongs to its next one.
         """
+        finished = min(finished, _LARGEST)
         self.report(member, max(0, finished - 1))
         known = self._members[member] = replace(self._members[member], has_read=True, takes_part=True)
         assert known.origin is not None, "it has just reported"

@@ -51,6 +51,11 @@ class Changes:
             await asyncio.wait(before)
         return await self._partition(upload, self._shard.admit_push(upload))
 
+    async def quiet(self) -> None:
+        """Waits for the changes of partitions that are on their way now."""
+        if pending := [each for each in self._latest.values() if not each.done()]:
+            await asyncio.wait(pending)
+
     def is_settled(self, push: UploadHeader) -> bool:
         """Whether the number of a push is used up, so that it will change nothing."""
         return self._shard.is_settled(push)

@@ -108,6 +108,14 @@ def test_nobody_waits_for_a_member_that_rests_and_it_comes_back_where_the_others
     assert not clocks.may_proceed("a", ssp(0))
 
 
+def test_numbers_that_are_too_large_are_neither_an_error_nor_a_farewell_of_who_reads_or_pushes() -> None:
+    clocks = Clocks()
+    clocks.follow(["a", "b"])
+    clocks.has_read("a", 2**63 - 1)
+    assert clocks.arrive("b", 2**63 - 1) == 1
+    assert not any(each.rests for each in clocks.members.values())
+
+
 def test_bsp_lets_a_push_in_when_all_have_read_what_it_would_change() -> None:
     clocks = Clocks()
     clocks.follow(["a", "b"])

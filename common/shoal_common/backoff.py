@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from typing import Final
 
+from shoal_common.errors import ShoalError
+
 _FIRST_S: Final = 0.05
 
 
@@ -18,11 +20,15 @@ class Backoff:
         self._longest_s = longest_s
         self._next_s = first_s
 
-    def next_s(self) -> float:
-        """Returns the seconds to wait now, and doubles the next wait."""
+    def next_s(self, failure: ShoalError | None = None) -> float:
+        """Returns the seconds to wait now, and doubles the next wait. `failure`: what was tried failed with; if it says when to try again,
+        the wait is that at least, and up to a quarter more."""
         now_s = self._next_s
         self._next_s = min(2 * now_s, self._longest_s)
-        return now_s * random.uniform(0.5, 1.0)  # noqa: S311 - no secret
+        own_s = now_s * random.uniform(0.5, 1.0)  # noqa: S311 - no secret
+        if failure is None or failure.retry_after is None:
+            return own_s
+        return max(own_s, failure.retry_after.total_seconds() * random.uniform(1.0, 1.25))  # noqa: S311 - no secret
 
     def reset(self) -> None:
         """Makes the next wait the first one again: what was tried has succeeded."""

@@ -15,13 +15,15 @@
     ├── CorruptDataError                    a file or a transfer that fails its checks      DATA_LOSS
     └── InternalError                       a bug in Shoal                                  INTERNAL
 
-Every error carries a `reason`: an UPPER_SNAKE name, stable over releases, that travels as google.rpc.ErrorInfo. The message is for
-people: it names the value, what was expected and what to do. The gRPC side (to_status, from_rpc_error) is in shoal_common.rpc.status; gRPC
-is not imported here, since these errors are the first thing that every program imports.
+Every error carries a `reason`: an UPPER_SNAKE name, stable over releases, that travels as google.rpc.ErrorInfo; what a service refuses
+because it has too much to do carries a `retry_after`, which travels as google.rpc.RetryInfo. The message is for people: it names the value,
+what was expected and what to do. The gRPC side (to_status, from_rpc_error) is in shoal_common.rpc.status; gRPC is not imported here, since
+these errors are the first thing that every program imports.
 """
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import ClassVar
 
 
@@ -34,9 +36,13 @@ class ShoalError(Exception):
     failed_at: float | None = None
     """When it happened (`time.time()`), where it is raised later than that: of failures that led to one another the first is the cause."""
 
-    def __init__(self, message: str, *, reason: str | None = None) -> None:
+    retry_after: timedelta | None
+    """Who refused is overloaded, and asks not to be asked again before that; None: it does not say."""
+
+    def __init__(self, message: str, *, reason: str | None = None, retry_after: timedelta | None = None) -> None:
         super().__init__(message)
         self.reason = reason or self.default_reason
+        self.retry_after = retry_after
 
 
 class ConfigurationError(ShoalError, ValueError):

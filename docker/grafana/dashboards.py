@@ -273,9 +273,9 @@ PARAMETER_SERVERS = (
     ),
     Graph(
         title="Waiting for slower members",
-        text="How long pulls were held back under ssp. Much of it: the bound is tight, or a worker is slow.",
+        text="How long pulls, and under bsp pushes, were held back for others. Much of it: the bound is tight, or a worker is slow.",
         unit="s",
-        queries=quantiles("shoal_ps_ssp_wait_seconds", "job_id"),
+        queries=quantiles("shoal_ps_turn_wait_seconds", "job_id"),
     ),
     Graph(
         title="Clocks",

@@ -41,9 +41,10 @@ class Metrics:
             registry=registry,
             buckets=_STALENESS_BUCKETS,
         )
-        self.ssp_wait_seconds = Histogram(
-            "shoal_ps_ssp_wait_seconds",
-            "Time that pulls waited for slower members under ssp, in seconds.",
+        self.turn_wait_seconds = Histogram(
+            "shoal_ps_turn_wait_seconds",
+            "Time that pulls under ssp and bsp waited for slower members, and pushes under bsp for readers, in seconds.",
+            ("method",),
             registry=registry,
             buckets=_WAIT_BUCKETS_S,
         )

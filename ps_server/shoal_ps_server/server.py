@@ -93,7 +93,11 @@ class ParameterServer:
             self._knows_its_place.set()  # else another server may have the place by now
         self._changes = Changes(shard=self._shard, layout=lambda: self._layouts.current, members=self._members)
         self._pulls = Pulls(
-            shard=self._shard, membership=self._membership, waited=self._metrics.ssp_wait_seconds.observe, answered=self._answered
+            shard=self._shard,
+            membership=self._membership,
+            quiet=self._changes.quiet,
+            waited=self._metrics.turn_wait_seconds.labels("Pull").observe,
+            answered=self._answered,
         )
         self._snapshots = SnapshotKeeper(
             directory=directory,
@@ -114,6 +118,7 @@ class ParameterServer:
                 membership=self._membership,
                 layout_of_epoch=self._layouts.of_epoch,
                 applied=self._applied,
+                waited=self._metrics.turn_wait_seconds.labels("Push").observe,
                 staging=Staging(nbytes=settings.staging_memory),
             ),
             pulls=self._pulls,

@@ -158,7 +158,7 @@ class CoordinatorSession:
                     raise
                 if opened.welcomed:
                     backoff.reset()
-                again_in_s = backoff.next_s()
+                again_in_s = backoff.next_s(error)
                 logger.warning(
                     "no session with the coordinator",
                     extra={

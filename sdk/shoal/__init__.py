@@ -28,7 +28,6 @@ from shoal_worker.store import init_method as _init_method
 
 if TYPE_CHECKING:
     from shoal_common.clients.coordinator import CoordinatorClient
-    from shoal_common.clients.parameter_server import ParameterServerClient
     from shoal_common.rpc.channel import ChannelSettings
     from shoal_common.security import TlsSettings
     from shoal_worker.api import (
@@ -77,6 +76,7 @@ if TYPE_CHECKING:
     from shoal_worker.strategies.zero3 import ZeRO3Model, ZeRO3Optimizer
 
     from shoal import optim as optim
+    from shoal.parameter_servers import ModelReader, ParameterServerClient
 
 __all__ = [
     "AsyncSGDModel",
@@ -111,6 +111,7 @@ __all__ = [
     "MPIBackend",
     "MembershipChanged",
     "NCCLBackend",
+    "ModelReader",
     "OptimizationInputData",
     "OptimizationResult",
     "ParameterServerClient",
@@ -179,9 +180,10 @@ _HOMES = {
     "LocalSGDOptimizer": "shoal_worker.strategies.local_sgd",
     "MPIBackend": "shoal_worker.backends.mpi.backend",
     "NCCLBackend": "shoal_worker.backends.nccl.backend",
+    "ModelReader": "shoal.parameter_servers",
     "OptimizationInputData": "shoal_worker.strategies.fitting",
     "OptimizationResult": "shoal_worker.strategies.fitting",
-    "ParameterServerClient": "shoal_common.clients.parameter_server",
+    "ParameterServerClient": "shoal.parameter_servers",
     "PipelineParallelModel": "shoal_worker.strategies.pipeline",
     "PipelineParallelOptimizer": "shoal_worker.strategies.pipeline",
     "TensorParallelModel": "shoal_worker.strategies.tensor",

@@ -122,8 +122,18 @@ class ParameterServerClient:
         request = pb.SetHyperparametersRequest(job_id=job_id, revision=revision, hyperparameters=hyperparameters, groups=groups)
         return self._caller.unary("SetHyperparameters", request, pb.SetHyperparametersResponse, deadline)
 
-    def advance_clock(self, job_id: str, member_id: str, *, clock: int, deadline: timedelta | None = None) -> pb.AdvanceClockResponse:
-        request = pb.AdvanceClockRequest(job_id=job_id, member_id=member_id, clock=clock)
+    def advance_clock(
+        self,
+        job_id: str,
+        member_id: str,
+        *,
+        clock: int,
+        has_read: bool = False,
+        place: int = 0,
+        deadline: timedelta | None = None,
+    ) -> pb.AdvanceClockResponse:
+        """With `has_read`, says instead that what iteration `clock` ended with has been read (bsp). `place`: see the .proto."""
+        request = pb.AdvanceClockRequest(job_id=job_id, member_id=member_id, clock=clock, has_read=has_read, place=place)
         return self._caller.unary("AdvanceClock", request, pb.AdvanceClockResponse, deadline)
 
     def snapshot(self, job_id: str, *, deadline: timedelta = DEFAULT_STREAM_DEADLINE) -> pb.SnapshotResponse:

@@ -1,4 +1,5 @@
-"""Errors over gRPC: ShoalError -> rich status (google.rpc.Status with ErrorInfo) -> ShoalError, keeping class and reason.
+"""Errors over gRPC: ShoalError -> rich status (google.rpc.Status with ErrorInfo, RetryInfo) -> ShoalError, keeping class, reason and
+when to try again.
 
 ErrorInfo.reason is the error's reason, ErrorInfo.domain "shoal", ErrorInfo.metadata["class"] its class in shoal_common.errors. Clients
 in other languages need only the code and the reason. Statuses that did not come from Shoal's code (no connection, a deadline, a
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import Any, Final, NoReturn
 
 import grpc
@@ -27,6 +29,8 @@ _DETAILS_KEY: Final = "grpc-status-details-bin"
 # gRPC refuses trailers above 8 KiB, and the message travels twice: percent-encoded (up to three bytes each) and within the details.
 _LONGEST_MESSAGE_BYTES: Final = 1200
 _LONGEST_REASON: Final = 63
+_LONGEST_RETRY: Final = timedelta(minutes=1)
+"""Nobody waits longer than this because another side says so."""
 
 _CLASSES: Final[Mapping[str, type[ShoalError]]] = {
     name: kind for name, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, ShoalError)
@@ -42,9 +46,14 @@ def to_status(error: ShoalError) -> Any:
     """The grpc.Status (code, details, trailing_metadata) of an error. Messages over 1200 bytes are cut."""
     kind = next(kind for kind in type(error).__mro__ if _CLASSES.get(kind.__name__) is kind)
     info = error_details_pb2.ErrorInfo(reason=error.reason[:_LONGEST_REASON], domain=DOMAIN, metadata={_CLASS_KEY: kind.__name__})
-    detail = any_pb2.Any()
-    detail.Pack(info)
-    return rpc_status.to_status(status_pb2.Status(code=grpc.StatusCode[error.code].value[0], message=_cut(str(error)), details=[detail]))
+    details = [any_pb2.Any()]
+    details[0].Pack(info)
+    if error.retry_after is not None:
+        retry = error_details_pb2.RetryInfo()
+        retry.retry_delay.FromTimedelta(error.retry_after)
+        details.append(any_pb2.Any())
+        details[1].Pack(retry)
+    return rpc_status.to_status(status_pb2.Status(code=grpc.StatusCode[error.code].value[0], message=_cut(str(error)), details=details))
 
 
 async def abort(context: grpc.aio.ServicerContext, error: ShoalError) -> NoReturn:
@@ -61,14 +70,14 @@ def from_rpc_error(rpc_error: grpc.RpcError, *, call: str = "") -> ShoalError:
     """
     code = rpc_error.code()
     message = rpc_error.details() or code.name
-    info = _error_info(rpc_error)
+    info, retry_after = _details(rpc_error)
     if info is None:
         kind = _BY_CODE.get(code, ShoalError)
         reason = kind.default_reason if kind is not ShoalError else code.name
-        return kind(f"{call}: {message}" if call else message, reason=reason)
+        return kind(f"{call}: {message}" if call else message, reason=reason, retry_after=retry_after)
     named = _CLASSES.get(info.metadata.get(_CLASS_KEY, ""))
     kind = named if named is not None and named.code == code.name else _by_reason(code, info.reason)
-    return kind(message, reason=info.reason)
+    return kind(message, reason=info.reason, retry_after=retry_after)
 
 
 def _by_reason(code: grpc.StatusCode, reason: str) -> type[ShoalError]:
@@ -79,18 +88,21 @@ def _by_reason(code: grpc.StatusCode, reason: str) -> type[ShoalError]:
     return _BY_CODE.get(code, ShoalError)
 
 
-def _error_info(rpc_error: grpc.RpcError) -> error_details_pb2.ErrorInfo | None:
-    for key, value in rpc_error.trailing_metadata() or ():
-        if key != _DETAILS_KEY:
-            continue
-        try:
-            for detail in status_pb2.Status.FromString(value).details:
-                info = error_details_pb2.ErrorInfo()
-                if detail.Unpack(info) and info.domain == DOMAIN:
-                    return info
-        except DecodeError:
-            return None
-    return None
+def _details(rpc_error: grpc.RpcError) -> tuple[error_details_pb2.ErrorInfo | None, timedelta | None]:
+    """What the error is, if Shoal's code said so, and when to try again; also a proxy may say that."""
+    found: error_details_pb2.ErrorInfo | None = None
+    retry_after: timedelta | None = None
+    encoded = next((value for key, value in rpc_error.trailing_metadata() or () if key == _DETAILS_KEY), b"")
+    try:
+        for detail in status_pb2.Status.FromString(encoded).details:
+            info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
+            if detail.Unpack(info) and info.domain == DOMAIN:
+                found = found or info
+            elif detail.Unpack(retry):
+                retry_after = min(max(retry.retry_delay.ToTimedelta(), timedelta(0)), _LONGEST_RETRY)
+    except DecodeError:
+        pass
+    return found, retry_after
 
 
 def _cut(message: str) -> str:

@@ -13,6 +13,7 @@ import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 
 from shoal_common.backoff import Backoff
 from shoal_common.errors import InternalError, ShoalError, UnavailableError
@@ -47,6 +48,8 @@ _LONGEST_BACKOFF_S = 1.0
 _LONGEST_SCAN_INTERVAL_MS = 500
 _MOST_REQUESTS = 50_000
 """Requests that may wait at once: five of each member of the largest world."""
+_RETRY_AFTER = timedelta(seconds=1)
+"""What is refused for want of room may be asked again then."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -111,6 +114,7 @@ class JobLoop:
             f"job {self.state.spec.job_id} has {len(self._queue)} requests that Redis has not taken yet, which is all that may wait; "
             "ask again later",
             reason=Refusal.QUEUE_LIMIT,
+            retry_after=_RETRY_AFTER,
         )
         _answer_all([refused], error)
         return refused

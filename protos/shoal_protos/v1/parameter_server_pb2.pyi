@@ -80,9 +80,11 @@ class Consistency(_message.Message):
         MODE_UNSPECIFIED: _ClassVar[Consistency.Mode]
         MODE_ASP: _ClassVar[Consistency.Mode]
         MODE_SSP: _ClassVar[Consistency.Mode]
+        MODE_BSP: _ClassVar[Consistency.Mode]
     MODE_UNSPECIFIED: Consistency.Mode
     MODE_ASP: Consistency.Mode
     MODE_SSP: Consistency.Mode
+    MODE_BSP: Consistency.Mode
     MODE_FIELD_NUMBER: _ClassVar[int]
     BOUND_FIELD_NUMBER: _ClassVar[int]
     mode: Consistency.Mode
@@ -251,14 +253,18 @@ class PullChunk(_message.Message):
     def __init__(self, header: _Optional[_Union[PullHeader, _Mapping]] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class AdvanceClockRequest(_message.Message):
-    __slots__ = ("job_id", "member_id", "clock")
+    __slots__ = ("job_id", "member_id", "clock", "has_read", "place")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
     CLOCK_FIELD_NUMBER: _ClassVar[int]
+    HAS_READ_FIELD_NUMBER: _ClassVar[int]
+    PLACE_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     member_id: str
     clock: int
-    def __init__(self, job_id: _Optional[str] = ..., member_id: _Optional[str] = ..., clock: _Optional[int] = ...) -> None: ...
+    has_read: bool
+    place: int
+    def __init__(self, job_id: _Optional[str] = ..., member_id: _Optional[str] = ..., clock: _Optional[int] = ..., has_read: _Optional[bool] = ..., place: _Optional[int] = ...) -> None: ...
 
 class AdvanceClockResponse(_message.Message):
     __slots__ = ("slowest_clock",)
@@ -347,8 +353,15 @@ class GetServerRequest(_message.Message):
     def __init__(self, member_id: _Optional[str] = ...) -> None: ...
 
 class GetServerResponse(_message.Message):
-    __slots__ = ("server_id", "job_id", "server_index", "stored_bytes", "shard_map_epoch", "pushes_applied", "pushes_deduplicated", "optimizer", "consistency", "partitions", "clocks")
+    __slots__ = ("server_id", "job_id", "server_index", "stored_bytes", "shard_map_epoch", "pushes_applied", "pushes_deduplicated", "optimizer", "consistency", "partitions", "clocks", "iterations")
     class ClocksEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class IterationsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
         VALUE_FIELD_NUMBER: _ClassVar[int]
@@ -366,6 +379,7 @@ class GetServerResponse(_message.Message):
     CONSISTENCY_FIELD_NUMBER: _ClassVar[int]
     PARTITIONS_FIELD_NUMBER: _ClassVar[int]
     CLOCKS_FIELD_NUMBER: _ClassVar[int]
+    ITERATIONS_FIELD_NUMBER: _ClassVar[int]
     server_id: str
     job_id: str
     server_index: int
@@ -377,7 +391,8 @@ class GetServerResponse(_message.Message):
     consistency: Consistency
     partitions: _containers.RepeatedCompositeFieldContainer[PartitionVersion]
     clocks: _containers.ScalarMap[str, int]
-    def __init__(self, server_id: _Optional[str] = ..., job_id: _Optional[str] = ..., server_index: _Optional[int] = ..., stored_bytes: _Optional[int] = ..., shard_map_epoch: _Optional[int] = ..., pushes_applied: _Optional[int] = ..., pushes_deduplicated: _Optional[int] = ..., optimizer: _Optional[_Union[OptimizerSpec, _Mapping]] = ..., consistency: _Optional[_Union[Consistency, _Mapping]] = ..., partitions: _Optional[_Iterable[_Union[PartitionVersion, _Mapping]]] = ..., clocks: _Optional[_Mapping[str, int]] = ...) -> None: ...
+    iterations: _containers.ScalarMap[str, int]
+    def __init__(self, server_id: _Optional[str] = ..., job_id: _Optional[str] = ..., server_index: _Optional[int] = ..., stored_bytes: _Optional[int] = ..., shard_map_epoch: _Optional[int] = ..., pushes_applied: _Optional[int] = ..., pushes_deduplicated: _Optional[int] = ..., optimizer: _Optional[_Union[OptimizerSpec, _Mapping]] = ..., consistency: _Optional[_Union[Consistency, _Mapping]] = ..., partitions: _Optional[_Iterable[_Union[PartitionVersion, _Mapping]]] = ..., clocks: _Optional[_Mapping[str, int]] = ..., iterations: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class PartitionVersion(_message.Message):
     __slots__ = ("partition_id", "version", "sequence")

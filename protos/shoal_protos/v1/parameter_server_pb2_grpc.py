@@ -126,6 +126,8 @@ class ParameterServerServicer:
         A (incarnation, partition, sequence) seen before is acknowledged and not applied again; neither is a `batch` that another push
         has brought. One stream carries one member's partitions;
         when it has ended well, the member has finished the iteration `clock` on this server. Role: worker.
+        With bsp a push of iteration k + 1 is let in when all members have read the values of iteration k (AdvanceClockRequest.has_read, or
+        their own push of iteration k + 1); after 5 s of waiting DEADLINE_EXCEEDED / BSP_WAIT_TIMEOUT, and it may be sent again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -133,7 +135,7 @@ class ParameterServerServicer:
 
     def Pull(self, request, context):
         """Streams the asked partitions, each consistent in itself and with its version. With ssp, waits until the slowest member is at most
-        `bound` clocks behind. Partitions without values are waited for. Without a member_id the caller only looks on: it is not fenced,
+        `bound` clocks behind; with bsp, until none is behind. Partitions without values are waited for. Without a member_id the caller only looks on: it is not fenced,
         has no clock and waits for no member. Role: worker; viewer: to look on.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -141,8 +143,8 @@ class ParameterServerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def AdvanceClock(self, request, context):
-        """Says that a member finished a clock (an iteration) without pushing here, or, with the largest int64, that nobody need wait for it
-        any more. NOT_FOUND / MEMBER_UNKNOWN unless it is in the newest generation. Role: worker.
+        """Says that a member finished a clock (an iteration) without pushing here; with the largest int64, that nobody need wait for it until it
+        is heard of again: it leaves, or has nothing to do. With `has_read`, that it has read what that iteration ended with. NOT_FOUND / MEMBER_UNKNOWN unless it is in the newest generation. Role: worker.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -9,22 +9,30 @@ from typing import Final
 
 from shoal_common.errors import DeadlineError, UnavailableError
 
-from shoal_ps_server.consistency.clocks import Clocks, Consistency
+from shoal_ps_server.consistency.clocks import Clocks, Consistency, ConsistencyMode
 from shoal_ps_server.consistency.fence import Change, Fence, Verdict
 
 ADMISSION_WAIT: Final = timedelta(seconds=5)
 """How long a caller of a generation that this server has not heard of may wait for the coordinator's word. It comes within milliseconds
 when the coordinator is there."""
+PUSH_WAIT: Final = timedelta(seconds=5)
+"""bsp: how long a push may wait for others to read what it would change. A worker then looks whether it is to leave, and sends it again."""
+
+_NAMED: Final = 5
+"""How many of those who are waited for an error names."""
 
 
 class Membership:
     """Who may act, and who must wait for whom."""
 
-    def __init__(self, *, fence: Fence, clocks: Clocks, admission_wait: timedelta = ADMISSION_WAIT) -> None:
+    def __init__(
+        self, *, fence: Fence, clocks: Clocks, admission_wait: timedelta = ADMISSION_WAIT, push_wait: timedelta = PUSH_WAIT
+    ) -> None:
         self.fence = fence
         self.clocks = clocks
         self.consistency = Consistency()
         self._admission_wait = admission_wait
+        self._push_wait = push_wait
         self._stopping = False
         self._news = asyncio.Event()
         """Set, and replaced, whenever something that a waiter looks at has changed."""
@@ -55,19 +63,23 @@ class Membership:
                 reason="MEMBERSHIP_UNKNOWN",
             )
 
-    def finished(self, member: str, clock: int) -> None:
-        """A member finished iteration `clock`, as it counts them. Ignored from one that has just been put out."""
-        if member not in self.fence.members:
-            return
-        slowest = self.clocks.slowest
-        self.clocks.report(member, clock)
-        if self.clocks.slowest != slowest:
-            self._announce()
+    def finished(self, member: str, clock: int, *, place: int = 0) -> None:
+        """A member finished iteration `clock`, as it counts them. Ignored from one that has just been put out. `place`: see
+        `Clocks.report`."""
+        if member in self.fence.members:
+            self.clocks.report(member, clock, place=place)
+            self._clocks_changed()
+
+    def has_read(self, member: str, clock: int) -> None:
+        """A member has the values that iteration `clock` ended with, as it counts them. Ignored from one that has just been put out."""
+        if member in self.fence.members:
+            self.clocks.has_read(member, clock)
+            self._clocks_changed()
 
     async def proceed(self, member: str, generation: int, *, wait: timedelta) -> None:
         """Returns when the member may begin its next iteration.
 
-        Raises DeadlineError / SSP_WAIT_TIMEOUT after `wait`, and StaleGenerationError when it is put out meanwhile.
+        Raises DeadlineError (SSP_WAIT_TIMEOUT, BSP_WAIT_TIMEOUT) after `wait`, and StaleGenerationError when it is put out meanwhile.
         """
 
         def may_proceed() -> bool:
@@ -76,11 +88,37 @@ class Membership:
 
         if may_proceed() or await self._until(may_proceed, wait):
             return
-        raise DeadlineError(
-            f"member {member!r} is {self.clocks.lead(member)} clocks ahead of the slowest ({self.clocks.slowest}), ssp allows "
-            f"{self.consistency.bound}; it waited {wait.total_seconds():g} s",
-            reason="SSP_WAIT_TIMEOUT",
+        awaited = self.clocks.behind(member, self.consistency.bound)
+        raise self._too_long(
+            f"member {member!r} is {self.clocks.lead(member)} clocks ahead of the slowest ({self.clocks.slowest}), {self._mode} allows "
+            f"{self.consistency.bound}",
+            awaited,
+            wait,
         )
+
+    async def let_in(self, member: str, generation: int, clock: int) -> None:
+        """Returns when a push that will have finished iteration `clock`, as its member counts them, may be admitted: under bsp when every
+        member has read what it would change, else at once. The member itself has, or it would not push.
+
+        Raises DeadlineError / BSP_WAIT_TIMEOUT, and StaleGenerationError when the member is put out meanwhile.
+        """
+        self.check(member, generation)
+        if self.consistency.mode is not ConsistencyMode.BSP:
+            return
+        iteration = self.clocks.arrive(member, clock)
+        self._clocks_changed()
+
+        def has_been_read() -> bool:
+            self.fence.check(member, generation)
+            return not self.clocks.awaited(iteration)
+
+        if not (has_been_read() or await self._until(has_been_read, self._push_wait)):
+            raise self._too_long(
+                f"this push of member {member!r} is of iteration {iteration}, and others have not read what the one before ended with",
+                self.clocks.awaited(iteration),
+                self._push_wait,
+            )
+        self.clocks.open(iteration)
 
     def stop(self) -> None:
         """The server stops: who waits is told to try again elsewhere or later, UnavailableError / SERVER_STOPPING."""
@@ -97,6 +135,21 @@ class Membership:
                 return True
         except TimeoutError:
             return False
+
+    @property
+    def _mode(self) -> str:
+        return self.consistency.mode.value
+
+    def _too_long(self, what: str, awaited: list[str], waited: timedelta) -> DeadlineError:
+        named = ", ".join(map(repr, awaited[:_NAMED])) + f" and {len(awaited) - _NAMED} more" * (len(awaited) > _NAMED)
+        return DeadlineError(
+            f"{what}; it waited {waited.total_seconds():g} s for {named or 'members that have come up by now'}; try again",
+            reason=f"{self._mode.upper()}_WAIT_TIMEOUT",
+        )
+
+    def _clocks_changed(self) -> None:
+        if self.consistency.mode is not ConsistencyMode.ASP:
+            self._announce()
 
     def _announce(self) -> None:
         self._news.set()

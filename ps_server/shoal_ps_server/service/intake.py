@@ -15,6 +15,7 @@ from typing import Final
 from shoal_common.errors import DeadlineError, InvalidRequestError, ShoalError, UnavailableError
 from shoal_protos.v1 import parameter_server_pb2 as pb
 
+from shoal_ps_server.consistency.clocks import ConsistencyMode
 from shoal_ps_server.consistency.membership import Membership
 from shoal_ps_server.service.requests import UploadKind, check_job, parse_upload_header
 from shoal_ps_server.service.staging import Staging
@@ -43,16 +44,18 @@ class Intake:
         membership: Membership,
         layout_of_epoch: Callable[[int], Awaitable[Layout]],
         applied: Callable[[UploadKind, Upload, Outcome], None],
+        waited: Callable[[float], None],
         idle_limit: timedelta = IDLE_LIMIT,
         pending_limit: timedelta = PENDING_LIMIT,
         staging: Staging | None = None,
     ) -> None:
-        """`applied` is told of every outcome."""
+        """`applied` is told of every outcome; `waited` of the seconds of every wait for other members, also of those that took none."""
         self._job_id = job_id
         self._changes = changes
         self._membership = membership
         self._layout_of_epoch = layout_of_epoch
         self._applied = applied
+        self._waited = waited
         self._idle_limit = idle_limit
         self._pending_limit = pending_limit
         self._staging = staging or Staging()
@@ -109,11 +112,24 @@ class Intake:
             opened = parse_upload_header(header, await self._layout_of_epoch(header.shard_map_epoch), kind)
             stream.check_member(opened)
             await self._membership.admit(opened.member_id, opened.generation)
+            if kind is UploadKind.PUSH and not self._changes.is_settled(opened):
+                # Before it has memory here: what waits for other members must not take the place of what these are waiting to send.
+                await self._await_turn(opened)
             decoded = 0 if opened.codec == pb.CODEC_RAW else opened.length * opened.spec.element.itemsize
             stream.release = await self._staging.take(opened.member_id, opened.payload_bytes + decoded)
             return Upload(opened)
 
         return received_partitions(messages, open_upload)
+
+    async def _await_turn(self, push: UploadHeader) -> None:
+        """bsp: a push may have to wait until all have read what it would change. Its sender is slowed down by HTTP/2 meanwhile."""
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        try:
+            await self._membership.let_in(push.member_id, push.generation, push.clock)
+        finally:
+            if self._membership.consistency.mode is ConsistencyMode.BSP:
+                self._waited(loop.time() - started)
 
     async def _admit(self, upload: Upload, kind: UploadKind, stream: _UploadStream) -> None:
         """A partition has come whole; it may have taken long. The next one may come while this one is written and applied."""

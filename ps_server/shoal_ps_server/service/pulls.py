@@ -7,7 +7,7 @@ reader.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Final
 
 from shoal_common.errors import DeadlineError, UnavailableError
@@ -29,12 +29,19 @@ class Pulls:
     """What all pulls of a server share."""
 
     def __init__(
-        self, *, shard: Shard, membership: Membership, waited: Callable[[float], None], answered: Callable[[PartitionSpec, bool], None]
+        self,
+        *,
+        shard: Shard,
+        membership: Membership,
+        quiet: Callable[[], Awaitable[None]],
+        waited: Callable[[float], None],
+        answered: Callable[[PartitionSpec, bool], None],
     ) -> None:
-        """`waited` is told the seconds of every wait for slower members, also of those that took none; `answered` of every partition
-        that was answered, and whether its values were sent."""
+        """`quiet` waits for changes that are on their way. `waited` is told the seconds of every wait for slower members, also of those
+        that took none; `answered` of every partition that was answered, and whether its values were sent."""
         self._shard = shard
         self._membership = membership
+        self._quiet = quiet
         self._waited = waited
         self._answered = answered
         self._first_values: dict[int, asyncio.Event] = {}
@@ -82,14 +89,16 @@ class Pulls:
             self._shard.note_pull(spec.partition_id, pull.member_id)
 
     async def _await_turn(self, pull: Pull) -> None:
-        """ssp: the member says how far it is, and may have to wait for those behind."""
+        """ssp and bsp: the member says how far it is, and may have to wait for those behind."""
         self._membership.finished(pull.member_id, pull.clock)
         loop = asyncio.get_running_loop()
         started = loop.time()
         try:
             await self._membership.proceed(pull.member_id, pull.generation, wait=pull.wait)
+            if self._membership.consistency.mode is ConsistencyMode.BSP:
+                await self._quiet()  # of a member that is gone, and that nobody waits for: all are to read with its last push, or without
         finally:
-            if self._membership.consistency.mode is ConsistencyMode.SSP:
+            if self._membership.consistency.mode is not ConsistencyMode.ASP:
                 self._waited(loop.time() - started)
 
     async def _await_values(self, spec: PartitionSpec, deadline: float) -> None:

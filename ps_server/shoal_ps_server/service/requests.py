@@ -28,6 +28,11 @@ LARGEST_PARTITION_BYTES: Final = 16 << 20
 """What a header may declare."""
 _FIRST_MESSAGE_WAIT: Final = timedelta(seconds=10)
 LONGEST_WAIT: Final = timedelta(minutes=10)
+MODES: Final[Mapping[int, ConsistencyMode]] = {
+    pb.Consistency.MODE_ASP: ConsistencyMode.ASP,
+    pb.Consistency.MODE_SSP: ConsistencyMode.SSP,
+    pb.Consistency.MODE_BSP: ConsistencyMode.BSP,
+}
 
 
 class UploadKind(enum.Enum):
@@ -171,15 +176,15 @@ async def parse_begin(requests: AsyncIterator[pb.FollowRequest]) -> pb.FollowBeg
 
 def parse_consistency(consistency: pb.Consistency) -> Consistency:
     """Raises InvalidRequestError / CONSISTENCY_INVALID."""
-    mode = {pb.Consistency.MODE_ASP: ConsistencyMode.ASP, pb.Consistency.MODE_SSP: ConsistencyMode.SSP}.get(consistency.mode)
+    mode = MODES.get(consistency.mode)
     if mode is None:
         raise InvalidRequestError(
-            f"consistency.mode={_enum_name(pb.Consistency.Mode, consistency.mode)}: expected MODE_ASP or MODE_SSP",
+            f"consistency.mode={_enum_name(pb.Consistency.Mode, consistency.mode)}: expected MODE_ASP, MODE_SSP or MODE_BSP",
             reason="CONSISTENCY_INVALID",
         )
-    if consistency.bound < 0 or (mode is ConsistencyMode.ASP and consistency.bound):
+    if consistency.bound < 0 or (mode is not ConsistencyMode.SSP and consistency.bound):
         raise InvalidRequestError(
-            f"consistency.bound={consistency.bound}: expected 0 or more with ssp, and 0 with asp", reason="CONSISTENCY_INVALID"
+            f"consistency.bound={consistency.bound}: expected 0 or more with ssp, and 0 with asp and bsp", reason="CONSISTENCY_INVALID"
         )
     return Consistency(mode=mode, bound=consistency.bound)
 

@@ -28,6 +28,7 @@ from shoal_ps_server.service.intake import Intake
 from shoal_ps_server.service.layouts import Layouts
 from shoal_ps_server.service.pulls import Pulls
 from shoal_ps_server.service.requests import (
+    MODES,
     HyperparameterChange,
     UploadKind,
     at_least,
@@ -207,14 +208,18 @@ class ParameterServerServicer:
             check_job(request.job_id, self._identity.job_id)
             await self._check_place()
             member_id, clock = parse_member(request.member_id), at_least("clock", request.clock, 0)
+            place = at_least("place", request.place, 0)
             if member_id not in self._membership.fence.members:
                 raise UnknownResourceError(
                     f"member {member_id!r} is not in generation {self._membership.fence.generation}, the newest known here",
                     reason="MEMBER_UNKNOWN",
                 )
-            self._membership.finished(member_id, clock)
-            if self._membership.consistency.mode is ConsistencyMode.SSP:
-                self._changes.clock(member_id, clock)
+            if request.has_read:
+                self._membership.has_read(member_id, clock)
+            else:
+                self._membership.finished(member_id, clock, place=place)
+                if self._membership.consistency.mode is not ConsistencyMode.ASP:
+                    self._changes.clock(member_id, clock, place=place)
             return pb.AdvanceClockResponse(slowest_clock=self._membership.clocks.slowest)
 
     async def snapshot(self, request: pb.SnapshotRequest, context: Any) -> pb.SnapshotResponse:
@@ -229,7 +234,7 @@ class ParameterServerServicer:
         if request.member_id:  # a worker goes on from what it hears
             await self._check_place()
         summary = self._shard.summary(request.member_id)
-        layout, configuration = self._layouts.current, self.configuration
+        layout, configuration, clocks = self._layouts.current, self.configuration, self._membership.clocks.members
         return pb.GetServerResponse(
             server_id=self._identity.server_id,
             job_id=self._identity.job_id,
@@ -244,7 +249,8 @@ class ParameterServerServicer:
                 pb.PartitionVersion(partition_id=number, version=version, sequence=summary.sequences.get(number, 0))
                 for number, version in summary.versions.items()
             ],
-            clocks={member: each.clock for member, each in self._membership.clocks.members.items()},
+            clocks={member: each.clock for member, each in clocks.items()},
+            iterations={m: each.clock - each.origin for m, each in clocks.items() if each.origin is not None and each.takes_part},
         )
 
     def _check_onlooker(self, request: pb.PullRequest, context: grpc.aio.ServicerContext) -> None:
@@ -313,5 +319,5 @@ def _optimizer_message(optimizer: OptimizerSettings) -> pb.OptimizerSpec:
 
 
 def _consistency_message(consistency: Consistency) -> pb.Consistency:
-    mode = {ConsistencyMode.ASP: pb.Consistency.MODE_ASP, ConsistencyMode.SSP: pb.Consistency.MODE_SSP}[consistency.mode]
-    return pb.Consistency(mode=mode, bound=consistency.bound)
+    wire = next(wire for wire, mode in MODES.items() if mode is consistency.mode)
+    return pb.Consistency(mode=pb.Consistency.Mode.ValueType(wire), bound=consistency.bound)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Iterable
+from datetime import timedelta
 from typing import Final
 
 import torch
@@ -19,6 +20,8 @@ from shoal_ps_server.shard.payload import bytes_of
 
 MOST_COPIES_BYTES: Final = 256 << 20
 """Together, of a server's copies for readers."""
+RETRY_AFTER: Final = timedelta(seconds=1)
+"""Who was ended reads again after that: others may have come to their ends by then."""
 
 
 class Reading:
@@ -39,6 +42,7 @@ class Reading:
                 f"the values changed while they were read too slowly: copies for slow readers hold {MOST_COPIES_BYTES >> 20} MiB already; "
                 "pull again",
                 reason="PULL_TOO_SLOW",
+                retry_after=RETRY_AFTER,
             )
         piece, self._rest = self._rest[:nbytes], self._rest[nbytes:]
         return piece

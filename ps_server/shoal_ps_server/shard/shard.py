@@ -120,6 +120,10 @@ class Shard:
             partition=partition, header=header, version=1, values=values, first=True, check_seconds=time.perf_counter() - started
         )
 
+    def is_settled(self, header: UploadHeader) -> bool:
+        """Whether the number of a push is used up, or will be by what is on its way."""
+        return not self._partitions[header.spec.partition_id].is_next(header)
+
     def needs_trial(self, upload: Upload) -> bool:
         """Whether an update may come out infinite, so that it is tried first, which needs all before it to be applied. Raises as
         `admit_push`."""

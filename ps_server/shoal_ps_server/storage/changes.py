@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from shoal_ps_server.configuration import Configuration
 from shoal_ps_server.shard.layout import Layout
-from shoal_ps_server.shard.payload import Upload
+from shoal_ps_server.shard.payload import Upload, UploadHeader
 from shoal_ps_server.shard.shard import Admitted, Outcome, Shard
 from shoal_ps_server.storage.image import Members
 from shoal_ps_server.storage.journal import Journal
@@ -51,6 +51,15 @@ class Changes:
             await asyncio.wait(before)
         return await self._partition(upload, self._shard.admit_push(upload))
 
+    async def quiet(self) -> None:
+        """Waits for the changes of partitions that are on their way now."""
+        if pending := [each for each in self._latest.values() if not each.done()]:
+            await asyncio.wait(pending)
+
+    def is_settled(self, push: UploadHeader) -> bool:
+        """Whether the number of a push is used up, so that it will change nothing."""
+        return self._shard.is_settled(push)
+
     async def initialize(self, upload: Upload) -> asyncio.Future[Outcome]:
         """Admits first values. Raises as `Shard.admit_values`."""
         return await self._partition(upload, self._shard.admit_values(upload))
@@ -60,11 +69,11 @@ class Changes:
         self._configured = self._make(configuration_record(configuration), effect)
         return self._configured
 
-    def clock(self, member_id: str, clock: int) -> None:
+    def clock(self, member_id: str, clock: int, *, place: int = 0) -> None:
         """A member's word on its clock, without a push, for the journal. Nobody waits for it: a member whose word is lost is held for
         slower than it is, until it speaks again."""
         if self._journal is not None:
-            self._make(clock_record(member_id, clock), lambda: None)
+            self._make(clock_record(member_id, clock, place=place), lambda: None)
 
     @property
     def holds(self) -> bool:

@@ -35,6 +35,8 @@ class Members:
     clocks: Mapping[str, MemberClock] = field(default_factory=dict)
     """Each member's clock."""
     slowest_clock: int = 0
+    opened: int = 0
+    """bsp: the last iteration of which a push was let in."""
 
     def fence(self) -> Fence:
         """A fence as it was."""
@@ -42,7 +44,7 @@ class Members:
 
     def restored_clocks(self) -> Clocks:
         """The members' clocks, to be gone on with."""
-        clocks = Clocks(members=self.clocks, slowest=self.slowest_clock)
+        clocks = Clocks(members=self.clocks, slowest=self.slowest_clock, opened=self.opened)
         clocks.follow(self.members)
         return clocks
 
@@ -55,6 +57,7 @@ class Members:
             put_out=dict(fence.put_out),
             clocks=clocks.members,
             slowest_clock=clocks.slowest,
+            opened=clocks.opened,
         )
 
 
@@ -174,20 +177,24 @@ def members_to_json(members: Members) -> dict[str, Any]:
         "put_out": list(members.put_out.items()),
         "clocks": {member: [each.clock, each.origin] for member, each in members.clocks.items()},
         "slowest_clock": members.slowest_clock,
+        "resting": sorted(member for member, each in members.clocks.items() if each.rests),
+        "opened": members.opened,
     }
 
 
 def members_from_json(value: Mapping[str, Any]) -> Members:
     """The inverse. Raises as `state_from_json`."""
+    resting = frozenset(map(str, value.get("resting", ())))  # not in what was written before there was bsp
     return Members(
         generation=int(value["generation"]),
         members=frozenset(map(str, value["members"])),
         put_out={str(member): int(generation) for member, generation in value["put_out"]},
         clocks={
-            str(member): MemberClock(clock=int(clock), origin=None if origin is None else int(origin))
+            str(member): MemberClock(clock=int(clock), origin=None if origin is None else int(origin), rests=str(member) in resting)
             for member, (clock, origin) in value["clocks"].items()
         },
         slowest_clock=int(value["slowest_clock"]),
+        opened=int(value.get("opened", 0)),
     )
 
 

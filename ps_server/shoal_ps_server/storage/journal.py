@@ -21,6 +21,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any, Final, Generic, Protocol, TypeVar
 
 from shoal_common.errors import InternalError, UnavailableError
@@ -35,6 +36,8 @@ T = TypeVar("T")
 
 MOST_IN_A_BATCH_BYTES: Final = 64 << 20
 """So much is written before those who wait for the first of it are answered."""
+_RETRY_AFTER: Final = timedelta(seconds=2)
+"""Sooner than that a disk that is full will hardly have room, and pushes are megabytes."""
 _MOST_AT_ONCE_S: Final = 0.005
 """So long effects follow one another before the loop's other work has its turn."""
 
@@ -392,6 +395,7 @@ def _refusal(error: Exception) -> UnavailableError:
         f"the update could not be written to the journal ({error}); nothing was applied. Values can still be pulled; make room on the "
         "server's disk, and send it again",
         reason="JOURNAL_FAILED",
+        retry_after=_RETRY_AFTER,
     )
 
 

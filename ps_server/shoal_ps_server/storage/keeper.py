@@ -27,6 +27,8 @@ from shoal_ps_server.storage.snapshot import write_snapshot
 
 logger = logging.getLogger(__name__)
 
+_RETRY_AFTER: Final = timedelta(seconds=2)
+"""Sooner than that a disk that is full will hardly have room."""
 _LOOK_S: Final = 1.0
 """How often the length of the journal is looked at."""
 
@@ -95,7 +97,9 @@ class SnapshotKeeper:
             except OSError as error:
                 self._metrics.snapshot_failures.inc()
                 raise UnavailableError(
-                    f"the snapshot could not be written to {self._directory.path}: {error}", reason="SNAPSHOT_FAILED"
+                    f"the snapshot could not be written to {self._directory.path}: {error}",
+                    reason="SNAPSHOT_FAILED",
+                    retry_after=_RETRY_AFTER,
                 ) from error
             await self._forget_journal_before(state.journal)
             self._last = _fingerprint(image.state, {each.spec.partition_id: each.version for each in image.partitions})

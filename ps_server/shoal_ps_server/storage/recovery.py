@@ -19,6 +19,7 @@ from shoal_common.errors import CorruptDataError, ShoalError
 from shoal_protos.v1 import parameter_server_pb2 as pb
 
 from shoal_ps_server.configuration import Configuration
+from shoal_ps_server.consistency.clocks import ConsistencyMode
 from shoal_ps_server.shard.layout import Layout
 from shoal_ps_server.shard.payload import Upload, UploadHeader
 from shoal_ps_server.shard.shard import Admitted, Shard
@@ -65,9 +66,9 @@ def configuration_record(configuration: Configuration) -> Record:
     return Record(kind=CONFIGURATION, fields=configuration_to_json(configuration))
 
 
-def clock_record(member_id: str, clock: int) -> Record:
-    """Makes the record of a member's word that it has finished so many iterations."""
-    return Record(kind=CLOCK, fields={"member": member_id, "clock": clock})
+def clock_record(member_id: str, clock: int, *, place: int = 0) -> Record:
+    """Makes the record of a member's word that it has finished so many iterations, and of the clock that it says this is, if any."""
+    return Record(kind=CLOCK, fields={"member": member_id, "clock": clock} | ({"place": place} if place else {}))
 
 
 def backup_record(server_id: str) -> Record:
@@ -214,11 +215,20 @@ class Replay:
         self.shard.keep_bases_of(self._members.members)
 
     def _tick(self, record: Record) -> None:
-        self._finished(str(record.fields["member"]), int(record.fields["clock"]))
+        fields = record.fields
+        self._finished(str(fields["member"]), int(fields["clock"]), place=int(fields.get("place", 0)))
 
-    def _finished(self, member_id: str, clock: int) -> None:
+    def _finished(self, member_id: str, clock: int, *, place: int = 0) -> None:
         if member_id in self._clocks.members:
-            self._clocks.report(member_id, clock)
+            self._clocks.report(member_id, clock, place=place)
+
+    def _let_in(self, push: UploadHeader) -> None:
+        """The iteration before the push was finished for certain; its own may have come in part."""
+        self._finished(push.member_id, max(0, push.clock - 1))
+        if self.configuration is not None and self.configuration.consistency.mode is ConsistencyMode.BSP:
+            origin = self._clocks.members[push.member_id].origin if push.member_id in self._clocks.members else None
+            if origin is not None:
+                self._clocks.open(origin + push.clock)
 
     def _configure(self, record: Record) -> None:
         self.configuration = configuration_from_json(record.fields)
@@ -246,8 +256,7 @@ class Replay:
         have, version = self.shard.version(spec.partition_id), int(fields["version"])
         if record.kind != VALUES:
             self.shard.pushed_before(header)
-            # The iteration before it was finished for certain; this one may have come in part.
-            self._finished(header.member_id, max(0, header.clock - 1))
+            self._let_in(header)
         if record.kind == KNOWN:
             if have == 0:
                 raise ValueError("the partition has no values")

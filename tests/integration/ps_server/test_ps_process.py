@@ -9,13 +9,23 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
 
 import numpy as np
 import pytest
+import shoal
 from shoal_common.clients.parameter_server import ParameterServerClient
-from shoal_common.errors import ConfigurationError, CorruptDataError, PermissionDeniedError, PreconditionError, ShoalError, UnavailableError
+from shoal_common.errors import (
+    AuthenticationError,
+    ConfigurationError,
+    CorruptDataError,
+    PermissionDeniedError,
+    PreconditionError,
+    ShoalError,
+    UnavailableError,
+)
 from shoal_common.rpc.channel import ChannelSettings
 from shoal_protos.v1 import parameter_server_pb2 as pb
 from shoal_ps_server.settings import PsServerSettings, parse_command_line
@@ -230,6 +240,42 @@ def test_roles_are_enforced(cluster, tmp_path) -> None:
     assert cluster.coordinator.tokens.get(timeout=30) == "Bearer st"
 
 
+def test_a_viewers_token_is_enough_to_read_the_whole_model(cluster, tmp_path) -> None:
+    tokens = tmp_path / "tokens"
+    tokens.write_text("worker: wt\nviewer: vt\n")
+    cluster.server(tokens=tokens, token="st")
+    cluster.trainable(cluster.client(cluster.running, token="wt")).push(1.0)
+    cluster.coordinator.shard_map.servers.add(server_index=0, address=cluster.running.address)
+    patience = timedelta(seconds=30)
+    with shoal.ModelReader(ChannelSettings(address=cluster.address, token="vt"), "job", patience=patience) as reader:
+        assert reader.state_dict()["weight"].tolist() == [-1.0] * 600
+        assert reader.versions == {0: 2, 1: 2, 2: 2}
+    with pytest.raises(AuthenticationError):
+        shoal.ParameterServerClient.state_dict(ChannelSettings(address=cluster.address, token="other"), "job", patience=patience)
+
+
+def test_a_model_that_is_read_while_others_push_has_whole_partitions(cluster) -> None:
+    client = cluster.server()
+    member = cluster.trainable(client)
+    cluster.coordinator.shard_map.servers.add(server_index=0, address=cluster.running.address)
+    ended = threading.Event()
+
+    def push() -> None:
+        while not ended.is_set():
+            member.push(1.0)
+
+    with ThreadPoolExecutor(1) as pool, shoal.ModelReader(ChannelSettings(address=cluster.address), "job") as reader:
+        pushing = pool.submit(push)
+        try:
+            for _ in range(30):
+                weight = reader.state_dict()["weight"]
+                for number, part in enumerate(weight.split(256)):
+                    assert part.tolist() == [1.0 - reader.versions[number]] * len(part)
+        finally:
+            ended.set()
+        pushing.result(60)
+
+
 def test_snapshots_are_written_by_and_by_while_values_change(cluster, tmp_path) -> None:
     client = cluster.server(data_dir=tmp_path / "data", snapshot_interval=timedelta(milliseconds=20))
     member = cluster.trainable(client)
@@ -248,6 +294,7 @@ def test_a_snapshot_that_cannot_be_written_is_an_error_and_training_goes_on(clus
     with pytest.raises(UnavailableError) as caught:
         cluster.client(cluster.running, attempts=1).snapshot("job")
     assert caught.value.reason == "SNAPSHOT_FAILED"
+    assert caught.value.retry_after == timedelta(seconds=2)
     member.push(1.0)
     cluster.running.stop()
     assert isinstance(cluster.running.failure, UnavailableError)

@@ -114,7 +114,7 @@ def test_parameters_without_gradient_and_frozen_ones_stay_as_they_are(session: S
     assert sorted(name for name in before if not torch.equal(before[name], after[name])) == ["used.bias", "used.weight"]
 
 
-@pytest.mark.parametrize("options", [{}, {"consistency": "ssp", "staleness_bound": 0}], ids=["asp", "ssp"])
+@pytest.mark.parametrize("options", [{}, {"consistency": "ssp", "staleness_bound": 0}, {"consistency": "bsp"}], ids=["asp", "ssp", "bsp"])
 def test_a_server_may_hold_nothing_but_frozen_parameters(session: Session, running: AsyncCluster, options: dict[str, Any]) -> None:
     net = nn.ModuleDict({name: nn.Linear(FEATURES, 1, bias=False) for name in ("used", "frozen")})
     net["frozen"].requires_grad_(False)

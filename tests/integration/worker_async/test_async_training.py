@@ -16,6 +16,7 @@ from tests.zygote.children import eventually
 Make = Callable[..., AsyncCluster]
 
 BATCHES = SAMPLES // 8
+BSP = {"consistency": "bsp"}
 EACH_BY_ITSELF = {"lease_ahead_s": 0}
 """Each batch is leased and acknowledged before the next one begins, so that it is known which a dead worker has left."""
 
@@ -89,11 +90,66 @@ def test_with_ssp_nobody_is_further_ahead_than_the_bound(cluster: Make) -> None:
     assert slow.result()["steps"] + fast.result()["steps"] == BATCHES
 
 
-def test_with_ssp_a_worker_without_batches_holds_nobody_up(cluster: Make) -> None:
+@pytest.mark.parametrize("options", [{"consistency": "ssp", "staleness_bound": 0}, BSP], ids=["ssp", "bsp"])
+def test_a_worker_without_batches_holds_nobody_up(cluster: Make, options: dict[str, Any]) -> None:
     running = cluster(together=2)
-    options = {"consistency": "ssp", "staleness_bound": 0}
     workers = [running.start_worker(epochs=3, batch_size=SAMPLES // 3, options=options, delay_s=delay) for delay in (0.0, 0.03)]
     assert sum(worker.result()["steps"] for worker in workers) == 3 * 4
+    assert audit(running.records).exactly_once
+
+
+def in_common(left: list[int], right: list[int]) -> tuple[list[int], list[int]]:
+    """What two workers computed on, of that which both did."""
+    return [each for each in left if each in right], [each for each in right if each in left]
+
+
+def test_with_bsp_all_workers_compute_an_iteration_on_the_same_values_also_a_joiner(cluster: Make) -> None:
+    """On two servers, with workers of different speed and more than one epoch; with asp they would have the very first values in common."""
+    running = cluster(together=1)
+    slow = running.start_worker(epochs=3, options=BSP, hold_at=[4], delay_s=0.01)
+    slow.wait_step(4)
+    fast = running.start_worker(epochs=3, options=BSP)
+    running.wait_world(2)
+    slow.go(4)
+    results = [worker.result() for worker in (slow, fast)]
+    assert sum(result["steps"] for result in results) == 3 * BATCHES
+    left, right = in_common(*(result["computed_on"] for result in results))
+    assert left == right
+    # Each computed some alone: before the joiner came, and where one had no batch towards an epoch's end.
+    assert len(left) > min(result["steps"] for result in results) / 2
+    assert audit(running.records).exactly_once
+
+
+def test_with_bsp_workers_go_on_without_one_that_is_killed_and_with_a_server_that_comes_back(cluster: Make) -> None:
+    running = cluster(together=3)
+    victim = running.start_worker(epochs=2, options=BSP, hold_at=[3])
+    others = [running.start_worker(epochs=2, options=BSP, hold_at=[3]) for _ in range(2)]
+    for worker in (victim, *others):
+        worker.wait_step(3)
+    running.servers[0].process.kill()
+    running.servers[0].process.wait()
+    running.servers[0].start()
+    for worker in others:
+        worker.go(3)
+    victim.process.kill()
+    results = [worker.result() for worker in others]
+    left, right = in_common(*(result["computed_on"] for result in results))
+    assert left == right
+    assert len(left) >= 6
+    assert audit(running.records).exactly_once
+
+
+def test_with_bsp_a_worker_that_waits_for_another_leaves_when_it_is_told_to(cluster: Make) -> None:
+    running = cluster(together=2)
+    held = running.start_worker(epochs=1, options=BSP, hold_at=[1])
+    leaving = running.start_worker(epochs=1, options=BSP)
+    held.wait_step(1)
+    leaving.wait_step(1)
+    leaving.process.kill(signal.SIGTERM)
+    assert leaving.process.wait() == 0, leaving.process.said()
+    assert not leaving.reached(2)
+    held.go(1)
+    assert held.result()["steps"] >= BATCHES - 2
     assert audit(running.records).exactly_once
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import shoal_worker.api as shoal
 import torch
+from shoal_common.wire import checksum
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -72,12 +73,15 @@ def main(arguments: Sequence[str]) -> int:
     evaluation = shoal.ElasticDataLoader(problem(), batch_size=64, train=False)
     first_parameters: dict[str, Any] = {}
     steps, statuses, epochs = 0, [], []
+    computed_on: list[int] = []
+    """A hash of the parameters of each step."""
     for epoch in loader.epochs(config.get("epochs", 1)):
         epochs.append(epoch)
         for inputs, targets in loader:
             moments.step(steps)
             if steps == 0:
                 first_parameters = {name: value.tolist() for name, value in net.named_parameters()}
+            computed_on.append(checksum(torch.cat([value.detach().flatten() for value in net.parameters()]).numpy().data))
             model.train_step(inputs, targets, nn.functional.mse_loss)
             statuses.append(bool(optimizer.step()))
             if "delay_s" in config:
@@ -95,6 +99,7 @@ def main(arguments: Sequence[str]) -> int:
         "steps": steps,
         "committed": sum(statuses),
         "epochs": epochs,
+        "computed_on": computed_on,
         "first_parameters": first_parameters,
         "parameters": {name: value.tolist() for name, value in model.full_state_dict().items()},
         "error": sums["squared_error"] / sums["samples"],

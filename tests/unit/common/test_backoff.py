@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import pytest
 from shoal_common import backoff
 from shoal_common.backoff import Backoff
+from shoal_common.errors import UnavailableError
 
 
 def test_waits_double_up_to_the_longest_and_begin_anew_after_a_success(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -19,3 +22,12 @@ def test_waits_are_spread_over_their_upper_half() -> None:
     waits = [Backoff(first_s=1.0, longest_s=1.0).next_s() for _ in range(100)]
     assert all(0.5 <= wait <= 1.0 for wait in waits)
     assert len(set(waits)) > 1
+
+
+def test_who_refused_says_when_to_try_again_and_is_not_asked_before_that() -> None:
+    busy = UnavailableError("busy", retry_after=timedelta(seconds=3))
+    waits = [Backoff(longest_s=1.0).next_s(busy) for _ in range(100)]
+    assert all(3.0 <= wait <= 3.75 for wait in waits)
+    assert len(set(waits)) > 1
+    assert Backoff(longest_s=1.0).next_s(UnavailableError("away")) <= 0.05
+    assert Backoff(first_s=9.0, longest_s=9.0).next_s(busy) >= 4.5, "an own wait that is longer stays"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from datetime import timedelta
 from types import SimpleNamespace
 
 import grpc
@@ -124,3 +125,27 @@ def test_without_a_believable_class_the_reason_and_then_the_code_decide(code, re
     got = from_rpc_error(FakeRpcError(code, "m", (("grpc-status-details-bin", value),)))
     assert type(got) is expected
     assert got.reason == reason
+
+
+@pytest.mark.parametrize(
+    ("sent", "received"),
+    [
+        (None, None),
+        (timedelta(milliseconds=1500), timedelta(milliseconds=1500)),
+        (timedelta(seconds=-5), timedelta(0)),
+        (timedelta(days=1), timedelta(minutes=1)),  # nobody waits for ever because another side says so
+    ],
+)
+def test_when_to_try_again_travels_with_the_error(sent, received):
+    got = over_the_wire(UnavailableError("busy", reason="BUSY", retry_after=sent))
+    assert (type(got), got.reason, got.retry_after) == (UnavailableError, "BUSY", received)
+
+
+def test_a_proxy_may_say_when_to_try_again():
+    detail = any_pb2.Any()
+    detail.Pack(error_details_pb2.RetryInfo(retry_delay={"seconds": 4}))
+    status = status_pb2.Status(code=14, message="overloaded", details=[detail])
+    got = from_rpc_error(
+        FakeRpcError(grpc.StatusCode.UNAVAILABLE, "overloaded", (("grpc-status-details-bin", status.SerializeToString()),))
+    )
+    assert (type(got), got.retry_after) == (UnavailableError, timedelta(seconds=4))

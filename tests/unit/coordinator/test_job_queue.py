@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from datetime import timedelta
 from typing import cast
 
 import pytest
@@ -41,6 +42,7 @@ def test_requests_are_refused_when_too_many_wait(monkeypatch: pytest.MonkeyPatch
         with pytest.raises(UnavailableError, match="job j has 3 requests that Redis has not taken yet") as refusal:
             await loop.ask(DRAIN, timeout_s=60)
         assert refusal.value.reason == "QUEUE_LIMIT"
+        assert refusal.value.retry_after == timedelta(seconds=1)
         # What the coordinator itself has noticed is not a request.
         loop.submit(StreamBroken(member_id="a"))
         assert outcomes == []

@@ -57,10 +57,10 @@ class Journaled:
         self.shard.adopt(layout)
         self.layout = layout
 
-    async def configure(self, optimizer: OptimizerSettings) -> None:
+    async def configure(self, optimizer: OptimizerSettings, consistency: Consistency | None = None) -> None:
         before = self.configuration
         configuration = (
-            Configuration(configured=optimizer, optimizer=optimizer, consistency=Consistency())
+            Configuration(configured=optimizer, optimizer=optimizer, consistency=consistency or Consistency())
             if before is None
             else replace(before, optimizer=optimizer, revision=before.revision + 1)
         )
@@ -137,12 +137,12 @@ def recovered(path: Path) -> dict[int, Any]:
         return state_of(directory.recover(job_id=JOB, server_id=SERVER).shard)
 
 
-async def begun(server: Journaled, make: Any) -> None:
+async def begun(server: Journaled, make: Any, consistency: Consistency | None = None) -> None:
     """Two partitions with values, of which one is of bfloat16, AdamW, and three members."""
     server.members = Members(generation=1, members=frozenset("abc"))
     specs = (make.spec(0), make.spec(3, length=4, dtype="bfloat16", tensor="bias"))
     server.adopt(make.layout(*specs))
-    await server.configure(optimizer_settings(name="adamw", hyperparameters=ADAMW))
+    await server.configure(optimizer_settings(name="adamw", hyperparameters=ADAMW), consistency)
     for spec in specs:
         await server.initialize(make.upload(torch.arange(spec.length), spec, sequence=0, base_version=0))
 

@@ -1,4 +1,4 @@
-"""asp and ssp: who may go on. The core is checked against what ssp promises, whatever the order of events."""
+"""asp, ssp and bsp: who may go on. The core is checked against what ssp and bsp promise, whatever the order of events."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from shoal_ps_server.consistency.clocks import Clocks, Consistency, ConsistencyMode, MemberClock
 
 ASP = Consistency()
+BSP = Consistency(mode=ConsistencyMode.BSP)
 
 
 def ssp(bound: int) -> Consistency:
@@ -81,6 +82,97 @@ def test_the_largest_report_frees_all_others_for_good() -> None:
     clocks.report("a", 0)
     clocks.report("a", 7)
     assert (clocks.slowest, clocks.may_proceed("a", ssp(0))) == (7, True)
+
+
+def test_when_all_have_said_farewell_a_joiner_starts_where_the_slowest_was() -> None:
+    clocks = Clocks()
+    clocks.follow(["a"])
+    clocks.report("a", 0)
+    clocks.report("a", 7)
+    clocks.report("a", 2**63 - 1)
+    clocks.follow(["a", "joiner"])
+    assert clocks.members["joiner"].clock == 7
+
+
+def test_nobody_waits_for_a_member_that_rests_and_it_comes_back_where_the_others_are() -> None:
+    clocks = Clocks()
+    clocks.follow(["resting", "a"])
+    for member in ("resting", "a"):
+        clocks.report(member, 0)
+    clocks.rest("resting")
+    clocks.report("a", 9)
+    assert clocks.may_proceed("a", ssp(0))
+    clocks.report("resting", 0)
+    assert clocks.members["resting"].clock == 9
+    clocks.report("a", 10)
+    assert not clocks.may_proceed("a", ssp(0))
+
+
+def test_numbers_that_are_too_large_are_neither_an_error_nor_a_farewell_of_who_reads_or_pushes() -> None:
+    clocks = Clocks()
+    clocks.follow(["a", "b"])
+    clocks.has_read("a", 2**63 - 1)
+    assert clocks.arrive("b", 2**63 - 1) == 1
+    assert not any(each.rests for each in clocks.members.values())
+
+
+def test_bsp_lets_a_push_in_when_all_have_read_what_it_would_change() -> None:
+    clocks = Clocks()
+    clocks.follow(["a", "b"])
+    for member in ("a", "b"):
+        clocks.report(member, 0)
+    clocks.has_read("a", 0)
+    iteration = clocks.arrive("a", 1)
+    assert clocks.awaited(iteration) == ["b"]
+    clocks.has_read("b", 0)
+    assert not clocks.awaited(iteration)
+
+
+def test_under_bsp_who_pushes_has_read_before() -> None:
+    clocks = Clocks()
+    clocks.follow(["a", "b"])
+    first, second = clocks.arrive("a", 1001), clocks.arrive("b", 1)
+    assert (first, second, clocks.awaited(first)) == (1, 1, [])
+
+
+def test_under_bsp_a_second_push_of_an_iteration_that_is_finished_here_belongs_to_the_next() -> None:
+    """Another server refused the first one, and the member caught the error: it does not count on."""
+    clocks = Clocks()
+    clocks.follow(["a", "b"])
+    for member in ("a", "b"):
+        clocks.open(clocks.arrive(member, 1))
+        clocks.report(member, 1)
+    assert clocks.arrive("a", 1) == 2
+    assert clocks.awaited(2) == ["b"]
+
+
+def test_under_bsp_a_joiner_begins_behind_the_iteration_that_is_open_and_is_then_waited_for() -> None:
+    clocks = Clocks()
+    clocks.follow(["a", "b"])
+    for member in ("a", "b"):
+        clocks.open(clocks.arrive(member, 1))
+    clocks.report("a", 1)
+    clocks.follow(["a", "b", "joiner"])
+    clocks.report("joiner", 0)
+    assert clocks.members["joiner"].clock == 1
+    assert not clocks.may_proceed("joiner", BSP)
+    clocks.report("b", 1)
+    assert all(clocks.may_proceed(member, BSP) for member in ("a", "b", "joiner"))
+    for member in ("a", "b"):
+        clocks.has_read(member, 1)
+    assert clocks.awaited(clocks.arrive("a", 2)) == ["joiner"]
+
+
+def test_a_member_is_placed_by_the_servers_count_when_it_asks_for_it_and_never_further_back() -> None:
+    clocks = Clocks()
+    clocks.follow(["a", "b"])
+    clocks.report("a", 100)
+    clocks.report("a", 100, place=3)
+    assert clocks.members["a"].clock == 3
+    clocks.report("a", 101)
+    assert clocks.members["a"].clock == 4
+    clocks.report("a", 101, place=2)
+    assert clocks.members["a"].clock == 4
 
 
 def test_an_emptied_job_goes_on_where_it_was() -> None:
@@ -165,3 +257,99 @@ class StaleSynchronousParallel(RuleBasedStateMachine):
 
 TestStaleSynchronousParallel = StaleSynchronousParallel.TestCase
 TestStaleSynchronousParallel.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+
+
+class BulkSynchronousParallel(RuleBasedStateMachine):
+    """Members that read, push and wait as bsp has it; they join, leave, rest and come back at any time."""
+
+    members = Bundle("members")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clocks = Clocks()
+        self.finished: dict[str, int] = {}
+        """What each member itself would say."""
+        self.has_values: dict[str, bool] = {}
+        self.let_in: list[int] = []
+        """Of each push that was let in, its iteration."""
+        self.under_way: dict[str, int] = {}
+        """Members whose push was let in and has not come whole."""
+        self.values: dict[int, int] = {}
+        """Iteration -> how many pushes what it ended with has."""
+        self.count = 0
+
+    def _follow(self) -> None:
+        self.clocks.follow(list(self.finished))
+
+    @rule(target=members, start=st.integers(0, 10**6))
+    def join(self, start: int) -> str:
+        self.count += 1
+        member = f"member-{self.count}"
+        self.finished[member], self.has_values[member] = start, False
+        self._follow()
+        return member
+
+    @rule(member=consumes(members))
+    def leave(self, member: str) -> None:
+        del self.finished[member]
+        self.under_way.pop(member, None)
+        self._follow()
+
+    @precondition(lambda self: self.finished)
+    @rule(member=members)
+    def rest(self, member: str) -> None:
+        if member not in self.under_way:
+            self.clocks.rest(member)
+            self.has_values[member] = False
+
+    @rule(member=members)
+    def pull(self, member: str) -> None:
+        if member in self.under_way or self.has_values[member]:
+            return
+        self.clocks.report(member, self.finished[member])
+        if not self.clocks.may_proceed(member, BSP):
+            return
+        clock = self.clocks.members[member].clock
+        assert all(iteration <= clock for iteration in self.let_in), "it sees a push of a later iteration"
+        assert not self.under_way, "it sees a part of a push"
+        assert self.values.setdefault(clock, len(self.let_in)) == len(self.let_in), "others read something else in this iteration"
+        self.clocks.has_read(member, self.finished[member])
+        self.has_values[member] = True
+
+    @rule(member=members)
+    def push(self, member: str) -> None:
+        if member in self.under_way or not self.has_values[member]:
+            return
+        iteration = self.clocks.arrive(member, self.finished[member] + 1)
+        if self.clocks.awaited(iteration):
+            return
+        self.clocks.open(iteration)
+        self.let_in.append(iteration)
+        self.under_way[member] = iteration
+
+    @rule(member=members)
+    def end_push(self, member: str) -> None:
+        if self.under_way.pop(member, None) is not None:
+            self.finished[member] += 1
+            self.clocks.report(member, self.finished[member])
+            self.has_values[member] = False
+
+    @rule(member=members, back=st.integers(0, 3))
+    def repeat(self, member: str, back: int) -> None:
+        """What was said before is heard again."""
+        if self.clocks.members[member].origin is not None:
+            before = self.clocks.members[member]
+            self.clocks.report(member, max(0, self.finished[member] - back))
+            assert self.clocks.members[member] == before
+
+    @precondition(lambda self: self.finished)
+    @invariant()
+    def somebody_can_always_go_on(self) -> None:
+        awake = [member for member in self.finished if not self.clocks.members[member].rests]
+        free = [m for m in awake if m in self.under_way or (not self.has_values[m] and self.clocks.may_proceed(m, BSP))]
+        ready = [m for m in awake if self.has_values[m] and not self.clocks.awaited(self.clocks.members[m].clock + 1)]
+        assert not awake or free or ready
+
+
+TestBulkSynchronousParallel = BulkSynchronousParallel.TestCase
+TestBulkSynchronousParallel.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)

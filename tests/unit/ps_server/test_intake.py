@@ -11,7 +11,7 @@ import pytest
 from shoal_common.errors import DeadlineError
 from shoal_common.wire import encode_push_chunk
 from shoal_protos.v1 import parameter_server_pb2 as pb
-from shoal_ps_server.consistency.clocks import Clocks
+from shoal_ps_server.consistency.clocks import Clocks, Consistency, ConsistencyMode
 from shoal_ps_server.consistency.fence import Fence
 from shoal_ps_server.consistency.membership import Membership
 from shoal_ps_server.service.intake import Intake
@@ -26,10 +26,16 @@ def made(make):
     """make_intake(idle) -> (intake, shard): one partition of 6 floats with values, members a and b in generation 1. `refusal`: what
     asking for the shard map raises."""
 
-    def make_intake(idle: timedelta = timedelta(seconds=30), refusal: DeadlineError | None = None, staging: Staging | None = None):
+    def make_intake(
+        idle: timedelta = timedelta(seconds=30),
+        refusal: DeadlineError | None = None,
+        staging: Staging | None = None,
+        mode: ConsistencyMode = ConsistencyMode.ASP,
+    ):
         layout = make.layout()
         shard = make.shard()
         membership = Membership(fence=Fence(), clocks=Clocks())
+        membership.consistency = Consistency(mode=mode)
         membership.learn(1, ["a", "b"])
 
         async def layout_of_epoch(epoch: int):
@@ -43,6 +49,7 @@ def made(make):
             membership=membership,
             layout_of_epoch=layout_of_epoch,
             applied=lambda *_: None,
+            waited=lambda _: None,
             idle_limit=idle,
             staging=staging,
         )
@@ -58,6 +65,7 @@ def chunks(member: str) -> list[bytes]:
         member_id=member,
         generation=1,
         shard_map_epoch=1,
+        clock=1,
         sequence=1,
         base_version=1,
         dtype=pb.DTYPE_FLOAT32,
@@ -159,5 +167,40 @@ def test_a_member_that_stalls_takes_its_share_and_not_the_others(made) -> None:
         await asyncio.gather(*streams, return_exceptions=True)
         async with asyncio.timeout(30):
             (await staging.take("a", 48))()  # all of its share is there again
+
+    asyncio.run(scenario())
+
+
+def test_a_push_that_waits_for_another_member_takes_no_memory_that_this_one_needs(made) -> None:
+    """bsp: there is memory for one push, and each of the two waits until the other one has come."""
+
+    async def scenario() -> None:
+        intake, shard = made(staging=Staging(nbytes=24), mode=ConsistencyMode.BSP)
+
+        async def whole(member: str) -> AsyncIterator[bytes]:
+            for chunk in chunks(member):
+                yield chunk
+
+        async with asyncio.timeout(30):
+            await asyncio.gather(*(intake.receive(whole(member), UploadKind.PUSH) for member in ("a", "b")))
+        assert shard.version(0) == 3
+
+    asyncio.run(scenario())
+
+
+def test_a_push_that_is_known_waits_for_nobody(made) -> None:
+    """bsp: its answer was lost, and others are far from reading what it ended with."""
+
+    async def scenario() -> None:
+        intake, shard = made(mode=ConsistencyMode.BSP)
+
+        async def whole(member: str) -> AsyncIterator[bytes]:
+            for chunk in chunks(member):
+                yield chunk
+
+        async with asyncio.timeout(2):
+            await asyncio.gather(*(intake.receive(whole(member), UploadKind.PUSH) for member in ("a", "b")))
+            assert [each.duplicate for each in (await intake.receive(whole("a"), UploadKind.PUSH)).results] == [True]
+        assert shard.version(0) == 3
 
     asyncio.run(scenario())

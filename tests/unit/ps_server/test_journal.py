@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from shoal_common.errors import ConfigurationError, CorruptDataError, InvalidRequestError
+from shoal_ps_server.consistency.clocks import Clocks, Consistency, ConsistencyMode
 from shoal_ps_server.settings import Fsync
 from shoal_ps_server.shard.optimizer import optimizer_settings
 from shoal_ps_server.storage.image import Members
@@ -240,6 +241,37 @@ def test_members_are_as_far_apart_after_a_crash_as_they_were_before(make, tmp_pa
             await server.snapshots.write()
         async with opened(tmp_path / "data") as server:
             assert {member: each.clock for member, each in server.members.clocks.items()} == {"a": 4, "b": 1, "c": 0}
+
+    run(test())
+
+
+def test_which_iteration_of_bsp_is_open_and_who_rests_is_known_after_a_crash(make, tmp_path) -> None:
+    """So a joiner begins behind what was let in, and nobody waits for a member that has nothing to do."""
+    bsp = Consistency(mode=ConsistencyMode.BSP)
+
+    def check(clocks: Clocks) -> None:
+        assert (clocks.opened, clocks.slowest) == (3, 2)
+        assert {member: (each.clock, each.rests) for member, each in clocks.members.items()} == {
+            "a": (2, False),
+            "b": (2, False),
+            "c": (0, True),
+        }
+        clocks.follow(["a", "b", "c", "joiner"])
+        assert clocks.members["joiner"].clock == 3
+
+    async def test() -> None:
+        async with opened(tmp_path / "data") as server:
+            await begun(server, make, bsp)
+            for sequence in range(1, 4):
+                for member in ("a", "b")[: 1 if sequence == 3 else 2]:
+                    await server.push(make.upload(torch.ones(6), make.spec(0), member=member, sequence=sequence))
+            server.changes.clock("b", 1, place=2)
+            server.changes.clock("c", 2**63 - 1)
+        async with opened(tmp_path / "data") as server:
+            check(server.members.restored_clocks())
+            await server.snapshots.write()
+        async with opened(tmp_path / "data") as server:
+            check(server.members.restored_clocks())
 
     run(test())
 

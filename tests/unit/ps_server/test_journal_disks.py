@@ -8,6 +8,7 @@ import resource
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 
 import pytest
 import torch
@@ -45,6 +46,7 @@ def test_a_full_disk_refuses_pushes_and_changes_nothing_and_once_there_is_room_t
                     assert isinstance(error, UnavailableError)
                     assert "could not be written to the journal" in str(error)
                     assert error.reason == "JOURNAL_FAILED"
+                    assert error.retry_after == timedelta(seconds=2)
                 assert same(state_of(server.shard), before)
                 with server.shard.reading(0) as reading:  # values can be read
                     assert reading.version == 2

@@ -21,6 +21,16 @@ def membership(*, bound: int = 0, admission_wait: timedelta = LONG) -> Membershi
     return made
 
 
+def in_step(*members: str, push_wait: timedelta = LONG) -> Membership:
+    """bsp, and members that have read the first values, but the last one."""
+    made = Membership(fence=Fence(), clocks=Clocks(), push_wait=push_wait)
+    made.consistency = Consistency(mode=ConsistencyMode.BSP)
+    made.learn(1, members)
+    for member in members[:-1]:
+        made.has_read(member, 0)
+    return made
+
+
 async def settled(task: asyncio.Task[None]) -> None:
     """Lets the task run until it waits."""
     for _ in range(5):
@@ -123,3 +133,74 @@ def test_a_clock_of_one_just_put_out_is_ignored() -> None:
     members.learn(1, ["a"])
     members.finished("gone", 3)
     assert set(members.clocks.members) == {"a"}
+
+
+def test_a_push_of_bsp_is_let_in_when_the_last_member_has_read() -> None:
+    async def scenario() -> None:
+        members = in_step("a", "b")
+        push = asyncio.create_task(members.let_in("a", 1, 1))
+        await settled(push)
+        members.has_read("b", 0)
+        await push
+
+    asyncio.run(scenario())
+
+
+def test_a_push_of_bsp_is_let_in_when_the_last_member_brings_its_own() -> None:
+    async def scenario() -> None:
+        members = in_step("a", "b")
+        push = asyncio.create_task(members.let_in("a", 1, 1))
+        await settled(push)
+        await members.let_in("b", 1, 1)
+        await push
+
+    asyncio.run(scenario())
+
+
+def test_a_push_of_bsp_that_waits_too_long_is_told_for_whom() -> None:
+    async def scenario() -> None:
+        members = in_step("a", *(f"m{number}" for number in range(8)), push_wait=SHORT)
+        members.clocks.follow(["a", *(f"new{number}" for number in range(7))])
+        with pytest.raises(
+            DeadlineError, match=r"waited 0\.02 s for 'new0', 'new1', 'new2', 'new3', 'new4' and 2 more; try again"
+        ) as caught:
+            await members.let_in("a", 1, 1)
+        assert caught.value.reason == "BSP_WAIT_TIMEOUT"
+
+    asyncio.run(scenario())
+
+
+def test_a_pull_of_bsp_that_waits_too_long_is_told_for_whom() -> None:
+    async def scenario() -> None:
+        members = in_step("a", "b")
+        members.finished("a", 1)
+        with pytest.raises(DeadlineError, match=r"bsp allows 0; it waited 0\.02 s for 'b'") as caught:
+            await members.proceed("a", 1, wait=SHORT)
+        assert caught.value.reason == "BSP_WAIT_TIMEOUT"
+
+    asyncio.run(scenario())
+
+
+def test_a_member_put_out_while_its_push_waits_is_told_so() -> None:
+    async def scenario() -> None:
+        members = in_step("a", "b")
+        push = asyncio.create_task(members.let_in("a", 1, 1))
+        await settled(push)
+        members.learn(2, ["b"])
+        with pytest.raises(StaleGenerationError):
+            await push
+
+    asyncio.run(scenario())
+
+
+def test_pushes_that_wait_when_the_server_stops_are_told_to_try_again() -> None:
+    async def scenario() -> None:
+        members = in_step("a", "b")
+        push = asyncio.create_task(members.let_in("a", 1, 1))
+        await settled(push)
+        members.stop()
+        with pytest.raises(UnavailableError) as caught:
+            await push
+        assert caught.value.reason == "SERVER_STOPPING"
+
+    asyncio.run(scenario())

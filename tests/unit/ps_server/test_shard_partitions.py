@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from datetime import timedelta
 
 import pytest
 import torch
@@ -160,6 +161,7 @@ def test_readers_that_are_so_slow_that_their_copies_are_too_many_are_ended_the_f
     with pytest.raises(UnavailableError, match="pull again") as caught:
         readings[0].take(24)
     assert caught.value.reason == "PULL_TOO_SLOW"
+    assert caught.value.retry_after == timedelta(seconds=1)
     for reading in readings[1:]:
         assert torch.frombuffer(bytearray(reading.take(24)), dtype=torch.float32).tolist() == [reading.version - 1.0] * 6
     # They have read to their end, and are no burden any more.

@@ -15,8 +15,9 @@ from shoal_worker.config import ShardingConfiguration
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"consistency": "eventual"}, 'consistency=\'eventual\': expected "asp" or "ssp"'),
-        ({"consistency": "bsp"}, 'strategy="ddp"'),
+        ({"consistency": "eventual"}, 'consistency=\'eventual\': expected "asp", "ssp" or "bsp"'),
+        ({"consistency": "bsp", "staleness_bound": 0}, 'staleness_bound=0 with consistency="bsp", where all wait for all'),
+        ({"consistency": "bsp", "pull_every": 2}, 'pull_every=2 with consistency="bsp"'),
         ({"consistency": "ssp"}, "needs staleness_bound="),
         ({"staleness_bound": 3}, 'staleness_bound=3 with consistency="asp"'),
         ({"consistency": "ssp", "staleness_bound": -1}, "staleness_bound=-1: expected a whole number"),
@@ -57,3 +58,4 @@ def test_a_misspelled_backend_is_refused_though_none_is_used() -> None:
 def test_the_servers_are_told_the_mode_and_the_bound() -> None:
     assert AsyncOptions().message() == pb.Consistency(mode=pb.Consistency.MODE_ASP)
     assert AsyncOptions(consistency="ssp", staleness_bound=3).message() == pb.Consistency(mode=pb.Consistency.MODE_SSP, bound=3)
+    assert AsyncOptions(consistency="bsp").message() == pb.Consistency(mode=pb.Consistency.MODE_BSP)

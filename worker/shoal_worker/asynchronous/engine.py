@@ -52,7 +52,9 @@ class AsyncEngine(Engine):
         self._tensors: list[HostTensor] = []
         self._started = False
         self._clock = 0
-        """Iterations finished, as the servers are told; the idle ones of a worker that found no batch count too."""
+        """Iterations finished, as the servers are told."""
+        self._rests = True
+        """Nobody waits for this worker (ssp, bsp): it has no batch. It enters when it gets one."""
         self._handover: Handover | None = None
         self._joins_late = False
         """The job had begun when this worker came."""
@@ -252,9 +254,23 @@ class AsyncEngine(Engine):
         return self._schedule.look()
 
     def pull(self) -> None:
-        """Brings back what all workers have reached; between steps."""
-        if self._started:
+        """Brings back what all workers have reached; between steps. With bsp a worker that takes part has the values of its iteration, and
+        keeps them."""
+        if self._started and (self._rests or not self._async_options.in_step):
             self._require_servers().pull()
+
+    def _rest(self) -> None:
+        """Says that nobody need wait for this worker; again as often as there is reason to: a server may have been started anew, without
+        its data."""
+        if self._async_options.waits_for_others:
+            self._require_servers().rest()
+            self._rests = True
+
+    def _enter(self) -> None:
+        """Takes part, from the iteration on that others are about to begin."""
+        if self._rests and self._async_options.waits_for_others:
+            self._require_servers().enter(self._clock)
+            self._rests = False
 
     # --------------------------------------------------------------------------------------------- TrainingEngine: for the session
 
@@ -268,6 +284,8 @@ class AsyncEngine(Engine):
             )
         try:
             self._start()
+            if source is None:
+                self._enter()  # else there may be no batch for it
             self._find_epoch(source)
         except StopTraining as stop:  # while it waited for the coordinator, or a server
             self._own.give_up_step(stop)
@@ -293,10 +311,13 @@ class AsyncEngine(Engine):
         if want and not answer.batches:
             if answer.epoch_done:
                 # Nobody pushes before the next epoch begins: what is evaluated between epochs is the same on all ranks.
+                self._rest()
                 self.pull()
-            elif self._async_options.waits_for_others and self._leases.is_idle(loader):
+            elif self._leases.is_idle(loader):
                 # Others may wait for this worker to finish an iteration, and it will find none before they have finished theirs.
-                self._clock = self._require_servers().catch_up(self._clock)
+                self._rest()
+        elif answer.batches:
+            self._enter()
         return answer
 
     def capture(self) -> dict[str, Any]:

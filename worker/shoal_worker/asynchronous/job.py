@@ -173,7 +173,8 @@ class Job:
                 if not told:
                     _log.info("waiting for %s: %s", what, error)
                     told = True
-            time.sleep(backoff.next_s())
+                wait_s = backoff.next_s(error)
+            time.sleep(wait_s)
 
     def _raise_if_over(self, error: ShoalError) -> None:
         if error.reason == "CLIENT_CLOSED":

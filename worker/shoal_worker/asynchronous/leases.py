@@ -326,10 +326,11 @@ class CoordinatorLeases:
                 if not told:
                     _log.warning("the coordinator leases no batches now, %d are left: %s", len(block.leased), error)
                     told = True
+                wait_s = backoff.next_s(error)
             except Exception as error:  # whatever it is, the training thread is to raise it
                 return error
             with self._changed:
-                if self._changed.wait_for(lambda: self._closed, backoff.next_s()):
+                if self._changed.wait_for(lambda: self._closed, wait_s):
                     return None
 
     def _take(self, request: _Request, answer: pb.LeaseBatchesResponse | Exception | None) -> None:

@@ -30,7 +30,8 @@ class AsyncOptions:
     """
 
     consistency: str = "asp"
-    """"asp": nobody waits. "ssp": a worker more than `staleness_bound` iterations ahead of the slowest one waits at the end of its step."""
+    """"asp": nobody waits. "ssp": a worker more than `staleness_bound` iterations ahead of the slowest one waits at the end of its step.
+    "bsp": all workers that take part in an iteration compute it on the same values, those after all pushes of the one before."""
     staleness_bound: int | None = None
     """ssp only, and needed there: iterations, >= 0."""
     pull_every: int = 1
@@ -47,24 +48,25 @@ class AsyncOptions:
     value to begin with. Costs a server up to a copy of its share for each worker."""
 
     def __post_init__(self) -> None:
-        if self.consistency not in ("asp", "ssp"):
-            remedy = '; for a step that all workers take together use strategy="ddp"' if self.consistency == "bsp" else ""
-            raise ConfigurationError(f'consistency={self.consistency!r}: expected "asp" or "ssp"{remedy}')
+        if self.consistency not in ("asp", "ssp", "bsp"):
+            raise ConfigurationError(f'consistency={self.consistency!r}: expected "asp", "ssp" or "bsp"')
         if self.consistency == "ssp" and self.staleness_bound is None:
             raise ConfigurationError(
                 'consistency="ssp" needs staleness_bound=: how many iterations a worker may be ahead of the slowest; 3, say'
             )
-        if self.consistency == "asp" and self.staleness_bound is not None:
+        if self.consistency != "ssp" and self.staleness_bound is not None:
+            why = "where nobody waits" if self.consistency == "asp" else "where all wait for all"
             raise ConfigurationError(
-                f'staleness_bound={self.staleness_bound} with consistency="asp", where nobody waits; give consistency="ssp", or no bound'
+                f'staleness_bound={self.staleness_bound} with consistency="{self.consistency}", {why}; give consistency="ssp", or no bound'
             )
         if self.staleness_bound is not None and (type(self.staleness_bound) is not int or not 0 <= self.staleness_bound < 2**31):
             raise ConfigurationError(f"staleness_bound={self.staleness_bound!r}: expected a whole number of iterations, 0 or more")
         if type(self.pull_every) is not int or self.pull_every < 1:
             raise ConfigurationError(f"pull_every={self.pull_every!r}: expected a whole number of steps, at least 1")
-        if self.consistency == "ssp" and self.pull_every > 1:
+        if self.waits_for_others and self.pull_every > 1:
             raise ConfigurationError(
-                f'pull_every={self.pull_every} with consistency="ssp": the bound is kept by waiting at pulls; use pull_every=1, or "asp"'
+                f'pull_every={self.pull_every} with consistency="{self.consistency}", which is kept by waiting at pulls; '
+                'use pull_every=1, or "asp"'
             )
         if not isinstance(self.server_timeout, timedelta) or self.server_timeout <= timedelta(0):
             raise ConfigurationError(f"server_timeout={self.server_timeout!r}: expected a positive timedelta")
@@ -76,14 +78,18 @@ class AsyncOptions:
 
     @property
     def waits_for_others(self) -> bool:
-        """ssp."""
-        return self.consistency == "ssp"
+        """ssp and bsp."""
+        return self.consistency != "asp"
+
+    @property
+    def in_step(self) -> bool:
+        """bsp."""
+        return self.consistency == "bsp"
 
     def message(self) -> pb.Consistency:
         """For ConfigureOptimizer."""
-        if self.waits_for_others:
-            return pb.Consistency(mode=pb.Consistency.MODE_SSP, bound=self.staleness_bound)
-        return pb.Consistency(mode=pb.Consistency.MODE_ASP)
+        modes = {"asp": pb.Consistency.MODE_ASP, "ssp": pb.Consistency.MODE_SSP, "bsp": pb.Consistency.MODE_BSP}
+        return pb.Consistency(mode=modes[self.consistency], bound=self.staleness_bound or 0)
 
 
 def check_configuration(config: ShardingConfiguration, backend: str) -> None:

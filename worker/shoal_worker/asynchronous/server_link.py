@@ -46,7 +46,7 @@ _SLOWEST_BYTES_PER_S: Final = 4 << 20
 _FIRST_VALUES_WAIT: Final = timedelta(seconds=1)
 """Between two looks at who is rank 0, and so has to give the first values."""
 _TURN_WAIT: Final = timedelta(seconds=5)
-"""ssp: between two looks at whether this worker is to leave while it waits for slower ones."""
+"""ssp and bsp: between two looks at whether this worker is to leave while it waits for slower ones."""
 _LEAVES_AFTER_S: Final = 5.0
 """A worker that is to leave waits no longer for a server that is away. Its batch is dealt again."""
 _MOST_FINISHED: Final = 2048
@@ -56,7 +56,7 @@ _LARGEST_CLOCK: Final = 2**63 - 1
 _TRANSIENT: Final = (UnavailableError, DeadlineError, CorruptDataError)
 _REWOUND: Final = frozenset({"SEQUENCE_GAP", "BASE_VERSION_AHEAD", "PARTITION_UNINITIALIZED", "OPTIMIZER_UNCONFIGURED"})
 """Refusals that mean: the server has lost something that it had acknowledged."""
-_NOT_MY_TURN: Final = "SSP_WAIT_TIMEOUT"
+_NOT_MY_TURN: Final = frozenset({"SSP_WAIT_TIMEOUT", "BSP_WAIT_TIMEOUT"})
 
 AnswerT = TypeVar("AnswerT")
 
@@ -69,6 +69,15 @@ class Pushed:
     """Versions between the pull that the gradient was computed on and the push; the largest over the partitions."""
     known: bool
     """All that was pushed, if anything was, had come from another member before, which had the batch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Position:
+    """Where a server has placed this worker."""
+
+    clock: int
+    """By the server's count; and `by_others`: by that of each member that takes part."""
+    by_others: Mapping[str, int]
 
 
 class ServerLink:
@@ -142,9 +151,8 @@ class ServerLink:
                     raise
             else:
                 self._started = True
-        if self._options.waits_for_others or self._options.delay_compensation:
-            # Servers count a member's iterations from its first report, so that the first one counts; and what it pulls, as itself, is what
-            # its first gradient is compensated with.
+        if self._options.delay_compensation and not self._options.waits_for_others:
+            # What this worker pulls as itself is what its first gradient is compensated with.
             self._insist("Pull", lambda: self._pull(self._trained, in_turn=True))
 
     # ------------------------------------------------------------------------------------------------------- step by step
@@ -166,11 +174,11 @@ class ServerLink:
                 self._insist("GetServer", self._adopt)  # this is another push, which must not pass for that one
             self._unsure = iteration.batch
             with self._payloads.gradients(pushed, iteration) as payloads:
-                outcome = self._insist("Push", lambda: self._push(pushed, payloads(), iteration))
+                outcome = self._push_in_turn(lambda: self._push(pushed, payloads(), iteration))
             self._unsure = None
         self._clock = iteration.clock
         if iteration.pull:
-            self._pull_in_turn()
+            self.pull_in_turn()
         elif not pushed:
             self.advance_clock(iteration.clock)
         return outcome
@@ -197,11 +205,28 @@ class ServerLink:
         self._clock = clock
         self._insist("AdvanceClock", lambda: self._client.advance_clock(self._job.job_id, self._job.member_id, clock=clock))
 
-    def lag(self) -> int:
-        """How many clocks this worker is behind the furthest one, by the server's count; >= 0."""
-        clocks = self._insist("GetServer", lambda: self._client.get_server(member_id=self._job.member_id)).clocks
-        own = clocks.get(self._job.member_id)
-        return 0 if own is None else max(clocks.values()) - own
+    def enter(self, clock: int) -> Position | None:
+        """This worker, which has finished `clock` iterations, takes part from now on, and others may wait for it. None: nothing is trained
+        on this server."""
+        self._clock = clock
+        if not self._trained:
+            return None
+        self.advance_clock(clock)
+        state = self._insist("GetServer", lambda: self._client.get_server(member_id=self._job.member_id))
+        own = state.clocks.get(self._job.member_id, 0)
+        others = {member: own - (state.clocks[member] - done) for member, done in state.iterations.items() if member != self._job.member_id}
+        return Position(clock=own, by_others=others)
+
+    def place(self, at: int) -> None:
+        """What this worker has finished is `at` by the server's count, which is not below where it stands."""
+        call = self._client.advance_clock
+        self._insist("AdvanceClock", lambda: call(self._job.job_id, self._job.member_id, clock=self._clock, place=at))
+
+    def rest(self) -> None:
+        """Nobody need wait for this worker until it enters again."""
+        if self._trained:
+            call = self._client.advance_clock
+            self._insist("AdvanceClock", lambda: call(self._job.job_id, self._job.member_id, clock=_LARGEST_CLOCK))
 
     # ------------------------------------------------------------------------------------------------------------- the end
 
@@ -283,17 +308,39 @@ class ServerLink:
                 finished = ()
             yield header, payload.data
 
-    def _pull_in_turn(self) -> None:
+    def pull_in_turn(self) -> None:
         """Pulls when this worker may begin its next iteration; with asp that is at once."""
+        if not self._trained:
+            return
+        try:
+            self._in_turn("Pull", lambda: self._pull(self._trained, wait=_TURN_WAIT, in_turn=True))
+        except DeadlineError as error:
+            if error.reason not in _NOT_MY_TURN:
+                raise
+            return  # the next border lets it go; it needs no newer values for that
+        if self._options.in_step:
+            call = self._client.advance_clock
+            self._insist("AdvanceClock", lambda: call(self._job.job_id, self._job.member_id, clock=self._clock, has_read=True))
+
+    def _push_in_turn(self, push: Callable[[], Pushed]) -> Pushed:
+        """Pushes; with bsp when all have read what it changes. A worker that is to leave does not wait:
+        its batch is dealt again."""
+        try:
+            return self._in_turn("Push", push)
+        except DeadlineError as error:
+            if error.reason in _NOT_MY_TURN and self._job.leaving:
+                raise self._job.departure() from error
+            raise
+
+    def _in_turn(self, method: str, attempt: Callable[[], AnswerT]) -> AnswerT:
+        """Insists on what may have to wait for other workers. Raises DeadlineError (_NOT_MY_TURN) when this one is to leave meanwhile."""
         waiting_since = accused_at = time.monotonic()
         while True:
             try:
-                return self._insist("Pull", lambda: self._pull(self._trained, wait=_TURN_WAIT, in_turn=True))
+                return self._insist(method, attempt)
             except DeadlineError as error:
-                if error.reason != _NOT_MY_TURN:
+                if error.reason not in _NOT_MY_TURN or self._job.leaving or self._closing.is_set():
                     raise
-                if self._job.leaving or self._closing.is_set():
-                    return None  # the next border lets it go; it needs no newer values for that
                 now = time.monotonic()
                 if now - accused_at > self._job.straggler_patience.total_seconds():
                     accused_at = now
@@ -358,10 +405,10 @@ class ServerLink:
                 away_since = self._away(method, error, since=away_since)
                 if self._job.leaving and time.monotonic() - away_since > _LEAVES_AFTER_S:
                     raise self._job.departure() from error
-                self._closing.wait(backoff.next_s())
+                self._closing.wait(backoff.next_s(error))
 
     def _is_curable(self, error: ShoalError) -> bool:
-        if error.reason == _NOT_MY_TURN or (error.reason == "PARTITION_UNINITIALIZED" and not self._started):
+        if error.reason in _NOT_MY_TURN or (error.reason == "PARTITION_UNINITIALIZED" and not self._started):
             return False
         return isinstance(error, _TRANSIENT) or error.reason in _REWOUND
 

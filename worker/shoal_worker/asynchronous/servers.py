@@ -20,7 +20,7 @@ from shoal_protos.v1 import coordinator_pb2 as coordinator_pb
 
 from shoal_worker.asynchronous.job import Job
 from shoal_worker.asynchronous.options import AsyncOptions, ServerOptimizer
-from shoal_worker.asynchronous.server_link import Pushed, ServerLink
+from shoal_worker.asynchronous.server_link import Position, Pushed, ServerLink
 from shoal_worker.asynchronous.tensors import HostTensor, Iteration, Payloads, publish, shares
 from shoal_worker.compression.base import GradientCompressor
 from shoal_worker.metrics import WorkerMetrics
@@ -50,6 +50,7 @@ class ParameterServers:
         self._tensors = tuple(tensors)
         self._trained = tuple(tensor for tensor in tensors if tensor.trained)
         self._waited_for = options.waits_for_others
+        self._in_step = options.in_step
         self._closing = threading.Event()
         self._links = [
             ServerLink(
@@ -95,12 +96,20 @@ class ParameterServers:
         self._each(lambda link: link.read(flat))
         return values
 
-    def catch_up(self, clock: int) -> int:
-        """Raises this worker's clock to that of the furthest one, so that nobody waits for a worker that has nothing to do. Returns it."""
-        lag = max(self._each(ServerLink.lag), default=0)
-        if lag:
-            self._each(lambda link: link.advance_clock(clock + lag))
-        return clock + lag
+    def enter(self, clock: int) -> None:
+        """Takes part, having finished `clock` iterations, and pulls what the next one begins with. From now on others may wait for this
+        worker."""
+        positions = self._each(lambda link: link.enter(clock))
+        if self._in_step:
+            for link, place in zip(self._links, aligned(positions), strict=True):
+                if place is not None:
+                    link.place(place)
+        self._each(ServerLink.pull_in_turn)
+        publish(self._trained)
+
+    def rest(self) -> None:
+        """Says that nobody need wait for this worker until it enters again."""
+        self._each(ServerLink.rest)
 
     def write_snapshots(self) -> None:
         """Has each server write its snapshot, in the background; training goes on. One that fails is logged."""
@@ -145,3 +154,25 @@ class ParameterServers:
         for link in self._links:
             link.close()
         self._pool.shutdown(wait=False)
+
+
+def aligned(positions: Sequence[Position | None]) -> list[int | None]:
+    """Where a worker that comes while others train begins on each server, so that it is one iteration on all of them: by each server's own
+    count; None: where it is.
+
+    Servers place it one by one, and an iteration may begin in between. A member that takes part has one count for all servers; by that the
+    worker goes to the furthest of its places. Of several members the one counts that has the places closest together: another may have
+    rested between two answers.
+    """
+    placed = [position for position in positions if position is not None]
+    common = set.intersection(*(set(position.by_others) for position in placed)) if placed else set()
+    if not common:
+        return [None] * len(positions)
+
+    def places(member: str) -> list[int]:
+        return [position.by_others[member] for position in placed]
+
+    member = min(sorted(common), key=lambda m: max(places(m)) - min(places(m)))
+    furthest = max(places(member))
+    missing = [None if p is None else furthest - p.by_others[member] for p in positions]
+    return [p.clock + lag if p is not None and lag else None for p, lag in zip(positions, missing, strict=True)]

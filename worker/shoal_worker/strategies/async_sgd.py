@@ -1,11 +1,11 @@
 """Asynchronous SGD: every worker computes gradients at its own speed, and parameter servers apply them in the order in which they come.
 
 An iteration is a push. `optimizer.step()` sends this worker's gradient to the servers, which run the optimizer, and brings back the values
-that all workers have reached meanwhile. Nobody waits for anybody (`consistency="asp"`), or only for those that are too far behind ("ssp").
-A worker that dies or joins disturbs no other: its batch is leased to another one, and applied once to each partition, whatever the dead
-one had pushed of it (docs/decisions/0083). The price: a gradient is computed on values that others have changed since (its staleness), so
-the result is not that of one process. (Dean et al., "Large Scale Distributed Deep Networks", NIPS 2012, section 4.1; Ho et al., "More
-Effective Distributed ML via a Stale Synchronous Parallel Parameter Server", NIPS 2013, on the bound.)
+that all workers have reached meanwhile. Nobody waits for anybody (`consistency="asp"`), only for those that are too far behind ("ssp"),
+or all for all ("bsp"). A worker that dies or joins disturbs no other: its batch is leased to another one, and applied once to each
+partition, whatever the dead one had pushed of it (docs/decisions/0083). The price: a gradient is computed on values that others have
+changed since (its staleness), so the result is not that of one process. (Dean et al., "Large Scale Distributed Deep Networks", NIPS
+2012, section 4.1; Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server", NIPS 2013, on the bound.)
 
 Cost per worker: parameters and gradients; the optimizer's state lies on the servers. 2P bytes per step: the gradient out, the values back.
 With `gradient_compression=` gradients go out compressed; values come back as they are.

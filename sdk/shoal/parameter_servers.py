@@ -1,0 +1,276 @@
+"""A whole model from its parameter servers, while it trains: for serving, evaluation and everything else that only looks on.
+
+What comes is as the worker's `model.module.named_parameters()` has it, under these names. Of tied parameters there is one, under the first
+name; buffers (the running statistics of BatchNorm, say) are each worker's own and not on servers: save them with the checkpoint, or compute
+them anew.
+
+Each partition (up to 8 MiB of the model) is of one moment, and has a version: 1 plus the pushes applied to it. Different partitions are of
+slightly different moments, as they are for a worker that pulls while others push.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from types import TracebackType
+from typing import Final, Self
+
+import torch
+from shoal_common.backoff import Backoff
+from shoal_common.clients import parameter_server
+from shoal_common.clients.coordinator import CoordinatorClient
+from shoal_common.errors import (
+    ConfigurationError,
+    CorruptDataError,
+    DeadlineError,
+    PreconditionError,
+    ShoalError,
+    UnavailableError,
+    UnknownResourceError,
+)
+from shoal_common.rpc.channel import ChannelSettings
+from shoal_protos.v1 import coordinator_pb2
+from shoal_protos.v1 import parameter_server_pb2 as pb
+
+DEFAULT_PATIENCE: Final = timedelta(seconds=30)
+_LONGEST_BACKOFF_S: Final = 1.0
+_SLOWEST_BYTES_PER_S: Final = 4 << 20
+"""What a pull's deadline allows for, beside a fixed minute."""
+_CURABLE: Final = (UnavailableError, DeadlineError, CorruptDataError)
+_PASSING: Final = frozenset({"TENSORS_UNDECLARED", "STALE_SHARD_MAP", "SHARD_MAP_INCOMPLETE", "PARTITION_UNKNOWN"})
+"""Refusals that pass by themselves: the job is beginning, or servers change."""
+
+
+class ModelReader:
+    """Reads a job's model from its parameter servers, again and again; what has not changed is not sent again.
+
+    A token of role viewer is enough. Nobody waits for a reader, and it is no member of the job. Any thread may call; calls come one after
+    the other. A context manager.
+    """
+
+    def __init__(self, coordinator: ChannelSettings, job_id: str, *, patience: timedelta = DEFAULT_PATIENCE) -> None:
+        """Does not connect yet. `coordinator`: its address, and how all services are spoken to (token, TLS). `patience`: how long a call
+        goes on trying while a server or the coordinator is away, or there are no values yet."""
+        if not job_id:
+            raise ConfigurationError("job_id='': name the job whose model is to be read")
+        if patience < timedelta(0):
+            raise ConfigurationError(f"patience={patience!r}: expected a timedelta, 0 or above")
+        self._settings = coordinator
+        self._job_id = job_id
+        self._patience = patience
+        self._coordinator = CoordinatorClient(coordinator)
+        self._reading = threading.Lock()
+        """Held by the call that is at work; what is below belongs to it, but `_model`, which is replaced as a whole."""
+        self._map: coordinator_pb2.ShardMap | None = None
+        self._servers: dict[str, parameter_server.ParameterServerClient] = {}
+        """Address -> client."""
+        self._model = _Model(tensors={}, versions={})
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The newest values by name, on the CPU, in the declared shapes and dtypes. They are the caller's to read: a later call gives other
+        tensors where values have changed, and the same ones where they have not.
+
+        Raises:
+            DeadlineError: no server or no values for `patience`; it says what was waited for. A job whose workers have not come to their
+                first step has no values (PARTITION_UNINITIALIZED, TENSORS_UNDECLARED).
+            UnknownResourceError: there is no such job.
+            AuthenticationError, PermissionDeniedError: the token.
+        """
+        with self._reading:
+            self._insist()
+            return dict(self._model.tensors)
+
+    @property
+    def versions(self) -> Mapping[int, int]:
+        """Partition -> version that `state_dict` gave last; empty before its first call."""
+        return dict(self._model.versions)
+
+    def close(self) -> None:
+        """Ends calls in progress and closes all connections. Idempotent."""
+        self._coordinator.close()
+        for client in list(self._servers.values()):
+            client.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.close()
+
+    # ------------------------------------------------------------------------------------------------------- the call at work
+
+    def _insist(self) -> None:
+        deadline = time.monotonic() + self._patience.total_seconds()
+        backoff = Backoff(longest_s=_LONGEST_BACKOFF_S)
+        while True:
+            try:
+                if self._map is None:
+                    self._learn()
+                return self._read()
+            except ShoalError as error:
+                curable = isinstance(error, _CURABLE) or error.reason in _PASSING
+                if error.reason == "CLIENT_CLOSED" or not curable:
+                    raise
+                self._map = None  # a server that was restarted may listen elsewhere, and partitions may have moved
+                if time.monotonic() >= deadline:
+                    raise DeadlineError(
+                        f"the model of job {self._job_id!r} could not be read within {self._patience.total_seconds():g} s: {error}. If its "
+                        "workers have not come to their first step yet, there are no values: wait, or give more patience",
+                        reason=error.reason,
+                    ) from error
+                wait_s = backoff.next_s(error)
+            time.sleep(min(wait_s, max(0.0, deadline - time.monotonic())))
+
+    def _learn(self) -> None:
+        """Asks the coordinator which server has what, and where."""
+        shard_map = self._coordinator.get_shard_map(self._job_id).shard_map
+        addresses = {server.server_index: server.address for server in shard_map.servers}
+        missing = sorted({partition.primary for partition in shard_map.partitions} - {i for i, address in addresses.items() if address})
+        if missing:
+            raise PreconditionError(f"servers {missing} of job {self._job_id!r} are not registered", reason="SHARD_MAP_INCOMPLETE")
+        for address in self._servers.keys() - addresses.values():
+            self._servers.pop(address).close()
+        for address in addresses.values() - self._servers.keys():
+            self._servers[address] = parameter_server.ParameterServerClient(replace(self._settings, address=address, attempts=1))
+        self._map = shard_map
+
+    def _read(self) -> None:
+        """Replaces the model by the newest one; all of it, or nothing."""
+        assert self._map is not None
+        before = self._model
+        if before.layout != (layout := _layout_of(self._map)):
+            before = _Model(tensors={}, versions={}, layout=layout)
+        shares: dict[int, list[coordinator_pb2.Partition]] = {}
+        for partition in self._map.partitions:
+            shares.setdefault(partition.primary, []).append(partition)
+        addresses = {server.server_index: server.address for server in self._map.servers}
+        making = _Making(self._map, before)
+        with ThreadPoolExecutor(max_workers=max(1, len(shares)), thread_name_prefix="shoal-reader") as pool:
+            reads = [pool.submit(self._read_server, addresses[index], share, making) for index, share in shares.items()]
+        for read in reads:
+            read.result()
+        self._model = making.finished()
+
+    def _read_server(self, address: str, share: list[coordinator_pb2.Partition], making: _Making) -> None:
+        """One server's partitions, those that are newer."""
+        try:
+            behind = self._pull(address, share, making, making.before.versions)
+            if behind:
+                # It has come back with less than it had: what it has now counts.
+                self._pull(address, [each for each in share if each.partition_id in behind], making, {})
+        except UnknownResourceError as error:
+            if error.reason == "JOB_UNKNOWN":
+                raise UnavailableError(f"at {address} there is another job's server by now: {error}") from error
+            raise
+
+    def _pull(self, address: str, share: list[coordinator_pb2.Partition], making: _Making, held: Mapping[int, int]) -> frozenset[int]:
+        """Returns those of which the server has an older version than is held here."""
+        assert self._map is not None
+        request = pb.PullRequest(
+            job_id=self._job_id,
+            shard_map_epoch=self._map.epoch,
+            partitions=[pb.PartitionPull(partition_id=p.partition_id, newer_than=held.get(p.partition_id, 0)) for p in share],
+            checksums=True,
+        )
+        deadline = timedelta(seconds=60 + sum(map(making.bytes_of, share)) / _SLOWEST_BYTES_PER_S)
+        headers = self._servers[address].pull(request, making.memory, deadline=deadline)
+        making.take(headers)
+        return frozenset(h.partition_id for h in headers if h.unchanged and h.version < held.get(h.partition_id, 0))
+
+
+class ParameterServerClient(parameter_server.ParameterServerClient):
+    """One parameter server's client, a method per RPC; and `state_dict`, which asks all servers of a job."""
+
+    @staticmethod
+    def state_dict(coordinator: ChannelSettings, job_id: str, *, patience: timedelta = DEFAULT_PATIENCE) -> dict[str, torch.Tensor]:
+        """A job's whole model as it is now. Who wants it again and again keeps a `ModelReader`; arguments and errors are its own."""
+        with ModelReader(coordinator, job_id, patience=patience) as reader:
+            return reader.state_dict()
+
+
+_Layout = tuple[tuple[object, ...], ...]
+
+
+def _layout_of(shard_map: coordinator_pb2.ShardMap) -> _Layout:
+    """Equal for two maps with the same tensors in the same partitions, whoever has them."""
+    tensors = tuple((tensor.name, tuple(tensor.shape), tensor.dtype) for tensor in shard_map.tensors)
+    pieces = tuple(tuple((p.tensor_index, p.offset, p.length) for p in each.pieces) for each in shard_map.partitions)
+    return tensors, pieces
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Model:
+    """A model that was read. Its tensors do not change any more."""
+
+    tensors: Mapping[str, torch.Tensor]
+    versions: Mapping[int, int]
+    layout: _Layout = ()
+
+
+class _Making:
+    """The next model, put together by the threads that read from the servers."""
+
+    def __init__(self, shard_map: coordinator_pb2.ShardMap, before: _Model) -> None:
+        self.before = before
+        self._map = shard_map
+        self._versions = dict(before.versions)
+        self._flat: dict[str, torch.Tensor] = {}
+        """Tensors that change, flat."""
+        self._parts: dict[int, torch.Tensor] = {}
+        """Partitions that are being received, flat."""
+        self._lock = threading.Lock()
+
+    def bytes_of(self, partition: coordinator_pb2.Partition) -> int:
+        """Bytes of a partition's values."""
+        return self._length(partition) * self._dtype(partition).itemsize
+
+    def memory(self, header: pb.PullHeader) -> memoryview:
+        """Where a partition is to be received."""
+        partition = self._map.partitions[header.partition_id]
+        part = torch.empty(self._length(partition), dtype=self._dtype(partition))
+        with self._lock:
+            self._parts[header.partition_id] = part
+        memory: memoryview = part.view(torch.uint8).numpy().data
+        return memory
+
+    def take(self, headers: list[pb.PullHeader]) -> None:
+        """What one server sent has come whole."""
+        with self._lock:
+            for header in headers:
+                if not header.unchanged:
+                    self._versions[header.partition_id] = header.version
+                    self._place(self._map.partitions[header.partition_id], self._parts.pop(header.partition_id))
+
+    def finished(self) -> _Model:
+        """Tensors without elements are in no partition."""
+        shapes = {tensor.name: tuple(tensor.shape) for tensor in self._map.tensors}
+        empty = {t.name: torch.empty(tuple(t.shape), dtype=_torch_dtype(t)) for t in self._map.tensors if 0 in t.shape}
+        changed = {name: flat.reshape(shapes[name]) for name, flat in self._flat.items()}
+        known = {**empty, **self.before.tensors, **changed}
+        tensors = {tensor.name: known[tensor.name] for tensor in self._map.tensors}
+        return _Model(tensors=tensors, versions=self._versions, layout=self.before.layout)
+
+    def _place(self, partition: coordinator_pb2.Partition, part: torch.Tensor) -> None:
+        for piece, values in zip(partition.pieces, part.split([piece.length for piece in partition.pieces]), strict=True):
+            spec = self._map.tensors[piece.tensor_index]
+            if spec.name not in self._flat:
+                old = self.before.tensors.get(spec.name)
+                length = torch.Size(spec.shape).numel()
+                self._flat[spec.name] = torch.empty(length, dtype=part.dtype) if old is None else old.reshape(-1).clone()
+            self._flat[spec.name][piece.offset : piece.offset + piece.length] = values
+
+    def _length(self, partition: coordinator_pb2.Partition) -> int:
+        return sum(piece.length for piece in partition.pieces)
+
+    def _dtype(self, partition: coordinator_pb2.Partition) -> torch.dtype:
+        return _torch_dtype(self._map.tensors[partition.pieces[0].tensor_index])
+
+
+def _torch_dtype(spec: coordinator_pb2.TensorSpec) -> torch.dtype:
+    dtype = getattr(torch, spec.dtype)
+    assert isinstance(dtype, torch.dtype), "the coordinator knows the names"
+    return dtype

@@ -1,0 +1,160 @@
+"""A model is read from real servers while real workers train, by a process that is none of theirs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Callable
+from contextlib import ExitStack
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import shoal
+import torch
+from shoal_common.errors import ConfigurationError, DeadlineError, UnknownResourceError
+from shoal_common.rpc.channel import ChannelSettings
+from shoal_worker import api
+from torch import nn
+
+from tests.integration.worker_async.async_cluster import AsyncCluster
+from tests.integration.worker_async.train import FEATURES, network
+from tests.zygote.children import eventually
+
+Make = Callable[..., AsyncCluster]
+EXAMPLE = Path(__file__).parents[3] / "examples" / "serve_while_training.py"
+
+
+def reader_of(running: AsyncCluster, *, patience: timedelta = timedelta(seconds=60)) -> shoal.ModelReader:
+    return shoal.ModelReader(ChannelSettings(address=running.coordinator.address), running.job_id, patience=patience)
+
+
+def test_what_is_read_are_the_workers_parameters(cluster: Make) -> None:
+    """Also frozen ones, those of other dtypes, and tied ones once; buffers are each worker's own."""
+    running = cluster()
+    net = nn.ModuleDict({"first": nn.Linear(FEATURES, FEATURES), "norm": nn.BatchNorm1d(FEATURES)})
+    net["short"], net["frozen"] = nn.Linear(2, 2).bfloat16(), nn.Linear(2, 2)
+    net["tied"] = nn.Linear(FEATURES, FEATURES)
+    net["tied"].weight = net["first"].weight
+    net["scalar"] = nn.ParameterDict({"value": nn.Parameter(torch.tensor(2.0)), "empty": nn.Parameter(torch.empty(0, 3))})
+    net["frozen"].requires_grad_(False)
+    with running.member() as session, reader_of(running) as reader:
+        trained = [parameter for parameter in net.parameters() if parameter.requires_grad]
+        model, optimizer = api.as_distributed(net, torch.optim.SGD(trained, 0.1), strategy="async_sgd")
+        for _ in range(2):
+            session.ensure_step()
+            (net["first"](torch.ones(1, FEATURES)).sum() * net["scalar"]["value"]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        state = reader.state_dict()
+        expected = {name: parameter.detach() for name, parameter in net.named_parameters()}
+        assert state.keys() == expected.keys()
+        assert all(torch.equal(state[name], value) and state[name].dtype is value.dtype for name, value in expected.items())
+        missing, unexpected = net.load_state_dict(state, strict=False)
+        assert (set(missing), unexpected) == ({"norm.running_mean", "norm.running_var", "tied.weight"}, [])
+        channel = ChannelSettings(address=running.coordinator.address)
+        whole = shoal.ParameterServerClient.state_dict(channel, running.job_id)
+        assert all(torch.equal(whole[name], value) for name, value in model.gather_full_parameters().items())
+
+
+def test_a_model_is_read_anew_while_it_trains_and_sent_again_only_where_it_has_changed(cluster: Make) -> None:
+    running = cluster()
+    worker = running.start_worker(epochs=1, hold_at=[3, 6])
+    worker.wait_step(3)
+    with reader_of(running) as reader:
+        assert reader.versions == {}
+        first = reader.state_dict()
+        assert set(reader.versions.values()) == {4}
+        again = reader.state_dict()
+        assert all(again[name] is first[name] for name in first)
+        kept = {name: value.clone() for name, value in first.items()}
+        worker.go(3)
+        worker.wait_step(6)
+        newer = reader.state_dict()
+        assert set(reader.versions.values()) == {7}
+        assert all(torch.equal(first[name], kept[name]) for name in first), "what was given out stays as it is"
+        assert not any(torch.equal(first[name], newer[name]) for name in first)
+        worker.go(6)
+        worker.result()
+
+
+@pytest.mark.parametrize("keeps_data", [True, False], ids=["with its data", "without"])
+def test_a_server_that_comes_back_elsewhere_is_followed(cluster: Make, keeps_data: bool) -> None:
+    """One without a data directory has an older version then, which counts."""
+    running = cluster(keeps_data=keeps_data)
+    worker = running.start_worker(epochs=1, hold_at=[3, 4])
+    worker.wait_step(3)
+    with reader_of(running) as reader:
+        reader.state_dict()
+        server = running.servers[0]
+        before = server.address
+        server.process.kill()
+        server.process.wait()
+        server.start()
+        assert server.address != before
+        worker.go(3)
+        worker.wait_step(4)
+        held = {p.partition_id: p.version for each in running.servers for p in each.look().partitions}
+        state = reader.state_dict()
+        assert reader.versions == held
+        assert min(held.values()) == (5 if keeps_data else 2)
+        worker.go(4)
+        assert state.keys() == reader.state_dict().keys()
+        worker.result()
+
+
+def test_a_job_without_values_is_one_clear_error(cluster: Make) -> None:
+    running = cluster()
+    with reader_of(running, patience=timedelta(0)) as reader:
+        with pytest.raises(DeadlineError, match=r"could not be read within 0 s: .* workers have not come to their first step"):
+            reader.state_dict()
+        worker = running.start_worker(epochs=1, hold_at=[0])
+        worker.wait_step(0)
+        assert eventually(reader.state_dict, "the first values").keys() == network(0).state_dict().keys()
+    with pytest.raises(UnknownResourceError, match="nothing"):
+        shoal.ParameterServerClient.state_dict(ChannelSettings(address=running.coordinator.address), "nothing")
+    worker.go(0)
+    worker.result()
+
+
+def test_wrong_arguments_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="job_id=''"):
+        shoal.ModelReader(ChannelSettings(address="127.0.0.1:1"), "")
+    with pytest.raises(ConfigurationError, match="patience="):
+        shoal.ModelReader(ChannelSettings(address="127.0.0.1:1"), "job", patience=timedelta(seconds=-1))
+
+
+@pytest.mark.slow
+def test_the_example_serves_newer_weights_while_it_trains(cluster: Make, tmp_path: Path) -> None:
+    running = cluster()
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("SHOAL_")}
+    member = {"SHOAL_COORDINATOR": running.coordinator.address, "SHOAL_JOB_ID": running.job_id, "SHOAL_MEMBER_ID": "trains"}
+    serving = [sys.executable, str(EXAMPLE), "--serve", running.coordinator.address, "--job", running.job_id]
+    with ExitStack() as stack:
+
+        def start(command: list[str], **variables: str) -> subprocess.Popen[str]:
+            process = stack.enter_context(
+                subprocess.Popen(command, env={**environment, **variables}, stdout=subprocess.PIPE, text=True, cwd=tmp_path)
+            )
+            stack.callback(process.kill)
+            return process
+
+        trains = start([sys.executable, str(EXAMPLE), "--epochs", "1000"], **member)
+        serves = start(serving)
+        assert serves.stdout is not None
+        assert trains.stdout is not None
+        url = serves.stdout.readline().strip()
+        assert "--serve" in trains.stdout.readline()
+        assert "epoch 0 is over" in trains.stdout.readline()
+
+        def answer() -> dict[str, float]:
+            with urllib.request.urlopen(url, timeout=60) as response:
+                found: dict[str, float] = json.load(response)
+                return found
+
+        first = answer()
+        newer = eventually(lambda: (found := answer())["updates"] > first["updates"] and found["accuracy"] > 0.7 and found, "newer weights")
+        assert newer["accuracy"] <= 1.0

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Generic, TypeVar
 
 from shoal_common.errors import UnavailableError
+from shoal_common.failpoints import failpoint
 
 from shoal_ps_server.settings import Fsync
 from shoal_ps_server.storage.record import OVERHEAD_BYTES, Record
@@ -187,6 +188,7 @@ class Journal:
             _fail(entry.done, _ending(reason))
             self._failed(reason)
             return
+        failpoint("journal.effect_made")
         if not entry.done.done():  # whoever waited may have gone
             entry.done.set_result(result)
 
@@ -260,12 +262,14 @@ class Journal:
             batch.nbytes = position - self._end
             if parts:
                 self._broken = True
+                failpoint("journal.before_write")
                 write_all(self._descriptor, parts, at=self._end)
                 if self._fsync is not Fsync.NEVER:
                     os.fdatasync(self._descriptor)
                     self._durable = position
                 self._end = position
                 self._broken = False
+                failpoint("journal.durable")
         except Exception as error:
             logger.error("the journal could not be written; updates are refused until it can be", extra={"error": error})
             self._disown()
@@ -292,6 +296,7 @@ class Journal:
         before, self._descriptor, self._number = self._descriptor, descriptor, number
         self._end = self._durable = end
         self._broken = False
+        failpoint("journal.file_begun")
         with contextlib.suppress(OSError):  # it is synced, or does not count
             os.close(before)
 

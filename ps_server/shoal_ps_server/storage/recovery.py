@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from shoal_common.errors import CorruptDataError, ShoalError
+from shoal_common.failpoints import failpoint
 from shoal_protos.v1 import parameter_server_pb2 as pb
 
 from shoal_ps_server.configuration import Configuration
@@ -101,6 +102,7 @@ def recover(segments: Segments, image: ServerImage | None) -> Recovered:
     """Raises CorruptDataError as `Segments.records`, and for records that contradict each other or the snapshot; OSError."""
     started = time.perf_counter()
     recovery = _Recovery(image)
+    failpoint("recovery.begun")
     first = 0 if image is None else image.state.journal
     made = 0
     for made, record in enumerate(segments.records(first), 1):
@@ -112,6 +114,8 @@ def recover(segments: Segments, image: ServerImage | None) -> Recovered:
                 f"{error}; remove the data directory to start without values",
                 reason="JOURNAL_CORRUPT",
             ) from error
+        failpoint("recovery.record_made")
+    failpoint("recovery.done")
     if made:
         logger.info("the journal was made again", extra={"records": made, "seconds": round(time.perf_counter() - started, 3)})
     return Recovered(

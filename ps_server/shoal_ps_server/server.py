@@ -63,7 +63,11 @@ class ParameterServer:
         self._registry = CollectorRegistry()
         self._metrics = Metrics(self._registry)
         self._shard = recovered.shard
-        self._membership = Membership(fence=recovered.members.fence(), clocks=recovered.members.restored_clocks())
+        self._membership = Membership(
+            fence=recovered.members.fence(),
+            clocks=recovered.members.restored_clocks(),
+            first_heard=self._first_heard,
+        )
         self._layouts = Layouts(current=recovered.layout, fetch=self._fetch_layout, adopt=self._adopt_layout)
         self._changes = Changes(shard=self._shard, layout=lambda: self._layouts.current, members=self._members)
         self._pulls = Pulls(
@@ -244,6 +248,10 @@ class ParameterServer:
             configuration=self._servicer.configuration,
             membership=self._members(),
         )
+
+    def _first_heard(self) -> None:
+        """Where a member's count begins may be said by a pull, which is not in the journal."""
+        self._changes.members_changed()
 
     def _members(self) -> Members:
         return Members.of(self._membership.fence, self._membership.clocks)

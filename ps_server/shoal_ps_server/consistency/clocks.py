@@ -75,6 +75,10 @@ class Clocks:
         self._members[member] = MemberClock(clock=min(max(known.clock, origin + finished), _LARGEST), origin=origin)
         self._settle()
 
+    def has_reported(self, member: str) -> bool:
+        """Whether it is known where the member's count begins."""
+        return self._members[member].origin is not None
+
     def lead(self, member: str) -> int:
         """How far a member is ahead of the slowest."""
         return self._members[member].clock - self._slowest

@@ -20,11 +20,15 @@ when the coordinator is there."""
 class Membership:
     """Who may act, and who must wait for whom."""
 
-    def __init__(self, *, fence: Fence, clocks: Clocks, admission_wait: timedelta = ADMISSION_WAIT) -> None:
+    def __init__(
+        self, *, fence: Fence, clocks: Clocks, admission_wait: timedelta = ADMISSION_WAIT, first_heard: Callable[[], None] = lambda: None
+    ) -> None:
+        """`first_heard`: called before the first report of a member is counted, which says where its count begins."""
         self.fence = fence
         self.clocks = clocks
         self.consistency = Consistency()
         self._admission_wait = admission_wait
+        self._first_heard = first_heard
         self._stopping = False
         self._news = asyncio.Event()
         """Set, and replaced, whenever something that a waiter looks at has changed."""
@@ -59,6 +63,8 @@ class Membership:
         """A member finished iteration `clock`, as it counts them. Ignored from one that has just been put out."""
         if member not in self.fence.members:
             return
+        if not self.clocks.has_reported(member):
+            self._first_heard()
         slowest = self.clocks.slowest
         self.clocks.report(member, clock)
         if self.clocks.slowest != slowest:

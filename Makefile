@@ -41,14 +41,17 @@ parity: .venv/installed ## Run what make test leaves out of the parity matrix an
 
 SEEDS ?= 10000
 FIRST_SEED ?= 0
+CHAOS_SEEDS ?= 1
+CHAOS_FAULTS ?= 600
 
 .PHONY: chaos
-chaos: .venv/installed ## Run long soaks, cut networks, simulated schedules (SEEDS, FIRST_SEED), and property tests on new examples
+chaos: .venv/installed ## Run soaks, cut networks, simulated schedules (SEEDS, FIRST_SEED), new examples, and 600 faults on parameter servers (CHAOS_SEEDS, CHAOS_FAULTS), with a verdict
 	$(BIN)/python -m pytest tests/chaos $(PYTEST_ARGS)
 	$(BIN)/python -m pytest $(IN_TWO) --dist=worksteal --timeout=600 -m 'soak or not soak' tests/networks $(PYTEST_ARGS)
 	$(BIN)/python -m tests.simulation --exhaustive
 	$(BIN)/python -m tests.simulation --seeds $(SEEDS) --first $(FIRST_SEED)
 	$(BIN)/python -m pytest $(IN_TWO) -m 'hypothesis and not matrix' --hypothesis-profile searching $(PYTEST_ARGS)
+	$(BIN)/python -m tests.history --seeds $(CHAOS_SEEDS) --faults $(CHAOS_FAULTS)
 
 .PHONY: bench
 bench: .venv/installed .venv-peers/installed ## Measure the figures, side by side with torchrun, torchft and DeepSpeed (about two hours)

@@ -83,7 +83,11 @@ class ParameterServer:
         self._registry = CollectorRegistry()
         self._metrics = Metrics(self._registry)
         self._shard = recovered.shard
-        self._membership = Membership(fence=recovered.members.fence(), clocks=recovered.members.restored_clocks())
+        self._membership = Membership(
+            fence=recovered.members.fence(),
+            clocks=recovered.members.restored_clocks(),
+            first_heard=self._first_heard,
+        )
         self._layouts = Layouts(current=recovered.layout, fetch=self._fetch_layout, adopt=self._adopt_layout)
         self._backup = Backup(
             shard=self._shard, state=self._state, report=self._report_backup, metrics=self._metrics, noted=recovered.backup
@@ -329,6 +333,10 @@ class ParameterServer:
             membership=self._members(),
             backup=self._backup.noted,
         )
+
+    def _first_heard(self) -> None:
+        """Where a member's count begins may be said by a pull, which is not in the journal."""
+        self._changes.members_changed()
 
     def _members(self) -> Members:
         return Members.of(self._membership.fence, self._membership.clocks)

@@ -24,8 +24,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from shoal_common import backoff
-from shoal_worker import failpoints
+from shoal_common import backoff, failpoints
 from shoal_worker.backends import worlds
 from shoal_worker.checkpoint import writer
 from shoal_worker.data import loader

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from shoal_common.errors import UnavailableError
-from shoal_worker.failpoints import failpoint
+from shoal_common.failpoints import failpoint
 from shoal_worker.state.digest import digest
 from shoal_worker.state.tree import flatten, unflatten
 from shoal_worker.store.errors import StoreAbortedError, StoreTimeoutError

@@ -31,6 +31,7 @@ import shoal_ps_server.server
 import torch
 import torch.optim.lr_scheduler
 
+from tests.history import recording
 from tests.integration.worker_async import train
 from tests.integration.worker_elastic import train as elastic
 
@@ -38,6 +39,8 @@ PROGRAMS = {
     "coordinator": shoal_coordinator.__main__.main,
     "server": shoal_ps_server.__main__.main,
     "train": train.main,
+    "recorded-server": recording.serve,
+    "recorded-train": recording.train,
     "elastic": elastic.main,
     "script": lambda arguments: run_path(arguments[0], run_name="__main__") and None,
 }
@@ -88,7 +91,10 @@ def become(command: dict[str, Any]) -> NoReturn:
     except SystemExit as end:
         status = end.code
     except BaseException:  # as the interpreter does it
-        sys.excepthook(*sys.exc_info())
+        try:
+            sys.excepthook(*sys.exc_info())
+        except SystemExit as end:
+            status = end.code
     finally:
         atexit._run_exitfuncs()
         sys.stdout.flush()

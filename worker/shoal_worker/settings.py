@@ -142,11 +142,6 @@ def set_nccl_defaults(values: Mapping[str, str]) -> None:
         os.environ.setdefault(variable, value)
 
 
-def failpoints() -> str:
-    """Returns what `SHOAL_FAILPOINTS` asks for; "" where it is not set."""
-    return os.environ.get("SHOAL_FAILPOINTS", "")
-
-
 def environment_without_settings() -> dict[str, str]:
     """Returns the environment for services of a cluster that this process starts, without the settings of one that it may be in."""
     return {name: value for name, value in os.environ.items() if not name.startswith("SHOAL_")}

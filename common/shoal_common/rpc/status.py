@@ -39,6 +39,8 @@ _BY_CODE: Final[Mapping[grpc.StatusCode, type[ShoalError]]] = {
     # Two classes have this code; a status that does not say which came from a server that found the request malformed.
     **{grpc.StatusCode[kind.code]: kind for kind in _CLASSES.values() if ShoalError in kind.__bases__},
     grpc.StatusCode.INVALID_ARGUMENT: errors.InvalidRequestError,
+    # A caller that cancels does not ask what became of it: this is a server that ended, and could not wait for the call.
+    grpc.StatusCode.CANCELLED: errors.UnavailableError,
 }
 
 

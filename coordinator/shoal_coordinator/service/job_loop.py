@@ -17,6 +17,7 @@ from datetime import timedelta
 
 from shoal_common.backoff import Backoff
 from shoal_common.errors import InternalError, ShoalError, UnavailableError
+from shoal_common.failpoints import failpoint
 
 from shoal_coordinator.membership.effects import AnnounceGeneration
 from shoal_coordinator.membership.events import (
@@ -257,6 +258,7 @@ class JobLoop:
         commit_id = secrets.token_hex(8)
         began_s = time.monotonic()
         backoff = Backoff(first_s=_FIRST_BACKOFF_S, longest_s=_LONGEST_BACKOFF_S)
+        failpoint("decision.before_write")
         while True:
             try:
                 unix_ms = await self._store.commit(
@@ -275,6 +277,7 @@ class JobLoop:
                 self._metrics.commit_retries.inc()
                 logger.warning("membership changes wait for Redis: %s", error, extra={"job_id": self.state.spec.job_id})
             await asyncio.sleep(backoff.next_s())
+        failpoint("decision.written")
         self._revision += 1
         self._clock.adjust(unix_ms)
         self._metrics.redis_up.set(1)

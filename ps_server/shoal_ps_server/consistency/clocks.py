@@ -144,6 +144,10 @@ class Clocks:
         least = self._members[member].clock - bound
         return sorted(m for m, each in self._members.items() if not each.rests and each.clock < least)
 
+    def has_reported(self, member: str) -> bool:
+        """Whether it is known where the member's count begins."""
+        return self._members[member].origin is not None
+
     def lead(self, member: str) -> int:
         """How far a member is ahead of the slowest."""
         return self._members[member].clock - self._slowest

@@ -26,13 +26,21 @@ class Membership:
     """Who may act, and who must wait for whom."""
 
     def __init__(
-        self, *, fence: Fence, clocks: Clocks, admission_wait: timedelta = ADMISSION_WAIT, push_wait: timedelta = PUSH_WAIT
+        self,
+        *,
+        fence: Fence,
+        clocks: Clocks,
+        admission_wait: timedelta = ADMISSION_WAIT,
+        push_wait: timedelta = PUSH_WAIT,
+        first_heard: Callable[[], None] = lambda: None,
     ) -> None:
+        """`first_heard`: called before the first report of a member is counted, which says where its count begins."""
         self.fence = fence
         self.clocks = clocks
         self.consistency = Consistency()
         self._admission_wait = admission_wait
         self._push_wait = push_wait
+        self._first_heard = first_heard
         self._stopping = False
         self._news = asyncio.Event()
         """Set, and replaced, whenever something that a waiter looks at has changed."""
@@ -67,12 +75,14 @@ class Membership:
         """A member finished iteration `clock`, as it counts them. Ignored from one that has just been put out. `place`: see
         `Clocks.report`."""
         if member in self.fence.members:
+            self._hear(member)
             self.clocks.report(member, clock, place=place)
             self._clocks_changed()
 
     def has_read(self, member: str, clock: int) -> None:
         """A member has the values that iteration `clock` ended with, as it counts them. Ignored from one that has just been put out."""
         if member in self.fence.members:
+            self._hear(member)
             self.clocks.has_read(member, clock)
             self._clocks_changed()
 
@@ -105,6 +115,7 @@ class Membership:
         self.check(member, generation)
         if self.consistency.mode is not ConsistencyMode.BSP:
             return
+        self._hear(member)
         iteration = self.clocks.arrive(member, clock)
         self._clocks_changed()
 
@@ -146,6 +157,10 @@ class Membership:
             f"{what}; it waited {waited.total_seconds():g} s for {named or 'members that have come up by now'}; try again",
             reason=f"{self._mode.upper()}_WAIT_TIMEOUT",
         )
+
+    def _hear(self, member: str) -> None:
+        if not self.clocks.has_reported(member):
+            self._first_heard()
 
     def _clocks_changed(self) -> None:
         if self.consistency.mode is not ConsistencyMode.ASP:

@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Final
 
 from shoal_common.errors import DeadlineError, UnavailableError
+from shoal_common.failpoints import failpoint
 from shoal_common.wire import CHUNK_BYTES, checksum, encode_pull_chunk
 from shoal_protos.v1 import parameter_server_pb2 as pb
 
@@ -81,6 +82,7 @@ class Pulls:
                         chunk = encode_pull_chunk((header, reading.take(CHUNK_BYTES)))
                         header = None
                         yield chunk
+                        failpoint("pull.halfway")
             self._answered(wanted.spec, version > wanted.newer_than)
 
     def _note(self, pull: Pull, spec: PartitionSpec) -> None:

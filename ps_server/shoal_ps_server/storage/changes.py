@@ -9,6 +9,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from shoal_common.errors import UnavailableError
+
 from shoal_ps_server.configuration import Configuration
 from shoal_ps_server.shard.layout import Layout
 from shoal_ps_server.shard.payload import Upload, UploadHeader
@@ -80,7 +82,7 @@ class Changes:
         """Changes wait for another server to have them."""
         return self._journal is not None and self._journal.holds
 
-    def give_up(self, reason: Exception) -> None:
+    def give_up(self, reason: UnavailableError) -> None:
         """Makes no change any more; whoever waits for one is told why."""
         if self._journal is not None:
             self._journal.give_up(reason)

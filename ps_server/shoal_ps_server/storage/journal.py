@@ -24,7 +24,8 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Final, Generic, Protocol, TypeVar
 
-from shoal_common.errors import InternalError, UnavailableError
+from shoal_common.errors import UnavailableError
+from shoal_common.failpoints import failpoint
 
 from shoal_ps_server.settings import Fsync
 from shoal_ps_server.storage.record import OVERHEAD_BYTES, Record
@@ -187,7 +188,7 @@ class Journal:
         """Number of the last file, and how many bytes of it count. After `close`."""
         return self._number, self._end
 
-    def give_up(self, reason: Exception) -> None:
+    def give_up(self, reason: UnavailableError) -> None:
         """No record has an effect any more; whoever waits for one is told why."""
         if self._unmade is None:
             self._unmade = reason
@@ -199,7 +200,9 @@ class Journal:
         self._queue.put(_Control.CLOSE)
         await asyncio.to_thread(self._thread.join)  # it has told the loop of all before this returns
         if self._holding and self._ready:
-            self.give_up(InternalError("this server's backup has not confirmed it"))
+            self.give_up(
+                UnavailableError("this server ends, and its backup has not confirmed the change; try again", reason="SERVER_STOPPING")
+            )
         while self._ready:
             await asyncio.sleep(0)
 
@@ -270,6 +273,7 @@ class Journal:
             _fail(entry.done, _ending(reason))
             self._failed(reason)
             return
+        failpoint("journal.effect_made")
         if not entry.done.done():  # whoever waited may have gone
             entry.done.set_result(result)
         if entry.record is not None and self._follower is not None and not self._holding:
@@ -344,12 +348,14 @@ class Journal:
             batch.nbytes = position - self._end
             if parts:
                 self._broken = True
+                failpoint("journal.before_write")
                 write_all(self._descriptor, parts, at=self._end)
                 if self._fsync is not Fsync.NEVER:
                     os.fdatasync(self._descriptor)
                     self._durable = position
                 self._end = position
                 self._broken = False
+                failpoint("journal.durable")
         except Exception as error:
             logger.error("the journal could not be written; updates are refused until it can be", extra={"error": error})
             self._disown()
@@ -376,6 +382,7 @@ class Journal:
         before, self._descriptor, self._number = self._descriptor, descriptor, number
         self._end = self._durable = end
         self._broken = False
+        failpoint("journal.file_begun")
         with contextlib.suppress(OSError):  # it is synced, or does not count
             os.close(before)
 
@@ -400,7 +407,10 @@ def _refusal(error: Exception) -> UnavailableError:
 
 
 def _ending(reason: Exception) -> UnavailableError:
+    if isinstance(reason, UnavailableError):
+        return reason
     return UnavailableError(
-        f"a change that is in the journal was not made ({reason}): this server, or the one that has its place, makes it; try again",
+        f"a change that is in the journal could not be made ({reason}): this server ends, and is recovered when it is started again; try "
+        "again",
         reason="SERVER_STOPPING",
     )

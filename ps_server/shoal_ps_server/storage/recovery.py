@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from shoal_common.errors import CorruptDataError, ShoalError
+from shoal_common.failpoints import failpoint
 from shoal_protos.v1 import parameter_server_pb2 as pb
 
 from shoal_ps_server.configuration import Configuration
@@ -115,6 +116,7 @@ class Recovered:
 def recover(segments: Segments, image: ServerImage | None) -> Recovered:
     """Raises CorruptDataError as `Segments.records`, and for records that contradict each other or the snapshot; OSError."""
     started = time.perf_counter()
+    failpoint("recovery.begun")
     first = 0 if image is None else image.state.journal
     replay = Replay(image, lambda: segments.records(first))
     made = 0
@@ -127,6 +129,8 @@ def recover(segments: Segments, image: ServerImage | None) -> Recovered:
                 f"{error}; remove the data directory to start without values",
                 reason="JOURNAL_CORRUPT",
             ) from error
+        failpoint("recovery.record_made")
+    failpoint("recovery.done")
     if made:
         logger.info("the journal was made again", extra={"records": made, "seconds": round(time.perf_counter() - started, 3)})
     return replay.recovered(next_file=max([0, *segments.numbers()]) + 1, last_end=segments.last_end)

@@ -24,6 +24,7 @@ from typing import Final
 
 import numpy as np
 from shoal_common.errors import ConfigurationError, CorruptDataError
+from shoal_common.failpoints import failpoint
 
 from shoal_ps_server.storage.record import Found, Record, later, read_all
 
@@ -117,8 +118,10 @@ class Segments:
         *older, newest = [0, *(each for each in self.numbers() if each < number)]
         if newest:
             self.path(newest).rename(self._directory / _SPARE)
+            failpoint("snapshot.spare_kept")
         for each in older[1:]:
             self.path(each).unlink(missing_ok=True)
+        failpoint("snapshot.journal_shortened")
 
     def records(self, first: int) -> Iterator[Record]:
         """All records of the files from `first` on, in order; 0: of all. Their payloads lie in the files.

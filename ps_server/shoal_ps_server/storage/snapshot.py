@@ -18,6 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, save
 from shoal_common.errors import CorruptDataError, ShoalError
+from shoal_common.failpoints import failpoint
 from shoal_common.wire import checksum
 
 from shoal_ps_server.shard.layout import PartitionSpec
@@ -46,11 +47,13 @@ def write_snapshot(path: Path, image: ServerImage) -> int:
             size = file.tell()
             file.flush()
             os.fsync(file.fileno())
+        failpoint("snapshot.written")
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
     _sync_directory(path.parent)
+    failpoint("snapshot.renamed")
     return size
 
 

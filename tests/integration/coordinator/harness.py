@@ -37,10 +37,10 @@ class Coordinator:
         self.ports: dict[str, Any] = {}
         self.process: Child
 
-    def start(self, *, wait: bool = True) -> Coordinator:
+    def start(self, *, wait: bool = True, **environment: str) -> Coordinator:
         self._port_file.unlink(missing_ok=True)
         arguments = ["--port-file", str(self._port_file), "--listen", f"127.0.0.1:{self._reserved.port}", *self._flags]
-        self.process = self._zygote.start("coordinator", arguments, output=self._log, **self._environment)
+        self.process = self._zygote.start("coordinator", arguments, output=self._log, **self._environment, **environment)
         if wait:
             self.wait_ready()
         return self

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -100,6 +101,22 @@ def test_ssp_holds_the_fast_until_the_slow_come_up(cluster) -> None:
         slow.push(1.0)
         waiting.result(60)
     assert dict(client.get_server().clocks) == {"a": 2, "b": 1}
+
+
+def test_a_member_that_caught_up_before_its_first_push_is_as_far_after_a_crash(cluster, tmp_path) -> None:
+    """Its first word, with which its count begins, came with a pull, of which the journal has nothing else."""
+    client = cluster.server(data_dir=tmp_path / "data")
+    others, joiner = cluster.trainable(client, bound=5), cluster.member(client, "b")
+    others.pull()
+    others.push(1.0)
+    joiner.pull()
+    client.advance_clock("job", "b", clock=3)
+    before = dict(client.get_server().clocks)
+    assert before == {"a": 1, "b": 3}
+    others.push(1.0)  # the journal has what came before it
+    shutil.copytree(tmp_path / "data", tmp_path / "crashed")
+    after = cluster.unregistered(data_dir=tmp_path / "crashed").get_server().clocks
+    assert dict(after) == before
 
 
 def test_ssp_holds_nobody_up_for_members_that_are_gone(cluster) -> None:

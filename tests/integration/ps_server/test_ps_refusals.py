@@ -14,7 +14,7 @@ from shoal_common.wire import encode_push_chunk
 from shoal_protos.v1 import parameter_server_pb2 as pb
 
 SERVICE = pb.DESCRIPTOR.services_by_name["ParameterServer"]
-STREAMED = {"Initialize", "Push"}
+STREAMED = {"Initialize", "Push", "Follow"}
 EXPECTED_CODES = {
     grpc.StatusCode.INVALID_ARGUMENT,
     grpc.StatusCode.NOT_FOUND,

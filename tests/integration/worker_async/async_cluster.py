@@ -6,12 +6,13 @@ import json
 import os
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from shoal_common.clients import CoordinatorClient, ParameterServerClient
+from shoal_common.errors import ShoalError
 from shoal_common.rpc.channel import ChannelSettings
 from shoal_protos.v1 import coordinator_pb2, parameter_server_pb2
 from shoal_worker.elastic.link import MemberIdentity
@@ -37,13 +38,13 @@ class Server:
         self._directory.mkdir()
         self.start()
 
-    def start(self) -> None:
+    def start(self, **environment: str) -> None:
         self._port_file = self._directory / f"{uuid.uuid4().hex}.json"
         arguments = ["--coordinator", self._cluster.coordinator.address, "--job", self._cluster.job_id]
         arguments += ["--server-id", f"server-{self._index}", "--port-file", str(self._port_file), "--snapshot-interval", "0s"]
         if self._keeps_data:
             arguments += ["--data-dir", str(self.data)]
-        self.process = self._cluster.zygote.start("server", arguments, output=self._directory / "log")
+        self.process = self._cluster.zygote.start("server", arguments, output=self._directory / "log", **environment)
 
     @property
     def address(self) -> str:
@@ -54,9 +55,20 @@ class Server:
         with ParameterServerClient(ChannelSettings(address=self.address)) as client:
             return client.get_server()
 
+    def looks(self) -> parameter_server_pb2.GetServerResponse | None:
+        """None while it cannot be reached."""
+        with suppress(ShoalError):
+            return self.look()
+        return None
+
     def snapshot(self) -> None:
         with ParameterServerClient(ChannelSettings(address=self.address)) as client:
             client.snapshot(self._cluster.job_id)
+
+    def try_snapshot(self) -> None:
+        """It may die meanwhile."""
+        with suppress(ShoalError):
+            self.snapshot()
 
 
 class Worker:

@@ -86,12 +86,16 @@ def test_a_status_of_grpcs_own_gets_the_class_of_its_code_and_says_what_was_aske
     assert str(got) == "GetJob at 10.0.0.1:7000: failed to connect"
 
 
+def test_a_call_that_the_server_cancelled_may_be_tried_again():
+    assert type(from_rpc_error(FakeRpcError(grpc.StatusCode.CANCELLED, "CANCELLED", None))) is UnavailableError
+
+
 @pytest.mark.parametrize("code", list(grpc.StatusCode))
 def test_every_status_code_becomes_some_shoal_error_even_without_details(code):
     got = from_rpc_error(FakeRpcError(code, None, None))
     assert isinstance(got, ShoalError)
     assert str(got) == code.name
-    assert got.code == code.name or type(got) is ShoalError
+    assert got.code == code.name or type(got) is ShoalError or code is grpc.StatusCode.CANCELLED
 
 
 def test_details_that_do_not_parse_are_ignored():

@@ -21,6 +21,7 @@ from shoal_ps_server.service.pulls import Pulls
 from shoal_ps_server.service.requests import Pull, Wanted
 from shoal_ps_server.shard.optimizer import ParameterGroup, optimizer_settings
 from shoal_ps_server.shard.payload import Upload, UploadHeader, bytes_of
+from shoal_ps_server.storage.changes import Changes
 from shoal_ps_server.storage.directory import DataDirectory
 from shoal_ps_server.storage.image import Members
 from shoal_ps_server.storage.segments import Owner, Segments
@@ -296,7 +297,8 @@ def test_of_a_pull_that_outlives_its_member_nothing_is_kept(make) -> None:
     shard = make.shard(*specs, optimizer=settings())
     membership = Membership(fence=Fence(), clocks=Clocks())
     membership.learn(1, "ab")
-    pulls = Pulls(shard=shard, membership=membership, waited=lambda _: None, answered=lambda *_: None)
+    changes = Changes(shard=shard, layout=lambda: None, members=Members)
+    pulls = Pulls(shard=shard, membership=membership, quiet=changes.quiet, waited=lambda _: None, answered=lambda *_: None)
     pull = Pull(
         member_id="a",
         generation=1,

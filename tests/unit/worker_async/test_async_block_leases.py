@@ -162,6 +162,18 @@ def test_a_worker_that_stands_still_gives_back_what_it_has_not_begun(job: FakeJo
     eventually(lambda: len(job.leased()) > 5, "a block again")
 
 
+def test_a_worker_that_waited_long_for_its_next_batch_did_not_stand_still(job: FakeJob, make) -> None:
+    """What it gets then it keeps: all who wait would hand the last batches round among each other for ever."""
+    loop = Loop(make(0.1))
+    loop.step()
+    job.away.set()
+    back = threading.Timer(0.5, job.away.clear)
+    back.start()
+    assert [loop.step() for _ in range(3)] == [1, 2, 3]
+    assert not any(request["returned"] for request in job.requests)
+    back.join()
+
+
 def test_what_is_done_between_two_loops_is_no_step(job: FakeJob, make) -> None:
     loop = Loop(make(0.3))
     for _ in range(10):

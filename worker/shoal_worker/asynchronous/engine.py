@@ -14,6 +14,7 @@ from typing import Any, ClassVar, cast
 import torch
 from shoal_common import codecs
 from shoal_common.errors import ConfigurationError, CorruptDataError, PreconditionError
+from shoal_common.failpoints import failpoint
 from shoal_common.rpc.channel import ChannelSettings
 
 from shoal_worker.asynchronous.job import Handover, Job
@@ -242,6 +243,7 @@ class AsyncEngine(Engine):
         batch = self._leases.at_hand(source.name) if source is not None else 0
         iteration = Iteration(clock=clock, revision=self.look_at_schedule(), gradients=sent, pull=pull, batch=batch)
         pushed = self._require_servers().exchange(iteration)
+        failpoint("exchange.done")
         self._clock = clock
         if step is not None:
             step.known = pushed.known

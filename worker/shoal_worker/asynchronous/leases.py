@@ -348,6 +348,8 @@ class CoordinatorLeases:
         block.unsaid_since = time.monotonic()
         # Where the loop was left meanwhile, nobody takes them.
         (block.returned if block.loop_left else block.leased).extend(answer.batches)
+        if answer.batches and (block.wanted or request.waited_for):
+            block.finished_at = time.monotonic()  # it did not stand still, but waited for these; nor is the wait part of a step
         if request.want and not answer.batches:
             block.dry_until = time.monotonic() + self._ahead_s / _ACKNOWLEDGED_AFTER
         if request.waited_for:

@@ -31,6 +31,7 @@ from shoal_common.errors import (
     UnavailableError,
     UnknownResourceError,
 )
+from shoal_common.failpoints import failpoint
 from shoal_common.wire import checksum
 from shoal_protos.v1 import parameter_server_pb2 as pb
 
@@ -274,6 +275,7 @@ class ServerLink:
         results = self._client.push(outgoing, deadline=self._stream_deadline)
         if [result.partition_id for result in results] != [partition.partition_id for partition in partitions]:
             raise InternalError(f"server {self._share.index} acknowledged other partitions than were pushed")
+        failpoint("exchange.server_answered")
         del self._finished_batches[: len(told)]
         for result in results:
             self._acknowledged[result.partition_id] += 1

@@ -29,9 +29,9 @@ from typing import Any, Final
 import torch
 from safetensors import SafetensorError
 from shoal_common.errors import UnavailableError
+from shoal_common.failpoints import failpoint
 
 from shoal_worker.checkpoint.manifest import STORED_DTYPES, SUFFIX, damaged, file_of, read_tensors, stored, write_tensors
-from shoal_worker.failpoints import failpoint
 from shoal_worker.state.tree import Json, Run, StatePart, copied, flatten
 
 _log = logging.getLogger(__name__)

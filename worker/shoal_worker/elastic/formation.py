@@ -23,6 +23,7 @@ from datetime import timedelta
 from typing import Any
 
 from shoal_common.errors import ConfigurationError, DeadlineError, MembershipChanged, PreconditionError, UnavailableError
+from shoal_common.failpoints import failpoint
 
 from shoal_worker.elastic.committed_state import HeldState
 from shoal_worker.elastic.divergence import operations_apart
@@ -37,7 +38,6 @@ from shoal_worker.elastic.reconcile import STANDING_LENGTH, Interrupted, Reconci
 from shoal_worker.elastic.step import ScriptPosition
 from shoal_worker.elastic.transfer import StateExchange
 from shoal_worker.elastic.waiting import WaitingLines, Where
-from shoal_worker.failpoints import failpoint
 from shoal_worker.metrics import WorkerMetrics
 from shoal_worker.settings import WorkerSettings
 from shoal_worker.state.digest import state_digest

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 from shoal_common.errors import MembershipChanged, PreconditionError, ShoalError
+from shoal_common.failpoints import failpoint
 
 from shoal_worker.elastic.committed_state import HeldState
 from shoal_worker.elastic.divergence import borders_apart
@@ -21,7 +22,6 @@ from shoal_worker.elastic.phase import Phase
 from shoal_worker.elastic.reconcile import StateName
 from shoal_worker.elastic.step import ScriptPosition
 from shoal_worker.elastic.transfer import StateExchange
-from shoal_worker.failpoints import failpoint
 
 _log = logging.getLogger(__name__)
 

@@ -27,6 +27,7 @@ from typing import Any, Final
 
 import torch
 from shoal_common.errors import PreconditionError, ShoalError
+from shoal_common.failpoints import failpoint
 
 from shoal_worker.elastic.borders import Departure
 from shoal_worker.elastic.committed_state import HeldState
@@ -45,7 +46,6 @@ from shoal_worker.elastic.step_lifecycle import StepLifecycle
 from shoal_worker.elastic.strategy_interface import TrainingEngine
 from shoal_worker.elastic.transfer import StateDonor, StateExchange
 from shoal_worker.elastic.waiting import Where
-from shoal_worker.failpoints import failpoint
 from shoal_worker.metrics import WorkerMetrics
 from shoal_worker.settings import WorkerSettings
 from shoal_worker.state.tree import StatePart

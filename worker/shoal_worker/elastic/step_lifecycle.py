@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 from shoal_common.errors import MembershipChanged, PreconditionError
+from shoal_common.failpoints import failpoint
 
 from shoal_worker.elastic.borders import ALONE, Borders, Departure
 from shoal_worker.elastic.committed_state import HeldState
@@ -40,7 +41,6 @@ from shoal_worker.elastic.loader_interface import (
 from shoal_worker.elastic.phase import Phase
 from shoal_worker.elastic.progress import ProgressMeter
 from shoal_worker.elastic.step import Step
-from shoal_worker.failpoints import failpoint
 from shoal_worker.metrics import WorkerMetrics
 from shoal_worker.randomness import seed_generators
 

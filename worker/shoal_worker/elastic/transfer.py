@@ -32,11 +32,11 @@ from typing import Any, Final
 import torch
 import xxhash
 from shoal_common.errors import CorruptDataError, InternalError, UnavailableError
+from shoal_common.failpoints import failpoint
 from shoal_common.settings import Address
 
 from shoal_worker.backends.inmemory.turns import run_aside
 from shoal_worker.elastic.group import Group
-from shoal_worker.failpoints import failpoint
 from shoal_worker.metrics import WorkerMetrics
 from shoal_worker.settings import WorkerSettings
 from shoal_worker.state.digest import bytes_of, digest

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from shoal_common.errors import ConfigurationError, MembershipChanged, PreconditionError
+from shoal_common.failpoints import failpoint
 from torch import nn
 from torch.autograd import Variable
 from torch.distributed.tensor import DTensor
@@ -32,7 +33,6 @@ from shoal_worker.engine.failed_collectives import LosingStep
 from shoal_worker.engine.hidden_parameters import gradient_of, guard_parts, refuse_loading
 from shoal_worker.engine.parameters import check_shaped
 from shoal_worker.engine.partitioned import Closing, PartitionedEngine
-from shoal_worker.failpoints import failpoint
 from shoal_worker.mesh.gradients import MeshGradients
 from shoal_worker.mesh.layouts import Layouts, MeshPlan, template_of, whole_module, zeros
 from shoal_worker.mesh.parts import ModelParts

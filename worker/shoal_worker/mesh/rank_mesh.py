@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from shoal_common.failpoints import failpoint
 
 from shoal_worker.elastic.generation import Generation, Peer
 from shoal_worker.elastic.group import Group
@@ -19,7 +20,6 @@ from shoal_worker.elastic.step import Step
 from shoal_worker.elastic.strategy_interface import StrategySession
 from shoal_worker.engine.buffers import CommittedBuffers
 from shoal_worker.engine.hidden_parameters import drop_gradient
-from shoal_worker.failpoints import failpoint
 from shoal_worker.mesh.data_axis import InShards
 from shoal_worker.mesh.layouts import Axes, Sharding
 from shoal_worker.mesh.parts import ModelParts, Shard

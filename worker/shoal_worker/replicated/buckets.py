@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from shoal_common.errors import MembershipChanged
+from shoal_common.failpoints import failpoint
 
 from shoal_worker.engine.failed_collectives import LosingStep
-from shoal_worker.failpoints import failpoint
 
 if TYPE_CHECKING:
     from shoal_worker.compression.reduction import Reduction

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from shoal_common.errors import ConfigurationError, MembershipChanged, PreconditionError
+from shoal_common.failpoints import failpoint
 from torch import nn
 
 from shoal_worker.elastic.group import Channel
@@ -23,7 +24,6 @@ from shoal_worker.engine.buffers import CommittedBuffers
 from shoal_worker.engine.compressed import compression_of
 from shoal_worker.engine.failed_collectives import LosingStep
 from shoal_worker.engine.parameters import check_optimizer_covers, check_shaped, check_trains, has_values, materialize, unsaved_buffers
-from shoal_worker.failpoints import failpoint
 from shoal_worker.replicated.buckets import AccumulatedReduction
 from shoal_worker.replicated.reduction import OverlappedReduction
 from shoal_worker.state.digest import digest_of, state_tensors

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from shoal_common.errors import MembershipChanged, PreconditionError
+from shoal_common.failpoints import failpoint
 
 from shoal_worker.elastic.group import Channel, Group, LocalChannel
 from shoal_worker.elastic.loader_interface import StepStatus
@@ -25,7 +26,6 @@ from shoal_worker.elastic.step import StepPhase
 from shoal_worker.engine.base import Loss, Setup, call_module, loss_of
 from shoal_worker.engine.failed_collectives import LosingStep
 from shoal_worker.engine.parameters import unsaved_buffers
-from shoal_worker.failpoints import failpoint
 from shoal_worker.replicated.buckets import AccumulatedReduction
 from shoal_worker.replicated.engine import ReplicatedEngine
 from shoal_worker.replicated.rounds import (

@@ -19,6 +19,7 @@ from typing import Any, Final
 
 import torch
 from shoal_common.errors import ConfigurationError, PreconditionError
+from shoal_common.failpoints import failpoint
 from torch import nn
 from torch.utils import _pytree as pytree
 
@@ -33,7 +34,6 @@ from shoal_worker.engine.failed_collectives import LosingStep
 from shoal_worker.engine.hidden_parameters import refuse_loading
 from shoal_worker.engine.parameter_groups import ParameterGroup, alike, by_bytes, by_modules
 from shoal_worker.engine.partitioned import ClosingSum, CutClosing, PartitionedEngine
-from shoal_worker.failpoints import failpoint
 from shoal_worker.sharding.collectives import CompressedScatter, IssuedCollectives, ReplicatedCollectives, SessionCollectives
 from shoal_worker.sharding.execution import ShardedExecution
 from shoal_worker.sharding.gradients import CutGradients

@@ -1,9 +1,12 @@
-"""Named places in the code where a test can make this process fail, at exactly the moment it means.
+"""Named places in the code where a test can make this process fail, at exactly the moment it means: in workers, parameter servers and
+the coordinator alike.
 
 `SHOAL_FAILPOINTS` holds `name@hit=action` entries, comma-separated: at the `hit`-th pass (from 1) through the failpoint `name`, do
 `action`: `kill` (SIGKILL to this process), `stop` (SIGSTOP: hangs until someone sends SIGCONT), `hang` (this thread alone, for ever:
 heartbeats go on), `lose` (MembershipChanged, as if a peer had gone), `raise` (RuntimeError). Without the variable a failpoint costs one
 look-up in a cache.
+
+Workers:
 
     compression.halfway         the first collectives of all compressed buckets are done on this rank, their second ones are under way
     reduction.completed         the step's gradients are summed, and it is not sealed on this rank
@@ -20,6 +23,28 @@ look-up in a cache.
     checkpoint.shard_written    this rank's shard of a checkpoint is on the disk, and nobody was told
     transfer.before_serving     a receiver has asked this donor
     transfer.before_taking      this receiver has not asked yet
+    exchange.server_answered    one parameter server has acknowledged the push; others may not have it yet
+    exchange.done               all of them have, nothing was recorded, and the coordinator has not heard of it
+
+Parameter servers:
+
+    journal.before_write        records are about to be written to the journal
+    journal.durable             they are on disk, and have had no effect
+    journal.effect_made         one of them has had its effect, and nobody was answered
+    journal.file_begun          another file of the journal was begun
+    snapshot.written            a snapshot is on disk under its temporary name
+    snapshot.renamed            it has its name, and the journal before it is still there
+    snapshot.spare_kept         the newest file of the journal that it takes the place of is the spare; older ones are still there
+    snapshot.journal_shortened  all of them are gone
+    pull.halfway                values of a partition have been sent, and the pull goes on
+    recovery.begun              the snapshot is read, and nothing of the journal
+    recovery.record_made        a record of the journal has been made again
+    recovery.done               all have, and no file of the journal was begun
+
+Coordinator:
+
+    decision.before_write       a change is about to be written to Redis
+    decision.written            it is in Redis, and nobody was told
 """
 
 from __future__ import annotations
@@ -33,8 +58,6 @@ from collections.abc import Callable
 from typing import Final
 
 from shoal_common.errors import ConfigurationError, MembershipChanged
-
-from shoal_worker.settings import failpoints
 
 _ACTIONS: Final[dict[str, Callable[[], object]]] = {
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
@@ -62,7 +85,7 @@ def _parse(text: str) -> dict[tuple[str, int], str]:
 
 @functools.cache
 def _wanted() -> dict[tuple[str, int], str]:
-    return _parse(failpoints())
+    return _parse(os.environ.get("SHOAL_FAILPOINTS", ""))
 
 
 _hits: Counter[str] = Counter()

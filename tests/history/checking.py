@@ -1,0 +1,439 @@
+"""Judges a recorded history (recording.py): each promise is a function that returns the violations it finds. Pure, but for reading files.
+
+The order of a partition's changes is that of its versions, as its server wrote them when it made them; what a recovery made again must be
+the same. So there is one history of each partition, and all else is held against it:
+
+    changes_are_one_history    a version is one change with one outcome, over all restarts, and none is left out
+    applied_once               no push is applied twice, and no batch; only what a worker has sent is applied, in the order of its numbers
+    none_lost                  what was acknowledged is in the history, at the version that was told
+    versions_are_monotonic     whoever asks later sees no older version; each version has the same values for all who see it
+    optimizer_is_adam          the changes, made by torch's Adam in one process, give the same bits in each version, and the same moments
+    bound_is_kept              no member's turn came while it was more than the bound ahead of the slowest
+    samples_count_once         every sample of every epoch that began counts once, and every batch is on every partition
+"""
+
+from __future__ import annotations
+
+import bisect
+import json
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from shoal_common.errors import ShoalError
+from shoal_common.wire import checksum
+from shoal_worker.data.record import audit
+
+_LARGEST_CLOCK = 2**62
+"""Servers' clocks go no further."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of a history."""
+
+    fields: Mapping[str, Any]
+    place: str = "made by hand"
+    """File and line."""
+
+    def __getitem__(self, name: str) -> Any:
+        return self.fields[name]
+
+    def __str__(self) -> str:
+        short = {name: f"{value[:16]}..." if isinstance(value, str) and len(value) > 64 else value for name, value in self.fields.items()}
+        return f"{self.place}: {json.dumps(short)}"
+
+
+@dataclass(frozen=True)
+class Violation:
+    """A promise that was broken, and the lines that show it."""
+
+    what: str
+    lines: Sequence[Line] = ()
+
+    def __str__(self) -> str:
+        return "\n    ".join([self.what, *map(str, self.lines[:12])])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """A version of a partition that was told to a worker: by a pull, or as the answer to a push."""
+
+    partition: int
+    version: int
+    begun: int
+    ended: int
+    line: Line
+    digest: str = ""
+    """Digest of the values that came with it; empty where none came."""
+
+
+@dataclass
+class History:
+    """All lines, those of one process in their order; servers' by the server, one life after the other."""
+
+    servers: Mapping[str, Sequence[Line]] = field(default_factory=dict)
+    workers: Mapping[str, Sequence[Line]] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, directory: Path) -> History:
+        """A last line may be torn."""
+        files = []
+        for path in directory.glob("*.jsonl"):
+            whole = path.read_bytes().rpartition(b"\n")[0]
+            files.append([Line(json.loads(text), f"{path.name}:{number}") for number, text in enumerate(whole.split(b"\n"), 1) if text])
+        servers: dict[str, list[Line]] = defaultdict(list)
+        workers: dict[str, list[Line]] = defaultdict(list)
+        for lines in sorted(filter(None, files), key=lambda lines: lines[0]["t"]):
+            (servers if lines[0]["kind"] == "starts" else workers)[lines[0]["of"]] += lines
+        return cls(servers=servers, workers=workers)
+
+    def of_servers(self, *kinds: str) -> Iterator[Line]:
+        return (line for lines in self.servers.values() for line in lines if line["kind"] in kinds)
+
+    def of_workers(self, *kinds: str) -> Iterator[Line]:
+        return (line for lines in self.workers.values() for line in lines if line["kind"] in kinds)
+
+    @cached_property
+    def changes(self) -> Mapping[int, Mapping[int, Line]]:
+        """Partition -> version -> the line of the change that led to it, as it was written first."""
+        found: dict[int, dict[int, Line]] = defaultdict(dict)
+        for line in self.of_servers("applied"):
+            found[line["partition"]].setdefault(line["version"], line)
+        return {partition: dict(sorted(versions.items())) for partition, versions in sorted(found.items())}
+
+    @cached_property
+    def _pushes(self) -> Mapping[tuple[int, str, int, int, str], Line]:
+        return {_push_key(line, _digest(bytes.fromhex(line["gradient"]))): line for line in self.of_workers("push")}
+
+    def push_of(self, change: Line) -> Line | None:
+        """The line of the push that was applied: of its member, number and batch, with its gradient."""
+        return self._pushes.get(_push_key(change, change["gradient"]))
+
+    @cached_property
+    def seen(self) -> Sequence[Seen]:
+        """All answers to pulls and pushes."""
+        found = []
+        for lines in self.workers.values():
+            begun: dict[int, int] = {}
+            for line in lines:
+                if line["kind"] in ("pull", "push"):
+                    begun.setdefault(line["call"], line["t"])
+                elif line["kind"] in ("pulled", "pushed"):
+                    for answer in line["answers"]:
+                        found.append(
+                            Seen(
+                                partition=answer["partition"],
+                                version=answer["version"],
+                                begun=begun[line["call"]],
+                                ended=line["t"],
+                                line=line,
+                                digest=answer.get("digest", ""),
+                            )
+                        )
+        return found
+
+
+# ----------------------------------------------------------------------------------------------------------- the servers' changes
+
+
+def changes_are_one_history(history: History) -> Iterator[Violation]:
+    for line in history.of_servers("applied", "restored"):
+        partition, version = line["partition"], line["version"]
+        first = history.changes.get(partition, {}).get(version)
+        if first is None:
+            yield Violation(f"partition {partition} came out of a snapshot at version {version}, to which no change has led", [line])
+            continue
+        same = ["digest"] if line["kind"] == "restored" else ["sequence", "batch", "gradient", "digest"]
+        if line["kind"] == "applied" and line["sequence"]:  # whose first values they were nobody keeps
+            same.append("member")
+        if any(first[name] != line[name] for name in same):
+            yield Violation(f"version {version} of partition {partition} is not what it was when it was made first", [first, line])
+    for partition, versions in history.changes.items():
+        missing = sorted(set(range(1, max(versions) + 1)) - versions.keys())
+        if missing:
+            yield Violation(f"partition {partition} came to version {max(versions)} without a change to version {missing[0]}")
+
+
+def applied_once(history: History) -> Iterator[Violation]:
+    for partition, versions in history.changes.items():
+        pushes: dict[tuple[str, int], Line] = {}
+        batches: dict[int, Line] = {}
+        newest: dict[str, Line] = {}
+        for line in versions.values():
+            if not line["sequence"]:
+                continue
+            member, sequence, batch = line["member"], line["sequence"], line["batch"]
+            if (other := pushes.setdefault((member, sequence), line)) is not line:
+                yield Violation(f"push {sequence} of {member} was applied twice to partition {partition}", [other, line])
+            if batch and (other := batches.setdefault(batch, line)) is not line:
+                yield Violation(f"batch {batch} was applied twice to partition {partition}", [other, line])
+            if (before := newest.get(member)) is not None and before["sequence"] > sequence:
+                yield Violation(f"push {sequence} of {member} was applied to partition {partition} after a later one", [before, line])
+            newest[member] = line
+            if history.push_of(line) is None:
+                yield Violation(f"what was applied to partition {partition} as push {sequence} of {member} was never sent", [line])
+
+
+def none_lost(history: History) -> Iterator[Violation]:
+    pushes = {(p, c["member"], c["sequence"]): c for p, versions in history.changes.items() for c in versions.values() if c["sequence"]}
+    batches = {(p, c["batch"]): c for p, versions in history.changes.items() for c in versions.values() if c["batch"]}
+    answers = [(line["of"], answer, line, True) for line in history.of_workers("pushed") for answer in line["answers"]]
+    answers += [(line["member"], line.fields, line, False) for line in history.of_servers("known")]
+    for member, answer, line, by_worker in answers:
+        partition, sequence, batch = answer["partition"], answer["sequence"], answer["batch"]
+        push, same_batch = pushes.get((partition, member, sequence)), batches.get((partition, batch))
+        if push is not None and push["batch"] != batch:
+            push = None
+        known = not by_worker or answer["duplicate"]
+        made = push or same_batch if known else push
+        name = f"push {sequence} of {member} (batch {batch}) to partition {partition}"
+        if made is None:
+            another = pushes.get((partition, member, sequence))
+            yield Violation(f"{name} was acknowledged, and is lost", [line] if another is None else [line, another])
+        elif made["version"] > answer["version"] or (not known and made["version"] != answer["version"]):
+            yield Violation(f"{name} was acknowledged at version {answer['version']}, and led to {made['version']}", [line, made])
+
+
+def versions_are_monotonic(history: History) -> Iterator[Violation]:
+    by_partition: dict[int, list[Seen]] = defaultdict(list)
+    for seen in history.seen:
+        by_partition[seen.partition].append(seen)
+        if seen.digest:
+            change = history.changes.get(seen.partition, {}).get(seen.version)
+            if change is None:
+                yield Violation(f"a pull gave version {seen.version} of partition {seen.partition}, which no server has had", [seen.line])
+            elif change["digest"] != seen.digest:
+                what = f"a pull gave version {seen.version} of partition {seen.partition} with other values than the server had"
+                yield Violation(what, [change, seen.line])
+    for partition, all_seen in by_partition.items():
+        ended = sorted(all_seen, key=lambda seen: seen.ended)
+        newest: list[Seen] = []
+        """For each of those, the newest version among it and those before it."""
+        for seen in ended:
+            newest.append(seen if not newest or seen.version >= newest[-1].version else newest[-1])
+        ends = [seen.ended for seen in ended]
+        for seen in all_seen:
+            place = bisect.bisect_left(ends, seen.begun) - 1
+            if place >= 0 and newest[place].version > seen.version:
+                what = f"version {seen.version} of partition {partition} was told after version {newest[place].version} had been"
+                yield Violation(what, [newest[place].line, seen.line])
+
+
+def optimizer_is_adam(history: History, snapshots: Sequence[Path], settings: Mapping[str, Any]) -> Iterator[Violation]:
+    """`snapshots`: what the servers wrote when they ended. `settings`: of torch.optim.Adam."""
+    first_values = {(line["partition"], _digest(bytes.fromhex(line["values"]))): line for line in history.of_workers("values")}
+    held: set[int] = set()
+    for path in snapshots:
+        with safe_open(path, framework="pt") as file:
+            state = json.loads(file.metadata()["shoal"])
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no dictionary
+        pieces = {number: [piece[2] for piece in pieces] for number, _, pieces in state["state"]["layout"]["partitions"]}
+        for entry in state["partitions"]:
+            partition = entry["partition_id"]
+            held.add(partition)
+            yield from _steps_like_adam(history, partition, pieces[partition], entry, tensors, first_values, settings)
+    for partition in sorted(history.changes.keys() - held):
+        yield Violation(f"no snapshot has partition {partition}")
+
+
+def _steps_like_adam(
+    history: History,
+    partition: int,
+    lengths: Sequence[int],
+    entry: Mapping[str, Any],
+    tensors: Mapping[str, torch.Tensor],
+    first_values: Mapping[tuple[int, str], Line],
+    settings: Mapping[str, Any],
+) -> Iterator[Violation]:
+    changes = list(history.changes[partition].values())
+    if entry["version"] != changes[-1]["version"]:
+        what = f"partition {partition} came to version {changes[-1]['version']}, and ended at {entry['version']}"
+        yield Violation(what, [changes[-1]])
+        return
+    given = first_values.get((partition, changes[0]["gradient"]))
+    if given is None:
+        yield Violation(f"partition {partition} began with values that no worker gave", [changes[0]])
+        return
+    # What has the same hyperparameters and past is one tensor to torch: cut elsewhere, the last bits of some elements would be others.
+    ends = [sum(lengths[:end]) for _, end in entry["runs"]]
+    cut = [end - begin for begin, end in pairwise((0, *ends))]
+    parameters = [torch.nn.Parameter(part.clone()) for part in _floats(given["values"]).split(cut)]
+    optimizer = torch.optim.Adam(parameters, fused=True, **settings)
+    for change in changes[1:]:
+        sent = history.push_of(change)
+        if sent is None:
+            return  # applied_once says so
+        assert not sent["absent"], "every parameter of the workers' network has a gradient"
+        for parameter, gradient in zip(parameters, _floats(sent["gradient"]).split(cut), strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+        if _digest(_joined(parameters)) != change["digest"]:
+            yield Violation(f"version {change['version']} of partition {partition} is not what Adam makes of its pushes", [sent, change])
+            return
+    found = {"values": tensors[f"{partition}:values"]}
+    mine = {"values": _joined(parameters)}
+    for name in ("exp_avg", "exp_avg_sq", "step"):
+        found[name] = torch.cat([tensors[f"{partition}:state:{place}:{name}"].reshape(-1) for place in range(len(cut))])
+        mine[name] = _joined([optimizer.state[parameter][name].reshape(-1) for parameter in parameters])
+    for name, tensor in found.items():
+        if not torch.equal(tensor, mine[name]):
+            yield Violation(f"{name} of partition {partition} differ in the snapshot from what Adam has in one process")
+
+
+def _push_key(line: Line, gradient: str) -> tuple[int, str, int, int, str]:
+    return line["partition"], line["member"], line["sequence"], line["batch"], gradient
+
+
+def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([part.detach() for part in parts])
+
+
+def _floats(text: str) -> torch.Tensor:
+    return torch.from_numpy(np.frombuffer(bytes.fromhex(text), np.float32).copy())
+
+
+def _digest(data: bytes | torch.Tensor) -> str:
+    return f"{checksum(data.numpy() if isinstance(data, torch.Tensor) else data):016x}"
+
+
+# ----------------------------------------------------------------------------------------------------------------------- the bound
+
+
+@dataclass
+class _Clock:
+    start: int
+    """The slowest member's when this one came."""
+    first: int | None = None
+    """The iterations that it counted when it spoke first; None: it has not spoken."""
+    clock: int = 0
+
+    def __post_init__(self) -> None:
+        self.clock = max(self.clock, self.start)
+
+    def at(self, finished: int) -> int:
+        return self.start if self.first is None else min(self.start + finished - self.first, _LARGEST_CLOCK)
+
+
+def bound_is_kept(history: History, bound: int) -> Iterator[Violation]:
+    """On each server by itself: a member is one of the newest generation that the server had been told of, and what counts is how many
+    iterations each member had said, to this server, that it finished, since its first word; a joiner begins where the slowest then was.
+    After a restart members stand where they stood, but for what was said without a push, and for the end of each one's last push."""
+    said: dict[str, set[int]] = defaultdict(set)
+    for line in history.of_workers("push", "pull", "clock"):
+        said[line["member"]].add(line["clock"])
+    for server, lines in history.servers.items():
+        clocks: dict[str, _Clock] = {}
+        pushed: Counter[str] = Counter()
+        """Member -> the clock of its last push that was applied or known here."""
+        slowest = 0
+        for place, line in enumerate(lines):
+            match line["kind"]:
+                case "applied" | "known" if line["sequence"]:
+                    pushed[line["member"]] = max(pushed[line["member"]], line["clock"])
+                case "clocks":
+                    yield from _stand_where_they_stood(server, line, clocks, pushed)
+                    clocks = {member: _restored(clock, origin) for member, (clock, origin) in line["clocks"].items()}
+                    slowest = line["slowest"]
+                case "members":
+                    clocks = {member: clocks.get(member) or _Clock(start=slowest) for member in line["members"]}
+                case "finished" if line["member"] in clocks:
+                    if line["clock"] not in said[line["member"]]:
+                        yield Violation(
+                            f"server {server} counts {line['clock']} iterations of {line['member']}, which did not say so", [line]
+                        )
+                    each = clocks[line["member"]]
+                    if each.first is None:
+                        each.start, each.first = each.clock, line["clock"]
+                    each.clock = max(each.clock, each.at(line["clock"]))
+                case "turn":
+                    lead = clocks[line["member"]].clock - slowest
+                    if lead > bound:
+                        what = f"the turn of {line['member']} came on server {server} {lead} ahead of the slowest, with a bound of {bound}"
+                        slow = next((m for m, each in clocks.items() if each.clock == slowest), "nobody")
+                        told = [other for other in lines[:place] if other["kind"] == "finished" and other["member"] == slow]
+                        yield Violation(what, [*told[-1:], line])
+            if clocks:
+                slowest = min(each.clock for each in clocks.values())
+
+
+def _restored(clock: int, origin: int | None) -> _Clock:
+    return _Clock(start=clock) if origin is None else _Clock(start=origin, first=0, clock=clock)
+
+
+def _stand_where_they_stood(server: str, line: Line, clocks: Mapping[str, _Clock], pushed: Mapping[str, int]) -> Iterator[Violation]:
+    """Whoever pushed iteration n, in a push that the journal has, has finished the one before, also if the server had not counted it."""
+    for member, (clock, _) in line["clocks"].items():
+        before = clocks.get(member)
+        if before is None:
+            continue
+        least = before.at(pushed[member] - 1) if pushed[member] else before.start
+        if not least <= clock <= max(before.clock, least):
+            yield Violation(f"server {server} came back with {member} at clock {clock}, where it had {before.clock}", [line])
+    if any(clock < line["slowest"] for clock, _ in line["clocks"].values()):
+        yield Violation(f"server {server} came back with a member behind the slowest, at {line['slowest']}", [line])
+
+
+# --------------------------------------------------------------------------------------------------------------------- the samples
+
+
+def samples_count_once(history: History, records: Path, batch_size: int) -> Iterator[Violation]:
+    """`records`: the samples' (shoal_worker.data.record)."""
+    try:
+        verdict = audit(records)
+    except ShoalError as error:
+        yield Violation(f"the record of samples contradicts itself: {error}")
+        return
+    batches = 0
+    for epoch in verdict.epochs:
+        batches += -(-epoch.expected // batch_size)
+        if not epoch.exactly_once:
+            yield Violation(
+                f"epoch {epoch.epoch}: {epoch.lost} samples lost {epoch.lost_samples}, {epoch.repeated} repeated {epoch.repeated_samples}"
+            )
+    keys = {partition: {c["batch"] for c in versions.values() if c["sequence"]} for partition, versions in history.changes.items()}
+    for partition, here in keys.items():
+        if len(here) != batches:
+            elsewhere = set.union(*keys.values()) - here
+            what = f"{batches} batches were dealt and finished, partition {partition} has {len(here)} of them"
+            yield Violation(what, [line for line in history.of_workers("push") if line["batch"] in elsewhere])
+
+
+# --------------------------------------------------------------------------------------------------------------------- the verdict
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What a history is judged against."""
+
+    records: Path
+    snapshots: Sequence[Path]
+    adam: Mapping[str, Any]
+    batch_size: int
+    bound: int | None = None
+    """Clocks, with ssp."""
+
+
+def promises(history: History, job: Job, *, ended_well: bool) -> Mapping[str, Callable[[], Iterator[Violation]]]:
+    """Each promise in a sentence, and what finds its violations. A history that breaks off says nothing of its end."""
+    held: dict[str, Callable[[], Iterator[Violation]]] = {
+        "no acknowledged push is lost": lambda: none_lost(history),
+        "no push and no batch is applied twice": lambda: applied_once(history),
+        "a restart changes nothing that was there": lambda: changes_are_one_history(history),
+        "versions only grow, and each has one set of values": lambda: versions_are_monotonic(history),
+    }
+    if ended_well:
+        held["values and moments are those of Adam in one process, to the bit"] = lambda: optimizer_is_adam(
+            history, job.snapshots, job.adam
+        )
+        held["each sample of an epoch counts once"] = lambda: samples_count_once(history, job.records, job.batch_size)
+    if (bound := job.bound) is not None:
+        held[f"nobody goes on more than {bound} ahead of the slowest"] = lambda: bound_is_kept(history, bound)
+    return held

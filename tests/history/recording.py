@@ -1,0 +1,290 @@
+"""Writes down every push and pull, where it is made and where it is answered: one file of JSON lines per process, for `checking.py`.
+
+Each line is one write to a file opened with O_APPEND, so that a process that is killed has written all that it came to. Times are of the
+machine's monotonic clock, in nanoseconds, so lines of different processes can be compared. Digests are xxh3-64 of bytes, in hex.
+
+A worker writes, around its calls of `ParameterServerClient`:
+
+    {"kind": "push", "t", "call", "of", "member", "partition", "sequence", "batch", "base", "clock", "absent", "gradient"}
+                                                        a partition is about to be sent; `gradient`: its bytes, in hex
+    {"kind": "pushed", "t", "call", "of", "answers": [{"partition", "sequence", "batch", "version", "duplicate", "known"}]}
+    {"kind": "values", "t", "call", "of", "partition", "values"}     first values are about to be sent; `values`: their bytes, in hex
+    {"kind": "pull", "t", "call", "of", "member", "clock"}           `member` is empty for one that waits for nobody
+    {"kind": "pulled", "t", "call", "of", "answers": [{"partition", "version", "unchanged", "digest"}]}
+    {"kind": "clock", "t", "of", "member", "clock"}                  a member is about to say how far it is, without a push or a pull
+    {"kind": "failed", "t", "call", "of", "reason"}                  a push, a pull or first values
+
+`of` is the worker, `call` numbers its calls. A server writes:
+
+    {"kind": "starts", "t", "of", "pid"}                             before it has recovered
+    {"kind": "restored", "t", "of", "partition", "version", "digest"}                         out of a snapshot
+    {"kind": "applied", "t", "of", "partition", "version", "member", "sequence", "batch", "clock", "gradient", "digest", "again"}
+                                                        `version`, `digest`: after it; `gradient`: its digest; `sequence` 0: first values;
+                                                        `again`: by a recovery
+    {"kind": "known", "t", "of", "partition", "version", "member", "sequence", "batch", "clock"}     answered, and not applied
+    {"kind": "sent", "t", "of", "partition", "version"}              a pull has sent it whole
+    {"kind": "clocks", "t", "of", "slowest", "clocks": {member: [clock, origin]}}             as the server begins with them
+    {"kind": "members", "t", "of", "generation", "members": [...]}
+    {"kind": "finished", "t", "of", "member", "clock"}               a member said that it has finished so many iterations
+    {"kind": "turn", "t", "of", "member"}                            a member's pull waits for slower ones no longer
+
+`of` is the server's id. The program of a server (`serve`) and that of a worker (`train`) are those of the zygote with these lines beside
+them; each is started in a process of its own, whose classes they replace.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import shoal_ps_server.__main__
+import shoal_ps_server.server
+import shoal_ps_server.storage.recovery
+import shoal_worker.asynchronous.server_link
+import torch
+from shoal_common.clients.parameter_server import ParameterServerClient, Partitions
+from shoal_common.errors import ShoalError
+from shoal_common.wire import checksum
+from shoal_protos.v1 import parameter_server_pb2 as pb
+from shoal_ps_server.consistency.fence import Change
+from shoal_ps_server.consistency.membership import Membership
+from shoal_ps_server.settings import PsServerSettings
+from shoal_ps_server.shard.partition import PartitionImage
+from shoal_ps_server.shard.payload import Upload, UploadHeader, bytes_of
+from shoal_ps_server.shard.reading import Reading
+from shoal_ps_server.shard.shard import Admitted, Outcome, Shard
+
+from tests.history import training
+
+DIRECTORY = "SHOAL_TEST_HISTORY"
+"""The variable that names the directory."""
+
+REACHED_AT = "SHOAL_TEST_REACHED_AT"
+"""The variable that says where workers reach a server: at a relay in front of it."""
+
+
+class Recorder:
+    """One process's file. Safe to use from several threads."""
+
+    def __init__(self, directory: Path, of: str) -> None:
+        self._of = of
+        name = directory / f"{of}-{os.getpid()}.jsonl"
+        self._file = os.open(name, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._calls = itertools.count(1)
+
+    def call(self) -> int:
+        """A number for a call."""
+        return next(self._calls)
+
+    def write(self, kind: str, **fields: Any) -> None:
+        line = json.dumps({"kind": kind, "t": time.monotonic_ns(), "of": self._of, **fields}, separators=(",", ":")).encode() + b"\n"
+        assert os.write(self._file, line) == len(line), "the disk of the history is full"
+
+
+def digest(data: Any) -> str:
+    return f"{checksum(data):016x}"
+
+
+# ------------------------------------------------------------------------------------------------------------------- workers
+
+
+def recording_client(recorder: Recorder) -> type[ParameterServerClient]:
+    """A client that writes down what it pushes and pulls, and what became of it."""
+
+    class RecordingClient(ParameterServerClient):
+        def initialize(self, partitions: Partitions, **deadline: Any) -> list[pb.PartitionResult]:
+            with self._noting_failures() as call:
+
+                def noted() -> Iterator[tuple[pb.PushHeader, memoryview]]:
+                    for header, payload in partitions:
+                        recorder.write("values", call=call, partition=header.partition_id, values=bytes(payload).hex())
+                        yield header, payload
+
+                return super().initialize(noted(), **deadline)
+
+        def push(self, partitions: Partitions, **deadline: Any) -> list[pb.PartitionResult]:
+            with self._noting_failures() as call:
+                sent: list[pb.PushHeader] = []
+
+                def noted() -> Iterator[tuple[pb.PushHeader, memoryview]]:
+                    for header, payload in partitions:
+                        sent.append(header)
+                        recorder.write(
+                            "push",
+                            call=call,
+                            **_named(header),
+                            base=header.base_version,
+                            clock=header.clock,
+                            absent=list(header.absent_pieces),
+                            gradient=bytes(payload).hex(),
+                            member=header.member_id,
+                        )
+                        yield header, payload
+
+                results = super().push(noted(), **deadline)
+                answers = [
+                    {**_named(header), "version": result.version, "duplicate": result.duplicate, "known": result.known_batch}
+                    for header, result in zip(sent, results, strict=True)
+                ]
+                recorder.write("pushed", call=call, answers=answers)
+                return results
+
+        def pull(
+            self, request: pb.PullRequest, into: Callable[[pb.PullHeader], memoryview | None], *, deadline: timedelta | None = None
+        ) -> list[pb.PullHeader]:
+            with self._noting_failures() as call:
+                buffers: dict[int, memoryview | None] = {}
+
+                def noted(header: pb.PullHeader) -> memoryview | None:
+                    buffers[header.partition_id] = into(header)
+                    return buffers[header.partition_id]
+
+                recorder.write("pull", call=call, member=request.member_id, clock=request.clock)
+                headers = super().pull(request, noted, deadline=deadline)
+                recorder.write("pulled", call=call, answers=[_pulled(header, buffers.get(header.partition_id)) for header in headers])
+                return headers
+
+        def advance_clock(self, job_id: str, member_id: str, *, clock: int, **deadline: Any) -> pb.AdvanceClockResponse:
+            recorder.write("clock", member=member_id, clock=clock)
+            return super().advance_clock(job_id, member_id, clock=clock, **deadline)
+
+        @contextmanager
+        def _noting_failures(self) -> Iterator[int]:
+            call = recorder.call()
+            try:
+                yield call
+            except ShoalError as error:
+                recorder.write("failed", call=call, reason=f"{type(error).__name__} {error.reason}")
+                raise
+
+    return RecordingClient
+
+
+def _named(header: pb.PushHeader) -> dict[str, int]:
+    return {"partition": header.partition_id, "sequence": header.sequence, "batch": header.batch}
+
+
+def _pulled(header: pb.PullHeader, buffer: memoryview | None) -> dict[str, Any]:
+    there = "" if buffer is None else digest(buffer)
+    return {"partition": header.partition_id, "version": header.version, "unchanged": header.unchanged, "digest": there}
+
+
+def train(arguments: Sequence[str]) -> int:
+    """The program of a worker that is written down."""
+    recorder = Recorder(Path(os.environ[DIRECTORY]), os.environ["SHOAL_MEMBER_ID"])
+    shoal_worker.asynchronous.server_link.ParameterServerClient = recording_client(recorder)
+    return training.main(arguments)
+
+
+# ------------------------------------------------------------------------------------------------------------------- servers
+
+
+def recording_shard(recorder: Recorder) -> type[Shard]:
+    """A shard that writes down each change that it makes, and what it answers as known."""
+
+    class RecordingShard(Shard):
+        def __init__(self, *, restored: Iterable[PartitionImage] = (), **more: Any) -> None:
+            images = tuple(restored)
+            for image in images:
+                number = image.spec.partition_id
+                recorder.write("restored", partition=number, version=image.version, digest=digest(bytes_of(image.values)))
+            super().__init__(restored=images, **more)
+
+        def apply(self, admitted: Admitted) -> Outcome:
+            outcome = super().apply(admitted)
+            if admitted.values is None:
+                self._known(admitted.header, outcome.version)
+            else:
+                self._applied(admitted.header, outcome.version, admitted.values, again=False)
+            return outcome
+
+        def redo(self, upload: Upload) -> int:
+            version = super().redo(upload)
+            self._applied(upload.header, version, upload.values(), again=True)
+            return version
+
+        def known(self, header: UploadHeader) -> Outcome:
+            outcome = super().known(header)
+            if header.sequence:
+                self._known(header, outcome.version)
+            return outcome
+
+        @contextmanager
+        def reading(self, partition_id: int) -> Iterator[Reading]:
+            with super().reading(partition_id) as reading:
+                yield reading
+                recorder.write("sent", partition=partition_id, version=reading.version)
+
+        def _applied(self, header: UploadHeader, version: int, values: torch.Tensor, *, again: bool) -> None:
+            after = self._partitions[header.spec.partition_id].values
+            assert after is not None
+            recorder.write(
+                "applied",
+                **_described(header, version),
+                gradient=digest(bytes_of(values)),
+                digest=digest(bytes_of(after)),
+                again=again,
+            )
+
+        def _known(self, header: UploadHeader, version: int) -> None:
+            recorder.write("known", **_described(header, version))
+
+    return RecordingShard
+
+
+def _described(header: UploadHeader, version: int) -> dict[str, Any]:
+    return {
+        "partition": header.spec.partition_id,
+        "version": version,
+        "member": header.member_id,
+        "sequence": header.sequence,
+        "batch": header.batch,
+        "clock": header.clock,
+    }
+
+
+def recording_membership(recorder: Recorder) -> type[Membership]:
+    """Clocks and members, written down in the order in which the server comes to know them."""
+
+    class RecordingMembership(Membership):
+        def __init__(self, **parts: Any) -> None:
+            super().__init__(**parts)
+            clocks = {member: [each.clock, each.origin] for member, each in self.clocks.members.items()}
+            recorder.write("clocks", slowest=self.clocks.slowest, clocks=clocks)
+
+        def learn(self, generation: int, members: Iterable[str]) -> Change:
+            change = super().learn(generation, members)
+            recorder.write("members", generation=self.fence.generation, members=sorted(self.fence.members))
+            return change
+
+        def finished(self, member: str, clock: int, **more: Any) -> None:
+            if member in self.fence.members:
+                recorder.write("finished", member=member, clock=clock)
+            super().finished(member, clock, **more)
+
+        async def proceed(self, member: str, generation: int, *, wait: timedelta) -> None:
+            await super().proceed(member, generation, wait=wait)
+            recorder.write("turn", member=member)
+
+    return RecordingMembership
+
+
+def serve(arguments: Sequence[str]) -> int:
+    """The program of a server that is written down."""
+    server_id = arguments[arguments.index("--server-id") + 1]
+    recorder = Recorder(Path(os.environ[DIRECTORY]), server_id)
+    recorder.write("starts", pid=os.getpid())
+    shard = recording_shard(recorder)
+    for module in (shoal_ps_server.server, shoal_ps_server.storage.recovery):
+        module.Shard = shard
+    shoal_ps_server.server.Membership = recording_membership(recorder)
+    reached_at = os.environ[REACHED_AT]
+    PsServerSettings.advertised = lambda settings, port: reached_at
+    return shoal_ps_server.__main__.main(arguments)

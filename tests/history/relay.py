@@ -1,0 +1,114 @@
+"""A link that a test can cut: it passes connections on, and can keep the bytes of some of them, in one direction or both."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import socket
+import threading
+
+_THERE, _BACK = 0, 1
+_WAYS = ((_THERE, _BACK), (_THERE,), (_BACK,))
+
+
+class _Connection:
+    """Two sockets, and a thread for each direction; the last thread closes both."""
+
+    def __init__(self, ends: tuple[socket.socket, socket.socket]) -> None:
+        self._ends = ends
+        self._gates = (threading.Event(), threading.Event())
+        self._lock = threading.Lock()
+        self._running = 2
+        self.open()
+        for way in (_THERE, _BACK):
+            threading.Thread(target=self._pass_on, args=(way,), daemon=True).start()
+
+    @property
+    def over(self) -> bool:
+        return not self._running
+
+    def hold(self, ways: tuple[int, ...]) -> None:
+        """Keeps what comes from now on."""
+        for way in ways:
+            self._gates[way].clear()
+
+    def open(self) -> None:
+        for gate in self._gates:
+            gate.set()
+
+    def drop(self) -> None:
+        """Ends it; what is kept is lost."""
+        with self._lock:
+            if self._running:
+                for end in self._ends:
+                    with contextlib.suppress(OSError):  # closed by the other side
+                        end.shutdown(socket.SHUT_RDWR)
+        self.open()
+
+    def _pass_on(self, way: int) -> None:
+        source, sink = self._ends[way], self._ends[1 - way]
+        with contextlib.suppress(OSError):  # closed by the other side, or dropped
+            while data := source.recv(1 << 16):
+                self._gates[way].wait()
+                sink.sendall(data)
+        self.drop()
+        with self._lock:
+            self._running -= 1
+            if not self._running:
+                for end in self._ends:
+                    end.close()
+
+
+class Relay:
+    """A link to `target`, host:port, which need not listen yet. `close` it."""
+
+    def __init__(self, target: str) -> None:
+        host, _, port = target.rpartition(":")
+        self._target = (host, int(port))
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self._lock = threading.Lock()
+        self._connections: list[_Connection] = []
+        self._thread = threading.Thread(target=self._accept)
+        self._thread.start()
+
+    def drop(self, chance: random.Random) -> None:
+        """Ends about half of the connections; new ones are passed on."""
+        for connection in self._some(chance):
+            connection.drop()
+
+    def cut(self, chance: random.Random) -> list[_Connection]:
+        """Keeps the bytes of about half of the connections from now on, in one direction or in both. Returns them, to be mended."""
+        some = self._some(chance)
+        for connection in some:
+            connection.hold(chance.choice(_WAYS))
+        return some
+
+    def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        self._listener.close()
+        for connection in self._connections:
+            connection.drop()
+
+    def _some(self, chance: random.Random) -> list[_Connection]:
+        with self._lock:
+            self._connections = [each for each in self._connections if not each.over]
+            there = list(self._connections)
+        return chance.sample(there, (len(there) + 1) // 2)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                incoming, _ = self._listener.accept()
+            except OSError:
+                return  # closed
+            try:
+                outgoing = socket.create_connection(self._target)
+            except OSError:
+                incoming.close()
+                continue
+            for end in (incoming, outgoing):
+                end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            with self._lock:
+                self._connections.append(_Connection((incoming, outgoing)))

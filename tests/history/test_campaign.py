@@ -1,0 +1,20 @@
+"""A slice of what `make chaos` does at length: one job in each mode of consistency under a few faults, with nothing lost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.history.campaign import MODES, Campaign
+from tests.zygote.children import Zygote
+
+FAULTS = 10
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_job_under_faults_keeps_every_promise(zygote: Zygote, tmp_path: Path, mode: str) -> None:
+    verdict = Campaign(zygote, tmp_path, mode=mode, seed=7, faults=FAULTS).run()
+    assert not verdict.broken, str(verdict)
+    assert verdict.faults.total() >= FAULTS
+    assert verdict.counts["applied"] > 100

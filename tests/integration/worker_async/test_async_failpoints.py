@@ -1,0 +1,78 @@
+"""A server, a worker and the coordinator are killed at each of their failpoints in turn: each one is reached, and nothing is lost by it."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from shoal_common.redis.embedded import EmbeddedRedis
+from shoal_worker.data.record import audit
+
+from tests.integration.coordinator.harness import Coordinator
+from tests.integration.worker_async.async_cluster import AsyncCluster
+from tests.unit.common.test_failpoints import documented
+from tests.zygote.children import Zygote, eventually
+
+Make = Callable[..., AsyncCluster]
+
+ENDLESS = 1000
+"""Epochs, of workers that are stopped."""
+
+
+@pytest.fixture
+def coordinator_of_its_own(zygote: Zygote, tmp_path: Path) -> Iterator[Coordinator]:
+    """One that can be killed, and finds its state again."""
+    with ExitStack() as stack:
+        redis = stack.enter_context(EmbeddedRedis(tmp_path / "redis"))
+        coordinator = Coordinator(zygote, tmp_path, "--redis", redis.url).start()
+        stack.callback(coordinator.close)
+        yield coordinator
+
+
+def test_a_server_can_be_killed_at_each_of_its_failpoints(cluster: Make) -> None:
+    """One server, and a worker that trains on through all of it."""
+    running = cluster(servers=1)
+    worker = running.start_worker(epochs=ENDLESS, optimizer="Adam", settings={"lr": 0.01})
+    worker.wait_step(10)
+    (server,) = running.servers
+    for name in sorted(documented("Parameter servers")):
+        before = server.look()
+        server.process.kill()
+        server.process.wait()
+        server.start(SHOAL_FAILPOINTS=f"{name}@1=kill")
+        if name.startswith(("snapshot.", "journal.file")):
+            server.try_snapshot()
+        assert server.process.wait() == -signal.SIGKILL, f"{name}: {server.process.said()}"
+        server.start()
+        after = eventually(server.looks, f"the server after {name}")
+        for one, other in zip(before.partitions, after.partitions, strict=True):
+            assert one.version <= other.version, f"{name} cost partition {one.partition_id} some of what it had"
+        eventually(lambda: server.look().partitions[0].version > after.partitions[0].version, f"training to go on after {name}")  # noqa: B023
+    worker.process.kill(signal.SIGTERM)
+    assert worker.process.wait() == 0, worker.process.said()
+
+
+@pytest.mark.parametrize("service", ["Workers", "Coordinator"])
+def test_workers_and_coordinators_can_be_killed_at_each_of_their_failpoints(
+    cluster: Make, coordinator_of_its_own: Coordinator, service: str
+) -> None:
+    running = cluster(coordinator=coordinator_of_its_own)
+    lasting = running.start_worker(epochs=3, hold_at=[40], delay_s=0.002)
+    lasting.wait_step(1)
+    if service == "Workers":
+        names = [name for name in documented(service) if name.startswith("exchange.")]
+        for name in sorted(names):
+            victim = running.start_worker(epochs=3, environment={"SHOAL_FAILPOINTS": f"{name}@3=kill"})
+            assert victim.process.wait() == -signal.SIGKILL, f"{name}: {victim.process.said()}"
+    else:
+        for name in sorted(documented(service)):
+            coordinator_of_its_own.kill()
+            coordinator_of_its_own.start(wait=False, SHOAL_FAILPOINTS=f"{name}@3=kill")
+            assert coordinator_of_its_own.process.wait() == -signal.SIGKILL, f"{name}: {coordinator_of_its_own.log}"
+        coordinator_of_its_own.start()
+    lasting.go(40)
+    lasting.result()
+    assert audit(running.records).exactly_once

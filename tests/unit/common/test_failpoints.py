@@ -1,0 +1,53 @@
+"""Failpoints that are documented are in the code, and the other way round: a test that arms another one would wait for ever."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from shoal_common import failpoints
+from shoal_common.errors import ConfigurationError
+
+ROOT = Path(__file__).parents[3]
+PLACES = {
+    "Workers": "worker/shoal_worker",
+    "Parameter servers": "ps_server/shoal_ps_server",
+    "Coordinator": "coordinator/shoal_coordinator",
+}
+
+
+def documented(service: str) -> set[str]:
+    assert failpoints.__doc__ is not None
+    section = failpoints.__doc__.split(f"{service}:\n\n")[1].split("\n\n")[0]
+    return set(re.findall(r"^ {4}([a-z_.]+) ", section, re.MULTILINE))
+
+
+def passed(package: str) -> Iterator[str]:
+    for file in (ROOT / package).rglob("*.py"):
+        yield from re.findall(r"failpoint\(\"([\w.]+)\"\)|_passes\(\"([\w.]+)\"\)", file.read_text())
+
+
+@pytest.mark.parametrize(("service", "package"), PLACES.items())
+def test_every_failpoint_of_a_service_is_documented_and_every_documented_one_is_there(service: str, package: str) -> None:
+    assert documented(service) == {"".join(found) for found in passed(package)}
+
+
+@pytest.mark.parametrize("wrong", ["name", "name@one=kill", "name@1=explode"])
+def test_a_wish_that_cannot_be_met_is_refused(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHOAL_FAILPOINTS", wrong)
+    monkeypatch.setattr(failpoints, "_wanted", failpoints._wanted.__wrapped__)
+    with pytest.raises(ConfigurationError, match="is not name@hit=action"):
+        failpoints.failpoint("name")
+
+
+def test_the_hit_that_was_asked_for_fails_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHOAL_FAILPOINTS", "name@2=raise")
+    monkeypatch.setattr(failpoints, "_wanted", failpoints._wanted.__wrapped__)
+    monkeypatch.setattr(failpoints, "_hits", type(failpoints._hits)())
+    failpoints.failpoint("name")
+    failpoints.failpoint("another")
+    with pytest.raises(RuntimeError, match="asked to raise"):
+        failpoints.failpoint("name")
+    failpoints.failpoint("name")

@@ -11,6 +11,7 @@ from tests.networks.network import COORDINATOR, REDIS, Network
 Make = Callable[..., Network]
 
 
+@pytest.mark.slow
 def test_a_machine_that_is_cut_off_for_a_moment_keeps_its_place(network: Make) -> None:
     job = network(3)
     job.launch_all()

@@ -73,6 +73,7 @@ def test_a_configuration_that_one_stage_of_a_pipeline_refuses_ends_the_job(shell
     check_told(command, rank=1, error="ConfigurationError: the loss of a micro-batch is")
 
 
+@pytest.mark.slow
 def test_a_bug_in_the_first_step_of_one_half_of_a_replica_ends_the_job(shell: Shell) -> None:
     """Without it the other half has nothing to go on with, and nobody takes its place."""
     bug = f"if shoal.rank() == 1: raise ValueError('a bug in the first step')\n            {PLAIN}"

@@ -146,8 +146,15 @@ def test_a_preempted_run_says_so_and_names_those_who_did_not_leave_in_time(shell
     assert re.search(r"killing rank 0 \(pid \d+\) after 1 s \(--shutdown-timeout\): a checkpoint that is still", command.stderr)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
-@pytest.mark.parametrize("leave", ["break", "raise SystemExit(0)"])
+@pytest.mark.parametrize(
+    ("strategy", "leave"),
+    [
+        ("ddp", "break"),
+        ("zero1", "raise SystemExit(0)"),
+        pytest.param("ddp", "raise SystemExit(0)", marks=pytest.mark.slow),
+        pytest.param("zero1", "break", marks=pytest.mark.slow),
+    ],
+)
 def test_a_rank_that_ends_before_the_others_fails_the_run(shell: Shell, strategy: str, leave: str) -> None:
     at_step_5 = f"if shoal.rank() == 1: {leave}"
     script = training(shell, at_step_5)

@@ -51,7 +51,7 @@ chaos: .venv/installed ## Run long soaks, cut networks, simulated schedules (SEE
 	$(BIN)/python -m pytest $(IN_TWO) -m 'hypothesis and not matrix' --hypothesis-profile searching $(PYTEST_ARGS)
 
 .PHONY: bench
-bench: .venv/installed .venv-peers/installed ## Measure the figures, side by side with torchrun, torchft and DeepSpeed (about two hours)
+bench: .venv/installed .venv-peers/installed ## Measure the figures, side by side with torchrun, torchft and DeepSpeed (about two and a half hours)
 	$(BIN)/python -m benchmarks
 
 # ---------------------------------------------------------------------------------------------------------------------- verify and fix

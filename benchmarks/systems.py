@@ -92,6 +92,12 @@ def start_with_servers(stage: Stage, workload: Workload, *, job_id: str, backups
     )
 
 
+def start_straggler(stage: Stage, *, ranks: int, servers: int, words: Sequence[str]) -> WithLauncher:
+    """Ranks of which one may be slow, which train until the stage ends. `servers`: parameter servers."""
+    flags = ("--standalone", "--nproc-per-node", str(ranks), "--servers", str(servers))
+    return WithLauncher(stage, [_beside_python("shoal"), "run", *flags, "-m", "benchmarks.workers.train_straggler", *words])
+
+
 def start_module(stage: Stage, workload: Workload, *, module: str, more: Sequence[str] = ()) -> WithLauncher:
     """A worker module of the benchmarks' under torchrun."""
     flags = ("--standalone", "--nproc-per-node", str(workload.ranks))

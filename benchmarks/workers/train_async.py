@@ -56,9 +56,9 @@ def main() -> None:
         if pushes == PUSHES_PER_WORKER:
             raise MeasurementError(f"rank {rank} has pushed {pushes} times, which is all that the tally can count: measure for less long")
         (training.loss_fn(model(inputs), labels) + module.tally[rank, pushes]).backward()
-        optimizer.step()
-        pushes += 1
-        log.committed(group=shoal.generation(), world_size=shoal.world_size(), rank=rank, step=pushes)
+        if optimizer.step():
+            pushes += 1
+            log.committed(group=shoal.generation(), world_size=shoal.world_size(), rank=rank, step=pushes)
         optimizer.zero_grad()
         if (workload.log / STOP).exists():
             break

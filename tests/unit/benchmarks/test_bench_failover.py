@@ -20,7 +20,7 @@ def commits(steps_ms: Sequence[float]) -> list[Commit]:
     return [Commit(round(moment * MS), 1, 2, 0, number) for number, moment in enumerate(moments)]
 
 
-BEFORE = commits([500, *[10] * STEPS_AROUND])  # the first one is no ordinary step
+BEFORE = commits([*[50] * (2 * STEPS_AROUND), *[10] * STEPS_AROUND])  # the first ones are no ordinary steps
 
 
 def test_the_pause_is_the_longest_time_without_a_step_after_the_kill_beyond_the_median_before() -> None:

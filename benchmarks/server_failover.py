@@ -18,7 +18,7 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, NamedTuple, Self
+from typing import Final, Self
 
 import psutil
 from shoal.launcher.registry import newest_cluster
@@ -48,19 +48,25 @@ STEPS_AROUND: Final = 20
 """Steps of each worker that give its ordinary step time, and as many that it must do after a kill before all is well again."""
 REST_S: Final = 6.0
 """From one recovery to the next kill. Shoal's launcher gives up a server that ended within 5 s of serving four times in a row."""
+_QUICK_KILLS: Final = 3
 _LONGEST_PHASE_S: Final = 0.1
 _TIMEOUT_S: Final = 120
 
 
-class Pause(NamedTuple):
-    """How long one worker stood still around one kill."""
+@dataclass(frozen=True, kw_only=True)
+class Pause:
+    """How long one worker stood still around one kill: times between two of its successive steps, beyond an ordinary step."""
 
-    longest_s: float
-    """Longest time between two of its successive steps until all was well again, beyond an ordinary step."""
+    first_s: float
+    """Longest of its first steps after the kill."""
     later_s: float
-    """The same without its first steps after the kill: while the server that was killed comes back and catches up."""
+    """Longest of the others until all was well again: the server that was killed came back and caught up meanwhile."""
     step_s: float
     """Its ordinary step."""
+
+    @property
+    def longest_s(self) -> float:
+        return max(self.first_s, self.later_s)
 
 
 @dataclass(kw_only=True)
@@ -70,7 +76,6 @@ class System:
     name: str
     backups: int
     kills: int
-    quick_kills: int = 3
     pauses: list[Pause] = field(default_factory=list)
     """One for each worker and kill."""
     pushes: Account | None = None
@@ -93,7 +98,7 @@ def measure(options: Options) -> Table:
     restarted = System(name="without, restarted from its journal", backups=0, kills=10)
     for system in (backed, restarted):
         try:
-            _measure(system, system.quick_kills if options.quick else system.kills)
+            _measure(system, _QUICK_KILLS if options.quick else system.kills)
         except MeasurementError as error:
             system.failure = str(error)
     rows = tuple(row(system, restarted) for system in (backed, restarted))
@@ -109,16 +114,28 @@ def measure(options: Options) -> Table:
             f"backup it becomes the new primary's. {REST_S:g} s after all is well again (each worker has done {STEPS_AROUND} steps, the "
             "primary is there, its backup in sync), the next kill comes. The pause of a worker is the longest time between two of its "
             "successive steps that ended between the kill and the moment at which all is well, less the median of its last "
-            f"{STEPS_AROUND} steps before the kill; so the time in which the new backup catches up counts too, and the longest pause "
-            f"of that time, after the first {STEPS_AROUND} steps, has a column of its own. Each worker and kill is a sample; with so few "
-            "p99 is close to the largest one. Pushes are counted one by one: beside the model the servers step a "
-            "tensor that has an element for each push of each worker; a push's gradient is 1 at its own element, and with Adam at betas "
-            "of 0, an eps of 1 and a learning rate of 2 the element goes down by exactly 1 each time that the push is applied. At the end "
-            "each worker says how many pushes it had acknowledged: an element of these that is 0 is a push lost, one below -1 a push "
-            "applied twice. The partitions without such elements must be at version 1 + all acknowledged pushes, else the difference "
-            f"counts. The parameter server paper (Li et al., OSDI 2014) has {PAPER_S} s, on its own cluster."
+            f"{STEPS_AROUND} steps before the kill; so the time in which the new backup catches up counts too. Two columns tell the "
+            f"longest of each worker's first {STEPS_AROUND} steps after a kill from the longest later. Each worker and kill is a sample; "
+            "with so few p99 is close to the largest one. Pushes are counted one by one: beside the model the servers step a tensor that "
+            "has an element for each push of each worker; a push's gradient is 1 at its own element, and with Adam at betas of 0, an eps "
+            "of 1 and a learning rate of 2 the element goes down by exactly 1 each time that the push is applied. At the end each worker "
+            "says how many pushes it had acknowledged: an element of these that is 0 is a push lost, one below -1 a push applied twice. "
+            "The partitions without such elements must be at version 1 + all acknowledged pushes, else the difference counts. The "
+            f"parameter server paper (Li et al., OSDI 2014) has {PAPER_S} s, on its own cluster."
         ),
-        columns=("kills", "step s", "p50 s", "p99 s", "max s", "later, max s", "p50, of a restart", "pushes", "lost", "twice"),
+        columns=(
+            "kills",
+            "step s",
+            "p50 s",
+            "p99 s",
+            "max s",
+            "first, max s",
+            "later, max s",
+            "p50, of a restart",
+            "pushes",
+            "lost",
+            "twice",
+        ),
         rows=rows,
         verdict=verdict(backed),
     )
@@ -175,7 +192,8 @@ def pause_of(commits: Sequence[Commit], killed_ns: int) -> Pause:
     if len(before) < STEPS_AROUND or len(after) <= STEPS_AROUND:
         raise MeasurementError(f"{len(before)} steps before the kill and {len(after)} after it; expected {STEPS_AROUND}, and more")
     ordinary_s = statistics.median(before)
-    return Pause(longest_s=max(after) - ordinary_s, later_s=max(after[STEPS_AROUND:]) - ordinary_s, step_s=ordinary_s)
+    first_s, later_s = (max(part) - ordinary_s for part in (after[:STEPS_AROUND], after[STEPS_AROUND:]))
+    return Pause(first_s=first_s, later_s=later_s, step_s=ordinary_s)
 
 
 def _count(stage: Stage, directory: Path, job: _Job) -> Account:
@@ -253,6 +271,7 @@ def row(system: System, restarted: System) -> Row:
             "p50 s": f"{quantile(longest_s, 0.5):.3f}",
             "p99 s": f"{quantile(longest_s, 0.99):.3f}",
             "max s": f"{max(longest_s):.3f}",
+            "first, max s": f"{max(pause.first_s for pause in system.pauses):.3f}",
             "later, max s": f"{max(pause.later_s for pause in system.pauses):.3f}",
         }
     if longest_s and restarted.pauses and system is not restarted:
@@ -261,6 +280,7 @@ def row(system: System, restarted: System) -> Row:
         cells |= {"pushes": str(system.pushes.acknowledged), "lost": str(system.pushes.lost), "twice": str(system.pushes.twice)}
     samples = {
         "pause_s": longest_s,
+        "first_s": [pause.first_s for pause in system.pauses],
         "later_s": [pause.later_s for pause in system.pauses],
         "step_s": [pause.step_s for pause in system.pauses],
     }

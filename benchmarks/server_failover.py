@@ -99,7 +99,7 @@ def measure(options: Options) -> Table:
     for system in (backed, restarted):
         try:
             _measure(system, _QUICK_KILLS if options.quick else system.kills)
-        except MeasurementError as error:
+        except (MeasurementError, ShoalError) as error:
             system.failure = str(error)
     rows = tuple(row(system, restarted) for system in (backed, restarted))
     plots.samples(options.output / "t11.png", rows, sample="pause_s", label="pause of a worker beyond a step, s", target=TARGET_S)
@@ -206,7 +206,7 @@ def _count(stage: Stage, directory: Path, job: _Job) -> Account:
 
 
 class _Job:
-    """The running job as its coordinator sees it."""
+    """The running job as its coordinator sees it. What asks a service raises ShoalError where that does not answer."""
 
     def __init__(self, stage: Stage, job_id: str, backups: int) -> None:
         """Waits for the coordinator. Raises MeasurementError."""
@@ -230,10 +230,7 @@ class _Job:
         return True
 
     def _servers(self) -> list[coordinator_pb2.ServerStatus]:
-        try:
-            return list(self._client.get_job(self._job_id).servers)
-        except ShoalError as error:
-            raise MeasurementError(f"the coordinator did not say which servers there are: {error}") from error
+        return list(self._client.get_job(self._job_id).servers)
 
     def is_whole(self) -> bool:
         """Whether there is a primary, and a backup in sync where there is to be one."""

@@ -99,7 +99,7 @@ def systems() -> list[System]:
 
 
 def measure(options: Options) -> Table:
-    """See the module. About 20 minutes; quick: about 4, with one learning rate for all."""
+    """See the module. About 25 minutes; quick: about 4, with one learning rate for all."""
     all_of_them = systems()
     rates, rounds = (_QUICK_LEARNING_RATES, 1) if options.quick else (LEARNING_RATES, 3)
     for system in all_of_them:

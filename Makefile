@@ -54,7 +54,7 @@ chaos: .venv/installed ## Run soaks, cut networks, simulated schedules (SEEDS, F
 	$(BIN)/python -m tests.history --seeds $(CHAOS_SEEDS) --faults $(CHAOS_FAULTS)
 
 .PHONY: bench
-bench: .venv/installed .venv-peers/installed ## Measure the figures, side by side with torchrun, torchft and DeepSpeed (about two hours)
+bench: .venv/installed .venv-peers/installed ## Measure the figures, side by side with torchrun, torchft and DeepSpeed (about two and a half hours)
 	$(BIN)/python -m benchmarks
 
 # ---------------------------------------------------------------------------------------------------------------------- verify and fix

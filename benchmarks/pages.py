@@ -23,9 +23,9 @@ _HEADER: Final = """\
 # Figures
 
 Measured side by side with the peers on one machine; each table says on what, by which command and how busy the machine was before. Tables
-may be of different days. `make bench` makes all of them again (about two hours on two quiet cores, half for T13), `python -m benchmarks t2`
-one, and `python -m benchmarks --docs docs` writes this page from what was measured last. What was not reached says so;
-[where-the-time-goes.md](benchmarks/where-the-time-goes.md) says where the time goes.
+may be of different days. `make bench` makes all of them again (about two and a half hours on two quiet cores, one for T13), and
+`python -m benchmarks t2` one; `python -m benchmarks --docs docs` writes this page from what was measured last. What was not reached says
+so; [where-the-time-goes.md](benchmarks/where-the-time-goes.md) says where the time goes.
 """
 
 

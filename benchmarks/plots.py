@@ -28,6 +28,26 @@ def samples(path: Path, rows: Sequence[Row], *, sample: str, label: str, target:
     pyplot.close(figure)
 
 
+def curves(path: Path, panels: Mapping[str, Sequence[Row]], *, x: str, y: str, labels: tuple[str, str], target: float) -> None:
+    """A panel for each title: a line per system through its samples `y` over its samples `x`, on a logarithmic vertical axis; `target`
+    stands as a line across. `labels`: of the two axes."""
+    pyplot = _pyplot()
+    figure, all_axes = pyplot.subplots(1, len(panels), figsize=(13, 5), layout="constrained", sharex=True, sharey=True, squeeze=False)
+    for axes, (title, rows) in zip(all_axes[0], panels.items(), strict=True):
+        for row in rows:
+            if row.samples.get(x):
+                axes.plot(row.samples[x], row.samples[y], label=row.name, linewidth=1)
+        axes.axhline(target, linestyle=":", color="grey", label=f"target {target:g}")
+        axes.set_yscale("log")
+        axes.set_title(title)
+        axes.set_xlabel(labels[0])
+        axes.grid(alpha=0.3)
+        axes.legend(loc="upper right")
+    all_axes[0][0].set_ylabel(labels[1])
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
 def parts(path: Path, rows: Sequence[Row], *, stacks: Mapping[str, Sequence[str]], mark: str) -> None:
     """A panel for each stack: a bar per system, made of its samples of these names. In the first panel `mark` stands as a line."""
     pyplot = _pyplot()

@@ -50,6 +50,8 @@ BENCHMARKS: Final = (
     Benchmark(key="t7", title="Steps of ddp, tensor, pipeline and hybrid against torch's own", module="benchmarks.parallel_step"),
     Benchmark(key="t8", title="Memory and bytes on the wire of each strategy", module="benchmarks.memory_and_wire"),
     Benchmark(key="t9", title="Compressed gradients over a slow link", module="benchmarks.compression_link"),
+    Benchmark(key="t10", title="One slow worker: time to the same loss", module="benchmarks.straggler_loss"),
+    Benchmark(key="t11", title="A parameter server's primary killed: pause, and pushes lost", module="benchmarks.server_failover"),
     Benchmark(key="t13", title="Faulty runs against fault-free runs, simulated", module="benchmarks.faulty_runs"),
     Benchmark(key="t14", title="From the command to the first step", module="benchmarks.launch_time"),
 )

@@ -82,6 +82,22 @@ def start_account(stage: Stage, *, ranks: int, servers: int, words: Sequence[str
     return WithLauncher(stage, [_beside_python("shoal"), "run", *flags, "-m", "benchmarks.workers.account", *words])
 
 
+def start_with_servers(stage: Stage, workload: Workload, *, job_id: str, backups: int) -> WithLauncher:
+    """Workers under async_sgd with one parameter server and its backups, 0 or 1, in a job of this name. The launcher starts a server that
+    dies again."""
+    flags = ("--standalone", "--rdzv-id", job_id, "--nproc-per-node", str(workload.ranks), "--servers", "1")
+    backed = ("--server-backups", str(backups)) if backups else ()
+    return WithLauncher(
+        stage, [_beside_python("shoal"), "run", *flags, *backed, "-m", "benchmarks.workers.train_async", *workload.arguments()]
+    )
+
+
+def start_straggler(stage: Stage, *, ranks: int, servers: int, words: Sequence[str]) -> WithLauncher:
+    """Ranks of which one may be slow, which train until the stage ends. `servers`: parameter servers."""
+    flags = ("--standalone", "--nproc-per-node", str(ranks), "--servers", str(servers))
+    return WithLauncher(stage, [_beside_python("shoal"), "run", *flags, "-m", "benchmarks.workers.train_straggler", *words])
+
+
 def start_module(stage: Stage, workload: Workload, *, module: str, more: Sequence[str] = ()) -> WithLauncher:
     """A worker module of the benchmarks' under torchrun."""
     flags = ("--standalone", "--nproc-per-node", str(workload.ranks))

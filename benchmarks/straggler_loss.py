@@ -1,0 +1,222 @@
+"""T10: time to the same loss with one of four workers four times slower: async_sgd against ddp and local_sgd."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from benchmarks import plots
+from benchmarks.errors import MeasurementError
+from benchmarks.figures import Ratio, ratio_of_medians
+from benchmarks.processes import Stage
+from benchmarks.registry import Options
+from benchmarks.report import Row, Table
+from benchmarks.systems import start_straggler
+from benchmarks.workers.train_straggler import STAYS_STEPS, TRAINED_ON
+
+RANKS: Final = 4
+SLOW: Final = 4
+OF_DDP: Final = 0.5
+COMPUTE_MS: Final = 50
+BATCH: Final = 16
+LOSS: Final = 0.3
+LEARNING_RATES: Final = (0.4, 0.8, 0.2, 1.6, 0.1)
+"""All systems try all of them; the best guesses first, so that the others can be given up soon."""
+_QUICK_LEARNING_RATES: Final = (0.4,)
+_SYNC_EVERY: Final = 4
+_BOUND: Final = 3
+_LONGEST_S: Final = 60.0
+_START_TIMEOUT_S: Final = 60.0
+_WORKER: Final = "benchmarks.workers.train_straggler"
+
+
+@dataclass(kw_only=True)
+class System:
+    """One strategy, with or without a slow worker, and what became of its runs."""
+
+    strategy: str
+    options: dict[str, Any] = field(default_factory=dict)
+    slow: int
+    """How many times as long as the others the last rank computes; 1: as long."""
+    look_every: int = 1
+    """Steps between two looks at the loss: between averages local_sgd's ranks have values of their own."""
+    tried: dict[float, float] = field(default_factory=dict)
+    """By learning rate: seconds to the loss, where it was reached."""
+    learning_rate: float | None = None
+    """The one that reached the loss soonest; None: none has."""
+    runs: list[dict[str, Any]] = field(default_factory=list)
+    """What rank 0 saw in each run at that learning rate."""
+    failure: str = ""
+
+    @property
+    def name(self) -> str:
+        options = ", ".join(f"{key} {value}" for key, value in self.options.items())
+        return f"{self.strategy}{f' ({options})' if options else ''}{', one slow' if self.slow > 1 else ''}"
+
+    @property
+    def servers(self) -> int:
+        return 1 if self.strategy == "async_sgd" else 0
+
+    @property
+    def times_s(self) -> list[float]:
+        """From the first step to the loss; empty unless all runs at the chosen learning rate reached it."""
+        times = [run["reached_s"] for run in self.runs]
+        return [] if None in times else times
+
+    def words(self, learning_rate: float, *, within_s: float) -> list[str]:
+        """The worker's flags, without the one that says where to write."""
+        return [
+            *(f"--strategy={self.strategy}", f"--options={json.dumps(self.options)}", f"--learning-rate={learning_rate:g}"),
+            *(f"--ranks={RANKS}", f"--batch={BATCH}", f"--compute-ms={COMPUTE_MS}", f"--slow={self.slow}"),
+            *(f"--target={LOSS}", f"--look-every={self.look_every}", f"--within-s={within_s:g}"),
+        ]
+
+    @property
+    def command(self) -> str:
+        """At the learning rate that was found."""
+        rate = LEARNING_RATES[0] if self.learning_rate is None else self.learning_rate
+        servers = f" --servers {self.servers}" if self.servers else ""
+        words = shlex.join([*self.words(rate, within_s=_LONGEST_S), "--output=seen.json"])
+        return f"shoal run --standalone --nproc-per-node {RANKS}{servers} -m {_WORKER} {words}"
+
+
+def systems() -> list[System]:
+    """All rows: those with the slow worker first, and ddp first of each."""
+    return [
+        system
+        for slow in (SLOW, 1)
+        for system in (
+            System(strategy="ddp", slow=slow),
+            System(strategy="local_sgd", options={"sync_every": _SYNC_EVERY}, slow=slow, look_every=_SYNC_EVERY),
+            System(strategy="async_sgd", options={"consistency": "asp"}, slow=slow),
+            System(strategy="async_sgd", options={"consistency": "ssp", "staleness_bound": _BOUND}, slow=slow),
+        )
+    ]
+
+
+def measure(options: Options) -> Table:
+    """See the module. About 25 minutes; quick: about 4, with one learning rate for all."""
+    all_of_them = systems()
+    rates, rounds = (_QUICK_LEARNING_RATES, 1) if options.quick else (LEARNING_RATES, 3)
+    for system in all_of_them:
+        find_learning_rate(system, rates)
+    for number in range(rounds):
+        for system in all_of_them if number % 2 else reversed(all_of_them):
+            if system.learning_rate is not None and not system.failure and (run := _run(system, system.learning_rate, within_s=_LONGEST_S)):
+                system.runs.append(run)
+    ddp = all_of_them[0]
+    rows = tuple(row(system, ddp, _without_straggler(system, all_of_them)) for system in all_of_them)
+    panels = {
+        title: [row for row, system in zip(rows, all_of_them, strict=True) if (system.slow > 1) is slow]
+        for title, slow in ((f"one of {RANKS} workers {SLOW} x slower", True), ("none slower", False))
+    }
+    plots.curves(options.output / "t10.png", panels, x="time_s", y="loss", labels=("s", "loss on the validation set"), target=LOSS)
+    return Table(
+        key="t10",
+        title=f"One of {RANKS} workers {SLOW} x slower: time to the same loss",
+        target=f"async_sgd (asp) <= {OF_DDP} x ddp",
+        method=(
+            f"{RANKS} workers train a perceptron (64, 128 and 10 wide) on {TRAINED_ON} of scikit-learn's handwritten digits, {BATCH} "
+            f"samples per worker and step, with plain SGD, until the cross-entropy on the others is {LOSS} or less and stays so for "
+            f"{STAYS_STEPS} steps of rank 0; the time runs from rank 0's first step to the first of these. Rank 0 looks at every step's "
+            f"values, under local_sgd at every average's (every {_SYNC_EVERY} steps). The workers share this machine's cores, so slowness "
+            "is waited for and not computed: forward and backward, and rank 0's look at the loss within them, are filled up by sleeping "
+            f"to {COMPUTE_MS} ms, on the slow worker to {SLOW * COMPUTE_MS} ms; what comes then (all-reduce, or push and pull, and the "
+            "update) takes what it takes. Model, data, samples per step of a worker and per epoch are the same for all. "
+            f"{_rates_said(rates)} Rounds of all rows at their rates: {rounds}, in turns whose order alternates. Ratios are of the "
+            f"medians, with their 95 % confidence intervals (bootstrap over rounds). Under ssp a worker may be {_BOUND} steps ahead of "
+            "the slowest: that evens out a worker that is slow now and then, not one that always is."
+        ),
+        columns=("learning rate", "runs", "steps of rank 0", "s to loss", "of ddp, one slow", "of itself, none slow"),
+        rows=rows,
+        verdict=verdict(all_of_them),
+    )
+
+
+def _rates_said(rates: Sequence[float]) -> str:
+    if len(rates) == 1:
+        return f"The learning rate is {rates[0]:g} for all, tuned for none."
+    tried = ", ".join(f"{rate:g}" for rate in sorted(rates))
+    return (
+        f"The learning rate of each row is the one of {tried} that reached the loss soonest in a run each before, given up after twice the "
+        "best time so far."
+    )
+
+
+def find_learning_rate(system: System, rates: Sequence[float]) -> None:
+    """Tries all of them; one alone is taken as it is."""
+    if len(rates) == 1:
+        system.learning_rate = rates[0]
+        return
+    for rate in rates:
+        best_s = min(system.tried.values(), default=_LONGEST_S / 2)
+        if not system.failure and (run := _run(system, rate, within_s=2 * best_s)) and run["reached_s"] is not None:
+            system.tried[rate] = run["reached_s"]
+    system.learning_rate = min(system.tried, key=system.tried.__getitem__, default=None)
+
+
+def _run(system: System, learning_rate: float, *, within_s: float) -> dict[str, Any] | None:
+    """One training run; what rank 0 saw. None: it failed, and the system says why."""
+    try:
+        with Stage() as stage:
+            output = stage.directory / "seen.json"
+            words = (*system.words(learning_rate, within_s=within_s), f"--output={output}")
+            start_straggler(stage, ranks=RANKS, servers=system.servers, words=words)
+            stage.wait_until(system.name, output.exists, timeout_s=within_s + _START_TIMEOUT_S)
+            seen: dict[str, Any] = json.loads(output.read_text())
+            return seen
+    except MeasurementError as error:
+        system.failure = str(error)
+        return None
+
+
+# ------------------------------------------------------------------------------------------------------------------ the table
+
+
+def _without_straggler(system: System, all_of_them: Sequence[System]) -> System:
+    """The same strategy with equal workers."""
+    return next(other for other in all_of_them if other.slow == 1 and (other.strategy, other.options) == (system.strategy, system.options))
+
+
+def row(system: System, ddp: System, even: System) -> Row:
+    """A row of the table, compared with ddp with the slow worker, and with the same strategy without it."""
+    cells = {"runs": str(len(system.runs))}
+    if system.learning_rate is not None:
+        cells |= {
+            "learning rate": f"{system.learning_rate:g}",
+            "steps of rank 0": f"{statistics.median(r['steps'] for r in system.runs):g}",
+        }
+    if system.runs:
+        cells["steps of rank 0"] = f"{statistics.median(run['steps'] for run in system.runs):g}"
+    if system.times_s:
+        cells["s to loss"] = f"{statistics.median(system.times_s):.2f}"
+    for column, other in (("of ddp, one slow", ddp), ("of itself, none slow", even)):
+        if (ratio := compared(system, other)) is not None:
+            cells[column] = str(ratio)
+    samples = {"time_to_loss_s": system.times_s, "tried_learning_rate": list(system.tried), "tried_s": list(system.tried.values())}
+    if system.runs:
+        samples |= {"time_s": system.runs[0]["times_s"], "loss": system.runs[0]["losses"]}
+    failure = system.failure or ("" if system.times_s else f"a loss of {LOSS} was not reached within {_LONGEST_S:g} s")
+    return Row(name=system.name, command=system.command, cells=cells, samples=samples, failure=failure)
+
+
+def compared(system: System, other: System) -> Ratio | None:
+    """How many times as long as the other it took; None: itself, or one of them was not measured."""
+    if system is other or not system.times_s or len(system.times_s) != len(other.times_s):
+        return None
+    return ratio_of_medians(system.times_s, other.times_s)
+
+
+def verdict(all_of_them: Sequence[System]) -> str:
+    """What was reached of the target, and what the others that had the slow worker took."""
+    ddp, *others = (system for system in all_of_them if system.slow > 1)
+    parts = []
+    for system in others:
+        ratio = compared(system, ddp)
+        judged = f" ({'reached' if ratio.value <= OF_DDP else 'not reached'})" if ratio is not None and "asp" in system.name else ""
+        parts.append(f"{system.name.removesuffix(', one slow')} {'not measured' if ratio is None else f'{ratio.value:.2f} x{judged}'}")
+    return f"Measured, of ddp: {'; '.join(parts)}."

@@ -205,8 +205,8 @@ def recording_shard(recorder: Recorder) -> type[Shard]:
                 self._applied(admitted.header, outcome.version, admitted.values, again=False)
             return outcome
 
-        def redo(self, upload: Upload) -> int:
-            version = super().redo(upload)
+        def redo(self, upload: Upload, *, compensated: bool = False) -> int:
+            version = super().redo(upload, compensated=compensated)
             self._applied(upload.header, version, upload.values(), again=True)
             return version
 

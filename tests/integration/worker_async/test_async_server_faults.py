@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from shoal_common.exit_status import PUT_OUT
 from shoal_worker.data.record import audit
 
 from tests.integration.coordinator.harness import Coordinator
@@ -111,7 +112,7 @@ def test_a_server_that_stays_away_ends_the_step_with_one_clear_error(cluster: Ma
     running.servers[0].process.kill()
     running.servers[0].process.wait()
     worker.go(2)
-    assert worker.process.wait() == 1
+    assert worker.process.wait() == PUT_OUT  # not for what the script did
     assert "parameter server 0" in worker.process.said()
     assert "was away for more than 0 s (server_timeout); start it again with its data directory" in worker.process.said()
 

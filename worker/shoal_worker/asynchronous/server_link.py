@@ -57,6 +57,8 @@ _LARGEST_CLOCK: Final = 2**63 - 1
 _TRANSIENT: Final = (UnavailableError, DeadlineError, CorruptDataError)
 _REWOUND: Final = frozenset({"SEQUENCE_GAP", "BASE_VERSION_AHEAD", "PARTITION_UNINITIALIZED", "OPTIMIZER_UNCONFIGURED"})
 """Refusals that mean: the server has lost something that it had acknowledged."""
+_NOT_HEARD_OF: Final = "MEMBER_UNKNOWN"
+"""The server has not been told yet that this worker is a member, or was told that it is so no more."""
 _NOT_MY_TURN: Final = frozenset({"SSP_WAIT_TIMEOUT", "BSP_WAIT_TIMEOUT"})
 
 AnswerT = TypeVar("AnswerT")
@@ -404,6 +406,8 @@ class ServerLink:
             except ShoalError as error:
                 if self._closing.is_set() or not self._is_curable(error):
                     raise
+                if error.reason == _NOT_HEARD_OF:
+                    self._job.wait_for_rank(after=generation - 1)  # which says so if this member was put out
                 away_since = self._away(method, error, since=away_since)
                 if self._job.leaving and time.monotonic() - away_since > _LEAVES_AFTER_S:
                     raise self._job.departure() from error
@@ -412,7 +416,7 @@ class ServerLink:
     def _is_curable(self, error: ShoalError) -> bool:
         if error.reason in _NOT_MY_TURN or (error.reason == "PARTITION_UNINITIALIZED" and not self._started):
             return False
-        return isinstance(error, _TRANSIENT) or error.reason in _REWOUND
+        return isinstance(error, _TRANSIENT) or error.reason in _REWOUND or error.reason == _NOT_HEARD_OF
 
     def _away(self, method: str, error: ShoalError, *, since: float | None) -> float:
         now = time.monotonic()

@@ -47,6 +47,9 @@ def main() -> None:
     flags.add_argument("--gate", type=Path, required=True)
     flags.add_argument("--coordinator")
     flags.add_argument("--job")
+    flags.add_argument("--transport", default="auto", help="what Shoal's tensors travel by")
+    flags.add_argument("--tensors", type=int, default=1, help="how many the values are cut into, by Shoal")
+    flags.add_argument("--checksums", action="store_true", help="have Shoal compute and compare them")
     options = flags.parse_args()
     gradient, values = np.ones(ELEMENTS, np.float32), np.zeros(ELEMENTS, np.float32)
     with _SYSTEMS[options.system](options) as transfer, socket.socket(socket.AF_UNIX) as gate:
@@ -108,6 +111,12 @@ def _serve_tcp(ports: multiprocessing.SimpleQueue[int]) -> None:
 def _receive(connection: socket.socket, into: memoryview) -> None:
     while into.nbytes:
         into = into[connection.recv_into(into, min(into.nbytes, _READ)) :]
+
+
+@contextmanager
+def _memcpy(options: argparse.Namespace) -> Iterator[Transfer]:
+    held = np.zeros(ELEMENTS, np.float32)
+    yield Transfer(lambda gradient: np.copyto(held, gradient), lambda values: np.copyto(values, held), updates=False)
 
 
 # --------------------------------------------------------------------------------------------------------------- gRPC unary
@@ -189,7 +198,8 @@ def _torch_rpc(options: argparse.Namespace, *, over_tcp: bool = False) -> Iterat
 
 
 @contextmanager
-def _shoal(options: argparse.Namespace, *, checksums: bool = False, tensors: int = 1) -> Iterator[Transfer]:
+def _shoal(options: argparse.Namespace) -> Iterator[Transfer]:
+    from shoal_common.bulk.transport import Transport
     from shoal_common.clients.coordinator import CoordinatorClient
     from shoal_common.clients.parameter_server import ParameterServerClient
     from shoal_common.errors import UnavailableError
@@ -207,7 +217,7 @@ def _shoal(options: argparse.Namespace, *, checksums: bool = False, tensors: int
         outbox.put(coordinator_pb2.MemberMessage(ready=coordinator_pb2.Ready()))
         session = coordinator.join_session(iter(outbox.get, None))
         generation = next(each.generation.number for each in session if each.HasField("generation"))
-        bounds = np.linspace(0, ELEMENTS, tensors + 1, dtype=np.int64)
+        bounds = np.linspace(0, ELEMENTS, options.tensors + 1, dtype=np.int64)
         declared = [
             coordinator_pb2.TensorSpec(name=f"weight{number}", shape=[int(end - begin)], dtype="float32")
             for number, (begin, end) in enumerate(pairwise(bounds))
@@ -247,11 +257,12 @@ def _shoal(options: argparse.Namespace, *, checksums: bool = False, tensors: int
                     codec=pb.CODEC_RAW,
                     length=len(payload),
                     payload_bytes=4 * len(payload),
-                    checksum=checksum(payload) if checksums else 0,
+                    checksum=checksum(payload) if options.checksums else 0,
                 )
                 yield header, payload
 
-        with ParameterServerClient(ChannelSettings(address=shard_map.servers[0].address)) as server:
+        channel = ChannelSettings(address=shard_map.servers[0].address)
+        with ParameterServerClient(channel, transport=Transport(options.transport), member_id=member) as server:
             server.configure_optimizer(
                 job,
                 pb.OptimizerSpec(name="sgd", hyperparameters={"lr": LEARNING_RATE}),
@@ -273,7 +284,7 @@ def _shoal(options: argparse.Namespace, *, checksums: bool = False, tensors: int
                         return memoryview(own[0])
                     return memoryview(landings.setdefault(header.partition_id, np.empty(header.length, np.float32)))
 
-                for header in server.pull(pb.PullRequest(**common, clock=sequence, checksums=checksums), into):
+                for header in server.pull(pb.PullRequest(**common, clock=sequence, checksums=options.checksums), into):
                     if header.partition_id in landings:
                         own = parts(values, shard_map.partitions[header.partition_id])
                         for part, landed in zip(
@@ -292,28 +303,13 @@ def _torch_rpc_over_tcp(options: argparse.Namespace) -> Iterator[Transfer]:
         yield transfer
 
 
-@contextmanager
-def _shoal_with_checksums(options: argparse.Namespace) -> Iterator[Transfer]:
-    with _shoal(options, checksums=True) as transfer:
-        yield transfer
-
-
-@contextmanager
-def _shoal_of_many_tensors(options: argparse.Namespace) -> Iterator[Transfer]:
-    with _shoal(options, tensors=400) as transfer:
-        yield transfer
-
-
 _SYSTEMS: Final[dict[str, Callable[[argparse.Namespace], AbstractContextManager[Transfer]]]] = {
+    "memcpy": _memcpy,
     "tcp": _tcp,
     "unary": _unary,
     "torch-rpc": _torch_rpc,
     "torch-rpc-tcp": _torch_rpc_over_tcp,
     "shoal": _shoal,
-    "shoal-many": _shoal_of_many_tensors,
-    "shoal-checksums": _shoal_with_checksums,
-    "shoal-journal": _shoal,
-    "shoal-journal-never": _shoal,
 }
 
 

@@ -26,6 +26,7 @@ import grpc
 import numpy as np
 import pytest
 from shoal.launcher.ports import ReservedPort
+from shoal_common.bulk.transport import Transport
 from shoal_common.clients.parameter_server import ParameterServerClient
 from shoal_common.errors import ShoalError
 from shoal_common.rpc.channel import ChannelSettings
@@ -245,8 +246,9 @@ class Cluster:
 
     wait_until = staticmethod(wait_until)
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, transport: Transport) -> None:
         self.directory = directory
+        self.transport = transport
         self.coordinator = ScriptedCoordinator()
         self.address = self.coordinator.start()
         self._running: list[_Running] = []
@@ -278,9 +280,10 @@ class Cluster:
         self._running.append(_Running(self.directory, **{"coordinator": self.address, **settings}))
         return self.client(self._running[-1])
 
-    def client(self, running: _Running, **settings: Any) -> ParameterServerClient:
-        """Another connection to a server."""
-        client = ParameterServerClient(ChannelSettings(address=running.address, deadline=timedelta(seconds=DEADLINE_S), **settings))
+    def client(self, running: _Running, *, transport: Transport | None = None, **settings: Any) -> ParameterServerClient:
+        """Another client of a server. `transport`: other than the cluster's."""
+        channel = ChannelSettings(address=running.address, deadline=timedelta(seconds=DEADLINE_S), **settings)
+        client = ParameterServerClient(channel, transport=self.transport if transport is None else transport)
         self._clients.append(client)
         return client
 
@@ -363,8 +366,14 @@ class _Running:
 
 
 @pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    made = Cluster(tmp_path)
+def transport() -> Transport:
+    """What tensors travel by."""
+    return Transport.AUTO
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, transport: Transport) -> Iterator[Cluster]:
+    made = Cluster(tmp_path, transport)
     yield made
     made.close()
 

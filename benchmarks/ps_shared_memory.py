@@ -40,8 +40,8 @@ def measure(options: Options) -> Table:
         target=f">= {OF_MEMCPY} x memcpy and >= {OF_TORCH_RPC} x torch RPC",
         method=(
             f"{method(rounds)} torch RPC chooses its transports by itself, which among processes of one machine are shared memory and "
-            "reading from the other's. The plain copy is one by numpy within the client, of the gradients and of the values: no other process, "
-            f"no arithmetic. {RATES}"
+            "reading from the other's. The plain copy is one by numpy within the client, of the gradients and of the values: no other "
+            f"process, no arithmetic. {RATES}"
         ),
         columns=("rounds", "push GB/s", "pull GB/s", "push+pull GB/s", "x memcpy", "x raw TCP", "x torch RPC"),
         rows=tuple(rows),

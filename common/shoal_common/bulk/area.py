@@ -10,6 +10,7 @@ and cost three times as much in page faults (docs/decisions/0196).
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import mmap
 import os
@@ -95,9 +96,10 @@ class SharedArea:
         return True
 
     def close(self) -> None:
-        """Gives the memory back. Idempotent."""
+        """Gives the memory back, or leaves that to the end of the last view of it. Idempotent."""
         self._view.release()
-        self._memory.close()
+        with contextlib.suppress(BufferError):  # an error's traceback, say, holds a view
+            self._memory.close()
 
 
 def is_supported() -> bool:

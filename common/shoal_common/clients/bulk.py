@@ -63,7 +63,7 @@ class BulkConnection:
 
     @classmethod
     def open(cls, transport: Transport, opened: pb.OpenDataResponse, settings: ChannelSettings, member_id: str) -> BulkConnection:
-        """Connects, shows the ticket and waits for the server's word. Raises OSError, _Lost, and what the server refuses with."""
+        """Connects, shows the ticket and waits for the server's word. Raises OSError, and what the server refuses with."""
         if transport is Transport.MEMORY:
             connected = socket.socket(socket.AF_UNIX)
         else:
@@ -83,8 +83,10 @@ class BulkConnection:
             connection._until = time.monotonic() + _CONNECT_S
             connection._begin(opened.ticket, transport)
             return connection
-        except BaseException:
+        except BaseException as error:
             connected.close()
+            if isinstance(error, _Lost):
+                raise error.cause from None
             raise
 
     def upload(self, kind: Kind, partitions: Iterable[tuple[pb.PushHeader, memoryview]], until: float) -> list[pb.PartitionResult]:
@@ -383,7 +385,7 @@ class BulkChannel:
             raise _Unsuitable("the server shares no memory", expected=True)
         try:
             connection = BulkConnection.open(transport, opened, self._settings, member_id)
-        except (OSError, _Lost, ShoalError) as error:
+        except (OSError, ShoalError) as error:
             elsewhere = transport is Transport.MEMORY and isinstance(error, ConnectionRefusedError)
             raise _Unsuitable(str(error) or type(error).__name__, expected=elsewhere) from error
         with self._lock:

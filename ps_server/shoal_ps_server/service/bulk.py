@@ -172,7 +172,7 @@ class BulkServer:
                     raise malformed("a connection that did not begin with a greeting")
                 member_id = self._tickets.redeem(ticket, asyncio.get_running_loop().time())
             except ShoalError as error:
-                await connection.send(Kind.ERROR, error_message(error))
+                await connection.send_last(Kind.ERROR, error_message(error))
                 raise
         task = asyncio.current_task()
         assert task is not None, "it is served by a task"
@@ -200,23 +200,19 @@ class BulkServer:
         """One stream after another, until the peer closes the connection or breaks a rule."""
         task = asyncio.current_task()
         assert task is not None, "it is served by a task"
-        while not self._draining:
-            frame = await connection.next_frame()
-            if frame is None:
-                return
-            self._serving[task] = True
-            try:
+        try:
+            while not self._draining and (frame := await connection.next_frame()) is not None:
+                self._serving[task] = True
                 if frame.kind in _UPLOADS:
                     await self._upload(connection, _UPLOADS[frame.kind], member_id, transport)
                 elif frame.kind is Kind.PULL:
                     await self._pull(connection, frame, member_id, transport)
                 else:
                     raise malformed(f"{frame.kind.name} where a stream must begin")
-            except InvalidRequestError as error:  # it broke a rule: nobody knows what comes next
-                async with connection.in_time():
-                    await connection.send(Kind.ERROR, error_message(error))
-                raise
-            self._serving[task] = False
+                self._serving[task] = False
+        except InvalidRequestError as error:  # it broke a rule: nobody knows what comes next
+            await connection.send_last(Kind.ERROR, error_message(error))
+            raise
 
     async def _upload(self, connection: BulkConnection, kind: UploadKind, member_id: str, transport: Transport) -> None:
         incoming = _Incoming(connection, member_id)
@@ -228,10 +224,11 @@ class BulkServer:
             told = as_shoal_error(error, kind.value)
             if told.reason == _MALFORMED:
                 raise told from error
+            if told.reason == "STREAM_IDLE":
+                await connection.send_last(Kind.ERROR, error_message(told))
+                raise told from error
             async with connection.in_time():
                 await connection.send(Kind.ERROR, error_message(told))
-            if told.reason == "STREAM_IDLE":
-                raise told from error
             await incoming.pass_over()
             return
         async with connection.in_time():
@@ -242,7 +239,7 @@ class BulkServer:
             message = await connection.message(frame)
         try:
             request = pb.PullRequest.FromString(message)
-            if request.member_id:
+            with self._metrics.counting_refusals("Pull"):
                 _check_speaker(request.member_id, member_id)
             async with aclosing(self._transfers.pull(request, transport)) as answers:
                 async for header, reading in answers:
@@ -278,6 +275,8 @@ class _Incoming:
                 yield None, self._connection.data(frame)
             else:
                 header = pb.PushHeader.FromString(await self._connection.message(frame))
+                if not self._member_id:
+                    raise PermissionDeniedError("a bulk connection that OpenData gave to nobody's member may only pull")
                 _check_speaker(header.member_id, self._member_id)
                 yield header, _NOTHING
 
@@ -313,7 +312,7 @@ class _Incoming:
 
 
 def _check_speaker(claimed: str, member_id: str) -> None:
-    if claimed != member_id or not member_id:
+    if claimed not in ("", member_id):
         raise PermissionDeniedError(
             f"member_id={claimed!r} over a bulk connection of {member_id!r}: it speaks for the member that OpenData named, or for nobody"
         )

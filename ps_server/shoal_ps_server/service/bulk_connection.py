@@ -11,7 +11,7 @@ import asyncio
 import socket
 import ssl
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from datetime import timedelta
 from typing import Final
 
@@ -21,6 +21,7 @@ from shoal_common.bulk.frames import DATA_BYTES, HEAD_BYTES, Frame, Kind, head, 
 from shoal_ps_server.shard.payload import Upload
 from shoal_ps_server.shard.reading import Reading
 
+_LINGER_S: Final = 1.0
 _MORE: Final = getattr(socket, "MSG_MORE", 0)
 
 
@@ -132,6 +133,18 @@ class BulkConnection:
     async def send(self, kind: Kind, message: bytes = b"", *, more: bool = False) -> None:
         """One frame. `more`: another one follows at once."""
         await self._send_bytes(head(kind, len(message)) + message, more=more)
+
+    async def send_last(self, kind: Kind, message: bytes) -> None:
+        """One frame, after which the connection is to be closed. Takes some more of what the peer sends, and drops it: a connection that is
+        closed with bytes unread is reset, and the peer may lose the frame."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_LINGER_S):
+                await self.send(kind, message)
+                with suppress(OSError):  # the peer has closed it
+                    self._socket.shutdown(socket.SHUT_WR)
+                dropped = memoryview(bytearray(1 << 16))
+                while await self._receive_some(dropped):
+                    pass
 
     async def send_values(self, reading: Reading) -> None:
         """All that `reading` has left, as frames of DATA. Raises as `Reading.take`, between two of them."""

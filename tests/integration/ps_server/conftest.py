@@ -61,6 +61,8 @@ class ScriptedCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
         self.server_index = 0
         self.shard_map: coordinator_pb2.ShardMap | None = None
         self.tokens: queue.Queue[str] = queue.Queue()
+        self.credentials: grpc.ServerCredentials | None = None
+        """For TLS, from the next start on."""
         self.refusal: ShoalError | None = None
         """What registrations are answered with."""
         self._reserved = ReservedPort()  # for the next start
@@ -74,7 +76,10 @@ class ScriptedCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
         self._server = grpc.server(ThreadPoolExecutor(8))
         coordinator_pb2_grpc.add_CoordinatorServicer_to_server(self, self._server)
         address = f"127.0.0.1:{self._reserved.port}"
-        self._server.add_insecure_port(address)
+        if self.credentials is None:
+            self._server.add_insecure_port(address)
+        else:
+            self._server.add_secure_port(address, self.credentials)
         self._server.start()
         return address
 
@@ -328,6 +333,7 @@ class _Running:
         port_file = Path(self.settings.port_file or port_file)
         self._stop = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._server: ParameterServer | None = None
         self.failure: BaseException | None = None
         self.thread = threading.Thread(target=self._run, name="test-ps-server", daemon=True)
         self.thread.start()
@@ -344,7 +350,8 @@ class _Running:
         async def serve() -> None:
             directory = None if self.settings.data_dir is None else DataDirectory(self.settings.data_dir)
             try:
-                await ParameterServer(self.settings, directory).run(self._stop)
+                self._server = ParameterServer(self.settings, directory)
+                await self._server.run(self._stop)
             finally:
                 if directory is not None:
                     directory.close()
@@ -355,6 +362,12 @@ class _Running:
                 runner.run(serve())
         except BaseException as error:  # for the test's own thread
             self.failure = error
+
+    def shut_bulk_channel(self) -> None:
+        """As a firewall does: its port and socket refuse everybody."""
+        assert self._loop is not None
+        assert self._server is not None
+        asyncio.run_coroutine_threadsafe(self._server._bulk.drain_and_stop(timedelta(0)), self._loop).result(DEADLINE_S)
 
     def stop(self) -> None:
         """As SIGTERM does."""
@@ -396,12 +409,15 @@ class ServerProcess:
     def log(self) -> str:
         return self._log.read_text()
 
-    def client(self) -> ParameterServerClient:
+    def address(self) -> str:
         """Waits until it serves."""
         wait_until(lambda: self._port_file.exists() or self.process.poll() is not None, "the server process to serve")
         assert self.process.poll() is None, self.log
-        address = json.loads(self._port_file.read_text())["grpc"]
-        return ParameterServerClient(ChannelSettings(address=address, deadline=timedelta(seconds=DEADLINE_S)))
+        return str(json.loads(self._port_file.read_text())["grpc"])
+
+    def client(self) -> ParameterServerClient:
+        """Waits until it serves."""
+        return ParameterServerClient(ChannelSettings(address=self.address(), deadline=timedelta(seconds=DEADLINE_S)))
 
     def wait(self) -> int:
         """Its exit status."""

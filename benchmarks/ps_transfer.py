@@ -20,7 +20,7 @@ from benchmarks.gates import Gate
 from benchmarks.processes import Stage
 from benchmarks.registry import Options
 from benchmarks.report import Row, Table
-from benchmarks.workers.transfer import NBYTES
+from benchmarks.workers.transfer import ELEMENTS
 
 OF_TCP: Final = 0.75
 OF_TORCH_RPC: Final = 2.0
@@ -45,10 +45,28 @@ class Side:
     """More flags of Shoal's server."""
     journal: bool = False
     """Shoal's server has a data directory."""
+    elements: int = ELEMENTS
+    """Floats pushed and pulled by each client."""
+    clients: int = 1
+    servers: int = 1
     push_s: list[float] = field(default_factory=list)
     pull_s: list[float] = field(default_factory=list)
     gate: Gate | None = None
     failure: str = ""
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """All flags of its client that say what is measured."""
+        more: list[str] = [*self.client]
+        for name, value, default in (("elements", self.elements, ELEMENTS), ("clients", self.clients, 1), ("servers", self.servers, 1)):
+            if value != default:
+                more += [f"--{name}", str(value)]
+        return tuple(more)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a round one way, of all clients together."""
+        return 4 * self.elements * self.clients
 
     @property
     def both_s(self) -> list[float]:
@@ -148,14 +166,19 @@ def _start_coordinator(stage: Stage) -> str:
 def _start(side: Side, stage: Stage, stack: ExitStack, coordinator: str) -> None:
     """Starts a system and waits until its client has come to the gate; the next one starts on a quiet machine."""
     path = stage.directory / f"{side.key}.gate"
-    gate = side.gate = stack.enter_context(Gate(path, ranks=1, timeout_s=_TIMEOUT_S))
+    gate = side.gate = stack.enter_context(Gate(path, ranks=side.clients, timeout_s=_TIMEOUT_S))
     job: tuple[str, ...] = ()
     if side.system == "shoal":
         job = ("--coordinator", coordinator, "--job", side.key)
         data = ("--data-dir", str(stage.directory / side.key)) if side.journal else ()
-        server = [sys.executable, "-m", "shoal_ps_server", "--server-id", side.key, *job, *data, *side.server]
-        stage.start(f"{side.key}-server", server)
-    stage.start(side.key, [sys.executable, "-m", _CLIENT, side.system, "--gate", str(path), *job, *side.client])
+        for number in range(side.servers):
+            name = f"{side.key}-server-{number}"
+            stage.start(name, [sys.executable, "-m", "shoal_ps_server", "--server-id", name, *job, *data, *side.server])
+    for rank in range(side.clients):
+        stage.start(
+            f"{side.key}-{rank}",
+            [sys.executable, "-m", _CLIENT, side.system, "--gate", str(path), *job, *side.flags, "--rank", str(rank)],
+        )
     try:
         stage.wait_until(side.name, gate.complete, timeout_s=_TIMEOUT_S)
     except MeasurementError as error:
@@ -166,13 +189,14 @@ def _round(side: Side, *, counted: bool) -> None:
     if side.failure or side.gate is None:
         return
     try:
-        push, pull = side.gate.block(1)[0]
+        times = side.gate.block(1)
     except MeasurementError as error:
         side.failure = str(error)
         return
     if counted:
+        push = max(each[0] for each in times)
         side.push_s.append(push)
-        side.pull_s.append(pull)
+        side.pull_s.append(max(map(sum, times)) - push)
 
 
 def row(side: Side, others: Sequence[tuple[str, Side]]) -> Row:
@@ -180,12 +204,16 @@ def row(side: Side, others: Sequence[tuple[str, Side]]) -> Row:
     samples = {"push_s": side.push_s, "pull_s": side.pull_s, "push_and_pull_s": side.both_s}
     cells = {"rounds": str(len(side.push_s))}
     if side.push_s:
-        cells |= {"push GB/s": _rate(side.push_s), "pull GB/s": _rate(side.pull_s), "push+pull GB/s": _rate(side.both_s, of=2 * NBYTES)}
+        cells |= {
+            "push GB/s": _rate(side.push_s, side.nbytes),
+            "pull GB/s": _rate(side.pull_s, side.nbytes),
+            "push+pull GB/s": _rate(side.both_s, 2 * side.nbytes),
+        }
     for column, other in others:
         ratio = speed(side, other)
         if ratio is not None and other is not side:
             cells[column] = str(ratio)
-    command = " ".join(("python -m", _CLIENT, side.system, *side.client))
+    command = " ".join(("python -m", _CLIENT, side.system, *side.flags))
     return Row(name=side.name, command=command, cells=cells, samples=samples, failure=side.failure)
 
 
@@ -205,5 +233,5 @@ def verdict(comparisons: Sequence[tuple[str, Ratio | None, float]]) -> str:
     return f"Measured: {'; '.join(parts)}."
 
 
-def _rate(times_s: Sequence[float], of: int = NBYTES) -> str:
-    return f"{of / statistics.median(times_s) / 1e9:.2f}"
+def _rate(times_s: Sequence[float], nbytes: int) -> str:
+    return f"{nbytes / statistics.median(times_s) / 1e9:.2f}"

@@ -47,6 +47,7 @@ BENCHMARKS: Final = (
     Benchmark(key="t3", title="Joining: stall of the survivors, transfer of the state", module="benchmarks.join_stall"),
     Benchmark(key="t4", title="Parameter server: push and pull over sockets", module="benchmarks.ps_transfer"),
     Benchmark(key="t5", title="Parameter server: push and pull through shared memory", module="benchmarks.ps_shared_memory"),
+    Benchmark(key="t4c", title="Parameter server: curves over size, tensors, clients and servers", module="benchmarks.ps_curves"),
     Benchmark(key="t6", title="Sharded steps against FSDP2, ZeroRedundancyOptimizer and DeepSpeed", module="benchmarks.sharded_step"),
     Benchmark(key="t7", title="Steps of ddp, tensor, pipeline and hybrid against torch's own", module="benchmarks.parallel_step"),
     Benchmark(key="t8", title="Memory and bytes on the wire of each strategy", module="benchmarks.memory_and_wire"),

@@ -24,6 +24,7 @@ from shoal_common.bulk.frames import HEAD_BYTES, LARGEST_MESSAGE_BYTES, TICKET_B
 from shoal_common.bulk.transport import Transport
 from shoal_common.clients.bulk import BulkConnection
 from shoal_common.clients.parameter_server import ParameterServerClient
+from shoal_common.clients.pull import PullReceiver
 from shoal_common.errors import LimitError, PermissionDeniedError, ShoalError, UnavailableError
 from shoal_common.rpc.channel import ChannelSettings
 from shoal_common.rpc.status import from_error_message
@@ -381,15 +382,16 @@ def test_a_server_that_stops_ends_idle_connections_and_the_next_call_finds_the_o
 def test_hundreds_of_connections_leave_no_descriptors_and_no_memory(cluster, start) -> None:
     cluster.declare(("weight", 600, "float32"), partition=300)
     process = start("--coordinator", cluster.address, "--job", "job", "--server-id", "server")
-    address = process.address()
-    with ParameterServerClient(ChannelSettings(address=address)) as client:
-        cluster.trainable(client)
+    client = process.client()
+    cluster.trainable(client)
+    request = pb.PullRequest(job_id="job", shard_map_epoch=1)
 
     def come_and_go(times: int) -> None:
+        channel = ChannelSettings(address=process.address())
         for _ in range(times):
             for transport in (Transport.TCP, Transport.MEMORY):
-                with ParameterServerClient(ChannelSettings(address=address), transport=transport) as client:
-                    assert len(cluster.member(client, "", generation=0).pull()) == 2
+                with closing(BulkConnection.open(transport, client.open_data("job"), channel, "")) as connection:
+                    assert len(connection.pull(request, PullReceiver(lambda _: None), time.monotonic() + 30)) == 2
 
     def descriptors(process: int) -> int:
         return len(list(Path(f"/proc/{process}/fd").iterdir()))
@@ -400,10 +402,11 @@ def test_hundreds_of_connections_leave_no_descriptors_and_no_memory(cluster, sta
     come_and_go(20)
     both = (process.process.pid, os.getpid())
     before, memory = [descriptors(each) for each in both], [resident(each) for each in both]
-    come_and_go(100)
+    come_and_go(150)
     for each, had, held in zip(both, before, memory, strict=True):
         cluster.wait_until(lambda: descriptors(each) <= had + 2, "descriptors to be closed")  # noqa: B023
-        assert resident(each) < held + (32 << 20), "100 connections have 400 MiB of shared memory, one after another"
+        assert resident(each) < held + (32 << 20), "150 connections have 600 MiB of shared memory, one after another"
+    client.close()
 
 
 @BOTH

@@ -79,7 +79,8 @@ class BulkServer:
         context = None if self._tls is None else self._tls.server_context()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
-            listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+            both = host == "::" and socket.has_dualstack_ipv6()  # IPv4 as well, as gRPC does
+            listener = socket.create_server((host, port), family=family, backlog=_BACKLOG, dualstack_ipv6=both)
         except OSError as error:
             raise ConfigurationError(
                 f"bulk_port={port}: cannot listen on {Address(host, port)}: {error}; free the port, or use 0 for one that is"
@@ -87,13 +88,21 @@ class BulkServer:
         self.port = listener.getsockname()[1]
         self._accept_on(listener, Transport.TCP, context)
         if is_supported():
-            name = f"shoal-ps-{secrets.token_hex(16)}"
-            local = socket.socket(socket.AF_UNIX)
+            self._share_memory()
+        logger.info("serving bulk connections", extra={"port": self.port, "memory": bool(self.memory_name)})
+
+    def _share_memory(self) -> None:
+        name = f"shoal-ps-{secrets.token_hex(16)}"
+        local = socket.socket(socket.AF_UNIX)
+        try:
             local.bind(f"\0{name}")  # an abstract name: no file that a killed process would leave behind
             local.listen(_BACKLOG)
-            self.memory_name = name
-            self._accept_on(local, Transport.MEMORY, None)  # it never leaves the machine
-        logger.info("serving bulk connections", extra={"port": self.port, "memory": bool(self.memory_name)})
+        except OSError as error:  # a sandbox, say: there is TCP
+            local.close()
+            logger.warning("no memory is shared with clients of this machine", extra={"error": error})
+            return
+        self.memory_name = name
+        self._accept_on(local, Transport.MEMORY, None)  # it never leaves the machine
 
     async def drain_and_stop(self, timeout: timedelta) -> None:
         """No new connections and streams; up to `timeout` for those that have begun, then they are cut off. Idempotent."""

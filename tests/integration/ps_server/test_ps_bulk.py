@@ -366,14 +366,17 @@ def test_a_pull_that_waits_ends_with_its_deadline_and_with_its_client(cluster, t
     assert closed.value.reason == "CLIENT_CLOSED"
 
 
-def test_a_server_that_stops_ends_idle_connections_and_the_next_call_finds_the_one_after_it(cluster) -> None:
-    client = cluster.server()
-    cluster.trainable(client).push(1.0)
+@BOTH
+def test_a_server_that_stops_ends_idle_connections_and_the_next_call_finds_the_one_after_it(cluster, tmp_path, transport) -> None:
+    client = cluster.server(data_dir=tmp_path / "data")
+    member = cluster.trainable(client)
+    member.push(1.0)
     began = time.monotonic()
     cluster.running.stop()
     assert time.monotonic() - began < 8, "nobody waits for connections that have nothing to do"
-    with pytest.raises(UnavailableError):
-        cluster.member(client).push(1.0)
+    cluster.unregistered(data_dir=tmp_path / "data", listen=cluster.running.address)
+    client.get_server()  # gRPC has found it
+    assert {each.version for each in member.push(1.0)} == {3}
 
 
 # ------------------------------------------------------------------------------------------------------------ what it leaves behind

@@ -11,6 +11,7 @@ from datetime import timedelta
 
 import numpy as np
 import pytest
+import torch
 from prometheus_client import CollectorRegistry
 from shoal_common.bulk.area import SharedArea
 from shoal_common.bulk.frames import HEAD_BYTES, Frame, Kind, greeting, head, parse_head
@@ -27,6 +28,7 @@ from shoal_ps_server.service.pulls import Pulls
 from shoal_ps_server.service.staging import Staging
 from shoal_ps_server.service.tickets import Tickets
 from shoal_ps_server.service.transfers import Transfers
+from shoal_ps_server.shard.reading import Copies
 from shoal_ps_server.storage.changes import Changes
 from shoal_ps_server.storage.image import Members
 
@@ -206,6 +208,35 @@ def test_who_pulls_into_shared_memory_and_frees_no_piece_is_cut_off(serving) -> 
     asyncio.run(scenario())
 
 
+def test_a_pull_that_is_given_up_in_the_middle_of_a_frame_ends_with_its_error_behind_it(serving, make, monkeypatch) -> None:
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        async with serving() as made:
+            monkeypatch.setattr(made.shard, "_copies", Copies(limit=4 * LENGTH))
+            slow = await made.connect()
+            await loop.sock_sendall(slow, head(Kind.PULL, len(PULL)) + PULL)
+            while not (readings := list(made.shard._partitions[0].readings)) or not readings[0]._promised:  # it waits within a frame
+                await asyncio.sleep(0.01)
+            for sequence in (1, 2):
+                made.shard.push(make.upload(torch.ones(LENGTH), make.spec(length=LENGTH), sequence=sequence, base_version=sequence))
+                other = made.shard._partitions[0].read()  # a second copy is one too many
+            answer = await frame(slow)
+            assert answer.kind is Kind.PARTITION
+            await exactly(slow, answer.length)
+            frames = 0
+            while (answer := await frame(slow)).kind is Kind.DATA:
+                assert not any(await exactly(slow, answer.length)), "the values of the moment when it began"
+                frames += 1
+            assert 0 < frames < 4 * LENGTH >> 20
+            assert from_error_message(await exactly(slow, answer.length)).reason == "PULL_TOO_SLOW"
+            assert other.remaining
+            await loop.sock_sendall(slow, head(Kind.PUSH) + head(Kind.END))
+            assert (await frame(slow)).kind is Kind.RESULT
+            slow.close()
+
+    asyncio.run(scenario())
+
+
 def test_a_stranger_that_says_nothing_is_no_burden(serving, monkeypatch) -> None:
     monkeypatch.setattr("shoal_ps_server.service.bulk._GREETING_LIMIT", timedelta(milliseconds=100))
 
@@ -253,7 +284,8 @@ def test_descriptors_of_shared_memory_are_closed_with_their_connections(serving)
                 local.setblocking(False)
                 await loop.sock_connect(local, f"\0{made.server.memory_name}")
                 await loop.sock_sendall(local, greeting(made.tickets.issue("", loop.time())))
-                local.close()  # it never takes what it is sent
+                assert (await frame(local)).kind is Kind.READY  # without taking the descriptor that comes along
+                local.close()
             while made.server._serving:
                 await asyncio.sleep(0.01)
             assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208

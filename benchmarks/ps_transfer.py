@@ -1,4 +1,7 @@
-"""T4: a push and a pull of 64 MiB against one parameter server, beside a raw TCP connection, torch RPC and plain gRPC, in turns."""
+"""T4: a push and a pull of 64 MiB against one parameter server, beside a raw TCP connection, torch RPC and plain gRPC, in turns.
+
+T5 (ps_shared_memory.py) is made of the same parts.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +20,13 @@ from benchmarks.gates import Gate
 from benchmarks.processes import Stage
 from benchmarks.registry import Options
 from benchmarks.report import Row, Table
-from benchmarks.workers.transfer import NBYTES
+from benchmarks.workers.transfer import ELEMENTS
 
-OF_TCP: Final = 0.6
-OF_TORCH_RPC: Final = 1.5
-_WARM_UP: Final = 4
+OF_TCP: Final = 0.75
+OF_TORCH_RPC: Final = 2.0
+WITH_A_JOURNAL: Final = 0.5
+OF_MANY_TENSORS: Final = 1.2
+WARM_UP: Final = 4
 _TIMEOUT_S: Final = 120
 _CLIENT: Final = "benchmarks.workers.transfer"
 
@@ -32,62 +37,123 @@ class Side:
 
     key: str
     name: str
+    system: str = "shoal"
+    """Of `benchmarks.workers.transfer`."""
+    client: tuple[str, ...] = ()
+    """More flags of its client."""
+    server: tuple[str, ...] = ()
+    """More flags of Shoal's server."""
+    journal: bool = False
+    """Shoal's server has a data directory."""
+    elements: int = ELEMENTS
+    """Floats pushed and pulled by each client."""
+    clients: int = 1
+    servers: int = 1
     push_s: list[float] = field(default_factory=list)
     pull_s: list[float] = field(default_factory=list)
     gate: Gate | None = None
     failure: str = ""
 
     @property
+    def flags(self) -> tuple[str, ...]:
+        """All flags of its client that say what is measured."""
+        more: list[str] = [*self.client]
+        for name, value, default in (("elements", self.elements, ELEMENTS), ("clients", self.clients, 1), ("servers", self.servers, 1)):
+            if value != default:
+                more += [f"--{name}", str(value)]
+        return tuple(more)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a round one way, of all clients together."""
+        return 4 * self.elements * self.clients
+
+    @property
     def both_s(self) -> list[float]:
+        """Push and pull together, by round."""
         return [push + pull for push, pull in zip(self.push_s, self.pull_s, strict=True)]
 
 
 def measure(options: Options) -> Table:
-    """See the module. About a minute."""
+    """See the module. About two minutes."""
     rounds = 10 if options.quick else 40
-    tcp, _, torch_rpc, _, shoal, *_ = sides = (
-        Side(key="tcp", name="raw TCP, no arithmetic"),
-        Side(key="unary", name="gRPC, one unary message"),
-        Side(key="torch-rpc", name="torch RPC"),
-        Side(key="torch-rpc-tcp", name="torch RPC over TCP"),
-        Side(key="shoal", name="shoal"),
-        Side(key="shoal-many", name="shoal, 400 tensors"),
-        Side(key="shoal-checksums", name="shoal, with checksums"),
-        Side(key="shoal-journal", name="shoal, with a journal"),
-        Side(key="shoal-journal-never", name="shoal, with a journal that the kernel syncs"),
+    tcp = Side(key="tcp", name="raw TCP, no arithmetic", system="tcp")
+    torch_rpc = Side(key="torch-rpc-tcp", name="torch RPC over TCP", system="torch-rpc-tcp")
+    by_tcp = ("--transport", "tcp")
+    shoal = Side(key="shoal", name="shoal", client=by_tcp)
+    many = Side(key="many", name="shoal, 400 tensors", client=(*by_tcp, "--tensors", "400"))
+    journal = Side(key="journal", name="shoal, with a journal", client=by_tcp, journal=True)
+    sides = (
+        tcp,
+        Side(key="unary", name="gRPC, one unary message", system="unary"),
+        torch_rpc,
+        shoal,
+        Side(key="grpc", name="shoal over gRPC", client=("--transport", "grpc")),
+        many,
+        Side(key="checksums", name="shoal, with checksums", client=(*by_tcp, "--checksums")),
+        journal,
+        Side(key="never", name="shoal, with a journal that the kernel syncs", client=by_tcp, server=("--fsync", "never"), journal=True),
     )
+    take_turns(sides, rounds)
+    rows = [row(side, (("x raw TCP", tcp), ("x torch RPC", torch_rpc))) for side in sides]
+    plots.samples(options.output / "t4.png", rows, sample="push_and_pull_s", label="push and pull of 64 MiB, s")
+    return Table(
+        key="t4",
+        title="Parameter server: push and pull of 64 MiB fp32 over sockets, one server, one client, SGD applied",
+        target=(
+            f">= {OF_TCP} x raw TCP and >= {OF_TORCH_RPC:g} x torch RPC over TCP; with a journal >= {WITH_A_JOURNAL} x raw TCP; 400 "
+            f"tensors <= {OF_MANY_TENSORS} x the time of one"
+        ),
+        method=(
+            f"{method(rounds)} Raw TCP (loopback, 1 MiB reads) moves the bytes and computes nothing; the others apply plain SGD. torch RPC "
+            "has sockets alone here. Shoal's tensors travel over its bulk channel's TCP connection, but for the row that names gRPC. "
+            "Checksums (xxh3-64 both ways) are the caller's choice and have a row of their own. With a journal (`--data-dir`), a push is "
+            "on this machine's disk when it is acknowledged (`--fsync group`), or with the kernel (`--fsync never`). In the row of 400 "
+            f"tensors the client gathers them into partitions and takes them apart, as workers do. {RATES}"
+        ),
+        columns=("rounds", "push GB/s", "pull GB/s", "push+pull GB/s", "x raw TCP", "x torch RPC"),
+        rows=tuple(rows),
+        verdict=verdict(
+            (
+                ("raw TCP", speed(shoal, tcp), OF_TCP),
+                ("torch RPC over TCP", speed(shoal, torch_rpc), OF_TORCH_RPC),
+                ("raw TCP, with a journal", speed(journal, tcp), WITH_A_JOURNAL),
+                ("one tensor, of 400", speed(many, shoal), 1 / OF_MANY_TENSORS),
+            )
+        ),
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------- parts of T4 and T5
+
+
+RATES: Final = (
+    "Rates are medians; ratios are the medians of the rounds' ratios of push and pull together, with their 95 % confidence intervals."
+)
+
+
+def method(rounds: int) -> str:
+    """How both tables are measured."""
+    return (
+        f"Each system has a client and a server process on this machine; {rounds} rounds in turns whose order alternates, after {WARM_UP} "
+        "that are not counted. A round is one push, acknowledged, and one pull into memory that is there already. Shoal runs with its "
+        "coordinator, metrics, sequence numbers and checks for finite values."
+    )
+
+
+def take_turns(sides: Sequence[Side], rounds: int) -> None:
+    """Starts all sides, and measures so many rounds of each; what goes wrong stands in the side's `failure`."""
     with ExitStack() as stack:
         stage = stack.enter_context(Stage())
         coordinator = _start_coordinator(stage)
         for side in sides:
             _start(side, stage, stack, coordinator)
-        for number in range(-_WARM_UP, rounds):
+        for number in range(-WARM_UP, rounds):
             for side in sides if number % 2 else reversed(sides):
                 _round(side, counted=number >= 0)
         for side in sides:
             if side.gate is not None and not side.failure:
                 side.gate.dismiss()
-    rows = [_row(side, tcp, torch_rpc) for side in sides]
-    plots.samples(options.output / "t4.png", rows, sample="push_and_pull_s", label="push and pull of 64 MiB, s")
-    return Table(
-        key="t4",
-        title="Parameter server: push and pull of 64 MiB fp32 over gRPC, one server, one client, SGD applied",
-        target=f">= {OF_TCP} x raw TCP and >= {OF_TORCH_RPC} x torch RPC",
-        method=(
-            f"Each system has a client and a server process on this machine; {rounds} rounds in turns whose order alternates, after "
-            f"{_WARM_UP} that are not counted. A round is one push, acknowledged, and one pull into memory that is there already. Raw TCP "
-            "(loopback, 1 MiB reads) moves the bytes and computes nothing; the others apply plain SGD. torch RPC chooses its transports "
-            "by itself, which the target is about, and in a row of its own has sockets alone. Shoal runs with its coordinator, metrics, "
-            "sequence numbers and checks for finite values; checksums (xxh3-64 both ways) are the caller's choice and have a row of their "
-            "own. With a journal (`--data-dir`), a push is on this machine's disk when it is acknowledged (`--fsync group`), or with the "
-            "kernel (`--fsync never`). In the row of 400 tensors the client gathers them into partitions and takes them apart, as workers "
-            "do. Rates are medians; ratios are the medians of the rounds' ratios of push and pull together, with their 95 % confidence "
-            "intervals."
-        ),
-        columns=("rounds", "push GB/s", "pull GB/s", "push+pull GB/s", "x raw TCP", "x torch RPC"),
-        rows=tuple(rows),
-        verdict=_verdict(shoal, tcp, torch_rpc),
-    )
 
 
 def _start_coordinator(stage: Stage) -> str:
@@ -100,14 +166,19 @@ def _start_coordinator(stage: Stage) -> str:
 def _start(side: Side, stage: Stage, stack: ExitStack, coordinator: str) -> None:
     """Starts a system and waits until its client has come to the gate; the next one starts on a quiet machine."""
     path = stage.directory / f"{side.key}.gate"
-    gate = side.gate = stack.enter_context(Gate(path, ranks=1, timeout_s=_TIMEOUT_S))
-    more = []
-    if side.key.startswith("shoal"):
-        more = ["--coordinator", coordinator, "--job", side.key]
-        journal = ["--data-dir", str(stage.directory / side.key)] if "journal" in side.key else []
-        journal += ["--fsync", "never"] if side.key.endswith("never") else []
-        stage.start(f"{side.key}-server", [sys.executable, "-m", "shoal_ps_server", "--server-id", side.key, *more, *journal])
-    stage.start(side.key, [sys.executable, "-m", _CLIENT, side.key, "--gate", str(path), *more])
+    gate = side.gate = stack.enter_context(Gate(path, ranks=side.clients, timeout_s=_TIMEOUT_S))
+    job: tuple[str, ...] = ()
+    if side.system == "shoal":
+        job = ("--coordinator", coordinator, "--job", side.key)
+        data = ("--data-dir", str(stage.directory / side.key)) if side.journal else ()
+        for number in range(side.servers):
+            name = f"{side.key}-server-{number}"
+            stage.start(name, [sys.executable, "-m", "shoal_ps_server", "--server-id", name, *job, *data, *side.server])
+    for rank in range(side.clients):
+        stage.start(
+            f"{side.key}-{rank}",
+            [sys.executable, "-m", _CLIENT, side.system, "--gate", str(path), *job, *side.flags, "--rank", str(rank)],
+        )
     try:
         stage.wait_until(side.name, gate.complete, timeout_s=_TIMEOUT_S)
     except MeasurementError as error:
@@ -118,42 +189,49 @@ def _round(side: Side, *, counted: bool) -> None:
     if side.failure or side.gate is None:
         return
     try:
-        push, pull = side.gate.block(1)[0]
+        times = side.gate.block(1)
     except MeasurementError as error:
         side.failure = str(error)
         return
     if counted:
+        push = max(each[0] for each in times)
         side.push_s.append(push)
-        side.pull_s.append(pull)
+        side.pull_s.append(max(map(sum, times)) - push)
 
 
-def _row(side: Side, tcp: Side, torch_rpc: Side) -> Row:
+def row(side: Side, others: Sequence[tuple[str, Side]]) -> Row:
+    """A side's rates, and how it compares to the others, each with its column."""
     samples = {"push_s": side.push_s, "pull_s": side.pull_s, "push_and_pull_s": side.both_s}
     cells = {"rounds": str(len(side.push_s))}
     if side.push_s:
-        cells |= {"push GB/s": _rate(side.push_s), "pull GB/s": _rate(side.pull_s), "push+pull GB/s": _rate(side.both_s, of=2 * NBYTES)}
-    for column, other in (("x raw TCP", tcp), ("x torch RPC", torch_rpc)):
-        ratio = _speed(side, other)
+        cells |= {
+            "push GB/s": _rate(side.push_s, side.nbytes),
+            "pull GB/s": _rate(side.pull_s, side.nbytes),
+            "push+pull GB/s": _rate(side.both_s, 2 * side.nbytes),
+        }
+    for column, other in others:
+        ratio = speed(side, other)
         if ratio is not None and other is not side:
             cells[column] = str(ratio)
-    return Row(name=side.name, command=f"python -m {_CLIENT} {side.key}", cells=cells, samples=samples, failure=side.failure)
+    command = " ".join(("python -m", _CLIENT, side.system, *side.flags))
+    return Row(name=side.name, command=command, cells=cells, samples=samples, failure=side.failure)
 
 
-def _speed(side: Side, other: Side) -> Ratio | None:
+def speed(side: Side, other: Side) -> Ratio | None:
     """How many times as fast as the other, round by round."""
     if not side.push_s or len(side.push_s) != len(other.push_s):
         return None
     return paired_ratio(other.both_s, side.both_s)
 
 
-def _rate(times_s: Sequence[float], of: int = NBYTES) -> str:
-    return f"{of / statistics.median(times_s) / 1e9:.2f}"
-
-
-def _verdict(shoal: Side, tcp: Side, torch_rpc: Side) -> str:
+def verdict(comparisons: Sequence[tuple[str, Ratio | None, float]]) -> str:
+    """What was compared with, how it came out, and what was wanted."""
     parts = []
-    for name, other, target in (("raw TCP", tcp, OF_TCP), ("torch RPC", torch_rpc, OF_TORCH_RPC)):
-        ratio = _speed(shoal, other)
+    for name, ratio, target in comparisons:
         reached = "not measured" if ratio is None else f"{ratio.value:.2f} x, {'reached' if ratio.value >= target else 'not reached'}"
         parts.append(f"{name}: {reached}")
     return f"Measured: {'; '.join(parts)}."
+
+
+def _rate(times_s: Sequence[float], nbytes: int) -> str:
+    return f"{nbytes / statistics.median(times_s) / 1e9:.2f}"

@@ -14,7 +14,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -47,12 +47,19 @@ def main() -> None:
     flags.add_argument("--gate", type=Path, required=True)
     flags.add_argument("--coordinator")
     flags.add_argument("--job")
+    flags.add_argument("--elements", type=int, default=ELEMENTS, help="how many floats the values are; raw TCP and Shoal")
+    flags.add_argument("--servers", type=int, default=1, help="how many hold the values, of Shoal's")
+    flags.add_argument("--clients", type=int, default=1, help="how many push and pull at once, of Shoal's")
+    flags.add_argument("--rank", type=int, default=0, help="which of them this is")
+    flags.add_argument("--transport", default="auto", help="what Shoal's tensors travel by")
+    flags.add_argument("--tensors", type=int, default=1, help="how many the values are cut into, by Shoal")
+    flags.add_argument("--checksums", action="store_true", help="have Shoal compute and compare them")
     options = flags.parse_args()
-    gradient, values = np.ones(ELEMENTS, np.float32), np.zeros(ELEMENTS, np.float32)
+    gradient, values = np.ones(options.elements, np.float32), np.zeros(options.elements, np.float32)
     with _SYSTEMS[options.system](options) as transfer, socket.socket(socket.AF_UNIX) as gate:
         gate.connect(str(options.gate))
         lines = gate.makefile("r")
-        gate.sendall(b"rank 0\n")
+        gate.sendall(b"rank %d\n" % options.rank)
         done = 0
         while steps := int(lines.readline() or 0):
             times: list[int] = []
@@ -63,7 +70,7 @@ def main() -> None:
                 transfer.pull(values)
                 times += [pushed - begun, time.perf_counter_ns() - pushed]
                 done += 1
-            if transfer.updates and not (values == -LEARNING_RATE * done).all():
+            if transfer.updates and options.clients == 1 and not (values == -LEARNING_RATE * done).all():
                 raise AssertionError(
                     f"{options.system}: after {done} pushes the values are {values[:4]}..., expected {-LEARNING_RATE * done}"
                 )
@@ -76,7 +83,7 @@ def main() -> None:
 @contextmanager
 def _tcp(options: argparse.Namespace) -> Iterator[Transfer]:
     ports: multiprocessing.SimpleQueue[int] = multiprocessing.get_context("spawn").SimpleQueue()
-    with _child(_serve_tcp, ports), socket.create_connection(("127.0.0.1", ports.get())) as connection:
+    with _child(_serve_tcp, ports, 4 * options.elements), socket.create_connection(("127.0.0.1", ports.get())) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
         def push(gradient: np.ndarray[Any, Any]) -> None:
@@ -91,8 +98,8 @@ def _tcp(options: argparse.Namespace) -> Iterator[Transfer]:
         yield Transfer(push, pull, updates=False)
 
 
-def _serve_tcp(ports: multiprocessing.SimpleQueue[int]) -> None:
-    held = memoryview(bytearray(NBYTES))
+def _serve_tcp(ports: multiprocessing.SimpleQueue[int], nbytes: int) -> None:
+    held = memoryview(bytearray(nbytes))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         ports.put(listener.getsockname()[1])
         connection, _ = listener.accept()
@@ -108,6 +115,12 @@ def _serve_tcp(ports: multiprocessing.SimpleQueue[int]) -> None:
 def _receive(connection: socket.socket, into: memoryview) -> None:
     while into.nbytes:
         into = into[connection.recv_into(into, min(into.nbytes, _READ)) :]
+
+
+@contextmanager
+def _memcpy(options: argparse.Namespace) -> Iterator[Transfer]:
+    held = np.zeros(ELEMENTS, np.float32)
+    yield Transfer(lambda gradient: np.copyto(held, gradient), lambda values: np.copyto(values, held), updates=False)
 
 
 # --------------------------------------------------------------------------------------------------------------- gRPC unary
@@ -189,7 +202,8 @@ def _torch_rpc(options: argparse.Namespace, *, over_tcp: bool = False) -> Iterat
 
 
 @contextmanager
-def _shoal(options: argparse.Namespace, *, checksums: bool = False, tensors: int = 1) -> Iterator[Transfer]:
+def _shoal(options: argparse.Namespace) -> Iterator[Transfer]:
+    from shoal_common.bulk.transport import Transport
     from shoal_common.clients.coordinator import CoordinatorClient
     from shoal_common.clients.parameter_server import ParameterServerClient
     from shoal_common.errors import UnavailableError
@@ -200,14 +214,16 @@ def _shoal(options: argparse.Namespace, *, checksums: bool = False, tensors: int
 
     job, member = options.job, f"transfer-{os.getpid()}"
     with CoordinatorClient(ChannelSettings(address=options.coordinator)) as coordinator:
-        coordinator.create_job(coordinator_pb2.JobSpec(job_id=job, min_workers=1, max_workers=1, parameter_servers=1, lease_ms=600_000))
+        workers, servers = options.clients, options.servers
+        spec = coordinator_pb2.JobSpec(job_id=job, min_workers=workers, max_workers=workers, parameter_servers=servers, lease_ms=600_000)
+        coordinator.create_job(spec)
         outbox: queue.Queue[coordinator_pb2.MemberMessage | None] = queue.Queue()
         join = coordinator_pb2.Join(job_id=job, member_id=member, host="localhost", pid=os.getpid(), launcher_id=member)
         outbox.put(coordinator_pb2.MemberMessage(join=join))
         outbox.put(coordinator_pb2.MemberMessage(ready=coordinator_pb2.Ready()))
         session = coordinator.join_session(iter(outbox.get, None))
         generation = next(each.generation.number for each in session if each.HasField("generation"))
-        bounds = np.linspace(0, ELEMENTS, tensors + 1, dtype=np.int64)
+        bounds = np.linspace(0, options.elements, options.tensors + 1, dtype=np.int64)
         declared = [
             coordinator_pb2.TensorSpec(name=f"weight{number}", shape=[int(end - begin)], dtype="float32")
             for number, (begin, end) in enumerate(pairwise(bounds))
@@ -233,8 +249,8 @@ def _shoal(options: argparse.Namespace, *, checksums: bool = False, tensors: int
             starts = [bounds[piece.tensor_index] + piece.offset for piece in partition.pieces]
             return [memory[start : start + piece.length] for start, piece in zip(starts, partition.pieces, strict=True)]
 
-        def uploads(source: np.ndarray[Any, Any]) -> Iterator[tuple[pb.PushHeader, memoryview]]:
-            for partition in shard_map.partitions:
+        def uploads(source: np.ndarray[Any, Any], server: int) -> Iterator[tuple[pb.PushHeader, memoryview]]:
+            for partition in (each for each in shard_map.partitions if each.primary == server):
                 own = parts(source, partition)
                 payload = memoryview(own[0] if len(own) == 1 else np.concatenate(own))
                 header = pb.PushHeader(
@@ -247,22 +263,38 @@ def _shoal(options: argparse.Namespace, *, checksums: bool = False, tensors: int
                     codec=pb.CODEC_RAW,
                     length=len(payload),
                     payload_bytes=4 * len(payload),
-                    checksum=checksum(payload) if checksums else 0,
+                    checksum=checksum(payload) if options.checksums else 0,
                 )
                 yield header, payload
 
-        with ParameterServerClient(ChannelSettings(address=shard_map.servers[0].address)) as server:
-            server.configure_optimizer(
-                job,
-                pb.OptimizerSpec(name="sgd", hyperparameters={"lr": LEARNING_RATE}),
-                pb.Consistency(mode=pb.Consistency.MODE_ASP),
-            )
-            server.initialize(uploads(np.zeros(ELEMENTS, np.float32)))
+        with ExitStack() as stack:
+            transport = Transport(options.transport)
+            clients = {
+                server.server_index: stack.enter_context(
+                    ParameterServerClient(ChannelSettings(address=server.address), transport=transport, member_id=member)
+                )
+                for server in shard_map.servers
+            }
+            pool = stack.enter_context(ThreadPoolExecutor(len(clients)))
+
+            def each_server(call: Callable[[int, ParameterServerClient], Any]) -> None:
+                if len(clients) == 1:
+                    call(*next(iter(clients.items())))
+                else:
+                    list(pool.map(lambda item: call(*item), clients.items()))
+
+            for server in clients.values():
+                server.configure_optimizer(
+                    job,
+                    pb.OptimizerSpec(name="sgd", hyperparameters={"lr": LEARNING_RATE}),
+                    pb.Consistency(mode=pb.Consistency.MODE_ASP),
+                )
+            each_server(lambda index, server: server.initialize(uploads(np.zeros(options.elements, np.float32), index)))
 
             def push(gradient: np.ndarray[Any, Any]) -> None:
                 nonlocal sequence
                 sequence += 1
-                server.push(uploads(gradient))
+                each_server(lambda index, server: server.push(uploads(gradient, index)))
 
             landings: dict[int, np.ndarray[Any, Any]] = {}
 
@@ -273,13 +305,15 @@ def _shoal(options: argparse.Namespace, *, checksums: bool = False, tensors: int
                         return memoryview(own[0])
                     return memoryview(landings.setdefault(header.partition_id, np.empty(header.length, np.float32)))
 
-                for header in server.pull(pb.PullRequest(**common, clock=sequence, checksums=checksums), into):
-                    if header.partition_id in landings:
-                        own = parts(values, shard_map.partitions[header.partition_id])
-                        for part, landed in zip(
-                            own, np.split(landings[header.partition_id], np.cumsum(list(map(len, own)))[:-1]), strict=True
-                        ):
-                            part[:] = landed
+                def pull_from(index: int, server: ParameterServerClient) -> None:
+                    for header in server.pull(pb.PullRequest(**common, clock=sequence, checksums=options.checksums), into):
+                        if header.partition_id in landings:
+                            own = parts(values, shard_map.partitions[header.partition_id])
+                            landed = np.split(landings[header.partition_id], np.cumsum(list(map(len, own)))[:-1])
+                            for part, arrived in zip(own, landed, strict=True):
+                                part[:] = arrived
+
+                each_server(pull_from)
 
             yield Transfer(push, pull, updates=True)
         outbox.put(None)
@@ -292,28 +326,13 @@ def _torch_rpc_over_tcp(options: argparse.Namespace) -> Iterator[Transfer]:
         yield transfer
 
 
-@contextmanager
-def _shoal_with_checksums(options: argparse.Namespace) -> Iterator[Transfer]:
-    with _shoal(options, checksums=True) as transfer:
-        yield transfer
-
-
-@contextmanager
-def _shoal_of_many_tensors(options: argparse.Namespace) -> Iterator[Transfer]:
-    with _shoal(options, tensors=400) as transfer:
-        yield transfer
-
-
 _SYSTEMS: Final[dict[str, Callable[[argparse.Namespace], AbstractContextManager[Transfer]]]] = {
+    "memcpy": _memcpy,
     "tcp": _tcp,
     "unary": _unary,
     "torch-rpc": _torch_rpc,
     "torch-rpc-tcp": _torch_rpc_over_tcp,
     "shoal": _shoal,
-    "shoal-many": _shoal_of_many_tensors,
-    "shoal-checksums": _shoal_with_checksums,
-    "shoal-journal": _shoal,
-    "shoal-journal-never": _shoal,
 }
 
 

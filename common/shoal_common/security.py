@@ -140,6 +140,26 @@ class TlsSettings:
             _checked("certificate and key", certificate, lambda: context.load_cert_chain(certificate, key, password=""))
         return TlsMaterial(*(None if path is None else path.read_bytes() for path in (self.certificate, self.key, self.authority)))
 
+    def server_context(self) -> ssl.SSLContext:
+        """For sockets that are served without gRPC, with the same certificates and demands. Raises ConfigurationError."""
+        self.load()
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.num_tickets = 0  # nobody resumes sessions
+        if self.certificate is not None and self.key is not None:
+            context.load_cert_chain(self.certificate, self.key)
+        if self.require_client_certificate:
+            context.verify_mode = ssl.CERT_REQUIRED
+            context.load_verify_locations(self.authority)
+        return context
+
+    def client_context(self) -> ssl.SSLContext:
+        """For sockets that are opened without gRPC: checks the server's certificate and name. Raises ConfigurationError."""
+        self.load()
+        context = ssl.create_default_context(cafile=self.authority)
+        if self.certificate is not None and self.key is not None:
+            context.load_cert_chain(self.certificate, self.key)
+        return context
+
 
 @dataclass(frozen=True)
 class TlsMaterial:

@@ -254,6 +254,20 @@ PARAMETER_SERVERS = (
         ],
     ),
     Graph(
+        title="Transports of tensors",
+        text="Streams of pushes and pulls by what carries them: shared memory, TCP connections of their own, or gRPC, which is slower. "
+        "Below: transports that workers could not have (a port that is shut, say).",
+        unit="short",
+        queries=[
+            ("sum by (transport) (rate(shoal_ps_streams_total{job}[$__rate_interval]))", "streams by {{transport}}"),
+            ("sum by (transport) (shoal_ps_bulk_connections{job})", "connections by {{transport}}"),
+            (
+                "sum by (transport) (increase(shoal_worker_transports_lost_total{job}[$__rate_interval])) > 0",
+                "not to be had: {{transport}}",
+            ),
+        ],
+    ),
+    Graph(
         title="Staleness of pushes",
         text="Versions between the values that a gradient was computed on and those that it met: on the servers, and as workers saw it.",
         unit="none",

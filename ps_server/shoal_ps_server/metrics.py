@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from shoal_common.errors import ShoalError
 
 _APPLY_BUCKETS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.5)
 _WAIT_BUCKETS_S = (0.0005, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 30.0, 120.0, 600.0)
@@ -28,6 +32,15 @@ class Metrics:
             registry=registry,
         )
         self.sent_bytes = Counter("shoal_ps_sent_bytes", "Payload bytes of partitions sent in pulls.", registry=registry)
+        self.streams = Counter(
+            "shoal_ps_streams",
+            "Streams of tensors begun, by RPC and by what carries them: memory, tcp or grpc.",
+            ("method", "transport"),
+            registry=registry,
+        )
+        self.bulk_connections = Gauge(
+            "shoal_ps_bulk_connections", "Open bulk connections, by transport: memory or tcp.", ("transport",), registry=registry
+        )
         self.refused = Counter("shoal_ps_refused", "Calls refused, by RPC and reason.", ("method", "reason"), registry=registry)
         self.apply_seconds = Histogram(
             "shoal_ps_apply_seconds",
@@ -75,6 +88,15 @@ class Metrics:
         self.journal_failures = Counter("shoal_ps_journal_failures", "Times that the journal could not be written.", registry=registry)
 
         self.backup_in_sync = Gauge("shoal_ps_backup_in_sync", "1 while a backup has all that this server acknowledged.", registry=registry)
+
+    @contextmanager
+    def counting_refusals(self, method: str) -> Iterator[None]:
+        """Counts the ShoalError that a call ends with, if it does."""
+        try:
+            yield
+        except ShoalError as error:
+            self.refused.labels(method, error.reason).inc()
+            raise
 
     def journal_written(self, records: int, nbytes: int, seconds: float) -> None:
         """Changes that were written together are on disk."""

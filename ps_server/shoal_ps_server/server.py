@@ -1,6 +1,7 @@
 """One parameter server, put together: which part owns what, in which order it starts and ends. Belongs to the event loop.
 
 event loop        everything that changes: partitions, membership (fence, clocks), layouts, configuration, metrics
+                  bulk connections (service/bulk.py)
 gRPC's threads    sockets and HTTP/2 framing
 HTTP threads      /metrics and /healthz
 the journal's     writing changes before they are made, and syncing them
@@ -30,12 +31,15 @@ from shoal_ps_server.consistency.membership import Membership
 from shoal_ps_server.metrics import Metrics
 from shoal_ps_server.replication.primary import Backup
 from shoal_ps_server.replication.standby import Standby
+from shoal_ps_server.service.bulk import BulkServer
 from shoal_ps_server.service.intake import Intake
 from shoal_ps_server.service.layouts import Layouts
 from shoal_ps_server.service.pulls import Pulls
 from shoal_ps_server.service.requests import UploadKind
 from shoal_ps_server.service.servicer import ALLOWED_ROLES, SERVICE, Identity, ParameterServerServicer
 from shoal_ps_server.service.staging import Staging
+from shoal_ps_server.service.tickets import Tickets
+from shoal_ps_server.service.transfers import Transfers
 from shoal_ps_server.session import CoordinatorSession, Place, Registration, this_process
 from shoal_ps_server.settings import PsServerSettings
 from shoal_ps_server.shard.layout import Layout, PartitionSpec
@@ -111,10 +115,9 @@ class ParameterServer:
             metrics=self._metrics,
             journal_limit=settings.journal_limit,
         )
-        self._servicer = ParameterServerServicer(
-            identity=self._identity,
-            shard=self._shard,
-            membership=self._membership,
+        transfers = Transfers(
+            job_id=settings.job,
+            check_place=self._check_place,
             layouts=self._layouts,
             intake=Intake(
                 job_id=settings.job,
@@ -126,6 +129,18 @@ class ParameterServer:
                 staging=Staging(nbytes=settings.staging_memory),
             ),
             pulls=self._pulls,
+            metrics=self._metrics,
+        )
+        tickets = Tickets()
+        self._bulk = BulkServer(tickets=tickets, transfers=transfers, metrics=self._metrics, tls=settings.tls)
+        self._servicer = ParameterServerServicer(
+            identity=self._identity,
+            shard=self._shard,
+            membership=self._membership,
+            layouts=self._layouts,
+            transfers=transfers,
+            tickets=tickets,
+            bulk=self._bulk,
             snapshots=self._snapshots,
             changes=self._changes,
             backup=self._backup,
@@ -163,9 +178,11 @@ class ParameterServer:
             http = stack.enter_context(serve_metrics(str(self._settings.http), self._registry, tokens=self._settings.token_table))
             self._open_journal()
             stack.push_async_callback(self._changes.close)
+            self._bulk.start(self._settings.listen.host, self._settings.bulk_port)
+            stack.push_async_callback(self._bulk.drain_and_stop, timedelta(0))  # where the RPCs cannot be served
             grpc_port = await rpc.start()
             stack.push_async_callback(self._last_snapshot)
-            stack.push_async_callback(rpc.drain_and_stop)
+            stack.push_async_callback(self._drain, rpc)
             stack.callback(self._membership.stop)
             stack.callback(self._pulls.stop)
             stack.callback(self._backup.stop)
@@ -194,6 +211,10 @@ class ParameterServer:
             raise UnavailableError(f"data_dir={self._directory.path}: {error}; make room on its disk", reason="JOURNAL_FAILED") from error
         self._changes.write_to(journal)
         self._backup.write_to(journal)
+
+    async def _drain(self, rpc: RpcServer) -> None:
+        """Ends what carries tensors, and all RPCs."""
+        await asyncio.gather(self._bulk.drain_and_stop(self._settings.drain_timeout), rpc.drain_and_stop())
 
     async def _last_snapshot(self) -> None:
         if self._broken.done():

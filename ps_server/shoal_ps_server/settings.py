@@ -47,6 +47,9 @@ class PsServerSettings(ShoalSettings):
     listen: AddressField = Address("127.0.0.1", 0)
     """host:port of the gRPC service."""
 
+    bulk_port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """TCP port of the bulk channel, on the host of `listen`; 0: any. Workers that cannot reach it push and pull over gRPC."""
+
     http: AddressField = Address("127.0.0.1", 0)
     """host:port of /metrics and /healthz."""
 
@@ -141,6 +144,7 @@ def parse_command_line(arguments: Sequence[str] | None = None) -> PsServerSettin
         ("--job", "ID", "the job whose tensors this server holds"),
         ("--server-id", "ID", "stable over restarts of this server (default: this machine's name)"),
         ("--listen", "HOST:PORT", "address of the gRPC service (default: 127.0.0.1:0, a free port)"),
+        ("--bulk-port", "PORT", "TCP port of the bulk channel, on --listen's host (default: 0, a free port)"),
         ("--http", "HOST:PORT", "address of /metrics and /healthz (default: 127.0.0.1:0)"),
         ("--advertise", "HOST", "the host under which workers reach this server"),
         ("--data-dir", "DIR", "where the journal and the snapshot are kept; read at the start (default: neither)"),

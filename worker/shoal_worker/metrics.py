@@ -58,6 +58,12 @@ class WorkerMetrics:
             registry=self.registry,
         )
 
+        self.transports_lost = Counter(
+            "shoal_worker_transports_lost",
+            "Times that a transport to a parameter server (memory or tcp) could not be had and the next one took its place.",
+            ("transport",),
+            registry=self.registry,
+        )
         self.pushes_lost = Counter(
             "shoal_worker_pushes_lost",
             "Updates of this worker, by partition, that a server acknowledged and lost: it came back from an older snapshot.",

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
+from shoal_common.bulk.transport import Transport
 from shoal_common.errors import ConfigurationError
 from shoal_common.security import TlsSettings
 
@@ -59,6 +60,9 @@ class WorkerSettings(BaseSettings):
     allow_restart_from_scratch: bool = False
     """Whether to begin again at step 0 when every process that held the state is gone and no checkpoint was taken up. Else that is an
     error, PROGRESS_LOST."""
+    server_transport: Transport = Transport.AUTO
+    """What tensors travel by between this worker and parameter servers: auto, memory, tcp or grpc. Other than auto is for measurements and
+    for finding faults: nothing takes the place of what cannot be had then."""
     record_dir: Path | None = None
     """Where to record every sample index handed out and every commit, as JSON lines; None: nowhere."""
     rendezvous_timeout_s: float = Field(default=900.0, gt=0)

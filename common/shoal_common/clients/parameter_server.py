@@ -1,6 +1,7 @@
 """One parameter server's client: a method per RPC of shoal.v1.ParameterServer, with the same names in snake_case.
 
-Tensors go through shoal_common.wire: payloads are sent from the caller's buffers and pulled straight into them. Synchronous and safe to
+Tensors travel over a bulk channel (shoal_common.clients.bulk) where one can be had, else over gRPC (shoal_common.wire): payloads are sent
+from the caller's buffers and pulled straight into them. Synchronous and safe to
 share between threads; never use one in a forked child. Every method raises ShoalErrors: what the .proto says of each RPC, and
 UnavailableError or DeadlineError where the server cannot be reached. `deadline` overrides ChannelSettings.deadline.
 
@@ -9,8 +10,10 @@ Which partition is on which server is the caller's business, and so is repeating
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from itertools import chain
 from types import TracebackType
 from typing import Any, Final, Self
 
@@ -18,6 +21,9 @@ from shoal_protos.v1 import parameter_server_pb2 as pb
 from shoal_protos.v1.parameter_server_pb2_grpc import ParameterServerStub
 
 from shoal_common.allocator import keep_freed_memory
+from shoal_common.bulk.frames import Kind
+from shoal_common.bulk.transport import Transport
+from shoal_common.clients.bulk import BulkChannel
 from shoal_common.clients.calls import Caller
 from shoal_common.clients.pull import PullReceiver
 from shoal_common.errors import ShoalError
@@ -37,8 +43,21 @@ class ParameterServerClient:
     The first one made in a process tells malloc to keep what is freed (shoal_common.allocator).
     """
 
-    def __init__(self, settings: ChannelSettings, *, interceptors: Sequence[Any] = ()) -> None:
+    def __init__(
+        self,
+        settings: ChannelSettings,
+        *,
+        interceptors: Sequence[Any] = (),
+        transport: Transport = Transport.AUTO,
+        member_id: str = "",
+        fell_back: Callable[[Transport], None] = lambda transport: None,
+    ) -> None:
+        """`transport`: what tensors travel by. With AUTO what cannot be had is passed over, logged once and tried again after a minute; any
+        other is the only one, and UnavailableError / TRANSPORT_UNAVAILABLE tells that it cannot be had. `member_id`: the member that this
+        client mostly speaks for; connections for others are opened when they are needed. `fell_back` is told of each transport that should
+        work and does not."""
         keep_freed_memory()
+        self._member_id = member_id
         self._caller = Caller(settings, interceptors, ParameterServerStub)
         grpc_channel = self._caller.channel
         self._initialize = grpc_channel.stream_unary(
@@ -47,6 +66,12 @@ class ParameterServerClient:
         self._push = grpc_channel.stream_unary(
             f"/{SERVICE}/Push", request_serializer=encode_push_chunk, response_deserializer=pb.PushResponse.FromString
         )
+        self._bulk = BulkChannel(
+            settings,
+            lambda job_id, member_id, deadline: self.open_data(job_id, member_id, deadline=deadline),
+            transport=transport,
+            fell_back=fell_back,
+        )
         # Chunks are decoded by the reader, where a malformed one can be named: from a deserializer gRPC only says that it failed.
         self._pull = grpc_channel.unary_stream(f"/{SERVICE}/Pull", request_serializer=pb.PullRequest.SerializeToString)
 
@@ -54,15 +79,15 @@ class ParameterServerClient:
 
     def initialize(self, partitions: Partitions, *, deadline: timedelta = DEFAULT_STREAM_DEADLINE) -> list[pb.PartitionResult]:
         """Offers first values; the first writer of each partition wins. One result per partition, in order."""
-        return self._upload("Initialize", self._initialize, partitions, deadline)
+        return self._upload(Kind.INITIALIZE, self._initialize, partitions, deadline)
 
     def push(self, partitions: Partitions, *, deadline: timedelta = DEFAULT_STREAM_DEADLINE) -> list[pb.PartitionResult]:
         """Pushes gradients. One result per partition, in order.
 
         After an error some partitions may have been applied: push them all again with the same sequence numbers; what was applied is
-        acknowledged and not applied twice. Buffers must not change until the call returns. `partitions` is read on a thread of gRPC's.
+        acknowledged and not applied twice. Buffers must not change until the call returns. `partitions` may be read on another thread.
         """
-        return self._upload("Push", self._push, partitions, deadline)
+        return self._upload(Kind.PUSH, self._push, partitions, deadline)
 
     def pull(
         self,
@@ -81,6 +106,10 @@ class ParameterServerClient:
         if deadline is None:
             deadline = DEFAULT_STREAM_DEADLINE + timedelta(milliseconds=request.wait_ms)
         receiver = PullReceiver(into)
+        until = time.monotonic() + deadline.total_seconds()
+        with self._bulk.connection(request.job_id, request.member_id or self._member_id, until) as connection:
+            if connection is not None:
+                return connection.pull(request, receiver, until)
         with self._caller.errors("Pull"):
             call = self._pull(request, timeout=deadline.total_seconds())
             try:
@@ -91,11 +120,18 @@ class ParameterServerClient:
         return receiver.finish()
 
     def _upload(
-        self, method: str, multi_callable: Callable[..., pb.PushResponse], partitions: Partitions, deadline: timedelta
+        self, kind: Kind, multi_callable: Callable[..., pb.PushResponse], partitions: Partitions, deadline: timedelta
     ) -> list[pb.PartitionResult]:
-        outgoing = _Outgoing(partitions)
+        until = time.monotonic() + deadline.total_seconds()
+        coming = iter(partitions)
+        if (first := next(coming, None)) is not None:  # it says whose upload this is
+            coming = chain((first,), coming)
+            with self._bulk.connection(first[0].job_id, first[0].member_id, until) as connection:
+                if connection is not None:
+                    return connection.upload(kind, coming, until)
+        outgoing = _Outgoing(coming)
         try:
-            with self._caller.errors(method):
+            with self._caller.errors(kind.name.title()):
                 return list(multi_callable(iter(outgoing), timeout=deadline.total_seconds()).results)
         except ShoalError as error:
             if outgoing.failure is not None:
@@ -122,6 +158,11 @@ class ParameterServerClient:
         request = pb.SetHyperparametersRequest(job_id=job_id, revision=revision, hyperparameters=hyperparameters, groups=groups)
         return self._caller.unary("SetHyperparameters", request, pb.SetHyperparametersResponse, deadline)
 
+    def open_data(self, job_id: str, member_id: str = "", *, deadline: timedelta | None = None) -> pb.OpenDataResponse:
+        """Asks for a ticket. `push`, `initialize` and `pull` do it by themselves."""
+        request = pb.OpenDataRequest(job_id=job_id, member_id=member_id)
+        return self._caller.unary("OpenData", request, pb.OpenDataResponse, deadline)
+
     def advance_clock(
         self,
         job_id: str,
@@ -146,6 +187,7 @@ class ParameterServerClient:
     def close(self) -> None:
         """Cancels calls in progress and closes the connection. Idempotent."""
         self._caller.close()
+        self._bulk.close()
 
     def __enter__(self) -> Self:
         return self

@@ -11,7 +11,8 @@ from shoal_common.wire import as_bytes, checksum
 
 
 class PullReceiver:
-    """The state of one Pull, on the thread that reads it: `receive` each chunk, then `finish`."""
+    """The state of one Pull, on the thread that reads it: `receive` each chunk, or `begin` each partition and put its payload into the
+    `room` for it; then `finish`."""
 
     def __init__(self, into: Callable[[pb.PullHeader], memoryview | None]) -> None:
         self._into = into
@@ -22,27 +23,37 @@ class PullReceiver:
     def receive(self, header: pb.PullHeader | None, payload: memoryview) -> None:
         """One chunk: with a header it opens a partition, without it continues the one before."""
         if header is not None:
-            self._check_complete()
-            self._open(header)
-        elif not self._headers:
+            self.begin(header)
+        room = self.room(payload.nbytes)
+        if room:  # an empty buffer may be read-only
+            room[:] = payload
+        self.came(payload.nbytes)
+
+    def room(self, nbytes: int) -> memoryview | None:
+        """Where the next bytes of the payload belong; None: nobody wants them. Say that they `came` when they are there."""
+        if not self._headers:
             raise CorruptDataError("the server's stream begins without a header", reason="STREAM_MALFORMED")
-        end = self._received + payload.nbytes
+        end = self._received + nbytes
         expected = self._headers[-1].payload_bytes
         if end > expected:
             raise CorruptDataError(
                 f"partition {self._headers[-1].partition_id}: more than the {expected} bytes that its header declares",
                 reason="STREAM_MALFORMED",
             )
-        if self._target is not None and payload.nbytes:
-            self._target[self._received : end] = payload
-        self._received = end
+        return None if self._target is None else self._target[self._received : end]
+
+    def came(self, nbytes: int) -> None:
+        """The next bytes are in their place."""
+        self._received += nbytes
 
     def finish(self) -> list[pb.PullHeader]:
         """All headers, once the stream has ended."""
         self._check_complete()
         return self._headers
 
-    def _open(self, header: pb.PullHeader) -> None:
+    def begin(self, header: pb.PullHeader) -> None:
+        """Opens the next partition."""
+        self._check_complete()
         if header.payload_bytes < 0 or (header.unchanged and header.payload_bytes):
             raise CorruptDataError(
                 f"partition {header.partition_id}: payload_bytes={header.payload_bytes} with unchanged={header.unchanged}",

@@ -28,6 +28,7 @@ IDEMPOTENT: Final[Mapping[str, frozenset[str]]] = {
             "ConfigureOptimizer",
             "SetHyperparameters",
             "Pull",
+            "OpenData",
             "AdvanceClock",
             "Snapshot",
             "GetServer",

@@ -5,21 +5,17 @@ Both run on the server's event loop and keep no state of their own. Metrics are 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, Final
 
 import grpc
 import grpc.aio
-from google.protobuf.message import DecodeError
 
-from shoal_common.errors import AuthenticationError, InternalError, InvalidRequestError, PermissionDeniedError, ShoalError
+from shoal_common.errors import AuthenticationError, PermissionDeniedError, ShoalError
 from shoal_common.rpc.handlers import surrounded, with_behaviour
-from shoal_common.rpc.status import abort
+from shoal_common.rpc.status import abort, as_shoal_error
 from shoal_common.security import ANY_ROLE, Role, TokenTable
-
-logger = logging.getLogger(__name__)
 
 Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler | None]]
 
@@ -45,21 +41,13 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         async def errors_to_statuses(context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
             try:
                 yield
-            except ShoalError as error:
-                if isinstance(error, InternalError):
-                    logger.error("internal error", exc_info=error, extra={"method": method})
-                await abort(context, error)
-            except DecodeError as error:
-                message = f"{method}: a message is not valid protobuf of its type: {error}; check the client's protos"
-                await abort(context, InvalidRequestError(message, reason="MESSAGE_MALFORMED"))
             except grpc.aio.AbortError:
                 raise
             except NotImplementedError:
                 # What generated servicers raise for methods that nobody has overridden.
                 await context.abort(grpc.StatusCode.UNIMPLEMENTED, f"{method} is not implemented here")
             except Exception as error:
-                logger.exception("a handler failed", extra={"method": method})
-                await abort(context, InternalError(f"{method} failed with {type(error).__name__}; the server's log says more"))
+                await abort(context, as_shoal_error(error, method))
 
         return surrounded(handler, errors_to_statuses, parse_inside=True)
 

@@ -9,6 +9,7 @@ proxy's answer) have no ErrorInfo: the class then follows from the code alone.
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any, Final, NoReturn
@@ -21,6 +22,8 @@ from grpc_status import rpc_status
 
 from shoal_common import errors
 from shoal_common.errors import ShoalError
+
+logger = logging.getLogger(__name__)
 
 DOMAIN: Final = "shoal"
 _CLASS_KEY: Final = "class"
@@ -46,6 +49,42 @@ _BY_CODE: Final[Mapping[grpc.StatusCode, type[ShoalError]]] = {
 
 def to_status(error: ShoalError) -> Any:
     """The grpc.Status (code, details, trailing_metadata) of an error. Messages over 1200 bytes are cut."""
+    return rpc_status.to_status(_status(error))
+
+
+def error_message(error: ShoalError) -> bytes:
+    """An encoded google.rpc.Status, for channels other than gRPC."""
+    return bytes(_status(error).SerializeToString())
+
+
+def from_error_message(data: bytes) -> ShoalError:
+    """The ShoalError in an encoded google.rpc.Status; CorruptDataError if it is none."""
+    try:
+        status = status_pb2.Status.FromString(data)
+    except DecodeError as error:
+        return errors.CorruptDataError(f"{len(data)} bytes are no google.rpc.Status: {error}", reason="MESSAGE_MALFORMED")
+    info, retry_after = _details_in(status)
+    code = next((code for code in grpc.StatusCode if code.value[0] == status.code), grpc.StatusCode.UNKNOWN)
+    if info is None:
+        return _BY_CODE.get(code, ShoalError)(status.message, retry_after=retry_after)
+    return _class_of(code, info)(status.message, reason=info.reason, retry_after=retry_after)
+
+
+def as_shoal_error(error: Exception, method: str) -> ShoalError:
+    """What a caller of `method` is told of an error there. What is not a ShoalError, nor a request that cannot be decoded, is a bug: it is
+    logged with its traceback, and the caller is told no more than the method."""
+    if isinstance(error, ShoalError):
+        if isinstance(error, errors.InternalError):
+            logger.error("internal error", exc_info=error, extra={"method": method})
+        return error
+    if isinstance(error, DecodeError):
+        message = f"{method}: a message is not valid protobuf of its type: {error}; check the client's protos"
+        return errors.InvalidRequestError(message, reason="MESSAGE_MALFORMED")
+    logger.error("a handler failed", exc_info=error, extra={"method": method})
+    return errors.InternalError(f"{method} failed with {type(error).__name__}; the server's log says more")
+
+
+def _status(error: ShoalError) -> status_pb2.Status:
     kind = next(kind for kind in type(error).__mro__ if _CLASSES.get(kind.__name__) is kind)
     info = error_details_pb2.ErrorInfo(reason=error.reason[:_LONGEST_REASON], domain=DOMAIN, metadata={_CLASS_KEY: kind.__name__})
     details = [any_pb2.Any()]
@@ -55,7 +94,7 @@ def to_status(error: ShoalError) -> Any:
         retry.retry_delay.FromTimedelta(error.retry_after)
         details.append(any_pb2.Any())
         details[1].Pack(retry)
-    return rpc_status.to_status(status_pb2.Status(code=grpc.StatusCode[error.code].value[0], message=_cut(str(error)), details=details))
+    return status_pb2.Status(code=grpc.StatusCode[error.code].value[0], message=_cut(str(error)), details=details)
 
 
 async def abort(context: grpc.aio.ServicerContext, error: ShoalError) -> NoReturn:
@@ -77,9 +116,12 @@ def from_rpc_error(rpc_error: grpc.RpcError, *, call: str = "") -> ShoalError:
         kind = _BY_CODE.get(code, ShoalError)
         reason = kind.default_reason if kind is not ShoalError else code.name
         return kind(f"{call}: {message}" if call else message, reason=reason, retry_after=retry_after)
+    return _class_of(code, info)(message, reason=info.reason, retry_after=retry_after)
+
+
+def _class_of(code: grpc.StatusCode, info: error_details_pb2.ErrorInfo) -> type[ShoalError]:
     named = _CLASSES.get(info.metadata.get(_CLASS_KEY, ""))
-    kind = named if named is not None and named.code == code.name else _by_reason(code, info.reason)
-    return kind(message, reason=info.reason, retry_after=retry_after)
+    return named if named is not None and named.code == code.name else _by_reason(code, info.reason)
 
 
 def _by_reason(code: grpc.StatusCode, reason: str) -> type[ShoalError]:
@@ -92,18 +134,22 @@ def _by_reason(code: grpc.StatusCode, reason: str) -> type[ShoalError]:
 
 def _details(rpc_error: grpc.RpcError) -> tuple[error_details_pb2.ErrorInfo | None, timedelta | None]:
     """What the error is, if Shoal's code said so, and when to try again; also a proxy may say that."""
-    found: error_details_pb2.ErrorInfo | None = None
-    retry_after: timedelta | None = None
     encoded = next((value for key, value in rpc_error.trailing_metadata() or () if key == _DETAILS_KEY), b"")
     try:
-        for detail in status_pb2.Status.FromString(encoded).details:
-            info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
-            if detail.Unpack(info) and info.domain == DOMAIN:
-                found = found or info
-            elif detail.Unpack(retry):
-                retry_after = min(max(retry.retry_delay.ToTimedelta(), timedelta(0)), _LONGEST_RETRY)
+        return _details_in(status_pb2.Status.FromString(encoded))
     except DecodeError:
-        pass
+        return None, None
+
+
+def _details_in(status: status_pb2.Status) -> tuple[error_details_pb2.ErrorInfo | None, timedelta | None]:
+    found: error_details_pb2.ErrorInfo | None = None
+    retry_after: timedelta | None = None
+    for detail in status.details:
+        info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
+        if detail.Unpack(info) and info.domain == DOMAIN:
+            found = found or info
+        elif detail.Unpack(retry):
+            retry_after = min(max(retry.retry_delay.ToTimedelta(), timedelta(0)), _LONGEST_RETRY)
     return found, retry_after
 
 

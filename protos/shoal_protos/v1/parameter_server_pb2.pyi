@@ -252,6 +252,24 @@ class PullChunk(_message.Message):
     payload: bytes
     def __init__(self, header: _Optional[_Union[PullHeader, _Mapping]] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
+class OpenDataRequest(_message.Message):
+    __slots__ = ("job_id", "member_id")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    member_id: str
+    def __init__(self, job_id: _Optional[str] = ..., member_id: _Optional[str] = ...) -> None: ...
+
+class OpenDataResponse(_message.Message):
+    __slots__ = ("ticket", "tcp_port", "memory_name")
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    TCP_PORT_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_NAME_FIELD_NUMBER: _ClassVar[int]
+    ticket: bytes
+    tcp_port: int
+    memory_name: str
+    def __init__(self, ticket: _Optional[bytes] = ..., tcp_port: _Optional[int] = ..., memory_name: _Optional[str] = ...) -> None: ...
+
 class AdvanceClockRequest(_message.Message):
     __slots__ = ("job_id", "member_id", "clock", "has_read", "place")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]

@@ -63,6 +63,11 @@ class ParameterServerStub:
                 request_serializer=shoal__protos_dot_v1_dot_parameter__server__pb2.PullRequest.SerializeToString,
                 response_deserializer=shoal__protos_dot_v1_dot_parameter__server__pb2.PullChunk.FromString,
                 _registered_method=True)
+        self.OpenData = channel.unary_unary(
+                '/shoal.v1.ParameterServer/OpenData',
+                request_serializer=shoal__protos_dot_v1_dot_parameter__server__pb2.OpenDataRequest.SerializeToString,
+                response_deserializer=shoal__protos_dot_v1_dot_parameter__server__pb2.OpenDataResponse.FromString,
+                _registered_method=True)
         self.AdvanceClock = channel.unary_unary(
                 '/shoal.v1.ParameterServer/AdvanceClock',
                 request_serializer=shoal__protos_dot_v1_dot_parameter__server__pb2.AdvanceClockRequest.SerializeToString,
@@ -142,6 +147,17 @@ class ParameterServerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def OpenData(self, request, context):
+        """Opens a bulk channel: gives a ticket for one connection that carries the streams of Initialize, Push and Pull, with the same messages,
+        checks and errors, and whose payloads are read straight into the memory that they are kept in (shoal_common/bulk/frames.py has its
+        framing). Over gRPC alone everything works as well, more slowly. The connection has the role of this call's token, and speaks for
+        `member_id` or for nobody. RESOURCE_EXHAUSTED / CONNECTIONS_EXHAUSTED when a member has too many. Role: worker; viewer: without a
+        member_id, to pull.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def AdvanceClock(self, request, context):
         """Says that a member finished a clock (an iteration) without pushing here; with the largest int64, that nobody need wait for it until it
         is heard of again: it leaves, or has nothing to do. With `has_read`, that it has read what that iteration ended with. NOT_FOUND / MEMBER_UNKNOWN unless it is in the newest generation. Role: worker.
@@ -202,6 +218,11 @@ def add_ParameterServerServicer_to_server(servicer, server):
                     servicer.Pull,
                     request_deserializer=shoal__protos_dot_v1_dot_parameter__server__pb2.PullRequest.FromString,
                     response_serializer=shoal__protos_dot_v1_dot_parameter__server__pb2.PullChunk.SerializeToString,
+            ),
+            'OpenData': grpc.unary_unary_rpc_method_handler(
+                    servicer.OpenData,
+                    request_deserializer=shoal__protos_dot_v1_dot_parameter__server__pb2.OpenDataRequest.FromString,
+                    response_serializer=shoal__protos_dot_v1_dot_parameter__server__pb2.OpenDataResponse.SerializeToString,
             ),
             'AdvanceClock': grpc.unary_unary_rpc_method_handler(
                     servicer.AdvanceClock,
@@ -363,6 +384,33 @@ class ParameterServer:
             '/shoal.v1.ParameterServer/Pull',
             shoal__protos_dot_v1_dot_parameter__server__pb2.PullRequest.SerializeToString,
             shoal__protos_dot_v1_dot_parameter__server__pb2.PullChunk.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def OpenData(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shoal.v1.ParameterServer/OpenData',
+            shoal__protos_dot_v1_dot_parameter__server__pb2.OpenDataRequest.SerializeToString,
+            shoal__protos_dot_v1_dot_parameter__server__pb2.OpenDataResponse.FromString,
             options,
             channel_credentials,
             insecure,

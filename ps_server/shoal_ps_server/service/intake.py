@@ -1,7 +1,7 @@
-"""Initialize and Push: from a stream of messages to changes of the shard, and the answers back.
+"""Initialize and Push: from a stream of parts to changes of the shard, and the answers back.
 
-Belongs to the event loop. While a partition is written to the journal and applied here, gRPC's own threads take the next chunks off the
-wire; HTTP/2's flow control slows senders down to what the server can do. What is not applied yet has its memory from `staging.py`.
+Belongs to the event loop. While a partition is written to the journal and applied here, gRPC's own threads, or the kernel, take the next
+chunks off the wire; flow control slows senders down to what the server can do. What is not applied yet has its memory from `staging.py`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shoal_ps_server.consistency.clocks import ConsistencyMode
 from shoal_ps_server.consistency.membership import Membership
 from shoal_ps_server.service.requests import UploadKind, check_job, parse_upload_header
 from shoal_ps_server.service.staging import Staging
-from shoal_ps_server.service.streams import received_partitions
+from shoal_ps_server.service.streams import Part, received_partitions
 from shoal_ps_server.shard.layout import Layout
 from shoal_ps_server.shard.payload import Upload, UploadHeader
 from shoal_ps_server.shard.shard import Outcome
@@ -60,13 +60,13 @@ class Intake:
         self._pending_limit = pending_limit
         self._staging = staging or Staging()
 
-    async def receive(self, messages: AsyncIterator[bytes], kind: UploadKind) -> pb.PushResponse:
+    async def receive(self, parts: AsyncIterator[Part], kind: UploadKind) -> pb.PushResponse:
         """Serves one stream to its end. Raises what the .proto says of Push, and DeadlineError / STREAM_IDLE."""
         idle_s = self._idle_limit.total_seconds()
         loop = asyncio.get_running_loop()
         stream = _UploadStream()
         try:
-            async with asyncio.timeout(idle_s) as idle, aclosing(self._partitions(messages, kind, stream)) as partitions:
+            async with asyncio.timeout(idle_s) as idle, aclosing(self._partitions(parts, kind, stream)) as partitions:
                 async for upload in partitions:
                     await self._admit(upload, kind, stream)
                     idle.reschedule(loop.time() + idle_s)
@@ -106,7 +106,7 @@ class Intake:
                 reason="CHANGE_PENDING",
             ) from error
 
-    def _partitions(self, messages: AsyncIterator[bytes], kind: UploadKind, stream: _UploadStream) -> AsyncGenerator[Upload]:
+    def _partitions(self, parts: AsyncIterator[Part], kind: UploadKind, stream: _UploadStream) -> AsyncGenerator[Upload]:
         async def open_upload(header: pb.PushHeader) -> Upload:
             check_job(header.job_id, self._job_id)
             opened = parse_upload_header(header, await self._layout_of_epoch(header.shard_map_epoch), kind)
@@ -119,7 +119,7 @@ class Intake:
             stream.release = await self._staging.take(opened.member_id, opened.payload_bytes + decoded)
             return Upload(opened)
 
-        return received_partitions(messages, open_upload)
+        return received_partitions(parts, open_upload)
 
     async def _await_turn(self, push: UploadHeader) -> None:
         """bsp: a push may have to wait until all have read what it would change. Its sender is slowed down by HTTP/2 meanwhile."""

@@ -1,4 +1,4 @@
-"""Pull: waits for slower members and for first values, then streams partitions, each chunk made when it is sent.
+"""Pull: waits for slower members and for first values, then gives partitions to be read, one after another.
 
 Belongs to the event loop. A partition is read copy-on-write (shard/reading.py): consistent in itself, without a lock, however slow the
 reader.
@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from typing import Final
 
 from shoal_common.errors import DeadlineError, UnavailableError
-from shoal_common.failpoints import failpoint
-from shoal_common.wire import CHUNK_BYTES, checksum, encode_pull_chunk
+from shoal_common.wire import checksum
 from shoal_protos.v1 import parameter_server_pb2 as pb
 
 from shoal_ps_server.consistency.clocks import ConsistencyMode
@@ -22,8 +20,6 @@ from shoal_ps_server.shard.layout import PartitionSpec
 from shoal_ps_server.shard.payload import describe
 from shoal_ps_server.shard.reading import Reading
 from shoal_ps_server.shard.shard import Shard
-
-_NOTHING: Final = memoryview(b"")
 
 
 class Pulls:
@@ -59,8 +55,11 @@ class Pulls:
         for partition_id in list(self._first_values):
             self.initialized(partition_id)
 
-    async def serve(self, pull: Pull) -> AsyncGenerator[bytes]:
-        """The PullChunks, encoded. Raises what the .proto says of Pull."""
+    async def serve(self, pull: Pull) -> AsyncGenerator[tuple[pb.PullHeader, Reading | None]]:
+        """Each partition's header and its values, which are to be read before the next is asked for; None: unchanged.
+
+        Raises what the .proto says of Pull.
+        """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + pull.wait.total_seconds()
         if pull.member_id:
@@ -71,18 +70,11 @@ class Pulls:
             version = self._shard.version(wanted.spec.partition_id)
             if version <= wanted.newer_than:
                 self._note(pull, wanted.spec)
-                unchanged = pb.PullHeader(partition_id=wanted.spec.partition_id, version=version, unchanged=True)
-                yield encode_pull_chunk((unchanged, _NOTHING))
+                yield pb.PullHeader(partition_id=wanted.spec.partition_id, version=version, unchanged=True), None
             else:
                 with self._shard.reading(wanted.spec.partition_id) as reading:
                     self._note(pull, wanted.spec)
-                    header: pb.PullHeader | None = _header(wanted.spec, reading, checksummed=pull.checksums)
-                    while header is not None or reading.remaining:
-                        # Copied here, before anything else can run.
-                        chunk = encode_pull_chunk((header, reading.take(CHUNK_BYTES)))
-                        header = None
-                        yield chunk
-                        failpoint("pull.halfway")
+                    yield _header(wanted.spec, reading, checksummed=pull.checksums), reading
             self._answered(wanted.spec, version > wanted.newer_than)
 
     def _note(self, pull: Pull, spec: PartitionSpec) -> None:

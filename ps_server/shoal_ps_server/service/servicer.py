@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 import grpc
 import grpc.aio
-from shoal_common.errors import PermissionDeniedError, PreconditionError, ShoalError, UnknownResourceError
+from shoal_common.bulk.transport import Transport
+from shoal_common.errors import PermissionDeniedError, PreconditionError, UnknownResourceError
+from shoal_common.failpoints import failpoint
 from shoal_common.security import ANY_ROLE, Role, TokenTable
 from shoal_common.server_optimizers import Unit
+from shoal_common.wire import CHUNK_BYTES, encode_pull_chunk
 from shoal_protos.v1 import parameter_server_pb2 as pb
 
 from shoal_ps_server.configuration import Configuration
@@ -24,9 +27,8 @@ from shoal_ps_server.consistency.clocks import Consistency, ConsistencyMode
 from shoal_ps_server.consistency.membership import Membership
 from shoal_ps_server.metrics import Metrics
 from shoal_ps_server.replication.primary import Backup
-from shoal_ps_server.service.intake import Intake
+from shoal_ps_server.service.bulk import BulkServer
 from shoal_ps_server.service.layouts import Layouts
-from shoal_ps_server.service.pulls import Pulls
 from shoal_ps_server.service.requests import (
     MODES,
     HyperparameterChange,
@@ -38,15 +40,19 @@ from shoal_ps_server.service.requests import (
     parse_hyperparameter_change,
     parse_member,
     parse_optimizer,
-    parse_pull,
 )
+from shoal_ps_server.service.streams import parts_of
+from shoal_ps_server.service.tickets import Tickets
+from shoal_ps_server.service.transfers import Transfers
 from shoal_ps_server.shard.optimizer import OptimizerSettings
+from shoal_ps_server.shard.reading import Reading
 from shoal_ps_server.shard.shard import Shard
 from shoal_ps_server.storage.changes import Changes
 from shoal_ps_server.storage.keeper import SnapshotKeeper
 
 SERVICE: Final = "shoal.v1.ParameterServer"
 
+_NOTHING: Final = memoryview(b"")
 _WORKERS: Final = frozenset({Role.WORKER})
 
 ALLOWED_ROLES: Final[Mapping[str, frozenset[Role]]] = {
@@ -55,6 +61,7 @@ ALLOWED_ROLES: Final[Mapping[str, frozenset[Role]]] = {
     f"/{SERVICE}/Initialize": _WORKERS,
     f"/{SERVICE}/Push": _WORKERS,
     f"/{SERVICE}/Pull": _WORKERS | {Role.VIEWER},  # who looks on, and is no member
+    f"/{SERVICE}/OpenData": _WORKERS | {Role.VIEWER},
     f"/{SERVICE}/AdvanceClock": _WORKERS,
     f"/{SERVICE}/Snapshot": _WORKERS,
     f"/{SERVICE}/Follow": frozenset({Role.SERVER}),
@@ -84,8 +91,9 @@ class ParameterServerServicer:
         shard: Shard,
         membership: Membership,
         layouts: Layouts,
-        intake: Intake,
-        pulls: Pulls,
+        transfers: Transfers,
+        tickets: Tickets,
+        bulk: BulkServer,
         snapshots: SnapshotKeeper,
         changes: Changes,
         backup: Backup,
@@ -104,8 +112,9 @@ class ParameterServerServicer:
         self._shard = shard
         self._membership = membership
         self._layouts = layouts
-        self._intake = intake
-        self._pulls = pulls
+        self._transfers = transfers
+        self._tickets = tickets
+        self._bulk = bulk
         self._snapshots = snapshots
         self._changes = changes
         self._configuring = asyncio.Lock()
@@ -128,6 +137,7 @@ class ParameterServerServicer:
         unary: tuple[tuple[Callable[[Any, Any], Awaitable[Any]], Any, Any], ...] = (
             (self.configure_optimizer, pb.ConfigureOptimizerRequest, pb.ConfigureOptimizerResponse),
             (self.set_hyperparameters, pb.SetHyperparametersRequest, pb.SetHyperparametersResponse),
+            (self.open_data, pb.OpenDataRequest, pb.OpenDataResponse),
             (self.advance_clock, pb.AdvanceClockRequest, pb.AdvanceClockResponse),
             (self.snapshot, pb.SnapshotRequest, pb.SnapshotResponse),
             (self.get_server, pb.GetServerRequest, pb.GetServerResponse),
@@ -143,30 +153,33 @@ class ParameterServerServicer:
 
     async def initialize(self, messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> pb.PushResponse:
         """Initialize."""
-        with self._counting_refusals("Initialize"):
-            await self._check_place()
-            return await self._intake.receive(messages, UploadKind.INITIALIZE)
+        return await self._transfers.upload(parts_of(messages), UploadKind.INITIALIZE, Transport.GRPC)
 
     async def push(self, messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> pb.PushResponse:
         """Push."""
-        with self._counting_refusals("Push"):
-            await self._check_place()
-            return await self._intake.receive(messages, UploadKind.PUSH)
+        return await self._transfers.upload(parts_of(messages), UploadKind.PUSH, Transport.GRPC)
 
     async def pull(self, request: pb.PullRequest, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
         """Pull."""
-        with self._counting_refusals("Pull"):
-            check_job(request.job_id, self._identity.job_id)
-            await self._check_place()
-            self._check_onlooker(request, context)
-            pull = parse_pull(request, await self._layouts.of_epoch(request.shard_map_epoch))
-            async with aclosing(self._pulls.serve(pull)) as chunks:
-                async for chunk in chunks:
+        with self._metrics.counting_refusals("Pull"):
+            self._check_onlooker(request.member_id, context)
+        async with aclosing(self._transfers.pull(request, Transport.GRPC)) as answers:
+            async for header, reading in answers:
+                for chunk in _pull_chunks(header, reading):
                     yield chunk
+
+    async def open_data(self, request: pb.OpenDataRequest, context: grpc.aio.ServicerContext) -> pb.OpenDataResponse:
+        """OpenData."""
+        with self._metrics.counting_refusals("OpenData"):
+            check_job(request.job_id, self._identity.job_id)
+            member_id = parse_member(request.member_id) if request.member_id else ""
+            self._check_onlooker(member_id, context)
+            ticket = self._tickets.issue(member_id, asyncio.get_running_loop().time())
+            return pb.OpenDataResponse(ticket=ticket, tcp_port=self._bulk.port, memory_name=self._bulk.memory_name)
 
     async def follow(self, requests: AsyncIterator[pb.FollowRequest], context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
         """Follow."""
-        with self._counting_refusals("Follow"):
+        with self._metrics.counting_refusals("Follow"):
             begin = await parse_begin(requests)
             check_job(begin.job_id, self._identity.job_id)
             await self._check_place()
@@ -178,7 +191,7 @@ class ParameterServerServicer:
 
     async def configure_optimizer(self, request: pb.ConfigureOptimizerRequest, context: Any) -> pb.ConfigureOptimizerResponse:
         """ConfigureOptimizer."""
-        with self._counting_refusals("ConfigureOptimizer"):
+        with self._metrics.counting_refusals("ConfigureOptimizer"):
             check_job(request.job_id, self._identity.job_id)
             await self._check_place()
             tensors = (await self._layouts.any()).tensors if request.optimizer.groups else None
@@ -196,7 +209,7 @@ class ParameterServerServicer:
 
     async def set_hyperparameters(self, request: pb.SetHyperparametersRequest, context: Any) -> pb.SetHyperparametersResponse:
         """SetHyperparameters."""
-        with self._counting_refusals("SetHyperparameters"):
+        with self._metrics.counting_refusals("SetHyperparameters"):
             check_job(request.job_id, self._identity.job_id)
             await self._check_place()
             change = parse_hyperparameter_change(request)
@@ -204,7 +217,7 @@ class ParameterServerServicer:
 
     async def advance_clock(self, request: pb.AdvanceClockRequest, context: Any) -> pb.AdvanceClockResponse:
         """AdvanceClock."""
-        with self._counting_refusals("AdvanceClock"):
+        with self._metrics.counting_refusals("AdvanceClock"):
             check_job(request.job_id, self._identity.job_id)
             await self._check_place()
             member_id, clock = parse_member(request.member_id), at_least("clock", request.clock, 0)
@@ -224,7 +237,7 @@ class ParameterServerServicer:
 
     async def snapshot(self, request: pb.SnapshotRequest, context: Any) -> pb.SnapshotResponse:
         """Snapshot."""
-        with self._counting_refusals("Snapshot"):
+        with self._metrics.counting_refusals("Snapshot"):
             check_job(request.job_id, self._identity.job_id)
             written = await self._snapshots.write()
             return pb.SnapshotResponse(path=str(written.path), bytes=written.nbytes)
@@ -253,14 +266,14 @@ class ParameterServerServicer:
             iterations={m: each.clock - each.origin for m, each in clocks.items() if each.origin is not None and each.takes_part},
         )
 
-    def _check_onlooker(self, request: pb.PullRequest, context: grpc.aio.ServicerContext) -> None:
+    def _check_onlooker(self, member_id: str, context: grpc.aio.ServicerContext) -> None:
         """Who may only look speaks for no member: it would hold others up."""
-        if self._tokens.is_open or not request.member_id:
+        if self._tokens.is_open or not member_id:
             return
         authorization = next((value for key, value in context.invocation_metadata() or () if key == "authorization"), None)
         if self._tokens.role_of(authorization) is Role.VIEWER:
             raise PermissionDeniedError(
-                f"member_id={request.member_id!r}: a token of role viewer may pull, but as nobody's member; leave member_id empty"
+                f"member_id={member_id!r}: a token of role viewer may pull, but as nobody's member; leave member_id empty"
             )
 
     async def _first_configuration(self, optimizer: OptimizerSettings, consistency: Consistency) -> bool:
@@ -298,13 +311,17 @@ class ParameterServerServicer:
         task.add_done_callback(self._tasks.discard)
         return await asyncio.shield(task)
 
-    @contextmanager
-    def _counting_refusals(self, method: str) -> Iterator[None]:
-        try:
-            yield
-        except ShoalError as error:
-            self._metrics.refused.labels(method, error.reason).inc()
-            raise
+
+def _pull_chunks(header: pb.PullHeader, reading: Reading | None) -> Iterator[bytes]:
+    """One partition of a pull as PullChunks; each is a copy, made when it is asked for, before anything else can run."""
+    if reading is None:
+        yield encode_pull_chunk((header, _NOTHING))
+        return
+    opening: pb.PullHeader | None = header
+    while opening is not None or reading.remaining:
+        yield encode_pull_chunk((opening, reading.take(CHUNK_BYTES)))
+        opening = None
+        failpoint("pull.halfway")
 
 
 def _optimizer_message(optimizer: OptimizerSettings) -> pb.OptimizerSpec:

@@ -1,4 +1,4 @@
-"""Taking an upload stream apart: chunks as they come off the wire, back into whole partitions. Nothing is applied here.
+"""Putting an upload stream together: chunks as they come off the wire, back into whole partitions. Nothing is applied here.
 
 A stream is refused at the first thing that is wrong with it; partitions that were complete before have been handed on already.
 """
@@ -6,6 +6,8 @@ A stream is refused at the first thing that is wrong with it; partitions that we
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import Protocol
 
 from shoal_common.errors import InvalidRequestError, LimitError
 from shoal_common.wire import LARGEST_CHUNK_BYTES, decode_push_chunk
@@ -14,30 +16,66 @@ from shoal_protos.v1 import parameter_server_pb2 as pb
 from shoal_ps_server.shard.payload import Upload, describe
 
 
-async def received_partitions(
-    messages: AsyncIterator[bytes], open_upload: Callable[[pb.PushHeader], Awaitable[Upload]]
-) -> AsyncGenerator[Upload]:
-    """The partitions of a stream, one by one, each with nothing missing. `open_upload` checks a header before its payload is kept.
+class Chunk(Protocol):
+    """Some bytes of a partition's payload, wherever they are."""
 
-    Raises what `open_upload` does, InvalidRequestError (MESSAGE_MALFORMED, STREAM_MALFORMED, PAYLOAD_TRUNCATED, PAYLOAD_SIZE_MISMATCH)
-    and LimitError / PAYLOAD_TOO_LARGE.
-    """
-    upload: Upload | None = None
+    @property
+    def nbytes(self) -> int:
+        """How many."""
+
+    async def move_to(self, upload: Upload) -> None:
+        """Puts them behind what the upload has. Raises as `Upload.room`."""
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """A chunk that lies in memory."""
+
+    payload: memoryview
+
+    @property
+    def nbytes(self) -> int:
+        """How many."""
+        return self.payload.nbytes
+
+    async def move_to(self, upload: Upload) -> None:
+        """Copies them. Raises as `Upload.add`."""
+        upload.add(self.payload)
+
+
+Part = tuple[pb.PushHeader | None, Chunk]
+"""What comes at a time: with a header it opens a partition, without it continues the one before."""
+
+
+async def parts_of(messages: AsyncIterator[bytes]) -> AsyncGenerator[Part]:
+    """The parts in encoded PushChunks. Raises InvalidRequestError / MESSAGE_MALFORMED and LimitError / PAYLOAD_TOO_LARGE."""
     async for data in messages:
         header, payload = decode_push_chunk(data)
         if payload.nbytes > LARGEST_CHUNK_BYTES:
             raise LimitError(
                 f"a chunk of {payload.nbytes} bytes: expected at most {LARGEST_CHUNK_BYTES}, best about 1 MiB", reason="PAYLOAD_TOO_LARGE"
             )
+        yield header, Arrived(payload)
+
+
+async def received_partitions(
+    parts: AsyncIterator[Part], open_upload: Callable[[pb.PushHeader], Awaitable[Upload]]
+) -> AsyncGenerator[Upload]:
+    """The partitions of a stream, one by one, each with nothing missing. `open_upload` checks a header before its payload is kept.
+
+    Raises what `parts` and `open_upload` do, and InvalidRequestError: STREAM_MALFORMED, PAYLOAD_TRUNCATED, PAYLOAD_SIZE_MISMATCH.
+    """
+    upload: Upload | None = None
+    async for header, chunk in parts:
         if header is not None:
             if upload is not None:
                 raise _truncated(upload, "the next partition began")
             upload = await open_upload(header)
         elif upload is None:
             raise InvalidRequestError("a chunk without a header where a partition must begin", reason="STREAM_MALFORMED")
-        elif not payload.nbytes:
+        elif not chunk.nbytes:
             raise InvalidRequestError(f"{describe(upload.header.spec)}: an empty chunk within it", reason="STREAM_MALFORMED")
-        upload.add(payload)
+        await chunk.move_to(upload)
         if not upload.missing:
             yield upload
             upload = None

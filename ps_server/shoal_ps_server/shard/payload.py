@@ -84,16 +84,27 @@ class Upload:
         return self._bytes.data
 
     def add(self, chunk: memoryview) -> None:
-        """The next bytes. Raises InvalidRequestError / PAYLOAD_SIZE_MISMATCH when there are more than the header declares."""
-        if chunk.nbytes > self.missing:
+        """The next bytes, which are copied. Raises as `room`."""
+        self.room(chunk.nbytes)[:] = chunk
+        self.came(chunk.nbytes)
+
+    def room(self, nbytes: int) -> memoryview:
+        """Where the next bytes belong: write them there, then say that they `came`, all at once or one part after another.
+
+        Raises InvalidRequestError / PAYLOAD_SIZE_MISMATCH when the header declares fewer.
+        """
+        if nbytes > self.missing:
             raise InvalidRequestError(
-                f"{describe(self.header.spec)}: {self._received + chunk.nbytes} bytes came, its header declares {self._bytes.nbytes}",
+                f"{describe(self.header.spec)}: {self._received + nbytes} bytes came, its header declares {self._bytes.nbytes}",
                 reason="PAYLOAD_SIZE_MISMATCH",
             )
-        end = self._received + chunk.nbytes
-        self._bytes[self._received : end] = np.frombuffer(chunk, np.uint8)
+        return self._bytes.data[self._received : self._received + nbytes]
+
+    def came(self, nbytes: int) -> None:
+        """The next bytes are in their place: examines them while the processor's cache holds them."""
+        end = self._received + nbytes
         if self._digest is not None:
-            self._digest.update(chunk)
+            self._digest.update(self._bytes.data[self._received : end])
         self._received = end
         if not self._compressed:
             self._look_up_to(end // self.header.spec.element.itemsize)

@@ -31,21 +31,31 @@ class Reading:
         self.version = version
         self._rest = bytes_of(values)
         self._given_up = False
+        self._promised = 0
 
     def take(self, nbytes: int) -> memoryview:
         """The next bytes, at most `nbytes`; empty at the end. Live: copy them before anything else happens to the shard.
 
         Raises UnavailableError / PULL_TOO_SLOW when they were given up.
         """
-        if self._given_up:
+        self._check_held()
+        piece, self._rest = self._rest[:nbytes], self._rest[nbytes:]
+        self._promised = max(0, self._promised - nbytes)
+        return piece
+
+    def promise(self, nbytes: int) -> None:
+        """The reader has been told that so many bytes follow: these can be taken also when the rest is given up. Raises as `take`."""
+        self._check_held()
+        self._promised = nbytes
+
+    def _check_held(self) -> None:
+        if self._given_up and not self._promised:
             raise UnavailableError(
                 f"the values changed while they were read too slowly: copies for slow readers hold {MOST_COPIES_BYTES >> 20} MiB already; "
                 "pull again",
                 reason="PULL_TOO_SLOW",
                 retry_after=RETRY_AFTER,
             )
-        piece, self._rest = self._rest[:nbytes], self._rest[nbytes:]
-        return piece
 
     @property
     def rest(self) -> memoryview:
@@ -62,9 +72,9 @@ class Reading:
         self._rest = copy[copy.nbytes - self._rest.nbytes :]
 
     def give_up(self) -> None:
-        """The next `take` fails."""
+        """The next `take` fails, but for what was promised."""
         self._given_up = True
-        self._rest = memoryview(b"\0")  # there is something to take, and that fails
+        self._rest = memoryview(bytes(self._rest[: self._promised]) + b"\0")  # there is something left to take, and that fails
 
 
 class Copies:

@@ -188,6 +188,7 @@ class Cluster:
         environment["HOME"] = str(self.folder)
         words = command or SERVICES[service].get("command") or image.default_command
         volume = self.folder / f"{name}-snapshots"
+        words = ["0" if word == "7101" else word for word in words]
         words = [self.here(word).replace("/var/lib/shoal/snapshots", str(volume)) for word in words]
         full = [str(ROOT / "docker/entrypoint.sh"), *words]
         return self.processes.start(name, full, environment=environment, directory=self.folder)

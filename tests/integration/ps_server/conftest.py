@@ -20,12 +20,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import grpc
 import numpy as np
 import pytest
 from shoal.launcher.ports import ReservedPort
+from shoal_common.bulk.transport import Transport
 from shoal_common.clients.parameter_server import ParameterServerClient
 from shoal_common.errors import ShoalError
 from shoal_common.rpc.channel import ChannelSettings
@@ -33,7 +34,8 @@ from shoal_common.rpc.status import to_status
 from shoal_common.wire import checksum
 from shoal_protos.v1 import coordinator_pb2, coordinator_pb2_grpc
 from shoal_protos.v1 import parameter_server_pb2 as pb
-from shoal_ps_server.server import serve as run_server
+from shoal_ps_server import server as server_module
+from shoal_ps_server.server import ParameterServer
 from shoal_ps_server.settings import PsServerSettings
 
 JOB = "job"
@@ -61,6 +63,8 @@ class ScriptedCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
         self.place = coordinator_pb2.ServerPlace(epoch=1)
         self.shard_map: coordinator_pb2.ShardMap | None = None
         self.tokens: queue.Queue[str] = queue.Queue()
+        self.credentials: grpc.ServerCredentials | None = None
+        """For TLS, from the next start on."""
         self.refusal: ShoalError | None = None
         """What registrations are answered with."""
         self._reserved = ReservedPort()  # for the next start
@@ -74,7 +78,10 @@ class ScriptedCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
         self._server = grpc.server(ThreadPoolExecutor(8))
         coordinator_pb2_grpc.add_CoordinatorServicer_to_server(self, self._server)
         address = f"127.0.0.1:{self._reserved.port}"
-        self._server.add_insecure_port(address)
+        if self.credentials is None:
+            self._server.add_insecure_port(address)
+        else:
+            self._server.add_secure_port(address, self.credentials)
         self._server.start()
         return address
 
@@ -256,8 +263,9 @@ class Cluster:
 
     wait_until = staticmethod(wait_until)
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, transport: Transport) -> None:
         self.directory = directory
+        self.transport = transport
         self.coordinator = ScriptedCoordinator()
         self.address = self.coordinator.start()
         self._running: list[Running] = []
@@ -289,9 +297,10 @@ class Cluster:
         self._running.append(Running(self.directory, **{"coordinator": self.address, **settings}))
         return self.client(self._running[-1])
 
-    def client(self, running: Running, **settings: Any) -> ParameterServerClient:
-        """Another connection to a server."""
-        client = ParameterServerClient(ChannelSettings(address=running.address, deadline=timedelta(seconds=DEADLINE_S), **settings))
+    def client(self, running: Running, *, transport: Transport | None = None, **settings: Any) -> ParameterServerClient:
+        """Another client of a server. `transport`: other than the cluster's."""
+        channel = ChannelSettings(address=running.address, deadline=timedelta(seconds=DEADLINE_S), **settings)
+        client = ParameterServerClient(channel, transport=self.transport if transport is None else transport)
         self._clients.append(client)
         return client
 
@@ -326,6 +335,16 @@ class Cluster:
         self.coordinator.close()
 
 
+class _Noted(ParameterServer):
+    """One that its thread's `Running` can reach into."""
+
+    of_thread: ClassVar[dict[int, ParameterServer]] = {}
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.of_thread[threading.get_ident()] = self
+
+
 class Running:
     """One server on an event loop of its own thread."""
 
@@ -350,7 +369,7 @@ class Running:
 
     def _run(self) -> None:
         async def serve() -> None:
-            await run_server(self.settings, self._stop)
+            await server_module.serve(self.settings, self._stop)
 
         try:
             with asyncio.Runner() as runner:
@@ -358,6 +377,15 @@ class Running:
                 runner.run(serve())
         except BaseException as error:  # for the test's own thread
             self.failure = error
+
+    def shut_bulk_channel(self) -> None:
+        """As a firewall does: its port and socket refuse everybody."""
+        assert self._loop is not None
+        assert self._loop is not None
+        assert self.thread.ident is not None
+        asyncio.run_coroutine_threadsafe(_Noted.of_thread[self.thread.ident]._bulk.drain_and_stop(timedelta(0)), self._loop).result(
+            DEADLINE_S
+        )
 
     def stop(self) -> None:
         """As SIGTERM does."""
@@ -369,8 +397,15 @@ class Running:
 
 
 @pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    made = Cluster(tmp_path)
+def transport() -> Transport:
+    """What tensors travel by."""
+    return Transport.AUTO
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, transport: Transport, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    monkeypatch.setattr(server_module, "ParameterServer", _Noted)
+    made = Cluster(tmp_path, transport)
     yield made
     made.close()
 
@@ -393,12 +428,15 @@ class ServerProcess:
     def log(self) -> str:
         return self._log.read_text()
 
-    def client(self) -> ParameterServerClient:
+    def address(self) -> str:
         """Waits until it serves."""
         wait_until(lambda: self._port_file.exists() or self.process.poll() is not None, "the server process to serve")
         assert self.process.poll() is None, self.log
-        address = json.loads(self._port_file.read_text())["grpc"]
-        return ParameterServerClient(ChannelSettings(address=address, deadline=timedelta(seconds=DEADLINE_S)))
+        return str(json.loads(self._port_file.read_text())["grpc"])
+
+    def client(self) -> ParameterServerClient:
+        """Waits until it serves."""
+        return ParameterServerClient(ChannelSettings(address=self.address(), deadline=timedelta(seconds=DEADLINE_S)))
 
     def wait(self) -> int:
         """Its exit status."""

@@ -9,8 +9,11 @@ from datetime import timedelta
 import numpy as np
 import pytest
 import torch
+from shoal_common.bulk.transport import Transport
 from shoal_common.errors import DeadlineError, InvalidRequestError, ShoalError, UnavailableError
 from shoal_protos.v1 import parameter_server_pb2 as pb
+
+pytestmark = pytest.mark.parametrize("transport", [Transport.GRPC, Transport.TCP, Transport.MEMORY])
 
 
 def floats(buffers):
@@ -182,7 +185,7 @@ def test_an_onlooker_may_pull_in_any_generation(cluster) -> None:
     assert len(cluster.member(client, "", generation=0).pull()) == 3
 
 
-def test_metrics_tell_what_was_done(cluster) -> None:
+def test_metrics_tell_what_was_done(cluster, transport) -> None:
     import urllib.request
 
     client = cluster.server()
@@ -193,6 +196,7 @@ def test_metrics_tell_what_was_done(cluster) -> None:
     member.pull(partitions=[pb.PartitionPull(partition_id=0, newer_than=2)])
     with pytest.raises(ShoalError):
         member.push(1.0, sequence=9)
+    client.get_server()
     with urllib.request.urlopen(f"http://{cluster.running.http}/metrics", timeout=30) as answer:
         text = answer.read().decode()
     for line in (
@@ -207,7 +211,8 @@ def test_metrics_tell_what_was_done(cluster) -> None:
         "shoal_ps_coordinator_connected 1.0",
         "shoal_ps_generation 1.0",
         "shoal_ps_members 2.0",
-        'grpc_server_handled_total{grpc_code="OK",grpc_method="Push",',
+        f'shoal_ps_streams_total{{method="Push",transport="{transport}"}} 3.0',
+        'grpc_server_handled_total{grpc_code="OK",grpc_method="GetServer",',
     ):
         assert line in text
 

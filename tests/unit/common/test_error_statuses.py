@@ -12,7 +12,7 @@ from google.protobuf import any_pb2
 from google.rpc import error_details_pb2, status_pb2
 from shoal_common import errors
 from shoal_common.errors import InvalidRequestError, PreconditionError, ShoalError, StaleGenerationError, UnavailableError
-from shoal_common.rpc.status import DOMAIN, from_rpc_error, to_status
+from shoal_common.rpc.status import DOMAIN, error_message, from_error_message, from_rpc_error, to_status
 
 ALL_ERRORS = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, ShoalError)]
 
@@ -61,6 +61,16 @@ def test_an_error_class_defined_elsewhere_travels_as_its_nearest_known_base():
     got = over_the_wire(ShardGone("gone"))
     assert type(got) is StaleGenerationError
     assert got.reason == "SHARD_GONE"
+
+
+@pytest.mark.parametrize("kind", ALL_ERRORS, ids=lambda kind: kind.__name__)
+def test_an_error_message_keeps_class_reason_and_text_without_grpc(kind):
+    got = from_error_message(error_message(kind("what happened", reason="SOME_REASON")))
+    assert (type(got), got.reason, str(got)) == (kind, "SOME_REASON", "what happened")
+
+
+def test_bytes_that_are_no_error_message_are_corrupt():
+    assert type(from_error_message(b"\xff\xff")) is errors.CorruptDataError
 
 
 def test_the_error_info_is_what_other_languages_read():

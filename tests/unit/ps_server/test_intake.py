@@ -17,6 +17,7 @@ from shoal_ps_server.consistency.membership import Membership
 from shoal_ps_server.service.intake import Intake
 from shoal_ps_server.service.requests import UploadKind
 from shoal_ps_server.service.staging import SHARE, Staging
+from shoal_ps_server.service.streams import parts_of
 from shoal_ps_server.storage.changes import Changes
 from shoal_ps_server.storage.image import Members
 
@@ -90,10 +91,10 @@ def test_a_stream_that_falls_silent_is_ended_and_its_place_is_free_again(made) -
                 yield chunk
 
         with pytest.raises(DeadlineError) as caught:
-            await intake.receive(silent(), UploadKind.PUSH)
+            await intake.receive(parts_of(silent()), UploadKind.PUSH)
         assert caught.value.reason == "STREAM_IDLE"
         assert shard.version(0) == 1
-        assert [each.version for each in (await intake.receive(whole(), UploadKind.PUSH)).results] == [2]
+        assert [each.version for each in (await intake.receive(parts_of(whole()), UploadKind.PUSH)).results] == [2]
 
     asyncio.run(scenario())
 
@@ -106,7 +107,7 @@ def test_a_deadline_that_is_not_the_streams_is_told_as_what_it_is(made) -> None:
             yield chunks("a")[0]
 
         with pytest.raises(DeadlineError, match="GetShardMap took too long"):
-            await intake.receive(messages(), UploadKind.PUSH)
+            await intake.receive(parts_of(messages()), UploadKind.PUSH)
 
     asyncio.run(scenario())
 
@@ -125,7 +126,7 @@ def test_a_stream_waits_when_too_much_is_being_received(made) -> None:
             yield second
 
         async def push(member: str, *, holds: bool = False) -> None:
-            await intake.receive(stream(member, holds=holds), UploadKind.PUSH)
+            await intake.receive(parts_of(stream(member, holds=holds)), UploadKind.PUSH)
             order.append(member)
 
         slow = asyncio.create_task(push("a", holds=True))
@@ -157,11 +158,11 @@ def test_a_member_that_stalls_takes_its_share_and_not_the_others(made) -> None:
             for chunk in chunks("b"):
                 yield chunk
 
-        streams = [asyncio.create_task(intake.receive(stalled(), UploadKind.PUSH)) for _ in range(64)]
+        streams = [asyncio.create_task(intake.receive(parts_of(stalled()), UploadKind.PUSH)) for _ in range(64)]
         for _ in range(20):
             await asyncio.sleep(0)
         async with asyncio.timeout(30):
-            assert [each.version for each in (await intake.receive(whole(), UploadKind.PUSH)).results] == [2]
+            assert [each.version for each in (await intake.receive(parts_of(whole()), UploadKind.PUSH)).results] == [2]
         for stream in streams:
             stream.cancel()
         await asyncio.gather(*streams, return_exceptions=True)

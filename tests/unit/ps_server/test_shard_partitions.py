@@ -170,6 +170,26 @@ def test_readers_that_are_so_slow_that_their_copies_are_too_many_are_ended_the_f
     assert fourth.take(24).nbytes == fifth.take(24).nbytes == 24
 
 
+def test_what_a_reader_was_told_to_follow_can_be_taken_also_when_the_rest_is_given_up() -> None:
+    values, copies = torch.arange(6.0), Copies(limit=24)
+    reading = Reading(values, version=1)
+    expected = bytes(reading.rest)
+    reading.promise(16)
+    first = bytes(reading.take(4))
+    copies.detach(values, [reading])
+    values += 1
+    copies.detach(values, [later := Reading(values, version=2)])  # one copy too many
+    values += 1
+    assert later.remaining == 24
+    assert first + bytes(reading.take(12)) == expected[:16]
+    assert reading.remaining
+    with pytest.raises(UnavailableError) as caught:
+        reading.take(1)
+    assert caught.value.reason == "PULL_TOO_SLOW"
+    with pytest.raises(UnavailableError):
+        reading.promise(1)
+
+
 def test_a_reading_without_a_push_copies_nothing(make) -> None:
     shard = make.shard()
     with shard.reading(0) as reading:

@@ -15,7 +15,7 @@ from shoal_common.errors import CorruptDataError, InvalidRequestError, LimitErro
 from shoal_common.wire import checksum, encode_push_chunk
 from shoal_protos.v1 import parameter_server_pb2 as pb
 from shoal_ps_server.service.requests import UploadKind, parse_upload_header
-from shoal_ps_server.service.streams import received_partitions
+from shoal_ps_server.service.streams import parts_of, received_partitions
 from shoal_ps_server.shard.payload import Upload, bytes_of
 
 LENGTHS = {0: 6, 1: 40, 2: 0, 3: 5000}
@@ -63,7 +63,7 @@ def receive(layout, messages: Sequence[bytes], kind: UploadKind = UploadKind.PUS
         async def open_upload(opening: pb.PushHeader) -> Upload:
             return Upload(parse_upload_header(opening, layout, kind))
 
-        async for upload in received_partitions(stream(), open_upload):
+        async for upload in received_partitions(parts_of(stream()), open_upload):
             uploads.append(upload)
 
     try:

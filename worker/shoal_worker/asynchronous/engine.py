@@ -114,7 +114,14 @@ class AsyncEngine(Engine):
             assert settings.coordinator is not None
             assert isinstance(membership, Membership), "a rank of a launch was refused"
             link, channel = membership.link, ChannelSettings(address=settings.coordinator, token=settings.token, tls=settings.tls)
-        job = Job(link, channel, patience=settings.rendezvous_timeout, straggler_patience=settings.collective_timeout)
+        job = Job(
+            link,
+            channel,
+            patience=settings.rendezvous_timeout,
+            straggler_patience=settings.collective_timeout,
+            transport=settings.server_transport,
+            fell_back=lambda transport: self._own.metrics.transports_lost.labels(transport).inc(),
+        )
         if membership is not None:
             self._job, self._leases = job, CoordinatorLeases(job, ahead=self._async_options.lease_ahead)
             if self._own.donor is not None:

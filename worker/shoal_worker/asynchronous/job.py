@@ -15,6 +15,8 @@ from datetime import timedelta
 from typing import Any, Final, TypeVar
 
 from shoal_common.backoff import Backoff
+from shoal_common.bulk.transport import Transport
+from shoal_common.clients.parameter_server import ParameterServerClient
 from shoal_common.errors import ConfigurationError, CorruptDataError, DeadlineError, PreconditionError, ShoalError, UnavailableError
 from shoal_common.rpc.channel import ChannelSettings
 from shoal_protos.v1 import coordinator_pb2 as pb
@@ -34,14 +36,26 @@ AnswerT = TypeVar("AnswerT")
 class Job:
     """A member's view of its job."""
 
-    def __init__(self, link: CoordinatorLink, channel: ChannelSettings, *, patience: timedelta, straggler_patience: timedelta) -> None:
+    def __init__(
+        self,
+        link: CoordinatorLink,
+        channel: ChannelSettings,
+        *,
+        patience: timedelta,
+        straggler_patience: timedelta,
+        transport: Transport = Transport.AUTO,
+        fell_back: Callable[[Transport], None] = lambda transport: None,
+    ) -> None:
         """`channel`: how services are spoken to (token, TLS); its address is not used. `patience`: longest wait for the coordinator, for
-        servers to register, and for a rank while too few workers are left."""
+        servers to register, and for a rank while too few workers are left. `transport`, `fell_back`: as `ParameterServerClient` takes
+        them."""
         self._link = link
         self._channel = channel
         self.patience = patience
         self.straggler_patience = straggler_patience
         """After so long behind a slower worker the coordinator is told, in case that one is stuck."""
+        self._transport = transport
+        self._fell_back = fell_back
         self._entered = 0
         self.job_id = link.identity.job_id
         self.member_id = link.identity.member_id
@@ -150,6 +164,11 @@ class Job:
         """How to speak to a server."""
         # A push that fails is sent again by ServerLink, which first asks what became of it; gRPC's own retries would only hide that.
         return replace(self._channel, address=address, attempts=1)
+
+    def server_client(self, address: str) -> ParameterServerClient:
+        """A client of the server at `address`, which speaks for this worker."""
+        channel = self.server_channel(address)
+        return ParameterServerClient(channel, transport=self._transport, member_id=self.member_id, fell_back=self._fell_back)
 
     def insist(self, what: str, call: Callable[[], AnswerT]) -> AnswerT:
         """Repeats an idempotent call while its service cannot be reached.

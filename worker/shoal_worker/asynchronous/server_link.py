@@ -20,7 +20,6 @@ from typing import Final, TypeVar
 
 import torch
 from shoal_common.backoff import Backoff
-from shoal_common.clients.parameter_server import ParameterServerClient
 from shoal_common.errors import (
     CorruptDataError,
     DeadlineError,
@@ -124,7 +123,7 @@ class ServerLink:
         self._started = False
         self._stream_deadline = timedelta(seconds=60 + sum(partition.size_bytes for partition in share.partitions) / _SLOWEST_BYTES_PER_S)
         self._address = share.address
-        self._client = ParameterServerClient(job.server_channel(share.address))
+        self._client = job.server_client(share.address)
 
     # --------------------------------------------------------------------------------------------------------- the beginning
 
@@ -484,7 +483,7 @@ class ServerLink:
         if address is not None and address != self._address:
             self._client.close()
             self._address = address
-            self._client = ParameterServerClient(self._job.server_channel(address))
+            self._client = self._job.server_client(address)
 
     def _look(self) -> pb.GetServerResponse:
         state = self._client.get_server(member_id=self._job.member_id)

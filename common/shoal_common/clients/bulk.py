@@ -1,0 +1,449 @@
+"""A client's end of the bulk channel: connections that were opened with tickets, and which of them, or gRPC, a push or pull takes.
+
+Sockets block, each call with what is left of the stream's deadline. Payloads are sent from the caller's buffers and received straight into
+them; over shared memory they are copied once on each side. A stream that ended well, or was refused by the server, leaves its connection
+for the next one; after anything else it is closed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Final, TypeVar
+
+from google.protobuf.message import DecodeError
+from shoal_protos.v1 import parameter_server_pb2 as pb
+
+from shoal_common.bulk.area import SharedArea
+from shoal_common.bulk.frames import DATA_BYTES, HEAD_BYTES, Frame, Kind, greeting, head, malformed, parse_head
+from shoal_common.bulk.transport import Transport
+from shoal_common.clients.pull import PullReceiver
+from shoal_common.errors import CorruptDataError, DeadlineError, InvalidRequestError, LimitError, ShoalError, UnavailableError
+from shoal_common.rpc.channel import ChannelSettings
+from shoal_common.rpc.status import from_error_message
+from shoal_common.settings import parse_address
+from shoal_common.wire import as_bytes
+
+_log = logging.getLogger(__name__)
+
+_CONNECT_S: Final = 3.0
+"""Longest for a connection, its TLS handshake and the server's word. A port that a firewall swallows costs so much, once in a while."""
+_AGAIN_AFTER_S: Final = 60.0
+"""A transport that could not be had is tried again after so long."""
+_MORE: Final = getattr(socket, "MSG_MORE", 0)
+
+MessageT = TypeVar("MessageT", pb.PushResponse, pb.PullHeader)
+
+OpenData = Callable[[str, str, timedelta], pb.OpenDataResponse]
+"""(job, member, deadline) -> a ticket."""
+
+
+class BulkConnection:
+    """One connection. Used by one thread at a time; `cut` may come from any."""
+
+    def __init__(self, connected: socket.socket, address: str, member_id: str) -> None:
+        """Takes `connected` over. `address`: for error messages."""
+        self.member_id = member_id
+        self.is_usable = True
+        """The next stream can begin."""
+        self._socket = connected
+        self._is_plain = not isinstance(connected, ssl.SSLSocket)
+        self._address = address
+        self._area: SharedArea | None = None
+        self._until = 0.0
+        """When the stream in progress must have ended, on the monotonic clock."""
+
+    @classmethod
+    def open(cls, transport: Transport, opened: pb.OpenDataResponse, settings: ChannelSettings, member_id: str) -> BulkConnection:
+        """Connects, shows the ticket and waits for the server's word. Raises OSError, and what the server refuses with."""
+        if transport is Transport.MEMORY:
+            connected = socket.socket(socket.AF_UNIX)
+        else:
+            host = parse_address(settings.address).host
+            connected = socket.create_connection((host, opened.tcp_port), timeout=_CONNECT_S)
+        try:
+            connected.settimeout(_CONNECT_S)
+            if transport is Transport.MEMORY:
+                connected.connect(f"\0{opened.memory_name}")
+            else:
+                connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            if transport is Transport.TCP and settings.tls is not None:
+                context = settings.tls.client_context()
+                connected = context.wrap_socket(connected, server_hostname=settings.server_name or host)
+            connection = cls(connected, settings.address, member_id)
+            connection._until = time.monotonic() + _CONNECT_S
+            connection._begin(opened.ticket, transport)
+            return connection
+        except BaseException as error:
+            connected.close()
+            if isinstance(error, _Lost):
+                raise error.cause from None
+            raise
+
+    def upload(self, kind: Kind, partitions: Iterable[tuple[pb.PushHeader, memoryview]], until: float) -> list[pb.PartitionResult]:
+        """Sends an upload of `kind`, INITIALIZE or PUSH; one result per partition. Raises what the server refuses with, UnavailableError,
+        DeadlineError, and what reading `partitions` raises."""
+        with self._stream(kind.name.title(), until):
+            self._send(head(kind), more=True)
+            refusal: bytes | None = None
+            for header, payload in partitions:
+                message = header.SerializeToString()
+                self._send(head(Kind.PARTITION, len(message)), message, more=True)
+                data = as_bytes(payload)
+                for start in range(0, data.nbytes, DATA_BYTES):
+                    refusal = self._send_data(data[start : start + DATA_BYTES]) or refusal
+            self._send(head(Kind.END))
+            return list(_decoded(pb.PushResponse, self._answer(refusal)).results)
+
+    def pull(self, request: pb.PullRequest, receiver: PullReceiver, until: float) -> list[pb.PullHeader]:
+        """Receives what `request` asks for. Raises as `upload`, and as `receiver` does."""
+        with self._stream("Pull", until):
+            message = request.SerializeToString()
+            self._send(head(Kind.PULL, len(message)), message)
+            while True:
+                frame = self._next_frame()
+                if frame.kind is Kind.PARTITION:
+                    receiver.begin(_decoded(pb.PullHeader, self._message(frame)))
+                elif frame.kind is Kind.DATA:
+                    self._receive_data(frame.length, receiver)
+                elif frame.kind is Kind.END:
+                    break
+                elif frame.kind is Kind.ERROR:
+                    raise _Refused(from_error_message(self._message(frame)))
+                else:
+                    raise malformed(f"{frame.kind.name} in the answer to a pull")
+        return receiver.finish()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the server still holds the other end of a connection that is not in use."""
+        ready = select.poll()
+        ready.register(self._socket, select.POLLIN)
+        return not ready.poll(0)  # an idle server says nothing: what can be read is the end
+
+    def cut(self) -> None:
+        """Makes a stream in progress fail. Idempotent."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Idempotent."""
+        self.is_usable = False
+        self.cut()  # a forked child may hold the socket as well
+        self._socket.close()
+        if self._area is not None:
+            self._area.close()
+
+    # ---------------------------------------------------------------------------------------------------------------- streams
+
+    @contextmanager
+    def _stream(self, method: str, until: float) -> Iterator[None]:
+        """Leaves the connection usable when what is done within ends well, or is refused by the server."""
+        self._until = until
+        self.is_usable = False
+        call = f"{method} at {self._address}"
+        try:
+            yield
+            self.is_usable = True
+        except _Refused as refused:
+            self.is_usable = True
+            raise refused.error from None
+        except InvalidRequestError as error:
+            if error.reason != "STREAM_MALFORMED":
+                raise
+            raise CorruptDataError(f"{call}: {error}", reason=error.reason) from error
+        except _Lost as lost:
+            if isinstance(lost.cause, TimeoutError):
+                raise DeadlineError(f"{call}: Deadline Exceeded") from lost.cause
+            raise UnavailableError(f"{call}: the bulk connection broke: {lost}") from lost.cause
+
+    def _begin(self, ticket: bytes, transport: Transport) -> None:
+        self._send(greeting(ticket))
+        if transport is Transport.MEMORY:
+            data, descriptors, _, _ = socket.recv_fds(self._socket, HEAD_BYTES, 1)
+            frame = parse_head(data) if len(data) == HEAD_BYTES else None
+            if frame is not None and frame.kind is Kind.READY and descriptors:
+                self._area = SharedArea.received(descriptors[0], frame.length)
+                return
+            for descriptor in descriptors:
+                os.close(descriptor)
+            if frame is None:
+                raise _Lost(ConnectionError("the server closed the connection before it was ready"))
+        else:
+            frame = self._next_frame()
+        if frame.kind is Kind.ERROR:
+            raise from_error_message(self._message(frame))
+        if frame.kind is not Kind.READY or frame.length:
+            raise malformed(f"{frame.kind.name} where READY was expected")
+
+    def _answer(self, refusal: bytes | None) -> bytes:
+        """The server's answer to an upload. `refusal`: it was refused before it had ended."""
+        answer: bytes | None = None
+        while answer is None and refusal is None:
+            frame = self._next_frame()
+            if frame.kind is Kind.RESULT:
+                answer = self._message(frame)
+            else:
+                refusal = self._refusal_or_free(frame)
+        while self._area is not None and self._area.in_use:
+            self._refusal_or_free(self._next_frame())
+        if answer is None:
+            raise _Refused(from_error_message(refusal or b""))
+        return answer
+
+    def _refusal_or_free(self, frame: Frame) -> bytes | None:
+        """What the server sends while it reads an upload: an ERROR's message; None: a piece of shared memory is free."""
+        if frame.kind is Kind.ERROR:
+            return self._message(frame)
+        if frame.kind is not Kind.FREE or self._area is None or not self._area.freed():
+            raise malformed(f"{frame.kind.name} during an upload")
+        return None
+
+    # ------------------------------------------------------------------------------------------------------------------ bytes
+
+    def _send_data(self, data: memoryview) -> bytes | None:
+        """One frame of DATA. Returns the server's ERROR, if that came meanwhile."""
+        if self._area is None:
+            self._send(head(Kind.DATA, data.nbytes), data, more=True)
+            return None
+        refusal: bytes | None = None
+        while self._area.is_full:
+            refusal = self._refusal_or_free(self._next_frame()) or refusal
+        self._area.fill(data)
+        self._send(head(Kind.DATA, data.nbytes))
+        return refusal
+
+    def _receive_data(self, nbytes: int, receiver: PullReceiver) -> None:
+        room = receiver.room(nbytes)
+        if self._area is None:
+            self._receive_into(memoryview(bytearray(nbytes)) if room is None else room)
+        else:
+            data = self._area.next_filled(nbytes)
+            if room is not None:
+                room[:] = data
+            self._send(head(Kind.FREE))
+        receiver.came(nbytes)
+
+    def _next_frame(self) -> Frame:
+        data = bytearray(HEAD_BYTES)
+        self._receive_into(memoryview(data))
+        return parse_head(data)
+
+    def _message(self, frame: Frame) -> bytes:
+        data = bytearray(frame.length)
+        self._receive_into(memoryview(data))
+        return bytes(data)
+
+    def _receive_into(self, target: memoryview) -> None:
+        while target.nbytes:
+            with self._allowed():
+                received = self._socket.recv_into(target)
+            if not received:
+                raise _Lost(ConnectionError("the server closed it"))
+            target = target[received:]
+
+    def _send(self, *parts: bytes | memoryview, more: bool = False) -> None:
+        if not self._is_plain:
+            for part in parts:
+                with self._allowed():
+                    self._socket.sendall(part)
+            return
+        rest = [memoryview(part) for part in parts if len(part)]
+        while rest:
+            with self._allowed():
+                sent = self._socket.sendmsg(rest, (), _MORE if more else 0)
+            while rest and sent >= rest[0].nbytes:
+                sent -= rest.pop(0).nbytes
+            if sent:
+                rest[0] = rest[0][sent:]
+
+    @contextmanager
+    def _allowed(self) -> Iterator[None]:
+        """One call of the socket, which may take what is left of the stream's time. Raises _Lost: errors of others, of who makes the
+        payloads say, may be OSErrors as well."""
+        left = self._until - time.monotonic()
+        if left <= 0:
+            raise _Lost(TimeoutError())
+        try:
+            self._socket.settimeout(left)
+            yield
+        except OSError as error:
+            raise _Lost(error) from error
+
+
+class BulkChannel:
+    """All connections of one client to one server. Any thread may call."""
+
+    def __init__(
+        self,
+        settings: ChannelSettings,
+        open_data: OpenData,
+        *,
+        transport: Transport,
+        fell_back: Callable[[Transport], None],
+    ) -> None:
+        """`fell_back`: told of a transport that should work and does not, when another takes its place."""
+        self._settings = settings
+        self._open_data = open_data
+        self._transport = transport
+        self._fell_back = fell_back
+        self._not_before: dict[Transport, float] = {}
+        """Transports that could not be had, and when they are tried again, on the monotonic clock."""
+        self._idle: list[BulkConnection] = []
+        self._used: set[BulkConnection] = set()
+        self._closed = False
+        self._lock = threading.Lock()
+        """Guards all of the above but what is given to __init__."""
+
+    @contextmanager
+    def connection(self, job_id: str, member_id: str, until: float) -> Iterator[BulkConnection | None]:
+        """A connection that may speak for `member_id` (empty: may pull as nobody); None: take gRPC.
+
+        Raises UnavailableError / CLIENT_CLOSED, what OpenData raises, and UnavailableError / TRANSPORT_UNAVAILABLE when the one transport
+        that may be used cannot be had.
+        """
+        connection = self._take(member_id) or self._open(job_id, member_id, until)
+        if connection is None:
+            yield None
+            return
+        try:
+            yield connection
+        except UnavailableError as error:
+            if self._closed:
+                raise self._closed_error() from error
+            raise
+        finally:
+            self._give_back(connection)
+
+    def close(self) -> None:
+        """Makes streams in progress fail, and closes all connections. Idempotent."""
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, []
+            for connection in self._used:
+                connection.cut()
+        for connection in idle:
+            connection.close()
+
+    def _take(self, member_id: str) -> BulkConnection | None:
+        while True:
+            with self._lock:
+                found = next((each for each in self._idle if each.member_id == member_id), None)
+                if found is None:
+                    return None
+                self._idle.remove(found)
+                self._used.add(found)
+            if found.is_alive:
+                return found
+            found.is_usable = False
+            self._give_back(found)
+
+    def _give_back(self, connection: BulkConnection) -> None:
+        with self._lock:
+            self._used.discard(connection)
+            kept = connection.is_usable and not self._closed
+            if kept:
+                self._idle.append(connection)
+        if not kept:
+            connection.close()
+
+    def _open(self, job_id: str, member_id: str, until: float) -> BulkConnection | None:
+        for transport in (Transport.MEMORY, Transport.TCP):
+            if self._transport not in (Transport.AUTO, transport) or time.monotonic() < self._not_before.get(transport, 0.0):
+                continue
+            try:
+                return self._opened(transport, job_id, member_id, until)
+            except _Unsuitable as error:
+                self._give_up(transport, error)
+        if self._transport in (Transport.AUTO, Transport.GRPC):
+            return None
+        raise UnavailableError(
+            f"{self._settings.address} cannot be reached by transport={self._transport}, the only one that is allowed; the log says why",
+            reason="TRANSPORT_UNAVAILABLE",
+        )
+
+    def _opened(self, transport: Transport, job_id: str, member_id: str, until: float) -> BulkConnection:
+        left = timedelta(seconds=max(0.001, until - time.monotonic()))
+        try:
+            opened = self._open_data(job_id, member_id, min(left, self._settings.deadline))
+        except LimitError as error:
+            raise _Unsuitable(str(error), expected=False) from error
+        except ShoalError as error:
+            if error.reason != "UNIMPLEMENTED":
+                raise  # as gRPC's push or pull would
+            raise _Unsuitable("the server has no bulk channel", expected=False) from error
+        if transport is Transport.MEMORY and not opened.memory_name:
+            raise _Unsuitable("the server shares no memory", expected=True)
+        try:
+            connection = BulkConnection.open(transport, opened, self._settings, member_id)
+        except (OSError, ShoalError) as error:
+            elsewhere = transport is Transport.MEMORY and isinstance(error, ConnectionRefusedError)
+            raise _Unsuitable(str(error) or type(error).__name__, expected=elsewhere) from error
+        with self._lock:
+            if not self._closed:
+                self._used.add(connection)
+                return connection
+        connection.close()
+        raise self._closed_error()
+
+    def _give_up(self, transport: Transport, error: _Unsuitable) -> None:
+        address = self._settings.address
+        with self._lock:
+            first = transport not in self._not_before
+            self._not_before[transport] = float("inf") if error.expected else time.monotonic() + _AGAIN_AFTER_S
+        if error.expected and self._transport is Transport.AUTO:
+            _log.debug("no bulk channel by %s to %s: %s", transport, address, error)
+            return
+        _log.log(
+            logging.WARNING if first else logging.DEBUG,
+            "no bulk channel by %s to the parameter server at %s: %s; tensors take the next transport",
+            *(transport, address, error),
+        )
+        self._fell_back(transport)
+
+    def _closed_error(self) -> UnavailableError:
+        return UnavailableError(f"the client of {self._settings.address} was closed", reason="CLIENT_CLOSED")
+
+
+class _Unsuitable(Exception):
+    """A transport cannot be had. `expected`: it was not to be expected to work, as with a server on another machine."""
+
+    def __init__(self, message: str, *, expected: bool) -> None:
+        super().__init__(message)
+        self.expected = expected
+
+
+class _Lost(Exception):
+    """The connection broke, or its time is over."""
+
+    def __init__(self, cause: OSError) -> None:
+        super().__init__(str(cause) or type(cause).__name__)
+        self.cause = cause
+
+
+class _Refused(Exception):
+    """The server has refused the stream, and is ready for the next one."""
+
+    def __init__(self, error: ShoalError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+def _decoded(message: type[MessageT], data: bytes) -> MessageT:
+    try:
+        decoded: MessageT = message.FromString(data)
+        return decoded
+    except DecodeError as error:
+        raise CorruptDataError(
+            f"{len(data)} bytes are not a {message.DESCRIPTOR.name}: {error}; they are truncated or of another type",
+            reason="MESSAGE_MALFORMED",
+        ) from error

@@ -1,0 +1,337 @@
+"""The bulk channel's server: listens on a TCP port and on a Unix socket, and serves uploads and pulls to who shows a ticket of OpenData.
+
+Belongs to the event loop, which also does the reading and writing: what is received must be looked at and applied there in any case, and
+a thread for each connection was not quicker (docs/decisions/0196). What a stream means is `Transfers`' business, as it is under gRPC.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import socket
+import ssl
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from datetime import timedelta
+from typing import Final
+
+from shoal_common.bulk.area import SharedArea, is_supported
+from shoal_common.bulk.frames import GREETING_BYTES, Frame, Kind, malformed, ticket_of
+from shoal_common.bulk.transport import Transport
+from shoal_common.errors import ConfigurationError, InvalidRequestError, PermissionDeniedError, ShoalError, UnavailableError
+from shoal_common.rpc.status import as_shoal_error, error_message
+from shoal_common.security import TlsSettings
+from shoal_common.settings import Address
+from shoal_common.tasks import end_tasks
+from shoal_protos.v1 import parameter_server_pb2 as pb
+
+from shoal_ps_server.metrics import Metrics
+from shoal_ps_server.service.bulk_connection import BulkConnection, Disconnected
+from shoal_ps_server.service.intake import IDLE_LIMIT
+from shoal_ps_server.service.requests import UploadKind
+from shoal_ps_server.service.streams import Arrived, Part
+from shoal_ps_server.service.tickets import Tickets
+from shoal_ps_server.service.transfers import Transfers
+
+logger = logging.getLogger(__name__)
+
+_GREETING_LIMIT: Final = timedelta(seconds=5)
+"""How long who connects may take for the TLS handshake and its ticket."""
+_MOST_STRANGERS: Final = 64
+"""Connections that have not shown a ticket yet; more are closed at once."""
+_BACKLOG: Final = 128
+_KEEPALIVE: Final = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 30_000}
+"""Peers that vanished without closing are found after about as long as gRPC's keepalive takes. Options that a system lacks are left out."""
+_UPLOADS: Final = {Kind.INITIALIZE: UploadKind.INITIALIZE, Kind.PUSH: UploadKind.PUSH}
+_MALFORMED: Final = "STREAM_MALFORMED"
+_NOTHING: Final = Arrived(memoryview(b""))
+
+
+class BulkServer:
+    """One server's bulk channel."""
+
+    def __init__(
+        self, *, tickets: Tickets, transfers: Transfers, metrics: Metrics, tls: TlsSettings | None, idle_limit: timedelta = IDLE_LIMIT
+    ) -> None:
+        """`idle_limit`: how long a peer may let a stream that has begun stand still."""
+        self._tickets = tickets
+        self._transfers = transfers
+        self._metrics = metrics
+        self._tls = tls
+        self._idle_limit = idle_limit
+        self._listeners: list[socket.socket] = []
+        self._accepting: list[asyncio.Task[None]] = []
+        self._serving: dict[asyncio.Task[None], bool] = {}
+        """Connection -> it has a stream that has begun."""
+        self._strangers: set[asyncio.Task[None]] = set()
+        """Those of them that have not shown a ticket."""
+        self._draining = False
+        self.port = 0
+        """The TCP port, once it listens."""
+        self.memory_name = ""
+        """Name of the Unix socket; empty where memory cannot be shared."""
+
+    def start(self, host: str, port: int) -> None:
+        """Listens on host:port (0: any port) and on a Unix socket. Raises ConfigurationError."""
+        context = None if self._tls is None else self._tls.server_context()
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            both = host == "::" and socket.has_dualstack_ipv6()  # IPv4 as well, as gRPC does
+            listener = socket.create_server((host, port), family=family, backlog=_BACKLOG, dualstack_ipv6=both)
+        except OSError as error:
+            raise ConfigurationError(
+                f"bulk_port={port}: cannot listen on {Address(host, port)}: {error}; free the port, or use 0 for one that is"
+            ) from error
+        self.port = listener.getsockname()[1]
+        self._accept_on(listener, Transport.TCP, context)
+        if is_supported():
+            self._share_memory()
+        logger.info("serving bulk connections", extra={"port": self.port, "memory": bool(self.memory_name)})
+
+    def _share_memory(self) -> None:
+        name = f"shoal-ps-{secrets.token_hex(16)}"
+        local = socket.socket(socket.AF_UNIX)
+        try:
+            local.bind(f"\0{name}")  # an abstract name: no file that a killed process would leave behind
+            local.listen(_BACKLOG)
+        except OSError as error:  # a sandbox, say: there is TCP
+            local.close()
+            logger.warning("no memory is shared with clients of this machine", extra={"error": error})
+            return
+        self.memory_name = name
+        self._accept_on(local, Transport.MEMORY, None)  # it never leaves the machine
+
+    async def drain_and_stop(self, timeout: timedelta) -> None:
+        """No new connections and streams; up to `timeout` for those that have begun, then they are cut off. Idempotent."""
+        self._draining = True
+        await end_tasks(self._accepting)
+        for listener in self._listeners:
+            listener.close()
+        for task, busy in list(self._serving.items()):
+            if not busy:
+                task.cancel()
+        if self._serving:
+            await asyncio.wait(self._serving, timeout=timeout.total_seconds())
+        await end_tasks(list(self._serving))
+
+    # -------------------------------------------------------------------------------------------------------------- connecting
+
+    def _accept_on(self, listener: socket.socket, transport: Transport, context: ssl.SSLContext | None) -> None:
+        listener.setblocking(False)
+        self._listeners.append(listener)
+        self._accepting.append(asyncio.create_task(self._accept(listener, transport, context)))
+
+    async def _accept(self, listener: socket.socket, transport: Transport, context: ssl.SSLContext | None) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                connected, _ = await loop.sock_accept(listener)
+            except OSError as error:  # out of descriptors, say, which passes
+                logger.warning("no bulk connection could be accepted", extra={"error": error})
+                await asyncio.sleep(0.1)
+                continue
+            if len(self._strangers) >= _MOST_STRANGERS:
+                connected.close()
+                continue
+            task = asyncio.create_task(self._serve(connected, transport, context))
+            self._serving[task] = False
+            self._strangers.add(task)
+            task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._serving.pop(task, None)
+        self._strangers.discard(task)
+
+    async def _serve(self, connected: socket.socket, transport: Transport, context: ssl.SSLContext | None) -> None:
+        """One connection to its end."""
+        with contextlib.ExitStack() as stack:
+            stack.callback(connected.close)
+            try:
+                _configure(connected)
+                if context is not None:
+                    connected = context.wrap_socket(connected, server_side=True, do_handshake_on_connect=False)  # the old one is empty now
+                connection = BulkConnection(connected, idle_limit=self._idle_limit)
+                stack.callback(connection.close)
+                member_id = await self._greeted(connection)
+                stack.callback(self._tickets.closed, member_id)
+                await self._make_ready(connection, transport)
+                gauge = self._metrics.bulk_connections.labels(transport)
+                gauge.inc()
+                stack.callback(gauge.dec)
+                await self._serve_streams(connection, member_id, transport)
+            except (Disconnected, OSError) as error:
+                logger.info("a bulk connection broke", extra={"transport": str(transport), "error": error})
+            except ShoalError as error:
+                logger.info("a bulk connection was ended", extra={"transport": str(transport), "reason": error.reason, "error": error})
+            except Exception:
+                logger.exception("a bulk connection failed")
+
+    async def _greeted(self, connection: BulkConnection) -> str:
+        """Whom a connection speaks for; from here on it counts as open. Raises AuthenticationError when it has no good ticket."""
+        async with asyncio.timeout(_GREETING_LIMIT.total_seconds()):
+            await connection.shake_hands()
+            greeted = bytearray(GREETING_BYTES)
+            await connection.receive_into(memoryview(greeted))
+            ticket = ticket_of(bytes(greeted))
+            try:
+                if ticket is None:
+                    raise malformed("a connection that did not begin with a greeting")
+                member_id = self._tickets.redeem(ticket, asyncio.get_running_loop().time())
+            except ShoalError as error:
+                await connection.send_last(Kind.ERROR, error_message(error))
+                raise
+        task = asyncio.current_task()
+        assert task is not None, "it is served by a task"
+        self._strangers.discard(task)
+        return member_id
+
+    async def _make_ready(self, connection: BulkConnection, transport: Transport) -> None:
+        if transport is not Transport.MEMORY:
+            await connection.send(Kind.READY)
+            return
+        try:
+            area, descriptor = SharedArea.make()
+        except OSError as error:
+            told = UnavailableError(f"there is no memory to share: {error}", reason="MEMORY_EXHAUSTED")
+            await connection.send(Kind.ERROR, error_message(told))
+            raise told from error
+        try:
+            connection.share(area, descriptor)
+        finally:
+            os.close(descriptor)
+
+    # ----------------------------------------------------------------------------------------------------------------- streams
+
+    async def _serve_streams(self, connection: BulkConnection, member_id: str, transport: Transport) -> None:
+        """One stream after another, until the peer closes the connection or breaks a rule."""
+        task = asyncio.current_task()
+        assert task is not None, "it is served by a task"
+        try:
+            while not self._draining and (frame := await connection.next_frame()) is not None:
+                self._serving[task] = True
+                if frame.kind in _UPLOADS:
+                    await self._upload(connection, _UPLOADS[frame.kind], member_id, transport)
+                elif frame.kind is Kind.PULL:
+                    await self._pull(connection, frame, member_id, transport)
+                else:
+                    raise malformed(f"{frame.kind.name} where a stream must begin")
+                self._serving[task] = False
+        except InvalidRequestError as error:  # it broke a rule: nobody knows what comes next
+            await connection.send_last(Kind.ERROR, error_message(error))
+            raise
+
+    async def _upload(self, connection: BulkConnection, kind: UploadKind, member_id: str, transport: Transport) -> None:
+        incoming = _Incoming(connection, member_id)
+        try:
+            response = await self._transfers.upload(incoming.parts(), kind, transport)
+        except Disconnected:
+            raise
+        except Exception as error:
+            told = as_shoal_error(error, kind.value)
+            if told.reason == _MALFORMED:
+                raise told from error
+            if told.reason == "STREAM_IDLE":
+                await connection.send_last(Kind.ERROR, error_message(told))
+                raise told from error
+            async with connection.in_time():
+                await connection.send(Kind.ERROR, error_message(told))
+            await incoming.pass_over()
+            return
+        async with connection.in_time():
+            await connection.send(Kind.RESULT, response.SerializeToString())
+
+    async def _pull(self, connection: BulkConnection, frame: Frame, member_id: str, transport: Transport) -> None:
+        async with connection.in_time():
+            message = await connection.message(frame)
+        try:
+            request = pb.PullRequest.FromString(message)
+            with self._metrics.counting_refusals("Pull"):
+                _check_speaker(request.member_id, member_id)
+            async with aclosing(self._transfers.pull(request, transport)) as answers:
+                async for header, reading in answers:
+                    async with connection.in_time():
+                        await connection.send(Kind.PARTITION, header.SerializeToString(), more=True)
+                    if reading is not None:
+                        await connection.send_values(reading)
+            last, told = Kind.END, b""
+        except Disconnected:
+            raise
+        except Exception as error:
+            refusal = as_shoal_error(error, "Pull")
+            if refusal.reason == _MALFORMED:
+                raise refusal from error
+            last, told = Kind.ERROR, error_message(refusal)
+        async with connection.in_time():
+            await connection.send(last, told)
+            await connection.settle()
+
+
+class _Incoming:
+    """One upload, as it comes over a connection."""
+
+    def __init__(self, connection: BulkConnection, member_id: str) -> None:
+        self._connection = connection
+        self._member_id = member_id
+        self._ended = False
+
+    async def parts(self) -> AsyncGenerator[Part]:
+        """What comes, up to END. Raises Disconnected, DecodeError, PermissionDeniedError, and InvalidRequestError / STREAM_MALFORMED."""
+        while (frame := await self._next()) is not None:
+            if frame.kind is Kind.DATA:
+                yield None, self._connection.data(frame)
+            else:
+                header = pb.PushHeader.FromString(await self._connection.message(frame))
+                if not self._member_id:
+                    raise PermissionDeniedError("a bulk connection that OpenData gave to nobody's member may only pull")
+                _check_speaker(header.member_id, self._member_id)
+                yield header, _NOTHING
+
+    async def pass_over(self) -> None:
+        """Reads on to END: the upload was refused."""
+        connection = self._connection
+        async with connection.in_time():
+            await connection.pass_over()
+        while True:
+            async with connection.in_time():
+                frame = await self._next()
+                if frame is None:
+                    return
+                if frame.kind is Kind.DATA:
+                    connection.data(frame)
+                    await connection.pass_over()
+                else:
+                    await connection.message(frame)
+
+    async def _next(self) -> Frame | None:
+        """The head of a frame of DATA or PARTITION; None: the upload has come to its END."""
+        if self._ended:
+            return None
+        frame = await self._connection.next_frame()
+        if frame is None:
+            raise Disconnected("the peer closed the connection in the middle of an upload")
+        if frame.kind is Kind.END:
+            self._ended = True
+            return None
+        if frame.kind not in (Kind.DATA, Kind.PARTITION):
+            raise malformed(f"{frame.kind.name} in an upload")
+        return frame
+
+
+def _check_speaker(claimed: str, member_id: str) -> None:
+    if claimed not in ("", member_id):
+        raise PermissionDeniedError(
+            f"member_id={claimed!r} over a bulk connection of {member_id!r}: it speaks for the member that OpenData named, or for nobody"
+        )
+
+
+def _configure(connected: socket.socket) -> None:
+    if connected.family == socket.AF_UNIX:
+        return
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _KEEPALIVE.items():
+        if (option := getattr(socket, name, None)) is not None:
+            connected.setsockopt(socket.IPPROTO_TCP, option, value)

@@ -1,0 +1,247 @@
+"""One bulk connection on the server's event loop: frames in and out of a socket that never blocks, payloads without copies of our own.
+
+Over TCP a payload goes from the kernel straight into the memory of its upload, and from a partition's values straight into the kernel;
+asyncio's own streams would copy it twice. TLS is the ssl module's, on the same socket. With shared memory the socket carries heads and
+messages alone (shoal_common.bulk).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from datetime import timedelta
+from typing import Final
+
+from shoal_common.bulk.area import AREA_BYTES, SharedArea
+from shoal_common.bulk.frames import DATA_BYTES, HEAD_BYTES, Frame, Kind, head, malformed, parse_head
+from shoal_common.failpoints import failpoint
+
+from shoal_ps_server.shard.payload import Upload
+from shoal_ps_server.shard.reading import Reading
+
+_LINGER_S: Final = 1.0
+_MORE: Final = getattr(socket, "MSG_MORE", 0)
+
+
+class Disconnected(Exception):
+    """The peer is gone, or lets a stream stand still: there is nobody to tell."""
+
+
+class BulkConnection:
+    """Used by one task at a time. Its methods raise Disconnected, and InvalidRequestError / STREAM_MALFORMED."""
+
+    def __init__(self, connected: socket.socket, *, idle_limit: timedelta) -> None:
+        """Takes it over; it must not block. `idle_limit`: how long the peer may leave it in the middle of something."""
+        self._loop = asyncio.get_running_loop()
+        self._socket = connected
+        self._idle_s = idle_limit.total_seconds()
+        self._is_plain = not isinstance(connected, ssl.SSLSocket)
+        self._area: SharedArea | None = None
+        self._unread = 0
+        """Bytes of the payload at hand that are still to come over the socket."""
+
+    async def shake_hands(self) -> None:
+        """Begins TLS, where it is."""
+        if isinstance(self._socket, ssl.SSLSocket):
+            await self._perform(self._socket.do_handshake, writes=False)
+
+    def share(self, area: SharedArea, descriptor: int) -> None:
+        """Has payloads go through `area`, which it takes over, and sends the peer its descriptor with READY. Before the first frame."""
+        self._area = area
+        try:
+            socket.send_fds(self._socket, [head(Kind.READY, AREA_BYTES)], [descriptor])  # a new socket has room for it
+        except OSError as error:
+            raise Disconnected(str(error)) from error
+
+    @asynccontextmanager
+    async def in_time(self) -> AsyncIterator[None]:
+        """Raises Disconnected when what is done within takes longer than the idle limit."""
+        try:
+            async with asyncio.timeout(self._idle_s) as limit:
+                yield
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            raise Disconnected(f"the peer let a stream stand still for {self._idle_s:g} s") from error
+
+    # -------------------------------------------------------------------------------------------------------------- receiving
+
+    async def next_frame(self) -> Frame | None:
+        """The next frame's head; None: the peer has closed the connection."""
+        data = bytearray(HEAD_BYTES)
+        received = await self._receive_some(memoryview(data))
+        if not received:
+            return None
+        if received < HEAD_BYTES:
+            async with self.in_time():
+                await self.receive_into(memoryview(data)[received:])
+        return parse_head(data)
+
+    async def message(self, frame: Frame) -> bytes:
+        """The message of a frame that has one."""
+        data = bytearray(frame.length)
+        await self.receive_into(memoryview(data))
+        return bytes(data)
+
+    async def receive_into(self, target: memoryview, came: Callable[[int], None] = lambda nbytes: None) -> None:
+        """Fills `target`; `came` is told of each part that is there."""
+        while target.nbytes:
+            received = await self._receive_some(target)
+            if not received:
+                raise Disconnected("the peer closed the connection in the middle of a frame")
+            came(received)
+            target = target[received:]
+
+    def data(self, frame: Frame) -> Data:
+        """The payload of a frame of DATA. It must be moved or passed over before the next frame."""
+        self._unread = frame.length
+        return Data(self, frame.length)
+
+    async def move(self, upload: Upload) -> None:
+        """The payload at hand, to its upload. Raises as `Upload.room`; then it can still be passed over."""
+        nbytes = self._unread
+        room = upload.room(nbytes)
+        if self._area is None:
+
+            def came(received: int) -> None:
+                self._unread -= received
+                upload.came(received)
+
+            await self.receive_into(room, came)
+        else:
+            self._unread = 0
+            room[:] = self._area.next_filled(nbytes)
+            await self._send_bytes(head(Kind.FREE))
+            upload.came(nbytes)
+        await asyncio.sleep(0)  # others have their turn
+
+    async def pass_over(self) -> None:
+        """Drops the rest of the payload at hand, if there is any."""
+        if not self._unread:
+            return
+        if self._area is None:
+            await self.receive_into(memoryview(bytearray(self._unread)))
+        else:
+            self._area.next_filled(0)
+            await self._send_bytes(head(Kind.FREE))
+        self._unread = 0
+
+    # ---------------------------------------------------------------------------------------------------------------- sending
+
+    async def send(self, kind: Kind, message: bytes = b"", *, more: bool = False) -> None:
+        """One frame. `more`: another one follows at once."""
+        await self._send_bytes(head(kind, len(message)) + message, more=more)
+
+    async def send_last(self, kind: Kind, message: bytes) -> None:
+        """One frame, after which the connection is to be closed. Takes some more of what the peer sends, and drops it: a connection that is
+        closed with bytes unread is reset, and the peer may lose the frame."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_LINGER_S):
+                await self.send(kind, message)
+                with suppress(OSError):  # the peer has closed it
+                    self._socket.shutdown(socket.SHUT_WR)
+                dropped = memoryview(bytearray(1 << 16))
+                while await self._receive_some(dropped):
+                    pass
+
+    async def send_values(self, reading: Reading) -> None:
+        """All that `reading` has left, as frames of DATA. Raises as `Reading.take`, between two of them."""
+        while nbytes := min(reading.remaining, DATA_BYTES):
+            async with self.in_time():
+                if self._area is None:
+                    reading.promise(nbytes)
+                    await self._send_bytes(head(Kind.DATA, nbytes), more=True)
+                    await self._send_live(reading, nbytes)
+                else:
+                    while self._area.is_full:
+                        await self._wait_for_free(self._area)
+                    data = reading.take(nbytes)
+                    self._area.fill(data)
+                    await self._send_bytes(head(Kind.DATA, data.nbytes))
+            failpoint("pull.halfway")
+            await asyncio.sleep(0)  # others have their turn
+
+    async def settle(self) -> None:
+        """With shared memory: waits until the peer has read all pieces, after which both sides agree on the next one."""
+        while self._area is not None and self._area.in_use:
+            await self._wait_for_free(self._area)
+
+    def close(self) -> None:
+        """Ends it. Idempotent."""
+        self._socket.close()
+        if self._area is not None:
+            self._area.close()
+
+    async def _wait_for_free(self, area: SharedArea) -> None:
+        frame = await self.next_frame()
+        if frame is None:
+            raise Disconnected("the peer closed the connection in the middle of a pull")
+        if frame.kind is not Kind.FREE or not area.freed():
+            raise malformed(f"{frame.kind.name} where FREE was expected")
+
+    async def _send_live(self, reading: Reading, nbytes: int) -> None:
+        """Values from where they are. They may change while the socket takes no more: then the reading goes on in a copy of them."""
+        while nbytes:
+            sent = await self._perform(lambda: self._socket.send(reading.rest[:nbytes]), writes=True)  # noqa: B023 - called before it changes
+            reading.take(sent)
+            nbytes -= sent
+
+    async def _send_bytes(self, data: bytes, *, more: bool = False) -> None:
+        flags = _MORE if more and self._is_plain else 0
+        rest = memoryview(data)
+        while rest.nbytes:
+            rest = rest[await self._perform(lambda: self._socket.send(rest, flags), writes=True) :]  # noqa: B023 - called before it changes
+
+    async def _receive_some(self, target: memoryview) -> int:
+        return await self._perform(lambda: self._socket.recv_into(target), writes=False)
+
+    async def _perform(self, operation: Callable[[], int | None], *, writes: bool) -> int:
+        """Repeats what would block when it no longer would. Under TLS a write may have to wait for the peer, and a read to write."""
+        while True:
+            try:
+                return operation() or 0
+            except ssl.SSLWantReadError:
+                await self._ready(writes=False)
+            except ssl.SSLWantWriteError:
+                await self._ready(writes=True)
+            except BlockingIOError:
+                await self._ready(writes=writes)
+            except OSError as error:  # ssl's errors are such, too
+                raise Disconnected(str(error) or type(error).__name__) from error
+
+    async def _ready(self, *, writes: bool) -> None:
+        ready: asyncio.Future[None] = self._loop.create_future()
+        descriptor = self._socket.fileno()
+        if descriptor < 0:
+            raise Disconnected("the connection is closed here")
+        if writes:
+            self._loop.add_writer(descriptor, _set, ready)
+        else:
+            self._loop.add_reader(descriptor, _set, ready)
+        try:
+            await ready
+        finally:
+            if writes:
+                self._loop.remove_writer(descriptor)
+            else:
+                self._loop.remove_reader(descriptor)
+
+
+class Data:
+    """A payload that waits in a connection: a `Chunk` of an upload."""
+
+    def __init__(self, connection: BulkConnection, nbytes: int) -> None:
+        self._connection = connection
+        self.nbytes = nbytes
+
+    async def move_to(self, upload: Upload) -> None:
+        """Receives it into the upload's own memory. Raises as `BulkConnection.move`."""
+        await self._connection.move(upload)
+
+
+def _set(ready: asyncio.Future[None]) -> None:
+    if not ready.done():
+        ready.set_result(None)

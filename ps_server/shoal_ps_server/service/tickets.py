@@ -1,0 +1,79 @@
+"""Tickets for bulk connections: each opens one, for one member, within seconds. Pure; the caller says what time it is."""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+from collections import Counter
+from dataclasses import dataclass
+from typing import Final
+
+from shoal_common.bulk.frames import TICKET_BYTES
+from shoal_common.errors import AuthenticationError, LimitError
+
+GOOD_FOR_S: Final = 10.0
+MOST_OF_A_MEMBER: Final = 8
+"""Connections that may speak for one member, with the tickets for more."""
+MOST_OF_ONLOOKERS: Final = 256
+"""Those of all who speak for nobody together."""
+MOST_TOGETHER: Final = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Issued:
+    ticket: bytes
+    member_id: str
+    until: float
+
+
+class Tickets:
+    """Those of one server, and the connections that were opened with them."""
+
+    def __init__(self) -> None:
+        self._issued: list[_Issued] = []
+        """Not used yet; the oldest first."""
+        self._open: Counter[str] = Counter()
+        """Member -> its connections."""
+
+    def issue(self, member_id: str, now: float) -> bytes:
+        """Returns a ticket for a connection that speaks for `member_id`, or for nobody if that is empty.
+
+        Raises LimitError / CONNECTIONS_EXHAUSTED.
+        """
+        self._issued = [each for each in self._issued if each.until > now]
+        own = self._open[member_id] + sum(each.member_id == member_id for each in self._issued)
+        most = MOST_OF_A_MEMBER if member_id else MOST_OF_ONLOOKERS
+        if own >= most or self._open.total() + len(self._issued) >= MOST_TOGETHER:
+            raise LimitError(
+                f"member {member_id!r} has {own} bulk connections of at most {most}, all together {self._open.total()} of {MOST_TOGETHER}; "
+                "close some, or push and pull over gRPC",
+                reason="CONNECTIONS_EXHAUSTED",
+            )
+        issued = _Issued(ticket=secrets.token_bytes(TICKET_BYTES), member_id=member_id, until=now + GOOD_FOR_S)
+        self._issued.append(issued)
+        return issued.ticket
+
+    def redeem(self, ticket: bytes, now: float) -> str:
+        """Returns whom the connection speaks for; it counts as open until `closed`.
+
+        Raises AuthenticationError / TICKET_INVALID.
+        """
+        found = None
+        for issued in self._issued:  # all of them: the time must not depend on which one it is
+            if hmac.compare_digest(issued.ticket, ticket):
+                found = issued
+        if found is not None:
+            self._issued.remove(found)
+        if found is None or found.until <= now:
+            raise AuthenticationError(
+                f"the ticket is unknown, was used before, or is older than {GOOD_FOR_S:g} s; ask for another one (OpenData)",
+                reason="TICKET_INVALID",
+            )
+        self._open[found.member_id] += 1
+        return found.member_id
+
+    def closed(self, member_id: str) -> None:
+        """One of the member's connections has ended."""
+        self._open[member_id] -= 1
+        if not self._open[member_id]:
+            del self._open[member_id]

@@ -1,0 +1,293 @@
+"""The bulk channel's server on a loop of its own: who lets a stream stand still is cut off, and a server that stops lets streams end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from datetime import timedelta
+
+import numpy as np
+import pytest
+import torch
+from prometheus_client import CollectorRegistry
+from shoal_common.bulk.area import SharedArea
+from shoal_common.bulk.frames import HEAD_BYTES, Frame, Kind, greeting, head, parse_head
+from shoal_common.rpc.status import from_error_message
+from shoal_protos.v1 import parameter_server_pb2 as pb
+from shoal_ps_server.consistency.clocks import Clocks
+from shoal_ps_server.consistency.fence import Fence
+from shoal_ps_server.consistency.membership import Membership
+from shoal_ps_server.metrics import Metrics
+from shoal_ps_server.service.bulk import BulkServer
+from shoal_ps_server.service.intake import Intake
+from shoal_ps_server.service.layouts import Layouts
+from shoal_ps_server.service.pulls import Pulls
+from shoal_ps_server.service.staging import Staging
+from shoal_ps_server.service.tickets import Tickets
+from shoal_ps_server.service.transfers import Transfers
+from shoal_ps_server.shard.reading import Copies
+from shoal_ps_server.storage.changes import Changes
+from shoal_ps_server.storage.image import Members
+
+LENGTH = 3 << 20
+"""Elements of the partition: more bytes than sockets on loopback take without being read."""
+PULL = pb.PullRequest(job_id="job", shard_map_epoch=1).SerializeToString()
+
+
+class Serving:
+    """One bulk server, one partition with values, members a and b in generation 1."""
+
+    def __init__(self, make, *, idle: timedelta, staging: int) -> None:
+        layout = make.layout(make.spec(length=LENGTH))
+        self.shard = make.shard(make.spec(length=LENGTH))
+        self.staging = Staging(nbytes=staging)
+        membership = Membership(fence=Fence(), clocks=Clocks())
+        membership.learn(1, ["a", "b"])
+        metrics = Metrics(CollectorRegistry())
+        layouts = Layouts(current=layout, fetch=lambda: asyncio.sleep(0, layout), adopt=lambda _: None)
+        self.tickets = Tickets()
+        intake = Intake(
+            job_id="job",
+            changes=Changes(shard=self.shard, layout=lambda: layout, members=Members),
+            membership=membership,
+            layout_of_epoch=layouts.of_epoch,
+            applied=lambda *_: None,
+            idle_limit=idle,
+            staging=self.staging,
+        )
+        pulls = Pulls(shard=self.shard, membership=membership, waited=lambda _: None, answered=lambda *_: None)
+        transfers = Transfers(job_id="job", layouts=layouts, intake=intake, pulls=pulls, metrics=metrics)
+        self.server = BulkServer(tickets=self.tickets, transfers=transfers, metrics=metrics, tls=None, idle_limit=idle)
+        self.server.start("127.0.0.1", 0)
+
+    async def connect(self, member_id: str = "a") -> socket.socket:
+        """A connection that is ready."""
+        loop = asyncio.get_running_loop()
+        connected = socket.socket()
+        connected.setblocking(False)
+        await loop.sock_connect(connected, ("127.0.0.1", self.server.port))
+        await loop.sock_sendall(connected, greeting(self.tickets.issue(member_id, loop.time())))
+        assert (await frame(connected)).kind is Kind.READY
+        return connected
+
+
+@pytest.fixture
+def serving(make):
+    """serving(idle, staging): a `Serving`, in an async with."""
+
+    @asynccontextmanager
+    async def serve(idle: timedelta = timedelta(seconds=30), staging: int = 1 << 30) -> AsyncIterator[Serving]:
+        made = Serving(make, idle=idle, staging=staging)
+        try:
+            async with asyncio.timeout(60):
+                yield made
+        finally:
+            await made.server.drain_and_stop(timedelta(0))
+
+    return serve
+
+
+async def exactly(connected: socket.socket, nbytes: int) -> bytes:
+    data = b""
+    while len(data) < nbytes:
+        more = await asyncio.get_running_loop().sock_recv(connected, nbytes - len(data))
+        if not more:
+            raise EOFError
+        data += more
+    return data
+
+
+async def frame(connected: socket.socket) -> Frame:
+    return parse_head(await exactly(connected, HEAD_BYTES))
+
+
+async def ends(connected: socket.socket) -> bool:
+    """Whatever comes, its end does."""
+    loop = asyncio.get_running_loop()
+    try:
+        while await loop.sock_recv(connected, 1 << 16):
+            pass
+    except ConnectionResetError:
+        pass
+    connected.close()
+    return True
+
+
+def opening(member_id: str = "a") -> bytes:
+    """The beginning of a push."""
+    header = pb.PushHeader(
+        job_id="job",
+        member_id=member_id,
+        generation=1,
+        shard_map_epoch=1,
+        sequence=1,
+        base_version=1,
+        dtype=pb.DTYPE_FLOAT32,
+        codec=pb.CODEC_RAW,
+        length=LENGTH,
+        payload_bytes=4 * LENGTH,
+    ).SerializeToString()
+    return head(Kind.PUSH) + head(Kind.PARTITION, len(header)) + header
+
+
+def payload() -> bytes:
+    data = np.ones(LENGTH, np.float32).tobytes()
+    return b"".join(head(Kind.DATA, 1 << 20) + data[start : start + (1 << 20)] for start in range(0, len(data), 1 << 20))
+
+
+def test_an_upload_that_stands_still_is_told_so_and_cut_off_and_its_memory_is_free_again(serving) -> None:
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        async with serving(idle=timedelta(milliseconds=200), staging=4 * LENGTH) as made:
+            stalled = await made.connect()
+            await loop.sock_sendall(stalled, opening() + head(Kind.DATA, 1000) + bytes(999))
+            answer = await frame(stalled)
+            assert answer.kind is Kind.ERROR
+            assert from_error_message(await exactly(stalled, answer.length)).reason == "STREAM_IDLE"
+            assert await ends(stalled)
+            other = await made.connect("b")
+            await loop.sock_sendall(other, opening("b") + payload() + head(Kind.END))
+            answer = await frame(other)
+            assert answer.kind is Kind.RESULT
+            assert pb.PushResponse.FromString(await exactly(other, answer.length)).results[0].version == 2
+            other.close()
+
+    asyncio.run(scenario())
+
+
+def test_half_a_head_is_not_waited_on_for_ever_and_an_idle_connection_is(serving) -> None:
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        async with serving(idle=timedelta(milliseconds=100)) as made:
+            idle, half = await made.connect(), await made.connect()
+            await loop.sock_sendall(half, head(Kind.PUSH)[:3])
+            assert await ends(half)
+            await loop.sock_sendall(idle, head(Kind.PUSH) + head(Kind.END))
+            assert (await frame(idle)).kind is Kind.RESULT
+            idle.close()
+
+    asyncio.run(scenario())
+
+
+def test_who_pulls_and_does_not_read_is_cut_off(serving) -> None:
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        async with serving(idle=timedelta(milliseconds=100)) as made:
+            deaf = await made.connect()
+            await loop.sock_sendall(deaf, head(Kind.PULL, len(PULL)) + PULL)
+            while made.server._serving:
+                await asyncio.sleep(0.01)
+            assert await ends(deaf)
+            assert not made.shard._partitions[0].readings
+
+    asyncio.run(scenario())
+
+
+def test_who_pulls_into_shared_memory_and_frees_no_piece_is_cut_off(serving) -> None:
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        async with serving(idle=timedelta(milliseconds=100)) as made:
+            deaf = socket.socket(socket.AF_UNIX)
+            deaf.setblocking(False)
+            await loop.sock_connect(deaf, f"\0{made.server.memory_name}")
+            await loop.sock_sendall(deaf, greeting(made.tickets.issue("", loop.time())))
+            data: bytes = b""
+            descriptors: list[int] = []
+            while not data:
+                try:
+                    data, descriptors, _, _ = socket.recv_fds(deaf, HEAD_BYTES, 1)
+                except BlockingIOError:
+                    await asyncio.sleep(0.01)
+            SharedArea.received(descriptors[0], parse_head(data).length).close()
+            await loop.sock_sendall(deaf, head(Kind.PULL, len(PULL)) + PULL)
+            assert await ends(deaf)
+
+    asyncio.run(scenario())
+
+
+def test_a_pull_that_is_given_up_in_the_middle_of_a_frame_ends_with_its_error_behind_it(serving, make, monkeypatch) -> None:
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        async with serving() as made:
+            monkeypatch.setattr(made.shard, "_copies", Copies(limit=4 * LENGTH))
+            slow = await made.connect()
+            await loop.sock_sendall(slow, head(Kind.PULL, len(PULL)) + PULL)
+            while not (readings := list(made.shard._partitions[0].readings)) or not readings[0]._promised:  # it waits within a frame
+                await asyncio.sleep(0.01)
+            for sequence in (1, 2):
+                made.shard.push(make.upload(torch.ones(LENGTH), make.spec(length=LENGTH), sequence=sequence, base_version=sequence))
+                other = made.shard._partitions[0].read()  # a second copy is one too many
+            answer = await frame(slow)
+            assert answer.kind is Kind.PARTITION
+            await exactly(slow, answer.length)
+            frames = 0
+            while (answer := await frame(slow)).kind is Kind.DATA:
+                assert not any(await exactly(slow, answer.length)), "the values of the moment when it began"
+                frames += 1
+            assert 0 < frames < 4 * LENGTH >> 20
+            assert from_error_message(await exactly(slow, answer.length)).reason == "PULL_TOO_SLOW"
+            assert other.remaining
+            await loop.sock_sendall(slow, head(Kind.PUSH) + head(Kind.END))
+            assert (await frame(slow)).kind is Kind.RESULT
+            slow.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_stranger_that_says_nothing_is_no_burden(serving, monkeypatch) -> None:
+    monkeypatch.setattr("shoal_ps_server.service.bulk._GREETING_LIMIT", timedelta(milliseconds=100))
+
+    async def scenario() -> None:
+        async with serving() as made:
+            strangers = [socket.create_connection(("127.0.0.1", made.server.port)) for _ in range(5)]
+            while len(made.server._strangers) < 5:
+                await asyncio.sleep(0.01)
+            for stranger in strangers:
+                stranger.setblocking(False)
+                assert await ends(stranger)
+            assert not made.server._strangers
+
+    asyncio.run(scenario())
+
+
+def test_a_server_that_stops_lets_a_stream_end_and_cuts_idle_connections(serving) -> None:
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        async with serving() as made:
+            idle, busy = await made.connect("b"), await made.connect()
+            await loop.sock_sendall(busy, opening())
+            while not any(made.server._serving.values()):
+                await asyncio.sleep(0.01)
+            stopping = asyncio.create_task(made.server.drain_and_stop(timedelta(seconds=30)))
+            assert await ends(idle)
+            assert not stopping.done()
+            await loop.sock_sendall(busy, payload() + head(Kind.END))
+            assert (await frame(busy)).kind is Kind.RESULT
+            assert await ends(busy)
+            await stopping
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection(("127.0.0.1", made.server.port))
+
+    asyncio.run(scenario())
+
+
+def test_descriptors_of_shared_memory_are_closed_with_their_connections(serving) -> None:
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        async with serving() as made:
+            before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+            for _ in range(20):
+                local = socket.socket(socket.AF_UNIX)
+                local.setblocking(False)
+                await loop.sock_connect(local, f"\0{made.server.memory_name}")
+                await loop.sock_sendall(local, greeting(made.tickets.issue("", loop.time())))
+                assert (await frame(local)).kind is Kind.READY  # without taking the descriptor that comes along
+                local.close()
+            while made.server._serving:
+                await asyncio.sleep(0.01)
+            assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
+
+    asyncio.run(scenario())

@@ -1,0 +1,59 @@
+"""Tickets open one connection each, for a while, for one member, and not too many."""
+
+from __future__ import annotations
+
+import pytest
+from shoal_common.bulk.frames import TICKET_BYTES
+from shoal_common.errors import AuthenticationError, LimitError
+from shoal_ps_server.service.tickets import GOOD_FOR_S, MOST_OF_A_MEMBER, MOST_TOGETHER, Tickets
+
+
+def refused(tickets: Tickets, ticket: bytes, now: float) -> bool:
+    with pytest.raises(AuthenticationError) as caught:
+        tickets.redeem(ticket, now)
+    return caught.value.reason == "TICKET_INVALID"
+
+
+def test_a_ticket_is_good_once() -> None:
+    tickets = Tickets()
+    ticket = tickets.issue("a", 0.0)
+    assert len(ticket) == TICKET_BYTES
+    assert tickets.redeem(ticket, 1.0) == "a"
+    assert refused(tickets, ticket, 1.0)
+
+
+def test_a_ticket_that_was_never_given_is_refused() -> None:
+    tickets = Tickets()
+    ticket = tickets.issue("a", 0.0)
+    assert refused(tickets, bytes(TICKET_BYTES), 0.0)
+    assert refused(tickets, ticket[:-1], 0.0)
+    assert tickets.redeem(ticket, 0.0) == "a"
+
+
+def test_a_ticket_is_good_for_seconds() -> None:
+    tickets = Tickets()
+    late, early = tickets.issue("a", 0.0), tickets.issue("a", 0.0)
+    assert tickets.redeem(early, GOOD_FOR_S - 0.1) == "a"
+    assert refused(tickets, late, GOOD_FOR_S)
+
+
+def test_a_member_has_so_many_connections_and_tickets_and_gets_more_when_one_ends() -> None:
+    tickets = Tickets()
+    for _ in range(MOST_OF_A_MEMBER - 1):
+        tickets.redeem(tickets.issue("a", 0.0), 0.0)
+    tickets.issue("a", 0.0)
+    with pytest.raises(LimitError) as caught:
+        tickets.issue("a", 0.0)
+    assert caught.value.reason == "CONNECTIONS_EXHAUSTED"
+    tickets.issue("b", 0.0)  # another's are its own
+    tickets.issue("a", GOOD_FOR_S)  # in the place of the one that was not used
+    tickets.closed("a")
+    tickets.issue("a", GOOD_FOR_S)
+
+
+def test_all_together_have_a_limit() -> None:
+    tickets = Tickets()
+    for number in range(MOST_TOGETHER):
+        tickets.issue(f"member-{number}", 0.0)
+    with pytest.raises(LimitError):
+        tickets.issue("one more", 0.0)

@@ -381,11 +381,9 @@ class Running:
     def shut_bulk_channel(self) -> None:
         """As a firewall does: its port and socket refuse everybody."""
         assert self._loop is not None
-        assert self._loop is not None
         assert self.thread.ident is not None
-        asyncio.run_coroutine_threadsafe(_Noted.of_thread[self.thread.ident]._bulk.drain_and_stop(timedelta(0)), self._loop).result(
-            DEADLINE_S
-        )
+        bulk = _Noted.of_thread[self.thread.ident]._bulk
+        asyncio.run_coroutine_threadsafe(bulk.drain_and_stop(timedelta(0)), self._loop).result(DEADLINE_S)
 
     def stop(self) -> None:
         """As SIGTERM does."""

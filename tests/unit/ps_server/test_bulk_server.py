@@ -49,19 +49,24 @@ class Serving:
         metrics = Metrics(CollectorRegistry())
         layouts = Layouts(current=layout, fetch=lambda: asyncio.sleep(0, layout), adopt=lambda _: None)
         self.tickets = Tickets()
+        changes = Changes(shard=self.shard, layout=lambda: layout, members=Members)
         intake = Intake(
             job_id="job",
-            changes=Changes(shard=self.shard, layout=lambda: layout, members=Members),
+            changes=changes,
             membership=membership,
             layout_of_epoch=layouts.of_epoch,
             applied=lambda *_: None,
+            waited=lambda _: None,
             idle_limit=idle,
             staging=self.staging,
         )
-        pulls = Pulls(shard=self.shard, membership=membership, waited=lambda _: None, answered=lambda *_: None)
-        transfers = Transfers(job_id="job", layouts=layouts, intake=intake, pulls=pulls, metrics=metrics)
+        pulls = Pulls(shard=self.shard, membership=membership, quiet=changes.quiet, waited=lambda _: None, answered=lambda *_: None)
+        transfers = Transfers(job_id="job", check_place=self._has_its_place, layouts=layouts, intake=intake, pulls=pulls, metrics=metrics)
         self.server = BulkServer(tickets=self.tickets, transfers=transfers, metrics=metrics, tls=None, idle_limit=idle)
         self.server.start("127.0.0.1", 0)
+
+    async def _has_its_place(self) -> None:
+        """It has no backup."""
 
     async def connect(self, member_id: str = "a") -> socket.socket:
         """A connection that is ready."""

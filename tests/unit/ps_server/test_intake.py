@@ -183,7 +183,7 @@ def test_a_push_that_waits_for_another_member_takes_no_memory_that_this_one_need
                 yield chunk
 
         async with asyncio.timeout(30):
-            await asyncio.gather(*(intake.receive(whole(member), UploadKind.PUSH) for member in ("a", "b")))
+            await asyncio.gather(*(intake.receive(parts_of(whole(member)), UploadKind.PUSH) for member in ("a", "b")))
         assert shard.version(0) == 3
 
     asyncio.run(scenario())
@@ -200,8 +200,8 @@ def test_a_push_that_is_known_waits_for_nobody(made) -> None:
                 yield chunk
 
         async with asyncio.timeout(2):
-            await asyncio.gather(*(intake.receive(whole(member), UploadKind.PUSH) for member in ("a", "b")))
-            assert [each.duplicate for each in (await intake.receive(whole("a"), UploadKind.PUSH)).results] == [True]
+            await asyncio.gather(*(intake.receive(parts_of(whole(member)), UploadKind.PUSH) for member in ("a", "b")))
+            assert [each.duplicate for each in (await intake.receive(parts_of(whole("a")), UploadKind.PUSH)).results] == [True]
         assert shard.version(0) == 3
 
     asyncio.run(scenario())

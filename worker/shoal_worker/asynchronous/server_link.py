@@ -204,7 +204,7 @@ class ServerLink:
     def advance_clock(self, clock: int) -> None:
         """Says that this worker has finished `clock` iterations."""
         self._clock = clock
-        self._insist("AdvanceClock", lambda: self._client.advance_clock(self._job.job_id, self._job.member_id, clock=clock))
+        self._tell(clock)
 
     def enter(self, clock: int) -> Position | None:
         """This worker, which has finished `clock` iterations, takes part from now on, and others may wait for it. None: nothing is trained
@@ -220,14 +220,19 @@ class ServerLink:
 
     def place(self, at: int) -> None:
         """What this worker has finished is `at` by the server's count, which is not below where it stands."""
-        call = self._client.advance_clock
-        self._insist("AdvanceClock", lambda: call(self._job.job_id, self._job.member_id, clock=self._clock, place=at))
+        self._tell(self._clock, place=at)
 
     def rest(self) -> None:
         """Nobody need wait for this worker until it enters again."""
         if self._trained:
-            call = self._client.advance_clock
-            self._insist("AdvanceClock", lambda: call(self._job.job_id, self._job.member_id, clock=_LARGEST_CLOCK))
+            self._tell(_LARGEST_CLOCK)
+
+    def _tell(self, clock: int, *, has_read: bool = False, place: int = 0) -> None:
+        def tell() -> None:
+            job = self._job
+            self._client.advance_clock(job.job_id, job.member_id, clock=clock, has_read=has_read, place=place, generation=job.generation)
+
+        self._insist("AdvanceClock", tell)
 
     # ------------------------------------------------------------------------------------------------------------- the end
 
@@ -321,8 +326,7 @@ class ServerLink:
                 raise
             return  # the next border lets it go; it needs no newer values for that
         if self._options.in_step:
-            call = self._client.advance_clock
-            self._insist("AdvanceClock", lambda: call(self._job.job_id, self._job.member_id, clock=self._clock, has_read=True))
+            self._tell(self._clock, has_read=True)
 
     def _push_in_turn(self, push: Callable[[], Pushed]) -> Pushed:
         """Pushes; with bsp when all have read what it changes. A worker that is to leave does not wait:

@@ -55,8 +55,8 @@ class Right:
         values = torch.randn(sum(LENGTHS), generator=generator)
         self.parameters = [torch.nn.Parameter(part.clone()) for part in values.split(LENGTHS)]
         self.optimizer = torch.optim.Adam(self.parameters, fused=True, **ADAM)
-        self.serve("starts", pid=1)
-        self.serve("clocks", slowest=0, clocks={})
+        self.serve("starts", pid=1, address="s:1")
+        self.serve("clocks", slowest=0, clocks={}, resting=[])
         self.serve("members", generation=1, members=["a", "b"])
         self.work("a", "values", call=self.call(), partition=0, values=hexed(values))
         self.change(member="", sequence=0, batch=0, clock=0, gradient=digest(values))
@@ -95,15 +95,15 @@ class Right:
 
     def pull(self, member: str, *, clock: int) -> None:
         call = self.call()
-        self.work(member, "pull", call=call, member=member, clock=clock)
-        self.serve("finished", member=member, clock=clock)
+        self.work(member, "pull", call=call, member=member, clock=clock, at="s:1")
+        self.serve("finished", member=member, clock=clock, place=0)
         self.serve("turn", member=member)
         answer = {"partition": 0, "version": self.version, "unchanged": False, "digest": digest(self.joined())}
         self.work(member, "pulled", call=call, answers=[answer])
 
     def push(self, member: str, sequence: int, *, batch: int, gradient: torch.Tensor) -> None:
         call, named = self.call(), {"partition": 0, "sequence": sequence, "batch": batch}
-        more = {"base": self.version, "clock": sequence, "absent": [], "member": member}
+        more = {"base": self.version, "clock": sequence, "absent": [], "member": member, "at": "s:1"}
         self.work(member, "push", call=call, **named, **more, gradient=hexed(gradient))
         for parameter, part in zip(self.parameters, gradient.split(LENGTHS), strict=True):
             parameter.grad = part
@@ -185,7 +185,7 @@ def test_an_answer_that_no_worker_got_must_be_true_too(right: Right) -> None:
 def test_a_push_that_was_known_by_its_batch_is_not_lost(right: Right) -> None:
     answer = right.last("pushed", "b")["answers"][0]
     again = {**answer, "sequence": 4, "batch": 2, "duplicate": True, "known": True}
-    right.work("b", "push", call=99, member="b", partition=0, sequence=4, batch=2, base=1, clock=4, absent=[], gradient="")
+    right.work("b", "push", call=99, member="b", partition=0, sequence=4, batch=2, base=1, clock=4, absent=[], gradient="", at="s:1")
     right.work("b", "pushed", call=99, answers=[again])
     assert found(right, "none lost") == []
     again["known"] = again["duplicate"] = False
@@ -259,14 +259,16 @@ def test_a_version_that_no_server_had_is_found(right: Right) -> None:
 
 def test_a_version_that_goes_back_is_found_whoever_saw_it(right: Right) -> None:
     older = copy.deepcopy(right.last("pulled", "a")["answers"])
-    right.work("b", "pull", call=99, member="b", clock=3)
+    right.work("b", "pull", call=99, member="b", clock=3, at="s:1")
     right.work("b", "pulled", call=99, answers=older)
     assert found(right, "monotonic") == ["version 6 of partition 0 was told after version 7 had been"]
 
 
 def test_an_older_version_that_was_asked_for_before_the_newer_one_was_told_is_right(right: Right) -> None:
     older = copy.deepcopy(right.last("pulled", "a")["answers"])
-    right.workers["b"].append({"kind": "pull", "t": right.last("pulled", "a")["t"], "of": "b", "call": 99, "member": "b", "clock": 3})
+    right.workers["b"].append(
+        {"kind": "pull", "t": right.last("pulled", "a")["t"], "of": "b", "call": 99, "member": "b", "clock": 3, "at": "s:1"}
+    )
     right.work("b", "pulled", call=99, answers=older)
     assert found(right, "monotonic") == []
 
@@ -314,26 +316,26 @@ def test_a_joiner_begins_where_the_slowest_is_and_who_is_gone_is_not_waited_for(
 
 
 def test_a_restart_that_forgets_how_far_members_were_is_found(right: Right) -> None:
-    right.serve("starts", pid=2)
-    right.serve("clocks", slowest=2, clocks={"a": [2, 0], "b": [3, 0]})
+    right.serve("starts", pid=2, address="s:1")
+    right.serve("clocks", slowest=2, clocks={"a": [2, 0], "b": [3, 0]}, resting=[])
     assert found(right, "bound") == []
-    right.serve("clocks", slowest=0, clocks={"a": [0, None], "b": [3, 0]})
+    right.serve("clocks", slowest=0, clocks={"a": [0, None], "b": [3, 0]}, resting=[])
     assert found(right, "bound") == ["server server came back with a at clock 0, where it had 2"]
-    right.serve("clocks", slowest=3, clocks={"a": [3, 0], "b": [3, 0]})
+    right.serve("clocks", slowest=3, clocks={"a": [3, 0], "b": [3, 0]}, resting=[])
     assert "server server came back with a at clock 3, where it had 0" in found(right, "bound")
-    right.serve("clocks", slowest=4, clocks={"a": [3, 0], "b": [3, 0]})
+    right.serve("clocks", slowest=4, clocks={"a": [3, 0], "b": [3, 0]}, resting=[])
     assert "server server came back with a member behind the slowest, at 4" in found(right, "bound")
 
 
 def test_a_restart_counts_the_iteration_before_a_push_that_only_the_journal_had(right: Right) -> None:
-    right.serve("starts", pid=2)
+    right.serve("starts", pid=2, address="s:1")
     right.serve(**{**right.last("applied"), "version": right.version + 1, "member": "a", "sequence": 4, "clock": 5, "again": True})
-    right.serve("clocks", slowest=3, clocks={"a": [4, 0], "b": [3, 0]})
+    right.serve("clocks", slowest=3, clocks={"a": [4, 0], "b": [3, 0]}, resting=[])
     assert found(right, "bound") == []
 
 
 def test_iterations_that_nobody_said_are_found(right: Right) -> None:
-    right.serve("finished", member="b", clock=4)
+    right.serve("finished", member="b", clock=4, place=0)
     assert found(right, "bound") == ["server server counts 4 iterations of b, which did not say so"]
 
 

@@ -1,9 +1,10 @@
 """One job under a seeded schedule of faults, written down (recording.py) and judged at its end (checking.py).
 
-Coordinator, Redis, two parameter servers with data directories and three workers are processes; a relay (relay.py) stands before the
-coordinator and before each server. The seed chooses the faults, their targets and their times; what they meet there is chance, as the
-processes run freely. A worker that is gone is replaced by a new member; all else is started again over what it left. One worker is always
-left alone, so that the job is never without.
+Coordinator, Redis, two parameter servers with data directories, or four where each has a backup, and three workers are processes; a relay
+(relay.py) stands before the coordinator and before each server, also for the servers' own connections. The seed chooses the faults, their
+targets and their times; what they meet there is chance, as the processes run freely. A worker that is gone is replaced by a new member; all
+else is started again over what it left, a server with its id, whatever its role is by then. One worker is always left alone, so that the
+job is never without.
 """
 
 from __future__ import annotations
@@ -44,8 +45,9 @@ from tests.zygote.children import Child, Zygote, eventually
 
 WORKERS, SERVERS = 3, 2
 BOUND = 3
-MODES = ("asp", "ssp", "backups")
-"""asp, ssp(BOUND), and asp where each server has a backup."""
+MODES = ("asp", "ssp", "bsp", "backups")
+"""asp, ssp(BOUND), bsp, and asp where each server has a backup."""
+_CONSISTENCY = {"ssp": {"consistency": "ssp", "staleness_bound": BOUND}, "bsp": {"consistency": "bsp"}}
 LEASE_MS = 3000
 """A worker that stands still for longer is put out."""
 
@@ -54,6 +56,8 @@ _PACE_S = 0.5
 _LONGEST_ABSENCE_S = 0.6
 """Between the end of a process and the start of the next one in its place."""
 _SNAPSHOT_PACE_S = 1.0
+_SNAPSHOT_INTERVAL_S = 2
+"""Of backups, which cannot be asked for some, and so of all servers that may be one."""
 _PROGRESS_EVERY = 20
 """After so many faults workers must have been acknowledged something since."""
 _PROGRESS_WITHIN_S = 60.0
@@ -216,7 +220,8 @@ class Campaign:
 
     def _start_server(self, index: int, armed: str) -> Child:
         arguments = ["--coordinator", self._relay.address, "--job", self._job_id, "--server-id", f"server-{index}"]
-        arguments += ["--listen", f"127.0.0.1:{self._ports[index].port}", "--data-dir", str(self._data(index)), "--snapshot-interval", "0s"]
+        arguments += ["--listen", f"127.0.0.1:{self._ports[index].port}", "--data-dir", str(self._data(index))]
+        arguments += ["--snapshot-interval", f"{_SNAPSHOT_INTERVAL_S * self._backups}s"]
         environment = {
             recording.DIRECTORY: str(self._history),
             recording.REACHED_AT: self._links[index].address,
@@ -226,7 +231,7 @@ class Campaign:
 
     def _start_worker(self, armed: str) -> Child:
         number = next(self._members)
-        options = {"lease_ahead": 2.0, **({"consistency": "ssp", "staleness_bound": BOUND} if self._mode == "ssp" else {})}
+        options = {"lease_ahead": 2.0, **_CONSISTENCY.get(self._mode, {})}
         config = {"end": str(self._end), "seed": self._seed * 1000 + number, "longest_step_s": 0.01, "options": options}
         environment = {
             recording.DIRECTORY: str(self._history),
@@ -464,6 +469,7 @@ class Campaign:
             adam=training.ADAM,
             batch_size=training.BATCH_SIZE,
             bound=BOUND if self._mode == "ssp" else None,
+            in_step=self._mode == "bsp",
         )
         for promise, find in promises(history, job, ended_well=not self._unexpected).items():
             violations = list(itertools.islice(find(), 1000))

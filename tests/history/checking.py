@@ -9,6 +9,7 @@ be the same, and so must what a backup made. So there is one history of each par
     versions_are_monotonic     whoever asks later sees no older version; each version has the same values for all who see it
     optimizer_is_adam          the changes, made by torch's Adam in one process, give the same bits in each version, and the same moments
     bound_is_kept              no member's turn came while it was more than the bound ahead of the slowest
+    iterations_are_apart       with bsp all pushes of an iteration were computed on what the one before ended with
     samples_count_once         every sample of every epoch that began counts once, and every batch is on every partition
 
 With backups of servers the history is still one, and takes no search. A primary makes a change only when its backup in sync has it, and
@@ -16,8 +17,9 @@ whoever was told of a change was told by a primary; so what a primary made when 
 is for ever, whoever is the primary next. A backup makes what its primary's journal has, which the primary makes too, or its next process,
 or the backup itself in its place. What alone may be void is the end of a journal: a primary that is killed can have changes on its disk
 that no backup has, and makes them again when it is started. It serves nobody then until it has heard what it is. If it hears that it is a
-backup, the changes after the last that it answered for are void, and those that its successor makes in their place are the history. It is
-found by the lines: what a server made in a recovery, before it served, where the next that it was told was that it is a backup.
+backup, the changes after the last that it answered for are void, and those that its successor makes in their place are the history. They
+are found by the lines: what a server made in a recovery before it served, where the next that it was told was that it is a backup, and
+beyond all that it had made before.
 
 Nor may a primary that was replaced and has not heard of it acknowledge anything new; but it may answer with older versions. So an older
 version than another that was told before is no violation where another server had been told, by then, that it has that place in a later
@@ -119,8 +121,7 @@ class History:
     @cached_property
     def valid(self) -> Sequence[Line]:
         """Servers' lines of what was applied, or restored, in the order in which they were written, without what is void."""
-        found = [line for lines in self.servers.values() for line in _without_void(lines) if line["kind"] in ("applied", "restored")]
-        return sorted(found, key=lambda line: line["t"])
+        return sorted(itertools.chain(*map(_valid_lines, self.servers.values())), key=lambda line: line["t"])
 
     @cached_property
     def changes(self) -> Mapping[int, Mapping[int, Line]]:
@@ -199,34 +200,42 @@ class History:
         return found
 
 
-def _without_void(lines: Sequence[Line]) -> Iterator[Line]:
-    """The lines of one server but those of changes that are void: see above."""
+def _valid_lines(lines: Sequence[Line]) -> Iterator[Line]:
+    """What was applied or restored on one server, without what is void: see above."""
     spans: list[tuple[int, int]] = []
-    life, copies = 0, False
+    """Of each line: the number of the process, and that of the span in it."""
     recovered: set[tuple[int, int]] = set()
     served: dict[tuple[int, int], int] = {}
-    """Span -> the place of the last line that shows that it served."""
-    for place, line in enumerate(lines):
+    """Span -> the number of the last line that shows that it served."""
+    process, copies = 0, False
+    for number, line in enumerate(lines):
         if line["kind"] == "starts":
-            life, copies = life + 1, False
-        span = life, line.fields.get("span", 0)
+            process, copies = process + 1, False
+        span = process, line.fields.get("span", 0)
         spans.append(span)
         if not copies:
             recovered.add(span)
         if line["kind"] in ("known", "sent") or (line["kind"] == "applied" and not line["again"]):
-            served[span] = place
+            served[span] = number
         elif line["kind"] == "placed":
             copies = line["follows"]
             if line["serves"]:
-                served[span] = place
+                served[span] = number
+    may_be_void: set[int] = set()
     is_backup_next = False
-    found = []
-    for place, line in reversed(list(enumerate(lines))):
+    for number, line in reversed(list(enumerate(lines))):
         if line["kind"] == "placed" and (line["follows"] or line["serves"]):
             is_backup_next = line["follows"]
-        if not (is_backup_next and spans[place] in recovered and place > served.get(spans[place], -1)):
-            found.append(line)
-    yield from reversed(found)
+        elif is_backup_next and spans[number] in recovered and number > served.get(spans[number], -1):
+            may_be_void.add(number)
+    newest: dict[int, int] = {}
+    for number, line in enumerate(lines):
+        if line["kind"] not in ("applied", "restored"):
+            continue
+        partition, version = line["partition"], line["version"]
+        if number not in may_be_void or version <= newest.get(partition, 0):
+            newest[partition] = max(newest.get(partition, 0), version)
+            yield line
 
 
 # ----------------------------------------------------------------------------------------------------------- the servers' changes
@@ -481,6 +490,25 @@ def _stand_where_they_stood(server: str, line: Line, clocks: Mapping[str, _Clock
         yield Violation(f"server {server} came back with a member behind the slowest, at {line['slowest']}", [line])
 
 
+def iterations_are_apart(history: History) -> Iterator[Violation]:
+    """In the order of a partition's changes, a push was computed on the same version as the one before it, by another member, or on the one
+    that this led to: then the next iteration begins. Members number their iterations each for itself, so that their numbers say nothing."""
+    for partition, versions in history.changes.items():
+        base, pushed = 0, dict[str, Line]()
+        """The version that this iteration's pushes are computed on, and the change of each member in it."""
+        for change in versions.values():
+            sent = history.push_of(change) if change["sequence"] else None
+            if sent is None:
+                continue
+            if sent["base"] == change["version"] - 1:
+                base, pushed = sent["base"], {}
+            elif sent["base"] != base:
+                named = f"version {change['version']} of partition {partition}"
+                yield Violation(f"{named} is of a push on version {sent['base']}, where the iteration's are on {base}", [sent, change])
+            if (other := pushed.setdefault(change["member"], change)) is not change:
+                yield Violation(f"{change['member']} pushed twice to partition {partition} in one iteration", [other, change])
+
+
 # --------------------------------------------------------------------------------------------------------------------- the samples
 
 
@@ -519,6 +547,8 @@ class Job:
     batch_size: int
     bound: int | None = None
     """Clocks, with ssp."""
+    in_step: bool = False
+    """With bsp."""
 
 
 def promises(history: History, job: Job, *, ended_well: bool) -> Mapping[str, Callable[[], Iterator[Violation]]]:
@@ -536,4 +566,6 @@ def promises(history: History, job: Job, *, ended_well: bool) -> Mapping[str, Ca
         held["each sample of an epoch counts once"] = lambda: samples_count_once(history, job.records, job.batch_size)
     if (bound := job.bound) is not None:
         held[f"nobody goes on more than {bound} ahead of the slowest"] = lambda: bound_is_kept(history, bound)
+    if job.in_step:
+        held["all compute an iteration on what the one before ended with"] = lambda: iterations_are_apart(history)
     return held

@@ -54,7 +54,9 @@ LEASE_MS = 3000
 _PACE_S = 0.5
 """From one fault to the next, on average."""
 _LONGEST_ABSENCE_S = 0.6
-"""Between the end of a process and the start of the next one in its place."""
+"""Between the end of a process and the start of the next one in its place; now and then `_LONG_ABSENCE_S`."""
+_LONG_ABSENCE_S = 3.0
+_LONG_ABSENCES = 0.15
 _SNAPSHOT_PACE_S = 1.0
 _SNAPSHOT_INTERVAL_S = 2
 """Of backups, which cannot be asked for some, and so of all servers that may be one."""
@@ -285,16 +287,21 @@ class Campaign:
             said = child.said()[-3000:]
             self._unexpected.append(Violation(f"{target.name} ended by itself with status {child.status}; it said:\n{said}"))
         target.child, target.armed, target.doomed, target.stopped = None, "", "", False
-        self._later(self._chance.uniform(0, _LONGEST_ABSENCE_S), lambda: self._start_again(target))
+        longest = _LONG_ABSENCE_S if self._chance.random() < _LONG_ABSENCES else _LONGEST_ABSENCE_S
+        self._later(self._chance.uniform(0, longest), lambda: self._start_again(target))
 
     def _start_again(self, target: _Target) -> None:
         if self._ending or self._chance.random() < 0.6:
             target.armed = ""
         else:
-            name = self._chance.choice(sorted(target.failpoints))
+            backups = self._backups and target in self._servers and self._chance.random() < 0.5
+            name = self._chance.choice(sorted(_BACKUP_FAILPOINTS if backups else target.failpoints))
             target.armed = f"{name}@{self._chance.randint(1, target.failpoints[name])}=kill"
         target.child = target.start(target.armed)
         self._restarts += 1
+        if self._backups and target in self._servers and not self._ending and self._chance.random() < 0.3:
+            # While it is on its way to be in sync, or to hear what it is.
+            self._later(self._chance.uniform(0, 1.5), lambda: self._kill(self._chance.choice(self._servers)))
 
     def _strike(self) -> None:
         kinds: tuple[tuple[int, Callable[[], None]], ...] = (
@@ -309,6 +316,7 @@ class Campaign:
             (2, self._drop),
             (1, self._restart_redis),
             (2 * self._backups, self._kill_two),
+            (2 * self._backups, self._kill_with_coordinator),
         )
         strike = self._chance.choices([each for _, each in kinds], [weight for weight, _ in kinds])[0]
         strike()
@@ -328,6 +336,11 @@ class Campaign:
         """A primary and its backup, or one of each place."""
         for target in self._chance.sample(self._servers, 2):
             self._kill(target)
+
+    def _kill_with_coordinator(self) -> None:
+        """So that the server may come back before anybody can say what it is."""
+        self._kill(self._boss)
+        self._kill(self._chance.choice(self._servers))
 
     def _send_away(self, target: _Target) -> None:
         if self._may_disturb(target):

@@ -40,6 +40,12 @@ Parameter servers:
     recovery.begun              the snapshot is read, and nothing of the journal
     recovery.record_made        a record of the journal has been made again
     recovery.done               all have, and no file of the journal was begun
+    backup.before_note          a primary's backup has a copy, and the journal is about to say that changes wait for it
+    backup.holds                changes wait for the backup, and the coordinator was not told that it is in sync
+    backup.cleared              a backup has removed what it had, and nothing of the copy is on its disk
+    backup.copied               the copy is on its disk, and the primary was not told
+    backup.record_made          a backup has a change on disk and has made it, and the primary was not told
+    backup.promoted             a backup was made the primary, and serves nobody yet
 
 Coordinator:
 

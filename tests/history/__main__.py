@@ -1,4 +1,4 @@
-"""`python -m tests.history`: one job in each mode of consistency for each seed, under faults; prints the verdict."""
+"""`python -m tests.history`: one job in each mode for each seed, under faults; prints the verdict."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.history", description=__doc__)
     parser.add_argument("--seeds", default="1", help="comma-separated (default: 1)")
     parser.add_argument("--faults", type=int, default=600, help="of each seed, in all modes together (default: 600)")
-    parser.add_argument("--mode", choices=MODES, action="append", help="of consistency (default: all)")
+    parser.add_argument(
+        "--mode", choices=MODES, action="append", help="asp, ssp or bsp; backups: asp where each server has one (default: all)"
+    )
     parser.add_argument("--out", type=Path, default=Path("out/chaos"), help="where histories are kept that show a violation")
     options = parser.parse_args()
     modes = options.mode or MODES

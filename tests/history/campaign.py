@@ -1,9 +1,10 @@
 """One job under a seeded schedule of faults, written down (recording.py) and judged at its end (checking.py).
 
-Coordinator, Redis, two parameter servers with data directories and three workers are processes; a relay (relay.py) stands before the
-coordinator and before each server. The seed chooses the faults, their targets and their times; what they meet there is chance, as the
-processes run freely. A worker that is gone is replaced by a new member; all else is started again over what it left. One worker is always
-left alone, so that the job is never without.
+Coordinator, Redis, two parameter servers with data directories, or four where each has a backup, and three workers are processes; a relay
+(relay.py) stands before the coordinator and before each server, also for the servers' own connections. The seed chooses the faults, their
+targets and their times; what they meet there is chance, as the processes run freely. A worker that is gone is replaced by a new member; all
+else is started again over what it left, a server with its id, whatever its role is by then. One worker is always left alone, so that the
+job is never without.
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ from shoal_common.exit_status import PUT_OUT
 from shoal_common.redis.embedded import EmbeddedRedis
 from shoal_common.rpc.channel import ChannelSettings
 from shoal_protos.v1 import coordinator_pb2 as pb
+from shoal_ps_server.storage.directory import DataDirectory
+from shoal_ps_server.storage.image import ServerImage, ServerState
+from shoal_ps_server.storage.snapshot import write_snapshot
 
 from tests.history import recording, training
 from tests.history.checking import History, Job, Violation, promises
@@ -41,15 +45,21 @@ from tests.zygote.children import Child, Zygote, eventually
 
 WORKERS, SERVERS = 3, 2
 BOUND = 3
-MODES = ("asp", "ssp")
+MODES = ("asp", "ssp", "bsp", "backups")
+"""asp, ssp(BOUND), bsp, and asp where each server has a backup."""
+_CONSISTENCY = {"ssp": {"consistency": "ssp", "staleness_bound": BOUND}, "bsp": {"consistency": "bsp"}}
 LEASE_MS = 3000
 """A worker that stands still for longer is put out."""
 
 _PACE_S = 0.5
 """From one fault to the next, on average."""
 _LONGEST_ABSENCE_S = 0.6
-"""Between the end of a process and the start of the next one in its place."""
+"""Between the end of a process and the start of the next one in its place; now and then `_LONG_ABSENCE_S`."""
+_LONG_ABSENCE_S = 3.0
+_LONG_ABSENCES = 0.15
 _SNAPSHOT_PACE_S = 1.0
+_SNAPSHOT_INTERVAL_S = 2
+"""Of backups, which cannot be asked for some, and so of all servers that may be one."""
 _PROGRESS_EVERY = 20
 """After so many faults workers must have been acknowledged something since."""
 _PROGRESS_WITHIN_S = 60.0
@@ -69,6 +79,15 @@ _SERVER_FAILPOINTS = {
     "recovery.done": 1,
 }
 """With the latest hit at which it is killed there."""
+_BACKUP_FAILPOINTS = {
+    "backup.before_note": 2,
+    "backup.holds": 2,
+    "backup.cleared": 2,
+    "backup.copied": 2,
+    "backup.record_made": 100,
+    "backup.promoted": 1,
+}
+"""Of servers that are backups, or have some."""
 _WORKER_FAILPOINTS = {"exchange.server_answered": 100, "exchange.done": 50}
 _COORDINATOR_FAILPOINTS = {"decision.before_write": 30, "decision.written": 30}
 
@@ -126,6 +145,8 @@ class Campaign:
         self._zygote = zygote
         self._directory = directory
         self._mode, self._seed = mode, seed
+        self._backups = int(mode == "backups")
+        self._server_count = SERVERS * (1 + self._backups)
         self._goal = faults
         self._chance = random.Random(f"{mode} {seed}")
         self._history = directory / "history"
@@ -162,7 +183,7 @@ class Campaign:
         for path in (self._directory, self._history):
             path.mkdir(parents=True, exist_ok=True)
         self._redis_port = stack.enter_context(ReservedPort())
-        self._ports = [stack.enter_context(ReservedPort()) for _ in range(SERVERS)]
+        self._ports = [stack.enter_context(ReservedPort()) for _ in range(self._server_count)]
         self._redis = EmbeddedRedis(self._directory / "redis", port=self._redis_port.port)
         stack.callback(self._close_redis)
         self._coordinator = Coordinator(self._zygote, self._directory, "--redis", self._redis.url).start()
@@ -172,12 +193,15 @@ class Campaign:
         for relay in (self._relay, *self._links):
             stack.callback(relay.close)
         with self._coordinator.client() as client:
-            client.create_job(pb.JobSpec(job_id=self._job_id, min_workers=1, max_workers=8, parameter_servers=SERVERS, lease_ms=LEASE_MS))
+            spec = pb.JobSpec(job_id=self._job_id, min_workers=1, max_workers=8, parameter_servers=SERVERS, lease_ms=LEASE_MS)
+            spec.parameter_server_backups = self._backups
+            client.create_job(spec)
         first = self._coordinator.process
         self._boss = _Target(name="coordinator", start=self._start_coordinator, failpoints=_COORDINATOR_FAILPOINTS, child=first)
+        failpoints = _SERVER_FAILPOINTS | (_BACKUP_FAILPOINTS if self._backups else {})
         self._servers = [
-            _Target(name=f"server-{index}", start=partial(self._start_server, index), failpoints=_SERVER_FAILPOINTS)
-            for index in range(SERVERS)
+            _Target(name=f"server-{index}", start=partial(self._start_server, index), failpoints=failpoints)
+            for index in range(self._server_count)
         ]
         self._workers = [_Target(name=f"worker-{i}", start=self._start_worker, failpoints=_WORKER_FAILPOINTS) for i in range(WORKERS)]
         for target in (*self._servers, *self._workers):
@@ -198,7 +222,8 @@ class Campaign:
 
     def _start_server(self, index: int, armed: str) -> Child:
         arguments = ["--coordinator", self._relay.address, "--job", self._job_id, "--server-id", f"server-{index}"]
-        arguments += ["--listen", f"127.0.0.1:{self._ports[index].port}", "--data-dir", str(self._data(index)), "--snapshot-interval", "0s"]
+        arguments += ["--listen", f"127.0.0.1:{self._ports[index].port}", "--data-dir", str(self._data(index))]
+        arguments += ["--snapshot-interval", f"{_SNAPSHOT_INTERVAL_S * self._backups}s"]
         environment = {
             recording.DIRECTORY: str(self._history),
             recording.REACHED_AT: self._links[index].address,
@@ -208,7 +233,7 @@ class Campaign:
 
     def _start_worker(self, armed: str) -> Child:
         number = next(self._members)
-        options = {"lease_ahead": 2.0, **({"consistency": "ssp", "staleness_bound": BOUND} if self._mode == "ssp" else {})}
+        options = {"lease_ahead": 2.0, **_CONSISTENCY.get(self._mode, {})}
         config = {"end": str(self._end), "seed": self._seed * 1000 + number, "longest_step_s": 0.01, "options": options}
         environment = {
             recording.DIRECTORY: str(self._history),
@@ -262,16 +287,21 @@ class Campaign:
             said = child.said()[-3000:]
             self._unexpected.append(Violation(f"{target.name} ended by itself with status {child.status}; it said:\n{said}"))
         target.child, target.armed, target.doomed, target.stopped = None, "", "", False
-        self._later(self._chance.uniform(0, _LONGEST_ABSENCE_S), lambda: self._start_again(target))
+        longest = _LONG_ABSENCE_S if self._chance.random() < _LONG_ABSENCES else _LONGEST_ABSENCE_S
+        self._later(self._chance.uniform(0, longest), lambda: self._start_again(target))
 
     def _start_again(self, target: _Target) -> None:
         if self._ending or self._chance.random() < 0.6:
             target.armed = ""
         else:
-            name = self._chance.choice(sorted(target.failpoints))
+            backups = self._backups and target in self._servers and self._chance.random() < 0.5
+            name = self._chance.choice(sorted(_BACKUP_FAILPOINTS if backups else target.failpoints))
             target.armed = f"{name}@{self._chance.randint(1, target.failpoints[name])}=kill"
         target.child = target.start(target.armed)
         self._restarts += 1
+        if self._backups and target in self._servers and not self._ending and self._chance.random() < 0.3:
+            # While it is on its way to be in sync, or to hear what it is.
+            self._later(self._chance.uniform(0, 1.5), lambda: self._kill(self._chance.choice(self._servers)))
 
     def _strike(self) -> None:
         kinds: tuple[tuple[int, Callable[[], None]], ...] = (
@@ -285,6 +315,8 @@ class Campaign:
             (4, self._cut),
             (2, self._drop),
             (1, self._restart_redis),
+            (2 * self._backups, self._kill_two),
+            (2 * self._backups, self._kill_with_coordinator),
         )
         strike = self._chance.choices([each for _, each in kinds], [weight for weight, _ in kinds])[0]
         strike()
@@ -299,6 +331,16 @@ class Campaign:
             target.doomed = "killed"
             target.child.kill()
             self._faults[f"{_kind(target)} killed"] += 1
+
+    def _kill_two(self) -> None:
+        """A primary and its backup, or one of each place."""
+        for target in self._chance.sample(self._servers, 2):
+            self._kill(target)
+
+    def _kill_with_coordinator(self) -> None:
+        """So that the server may come back before anybody can say what it is."""
+        self._kill(self._boss)
+        self._kill(self._chance.choice(self._servers))
 
     def _send_away(self, target: _Target) -> None:
         if self._may_disturb(target):
@@ -411,6 +453,24 @@ class Campaign:
                 self._unexpected.append(Violation(f"{', '.join(each.name for each in waiting)} did not come to the end; {said}"))
             time.sleep(0.01)
 
+    def _held_at_the_end(self, server_id: str) -> Path:
+        """A snapshot of all that a server's data directory has: one with a backup in sync writes none of its own."""
+        path = self._directory / f"{server_id}-at-the-end.safetensors"
+        with DataDirectory(self._directory / server_id) as directory:
+            recovered = directory.recover(job_id=self._job_id, server_id=server_id)
+        shard = recovered.shard
+        assert recovered.layout is not None, "there were pushes"
+        state = ServerState(
+            job_id=self._job_id,
+            server_id=server_id,
+            layout=recovered.layout,
+            configuration=recovered.configuration,
+            membership=recovered.members,
+        )
+        images = (shard.image(partition_id) for partition_id in shard.partition_ids())
+        write_snapshot(path, ServerImage(state=state, partitions=tuple(image for image in images if image is not None)))
+        return path
+
     def _judge(self, seconds: float) -> Verdict:
         verdict = Verdict(mode=self._mode, seed=self._seed, faults=self._faults, seconds=seconds)
         history = History.read(self._history)
@@ -418,10 +478,11 @@ class Campaign:
             verdict.broken["every process goes on, or comes back"] = self._unexpected
         job = Job(
             records=self._records,
-            snapshots=[] if self._unexpected else [self._data(index) / "snapshot.safetensors" for index in range(SERVERS)],
+            snapshots=[] if self._unexpected else list(map(self._held_at_the_end, history.primaries())),
             adam=training.ADAM,
             batch_size=training.BATCH_SIZE,
             bound=BOUND if self._mode == "ssp" else None,
+            in_step=self._mode == "bsp",
         )
         for promise, find in promises(history, job, ended_well=not self._unexpected).items():
             violations = list(itertools.islice(find(), 1000))
@@ -445,7 +506,9 @@ def counts(history: History) -> dict[str, int]:
         "applied": sum(len(versions) - 1 for versions in history.changes.values()),
         "answered as known": sum(1 for _ in history.of_servers("known")),
         "partitions pulled": sum(1 for _ in history.of_servers("sent")),
-        "made again by recoveries": sum(line["again"] for line in history.of_servers("applied")),
+        "made again by recoveries and backups": sum(line["again"] for line in history.of_servers("applied")),
+        "void": sum(1 for _ in history.of_servers("applied", "restored")) - len(history.valid),
+        "backups made primaries": history.promotions,
     }
 
 

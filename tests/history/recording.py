@@ -5,31 +5,37 @@ machine's monotonic clock, in nanoseconds, so lines of different processes can b
 
 A worker writes, around its calls of `ParameterServerClient`:
 
-    {"kind": "push", "t", "call", "of", "member", "partition", "sequence", "batch", "base", "clock", "absent", "gradient"}
+    {"kind": "push", "t", "call", "of", "member", "partition", "sequence", "batch", "base", "clock", "absent", "gradient",
+     "at"}
                                                         a partition is about to be sent; `gradient`: its bytes, in hex
     {"kind": "pushed", "t", "call", "of", "answers": [{"partition", "sequence", "batch", "version", "duplicate", "known"}]}
     {"kind": "values", "t", "call", "of", "partition", "values"}     first values are about to be sent; `values`: their bytes, in hex
-    {"kind": "pull", "t", "call", "of", "member", "clock"}           `member` is empty for one that waits for nobody
+    {"kind": "pull", "t", "call", "of", "member", "clock", "at"}     `member` is empty for one that waits for nobody; `at`: the address
     {"kind": "pulled", "t", "call", "of", "answers": [{"partition", "version", "unchanged", "digest"}]}
-    {"kind": "clock", "t", "of", "member", "clock"}                  a member is about to say how far it is, without a push or a pull
+    {"kind": "clock", "t", "of", "member", "clock", "place"}         a member is about to say how far it is, without a push or a pull;
+                                                        the largest int64: it rests; `place`: at which clock of the server's, 0: as before
     {"kind": "failed", "t", "call", "of", "reason"}                  a push, a pull or first values
 
 `of` is the worker, `call` numbers its calls. A server writes:
 
-    {"kind": "starts", "t", "of", "pid"}                             before it has recovered
-    {"kind": "restored", "t", "of", "partition", "version", "digest"}                         out of a snapshot
-    {"kind": "applied", "t", "of", "partition", "version", "member", "sequence", "batch", "clock", "gradient", "digest", "again"}
+    {"kind": "starts", "t", "of", "pid", "address"}                  before it has recovered; `address`: where clients reach it
+    {"kind": "placed", "t", "of", "span", "index", "epoch", "follows", "serves"}              a primary hears what it is from now on;
+                                                        `follows`: a backup; `serves`: it may
+    {"kind": "restored", "t", "of", "span", "partition", "version", "digest"}                 out of a snapshot, or of the primary's copy
+    {"kind": "applied", "t", "of", "span", "partition", "version", "member", "sequence", "batch", "clock", "gradient", "digest", "again"}
                                                         `version`, `digest`: after it; `gradient`: its digest; `sequence` 0: first values;
-                                                        `again`: by a recovery
-    {"kind": "known", "t", "of", "partition", "version", "member", "sequence", "batch", "clock"}     answered, and not applied
-    {"kind": "sent", "t", "of", "partition", "version"}              a pull has sent it whole
-    {"kind": "clocks", "t", "of", "slowest", "clocks": {member: [clock, origin]}}             as the server begins with them
+                                                        `again`: by a recovery, or by a backup
+    {"kind": "known", "t", "of", "span", "partition", "version", "member", "sequence", "batch", "clock"}     answered, and not applied
+    {"kind": "sent", "t", "of", "span", "partition", "version"}              a pull has sent it whole
+    {"kind": "clocks", "t", "of", "slowest", "clocks": {member: [clock, origin]}, "resting": [...]}   as the server begins with them
     {"kind": "members", "t", "of", "generation", "members": [...]}
-    {"kind": "finished", "t", "of", "member", "clock"}               a member said that it has finished so many iterations
+    {"kind": "finished", "t", "of", "member", "clock", "place"}      a member said that it has finished so many iterations
     {"kind": "turn", "t", "of", "member"}                            a member's pull waits for slower ones no longer
 
-`of` is the server's id. The program of a server (`serve`) and that of a worker (`train`) are those of the zygote with these lines beside
-them; each is started in a process of its own, whose classes they replace.
+`of` is the server's id. A `span` is what a process holds from a recovery, or from a copy of its primary's, to the next one.
+
+The program of a server (`serve`) and that of a worker (`train`) are those of the zygote with these lines beside them; each is started in a
+process of its own, whose classes they replace.
 """
 
 from __future__ import annotations
@@ -51,10 +57,13 @@ import shoal_worker.asynchronous.job
 import torch
 from shoal_common.clients.parameter_server import ParameterServerClient, Partitions
 from shoal_common.errors import ShoalError
+from shoal_common.rpc.channel import ChannelSettings
 from shoal_common.wire import checksum
 from shoal_protos.v1 import parameter_server_pb2 as pb
 from shoal_ps_server.consistency.fence import Change
 from shoal_ps_server.consistency.membership import Membership
+from shoal_ps_server.server import ParameterServer
+from shoal_ps_server.session import Place
 from shoal_ps_server.settings import PsServerSettings
 from shoal_ps_server.shard.partition import PartitionImage
 from shoal_ps_server.shard.payload import Upload, UploadHeader, bytes_of
@@ -99,6 +108,10 @@ def recording_client(recorder: Recorder) -> type[ParameterServerClient]:
     """A client that writes down what it pushes and pulls, and what became of it."""
 
     class RecordingClient(ParameterServerClient):
+        def __init__(self, settings: ChannelSettings, **more: Any) -> None:
+            self.address = settings.address
+            super().__init__(settings, **more)
+
         def initialize(self, partitions: Partitions, **deadline: Any) -> list[pb.PartitionResult]:
             with self._noting_failures() as call:
 
@@ -125,6 +138,7 @@ def recording_client(recorder: Recorder) -> type[ParameterServerClient]:
                             absent=list(header.absent_pieces),
                             gradient=bytes(payload).hex(),
                             member=header.member_id,
+                            at=self.address,
                         )
                         yield header, payload
 
@@ -146,14 +160,14 @@ def recording_client(recorder: Recorder) -> type[ParameterServerClient]:
                     buffers[header.partition_id] = into(header)
                     return buffers[header.partition_id]
 
-                recorder.write("pull", call=call, member=request.member_id, clock=request.clock)
+                recorder.write("pull", call=call, member=request.member_id, clock=request.clock, at=self.address)
                 headers = super().pull(request, noted, deadline=deadline)
                 recorder.write("pulled", call=call, answers=[_pulled(header, buffers.get(header.partition_id)) for header in headers])
                 return headers
 
-        def advance_clock(self, job_id: str, member_id: str, *, clock: int, **deadline: Any) -> pb.AdvanceClockResponse:
-            recorder.write("clock", member=member_id, clock=clock)
-            return super().advance_clock(job_id, member_id, clock=clock, **deadline)
+        def advance_clock(self, job_id: str, member_id: str, *, clock: int, place: int = 0, **more: Any) -> pb.AdvanceClockResponse:
+            recorder.write("clock", member=member_id, clock=clock, place=place)
+            return super().advance_clock(job_id, member_id, clock=clock, place=place, **more)
 
         @contextmanager
         def _noting_failures(self) -> Iterator[int]:
@@ -189,12 +203,16 @@ def train(arguments: Sequence[str]) -> int:
 def recording_shard(recorder: Recorder) -> type[Shard]:
     """A shard that writes down each change that it makes, and what it answers as known."""
 
+    spans = itertools.count(1)
+
     class RecordingShard(Shard):
         def __init__(self, *, restored: Iterable[PartitionImage] = (), **more: Any) -> None:
+            self.span = next(spans)
+            self._again = False
             images = tuple(restored)
             for image in images:
-                number = image.spec.partition_id
-                recorder.write("restored", partition=number, version=image.version, digest=digest(bytes_of(image.values)))
+                values = digest(bytes_of(image.values))
+                recorder.write("restored", span=self.span, partition=image.spec.partition_id, version=image.version, digest=values)
             super().__init__(restored=images, **more)
 
         def apply(self, admitted: Admitted) -> Outcome:
@@ -202,11 +220,18 @@ def recording_shard(recorder: Recorder) -> type[Shard]:
             if admitted.values is None:
                 self._known(admitted.header, outcome.version)
             else:
-                self._applied(admitted.header, outcome.version, admitted.values, again=False)
+                self._applied(admitted.header, outcome.version, admitted.values, again=self._again)
             return outcome
 
-        def redo(self, upload: Upload, *, compensated: bool = False) -> int:
-            version = super().redo(upload, compensated=compensated)
+        def initialize(self, upload: Upload) -> Outcome:
+            self._again = True  # the server itself makes such a change with `apply`
+            try:
+                return super().initialize(upload)
+            finally:
+                self._again = False
+
+        def redo(self, upload: Upload, **how: Any) -> int:
+            version = super().redo(upload, **how)
             self._applied(upload.header, version, upload.values(), again=True)
             return version
 
@@ -220,13 +245,14 @@ def recording_shard(recorder: Recorder) -> type[Shard]:
         def reading(self, partition_id: int) -> Iterator[Reading]:
             with super().reading(partition_id) as reading:
                 yield reading
-                recorder.write("sent", partition=partition_id, version=reading.version)
+                recorder.write("sent", span=self.span, partition=partition_id, version=reading.version)
 
         def _applied(self, header: UploadHeader, version: int, values: torch.Tensor, *, again: bool) -> None:
             after = self._partitions[header.spec.partition_id].values
             assert after is not None
             recorder.write(
                 "applied",
+                span=self.span,
                 **_described(header, version),
                 gradient=digest(bytes_of(values)),
                 digest=digest(bytes_of(after)),
@@ -234,7 +260,7 @@ def recording_shard(recorder: Recorder) -> type[Shard]:
             )
 
         def _known(self, header: UploadHeader, version: int) -> None:
-            recorder.write("known", **_described(header, version))
+            recorder.write("known", span=self.span, **_described(header, version))
 
     return RecordingShard
 
@@ -257,17 +283,18 @@ def recording_membership(recorder: Recorder) -> type[Membership]:
         def __init__(self, **parts: Any) -> None:
             super().__init__(**parts)
             clocks = {member: [each.clock, each.origin] for member, each in self.clocks.members.items()}
-            recorder.write("clocks", slowest=self.clocks.slowest, clocks=clocks)
+            resting = [member for member, each in self.clocks.members.items() if each.rests]
+            recorder.write("clocks", slowest=self.clocks.slowest, clocks=clocks, resting=resting)
 
         def learn(self, generation: int, members: Iterable[str]) -> Change:
             change = super().learn(generation, members)
             recorder.write("members", generation=self.fence.generation, members=sorted(self.fence.members))
             return change
 
-        def finished(self, member: str, clock: int, **more: Any) -> None:
+        def finished(self, member: str, clock: int, *, place: int = 0) -> None:
             if member in self.fence.members:
-                recorder.write("finished", member=member, clock=clock)
-            super().finished(member, clock, **more)
+                recorder.write("finished", member=member, clock=clock, place=place)
+            super().finished(member, clock, place=place)
 
         async def proceed(self, member: str, generation: int, *, wait: timedelta) -> None:
             await super().proceed(member, generation, wait=wait)
@@ -276,15 +303,28 @@ def recording_membership(recorder: Recorder) -> type[Membership]:
     return RecordingMembership
 
 
+def recording_server(recorder: Recorder) -> type[ParameterServer]:
+    """A server that writes down what the coordinator says that it is."""
+
+    class RecordingServer(ParameterServer):
+        def placed(self, place: Place) -> None:
+            super().placed(place)
+            told = {"index": self._server_index, "epoch": place.epoch, "follows": place.follows}
+            recorder.write("placed", **told, span=self._shard.span, serves=not place.follows and self._knows_its_place.is_set())
+
+    return RecordingServer
+
+
 def serve(arguments: Sequence[str]) -> int:
     """The program of a server that is written down."""
     server_id = arguments[arguments.index("--server-id") + 1]
     recorder = Recorder(Path(os.environ[DIRECTORY]), server_id)
-    recorder.write("starts", pid=os.getpid())
+    reached_at = os.environ[REACHED_AT]
+    recorder.write("starts", pid=os.getpid(), address=reached_at)
     shard = recording_shard(recorder)
     for module in (shoal_ps_server.server, shoal_ps_server.storage.recovery):
         module.Shard = shard
     shoal_ps_server.server.Membership = recording_membership(recorder)
-    reached_at = os.environ[REACHED_AT]
+    shoal_ps_server.server.ParameterServer = recording_server(recorder)
     PsServerSettings.advertised = lambda settings, port: reached_at
     return shoal_ps_server.__main__.main(arguments)

@@ -20,6 +20,7 @@ from tests.history.checking import (
     applied_once,
     bound_is_kept,
     changes_are_one_history,
+    iterations_are_apart,
     none_lost,
     optimizer_is_adam,
     samples_count_once,
@@ -50,13 +51,15 @@ class Right:
         self.now = 0
         self.calls = 0
         self.server: list[Fields] = []
+        self.backup: list[Fields] = []
+        """Lines of another server, which has the place later on."""
         self.workers: dict[str, list[Fields]] = {"a": [], "b": []}
         generator = torch.Generator().manual_seed(0)
         values = torch.randn(sum(LENGTHS), generator=generator)
         self.parameters = [torch.nn.Parameter(part.clone()) for part in values.split(LENGTHS)]
         self.optimizer = torch.optim.Adam(self.parameters, fused=True, **ADAM)
-        self.serve("starts", pid=1)
-        self.serve("clocks", slowest=0, clocks={})
+        self.serve("starts", pid=1, address="s:1")
+        self.serve("clocks", slowest=0, clocks={}, resting=[])
         self.serve("members", generation=1, members=["a", "b"])
         self.work("a", "values", call=self.call(), partition=0, values=hexed(values))
         self.change(member="", sequence=0, batch=0, clock=0, gradient=digest(values))
@@ -79,6 +82,26 @@ class Right:
         self.server.append({"kind": kind, "t": self.moment(), "of": "server", **fields})
         return self.server[-1]
 
+    def follow(self, kind: str, **fields: Any) -> Fields:
+        """A line of the backup."""
+        self.backup.append({**fields, "kind": kind, "t": self.moment(), "of": "backup"})
+        return self.backup[-1]
+
+    def take_over(self) -> None:
+        """The backup, which has all but the last change, is the primary from now on."""
+        self.serve("placed", span=0, index=0, epoch=1, follows=False, serves=True)
+        self.follow("starts", pid=3, address="s:2")
+        self.follow("placed", span=1, index=0, epoch=1, follows=True, serves=False)
+        for line in [line for line in self.server if line["kind"] == "applied"][:-1]:
+            self.follow(**{**line, "span": 2, "again": True})
+        self.follow("placed", span=2, index=0, epoch=2, follows=False, serves=True)
+
+    def come_back(self, *, follows: bool) -> None:
+        """The first server is started anew, recovers its last change, and hears what it is."""
+        self.serve("starts", pid=4, address="s:1")
+        self.serve(**{**self.last("applied"), "again": True})
+        self.serve("placed", span=0, index=0, epoch=3, follows=follows, serves=not follows)
+
     def work(self, of: str, kind: str, /, **fields: Any) -> Fields:
         self.workers[of].append({"kind": kind, "t": self.moment(), "of": of, **fields})
         return self.workers[of][-1]
@@ -95,15 +118,15 @@ class Right:
 
     def pull(self, member: str, *, clock: int) -> None:
         call = self.call()
-        self.work(member, "pull", call=call, member=member, clock=clock)
-        self.serve("finished", member=member, clock=clock)
+        self.work(member, "pull", call=call, member=member, clock=clock, at="s:1")
+        self.serve("finished", member=member, clock=clock, place=0)
         self.serve("turn", member=member)
         answer = {"partition": 0, "version": self.version, "unchanged": False, "digest": digest(self.joined())}
         self.work(member, "pulled", call=call, answers=[answer])
 
     def push(self, member: str, sequence: int, *, batch: int, gradient: torch.Tensor) -> None:
         call, named = self.call(), {"partition": 0, "sequence": sequence, "batch": batch}
-        more = {"base": self.version, "clock": sequence, "absent": [], "member": member}
+        more = {"base": self.version, "clock": sequence, "absent": [], "member": member, "at": "s:1"}
         self.work(member, "push", call=call, **named, **more, gradient=hexed(gradient))
         for parameter, part in zip(self.parameters, gradient.split(LENGTHS), strict=True):
             parameter.grad = part
@@ -131,7 +154,7 @@ class Right:
 
     def history(self) -> History:
         return History(
-            servers={"server": [Line(fields) for fields in self.server]},
+            servers={name: list(map(Line, lines)) for name, lines in {"server": self.server, "backup": self.backup}.items()},
             workers={member: [Line(fields) for fields in lines] for member, lines in self.workers.items()},
         )
 
@@ -185,7 +208,7 @@ def test_an_answer_that_no_worker_got_must_be_true_too(right: Right) -> None:
 def test_a_push_that_was_known_by_its_batch_is_not_lost(right: Right) -> None:
     answer = right.last("pushed", "b")["answers"][0]
     again = {**answer, "sequence": 4, "batch": 2, "duplicate": True, "known": True}
-    right.work("b", "push", call=99, member="b", partition=0, sequence=4, batch=2, base=1, clock=4, absent=[], gradient="")
+    right.work("b", "push", call=99, member="b", partition=0, sequence=4, batch=2, base=1, clock=4, absent=[], gradient="", at="s:1")
     right.work("b", "pushed", call=99, answers=[again])
     assert found(right, "none lost") == []
     again["known"] = again["duplicate"] = False
@@ -247,6 +270,76 @@ def test_a_version_that_no_change_led_to_is_found(right: Right) -> None:
     assert found(right, "one history") == ["partition 0 came to version 9 without a change to version 7"]
 
 
+def test_what_a_primary_had_on_its_disk_alone_is_void_once_it_is_a_backup(right: Right) -> None:
+    right.take_over()
+    last = right.last("applied")
+    right.server.remove(last)  # it was killed before it made the change that its journal had
+    right.follow(**{**last, "span": 2, "member": "a", "sequence": 4, "batch": 8, "digest": "0"})
+    right.serve("starts", pid=4, address="s:1")
+    right.serve(**{**last, "again": True})
+    right.serve("placed", span=0, index=0, epoch=2, follows=True, serves=False)
+    assert found(right, "one history") == []
+    assert found(right, "none lost") == ["push 3 of b (batch 7) to partition 0 was acknowledged, and is lost"]
+    right.last("placed").update(follows=False, serves=True)
+    assert found(right, "one history") == ["version 7 of partition 0 is not what it was when it was made first"]
+
+
+def test_a_recovery_of_other_changes_than_were_made_before_is_found_also_in_a_backup(right: Right) -> None:
+    right.take_over()
+    right.come_back(follows=True)
+    assert found(right, "one history") == []
+    right.last("applied")["digest"] = "0"
+    assert found(right, "one history") == ["version 7 of partition 0 is not what it was when it was made first"]
+
+
+def test_what_a_backup_makes_otherwise_than_its_primary_is_found(right: Right) -> None:
+    right.take_over()
+    assert found(right, "one history") == []
+    right.backup[-2]["digest"] = "0"
+    assert found(right, "one history") == ["version 6 of partition 0 is not what it was when it was made first"]
+
+
+def test_a_change_that_the_next_primary_lacks_is_found(right: Right) -> None:
+    right.take_over()
+    right.follow(**{**right.last("applied"), "span": 2, "member": "a", "sequence": 4, "batch": 8})
+    assert found(right, "one history") == ["version 7 of partition 0 is not what it was when it was made first"]
+
+
+def test_a_change_that_two_primaries_made_is_found(right: Right) -> None:
+    right.take_over()
+    right.follow(**{**right.last("applied"), "span": 2})
+    assert found(right, "one history") == ["server and backup both made version 7 of partition 0 as primaries"]
+
+
+def test_a_primary_that_does_not_know_that_it_was_replaced_may_tell_older_versions(right: Right) -> None:
+    right.take_over()
+    older = copy.deepcopy(right.last("pulled", "a")["answers"])
+    right.work("b", "pull", call=99, member="b", clock=3, at="s:1")
+    right.work("b", "pulled", call=99, answers=older)
+    assert found(right, "monotonic") == []
+    right.work("b", "pull", call=100, member="b", clock=3, at="s:2")
+    right.work("b", "pulled", call=100, answers=older)
+    assert found(right, "monotonic") == ["version 6 of partition 0 was told after version 7 had been"]
+
+
+def test_a_primary_that_knows_that_it_was_replaced_tells_nothing(right: Right) -> None:
+    right.take_over()
+    older = copy.deepcopy(right.last("pulled", "a")["answers"])
+    right.come_back(follows=True)
+    right.work("b", "pull", call=99, member="b", clock=3, at="s:1")
+    right.work("b", "pulled", call=99, answers=older)
+    assert found(right, "monotonic") == ["version 6 of partition 0 was told after version 7 had been"]
+
+
+def test_who_has_a_place_at_the_end_is_its_last_primary(right: Right) -> None:
+    right.take_over()
+    assert (right.history().primaries(), right.history().promotions) == (["backup"], 1)
+    right.come_back(follows=True)
+    assert (right.history().primaries(), right.history().promotions) == (["backup"], 1)
+    right.last("placed").update(follows=False, serves=True)
+    assert (right.history().primaries(), right.history().promotions) == (["server"], 2)
+
+
 def test_values_that_are_not_those_of_their_version_are_found(right: Right) -> None:
     right.last("pulled", "a")["answers"][0]["digest"] = "0"
     assert found(right, "monotonic") == ["a pull gave version 6 of partition 0 with other values than the server had"]
@@ -259,14 +352,16 @@ def test_a_version_that_no_server_had_is_found(right: Right) -> None:
 
 def test_a_version_that_goes_back_is_found_whoever_saw_it(right: Right) -> None:
     older = copy.deepcopy(right.last("pulled", "a")["answers"])
-    right.work("b", "pull", call=99, member="b", clock=3)
+    right.work("b", "pull", call=99, member="b", clock=3, at="s:1")
     right.work("b", "pulled", call=99, answers=older)
     assert found(right, "monotonic") == ["version 6 of partition 0 was told after version 7 had been"]
 
 
 def test_an_older_version_that_was_asked_for_before_the_newer_one_was_told_is_right(right: Right) -> None:
     older = copy.deepcopy(right.last("pulled", "a")["answers"])
-    right.workers["b"].append({"kind": "pull", "t": right.last("pulled", "a")["t"], "of": "b", "call": 99, "member": "b", "clock": 3})
+    right.workers["b"].append(
+        {"kind": "pull", "t": right.last("pulled", "a")["t"], "of": "b", "call": 99, "member": "b", "clock": 3, "at": "s:1"}
+    )
     right.work("b", "pulled", call=99, answers=older)
     assert found(right, "monotonic") == []
 
@@ -313,28 +408,68 @@ def test_a_joiner_begins_where_the_slowest_is_and_who_is_gone_is_not_waited_for(
     assert len(found(right, "bound")) == 1
 
 
-def test_a_restart_that_forgets_how_far_members_were_is_found(right: Right) -> None:
-    right.serve("starts", pid=2)
-    right.serve("clocks", slowest=2, clocks={"a": [2, 0], "b": [3, 0]})
+def test_nobody_waits_for_a_member_that_rests_and_it_comes_back_where_the_slowest_is(right: Right) -> None:
+    def says(clock: int, *, place: int = 0) -> None:
+        right.work("b", "clock", member="b", clock=clock, place=place)
+        right.serve("finished", member="b", clock=clock, place=place)
+
+    says(2**63 - 1)
+    for clock in range(4, 9):
+        right.pull("a", clock=clock)
     assert found(right, "bound") == []
-    right.serve("clocks", slowest=0, clocks={"a": [0, None], "b": [3, 0]})
+    right.serve("starts", pid=2, address="s:1")
+    right.serve("clocks", slowest=8, clocks={"a": [8, 0], "b": [3, None]}, resting=["b"])
+    says(3)  # where a stands, at 8
+    right.pull("a", clock=9)
+    says(3, place=10)
+    right.pull("a", clock=11)
+    assert found(right, "bound") == []
+    right.pull("a", clock=12)
+    assert found(right, "bound") == ["the turn of a came on server server 2 ahead of the slowest, with a bound of 1"]
+
+
+def test_a_restart_that_forgets_how_far_members_were_is_found(right: Right) -> None:
+    right.serve("starts", pid=2, address="s:1")
+    right.serve("clocks", slowest=2, clocks={"a": [2, 0], "b": [3, 0]}, resting=[])
+    assert found(right, "bound") == []
+    right.serve("clocks", slowest=0, clocks={"a": [0, None], "b": [3, 0]}, resting=[])
     assert found(right, "bound") == ["server server came back with a at clock 0, where it had 2"]
-    right.serve("clocks", slowest=3, clocks={"a": [3, 0], "b": [3, 0]})
+    right.serve("clocks", slowest=3, clocks={"a": [3, 0], "b": [3, 0]}, resting=[])
     assert "server server came back with a at clock 3, where it had 0" in found(right, "bound")
-    right.serve("clocks", slowest=4, clocks={"a": [3, 0], "b": [3, 0]})
+    right.serve("clocks", slowest=4, clocks={"a": [3, 0], "b": [3, 0]}, resting=[])
     assert "server server came back with a member behind the slowest, at 4" in found(right, "bound")
 
 
 def test_a_restart_counts_the_iteration_before_a_push_that_only_the_journal_had(right: Right) -> None:
-    right.serve("starts", pid=2)
+    right.serve("starts", pid=2, address="s:1")
     right.serve(**{**right.last("applied"), "version": right.version + 1, "member": "a", "sequence": 4, "clock": 5, "again": True})
-    right.serve("clocks", slowest=3, clocks={"a": [4, 0], "b": [3, 0]})
+    right.serve("clocks", slowest=3, clocks={"a": [4, 0], "b": [3, 0]}, resting=[])
     assert found(right, "bound") == []
 
 
 def test_iterations_that_nobody_said_are_found(right: Right) -> None:
-    right.serve("finished", member="b", clock=4)
+    right.serve("finished", member="b", clock=4, place=0)
     assert found(right, "bound") == ["server server counts 4 iterations of b, which did not say so"]
+
+
+def test_pushes_of_one_iteration_on_different_values_are_found(right: Right) -> None:
+    """The history is right for bsp with one member in each iteration; here with both, but for one in the middle."""
+
+    def found_apart() -> list[str]:
+        return [each.what for each in iterations_are_apart(right.history())]
+
+    def base(member: str, number: int, version: int) -> None:
+        [line for line in right.workers[member] if line["kind"] == "push"][number - 1]["base"] = version
+
+    assert found_apart() == []
+    for number in (1, 2, 3):
+        base("b", number, 2 * number - 1)
+    assert found_apart() == []
+    base("b", 2, 2)
+    assert found_apart() == ["version 5 of partition 0 is of a push on version 2, where the iteration's are on 3"]
+    base("b", 2, 3)
+    base("a", 3, 3)
+    assert "a pushed twice to partition 0 in one iteration" in found_apart()
 
 
 def test_a_sample_that_counts_twice_or_not_at_all_is_found(right: Right) -> None:

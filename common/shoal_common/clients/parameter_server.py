@@ -171,10 +171,14 @@ class ParameterServerClient:
         clock: int,
         has_read: bool = False,
         place: int = 0,
+        generation: int = 0,
         deadline: timedelta | None = None,
     ) -> pb.AdvanceClockResponse:
-        """With `has_read`, says instead that what iteration `clock` ended with has been read (bsp). `place`: see the .proto."""
-        request = pb.AdvanceClockRequest(job_id=job_id, member_id=member_id, clock=clock, has_read=has_read, place=place)
+        """With `has_read`, says instead that what iteration `clock` ended with has been read (bsp). `place`, `generation`: see the
+        .proto."""
+        request = pb.AdvanceClockRequest(
+            job_id=job_id, member_id=member_id, clock=clock, has_read=has_read, place=place, generation=generation
+        )
         return self._caller.unary("AdvanceClock", request, pb.AdvanceClockResponse, deadline)
 
     def snapshot(self, job_id: str, *, deadline: timedelta = DEFAULT_STREAM_DEADLINE) -> pb.SnapshotResponse:

@@ -160,7 +160,9 @@ class ParameterServerServicer:
 
     def AdvanceClock(self, request, context):
         """Says that a member finished a clock (an iteration) without pushing here; with the largest int64, that nobody need wait for it until it
-        is heard of again: it leaves, or has nothing to do. With `has_read`, that it has read what that iteration ended with. NOT_FOUND / MEMBER_UNKNOWN unless it is in the newest generation. Role: worker.
+        is heard of again: it leaves, or has nothing to do. With `has_read`, that it has read what that iteration ended with.
+        A member of a `generation` that is news here waits as with Push and Pull; without one, NOT_FOUND / MEMBER_UNKNOWN unless the member is
+        in the newest. Role: worker.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -16,6 +16,7 @@ from datetime import timedelta
 from typing import Final
 
 from shoal_common.errors import InvalidRequestError, PreconditionError, ShoalError, UnavailableError
+from shoal_common.failpoints import failpoint
 from shoal_common.tasks import end_tasks
 from shoal_protos.v1 import parameter_server_pb2 as pb
 
@@ -246,9 +247,11 @@ class Backup:
         # What was pushed to a partition before its turn may have told of batches that are finished.
         stream.put(Item(kind=WHOLE, fields={"batches": self._shard.batches.runs()}))
         await self._until(stream, lambda: stream.whole)
+        failpoint("backup.before_note")
         await asyncio.shield(self._note(stream.server_id, lambda: self._hold(stream)))
         behind = stream.position
         await self._until(stream, lambda: stream.confirmed >= behind)
+        failpoint("backup.holds")
         stream.in_sync = True
         logger.info("the backup is in sync", extra={"backup": stream.server_id, "epoch": stream.epoch})
         self._report(stream.epoch, True, "")

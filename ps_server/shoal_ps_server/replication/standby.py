@@ -19,6 +19,7 @@ from prometheus_client import CollectorRegistry
 from safetensors import SafetensorError
 from shoal_common.backoff import Backoff
 from shoal_common.errors import CorruptDataError, InternalError, ShoalError, UnavailableError
+from shoal_common.failpoints import failpoint
 from shoal_common.rpc.channel import ChannelSettings, aio_channel
 from shoal_common.rpc.status import from_rpc_error
 from shoal_common.settings import secret_value
@@ -96,6 +97,7 @@ class Standby:
                 if self._copy is not None:
                     await self._copy.close()
                 return None
+        failpoint("backup.promoted")
         if self._copy is None:
             logger.warning("made the primary of a place that held nothing")
             return self._directory.recover(job_id=self._settings.job, server_id=self._settings.server_id)
@@ -232,6 +234,7 @@ class Standby:
                 before, self._copy = self._copy, None
                 await before.close()
             self._directory.clear(job_id=job_id, server_id=server_id)
+            failpoint("backup.cleared")
             copy = _Copy(self._settings, self._directory, self._metrics)
             try:
                 await copy.begin(image)
@@ -243,6 +246,7 @@ class Standby:
         except ShoalError as error:
             stream.fail(error)
         else:
+            failpoint("backup.copied")
             self._copy = stream.copy = copy
             stream.images.clear()
             stream.kept(0, whole=True)
@@ -373,6 +377,7 @@ class _Copy:
             except Exception as error:
                 stream.fail(InternalError(f"a change of the primary's could not be made: {type(error).__name__}: {error}"))
                 raise
+            failpoint("backup.record_made")
             stream.kept(position)
 
         def refused() -> None:

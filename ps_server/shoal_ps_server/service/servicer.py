@@ -221,8 +221,10 @@ class ParameterServerServicer:
             check_job(request.job_id, self._identity.job_id)
             await self._check_place()
             member_id, clock = parse_member(request.member_id), at_least("clock", request.clock, 0)
-            place = at_least("place", request.place, 0)
-            if member_id not in self._membership.fence.members:
+            place, generation = at_least("place", request.place, 0), at_least("generation", request.generation, 0)
+            if generation:
+                await self._membership.admit(member_id, generation)
+            elif member_id not in self._membership.fence.members:
                 raise UnknownResourceError(
                     f"member {member_id!r} is not in generation {self._membership.fence.generation}, the newest known here",
                     reason="MEMBER_UNKNOWN",

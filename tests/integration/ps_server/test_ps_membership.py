@@ -86,6 +86,19 @@ def test_a_member_of_a_generation_that_is_news_here_waits_for_the_coordinators_w
         assert {each.version for each in pushing.result(60)} == {2}
 
 
+def test_a_word_on_a_clock_of_a_generation_that_is_news_here_waits_for_the_coordinators_too(cluster) -> None:
+    client = cluster.server()
+    cluster.trainable(client)
+    with ThreadPoolExecutor(1) as pool:
+        told = pool.submit(client.advance_clock, "job", "joiner", clock=0, generation=2)
+        cluster.coordinator.members(2, "a", "b", "joiner")
+        told.result(60)
+    cluster.coordinator.members(3, "a", "b")
+    cluster.wait_until(lambda: set(client.get_server().clocks) == {"a", "b"}, "the server to hear of generation 3")
+    with pytest.raises(StaleGenerationError):
+        client.advance_clock("job", "joiner", clock=1, generation=2)
+
+
 def test_ssp_holds_the_fast_until_the_slow_come_up(cluster) -> None:
     client = cluster.server()
     fast, slow = cluster.trainable(client, bound=1), cluster.member(client, "b")

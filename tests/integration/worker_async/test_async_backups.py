@@ -81,6 +81,25 @@ def test_a_primary_that_is_killed_is_replaced_by_its_backup_and_nothing_is_lost(
     check_ended_alike(running, worker, alone())
 
 
+def test_a_worker_without_a_batch_says_so_to_the_server_that_took_the_place(cluster: Make, alone: Callable[[], Any]) -> None:
+    running = cluster(servers=1, backups=1)
+    pair = Pair(running)
+    stops = {"SHOAL_FAILPOINTS": f"exchange.done@{BATCHES}=stop"}  # the last batch of the epoch; next it says that it rests
+    worker = running.start_worker(epochs=2, hold_at=[4], options={"consistency": "bsp"}, environment=stops, **ADAM)
+    worker.wait_step(4)
+    pair.wait_in_sync()
+    worker.go(4)
+    status = Path(f"/proc/{worker.process.pid}/stat")
+    eventually(lambda: status.read_text().rpartition(")")[2].split()[0] == "T", "the worker to stand still")
+    before, killed = pair.status(PRIMARY), pair.process(PRIMARY)
+    killed.process.kill()
+    killed.process.wait()
+    pair.wait_replaced(before)
+    killed.start()
+    worker.process.kill(signal.SIGCONT)
+    check_ended_alike(running, worker, alone())
+
+
 @pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
 def test_whichever_of_the_two_is_killed_at_whatever_moment_the_run_ends_as_if_none_had_been(
     cluster: Make, alone: Callable[[], Any], seed: int

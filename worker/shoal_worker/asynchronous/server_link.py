@@ -56,8 +56,6 @@ _LARGEST_CLOCK: Final = 2**63 - 1
 _TRANSIENT: Final = (UnavailableError, DeadlineError, CorruptDataError)
 _REWOUND: Final = frozenset({"SEQUENCE_GAP", "BASE_VERSION_AHEAD", "PARTITION_UNINITIALIZED", "OPTIMIZER_UNCONFIGURED"})
 """Refusals that mean: the server has lost something that it had acknowledged."""
-_NOT_HEARD_OF: Final = "MEMBER_UNKNOWN"
-"""The server has not been told yet that this worker is a member, or was told that it is so no more."""
 _NOT_MY_TURN: Final = frozenset({"SSP_WAIT_TIMEOUT", "BSP_WAIT_TIMEOUT"})
 
 AnswerT = TypeVar("AnswerT")
@@ -205,7 +203,7 @@ class ServerLink:
     def advance_clock(self, clock: int) -> None:
         """Says that this worker has finished `clock` iterations."""
         self._clock = clock
-        self._insist("AdvanceClock", lambda: self._client.advance_clock(self._job.job_id, self._job.member_id, clock=clock))
+        self._tell(clock)
 
     def enter(self, clock: int) -> Position | None:
         """This worker, which has finished `clock` iterations, takes part from now on, and others may wait for it. None: nothing is trained
@@ -221,14 +219,19 @@ class ServerLink:
 
     def place(self, at: int) -> None:
         """What this worker has finished is `at` by the server's count, which is not below where it stands."""
-        call = self._client.advance_clock
-        self._insist("AdvanceClock", lambda: call(self._job.job_id, self._job.member_id, clock=self._clock, place=at))
+        self._tell(self._clock, place=at)
 
     def rest(self) -> None:
         """Nobody need wait for this worker until it enters again."""
         if self._trained:
-            call = self._client.advance_clock
-            self._insist("AdvanceClock", lambda: call(self._job.job_id, self._job.member_id, clock=_LARGEST_CLOCK))
+            self._tell(_LARGEST_CLOCK)
+
+    def _tell(self, clock: int, *, has_read: bool = False, place: int = 0) -> None:
+        def tell() -> None:
+            job = self._job
+            self._client.advance_clock(job.job_id, job.member_id, clock=clock, has_read=has_read, place=place, generation=job.generation)
+
+        self._insist("AdvanceClock", tell)
 
     # ------------------------------------------------------------------------------------------------------------- the end
 
@@ -322,8 +325,7 @@ class ServerLink:
                 raise
             return  # the next border lets it go; it needs no newer values for that
         if self._options.in_step:
-            call = self._client.advance_clock
-            self._insist("AdvanceClock", lambda: call(self._job.job_id, self._job.member_id, clock=self._clock, has_read=True))
+            self._tell(self._clock, has_read=True)
 
     def _push_in_turn(self, push: Callable[[], Pushed]) -> Pushed:
         """Pushes; with bsp when all have read what it changes. A worker that is to leave does not wait:
@@ -405,8 +407,6 @@ class ServerLink:
             except ShoalError as error:
                 if self._closing.is_set() or not self._is_curable(error):
                     raise
-                if error.reason == _NOT_HEARD_OF:
-                    self._job.wait_for_rank(after=generation - 1)  # which says so if this member was put out
                 away_since = self._away(method, error, since=away_since)
                 if self._job.leaving and time.monotonic() - away_since > _LEAVES_AFTER_S:
                     raise self._job.departure() from error
@@ -415,7 +415,7 @@ class ServerLink:
     def _is_curable(self, error: ShoalError) -> bool:
         if error.reason in _NOT_MY_TURN or (error.reason == "PARTITION_UNINITIALIZED" and not self._started):
             return False
-        return isinstance(error, _TRANSIENT) or error.reason in _REWOUND or error.reason == _NOT_HEARD_OF
+        return isinstance(error, _TRANSIENT) or error.reason in _REWOUND
 
     def _away(self, method: str, error: ShoalError, *, since: float | None) -> float:
         now = time.monotonic()

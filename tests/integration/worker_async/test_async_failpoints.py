@@ -13,6 +13,8 @@ from shoal_worker.data.record import audit
 
 from tests.integration.coordinator.harness import Coordinator
 from tests.integration.worker_async.async_cluster import AsyncCluster
+from tests.integration.worker_async.test_async_backups import BACKUP, PRIMARY, Pair
+from tests.integration.worker_async.test_async_server_faults import versions
 from tests.unit.common.test_failpoints import documented
 from tests.zygote.children import Zygote, eventually
 
@@ -39,6 +41,8 @@ def test_a_server_can_be_killed_at_each_of_its_failpoints(cluster: Make) -> None
     worker.wait_step(10)
     (server,) = running.servers
     for name in sorted(documented("Parameter servers")):
+        if name.startswith("backup."):
+            continue  # below
         before = server.look()
         server.process.kill()
         server.process.wait()
@@ -51,6 +55,32 @@ def test_a_server_can_be_killed_at_each_of_its_failpoints(cluster: Make) -> None
         for one, other in zip(before.partitions, after.partitions, strict=True):
             assert one.version <= other.version, f"{name} cost partition {one.partition_id} some of what it had"
         eventually(lambda: server.look().partitions[0].version > after.partitions[0].version, f"training to go on after {name}")  # noqa: B023
+    worker.process.kill(signal.SIGTERM)
+    assert worker.process.wait() == 0, worker.process.said()
+
+
+def test_a_primary_and_its_backup_can_be_killed_at_each_failpoint_between_them(cluster: Make) -> None:
+    running = cluster(servers=1, backups=1)
+    pair = Pair(running)
+    worker = running.start_worker(epochs=ENDLESS, optimizer="Adam", settings={"lr": 0.01})
+    worker.wait_step(10)
+    for name in sorted(name for name in documented("Parameter servers") if name.startswith("backup.")):
+        pair.wait_in_sync()
+        before = versions(pair.process(PRIMARY))
+        armed, other = pair.process(BACKUP), pair.process(PRIMARY)
+        armed.process.kill()
+        armed.process.wait()
+        eventually(lambda: not pair.status(BACKUP).in_sync, "the backup to be missed")
+        armed.start(SHOAL_FAILPOINTS=f"{name}@1=kill")
+        if name in ("backup.promoted", "backup.before_note", "backup.holds"):  # as the next primary
+            pair.wait_in_sync()
+            other.process.kill()
+            other.process.wait()
+            other.start()
+        assert armed.process.wait() == -signal.SIGKILL, f"{name}: {armed.process.said()}"
+        armed.start()
+        pair.wait_in_sync()
+        eventually(lambda: min(versions(pair.process(PRIMARY))) > max(before), f"training to go on after {name}")  # noqa: B023
     worker.process.kill(signal.SIGTERM)
     assert worker.process.wait() == 0, worker.process.said()
 

@@ -10,9 +10,10 @@ from tests.history.campaign import MODES, Campaign
 from tests.zygote.children import Zygote
 
 FAULTS = 8
+QUICK = {"ssp", "backups"}
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [mode if mode in QUICK else pytest.param(mode, marks=pytest.mark.slow) for mode in MODES])
 def test_a_job_under_faults_keeps_every_promise(zygote: Zygote, tmp_path: Path, mode: str) -> None:
     verdict = Campaign(zygote, tmp_path, mode=mode, seed=7, faults=FAULTS).run()
     assert not verdict.broken, str(verdict)

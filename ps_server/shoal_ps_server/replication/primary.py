@@ -208,7 +208,9 @@ class Backup:
                 reason="FORMAT_UNSUPPORTED",
             )
         place, state = self._place, self._state()
-        if place is None or (place.epoch, place.backup_id) != (begin.epoch, begin.server_id) or self._held is not None or self._is_noting:
+        if place is None or (place.epoch, place.backup_id) != (begin.epoch, begin.server_id):
+            raise self._not_the_place(begin.epoch)
+        if place.in_sync or self._held is not None or self._is_noting:  # what the backup has may be more than what is here
             raise self._not_the_place(begin.epoch)
         if state is None or state.configuration is None:
             raise UnavailableError("this server holds no partitions, or no optimizer, yet; try again", reason="PLACE_UNKNOWN")

@@ -105,7 +105,7 @@ def parse_upload_header(header: pb.PushHeader, layout: Layout, kind: UploadKind)
     if header.length != length:
         raise InvalidRequestError(f"{describe(spec)}: length={header.length}, expected {length} elements", reason="LENGTH_MISMATCH")
     if header.codec != pb.CODEC_RAW:
-        codecs.check_size(header.codec, header.payload_bytes, length)
+        codecs.check_size(header.codec, header.payload_bytes, length, len(spec.pieces) - len(absent))
     elif header.payload_bytes != nbytes:
         raise InvalidRequestError(
             f"{describe(spec)}: payload_bytes={header.payload_bytes}, but {length} elements of {spec.element.name} are {nbytes}",

@@ -10,12 +10,14 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
+from shoal_common.codecs import POWERSGD_LARGEST_RANK
 from shoal_common.errors import ConfigurationError
 from shoal_common.server_optimizers import SERVER_OPTIMIZERS, Unit, in_words
 from shoal_protos.v1 import coordinator_pb2 as coordinator_pb
 from shoal_protos.v1 import parameter_server_pb2 as pb
 
 from shoal_worker.backends.registry import backend_names
+from shoal_worker.compression.powersgd import PowerSGDCompressor
 from shoal_worker.config import ShardingConfiguration
 
 _log = logging.getLogger(__name__)
@@ -101,10 +103,11 @@ def check_configuration(config: ShardingConfiguration, backend: str) -> None:
     if backend not in backend_names():
         # async_sgd has no process group, so that any known one will do; a misspelled one would be an error with other strategies.
         raise ConfigurationError(f"backend={backend!r}: expected one of {', '.join(backend_names())}")
-    if config.compressor is not None and not config.compressor.codec:
+    compressor = config.compressor
+    if isinstance(compressor, PowerSGDCompressor) and compressor.rank > POWERSGD_LARGEST_RANK:
         raise ConfigurationError(
-            f'gradient_compression={config.compressor.name!r} with strategy="async_sgd": it needs sums over all ranks, and a parameter '
-            "server sees one worker's push; take topk, int8 or another"
+            f'powersgd with rank={compressor.rank} and strategy="async_sgd": parameter servers take ranks up to {POWERSGD_LARGEST_RANK}; '
+            "2 to 8 is usual"
         )
     if config.deterministic:
         raise ConfigurationError(

@@ -172,12 +172,16 @@ class ServerLink:
         outcome = Pushed(staleness=0, known=True)
         pushed = [each for each in self._trained if any(piece.tensor.name in iteration.gradients for piece in each.pieces)]
         if pushed:
-            if self._unsure is not None and self._unsure != iteration.batch:
-                self._insist("GetServer", self._adopt)  # this is another push, which must not pass for that one
+            there: frozenset[int] = frozenset()
+            if self._unsure is not None:
+                again = self._unsure == iteration.batch
+                there = self._insist("GetServer", lambda: self._look_back(again=again))
             self._unsure = iteration.batch
-            with self._payloads.gradients(pushed, iteration) as payloads:
-                outcome = self._push_in_turn(lambda: self._push(pushed, payloads(), iteration))
+            payloads = self._payloads.gradients(pushed, iteration)
+            answer = self._push_in_turn(lambda: self._push(pushed, payloads(), iteration))
             self._unsure = None
+            self._payloads.settle({each.partition_id for each in answer if not each.known_batch} - there)
+            outcome = Pushed(staleness=max(each.staleness for each in answer), known=all(each.known_batch for each in answer))
         self._clock = iteration.clock
         if iteration.pull:
             self.pull_in_turn()
@@ -270,7 +274,7 @@ class ServerLink:
         if partitions:
             self._client.initialize(self._outgoing(self._payloads.values(partitions)), deadline=self._stream_deadline)
 
-    def _push(self, partitions: Sequence[Partition], payloads: Iterable[Payload], iteration: Iteration) -> Pushed:
+    def _push(self, partitions: Sequence[Partition], payloads: Iterable[Payload], iteration: Iteration) -> list[pb.PartitionResult]:
         told = tuple(self._finished_batches)
         outgoing = self._outgoing(payloads, clock=iteration.clock, batch=iteration.batch, finished=told)
         results = self._client.push(outgoing, deadline=self._stream_deadline)
@@ -280,7 +284,7 @@ class ServerLink:
         del self._finished_batches[: len(told)]
         for result in results:
             self._acknowledged[result.partition_id] += 1
-        return Pushed(staleness=max(result.staleness for result in results), known=all(result.known_batch for result in results))
+        return results
 
     def _outgoing(
         self, payloads: Iterable[Payload], *, clock: int | None = None, batch: int = 0, finished: Sequence[int] = ()
@@ -325,7 +329,7 @@ class ServerLink:
             call = self._client.advance_clock
             self._insist("AdvanceClock", lambda: call(self._job.job_id, self._job.member_id, clock=self._clock, has_read=True))
 
-    def _push_in_turn(self, push: Callable[[], Pushed]) -> Pushed:
+    def _push_in_turn(self, push: Callable[[], AnswerT]) -> AnswerT:
         """Pushes; with bsp when all have read what it changes. A worker that is to leave does not wait:
         its batch is dealt again."""
         try:
@@ -449,12 +453,19 @@ class ServerLink:
                 state = self._look()
             self._rewind({each.partition_id: each for each in state.partitions})
 
-    def _adopt(self) -> None:
-        """Goes on behind what the server has of this worker's."""
+    def _look_back(self, *, again: bool) -> frozenset[int]:
+        """Finds out which partitions have a push that was given up. `again`: what is pushed next is the same batch, under the same numbers;
+        returns the partitions that will take it for that push, and only acknowledge it. Else goes on behind what the server has."""
         self._find()
-        for here in self._look().partitions:
+        held = self._look().partitions
+        there = frozenset(each.partition_id for each in held if each.sequence > self._acknowledged[each.partition_id])
+        self._payloads.settle(there)
+        if again:
+            return there
+        for here in held:
             self._acknowledged[here.partition_id] = here.sequence
             self._base[here.partition_id] = min(self._base[here.partition_id], here.version)
+        return frozenset()
 
     def _rewind(self, held: Mapping[int, pb.PartitionVersion]) -> None:
         """Goes on from where the server stands."""

@@ -9,13 +9,14 @@ step travel, and as what (`Iteration`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
+from shoal_common import codecs
 from shoal_common.errors import ConfigurationError, InvalidRequestError, PreconditionError
 from shoal_common.wire import DtypeInfo, dtype_info
 from shoal_protos.v1 import coordinator_pb2 as coordinator_pb
@@ -63,6 +64,11 @@ class HostTensor:
         """For DeclareTensors."""
         shape, dtype = list(self._shape), self.dtype.name
         return coordinator_pb.TensorSpec(name=self.name, shape=shape, dtype=dtype, frozen=not self.trained, apart=self._apart)
+
+    @property
+    def row(self) -> int:
+        """Elements that one index of the first dimension selects."""
+        return math.prod(self._shape[1:])
 
     def target(self) -> torch.Tensor:
         """Where values are received, flat; `publish` makes them the parameter's.
@@ -209,6 +215,11 @@ class Piece:
         """Elements."""
         return self.end - self.begin
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns, as codecs see it."""
+        return codecs.piece_shape(offset=self.begin, length=self.length, row=self.tensor.row)
+
     def of(self, memory: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """This piece of the flat tensor, or of memory laid out like it, which `memory` has by the tensor's name."""
         whole = memory[self.tensor.name]
@@ -238,6 +249,11 @@ class Partition:
         missing = frozenset(absent)
         bounds = pairwise(accumulate((piece.length for piece in self.pieces), initial=0))
         return tuple(each for position, each in enumerate(bounds) if position not in missing)
+
+    def shapes(self, absent: Collection[int]) -> dict[int, tuple[int, int]]:
+        """Rows and columns of each piece but those at the positions `absent`, by its position."""
+        missing = frozenset(absent)
+        return {position: piece.shape for position, piece in enumerate(self.pieces) if position not in missing}
 
     def gathered(self, memory: Mapping[str, torch.Tensor], absent: Collection[int] = ()) -> torch.Tensor:
         """The pieces, but for those at the positions `absent`, one after another: where they lie if it is one piece alone, else a copy.
@@ -348,17 +364,13 @@ class Payloads:
             memory = {piece.tensor.name: piece.tensor.values() for piece in partition.pieces}
             yield Payload(partition, (), partition.length, pb.CODEC_RAW, tensor_bytes(partition.gathered(memory)))
 
-    @contextmanager
-    def gradients(self, partitions: Sequence[Partition], iteration: Iteration) -> Iterator[Callable[[], Iterator[Payload]]]:
-        """Gives the payloads of one push, the same bytes however often the push is attempted. Leaving the context without an error says
-        that they were pushed: what compression left out is then owed to the next push. A server that knew the push's batch from another
-        worker counts as well: the two owe the same kind of thing, once each."""
+    def gradients(self, partitions: Sequence[Partition], iteration: Iteration) -> Callable[[], Iterator[Payload]]:
+        """Gives the payloads of one push, the same bytes however often the push is attempted. Say what became of them with `settle` before
+        the next push."""
         compressed = self._compressed
         if compressed is None:
-            yield lambda: (_as_it_is(partition, iteration.gradients) for partition in partitions)
-            return
+            return lambda: (_as_it_is(partition, iteration.gradients) for partition in partitions)
         payloads: list[Payload] = []
-        answered = compressed.refused
         try:
             for partition in partitions:
                 absent = partition.absent_from(iteration.gradients)
@@ -370,13 +382,20 @@ class Payloads:
                     sequence=iteration.clock,
                     places=partition.places(absent) if absent else (),
                     length=partition.length,
+                    shapes=partition.shapes(absent),
                 )
                 payloads.append(Payload(partition, absent, gradient.numel(), codec, data))
-            yield lambda: iter(payloads)
-            answered = compressed.acknowledged
-        finally:
-            for payload in payloads:
-                answered(payload.partition.partition_id)
+        except BaseException:
+            self.settle(())  # none was sent
+            raise
+        return lambda: iter(payloads)
+
+    def settle(self, applied: Collection[int]) -> None:
+        """Says to which partitions the server has applied the last push, each by this very payload: what compression left out of it is then
+        owed to the next. To the others it has not, and will not: there what was owed before is owed still."""
+        if self._compressed is not None:
+            for partition_id in self._compressed.unanswered:
+                self._compressed.settle(partition_id, applied=partition_id in applied)
 
 
 def _as_it_is(partition: Partition, gradients: Mapping[str, torch.Tensor]) -> Payload:

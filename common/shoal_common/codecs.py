@@ -54,6 +54,9 @@ TOPK: Final[int] = pb.CODEC_TOPK
 RANDOMK: Final[int] = pb.CODEC_RANDOMK
 POWERSGD: Final[int] = pb.CODEC_POWERSGD
 
+FOR_VALUES: Final = (FLOAT16, BFLOAT16, INT8)
+"""Those that pulls may ask for: they give each value with an error of its own size, or its block's. What the others leave out is made up
+for by later pushes; of values nothing comes later."""
 INT8_BLOCK: Final = 256
 INT8_LARGEST: Final = 127
 SIGN_BLOCK: Final = 1024
@@ -146,7 +149,7 @@ def check_size(codec: int, size: int, length: int, pieces: int = 1) -> None:
     if codec == POWERSGD:
         if size % 4 or not 4 * pieces <= size <= 4 * (pieces + length):
             raise InvalidRequestError(
-                f"a payload of {size} bytes for {length} values in {pieces} pieces in {_name(codec)}; expected a multiple of 4 from "
+                f"a payload of {size} bytes for {length} values in {pieces} pieces in {name(codec)}; expected a multiple of 4 from "
                 f"{4 * pieces} to {4 * (pieces + length)}",
                 reason="PAYLOAD_SIZE_MISMATCH",
             )
@@ -155,7 +158,7 @@ def check_size(codec: int, size: int, length: int, pieces: int = 1) -> None:
     expected = payload_bytes(codec, length, kept)
     if size != expected or kept > length:
         raise InvalidRequestError(
-            f"a payload of {size} bytes for {length} values in {_name(codec)}; expected {expected} bytes"
+            f"a payload of {size} bytes for {length} values in {name(codec)}; expected {expected} bytes"
             + (f" for {length} kept values at most" if kept > length else ""),
             reason="PAYLOAD_SIZE_MISMATCH",
         )
@@ -391,10 +394,11 @@ def _in_blocks(values: Values, block: int) -> Values:
     return rows
 
 
-def _name(codec: int) -> str:
+def name(codec: int) -> str:
+    """A codec's name in the protocol; its number where it has none."""
     return pb.Codec.Name(codec) if codec in pb.Codec.values() else str(codec)
 
 
 def _unsupported(codec: int) -> InvalidRequestError:
     known = ", ".join(pb.Codec.Name(known) for known in (*_DECODERS, POWERSGD) if known != codec)
-    return InvalidRequestError(f"codec {_name(codec)}: expected one of {known}", reason="CODEC_UNSUPPORTED")
+    return InvalidRequestError(f"codec {name(codec)}: expected one of {known}", reason="CODEC_UNSUPPORTED")

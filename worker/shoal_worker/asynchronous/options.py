@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
+from shoal_common import codecs
 from shoal_common.codecs import POWERSGD_LARGEST_RANK
 from shoal_common.errors import ConfigurationError
 from shoal_common.server_optimizers import SERVER_OPTIMIZERS, Unit, in_words
@@ -18,6 +19,7 @@ from shoal_protos.v1 import parameter_server_pb2 as pb
 
 from shoal_worker.backends.registry import backend_names
 from shoal_worker.compression.powersgd import PowerSGDCompressor
+from shoal_worker.compression.registry import compressor_class, compressor_names
 from shoal_worker.config import ShardingConfiguration
 
 _log = logging.getLogger(__name__)
@@ -49,7 +51,14 @@ class AsyncOptions:
     """How much of a gradient's staleness the servers make good for (DC-ASGD; Zheng et al., ICML 2017), >= 0; 0: nothing; 0.04 is a
     value to begin with. Costs a server up to a copy of its share for each worker."""
 
+    pull_compression: str | None = None
+    """What values are rounded to on their way from the servers: "bf16", "fp16" or "int8"; None: they come as they are. The servers keep
+    full precision; gradients are computed on the rounded values. The first values, frozen parameters and `full_state_dict` are never
+    rounded."""
+
     def __post_init__(self) -> None:
+        if self.pull_compression is not None:
+            check_pull_compression(self.pull_compression)
         if self.consistency not in ("asp", "ssp", "bsp"):
             raise ConfigurationError(f'consistency={self.consistency!r}: expected "asp", "ssp" or "bsp"')
         if self.consistency == "ssp" and self.staleness_bound is None:
@@ -92,6 +101,17 @@ class AsyncOptions:
         """For ConfigureOptimizer."""
         modes = {"asp": pb.Consistency.MODE_ASP, "ssp": pb.Consistency.MODE_SSP, "bsp": pb.Consistency.MODE_BSP}
         return pb.Consistency(mode=modes[self.consistency], bound=self.staleness_bound or 0)
+
+
+def check_pull_compression(name: str) -> None:
+    """Raises ConfigurationError for what does not suit values."""
+    suitable = [each for each in compressor_names() if compressor_class(each).codec in codecs.FOR_VALUES]
+    if name in suitable:
+        return
+    why = ""
+    if name in compressor_names():
+        why = f": {name} leaves most of a gradient to later pushes, and what is left out of values does not come later"
+    raise ConfigurationError(f"pull_compression={name!r}{why}; expected one of {', '.join(suitable)}, or None")
 
 
 def check_configuration(config: ShardingConfiguration, backend: str) -> None:

@@ -36,7 +36,7 @@ from shoal_protos.v1 import parameter_server_pb2 as pb
 
 from shoal_worker.asynchronous.job import Job
 from shoal_worker.asynchronous.options import AsyncOptions, Revision, ServerOptimizer
-from shoal_worker.asynchronous.tensors import Iteration, Partition, Payload, Payloads, ServerShare, tensor_bytes
+from shoal_worker.asynchronous.tensors import Iteration, Partition, Payload, Payloads, PulledValues, ServerShare, tensor_bytes
 
 _log = logging.getLogger(__name__)
 
@@ -99,6 +99,7 @@ class ServerLink:
         """`closing`: set when nothing is to be waited for any more. `lost`: told of updates of this worker, counted by partition, that the
         server had acknowledged and has lost. `payloads`: makes those for this server, and no other."""
         self._payloads = payloads
+        self._incoming = PulledValues(options.pull_compression)
         self._job = job
         self._share = share
         self._optimizer = optimizer
@@ -146,7 +147,9 @@ class ServerLink:
             if self._job.rank == 0:
                 self._insist("Initialize", lambda: self._initialize_missing(has_values=has_values))
             try:
-                self._insist("Pull", lambda: self._pull(list(self._partitions.values()), wait=_FIRST_VALUES_WAIT, in_turn=False))
+                self._insist(
+                    "Pull", lambda: self._pull(list(self._partitions.values()), wait=_FIRST_VALUES_WAIT, in_turn=False, codec=pb.CODEC_RAW)
+                )
             except DeadlineError as error:
                 # Rank 0 may be gone: whoever has the rank by now is asked for its values in the next round.
                 if error.reason != "PARTITION_UNINITIALIZED" or time.monotonic() > deadline or self._closing.is_set():
@@ -354,11 +357,12 @@ class ServerLink:
                     _log.warning("held up by a slower worker for %.0f s: %s", now - waiting_since, error)
                     self._job.accuse_slowest(str(error))
 
-    def _pull(self, partitions: Sequence[Partition], *, in_turn: bool, wait: timedelta = _TURN_WAIT) -> None:
-        """`in_turn`: as a member with a clock; else as an onlooker, who waits for no other worker."""
+    def _pull(self, partitions: Sequence[Partition], *, in_turn: bool, wait: timedelta = _TURN_WAIT, codec: pb.Codec | None = None) -> None:
+        """`in_turn`: as a member with a clock; else as an onlooker, who waits for no other worker. `codec` None: that of the options."""
         if not partitions:
             return  # asking for none would ask for all
         request = self._pull_request(partitions, self._held, wait=wait, in_turn=in_turn)
+        request.codec = self._incoming.codec if codec is None else codec
         tensors = {piece.tensor.name: piece.tensor for partition in partitions for piece in partition.pieces}
         memory = {name: tensor.target() for name, tensor in tensors.items()}
         for header in self._receive(request, memory, deadline=self._stream_deadline + wait):
@@ -371,10 +375,22 @@ class ServerLink:
     def _receive(self, request: pb.PullRequest, memory: Mapping[str, torch.Tensor], *, deadline: timedelta) -> list[pb.PullHeader]:
         """Pulls into the tensors' memory, which `memory` has by name."""
         held = self._partitions
-        headers = self._client.pull(request, lambda header: tensor_bytes(held[header.partition_id].landing(memory)), deadline=deadline)
+        compressed: dict[int, torch.Tensor] = {}
+
+        def room(header: pb.PullHeader) -> memoryview:
+            partition = held[header.partition_id]
+            if header.codec == pb.CODEC_RAW:
+                return tensor_bytes(partition.landing(memory))
+            compressed[partition.partition_id] = self._incoming.room(header.codec, partition.length)
+            return tensor_bytes(compressed[partition.partition_id])
+
+        headers = self._client.pull(request, room, deadline=deadline)
         for header in headers:
             if not header.unchanged:
-                held[header.partition_id].landed(memory)
+                partition = held[header.partition_id]
+                if (payload := compressed.get(header.partition_id)) is not None:
+                    self._incoming.decode(payload, partition.landing(memory))
+                partition.landed(memory)
         return headers
 
     def _pull_request(self, partitions: Sequence[Partition], held: Mapping[int, int], *, wait: timedelta, in_turn: bool) -> pb.PullRequest:

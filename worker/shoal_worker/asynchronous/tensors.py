@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 from shoal_common import codecs
-from shoal_common.errors import ConfigurationError, InvalidRequestError, PreconditionError
+from shoal_common.errors import ConfigurationError, CorruptDataError, InvalidRequestError, PreconditionError
 from shoal_common.wire import DtypeInfo, dtype_info
 from shoal_protos.v1 import coordinator_pb2 as coordinator_pb
 from shoal_protos.v1 import parameter_server_pb2 as pb
@@ -26,6 +26,7 @@ from torch import nn
 from shoal_worker.asynchronous.options import Revision
 from shoal_worker.compression.base import GradientCompressor
 from shoal_worker.compression.pushes import CompressedPushes
+from shoal_worker.compression.registry import parse_compression
 
 # -------------------------------------------------------------------------------------------------------------- tensors in host memory
 
@@ -402,3 +403,34 @@ def _as_it_is(partition: Partition, gradients: Mapping[str, torch.Tensor]) -> Pa
     absent = partition.absent_from(gradients)
     gradient = partition.gathered(gradients, absent)
     return Payload(partition, absent, gradient.numel(), pb.CODEC_RAW, tensor_bytes(gradient))
+
+
+class PulledValues:
+    """How values travel from the servers."""
+
+    def __init__(self, compression: str | None) -> None:
+        """`compression`: see `AsyncOptions.pull_compression`."""
+        self._compressor = parse_compression(compression)
+
+    @property
+    def codec(self) -> pb.Codec:
+        """What is asked for. A server answers with it, or with CODEC_RAW."""
+        return pb.CODEC_RAW if self._compressor is None else pb.Codec.ValueType(self._compressor.codec)
+
+    def room(self, codec: int, length: int) -> torch.Tensor:
+        """Memory for the payload of so many values.
+
+        Raises:
+            CorruptDataError (STREAM_MALFORMED): a codec that was not asked for.
+        """
+        if codec != self.codec:
+            raise CorruptDataError(f"values came in codec {codec}; {self.codec} was asked for, or CODEC_RAW", reason="STREAM_MALFORMED")
+        return torch.empty(codecs.payload_bytes(codec, length), dtype=torch.uint8)
+
+    def decode(self, payload: torch.Tensor, into: torch.Tensor) -> None:
+        """Writes the values that came in `room` to where they belong, a flat tensor of the host."""
+        assert self._compressor is not None, "its codec was answered"
+        out = into if into.dtype is torch.float32 else torch.empty(into.shape, dtype=torch.float32)
+        self._compressor.decompress_into(payload, out)
+        if out is not into:
+            into.copy_(out)

@@ -307,6 +307,42 @@ def test_ranks_of_powersgd_that_servers_do_not_take_are_refused(session: Session
         distributed(gradient_compression={"name": "powersgd", "rank": 65})
 
 
+@pytest.mark.parametrize(("compression", "error"), [("bf16", 2**-8), ("fp16", 2**-11), ("int8", 0.5 / 127)])
+def test_a_worker_has_rounded_values_and_the_servers_keep_full_precision(session: Session, compression: str, error: float) -> None:
+    """What is frozen, and what is read of the whole model, is never rounded."""
+    net = nn.ModuleDict({"used": nn.Linear(20, 30), "frozen": nn.Linear(20, 30)})
+    net["frozen"].requires_grad_(False)
+    exact = {name: value.clone() for name, value in net.state_dict().items()}
+    plain = torch.optim.SGD(net["used"].parameters(), 1.0)
+    model, optimizer = shoal.as_distributed(net, plain, strategy="async_sgd", pull_compression=compression)
+    for _ in range(3):
+        session.ensure_step()
+        for name, parameter in net["used"].named_parameters():
+            parameter.grad = torch.full_like(parameter, 0.1)
+            exact[f"used.{name}"] -= 0.1
+        optimizer.step()
+    here, there = model.module.state_dict(), model.full_state_dict()
+    for name, expected in exact.items():
+        torch.testing.assert_close(there[name], expected, rtol=1e-6, atol=1e-7)
+        if name.startswith("frozen"):
+            assert torch.equal(here[name], expected)
+        else:
+            assert not torch.equal(here[name], expected)
+            assert float((here[name] - expected).abs().max()) <= 1.001 * error * float(expected.abs().max())
+
+
+def test_all_workers_and_the_synchronized_model_have_the_same_rounded_values(session: Session, running: AsyncCluster) -> None:
+    net = network(0)
+    model, optimizer = distributed(net, pull_compression="int8")
+    for _ in range(3):
+        backward(model)
+        optimizer.step()
+    before = {name: value.clone() for name, value in model.module.state_dict().items()}
+    optimizer.synchronize_parameters()
+    assert all(torch.equal(before[name], value) for name, value in model.module.state_dict().items())
+    assert len(versions(running)) == 1
+
+
 SPARSE: list[Any] = [{"name": "topk", "ratio": 0.1}, {"name": "powersgd", "rank": 1}]
 
 

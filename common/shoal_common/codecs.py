@@ -18,15 +18,23 @@ Every codec is of float32 values. All numbers are little-endian. A payload ends 
               uint16[k]                        place within its block
     RANDOMK   uint64 start, uint64 stride      start < n; stride and n have no common divisor
               float32[k]                       the j-th lies at (start + j * stride) mod n
+    POWERSGD  uint32[pieces]                   the rank r of each piece; 0: it comes as it is
+              float32 ..., of one piece after the other: all its values where r is 0, else P, rows x r, and Q, r x columns, by rows;
+                                               the piece is P Q, a sum of r products in the order of r
 
-A value that was NaN or infinite comes out as NaN or infinite, with INT8 and SIGN together with the rest of its block; RANDOMK, which may
-not send that value, then sends NaN for all. Decoding writes into memory that the caller gives: no payload can make it allocate more.
+POWERSGD's values are pieces of tensors, and `shapes` has the rows and columns of each (`piece_shape`); to the others they are one vector.
+
+A value that was NaN or infinite comes out as NaN or infinite, with INT8 and SIGN together with the rest of its block, with POWERSGD of its
+piece; RANDOMK, which may not send that value, then sends NaN for all. Decoding writes into memory that the caller gives: no payload can
+make it allocate more. Equal payloads are decoded to equal bits by every machine: a push is decoded again when a server recovers, by its
+backup, and by its sender, who keeps what it left out. So POWERSGD's products are added up one by one: how BLAS rounds a matrix product
+depends on the kind of processor.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -44,13 +52,23 @@ INT8: Final[int] = pb.CODEC_INT8
 SIGN: Final[int] = pb.CODEC_SIGN
 TOPK: Final[int] = pb.CODEC_TOPK
 RANDOMK: Final[int] = pb.CODEC_RANDOMK
+POWERSGD: Final[int] = pb.CODEC_POWERSGD
 
+FOR_VALUES: Final = (FLOAT16, BFLOAT16, INT8)
+"""Those that pulls may ask for: they give each value with an error of its own size, or its block's. What the others leave out is made up
+for by later pushes; of values nothing comes later."""
 INT8_BLOCK: Final = 256
 INT8_LARGEST: Final = 127
 SIGN_BLOCK: Final = 1024
 TOPK_BLOCK: Final = 65536
 RANDOMK_HEADER_BYTES: Final = 16
+POWERSGD_LARGEST_RANK: Final = 64
+"""Decoding takes as many looks at a piece: a server does nothing else meanwhile."""
+_TILE: Final = 1 << 16
+"""Values that are worked on at a time, so that they stay in the processor's cache."""
 
+Shapes = Sequence[tuple[int, int]]
+"""Rows and columns of each piece."""
 Values = NDArray[np.float32]
 
 _F4, _F2, _U2, _U4, _U8, _I1 = (np.dtype(name) for name in ("<f4", "<f2", "<u2", "<u4", "<u8", "i1"))
@@ -62,11 +80,17 @@ def blocks(length: int, block: int) -> int:
     return -(-length // block)
 
 
+def piece_shape(*, offset: int, length: int, row: int) -> tuple[int, int]:
+    """Rows and columns of a run of elements of a flattened tensor. `row`: elements of the tensor that one index of its first dimension
+    selects. A run that cuts a row is one row, as is one of a vector: nothing is gained by factors of it."""
+    return (length // row, row) if row > 1 and offset % row == 0 and length % row == 0 else (1, length)
+
+
 def payload_bytes(codec: int, length: int, kept: int = 0) -> int:
-    """Size of the payload of `length` values. `kept`: k, for TOPK and RANDOMK.
+    """Size of the payload of `length` values. `kept`: k, for TOPK and RANDOMK. POWERSGD's follows from ranks: `powersgd_bytes`.
 
     Raises:
-        InvalidRequestError (CODEC_UNSUPPORTED): not one of the codecs above.
+        InvalidRequestError (CODEC_UNSUPPORTED): not one of the codecs above, or POWERSGD.
     """
     sizes: dict[int, int] = {
         RAW: 4 * length,
@@ -82,37 +106,59 @@ def payload_bytes(codec: int, length: int, kept: int = 0) -> int:
     return 4 * blocks(sizes[codec], 4)
 
 
+def powersgd_bytes(shapes: Shapes, ranks: Sequence[int]) -> int:
+    """Size of a POWERSGD payload of pieces of these shapes, with these ranks; 0: a piece that comes as it is."""
+    floats = (rank * (rows + columns) if rank else rows * columns for (rows, columns), rank in zip(shapes, ranks, strict=True))
+    return 4 * (len(shapes) + sum(floats))
+
+
 # ------------------------------------------------------------------------------------------------------------- decoding
 
 
-def decode(codec: int, payload: memoryview | bytes, out: Values) -> None:
-    """Writes the values of a payload into `out`, a contiguous float32 array that is as long as the tensor is known to be.
+def decode(codec: int, payload: memoryview | bytes, out: Values, shapes: Shapes = ()) -> None:
+    """Writes the values of a payload into `out`, a contiguous float32 array that is as long as the tensor is known to be. `shapes`: of the
+    pieces that `out` consists of, for POWERSGD; none: it is one vector.
 
     Whether the values are finite is for the caller to check. When it raises, what is in `out` is undefined.
 
     Raises:
         InvalidRequestError: CODEC_UNSUPPORTED; PAYLOAD_SIZE_MISMATCH when the payload is not of `out`'s length; PAYLOAD_INVALID for places
-            that lie outside of the tensor, or twice at one place. Whoever carries payloads over a wire guards them with a checksum, so what
-            is wrong in here was sent so.
+            that lie outside of the tensor, or twice at one place, and for ranks that a piece cannot have. Whoever carries payloads over a
+            wire guards them with a checksum, so what is wrong in here was sent so.
     """
     if out.dtype != np.float32 or out.ndim != 1 or not out.flags.c_contiguous:
         raise ConfigurationError(f"decode into {out.dtype} of shape {out.shape}: expected a contiguous float32 array of one dimension")
+    shapes = shapes or ((1, out.size),)
+    if sum(rows * columns for rows, columns in shapes) != out.size:
+        raise ConfigurationError(f"decode {out.size} values of pieces of the shapes {shapes}: expected as many as these hold")
     data = as_bytes(memoryview(payload))
-    check_size(codec, data.nbytes, out.size)
-    _DECODERS[codec](data, out)
+    check_size(codec, data.nbytes, out.size, len(shapes))
+    if codec == POWERSGD:
+        _decode_powersgd(data, out, shapes)
+    else:
+        _DECODERS[codec](data, out)
 
 
-def check_size(codec: int, size: int, length: int) -> None:
-    """Whether a payload of `length` values may have `size` bytes; the sparse ones may hold any number of the values.
+def check_size(codec: int, size: int, length: int, pieces: int = 1) -> None:
+    """Whether a payload of `length` values in so many pieces may have `size` bytes; the sparse ones may hold any number of the values, and
+    what POWERSGD's must have exactly is known once the ranks are there.
 
     Raises:
         InvalidRequestError: CODEC_UNSUPPORTED or PAYLOAD_SIZE_MISMATCH.
     """
+    if codec == POWERSGD:
+        if size % 4 or not 4 * pieces <= size <= 4 * (pieces + length):
+            raise InvalidRequestError(
+                f"a payload of {size} bytes for {length} values in {pieces} pieces in {name(codec)}; expected a multiple of 4 from "
+                f"{4 * pieces} to {4 * (pieces + length)}",
+                reason="PAYLOAD_SIZE_MISMATCH",
+            )
+        return
     kept = _kept(codec, size, length)
     expected = payload_bytes(codec, length, kept)
     if size != expected or kept > length:
         raise InvalidRequestError(
-            f"a payload of {size} bytes for {length} values in {_name(codec)}; expected {expected} bytes"
+            f"a payload of {size} bytes for {length} values in {name(codec)}; expected {expected} bytes"
             + (f" for {length} kept values at most" if kept > length else ""),
             reason="PAYLOAD_SIZE_MISMATCH",
         )
@@ -189,6 +235,46 @@ def _decode_randomk(data: memoryview, out: Values) -> None:
     out[randomk_places(start, stride, values.size, out.size)] = values
 
 
+def _decode_powersgd(data: memoryview, out: Values, shapes: Shapes) -> None:
+    numbers = np.frombuffer(data, _F4)
+    ranks = [int(rank) for rank in np.frombuffer(data, _U4, len(shapes))]
+    for (rows, columns), rank in zip(shapes, ranks, strict=True):
+        if rank > POWERSGD_LARGEST_RANK or rank * (rows + columns) > rows * columns:
+            raise InvalidRequestError(
+                f"a POWERSGD payload has rank {rank} for a piece of {rows} x {columns}; expected at most {POWERSGD_LARGEST_RANK}, and 0, "
+                "the piece as it is, where factors would be larger",
+                reason="PAYLOAD_INVALID",
+            )
+    if data.nbytes != (expected := powersgd_bytes(shapes, ranks)):
+        raise InvalidRequestError(
+            f"a POWERSGD payload of {data.nbytes} bytes; by its ranks it has {expected}", reason="PAYLOAD_SIZE_MISMATCH"
+        )
+    at, begin = len(shapes), 0
+    for (rows, columns), rank in zip(shapes, ranks, strict=True):
+        end = begin + rows * columns
+        if rank:
+            right_at, next_at = at + rows * rank, at + (rows + columns) * rank
+            left, right = numbers[at:right_at].reshape(rows, rank), numbers[right_at:next_at].reshape(rank, columns)
+            _multiply(left, right, out[begin:end].reshape(rows, columns))
+        else:
+            next_at = at + rows * columns
+            out[begin:end] = numbers[at:next_at]
+        at, begin = next_at, end
+
+
+def _multiply(left: NDArray[Any], right: NDArray[Any], out: Values) -> None:
+    """`left` times `right`, its products added up in the order of the rank: each operation rounds as IEEE 754 says, on any machine."""
+    rows, columns = out.shape
+    step = max(1, _TILE // columns)
+    product = np.empty((min(step, rows), columns), np.float32)
+    with np.errstate(all="ignore"):  # what is not finite is meant to pass
+        for start in range(0, rows, step):
+            tile, factors = out[start : start + step], left[start : start + step]
+            np.multiply(factors[:, :1], right[:1], out=tile)
+            for index in range(1, right.shape[0]):
+                tile += np.multiply(factors[:, index : index + 1], right[index : index + 1], out=product[: len(tile)])
+
+
 _DECODERS: Final[Mapping[int, Callable[[memoryview, Values], None]]] = {
     RAW: _decode_raw,
     FLOAT16: _decode_float16,
@@ -206,6 +292,8 @@ _DECODERS: Final[Mapping[int, Callable[[memoryview, Values], None]]] = {
 def encode(codec: int, values: Values, *, kept: int = 0, seed: int = 0) -> memoryview:
     """The payload of a float32 array of one dimension. `kept`: k of TOPK and RANDOMK; `seed`: of INT8's rounding and RANDOMK's places.
 
+    For POWERSGD see `encode_powersgd`.
+
     Raises:
         InvalidRequestError: CODEC_UNSUPPORTED; or `kept` is not between 0 and the number of values.
     """
@@ -218,6 +306,15 @@ def encode(codec: int, values: Values, *, kept: int = 0, seed: int = 0) -> memor
         payload[position : position + part.nbytes] = np.ascontiguousarray(part).view(np.uint8)
         position += part.nbytes
     return payload.data
+
+
+def encode_powersgd(pieces: Sequence[Values | tuple[Values, Values]]) -> memoryview:
+    """The POWERSGD payload of pieces that are given as they are, in one dimension, or as P, rows x r, and Q, r x columns."""
+    ranks = [piece[0].shape[1] if isinstance(piece, tuple) else 0 for piece in pieces]
+    parts = [part for piece in pieces for part in (piece if isinstance(piece, tuple) else (piece,))]
+    return (
+        np.concatenate([np.array(ranks, _U4).view(_F4), *(part.astype(_F4, copy=False).reshape(-1) for part in parts)]).view(np.uint8).data
+    )
 
 
 def _encode_float16(values: Values, kept: int, random: np.random.Generator) -> list[NDArray[Any]]:
@@ -297,10 +394,11 @@ def _in_blocks(values: Values, block: int) -> Values:
     return rows
 
 
-def _name(codec: int) -> str:
+def name(codec: int) -> str:
+    """A codec's name in the protocol; its number where it has none."""
     return pb.Codec.Name(codec) if codec in pb.Codec.values() else str(codec)
 
 
 def _unsupported(codec: int) -> InvalidRequestError:
-    known = ", ".join(pb.Codec.Name(known) for known in _DECODERS)
-    return InvalidRequestError(f"codec {_name(codec)}: expected one of {known}", reason="CODEC_UNSUPPORTED")
+    known = ", ".join(pb.Codec.Name(known) for known in (*_DECODERS, POWERSGD) if known != codec)
+    return InvalidRequestError(f"codec {name(codec)}: expected one of {known}", reason="CODEC_UNSUPPORTED")

@@ -25,6 +25,7 @@ class Codec(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     CODEC_SIGN: _ClassVar[Codec]
     CODEC_TOPK: _ClassVar[Codec]
     CODEC_RANDOMK: _ClassVar[Codec]
+    CODEC_POWERSGD: _ClassVar[Codec]
 DTYPE_UNSPECIFIED: Dtype
 DTYPE_FLOAT32: Dtype
 DTYPE_FLOAT64: Dtype
@@ -38,6 +39,7 @@ CODEC_INT8: Codec
 CODEC_SIGN: Codec
 CODEC_TOPK: Codec
 CODEC_RANDOMK: Codec
+CODEC_POWERSGD: Codec
 
 class OptimizerSpec(_message.Message):
     __slots__ = ("name", "hyperparameters", "groups", "delay_compensation")
@@ -197,7 +199,7 @@ class PartitionResult(_message.Message):
     def __init__(self, partition_id: _Optional[int] = ..., version: _Optional[int] = ..., staleness: _Optional[int] = ..., duplicate: _Optional[bool] = ..., known_batch: _Optional[bool] = ...) -> None: ...
 
 class PullRequest(_message.Message):
-    __slots__ = ("job_id", "member_id", "generation", "shard_map_epoch", "partitions", "clock", "wait_ms", "checksums")
+    __slots__ = ("job_id", "member_id", "generation", "shard_map_epoch", "partitions", "clock", "wait_ms", "checksums", "codec")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
@@ -206,6 +208,7 @@ class PullRequest(_message.Message):
     CLOCK_FIELD_NUMBER: _ClassVar[int]
     WAIT_MS_FIELD_NUMBER: _ClassVar[int]
     CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
+    CODEC_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     member_id: str
     generation: int
@@ -214,7 +217,8 @@ class PullRequest(_message.Message):
     clock: int
     wait_ms: int
     checksums: bool
-    def __init__(self, job_id: _Optional[str] = ..., member_id: _Optional[str] = ..., generation: _Optional[int] = ..., shard_map_epoch: _Optional[int] = ..., partitions: _Optional[_Iterable[_Union[PartitionPull, _Mapping]]] = ..., clock: _Optional[int] = ..., wait_ms: _Optional[int] = ..., checksums: _Optional[bool] = ...) -> None: ...
+    codec: Codec
+    def __init__(self, job_id: _Optional[str] = ..., member_id: _Optional[str] = ..., generation: _Optional[int] = ..., shard_map_epoch: _Optional[int] = ..., partitions: _Optional[_Iterable[_Union[PartitionPull, _Mapping]]] = ..., clock: _Optional[int] = ..., wait_ms: _Optional[int] = ..., checksums: _Optional[bool] = ..., codec: _Optional[_Union[Codec, str]] = ...) -> None: ...
 
 class PartitionPull(_message.Message):
     __slots__ = ("partition_id", "newer_than")

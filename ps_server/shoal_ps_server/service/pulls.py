@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
 
+from shoal_common import codecs
 from shoal_common.errors import DeadlineError, UnavailableError
 from shoal_common.wire import checksum
 from shoal_protos.v1 import parameter_server_pb2 as pb
@@ -72,9 +73,10 @@ class Pulls:
                 self._note(pull, wanted.spec)
                 yield pb.PullHeader(partition_id=wanted.spec.partition_id, version=version, unchanged=True), None
             else:
-                with self._shard.reading(wanted.spec.partition_id) as reading:
+                codec = _codec(wanted.spec, pull.codec)
+                with self._shard.reading(wanted.spec.partition_id, codec) as reading:
                     self._note(pull, wanted.spec)
-                    yield _header(wanted.spec, reading, checksummed=pull.checksums), reading
+                    yield _header(wanted.spec, codec, reading, checksummed=pull.checksums), reading
             self._answered(wanted.spec, version > wanted.newer_than)
 
     def _note(self, pull: Pull, spec: PartitionSpec) -> None:
@@ -110,13 +112,18 @@ class Pulls:
             ) from error
 
 
-def _header(spec: PartitionSpec, reading: Reading, *, checksummed: bool) -> pb.PullHeader:
+def _codec(spec: PartitionSpec, asked: int) -> int:
+    """The codec that was asked for, where it saves something."""
+    return asked if asked != codecs.RAW and codecs.payload_bytes(asked, spec.length) < spec.nbytes else codecs.RAW
+
+
+def _header(spec: PartitionSpec, codec: int, reading: Reading, *, checksummed: bool) -> pb.PullHeader:
     return pb.PullHeader(
         partition_id=spec.partition_id,
         version=reading.version,
         dtype=spec.element.wire,
-        codec=pb.CODEC_RAW,
+        codec=pb.Codec.ValueType(codec),
         length=spec.length,
-        payload_bytes=spec.nbytes,
+        payload_bytes=reading.remaining,
         checksum=checksum(reading.rest) if checksummed else 0,
     )

@@ -61,6 +61,8 @@ class Pull:
     clock: int
     wait: timedelta
     checksums: bool
+    codec: int
+    """RAW or one of `codecs.FOR_VALUES`: where it saves nothing, values come as they are."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +107,7 @@ def parse_upload_header(header: pb.PushHeader, layout: Layout, kind: UploadKind)
     if header.length != length:
         raise InvalidRequestError(f"{describe(spec)}: length={header.length}, expected {length} elements", reason="LENGTH_MISMATCH")
     if header.codec != pb.CODEC_RAW:
-        codecs.check_size(header.codec, header.payload_bytes, length)
+        codecs.check_size(header.codec, header.payload_bytes, length, len(spec.pieces) - len(absent))
     elif header.payload_bytes != nbytes:
         raise InvalidRequestError(
             f"{describe(spec)}: payload_bytes={header.payload_bytes}, but {length} elements of {spec.element.name} are {nbytes}",
@@ -148,7 +150,20 @@ def parse_pull(request: pb.PullRequest, layout: Layout) -> Pull:
         clock=at_least("clock", request.clock, 0),
         wait=timedelta(milliseconds=request.wait_ms),
         checksums=request.checksums,
+        codec=_pull_codec(request.codec),
     )
+
+
+def _pull_codec(codec: int) -> int:
+    if codec in (codecs.UNSPECIFIED, codecs.RAW):
+        return codecs.RAW
+    if codec not in codecs.FOR_VALUES:
+        raise InvalidRequestError(
+            f"codec={codecs.name(codec)} in a pull: what is left out of values does not come later, as with gradients; expected CODEC_RAW, "
+            f"{', '.join(map(codecs.name, codecs.FOR_VALUES))}",
+            reason="CODEC_UNSUPPORTED",
+        )
+    return codec
 
 
 def parse_optimizer(spec: pb.OptimizerSpec, tensors: frozenset[str] | None) -> OptimizerSettings:

@@ -10,6 +10,7 @@ from itertools import accumulate
 from types import MappingProxyType
 
 import torch
+from shoal_common import codecs
 from shoal_common.errors import InternalError
 from shoal_protos.v1 import coordinator_pb2
 
@@ -57,6 +58,15 @@ class PartitionSpec:
     def length_without(self, absent: Collection[int]) -> int:
         """Elements of all pieces but those at these positions."""
         return self.length - sum(self.pieces[position].length for position in absent)
+
+    def shapes_without(self, absent: Collection[int]) -> tuple[tuple[int, int], ...]:
+        """Rows and columns of all pieces but those at these positions, as codecs see them."""
+        missing = frozenset(absent)
+        return tuple(
+            codecs.piece_shape(offset=piece.offset, length=piece.length, row=piece.row)
+            for position, piece in enumerate(self.pieces)
+            if position not in missing
+        )
 
     def without(self, values: torch.Tensor, absent: Collection[int]) -> torch.Tensor:
         """Values laid out like this partition's, without the pieces at these positions: where they lie if none is left out, else a copy."""

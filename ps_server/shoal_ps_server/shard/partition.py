@@ -6,15 +6,18 @@ import math
 from collections.abc import Collection, Container, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final
+from weakref import WeakValueDictionary
 
 import torch
+from shoal_common import codecs
 from shoal_common.errors import InvalidRequestError, LimitError, PreconditionError
 
 from shoal_ps_server.shard.compensation import BaseValues, compensated
+from shoal_ps_server.shard.encoding import encode_values
 from shoal_ps_server.shard.layout import PartitionSpec
 from shoal_ps_server.shard.optimizer import OptimizerSettings
 from shoal_ps_server.shard.payload import UploadHeader, describe, largest_of
-from shoal_ps_server.shard.reading import Copies, Reading
+from shoal_ps_server.shard.reading import Copies, EncodedValues, Reading
 from shoal_ps_server.shard.runs import PartitionOptimizer, RunImage
 
 _CALM: Final = {torch.float32: 1e16, torch.bfloat16: 1e16, torch.float64: 1e150}
@@ -105,7 +108,9 @@ class Partition:
     bases: BaseValues = field(default_factory=BaseValues)
     """With delay compensation; else empty."""
     readings: set[Reading] = field(default_factory=set)
-    """Open ones: they must not see the next change."""
+    """Open ones of the values themselves: they must not see the next change."""
+    encoded: WeakValueDictionary[int, EncodedValues] = field(default_factory=WeakValueDictionary)
+    """Codec -> the values as they are now in it, while somebody reads them so."""
     ahead: Settled | None = None
     """`settled`, with what was admitted and is not applied yet; None: there is nothing of the kind."""
     on_their_way: int = 0
@@ -204,6 +209,7 @@ class Partition:
         self.bases.before_change(self.version, values)
         copies.detach(values, self.readings)
         self.readings.clear()
+        self.encoded.clear()
         if self.optimizer is None:
             self.optimizer = PartitionOptimizer(values, self.spec, optimizer)
         self.optimizer.step(gradient, absent)
@@ -270,8 +276,14 @@ class Partition:
         if self.ahead is not None:
             self.ahead.forget(member_id)
 
-    def read(self) -> Reading:
-        """The values as they are now, to be read in pieces. Only with values; `readings.discard` it when done."""
+    def read(self, codec: int, copies: Copies) -> Reading:
+        """The values as they are now, in a codec, to be read in pieces. Only with values; `readings.discard` it when done. Raises as
+        `encode_values`."""
+        if codec != codecs.RAW:
+            encoded = self.encoded.get(codec)
+            if encoded is None:
+                self.encoded[codec] = encoded = EncodedValues(encode_values(self._values(), codec))
+            return encoded.read(copies, version=self.version)
         reading = Reading(self._values(), version=self.version)
         self.readings.add(reading)
         return reading

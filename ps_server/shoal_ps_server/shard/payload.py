@@ -144,7 +144,7 @@ class Upload:
         spec = self.header.spec
         values = torch.empty(self.header.length, dtype=torch.float32)
         try:
-            codecs.decode(self.header.codec, self._bytes.data, values.numpy())
+            codecs.decode(self.header.codec, self._bytes.data, values.numpy(), spec.shapes_without(self.header.absent))
         except InvalidRequestError as error:
             raise InvalidRequestError(
                 f"{describe(spec)}: {error}; nothing of this partition was applied, and its sequence number is still free",

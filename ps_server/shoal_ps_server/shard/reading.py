@@ -3,6 +3,8 @@
 A reading sees the values of the moment it was opened. As long as nobody changes the partition it reads them where they are; before a push
 is applied, the values are copied once for all that have not read to their end. So a pull normally costs no copy of its own, takes no lock,
 and a slow reader delays nobody. Where readers are so slow that the copies would be too many, those that began first are ended.
+
+Who reads compressed values reads a copy from the beginning, one for all that read that version at the same time.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Final
 
@@ -27,8 +30,10 @@ RETRY_AFTER: Final = timedelta(seconds=1)
 class Reading:
     """One reader's place in one partition. Belongs to the thread that owns the shard."""
 
-    def __init__(self, values: torch.Tensor, *, version: int) -> None:
+    def __init__(self, values: torch.Tensor, *, version: int, encoded: EncodedValues | None = None) -> None:
+        """`encoded`: whose payload `values` is, if they are not the partition's own."""
         self.version = version
+        self._encoded = encoded
         self._rest = bytes_of(values)
         self._given_up = False
         self._promised = 0
@@ -51,8 +56,7 @@ class Reading:
     def _check_held(self) -> None:
         if self._given_up and not self._promised:
             raise UnavailableError(
-                f"the values changed while they were read too slowly: copies for slow readers hold {MOST_COPIES_BYTES >> 20} MiB already; "
-                "pull again",
+                f"the values were read too slowly: copies for readers hold {MOST_COPIES_BYTES >> 20} MiB already; pull again",
                 reason="PULL_TOO_SLOW",
                 retry_after=RETRY_AFTER,
             )
@@ -77,8 +81,25 @@ class Reading:
         self._rest = memoryview(bytes(self._rest[: self._promised]) + b"\0")  # there is something left to take, and that fails
 
 
+@dataclass(eq=False)
+class EncodedValues:
+    """One version of a partition, compressed. Those who read it keep it, and nobody else."""
+
+    payload: torch.Tensor
+    """uint8."""
+    readers: weakref.WeakSet[Reading] = field(default_factory=weakref.WeakSet)
+
+    def read(self, copies: Copies, *, version: int) -> Reading:
+        """One more reader."""
+        if not any(reading.remaining for reading in self.readers):
+            copies.keep(self.payload.nbytes, self.readers)
+        reading = Reading(self.payload, version=version, encoded=self)
+        self.readers.add(reading)
+        return reading
+
+
 class Copies:
-    """What slow readers of a server still read, of values that have changed."""
+    """What readers of a server still read that is not the values themselves: copies of such as have changed, and compressed ones."""
 
     def __init__(self, *, limit: int = MOST_COPIES_BYTES) -> None:
         self._limit = limit
@@ -88,13 +109,18 @@ class Copies:
     def detach(self, values: torch.Tensor, readings: Iterable[Reading]) -> None:
         """`values` are about to change: those who have not read to their end read on in a copy."""
         unread = weakref.WeakSet(reading for reading in readings if reading.remaining)
-        self._copies = deque(each for each in self._copies if any(reading.remaining for reading in each[1]))
         if not unread:
             return
-        self._copies.append((values.nbytes, unread))
-        while len(self._copies) > 1 and sum(nbytes for nbytes, _ in self._copies) > self._limit:
-            for reading in self._copies.popleft()[1]:
-                reading.give_up()
+        self.keep(values.nbytes, unread)
         copy = memoryview(bytes(bytes_of(values)))
         for reading in unread:
             reading.detach(copy)
+
+    def keep(self, nbytes: int, readers: weakref.WeakSet[Reading]) -> None:
+        """So much more is held while any of these readings, or of those that join them, is not at its end. Where that is too much, those
+        that began first are ended."""
+        self._copies = deque(each for each in self._copies if any(reading.remaining for reading in each[1]))
+        self._copies.append((nbytes, readers))
+        while len(self._copies) > 1 and sum(held for held, _ in self._copies) > self._limit:
+            for reading in self._copies.popleft()[1]:
+                reading.give_up()

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+from shoal_common import codecs
 from shoal_common.errors import PreconditionError
 
 from shoal_ps_server.shard.batches import Batches
@@ -261,10 +262,10 @@ class Shard:
         return self._partitions[partition_id].version
 
     @contextmanager
-    def reading(self, partition_id: int) -> Iterator[Reading]:
-        """A partition's values as they are now, to be read in pieces. Only with values."""
+    def reading(self, partition_id: int, codec: int = codecs.RAW) -> Iterator[Reading]:
+        """A partition's values as they are now, in a codec, to be read in pieces. Only with values. Raises as `encode_values`."""
         partition = self._partitions[partition_id]
-        reading = partition.read()
+        reading = partition.read(codec, self._copies)
         try:
             yield reading
         finally:

@@ -9,8 +9,9 @@ from datetime import timedelta
 import numpy as np
 import pytest
 import torch
+from shoal_common import codecs
 from shoal_common.bulk.transport import Transport
-from shoal_common.errors import DeadlineError, InvalidRequestError, ShoalError, UnavailableError
+from shoal_common.errors import DeadlineError, InvalidRequestError, PreconditionError, ShoalError, UnavailableError
 from shoal_protos.v1 import parameter_server_pb2 as pb
 
 pytestmark = pytest.mark.parametrize("transport", [Transport.GRPC, Transport.TCP, Transport.MEMORY])
@@ -277,3 +278,69 @@ def test_rows_that_are_cut_are_refused_before_anything_is_configured(cluster) ->
         client.configure_optimizer("job", pb.OptimizerSpec(name="rowwise_adagrad"), pb.Consistency(mode=pb.Consistency.MODE_ASP))
     assert not client.get_server().HasField("optimizer")
     client.configure_optimizer("job", pb.OptimizerSpec(name="lamb"), pb.Consistency(mode=pb.Consistency.MODE_ASP))
+
+
+@pytest.mark.parametrize("codec", codecs.FOR_VALUES)
+def test_values_are_pulled_in_a_codec_alike_by_all_and_the_server_keeps_their_precision(cluster, codec: int) -> None:
+    client = cluster.server(("weight", 600, "float32"), ("half", 100, "bfloat16"), ("double", 300, "float64"))
+    member = cluster.trainable(client, lr=1.0)
+    member.push(1 / 3)
+    raw, rounded, again = (member.pull(codec=each) for each in (pb.CODEC_RAW, codec, codec))
+    assert all(bytes(rounded[number]) == bytes(again[number]) for number in rounded)
+    lengths = {0: 256, 1: 256, 2: 88, 3: 100, 4: 256, 5: 44}
+    for number, length in lengths.items():
+        if number == 3 and codec != codecs.INT8:  # a half of a half would save nothing
+            assert bytes(rounded[number]) == bytes(raw[number])
+            continue
+        assert rounded[number].nbytes == codecs.payload_bytes(codec, length)
+        out = np.empty(length, np.float32)
+        codecs.decode(codec, rounded[number].data, out)
+        np.testing.assert_allclose(out, -1 / 3, rtol=2**-8)
+    assert (raw[0].view(np.float32) == np.float32(-1 / 3)).all()
+
+
+def test_a_pull_in_a_codec_that_leaves_values_out_is_refused(cluster) -> None:
+    member = cluster.trainable(cluster.server())
+    for codec in (pb.CODEC_SIGN, pb.CODEC_TOPK, pb.CODEC_RANDOMK, pb.CODEC_POWERSGD):
+        with pytest.raises(InvalidRequestError, match="does not come later") as refusal:
+            member.pull(codec=codec)
+        assert refusal.value.reason == "CODEC_UNSUPPORTED"
+
+
+def test_values_too_large_for_a_codec_are_refused_and_can_be_pulled_as_they_are(cluster) -> None:
+    member = cluster.trainable(cluster.server())
+    member.push(-1e5)
+    with pytest.raises(PreconditionError, match="are above CODEC_FLOAT16") as refusal:
+        member.pull(codec=pb.CODEC_FLOAT16)
+    assert refusal.value.reason == "VALUES_TOO_LARGE"
+    assert (member.pull()[0].view(np.float32) == 1e5).all()
+
+
+def test_a_push_of_factors_is_multiplied_by_the_server(cluster) -> None:
+    cluster.declare()
+    cluster.coordinator.shard_map.tensors[0].shape[:] = [60, 10]
+    for partition, rows in zip(cluster.coordinator.shard_map.partitions, (20, 20, 20), strict=True):
+        partition.pieces[0].offset, partition.pieces[0].length = 200 * partition.partition_id, 10 * rows
+    client = cluster.unregistered()
+    cluster.coordinator.registrations.get(timeout=20)
+    cluster.coordinator.heartbeats.get(timeout=20)
+    member = cluster.trainable(client)
+    left, right = np.arange(40, dtype=np.float32).reshape(20, 2), np.arange(20, dtype=np.float32).reshape(2, 10)
+
+    def push(payload: memoryview) -> None:
+        client.push([(member.header(1, codec=pb.CODEC_POWERSGD, payload_bytes=payload.nbytes), payload)])
+
+    for wrong, reason in (
+        (codecs.encode_powersgd([(left * np.float32("nan"), right)]), "GRADIENT_NOT_FINITE"),
+        (codecs.encode_powersgd([(left * np.float32(1e36), right)]), "GRADIENT_NOT_FINITE"),
+        (codecs.encode_powersgd([(left[:10], right)]), "PAYLOAD_SIZE_MISMATCH"),
+        (codecs.encode_powersgd([(np.ones((20, 9), np.float32), np.ones((9, 10), np.float32))]), "PAYLOAD_SIZE_MISMATCH"),
+        (codecs.encode_powersgd([(np.ones((20, 7), np.float32), np.ones((7, 5), np.float32))]), "PAYLOAD_INVALID"),
+    ):
+        with pytest.raises(InvalidRequestError) as refusal:
+            push(wrong)
+        assert refusal.value.reason == reason
+    push(codecs.encode_powersgd([(left, right)]))
+    pulled = floats(member.pull())
+    np.testing.assert_array_equal(pulled[1].reshape(20, 10), -(left @ right))
+    assert not pulled[0].any()

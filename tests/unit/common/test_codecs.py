@@ -13,7 +13,8 @@ from shoal_common import codecs
 from shoal_common.errors import ConfigurationError, InvalidRequestError
 from shoal_protos.v1 import parameter_server_pb2 as pb
 
-ALL = [codec for codec in pb.Codec.values() if codec != pb.CODEC_UNSPECIFIED]
+ALL = [codec for codec in pb.Codec.values() if codec not in (pb.CODEC_UNSPECIFIED, pb.CODEC_POWERSGD)]
+"""Those whose payloads follow from a length alone."""
 SPARSE = (pb.CODEC_TOPK, pb.CODEC_RANDOMK)
 LENGTHS = st.one_of(st.integers(0, 40), st.sampled_from([255, 256, 257, 1023, 1024, 1025, 65_535, 65_536, 65_537, 140_000]))
 FLOATS = hnp.arrays(np.float32, st.integers(0, 700), elements=st.floats(-1e4, 1e4, width=32))
@@ -128,7 +129,7 @@ def test_what_is_too_large_for_float16_becomes_infinite():
 # --- bytes from anywhere
 
 
-@given(st.sampled_from([*ALL, 0, 99, -1]), st.binary(max_size=600), st.integers(0, 300))
+@given(st.sampled_from([*ALL, pb.CODEC_POWERSGD, 0, 99, -1]), st.binary(max_size=600), st.integers(0, 300))
 def test_any_bytes_are_decoded_or_refused(codec, payload, length):
     out = np.zeros(length, np.float32)
     with np.errstate(all="ignore"):
@@ -218,3 +219,100 @@ def test_arguments_that_cannot_work_are_refused():
         codecs.encode(pb.CODEC_TOPK, drawn(3), kept=4)
     with pytest.raises(InvalidRequestError, match="CODEC_RAW"):
         codecs.payload_bytes(0, 3)
+
+
+# --- factors
+
+
+PIECES = ((6, 10), (1, 7), (40, 9))
+
+
+def factored(ranks: tuple[int, ...], seed: int = 0) -> tuple[bytes, np.ndarray]:
+    """A payload, and what it stands for."""
+    random, given, expected = np.random.default_rng(seed), [], []
+    for (rows, columns), rank in zip(PIECES, ranks, strict=True):
+        left = random.standard_normal((rows, rank), np.float32)
+        right = random.standard_normal((rank, columns), np.float32)
+        whole = random.standard_normal(rows * columns, np.float32)
+        given.append((left, right) if rank else whole)
+        expected.append((left.astype(np.float64) @ right).reshape(-1) if rank else whole)
+    return bytes(codecs.encode_powersgd(given)), np.concatenate(expected)
+
+
+def multiplied(payload: bytes, shapes: codecs.Shapes = PIECES) -> np.ndarray:
+    out = np.full(sum(rows * columns for rows, columns in shapes), 7, np.float32)
+    codecs.decode(pb.CODEC_POWERSGD, payload, out, shapes)
+    return out
+
+
+@pytest.mark.parametrize("ranks", [(0, 0, 0), (1, 0, 0), (3, 0, 2), (0, 0, 7)])
+def test_factors_are_multiplied_and_other_pieces_come_as_they_are(ranks):
+    payload, expected = factored(ranks)
+    assert len(payload) == codecs.powersgd_bytes(PIECES, ranks)
+    np.testing.assert_allclose(multiplied(payload), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_factors_are_multiplied_in_tiles_as_in_one():
+    rows, columns = 700, 300
+    random = np.random.default_rng(1)
+    left, right = random.standard_normal((rows, 3), np.float32), random.standard_normal((3, columns), np.float32)
+    expected = left[:, :1] * right[:1]
+    for index in (1, 2):
+        expected += left[:, index : index + 1] * right[index : index + 1]
+    np.testing.assert_array_equal(multiplied(bytes(codecs.encode_powersgd([(left, right)])), ((rows, columns),)), expected.reshape(-1))
+
+
+@pytest.mark.parametrize(
+    ("rank", "reason"),
+    [
+        (4, "PAYLOAD_INVALID"),  # 4 * (6 + 10) floats for 60 values
+        (2**32 - 1, "PAYLOAD_INVALID"),
+        (1, "PAYLOAD_SIZE_MISMATCH"),
+        (0, "PAYLOAD_SIZE_MISMATCH"),
+    ],
+)
+def test_ranks_that_a_piece_or_the_payload_cannot_have_are_refused(rank, reason):
+    payload = factored((2, 0, 2))[0]
+    with pytest.raises(InvalidRequestError, match="POWERSGD") as refusal:
+        multiplied(rank.to_bytes(4, "little") + payload[4:])
+    assert refusal.value.reason == reason
+
+
+def test_ranks_above_the_largest_are_refused_however_large_the_piece():
+    shape, rank = (400, 400), codecs.POWERSGD_LARGEST_RANK
+    left, right = np.ones((400, rank + 1), np.float32), np.ones((rank + 1, 400), np.float32)
+    assert multiplied(bytes(codecs.encode_powersgd([(left[:, 1:], right[1:])])), (shape,))[0] == rank
+    with pytest.raises(InvalidRequestError, match=f"expected at most {rank}"):
+        multiplied(bytes(codecs.encode_powersgd([(left, right)])), (shape,))
+
+
+@given(st.integers(0, 3), st.integers(0, 2), st.data())
+def test_factors_with_bytes_changed_or_lost_are_decoded_or_refused(first, last, data):
+    payload = bytearray(factored((first, 0, last))[0])
+    for _ in range(data.draw(st.integers(0, 4))):
+        payload[data.draw(st.integers(0, len(payload) - 1))] = data.draw(st.integers(0, 255))
+    try:
+        multiplied(bytes(payload[: data.draw(st.integers(0, len(payload)))]))
+    except InvalidRequestError:
+        pass
+
+
+def test_a_size_that_no_ranks_give_is_refused_before_a_byte_is_there():
+    codecs.check_size(pb.CODEC_POWERSGD, 1720, 427, 3)
+    for size in (8, 13, 1724):
+        with pytest.raises(InvalidRequestError, match="expected a multiple of 4 from 12 to 1720"):
+            codecs.check_size(pb.CODEC_POWERSGD, size, 427, 3)
+
+
+@pytest.mark.parametrize(
+    ("piece", "shape"),
+    [
+        ({"offset": 0, "length": 60, "row": 10}, (6, 10)),
+        ({"offset": 20, "length": 40, "row": 10}, (4, 10)),  # cut between rows
+        ({"offset": 5, "length": 60, "row": 10}, (1, 60)),  # within a row
+        ({"offset": 0, "length": 15, "row": 10}, (1, 15)),
+        ({"offset": 0, "length": 9, "row": 1}, (1, 9)),
+    ],
+)
+def test_a_piece_of_whole_rows_is_a_matrix_and_any_other_a_vector(piece, shape):
+    assert codecs.piece_shape(**piece) == shape

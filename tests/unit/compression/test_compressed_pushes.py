@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import pytest
 import torch
 from shoal_common import codecs
 from shoal_common.errors import ConfigurationError, PreconditionError
+from shoal_protos.v1 import parameter_server_pb2 as pb
 from shoal_worker.compression import compressor_names, parse_compression
+from shoal_worker.compression.powersgd import PowerSGDCompressor
 from shoal_worker.compression.pushes import CompressedPushes
 
-CODABLE = [name for name in compressor_names() if name != "powersgd"]
+NAMES = compressor_names()
+SHAPES = {0: (40, 60), 1: (1, 121), 2: (24, 20)}
+"""Of the pieces of a partition."""
 LENGTH = 3001
 
 
@@ -18,10 +24,14 @@ def gradient(seed: int) -> torch.Tensor:
     return torch.randn(LENGTH, generator=torch.Generator().manual_seed(seed))
 
 
-def applied(push: tuple[int, memoryview]) -> torch.Tensor:
+def encoded(worker: CompressedPushes, seed: int, *, sequence: int = 0) -> tuple[int, memoryview]:
+    return worker.encode(gradient(seed), partition=7, sequence=sequence or seed, shapes=SHAPES)
+
+
+def served(push: tuple[int, memoryview], shapes: Mapping[int, tuple[int, int]] = SHAPES) -> torch.Tensor:
     """What a server makes of it."""
-    out = np.empty(LENGTH, np.float32)
-    codecs.decode(*push, out)
+    out = np.empty(sum(rows * columns for rows, columns in shapes.values()), np.float32)
+    codecs.decode(*push, out, tuple(shapes.values()))
     return torch.from_numpy(out)
 
 
@@ -31,49 +41,95 @@ def pushes(name: str, stream: int = 1) -> CompressedPushes:
     return CompressedPushes(compressor, stream=stream)
 
 
-@pytest.mark.parametrize("name", CODABLE)
+def owed(worker: CompressedPushes) -> torch.Tensor:
+    found = worker.owed(7)
+    return torch.zeros(LENGTH) if found is None else found.clone()
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_what_a_server_applies_and_what_is_owed_add_up_to_the_gradients(name):
-    worker, served, given = pushes(name), torch.zeros(LENGTH), torch.zeros(LENGTH)
+    worker, applied, given = pushes(name), torch.zeros(LENGTH), torch.zeros(LENGTH)
     for sequence in range(1, 5):
-        served += applied(worker.encode(gradient(sequence), partition=7, sequence=sequence))
+        applied += served(encoded(worker, sequence))
         given += gradient(sequence)
-        worker.acknowledged(7)
-    owed = worker.state_dict().get("7/residual", torch.zeros(LENGTH))
-    torch.testing.assert_close(served + owed, given, rtol=0, atol=1e-5 if worker.compressor.error_feedback else 0.2)
-    assert bool(worker.state_dict()) is worker.compressor.error_feedback
+        worker.settle(7, applied=True)
+    torch.testing.assert_close(applied + owed(worker), given, rtol=0, atol=1e-5 if worker.compressor.error_feedback else 0.2)
+    assert (worker.owed(7) is not None) is worker.compressor.error_feedback
 
 
-@pytest.mark.parametrize("name", CODABLE)
-def test_a_refused_push_never_was_and_state_goes_on_bit_for_bit(name):
+@pytest.mark.parametrize("name", [name for name in NAMES if pushes(name).compressor.error_feedback])
+def test_what_is_owed_is_what_the_server_did_not_apply_to_the_last_bit(name):
     worker = pushes(name)
-    worker.encode(gradient(1), partition=0, sequence=1)
-    worker.acknowledged(0)
-    restored = pushes(name)
-    restored.load_state_dict(worker.state_dict())
-    worker.encode(gradient(9), partition=0, sequence=2)
-    worker.refused(0)
-    assert bytes(worker.encode(gradient(2), partition=0, sequence=2)[1]) == bytes(restored.encode(gradient(2), partition=0, sequence=2)[1])
+    for sequence in (1, 2, 3):
+        before = owed(worker)
+        applied = served(encoded(worker, sequence))
+        worker.settle(7, applied=True)
+        assert torch.equal(owed(worker), (gradient(sequence) + before) - applied)
 
 
-@pytest.mark.parametrize("name", CODABLE)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_push_that_was_not_applied_never_was(name):
+    worker, other = pushes(name), pushes(name)
+    for each in (worker, other):
+        encoded(each, 1)
+        each.settle(7, applied=True)
+    encoded(worker, 9, sequence=2)
+    worker.settle(7, applied=False)
+    for sequence in (2, 3):  # with what it owes, and with the factors that powersgd begins with
+        one, two = (encoded(each, sequence) for each in (worker, other))
+        assert bytes(one[1]) == bytes(two[1])
+        for each in (worker, other):
+            each.settle(7, applied=True)
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_what_has_no_gradient_in_a_step_keeps_what_it_is_owed(name):
-    worker, places = pushes(name), ((100, 1600), (2000, 3001))
-    worker.encode(gradient(1), partition=7, sequence=1)
-    worker.acknowledged(7)
-    before = {slot: owed.clone() for slot, owed in worker.state_dict().items()}
+    worker, places = pushes(name), ((0, 2400), (2521, 3001))
+    shapes = {number: SHAPES[number] for number in (0, 2)}
+    encoded(worker, 1)
+    worker.settle(7, applied=True)
+    was = owed(worker)
     part = torch.cat([gradient(2)[begin:end] for begin, end in places])
-    push = worker.encode(part, partition=7, sequence=2, places=places, length=LENGTH)
-    worker.acknowledged(7)
-    out = np.empty(part.numel(), np.float32)
-    codecs.decode(*push, out)
+    out = served(worker.encode(part, partition=7, sequence=2, places=places, length=LENGTH, shapes=shapes), shapes)
+    worker.settle(7, applied=True)
     if not worker.compressor.error_feedback:
-        assert torch.allclose(torch.from_numpy(out), part, atol=0.1)
+        assert torch.allclose(out, part, atol=0.1)
         return
-    owed, was = worker.state_dict()["7/residual"], before["7/residual"]
-    for begin, end in ((0, 100), (1600, 2000)):
-        assert torch.equal(owed[begin:end], was[begin:end])
-    of_part = [torch.cat([whole[begin:end] for begin, end in places]) for whole in (owed, was)]
-    torch.testing.assert_close(torch.from_numpy(out) + of_part[0], part + of_part[1], rtol=0, atol=1e-5)
+    is_owed = owed(worker)
+    assert torch.equal(is_owed[2400:2521], was[2400:2521])
+    of_part = [torch.cat([whole[begin:end] for begin, end in places]) for whole in (is_owed, was)]
+    torch.testing.assert_close(out + of_part[0], part + of_part[1], rtol=0, atol=1e-5)
+
+
+def test_powersgd_pushes_go_on_from_the_last_factors_also_of_pieces_that_were_absent():
+    """With a gradient that stays, pushes without feedback come close to the best of their rank; a piece that is left out loses nothing."""
+    compressor = PowerSGDCompressor(rank=2, error_feedback=False)
+    worker, shapes = CompressedPushes(compressor, stream=1), {0: (40, 60), 1: (50, 40)}
+    whole = torch.randn(4400, generator=torch.Generator().manual_seed(3))
+    matrix = whole[2400:].view(50, 40)
+    best = float(torch.linalg.svdvals(matrix)[2:].norm())
+
+    def error() -> float:
+        push = worker.encode(whole, partition=7, sequence=1, shapes=shapes)
+        worker.settle(7, applied=True)
+        return float((served(push, shapes)[2400:].view(50, 40) - matrix).norm())
+
+    first = error()
+    for _ in range(40):
+        error()
+    close = error()
+    assert best * 0.999 < close < best * 1.01 < first
+    worker.encode(whole[:2400], partition=7, sequence=2, places=((0, 2400),), length=4400, shapes={0: (40, 60)})
+    worker.settle(7, applied=True)
+    assert error() <= close * 1.0001
+
+
+def test_powersgd_pushes_send_factors_of_matrices_and_the_rest_as_it_is():
+    worker = CompressedPushes(PowerSGDCompressor(rank=2), stream=1)
+    push = encoded(worker, 1)
+    assert push[0] == pb.CODEC_POWERSGD
+    assert push[1].nbytes == codecs.powersgd_bytes(tuple(SHAPES.values()), (2, 0, 2))
+    assert torch.equal(served(push)[2400:2521], gradient(1)[2400:2521])
 
 
 def test_partitions_keep_apart_and_workers_round_differently():
@@ -93,12 +149,10 @@ def test_a_push_that_was_not_answered_blocks_the_next():
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
 def test_gradients_of_other_dtypes_are_encoded_as_float32(dtype):
     given = gradient(1).to(dtype)
-    torch.testing.assert_close(applied(pushes("bf16").encode(given, partition=0, sequence=1)), given.float(), rtol=2**-8, atol=0)
+    torch.testing.assert_close(served(pushes("bf16").encode(given, partition=0, sequence=1)), given.float(), rtol=2**-8, atol=0)
     assert torch.equal(given, gradient(1).to(dtype))
 
 
-def test_what_servers_cannot_decode_is_refused():
-    with pytest.raises(ConfigurationError, match="'powersgd' is not for parameter servers"):
-        pushes("powersgd")
+def test_what_is_no_vector_of_floating_point_is_refused():
     with pytest.raises(ConfigurationError, match="expected floating-point and one dimension"):
         pushes("int8").encode(torch.zeros(3, 4), partition=0, sequence=1)

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from shoal_common import codecs
 from shoal_common.errors import ConfigurationError, CorruptDataError, InvalidRequestError
 from shoal_ps_server.consistency.clocks import Clocks, Consistency, ConsistencyMode
 from shoal_ps_server.settings import Fsync
+from shoal_ps_server.shard.layout import PartitionSpec, Piece
 from shoal_ps_server.shard.optimizer import optimizer_settings
+from shoal_ps_server.shard.payload import Upload
 from shoal_ps_server.storage.image import Members
 from shoal_ps_server.storage.segments import Owner, Segments
 
@@ -40,6 +45,37 @@ def test_what_was_acknowledged_is_there_after_a_crash_to_the_last_bit(make, tmp_
             assert server.configuration == configuration
             outcome = await server.push(make.upload(torch.randn(6), make.spec(0), sequence=4, base_version=4))
             assert (outcome.version, outcome.duplicate) == (5, False)
+            before = state_of(server.shard)
+        assert same(recovered(tmp_path / "data"), before)
+
+    run(test())
+
+
+def test_factors_that_were_acknowledged_are_multiplied_to_the_same_bits_after_a_crash(make, tmp_path) -> None:
+    """A push of powersgd is in the journal as it came; a piece without a gradient in a step is left out of it."""
+    weight = PartitionSpec(
+        partition_id=0,
+        pieces=tuple(Piece(tensor=name, offset=0, length=640, row=16) for name in ("one", "two")),
+        element=make.spec().element,
+    )
+    drawn = np.random.default_rng(0).standard_normal
+
+    def push(sequence: int, absent: tuple[int, ...]) -> Upload:
+        pieces = [(drawn((40, 3), np.float32), drawn((3, 16), np.float32)) for _ in range(2 - len(absent))]
+        payload = codecs.encode_powersgd(pieces)
+        plain = make.upload(torch.zeros(640 * len(pieces)), weight, sequence=sequence, absent=absent).header
+        upload = Upload(replace(plain, codec=codecs.POWERSGD, payload_bytes=payload.nbytes, checksum=0))
+        upload.add(payload)
+        return upload
+
+    async def test() -> None:
+        async with opened(tmp_path / "data") as server:
+            server.members = Members(generation=1, members=frozenset("a"))
+            server.adopt(make.layout(weight))
+            await server.configure(optimizer_settings(name="adamw", hyperparameters=ADAMW))
+            await server.initialize(make.upload(torch.zeros(weight.length), weight, sequence=0, base_version=0))
+            for sequence, absent in enumerate(((), (0,), (1,), ()), 1):
+                assert not (await server.push(push(sequence, absent))).duplicate
             before = state_of(server.shard)
         assert same(recovered(tmp_path / "data"), before)
 

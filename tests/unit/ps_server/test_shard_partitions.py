@@ -5,12 +5,14 @@ from __future__ import annotations
 from contextlib import ExitStack
 from datetime import timedelta
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from shoal_common import codecs
 from shoal_common.errors import CorruptDataError, InvalidRequestError, PreconditionError, UnavailableError
-from shoal_ps_server.shard.reading import Copies, Reading
+from shoal_ps_server.shard.reading import Copies, EncodedValues, Reading
 from shoal_ps_server.shard.shard import Shard
 
 
@@ -245,3 +247,83 @@ def test_retries_and_losses_leave_what_each_push_once_would_have(make, attempts)
     applied = sum(sum(range(1, last + 1)) for last in sent.values())
     assert make.values(shard).tolist() == [-float(applied)] * 6
     assert shard.summary().versions == {0: 1 + sum(sent.values())}
+
+
+# --- compressed values
+
+
+def random(length: int) -> torch.Tensor:
+    return torch.randn(length, generator=torch.Generator().manual_seed(1))
+
+
+def decoded(payload: memoryview, codec: int, length: int) -> torch.Tensor:
+    out = np.empty(length, np.float32)
+    codecs.decode(codec, payload, out)
+    return torch.from_numpy(out)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("length", [1, 255, 257, 1000])
+@pytest.mark.parametrize("codec", codecs.FOR_VALUES)
+def test_values_in_a_codec_are_rounded_to_the_nearest_that_it_has(make, codec: int, length: int, dtype: str) -> None:
+    values = random(length).to(getattr(torch, dtype))
+    shard = make.shard(make.spec(length=length, dtype=dtype), values=values)
+    with shard.reading(0, codec) as reading:
+        payload = bytes(reading.rest)
+    assert len(payload) == codecs.payload_bytes(codec, length)
+    found = decoded(memoryview(payload), codec, length)
+    if codec == codecs.INT8:
+        block = torch.arange(length) // codecs.INT8_BLOCK
+        largest = torch.zeros(int(block[-1]) + 1).scatter_reduce(0, block, values.float().abs(), "amax")[block]
+        assert bool(((found - values.float()).abs() <= largest / 127 * 0.5001).all())
+    else:
+        halves = torch.float16 if codec == codecs.FLOAT16 else torch.bfloat16
+        assert torch.equal(found, values.float().to(halves).float())
+    with shard.reading(0, codec) as again:
+        assert bytes(again.rest) == payload
+
+
+def test_zeros_and_the_smallest_values_are_zero_in_int8(make) -> None:
+    shard = make.shard(make.spec(length=300), values=torch.cat([torch.zeros(256), torch.full((44,), 1e-40)]))
+    with shard.reading(0, codecs.INT8) as reading:
+        assert not decoded(reading.rest, codecs.INT8, 300).any()
+
+
+@pytest.mark.parametrize(("codec", "fits"), [(codecs.FLOAT16, 65519.0), (codecs.BFLOAT16, 3.39e38)])
+def test_values_that_would_become_infinite_are_refused(make, codec: int, fits: float) -> None:
+    with make.shard(values=torch.full((6,), -fits)).reading(0, codec) as reading:
+        assert bool(decoded(reading.rest, codec, 6).isfinite().all())
+    beyond = 65520.0 if codec == codecs.FLOAT16 else 3.4e38
+    shard = make.shard(values=torch.full((6,), beyond))
+    with pytest.raises(PreconditionError, match="pull them in another codec") as refusal, shard.reading(0, codec):
+        pass
+    assert refusal.value.reason == "VALUES_TOO_LARGE"
+
+
+def test_readers_of_one_version_share_its_compressed_values_and_later_ones_get_new_ones(make) -> None:
+    shard = make.shard(values=torch.ones(6))
+    with shard.reading(0, codecs.BFLOAT16) as one, shard.reading(0, codecs.BFLOAT16) as two, shard.reading(0, codecs.FLOAT16) as other:
+        address = [np.frombuffer(each.rest, np.uint8).ctypes.data for each in (one, two, other)]
+        assert address[0] == address[1] != address[2]
+        one.take(4)
+        shard.push(make.upload([2.0] * 6))
+        assert decoded(two.take(12), codecs.BFLOAT16, 6).tolist() == [1.0] * 6
+        with shard.reading(0, codecs.BFLOAT16) as later:
+            assert (later.version, two.version) == (2, 1)
+            assert decoded(later.rest, codecs.BFLOAT16, 6).tolist() == [0.0] * 6
+        assert one.remaining == 8
+
+
+def test_compressed_values_count_as_copies_while_somebody_reads_them() -> None:
+    copies, readings = Copies(limit=24), []
+    for version in (1, 2):
+        encoded = EncodedValues(torch.zeros(12, dtype=torch.uint8))
+        readings += [encoded.read(copies, version=version) for _ in range(2)]
+    readings[3].take(12)
+    third = EncodedValues(torch.zeros(12, dtype=torch.uint8)).read(copies, version=3)
+    for ended in readings[:2]:
+        with pytest.raises(UnavailableError, match="read too slowly"):
+            ended.take(1)
+    assert (readings[2].take(12).nbytes, third.take(12).nbytes) == (12, 12)
+    fourth = EncodedValues(torch.zeros(24, dtype=torch.uint8)).read(copies, version=4)
+    assert fourth.take(24).nbytes == 24  # what was read to its end is held no longer

@@ -30,6 +30,10 @@ from shoal_worker.config import ShardingConfiguration
         ({"delay_compensation": -0.1}, "delay_compensation=-0.1: expected a finite number"),
         ({"delay_compensation": float("nan")}, "delay_compensation=nan: expected a finite number"),
         ({"delay_compensation": True}, "delay_compensation=True: expected a finite number"),
+        ({"pull_compression": "topk"}, "what is left out of values does not come later; expected one of fp16, bf16, int8"),
+        ({"pull_compression": "powersgd"}, "what is left out of values does not come later; expected one of fp16, bf16, int8"),
+        ({"pull_compression": "zip"}, "pull_compression='zip'; expected one of fp16, bf16, int8, or None"),
+        ({"pull_compression": 8}, "pull_compression=8; expected one of fp16, bf16, int8, or None"),
     ],
 )
 def test_options_that_cannot_work_are_refused(options: dict[str, Any], said: str) -> None:

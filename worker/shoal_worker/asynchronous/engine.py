@@ -81,7 +81,7 @@ class AsyncEngine(Engine):
         groups = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
         # Together with others, what has small gradients would have none of the largest values, and would be lost beside a block's scale.
         compressor = self.config.compressor
-        apart = compressor is not None and compressor.codec not in (codecs.FLOAT16, codecs.BFLOAT16)
+        apart = compressor is not None and compressor.codec not in (codecs.FLOAT16, codecs.BFLOAT16, codecs.POWERSGD)
         tensors = [HostTensor(name, p, trained=id(p) in groups, apart=apart) for name, p in self.module.named_parameters()]
         # Those of one parameter group lie side by side on the servers, which then step them at once.
         self._tensors = sorted(tensors, key=lambda tensor: groups.get(id(tensor.parameter), len(groups)))

@@ -10,12 +10,16 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
+from shoal_common import codecs
+from shoal_common.codecs import POWERSGD_LARGEST_RANK
 from shoal_common.errors import ConfigurationError
 from shoal_common.server_optimizers import SERVER_OPTIMIZERS, Unit, in_words
 from shoal_protos.v1 import coordinator_pb2 as coordinator_pb
 from shoal_protos.v1 import parameter_server_pb2 as pb
 
 from shoal_worker.backends.registry import backend_names
+from shoal_worker.compression.powersgd import PowerSGDCompressor
+from shoal_worker.compression.registry import compressor_class, compressor_names
 from shoal_worker.config import ShardingConfiguration
 
 _log = logging.getLogger(__name__)
@@ -47,7 +51,14 @@ class AsyncOptions:
     """How much of a gradient's staleness the servers make good for (DC-ASGD; Zheng et al., ICML 2017), >= 0; 0: nothing; 0.04 is a
     value to begin with. Costs a server up to a copy of its share for each worker."""
 
+    pull_compression: str | None = None
+    """What values are rounded to on their way from the servers: "bf16", "fp16" or "int8"; None: they come as they are. The servers keep
+    full precision; gradients are computed on the rounded values. The first values, frozen parameters and `full_state_dict` are never
+    rounded."""
+
     def __post_init__(self) -> None:
+        if self.pull_compression is not None:
+            check_pull_compression(self.pull_compression)
         if self.consistency not in ("asp", "ssp", "bsp"):
             raise ConfigurationError(f'consistency={self.consistency!r}: expected "asp", "ssp" or "bsp"')
         if self.consistency == "ssp" and self.staleness_bound is None:
@@ -92,6 +103,17 @@ class AsyncOptions:
         return pb.Consistency(mode=modes[self.consistency], bound=self.staleness_bound or 0)
 
 
+def check_pull_compression(name: str) -> None:
+    """Raises ConfigurationError for what does not suit values."""
+    suitable = [each for each in compressor_names() if compressor_class(each).codec in codecs.FOR_VALUES]
+    if name in suitable:
+        return
+    why = ""
+    if name in compressor_names():
+        why = f": {name} leaves most of a gradient to later pushes, and what is left out of values does not come later"
+    raise ConfigurationError(f"pull_compression={name!r}{why}; expected one of {', '.join(suitable)}, or None")
+
+
 def check_configuration(config: ShardingConfiguration, backend: str) -> None:
     """Refuses settings that mean nothing without a common step.
 
@@ -101,10 +123,11 @@ def check_configuration(config: ShardingConfiguration, backend: str) -> None:
     if backend not in backend_names():
         # async_sgd has no process group, so that any known one will do; a misspelled one would be an error with other strategies.
         raise ConfigurationError(f"backend={backend!r}: expected one of {', '.join(backend_names())}")
-    if config.compressor is not None and not config.compressor.codec:
+    compressor = config.compressor
+    if isinstance(compressor, PowerSGDCompressor) and compressor.rank > POWERSGD_LARGEST_RANK:
         raise ConfigurationError(
-            f'gradient_compression={config.compressor.name!r} with strategy="async_sgd": it needs sums over all ranks, and a parameter '
-            "server sees one worker's push; take topk, int8 or another"
+            f'powersgd with rank={compressor.rank} and strategy="async_sgd": parameter servers take ranks up to {POWERSGD_LARGEST_RANK}; '
+            "2 to 8 is usual"
         )
     if config.deterministic:
         raise ConfigurationError(

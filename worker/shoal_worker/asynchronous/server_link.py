@@ -36,7 +36,7 @@ from shoal_protos.v1 import parameter_server_pb2 as pb
 
 from shoal_worker.asynchronous.job import Job
 from shoal_worker.asynchronous.options import AsyncOptions, Revision, ServerOptimizer
-from shoal_worker.asynchronous.tensors import Iteration, Partition, Payload, Payloads, ServerShare, tensor_bytes
+from shoal_worker.asynchronous.tensors import Iteration, Partition, Payload, Payloads, PulledValues, ServerShare, tensor_bytes
 
 _log = logging.getLogger(__name__)
 
@@ -97,6 +97,7 @@ class ServerLink:
         """`closing`: set when nothing is to be waited for any more. `lost`: told of updates of this worker, counted by partition, that the
         server had acknowledged and has lost. `payloads`: makes those for this server, and no other."""
         self._payloads = payloads
+        self._incoming = PulledValues(options.pull_compression)
         self._job = job
         self._share = share
         self._optimizer = optimizer
@@ -144,7 +145,9 @@ class ServerLink:
             if self._job.rank == 0:
                 self._insist("Initialize", lambda: self._initialize_missing(has_values=has_values))
             try:
-                self._insist("Pull", lambda: self._pull(list(self._partitions.values()), wait=_FIRST_VALUES_WAIT, in_turn=False))
+                self._insist(
+                    "Pull", lambda: self._pull(list(self._partitions.values()), wait=_FIRST_VALUES_WAIT, in_turn=False, codec=pb.CODEC_RAW)
+                )
             except DeadlineError as error:
                 # Rank 0 may be gone: whoever has the rank by now is asked for its values in the next round.
                 if error.reason != "PARTITION_UNINITIALIZED" or time.monotonic() > deadline or self._closing.is_set():
@@ -170,12 +173,16 @@ class ServerLink:
         outcome = Pushed(staleness=0, known=True)
         pushed = [each for each in self._trained if any(piece.tensor.name in iteration.gradients for piece in each.pieces)]
         if pushed:
-            if self._unsure is not None and self._unsure != iteration.batch:
-                self._insist("GetServer", self._adopt)  # this is another push, which must not pass for that one
+            there: frozenset[int] = frozenset()
+            if self._unsure is not None:
+                again = self._unsure == iteration.batch
+                there = self._insist("GetServer", lambda: self._look_back(again=again))
             self._unsure = iteration.batch
-            with self._payloads.gradients(pushed, iteration) as payloads:
-                outcome = self._push_in_turn(lambda: self._push(pushed, payloads(), iteration))
+            payloads = self._payloads.gradients(pushed, iteration)
+            answer = self._push_in_turn(lambda: self._push(pushed, payloads(), iteration))
             self._unsure = None
+            self._payloads.settle({each.partition_id for each in answer if not each.known_batch} - there)
+            outcome = Pushed(staleness=max(each.staleness for each in answer), known=all(each.known_batch for each in answer))
         self._clock = iteration.clock
         if iteration.pull:
             self.pull_in_turn()
@@ -273,7 +280,7 @@ class ServerLink:
         if partitions:
             self._client.initialize(self._outgoing(self._payloads.values(partitions)), deadline=self._stream_deadline)
 
-    def _push(self, partitions: Sequence[Partition], payloads: Iterable[Payload], iteration: Iteration) -> Pushed:
+    def _push(self, partitions: Sequence[Partition], payloads: Iterable[Payload], iteration: Iteration) -> list[pb.PartitionResult]:
         told = tuple(self._finished_batches)
         outgoing = self._outgoing(payloads, clock=iteration.clock, batch=iteration.batch, finished=told)
         results = self._client.push(outgoing, deadline=self._stream_deadline)
@@ -283,7 +290,7 @@ class ServerLink:
         del self._finished_batches[: len(told)]
         for result in results:
             self._acknowledged[result.partition_id] += 1
-        return Pushed(staleness=max(result.staleness for result in results), known=all(result.known_batch for result in results))
+        return results
 
     def _outgoing(
         self, payloads: Iterable[Payload], *, clock: int | None = None, batch: int = 0, finished: Sequence[int] = ()
@@ -327,7 +334,7 @@ class ServerLink:
         if self._options.in_step:
             self._tell(self._clock, has_read=True)
 
-    def _push_in_turn(self, push: Callable[[], Pushed]) -> Pushed:
+    def _push_in_turn(self, push: Callable[[], AnswerT]) -> AnswerT:
         """Pushes; with bsp when all have read what it changes. A worker that is to leave does not wait:
         its batch is dealt again."""
         try:
@@ -352,11 +359,12 @@ class ServerLink:
                     _log.warning("held up by a slower worker for %.0f s: %s", now - waiting_since, error)
                     self._job.accuse_slowest(str(error))
 
-    def _pull(self, partitions: Sequence[Partition], *, in_turn: bool, wait: timedelta = _TURN_WAIT) -> None:
-        """`in_turn`: as a member with a clock; else as an onlooker, who waits for no other worker."""
+    def _pull(self, partitions: Sequence[Partition], *, in_turn: bool, wait: timedelta = _TURN_WAIT, codec: pb.Codec | None = None) -> None:
+        """`in_turn`: as a member with a clock; else as an onlooker, who waits for no other worker. `codec` None: that of the options."""
         if not partitions:
             return  # asking for none would ask for all
         request = self._pull_request(partitions, self._held, wait=wait, in_turn=in_turn)
+        request.codec = self._incoming.codec if codec is None else codec
         tensors = {piece.tensor.name: piece.tensor for partition in partitions for piece in partition.pieces}
         memory = {name: tensor.target() for name, tensor in tensors.items()}
         for header in self._receive(request, memory, deadline=self._stream_deadline + wait):
@@ -369,10 +377,22 @@ class ServerLink:
     def _receive(self, request: pb.PullRequest, memory: Mapping[str, torch.Tensor], *, deadline: timedelta) -> list[pb.PullHeader]:
         """Pulls into the tensors' memory, which `memory` has by name."""
         held = self._partitions
-        headers = self._client.pull(request, lambda header: tensor_bytes(held[header.partition_id].landing(memory)), deadline=deadline)
+        compressed: dict[int, torch.Tensor] = {}
+
+        def room(header: pb.PullHeader) -> memoryview:
+            partition = held[header.partition_id]
+            if header.codec == pb.CODEC_RAW:
+                return tensor_bytes(partition.landing(memory))
+            compressed[partition.partition_id] = self._incoming.room(header.codec, partition.length)
+            return tensor_bytes(compressed[partition.partition_id])
+
+        headers = self._client.pull(request, room, deadline=deadline)
         for header in headers:
             if not header.unchanged:
-                held[header.partition_id].landed(memory)
+                partition = held[header.partition_id]
+                if (payload := compressed.get(header.partition_id)) is not None:
+                    self._incoming.decode(payload, partition.landing(memory))
+                partition.landed(memory)
         return headers
 
     def _pull_request(self, partitions: Sequence[Partition], held: Mapping[int, int], *, wait: timedelta, in_turn: bool) -> pb.PullRequest:
@@ -449,12 +469,19 @@ class ServerLink:
                 state = self._look()
             self._rewind({each.partition_id: each for each in state.partitions})
 
-    def _adopt(self) -> None:
-        """Goes on behind what the server has of this worker's."""
+    def _look_back(self, *, again: bool) -> frozenset[int]:
+        """Finds out which partitions have a push that was given up. `again`: what is pushed next is the same batch, under the same numbers;
+        returns the partitions that will take it for that push, and only acknowledge it. Else goes on behind what the server has."""
         self._find()
-        for here in self._look().partitions:
+        held = self._look().partitions
+        there = frozenset(each.partition_id for each in held if each.sequence > self._acknowledged[each.partition_id])
+        self._payloads.settle(there)
+        if again:
+            return there
+        for here in held:
             self._acknowledged[here.partition_id] = here.sequence
             self._base[here.partition_id] = min(self._base[here.partition_id], here.version)
+        return frozenset()
 
     def _rewind(self, held: Mapping[int, pb.PartitionVersion]) -> None:
         """Goes on from where the server stands."""

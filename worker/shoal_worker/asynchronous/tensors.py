@@ -9,14 +9,15 @@ step travel, and as what (`Iteration`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
-from shoal_common.errors import ConfigurationError, InvalidRequestError, PreconditionError
+from shoal_common import codecs
+from shoal_common.errors import ConfigurationError, CorruptDataError, InvalidRequestError, PreconditionError
 from shoal_common.wire import DtypeInfo, dtype_info
 from shoal_protos.v1 import coordinator_pb2 as coordinator_pb
 from shoal_protos.v1 import parameter_server_pb2 as pb
@@ -25,6 +26,7 @@ from torch import nn
 from shoal_worker.asynchronous.options import Revision
 from shoal_worker.compression.base import GradientCompressor
 from shoal_worker.compression.pushes import CompressedPushes
+from shoal_worker.compression.registry import parse_compression
 
 # -------------------------------------------------------------------------------------------------------------- tensors in host memory
 
@@ -63,6 +65,11 @@ class HostTensor:
         """For DeclareTensors."""
         shape, dtype = list(self._shape), self.dtype.name
         return coordinator_pb.TensorSpec(name=self.name, shape=shape, dtype=dtype, frozen=not self.trained, apart=self._apart)
+
+    @property
+    def row(self) -> int:
+        """Elements that one index of the first dimension selects."""
+        return math.prod(self._shape[1:])
 
     def target(self) -> torch.Tensor:
         """Where values are received, flat; `publish` makes them the parameter's.
@@ -209,6 +216,11 @@ class Piece:
         """Elements."""
         return self.end - self.begin
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns, as codecs see it."""
+        return codecs.piece_shape(offset=self.begin, length=self.length, row=self.tensor.row)
+
     def of(self, memory: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """This piece of the flat tensor, or of memory laid out like it, which `memory` has by the tensor's name."""
         whole = memory[self.tensor.name]
@@ -238,6 +250,11 @@ class Partition:
         missing = frozenset(absent)
         bounds = pairwise(accumulate((piece.length for piece in self.pieces), initial=0))
         return tuple(each for position, each in enumerate(bounds) if position not in missing)
+
+    def shapes(self, absent: Collection[int]) -> dict[int, tuple[int, int]]:
+        """Rows and columns of each piece but those at the positions `absent`, by its position."""
+        missing = frozenset(absent)
+        return {position: piece.shape for position, piece in enumerate(self.pieces) if position not in missing}
 
     def gathered(self, memory: Mapping[str, torch.Tensor], absent: Collection[int] = ()) -> torch.Tensor:
         """The pieces, but for those at the positions `absent`, one after another: where they lie if it is one piece alone, else a copy.
@@ -348,17 +365,13 @@ class Payloads:
             memory = {piece.tensor.name: piece.tensor.values() for piece in partition.pieces}
             yield Payload(partition, (), partition.length, pb.CODEC_RAW, tensor_bytes(partition.gathered(memory)))
 
-    @contextmanager
-    def gradients(self, partitions: Sequence[Partition], iteration: Iteration) -> Iterator[Callable[[], Iterator[Payload]]]:
-        """Gives the payloads of one push, the same bytes however often the push is attempted. Leaving the context without an error says
-        that they were pushed: what compression left out is then owed to the next push. A server that knew the push's batch from another
-        worker counts as well: the two owe the same kind of thing, once each."""
+    def gradients(self, partitions: Sequence[Partition], iteration: Iteration) -> Callable[[], Iterator[Payload]]:
+        """Gives the payloads of one push, the same bytes however often the push is attempted. Say what became of them with `settle` before
+        the next push."""
         compressed = self._compressed
         if compressed is None:
-            yield lambda: (_as_it_is(partition, iteration.gradients) for partition in partitions)
-            return
+            return lambda: (_as_it_is(partition, iteration.gradients) for partition in partitions)
         payloads: list[Payload] = []
-        answered = compressed.refused
         try:
             for partition in partitions:
                 absent = partition.absent_from(iteration.gradients)
@@ -370,16 +383,54 @@ class Payloads:
                     sequence=iteration.clock,
                     places=partition.places(absent) if absent else (),
                     length=partition.length,
+                    shapes=partition.shapes(absent),
                 )
                 payloads.append(Payload(partition, absent, gradient.numel(), codec, data))
-            yield lambda: iter(payloads)
-            answered = compressed.acknowledged
-        finally:
-            for payload in payloads:
-                answered(payload.partition.partition_id)
+        except BaseException:
+            self.settle(())  # none was sent
+            raise
+        return lambda: iter(payloads)
+
+    def settle(self, applied: Collection[int]) -> None:
+        """Says to which partitions the server has applied the last push, each by this very payload: what compression left out of it is then
+        owed to the next. To the others it has not, and will not: there what was owed before is owed still."""
+        if self._compressed is not None:
+            for partition_id in self._compressed.unanswered:
+                self._compressed.settle(partition_id, applied=partition_id in applied)
 
 
 def _as_it_is(partition: Partition, gradients: Mapping[str, torch.Tensor]) -> Payload:
     absent = partition.absent_from(gradients)
     gradient = partition.gathered(gradients, absent)
     return Payload(partition, absent, gradient.numel(), pb.CODEC_RAW, tensor_bytes(gradient))
+
+
+class PulledValues:
+    """How values travel from the servers."""
+
+    def __init__(self, compression: str | None) -> None:
+        """`compression`: see `AsyncOptions.pull_compression`."""
+        self._compressor = parse_compression(compression)
+
+    @property
+    def codec(self) -> pb.Codec:
+        """What is asked for. A server answers with it, or with CODEC_RAW."""
+        return pb.CODEC_RAW if self._compressor is None else pb.Codec.ValueType(self._compressor.codec)
+
+    def room(self, codec: int, length: int) -> torch.Tensor:
+        """Memory for the payload of so many values.
+
+        Raises:
+            CorruptDataError (STREAM_MALFORMED): a codec that was not asked for.
+        """
+        if codec != self.codec:
+            raise CorruptDataError(f"values came in codec {codec}; {self.codec} was asked for, or CODEC_RAW", reason="STREAM_MALFORMED")
+        return torch.empty(codecs.payload_bytes(codec, length), dtype=torch.uint8)
+
+    def decode(self, payload: torch.Tensor, into: torch.Tensor) -> None:
+        """Writes the values that came in `room` to where they belong, a flat tensor of the host."""
+        assert self._compressor is not None, "its codec was answered"
+        out = into if into.dtype is torch.float32 else torch.empty(into.shape, dtype=torch.float32)
+        self._compressor.decompress_into(payload, out)
+        if out is not into:
+            into.copy_(out)

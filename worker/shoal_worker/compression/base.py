@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Final
 
@@ -66,6 +66,9 @@ class KeyedRandom:
 
 # ---------------------------------------------------------------------------------------------------------------------------- compressors
 
+PieceShapes = Mapping[int, tuple[int, int]]
+"""Position of a piece in its partition -> its rows and columns (`codecs.piece_shape`), ascending."""
+
 _TILE: Final = 1 << 17
 """Values that are worked on at a time on the CPU: 512 KiB stay in a core's own cache over several operations."""
 
@@ -80,7 +83,9 @@ class GradientCompressor(abc.ABC):
     name: ClassVar[str]
     """What users select it by."""
     codec: ClassVar[int]
-    """shoal.v1.Codec of its payloads."""
+    """shoal.v1.Codec of what a worker pushes to parameter servers."""
+    of_matrices: ClassVar[bool] = False
+    """It takes tensors for matrices: where gradients are cut over ranks it cannot be used."""
     alignment: ClassVar[int] = 1
     """Parts of a tensor that are compressed on their own begin at multiples of this, so that they share no block."""
 
@@ -101,6 +106,19 @@ class GradientCompressor(abc.ABC):
     @abc.abstractmethod
     def decompress_into(self, payload: torch.Tensor, out: torch.Tensor, *, alpha: float | None = None) -> None:
         """Writes the payload's values into `out`; with `alpha`, adds them to it times `alpha` instead."""
+
+    def compress_pieces(self, values: torch.Tensor, shapes: PieceShapes, memory: BucketMemory, random: KeyedRandom) -> torch.Tensor:
+        """The payload of a push to a parameter server: of pieces of tensors, one after another in `values`; to most compressors one vector.
+
+        `shapes`: rows and columns of each, by its position in the partition. What the next push is to begin with is proposed to `memory`.
+        """
+        payload = torch.zeros(self.payload_bytes(values.shape), dtype=torch.uint8, device=values.device)
+        self.compress_into(values, payload, random)
+        return payload
+
+    def take_off_pieces(self, payload: torch.Tensor, values: torch.Tensor, shapes: PieceShapes) -> None:
+        """Takes what a server makes of such a payload off `values`, which are then what was left out."""
+        self.decompress_into(payload, values, alpha=-1)
 
     @abc.abstractmethod
     def exchange(self) -> Exchange:

@@ -89,6 +89,11 @@ class BucketMemory:
         """The factor to start the next step with."""
         self._proposed[f"{_WARM}{number}"] = factor
 
+    def keep_warm_starts(self) -> None:
+        """The factors that nothing new was proposed for are those to start with next time, too."""
+        for slot, factor in self.items(warm=True):
+            self._proposed.setdefault(slot, factor)
+
     def conclude(self, *, finite: bool) -> None:
         """The bucket is reduced. A result that is not finite leaves nothing behind: residuals would carry NaN into all later steps."""
         if finite:

@@ -11,7 +11,8 @@ import torch
 from shoal_common import codecs
 from shoal_common.errors import ConfigurationError
 
-from shoal_worker.compression.base import Errand, Exchange, GradientCompressor, KeyedRandom, Steps, all_reduce_bytes
+from shoal_worker.compression.base import Errand, Exchange, GradientCompressor, KeyedRandom, PieceShapes, Steps, all_reduce_bytes
+from shoal_worker.compression.memory import BucketMemory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,12 +27,17 @@ class PowerSGDCompressor(GradientCompressor):
     feedback: a rank keeps M - P P^T M, what is missing of its own part, and these add up to what is missing of the sum. NaN and infinities
     make the whole matrix NaN.
 
+    A push to a parameter server is one worker's: it has P and Q of each piece of a tensor that the server holds, and the server multiplies
+    them (`codecs.POWERSGD`). Large tensors are cut between rows, and have factors for each piece. The next push begins with this one's Q if
+    the server has applied it.
+
     Both sums are of float32 and linear: two all-reduces. P is made orthonormal by each rank for itself (QR in float32), so equal bits on
     all ranks need the same kind of processor and torch on all; all other compressors add and multiply only, and have no such condition.
     """
 
     name: ClassVar[str] = "powersgd"
-    codec: ClassVar[int] = codecs.UNSPECIFIED  # a server would need Q, and sees no sums over ranks
+    codec: ClassVar[int] = codecs.POWERSGD
+    of_matrices: ClassVar[bool] = True
 
     error_feedback: bool = True
     rank: int = 4
@@ -85,6 +91,29 @@ class PowerSGDCompressor(GradientCompressor):
         left, right = factors[: rows * rank].view(rows, rank), factors[rows * rank :].view(rank, columns)
         out.view(rows, columns).addmm_(left, right, beta=0 if alpha is None else 1, alpha=1 if alpha is None else alpha)
 
+    def compress_pieces(self, values: torch.Tensor, shapes: PieceShapes, memory: BucketMemory, random: KeyedRandom) -> torch.Tensor:
+        pieces: list[codecs.Values | tuple[codecs.Values, codecs.Values]] = []
+        cut = values.split([rows * columns for rows, columns in shapes.values()])
+        for (number, shape), piece in zip(shapes.items(), cut, strict=True):
+            sizes = self.factor_sizes(shape)
+            if sizes is None:
+                pieces.append(piece.cpu().numpy())
+                continue
+            rows, columns, rank = sizes
+            matrix = piece.view(rows, columns)
+            left = orthonormal(matrix @ _start(self, memory, random, number, (columns, rank), values.device))
+            right = left.t() @ matrix
+            if self.warm_start:
+                memory.propose_warm_start(number, right)
+            pieces.append((left.cpu().numpy(), right.cpu().numpy()))
+        memory.keep_warm_starts()
+        return torch.frombuffer(codecs.encode_powersgd(pieces), dtype=torch.uint8)
+
+    def take_off_pieces(self, payload: torch.Tensor, values: torch.Tensor, shapes: PieceShapes) -> None:
+        applied = torch.empty(values.shape, dtype=torch.float32)
+        codecs.decode(self.codec, payload.numpy().data, applied.numpy(), tuple(shapes.values()))  # as the server does it, to the last bit
+        values.sub_(applied.to(values.device))
+
     def exchange(self) -> Exchange:
         return _PowerIteration(self)
 
@@ -124,7 +153,7 @@ class _PowerIteration(Exchange):
         lefts = [piece.view(one.rows, one.rank) for one, piece in zip(matrices, pieces, strict=False)]
         random = errand.random(power.seed, shared=True)
         for number, (one, left) in enumerate(zip(matrices, lefts, strict=True)):
-            torch.mm(one.view(given), _start(power, errand, random, number, one, values.device), out=left)
+            torch.mm(one.view(given), _start(power, errand.memory, random, number, (one.columns, one.rank), values.device), out=left)
         for at, piece in zip(plain, pieces[len(matrices) :], strict=True):
             piece.copy_(given[at])
             given[at] = 0
@@ -165,13 +194,16 @@ def orthonormal(matrix: torch.Tensor) -> torch.Tensor:
     return basis
 
 
-def _start(power: PowerSGDCompressor, errand: Errand, random: KeyedRandom, number: int, one: _Matrix, device: torch.device) -> torch.Tensor:
-    """The Q to begin with: orthonormal, so that the size of gradients does not multiply from step to step."""
-    warm = errand.memory.warm_start(number) if power.warm_start else None
+def _start(
+    power: PowerSGDCompressor, memory: BucketMemory, random: KeyedRandom, number: int, shape: tuple[int, int], device: torch.device
+) -> torch.Tensor:
+    """The Q to begin with, of `shape` columns x rank: orthonormal, so that the size of gradients does not multiply from step to step."""
+    columns, rank = shape
+    warm = memory.warm_start(number) if power.warm_start else None
     # A row of zeros would stay one: its gradient was zero, or of lower rank.
-    if warm is not None and warm.shape == (one.rank, one.columns) and bool(warm.any(dim=1).all()):
+    if warm is not None and warm.shape == (rank, columns) and bool(warm.any(dim=1).all()):
         return orthonormal(warm.t())
-    return orthonormal(random.normal(one.columns, one.rank).to(device))
+    return orthonormal(random.normal(columns, rank).to(device))
 
 
 def _layout(power: PowerSGDCompressor, numel: int, shapes: Sequence[Sequence[int]] | None) -> tuple[list[_Matrix], list[slice]]:

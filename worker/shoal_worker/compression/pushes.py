@@ -1,51 +1,53 @@
 """Compressed gradients for parameter servers: payloads that a server decodes by itself, with error feedback per partition.
 
-A push to a partition is applied as a whole or refused as a whole, so what compression left out of it counts once the server has
-acknowledged it. It does not send: the asynchronous engine does. Belongs to the training thread.
+A push to a partition is applied as a whole or refused as a whole, so what compression left out of it counts once it is known that the
+server has applied this very payload. Until then the partition's next push cannot be encoded. So what the server has applied of this
+worker's, and what is owed, add up to the gradients of the pushes that were applied, whatever failed in between.
+
+It does not send: the asynchronous engine does. Belongs to one thread at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from shoal_common.errors import ConfigurationError, PreconditionError
 
-from shoal_worker.compression.base import GradientCompressor, KeyedRandom
-from shoal_worker.compression.memory import Memory
+from shoal_worker.compression.base import GradientCompressor, KeyedRandom, PieceShapes
+from shoal_worker.compression.memory import RESIDUAL, Memory
 
 
 class CompressedPushes:
     """Encodes one worker's pushes."""
 
     def __init__(self, compressor: GradientCompressor, *, stream: int) -> None:
-        """`stream`: a number of this worker's own, so that workers do not round alike.
-
-        Raises:
-            ConfigurationError: PowerSGD, whose second factor is a sum over ranks.
-        """
-        if not compressor.codec:
-            raise ConfigurationError(
-                f"gradient_compression={compressor.name!r} is not for parameter servers: it needs sums over all ranks; take topk, int8 "
-                "or another"
-            )
+        """`stream`: a number of this worker's own, so that workers do not round alike."""
         self.compressor = compressor
         self._stream = stream
         self._memory = Memory()
         self._unanswered: set[int] = set()
 
     def encode(
-        self, gradient: torch.Tensor, *, partition: int, sequence: int, places: Sequence[tuple[int, int]] = (), length: int = 0
+        self,
+        gradient: torch.Tensor,
+        *,
+        partition: int,
+        sequence: int,
+        places: Sequence[tuple[int, int]] = (),
+        length: int = 0,
+        shapes: PieceShapes | None = None,
     ) -> tuple[int, memoryview]:
         """Codec and payload of one partition's gradient, for PushHeader and PushChunk. Retries of the push send the same payload.
 
         `gradient` is floating-point, of one dimension, and is left as it is. `sequence` is the push's, which its random numbers follow
         from. A NaN or infinity in it reaches the server, which refuses the push. `places`: where `gradient` lies in a partition of `length`
-        elements, of which the rest has no gradient and keeps what it is owed; none: it is the whole.
+        elements, of which the rest has no gradient and keeps what it is owed; none: it is the whole. `shapes`: of the pieces that
+        `gradient` consists of; None: it is one vector.
 
         Raises:
             ConfigurationError: a gradient that cannot be compressed.
-            PreconditionError (PUSH_UNANSWERED): the partition's last push was neither acknowledged nor refused.
+            PreconditionError (PUSH_UNANSWERED): it was not said yet what became of the partition's last push.
         """
         if not gradient.is_floating_point() or gradient.dim() != 1:
             raise ConfigurationError(
@@ -53,46 +55,44 @@ class CompressedPushes:
             )
         if partition in self._unanswered:
             raise PreconditionError(
-                f"partition {partition} was pushed and not answered: acknowledge or refuse that push first", reason="PUSH_UNANSWERED"
+                f"partition {partition} was pushed and not answered: say first what became of that push", reason="PUSH_UNANSWERED"
             )
         values = gradient.detach().float().contiguous()
         compressor = self.compressor
         random = KeyedRandom(compressor.seed, sequence, self._stream, partition)
-        payload = torch.zeros(compressor.payload_bytes(values.shape), dtype=torch.uint8, device=values.device)
+        shapes = {0: (1, values.numel())} if shapes is None else shapes
+        memory = self._memory.bucket(partition)
         if not compressor.error_feedback:
-            compressor.compress_into(values, payload, random)
+            payload = compressor.compress_pieces(values, shapes, memory, random)
         else:
             whole = _spread(values, places, length) if places else values
-            owed = self._memory.bucket(partition).compensated_gradient(whole)
+            owed = memory.compensated_gradient(whole)
             given = torch.cat([owed[begin:end] for begin, end in places]) if places else owed
-            compressor.compress_into(given, payload, random)
-            compressor.decompress_into(payload, given, alpha=-1)
+            payload = compressor.compress_pieces(given, shapes, memory, random)
+            compressor.take_off_pieces(payload, given, shapes)
             if places:
                 _put(given, places, owed)
         self._unanswered.add(partition)
         return compressor.codec, payload.cpu().numpy().data
 
-    def acknowledged(self, partition: int) -> None:
-        """The server has applied the push: what was left out of it is owed to the next."""
+    def settle(self, partition: int, *, applied: bool) -> None:
+        """What became of a partition's last push. `applied`: what was left out of it is owed to the next. Else it was refused, or another
+        push had brought its batch, and what was owed before is owed still."""
         self._unanswered.discard(partition)
-        self._memory.bucket(partition).commit()
+        memory = self._memory.bucket(partition)
+        if applied:
+            memory.commit()
+        else:
+            memory.rollback()
 
-    def refused(self, partition: int) -> None:
-        """The server has not applied the push, and will not."""
-        self._unanswered.discard(partition)
-        self._memory.bucket(partition).rollback()
+    @property
+    def unanswered(self) -> frozenset[int]:
+        """Partitions whose last push was encoded, and of which it was not said yet what became of it."""
+        return frozenset(self._unanswered)
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """This worker's residuals. References, valid until the next acknowledgement."""
-        return self._memory.state_dict(warm=False)
-
-    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Takes over residuals.
-
-        Raises:
-            CorruptDataError (STATE_INVALID): not what `state_dict` gives; nothing is changed.
-        """
-        self._memory.load_state_dict(state, warm=False)
+    def owed(self, partition: int) -> torch.Tensor | None:
+        """What pushes to a partition have left out so far, in its layout; None: nothing is kept. A reference, valid until the next push."""
+        return dict(self._memory.bucket(partition).items(warm=False)).get(RESIDUAL)
 
 
 def _spread(values: torch.Tensor, places: Sequence[tuple[int, int]], length: int) -> torch.Tensor:

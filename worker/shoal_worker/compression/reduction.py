@@ -122,7 +122,7 @@ class CompressedReduction:
             ConfigurationError: a bucket that cannot be compressed; sizes that do not fit; PowerSGD, which needs whole matrices.
             MembershipChanged: the group has failed.
         """
-        if not self.compressor.codec:
+        if self.compressor.of_matrices:
             raise ConfigurationError(f"{self.compressor.name} cannot reduce-scatter: it needs whole matrices on every rank")
         if bucket.numel() != out.numel() * backend.world_size or not out.is_contiguous():
             raise ConfigurationError(

@@ -80,7 +80,7 @@ class ShardedEngine(PartitionedEngine[ShardedState, CutClosing]):
         """
         super().__init__(setup)
         compressor = self.config.compressor
-        if compressor is not None and not compressor.codec:
+        if compressor is not None and compressor.of_matrices:
             raise ConfigurationError(
                 f"gradient_compression={compressor.name!r} with strategy={self.strategy!r}: it needs whole matrices on every rank, and "
                 "gradients are cut here; take topk, int8 or another, or ddp"

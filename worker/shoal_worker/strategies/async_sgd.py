@@ -38,7 +38,9 @@ class AsyncSGDModel(ShardedModel):
         memory="P + G, and (P + O)/S on each of S servers",
         sent="2P",
         a_death="its batch is dealt again",
-        options=frozenset({"consistency", "staleness_bound", "pull_every", "server_timeout", "lease_ahead", "delay_compensation"}),
+        options=frozenset(
+            {"consistency", "staleness_bound", "pull_every", "server_timeout", "lease_ahead", "delay_compensation", "pull_compression"}
+        ),
         compressor="topk",
     )
 

@@ -95,6 +95,8 @@ def _wanted() -> dict[tuple[str, int], str]:
 
 
 _hits: Counter[str] = Counter()
+_counting: Final = threading.Lock()
+"""A failpoint may be passed by several threads at once."""
 
 
 def failpoint(name: str) -> None:
@@ -102,7 +104,8 @@ def failpoint(name: str) -> None:
     wanted = _wanted()
     if not wanted:
         return
-    _hits[name] += 1
-    action = wanted.get((name, _hits[name]))
+    with _counting:
+        _hits[name] += 1
+        action = wanted.get((name, _hits[name]))
     if action is not None:
         _ACTIONS[action]()

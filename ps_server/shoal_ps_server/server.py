@@ -103,7 +103,7 @@ class ParameterServer:
         self._pulls = Pulls(
             shard=self._shard,
             membership=self._membership,
-            quiet=self._changes.quiet,
+            quiet=lambda: self._changes.in_time(self._changes.quiet),
             waited=self._metrics.turn_wait_seconds.labels("Pull").observe,
             answered=self._answered,
         )

@@ -24,6 +24,7 @@ from shoal_protos.v1 import parameter_server_pb2 as pb
 
 from shoal_common.bulk.area import SharedArea
 from shoal_common.bulk.frames import DATA_BYTES, HEAD_BYTES, Frame, Kind, greeting, head, malformed, parse_head
+from shoal_common.bulk.sockets import configure, is_own_user
 from shoal_common.bulk.transport import Transport
 from shoal_common.clients.pull import PullReceiver
 from shoal_common.errors import CorruptDataError, DeadlineError, InvalidRequestError, LimitError, ShoalError, UnavailableError
@@ -73,9 +74,9 @@ class BulkConnection:
             connected.settimeout(_CONNECT_S)
             if transport is Transport.MEMORY:
                 connected.connect(f"\0{opened.memory_name}")
-            else:
-                connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                if not is_own_user(connected):
+                    raise ConnectionRefusedError("another user's process listens there: it is not given the ticket")
+            configure(connected)
             if transport is Transport.TCP and settings.tls is not None:
                 context = settings.tls.client_context()
                 connected = context.wrap_socket(connected, server_hostname=settings.server_name or host)
@@ -133,7 +134,8 @@ class BulkConnection:
     def cut(self) -> None:
         """Makes a stream in progress fail. Idempotent."""
         with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
+            # Not SSLSocket's own: a thread that sends meanwhile would go on without TLS.
+            socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Idempotent."""
@@ -169,7 +171,7 @@ class BulkConnection:
     def _begin(self, ticket: bytes, transport: Transport) -> None:
         self._send(greeting(ticket))
         if transport is Transport.MEMORY:
-            data, descriptors, _, _ = socket.recv_fds(self._socket, HEAD_BYTES, 1)
+            data, descriptors, _, _ = socket.recv_fds(self._socket, HEAD_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
             frame = parse_head(data) if len(data) == HEAD_BYTES else None
             if frame is not None and frame.kind is Kind.READY and descriptors:
                 self._area = SharedArea.received(descriptors[0], frame.length)
@@ -399,7 +401,7 @@ class BulkChannel:
         address = self._settings.address
         with self._lock:
             first = transport not in self._not_before
-            self._not_before[transport] = float("inf") if error.expected else time.monotonic() + _AGAIN_AFTER_S
+            self._not_before[transport] = time.monotonic() + _AGAIN_AFTER_S
         if error.expected and self._transport is Transport.AUTO:
             _log.debug("no bulk channel by %s to %s: %s", transport, address, error)
             return

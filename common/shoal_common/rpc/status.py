@@ -61,9 +61,9 @@ def from_error_message(data: bytes) -> ShoalError:
     """The ShoalError in an encoded google.rpc.Status; CorruptDataError if it is none."""
     try:
         status = status_pb2.Status.FromString(data)
+        info, retry_after = _details_in(status)
     except DecodeError as error:
         return errors.CorruptDataError(f"{len(data)} bytes are no google.rpc.Status: {error}", reason="MESSAGE_MALFORMED")
-    info, retry_after = _details_in(status)
     code = next((code for code in grpc.StatusCode if code.value[0] == status.code), grpc.StatusCode.UNKNOWN)
     if info is None:
         return _BY_CODE.get(code, ShoalError)(status.message, retry_after=retry_after)
@@ -149,7 +149,9 @@ def _details_in(status: status_pb2.Status) -> tuple[error_details_pb2.ErrorInfo 
         if detail.Unpack(info) and info.domain == DOMAIN:
             found = found or info
         elif detail.Unpack(retry):
-            retry_after = min(max(retry.retry_delay.ToTimedelta(), timedelta(0)), _LONGEST_RETRY)
+            retry_after = timedelta(seconds=min(max(retry.retry_delay.seconds, 0), _LONGEST_RETRY.total_seconds()))
+            if retry_after < _LONGEST_RETRY:
+                retry_after += timedelta(microseconds=max(retry.retry_delay.nanos, 0) // 1000)
     return found, retry_after
 
 

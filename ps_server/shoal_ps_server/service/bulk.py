@@ -20,6 +20,7 @@ from typing import Final
 
 from shoal_common.bulk.area import SharedArea, is_supported
 from shoal_common.bulk.frames import GREETING_BYTES, Frame, Kind, malformed, ticket_of
+from shoal_common.bulk.sockets import configure, is_own_user
 from shoal_common.bulk.transport import Transport
 from shoal_common.errors import ConfigurationError, InvalidRequestError, PermissionDeniedError, ShoalError, UnavailableError
 from shoal_common.rpc.status import as_shoal_error, error_message
@@ -43,8 +44,8 @@ _GREETING_LIMIT: Final = timedelta(seconds=5)
 _MOST_STRANGERS: Final = 64
 """Connections that have not shown a ticket yet; more are closed at once."""
 _BACKLOG: Final = 128
-_KEEPALIVE: Final = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 30_000}
-"""Peers that vanished without closing are found after about as long as gRPC's keepalive takes. Options that a system lacks are left out."""
+_TURNED_AWAY_S: Final = 0.005
+"""After a connection that was turned away: nobody can keep the event loop busy with them."""
 _UPLOADS: Final = {Kind.INITIALIZE: UploadKind.INITIALIZE, Kind.PUSH: UploadKind.PUSH}
 _MALFORMED: Final = "STREAM_MALFORMED"
 _NOTHING: Final = Arrived(memoryview(b""))
@@ -133,13 +134,15 @@ class BulkServer:
                 logger.warning("no bulk connection could be accepted", extra={"error": error})
                 await asyncio.sleep(0.1)
                 continue
-            if len(self._strangers) >= _MOST_STRANGERS:
+            if len(self._strangers) >= _MOST_STRANGERS or (listener.family == socket.AF_UNIX and not is_own_user(connected)):
                 connected.close()
+                await asyncio.sleep(_TURNED_AWAY_S)
                 continue
             task = asyncio.create_task(self._serve(connected, transport, context))
             self._serving[task] = False
             self._strangers.add(task)
             task.add_done_callback(self._ended)
+            await asyncio.sleep(0)  # others have their turn: who connects all the time is accepted without waiting
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._serving.pop(task, None)
@@ -150,7 +153,7 @@ class BulkServer:
         with contextlib.ExitStack() as stack:
             stack.callback(connected.close)
             try:
-                _configure(connected)
+                configure(connected)
                 if context is not None:
                     connected = context.wrap_socket(connected, server_side=True, do_handshake_on_connect=False)  # the old one is empty now
                 connection = BulkConnection(connected, idle_limit=self._idle_limit)
@@ -325,13 +328,3 @@ def _check_speaker(claimed: str, member_id: str) -> None:
         raise PermissionDeniedError(
             f"member_id={claimed!r} over a bulk connection of {member_id!r}: it speaks for the member that OpenData named, or for nobody"
         )
-
-
-def _configure(connected: socket.socket) -> None:
-    if connected.family == socket.AF_UNIX:
-        return
-    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in _KEEPALIVE.items():
-        if (option := getattr(socket, name, None)) is not None:
-            connected.setsockopt(socket.IPPROTO_TCP, option, value)

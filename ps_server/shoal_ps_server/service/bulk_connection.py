@@ -71,6 +71,7 @@ class BulkConnection:
 
     async def next_frame(self) -> Frame | None:
         """The next frame's head; None: the peer has closed the connection."""
+        await asyncio.sleep(0)  # others have their turn, also while frames without end are there already
         data = bytearray(HEAD_BYTES)
         received = await self._receive_some(memoryview(data))
         if not received:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing
 from datetime import timedelta
 from typing import Final
 
-from shoal_common.errors import DeadlineError, InvalidRequestError, ShoalError, UnavailableError
+from shoal_common.errors import DeadlineError, InvalidRequestError, ShoalError
 from shoal_protos.v1 import parameter_server_pb2 as pb
 
 from shoal_ps_server.consistency.clocks import ConsistencyMode
@@ -29,10 +29,6 @@ IDLE_LIMIT: Final = timedelta(seconds=60)
 """How long a client may leave an open stream silent."""
 
 
-PENDING_LIMIT: Final = timedelta(seconds=5)
-"""How long a change may wait for a backup, before whoever waits is told to ask again."""
-
-
 class Intake:
     """What all upload streams of a server share."""
 
@@ -46,7 +42,6 @@ class Intake:
         applied: Callable[[UploadKind, Upload, Outcome], None],
         waited: Callable[[float], None],
         idle_limit: timedelta = IDLE_LIMIT,
-        pending_limit: timedelta = PENDING_LIMIT,
         staging: Staging | None = None,
     ) -> None:
         """`applied` is told of every outcome; `waited` of the seconds of every wait for other members, also of those that took none."""
@@ -57,7 +52,6 @@ class Intake:
         self._applied = applied
         self._waited = waited
         self._idle_limit = idle_limit
-        self._pending_limit = pending_limit
         self._staging = staging or Staging()
 
     async def receive(self, parts: AsyncIterator[Part], kind: UploadKind) -> pb.PushResponse:
@@ -75,36 +69,15 @@ class Intake:
                 raise  # another's deadline: the coordinator's, say, when it was asked for the shard map
             raise DeadlineError(f"no partition was completed in this stream for {idle_s:g} s", reason="STREAM_IDLE") from error
         except ShoalError:
-            await self._results(stream)  # where one before it is refused too, that is what is told
+            await self._changes.in_time(stream.results)  # where one before it is refused too, that is what is told
             raise
         finally:
             stream.release()
-        results = await self._results(stream)
+        results = await self._changes.in_time(stream.results)
         if stream.member_id and kind is UploadKind.PUSH:
             # Only now has the member finished its iteration here.
             self._membership.finished(stream.member_id, stream.clock)
         return pb.PushResponse(results=results)
-
-    async def _results(self, stream: _UploadStream) -> list[pb.PartitionResult]:
-        """Raises as `_UploadStream.results` and `_pending`."""
-        async with self._pending():
-            return await stream.results()
-
-    @asynccontextmanager
-    async def _pending(self) -> AsyncIterator[None]:
-        """While changes wait for a backup, whoever waits for one is told to look for the server elsewhere: it may have been replaced
-        without knowing it. Raises UnavailableError / CHANGE_PENDING."""
-        limit_s = self._pending_limit.total_seconds() if self._changes.holds else None
-        try:
-            async with asyncio.timeout(limit_s) as limit:
-                yield
-        except TimeoutError as error:
-            if not limit.expired():
-                raise
-            raise UnavailableError(
-                f"a change has waited {limit_s:g} s for this server's backup; ask the coordinator where the server is, and send it again",
-                reason="CHANGE_PENDING",
-            ) from error
 
     def _partitions(self, parts: AsyncIterator[Part], kind: UploadKind, stream: _UploadStream) -> AsyncGenerator[Upload]:
         async def open_upload(header: pb.PushHeader) -> Upload:
@@ -136,8 +109,7 @@ class Intake:
         header = upload.header
         self._membership.check(header.member_id, header.generation)
         admit = self._changes.push if kind is UploadKind.PUSH else self._changes.initialize
-        async with self._pending():
-            outcome = await admit(upload)
+        outcome = await self._changes.in_time(lambda: admit(upload))
         release, stream.release = stream.release, _nothing
 
         def over(_: object) -> None:

@@ -6,8 +6,9 @@ Without a data directory there is no journal, and a change is made at once.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable
+from datetime import timedelta
+from typing import Any, Final, TypeVar
 
 from shoal_common.errors import UnavailableError
 
@@ -22,13 +23,24 @@ from shoal_ps_server.storage.recovery import clock_record, configuration_record,
 
 T = TypeVar("T")
 
+PENDING_LIMIT: Final = timedelta(seconds=5)
+"""How long a change may wait for a backup, before whoever waits is told to ask again."""
+
 
 class Changes:
     """All changes of one server, in one order."""
 
-    def __init__(self, *, shard: Shard, layout: Callable[[], Layout | None], members: Callable[[], Members]) -> None:
+    def __init__(
+        self,
+        *,
+        shard: Shard,
+        layout: Callable[[], Layout | None],
+        members: Callable[[], Members],
+        pending_limit: timedelta = PENDING_LIMIT,
+    ) -> None:
         """`layout`, `members`: as they are now; the journal has them before anything that was done under them."""
         self._shard = shard
+        self._pending_limit = pending_limit
         self._layout = layout
         self._members = members
         self._journal: Journal | None = None
@@ -54,9 +66,32 @@ class Changes:
         return await self._partition(upload, self._shard.admit_push(upload))
 
     async def quiet(self) -> None:
-        """Waits for the changes of partitions that are on their way now."""
+        """Waits for the changes of partitions that are on their way now. Raises UnavailableError when this server makes none any more."""
         if pending := [each for each in self._latest.values() if not each.done()]:
             await asyncio.wait(pending)
+        if self.is_broken:
+            raise UnavailableError("this server ends, or another one has its place; try again", reason="SERVER_STOPPING")
+
+    async def in_time(self, attempt: Callable[[], Awaitable[T]]) -> T:
+        """Awaits what waits for changes; it is cancelled and begun anew now and then. While changes wait for a backup, whoever waits for
+        one is told to look for the server elsewhere: it may have been replaced without knowing it.
+
+        Raises UnavailableError / CHANGE_PENDING.
+        """
+        limit_s = self._pending_limit.total_seconds()
+        while True:
+            try:
+                async with asyncio.timeout(limit_s) as limit:
+                    return await attempt()
+            except TimeoutError as error:
+                if not limit.expired():
+                    raise
+                if self.holds:
+                    raise UnavailableError(
+                        f"a change has waited {limit_s:g} s for this server's backup; ask the coordinator where the server is, and send it "
+                        "again",
+                        reason="CHANGE_PENDING",
+                    ) from error
 
     def is_settled(self, push: UploadHeader) -> bool:
         """Whether the number of a push is used up, so that it will change nothing."""

@@ -10,7 +10,7 @@ import pytest
 from shoal_worker.data.record import audit
 
 from tests.integration.worker_async.async_cluster import AsyncCluster
-from tests.integration.worker_async.train import SAMPLES, network
+from tests.integration.worker_async.train import LEFT, SAMPLES, network
 from tests.zygote.children import eventually
 
 Make = Callable[..., AsyncCluster]
@@ -229,3 +229,15 @@ def test_while_too_few_workers_are_left_the_others_stand_still(cluster: Make) ->
     replacement = running.start_worker(epochs=2, options=EACH_BY_ITSELF)
     assert survivor.result()["steps"] + replacement.result()["steps"] == 2 * BATCHES - 2
     assert audit(running.records).exactly_once
+
+
+@pytest.mark.parametrize("options", [{"consistency": "ssp", "staleness_bound": 0}, BSP], ids=["ssp", "bsp"])
+def test_nobody_waits_for_a_worker_that_has_left_its_loop(cluster: Make, options: dict[str, Any]) -> None:
+    running = cluster(together=2)
+    left = running.start_worker(epochs=1, options=options, leaves_after=3, hold_at=[LEFT])
+    other = running.start_worker(epochs=1, options=options)
+    left.wait_step(LEFT)
+    other.wait_step(10)
+    left.go(LEFT)
+    assert other.result()["steps"] > 10
+    left.result()

@@ -17,6 +17,8 @@ from torch.utils.data import TensorDataset
 
 FEATURES = 8
 SAMPLES = 256
+LEFT = 1000
+"""The moment behind a loop that was left before its end."""
 
 
 def problem() -> TensorDataset:
@@ -84,12 +86,16 @@ def main(arguments: Sequence[str]) -> int:
             computed_on.append(checksum(torch.cat([value.detach().flatten() for value in net.parameters()]).numpy().data))
             model.train_step(inputs, targets, nn.functional.mse_loss)
             statuses.append(bool(optimizer.step()))
+            if len(statuses) == config.get("leaves_after"):
+                break
             if "delay_s" in config:
                 time.sleep(config["delay_s"])
             if config.get("schedule") == "iterations":
                 scheduler.step()
             optimizer.zero_grad()
             steps += 1
+        if "leaves_after" in config:
+            moments.step(LEFT)
         if config.get("schedule") == "epochs":
             scheduler.step()
         if "save" in config:

@@ -163,3 +163,12 @@ def test_a_proxy_may_say_when_to_try_again():
         FakeRpcError(grpc.StatusCode.UNAVAILABLE, "overloaded", (("grpc-status-details-bin", status.SerializeToString()),))
     )
     assert (type(got), got.retry_after) == (UnavailableError, timedelta(seconds=4))
+
+
+def test_a_hint_that_is_longer_than_any_wait_is_cut() -> None:
+    retry = error_details_pb2.RetryInfo()
+    retry.retry_delay.seconds = 2**62
+    detail = any_pb2.Any()
+    detail.Pack(retry)
+    encoded = status_pb2.Status(code=grpc.StatusCode.UNAVAILABLE.value[0], message="busy", details=[detail]).SerializeToString()
+    assert from_error_message(encoded).retry_after == timedelta(minutes=1)

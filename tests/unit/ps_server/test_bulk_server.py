@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import timedelta
@@ -294,5 +295,26 @@ def test_descriptors_of_shared_memory_are_closed_with_their_connections(serving)
             while made.server._serving:
                 await asyncio.sleep(0.01)
             assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
+
+    asyncio.run(scenario())
+
+
+def test_frames_without_end_leave_others_their_turn(serving) -> None:
+    async def scenario() -> None:
+        async with serving() as serve:
+            connected = await serve.connect()
+            refused = pb.PushHeader(job_id="another job", member_id="a").SerializeToString()
+            begun = head(Kind.PUSH) + head(Kind.PARTITION, len(refused)) + refused
+            flood = asyncio.create_task(
+                asyncio.get_running_loop().sock_sendall(connected, begun + (head(Kind.DATA, 1) + b"x") * 200_000 + head(Kind.END))
+            )
+            longest = 0.0
+            while not flood.done():
+                before = time.monotonic()
+                await asyncio.sleep(0)
+                longest = max(longest, time.monotonic() - before)
+            await flood
+            assert longest < 0.3
+            connected.close()
 
     asyncio.run(scenario())

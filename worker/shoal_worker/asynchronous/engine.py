@@ -56,6 +56,8 @@ class AsyncEngine(Engine):
         """Iterations finished, as the servers are told."""
         self._rests = True
         """Nobody waits for this worker (ssp, bsp): it has no batch. It enters when it gets one."""
+        self._rests_after_push = False
+        """Its loop is left, with a batch at hand."""
         self._handover: Handover | None = None
         self._joins_late = False
         """The job had begun when this worker came."""
@@ -256,6 +258,9 @@ class AsyncEngine(Engine):
             step.known = pushed.known
         if sent:
             self._own.progress.pushed(pushed.staleness)
+        if self._rests_after_push:
+            self._rests_after_push = False
+            self._rest()
 
     def look_at_schedule(self) -> Revision:
         """Notices what schedulers have changed."""
@@ -327,6 +332,11 @@ class AsyncEngine(Engine):
                 self._rest()
         elif answer.batches:
             self._enter()
+        elif not want:
+            # The loop is left: nobody is to wait for what this worker does elsewhere, but for the batch that it has at hand.
+            self._rests_after_push = at_hand is not None
+            if at_hand is None:
+                self._rest()
         return answer
 
     def capture(self) -> dict[str, Any]:

@@ -91,8 +91,7 @@ class EncodedValues:
 
     def read(self, copies: Copies, *, version: int) -> Reading:
         """One more reader."""
-        if not any(reading.remaining for reading in self.readers):
-            copies.keep(self.payload.nbytes, self.readers)
+        copies.keep(self.payload.nbytes, self.readers)
         reading = Reading(self.payload, version=version, encoded=self)
         self.readers.add(reading)
         return reading
@@ -120,7 +119,8 @@ class Copies:
         """So much more is held while any of these readings, or of those that join them, is not at its end. Where that is too much, those
         that began first are ended."""
         self._copies = deque(each for each in self._copies if any(reading.remaining for reading in each[1]))
-        self._copies.append((nbytes, readers))
+        if not any(known is readers for _, known in self._copies):
+            self._copies.append((nbytes, readers))
         while len(self._copies) > 1 and sum(held for held, _ in self._copies) > self._limit:
             for reading in self._copies.popleft()[1]:
                 reading.give_up()

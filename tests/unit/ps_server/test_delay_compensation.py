@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from shoal_common import codecs
 from shoal_common.errors import InvalidRequestError, UnavailableError
 from shoal_protos.v1 import parameter_server_pb2 as pb
 from shoal_ps_server.consistency.clocks import Clocks
@@ -306,6 +307,7 @@ def test_of_a_pull_that_outlives_its_member_nothing_is_kept(make) -> None:
         clock=0,
         wait=timedelta(0),
         checksums=False,
+        codec=codecs.RAW,
     )
 
     async def test() -> None:

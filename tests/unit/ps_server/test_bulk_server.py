@@ -225,7 +225,7 @@ def test_a_pull_that_is_given_up_in_the_middle_of_a_frame_ends_with_its_error_be
                 await asyncio.sleep(0.01)
             for sequence in (1, 2):
                 made.shard.push(make.upload(torch.ones(LENGTH), make.spec(length=LENGTH), sequence=sequence, base_version=sequence))
-                other = made.shard._partitions[0].read()  # a second copy is one too many
+                other = made.shard._partitions[0].read(pb.CODEC_RAW, made.shard._copies)  # a second copy is one too many
             answer = await frame(slow)
             assert answer.kind is Kind.PARTITION
             await exactly(slow, answer.length)

@@ -9,11 +9,12 @@ import atexit
 import copy
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, ClassVar, cast
 
 import torch
 from shoal_common import codecs
-from shoal_common.errors import ConfigurationError, CorruptDataError, PreconditionError
+from shoal_common.errors import ConfigurationError, CorruptDataError, PreconditionError, ShoalError
 from shoal_common.failpoints import failpoint
 from shoal_common.rpc.channel import ChannelSettings
 
@@ -336,7 +337,8 @@ class AsyncEngine(Engine):
             # The loop is left: nobody is to wait for what this worker does elsewhere, but for the batch that it has at hand.
             self._rests_after_push = at_hand is not None
             if at_hand is None:
-                self._rest()
+                with suppress(ShoalError, StopTraining):  # whoever leaves for good is not waited for either
+                    self._rest()
         return answer
 
     def capture(self) -> dict[str, Any]:

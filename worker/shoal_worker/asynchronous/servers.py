@@ -108,8 +108,9 @@ class ParameterServers:
         publish(self._trained)
 
     def rest(self) -> None:
-        """Says that nobody need wait for this worker until it enters again."""
-        self._each(ServerLink.rest)
+        """Says that nobody need wait for this worker until it enters again; the farewell has said so already."""
+        if not self._closing.is_set():
+            self._each(ServerLink.rest)
 
     def write_snapshots(self) -> None:
         """Has each server write its snapshot, in the background; training goes on. One that fails is logged."""

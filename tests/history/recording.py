@@ -242,8 +242,8 @@ def recording_shard(recorder: Recorder) -> type[Shard]:
             return outcome
 
         @contextmanager
-        def reading(self, partition_id: int) -> Iterator[Reading]:
-            with super().reading(partition_id) as reading:
+        def reading(self, partition_id: int, *codec: int) -> Iterator[Reading]:
+            with super().reading(partition_id, *codec) as reading:
                 yield reading
                 recorder.write("sent", span=self.span, partition=partition_id, version=reading.version)
 

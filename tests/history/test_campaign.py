@@ -10,7 +10,7 @@ from tests.history.campaign import MODES, Campaign
 from tests.zygote.children import Zygote
 
 FAULTS = 8
-QUICK = {"ssp", "backups"}
+QUICK = {"backups"}
 
 
 @pytest.mark.parametrize("mode", [mode if mode in QUICK else pytest.param(mode, marks=pytest.mark.slow) for mode in MODES])

@@ -12,6 +12,7 @@ from tests.networks.network import COORDINATOR, REDIS, Network
 Make = Callable[..., Network]
 
 
+@pytest.mark.slow
 def test_training_goes_on_while_the_coordinator_is_out_of_reach_for_a_moment(network: Make) -> None:
     job = network(2, EPOCHS="4")
     job.launch_all()

@@ -66,6 +66,7 @@ def test_a_bug_on_one_rank_under_zero3_ends_a_long_job(shell: Shell) -> None:
     check_told(run(shell, strategy="strategy='zero3'", step=bug), rank=1, error="ValueError: a bug on one rank")
 
 
+@pytest.mark.slow
 def test_a_configuration_that_one_stage_of_a_pipeline_refuses_ends_the_job(shell: Shell) -> None:
     """The other, which waits for gradients, could train all stages on alone."""
     step = "model.train_step(rows, loss_fn=lambda output, _: output if shoal.rank() == 1 else output.square().mean())"

@@ -190,6 +190,7 @@ def test_a_last_checkpoint_that_was_not_written_fails_a_process_that_trains_alon
     assert "this process fails: the last checkpoint is not there" in alone.stderr
 
 
+@pytest.mark.slow
 def test_a_script_that_ends_by_system_exit_has_finished(shell: Shell) -> None:
     body = textwrap.indent(textwrap.dedent(TRAINING).replace("10_000", "1").partition("        if")[0], "    ")
     script = shell.script(f"import shoal\ndef main():\n{body}\n    return 0\nraise SystemExit(main())\n")

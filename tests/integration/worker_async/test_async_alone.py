@@ -92,6 +92,7 @@ def test_the_services_are_gone_when_the_script_has_ended(script: subprocess.Pope
     assert [path.name for path in tmp_path.iterdir() if "shoal" in path.name] == []
 
 
+@pytest.mark.slow
 def test_the_services_go_with_a_process_that_is_killed(zygote: Zygote, tmp_path: Path) -> None:
     directory = tmp_path / "worker"
     directory.mkdir()

@@ -153,7 +153,7 @@ def test_it_is_not_for_maximize_and_not_below_zero() -> None:
         settings().changed({"maximize": 1.0}, [])
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3))])
 def test_a_crash_between_any_two_records_leaves_the_same_values_to_the_last_bit(make, tmp_path, seed, monkeypatch) -> None:
     """Three members push and pull as they like, also while pushes of others are on their way; snapshots come in between, a disk that fails
     now and then, a schedule, and a restart."""

@@ -106,6 +106,7 @@ def failpoint(name: str) -> None:
         return
     with _counting:
         _hits[name] += 1
-        action = wanted.get((name, _hits[name]))
+        hit = _hits[name]
+    action = wanted.get((name, hit))
     if action is not None:
         _ACTIONS[action]()

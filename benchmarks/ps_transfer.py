@@ -38,7 +38,7 @@ class Side:
     key: str
     name: str
     system: str = "shoal"
-    """Of `benchmarks.workers.transfer`."""
+    """What `benchmarks.workers.transfer` is told to measure: its --system."""
     client: tuple[str, ...] = ()
     """More flags of its client."""
     server: tuple[str, ...] = ()
@@ -225,7 +225,7 @@ def speed(side: Side, other: Side) -> Ratio | None:
 
 
 def verdict(comparisons: Sequence[tuple[str, Ratio | None, float]]) -> str:
-    """What was compared with, how it came out, and what was wanted."""
+    """Sums a table up in one sentence. `comparisons`: the peer's name, the ratio that was measured to it (None: none was), the target."""
     parts = []
     for name, ratio, target in comparisons:
         reached = "not measured" if ratio is None else f"{ratio.value:.2f} x, {'reached' if ratio.value >= target else 'not reached'}"

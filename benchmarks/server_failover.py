@@ -47,7 +47,7 @@ BATCH: Final = 32
 STEPS_AROUND: Final = 20
 """Steps of each worker that give its ordinary step time, and as many that it must do after a kill before all is well again."""
 REST_S: Final = 6.0
-"""From one recovery to the next kill. Shoal's launcher gives up a server that ended within 5 s of serving four times in a row."""
+"""Seconds between a recovery and the next kill: Shoal's launcher gives up a server that ended within 5 s of serving four times in a row."""
 _QUICK_KILLS: Final = 3
 _LONGEST_PHASE_S: Final = 0.1
 _TIMEOUT_S: Final = 120
@@ -62,7 +62,7 @@ class Pause:
     later_s: float
     """Longest of the others until all was well again: the server that was killed came back and caught up meanwhile."""
     step_s: float
-    """Its ordinary step."""
+    """Median time of the worker's steps before the kill, in seconds."""
 
     @property
     def longest_s(self) -> float:
@@ -251,7 +251,7 @@ class _Job:
         raise MeasurementError(f"no process of server {server_id}\n{self._stage.outputs()}")
 
     def versions(self) -> list[int]:
-        """Of the primary's partitions."""
+        """The version of each of the primary's partitions."""
         with ParameterServerClient(ChannelSettings(address=self.primary().address)) as client:
             return [partition.version for partition in client.get_server().partitions]
 
@@ -285,7 +285,7 @@ def row(system: System, restarted: System) -> Row:
 
 
 def verdict(backed: System) -> str:
-    """What was reached of the target."""
+    """Says in one sentence whether pauses and counts reach the target."""
     if not backed.pauses or backed.pushes is None:
         return "Not measured."
     p99, pushes = quantile(backed.longest_s, 0.99), backed.pushes

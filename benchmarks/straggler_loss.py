@@ -45,7 +45,7 @@ class System:
     look_every: int = 1
     """Steps between two looks at the loss: between averages local_sgd's ranks have values of their own."""
     tried: dict[float, float] = field(default_factory=dict)
-    """By learning rate: seconds to the loss, where it was reached."""
+    """Learning rate -> seconds until the loss was reached; only rates that reached it."""
     learning_rate: float | None = None
     """The one that reached the loss soonest; None: none has."""
     runs: list[dict[str, Any]] = field(default_factory=list)
@@ -63,7 +63,7 @@ class System:
 
     @property
     def times_s(self) -> list[float]:
-        """From the first step to the loss; empty unless all runs at the chosen learning rate reached it."""
+        """Seconds from the first step until the loss was reached, for each run at the chosen learning rate; empty unless all reached it."""
         times = [run["reached_s"] for run in self.runs]
         return [] if None in times else times
 
@@ -178,7 +178,7 @@ def _run(system: System, learning_rate: float, *, within_s: float) -> dict[str, 
 
 
 def _without_straggler(system: System, all_of_them: Sequence[System]) -> System:
-    """The same strategy with equal workers."""
+    """Finds the measurement of the same strategy and options with equal workers."""
     return next(other for other in all_of_them if other.slow == 1 and (other.strategy, other.options) == (system.strategy, system.options))
 
 
@@ -212,7 +212,7 @@ def compared(system: System, other: System) -> Ratio | None:
 
 
 def verdict(all_of_them: Sequence[System]) -> str:
-    """What was reached of the target, and what the others that had the slow worker took."""
+    """Says in one sentence whether async_sgd reached the target, and how long each strategy took with the slow worker."""
     ddp, *others = (system for system in all_of_them if system.slow > 1)
     parts = []
     for system in others:

@@ -55,8 +55,8 @@ RANDOMK: Final[int] = pb.CODEC_RANDOMK
 POWERSGD: Final[int] = pb.CODEC_POWERSGD
 
 FOR_VALUES: Final = (FLOAT16, BFLOAT16, INT8)
-"""Those that pulls may ask for: they give each value with an error of its own size, or its block's. What the others leave out is made up
-for by later pushes; of values nothing comes later."""
+"""Codecs that a pull may ask for: each value comes with an error in proportion to it, or to the largest one of its block. The other codecs
+leave values out, which later pushes make up for; a pull has nothing that comes later."""
 INT8_BLOCK: Final = 256
 INT8_LARGEST: Final = 127
 SIGN_BLOCK: Final = 1024

@@ -141,7 +141,7 @@ class TlsSettings:
         return TlsMaterial(*(None if path is None else path.read_bytes() for path in (self.certificate, self.key, self.authority)))
 
     def server_context(self) -> ssl.SSLContext:
-        """For sockets that are served without gRPC, with the same certificates and demands. Raises ConfigurationError."""
+        """Makes a context for sockets that are served without gRPC, with the RPCs' certificates and demands. Raises ConfigurationError."""
         self.load()
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.num_tickets = 0  # nobody resumes sessions
@@ -153,7 +153,7 @@ class TlsSettings:
         return context
 
     def client_context(self) -> ssl.SSLContext:
-        """For sockets that are opened without gRPC: checks the server's certificate and name. Raises ConfigurationError."""
+        """Makes a context for sockets that are opened without gRPC; it checks the server's name. Raises ConfigurationError."""
         self.load()
         context = ssl.create_default_context(cafile=self.authority)
         if self.certificate is not None and self.key is not None:

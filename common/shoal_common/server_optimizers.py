@@ -63,7 +63,8 @@ class OptimizerDeclaration:
     always_tried: Callable[[Hyperparameters], bool] = lambda values: False
     """Whether a sound update may come out as NaN, so that each is tried on a copy first."""
     growth: Callable[[Hyperparameters], float] = lambda values: 1.0
-    """By how much one update may multiply the norm of values; 1: an update adds what goes by the gradients."""
+    """The largest factor by which one update may multiply the norm of a parameter, with given hyperparameters; 1: an update only adds what
+    the gradient and the learning rate say."""
     contradiction: Callable[[Hyperparameters], str] = lambda values: ""
     """What is wrong with values of which each is possible by itself; empty: nothing."""
 

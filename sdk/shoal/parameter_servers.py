@@ -62,6 +62,7 @@ class ModelReader:
         self._settings = coordinator
         self._job_id = job_id
         self._patience = patience
+        self._closed = threading.Event()
         self._coordinator = CoordinatorClient(coordinator)
         self._reading = threading.Lock()
         """Held by the call that is at work; what is below belongs to it, but `_model`, which is replaced as a whole."""
@@ -91,6 +92,7 @@ class ModelReader:
 
     def close(self) -> None:
         """Ends calls in progress and closes all connections. Idempotent."""
+        self._closed.set()
         self._coordinator.close()
         for client in list(self._servers.values()):
             client.close()
@@ -107,13 +109,16 @@ class ModelReader:
         deadline = time.monotonic() + self._patience.total_seconds()
         backoff = Backoff(longest_s=_LONGEST_BACKOFF_S)
         while True:
+            if self._closed.is_set():
+                raise UnavailableError("this reader is closed; make a new one", reason="CLIENT_CLOSED")
             try:
                 if self._map is None:
                     self._learn()
                 return self._read()
             except ShoalError as error:
-                curable = isinstance(error, _CURABLE) or error.reason in _PASSING
-                if error.reason == "CLIENT_CLOSED" or not curable:
+                if self._closed.is_set():
+                    continue
+                if not isinstance(error, _CURABLE) and error.reason not in _PASSING:
                     raise
                 self._map = None  # a server that was restarted may listen elsewhere, and partitions may have moved
                 if time.monotonic() >= deadline:
@@ -123,7 +128,7 @@ class ModelReader:
                         reason=error.reason,
                     ) from error
                 wait_s = backoff.next_s(error)
-            time.sleep(min(wait_s, max(0.0, deadline - time.monotonic())))
+            self._closed.wait(min(wait_s, max(0.0, deadline - time.monotonic())))
 
     def _learn(self) -> None:
         """Asks the coordinator which server has what, and where."""
@@ -135,7 +140,9 @@ class ModelReader:
         for address in self._servers.keys() - addresses.values():
             self._servers.pop(address).close()
         for address in addresses.values() - self._servers.keys():
-            self._servers[address] = parameter_server.ParameterServerClient(replace(self._settings, address=address, attempts=1))
+            self._servers[address] = client = parameter_server.ParameterServerClient(replace(self._settings, address=address, attempts=1))
+            if self._closed.is_set():  # `close` may have looked before
+                client.close()
         self._map = shard_map
 
     def _read(self) -> None:

@@ -1,10 +1,10 @@
 """One job under a seeded schedule of faults, written down (recording.py) and judged at its end (checking.py).
 
 Coordinator, Redis, two parameter servers with data directories, or four where each has a backup, and three workers are processes; a relay
-(relay.py) stands before the coordinator and before each server, also for the servers' own connections. The seed chooses the faults, their
-targets and their times; what they meet there is chance, as the processes run freely. A worker that is gone is replaced by a new member; all
-else is started again over what it left, a server with its id, whatever its role is by then. One worker is always left alone, so that the
-job is never without.
+(tests/relay.py) stands before the coordinator and before each server, also for the servers' own connections. The seed chooses the faults,
+their targets and their times; what they meet there is chance, as the processes run freely. A worker that is gone is replaced by a new
+member; all else is started again over what it left, a server with its id, whatever its role is by then. One worker is always left alone, so
+that the job is never without.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -38,9 +38,11 @@ from shoal_ps_server.storage.image import ServerImage, ServerState
 from shoal_ps_server.storage.snapshot import write_snapshot
 
 from tests.history import recording, training
-from tests.history.checking import History, Job, Violation, promises
-from tests.history.relay import Relay
+from tests.history.checking import Job, promises
+from tests.history.lines import History, Violation
+from tests.history.verdict import Verdict, counts
 from tests.integration.coordinator.harness import Coordinator
+from tests.relay import Relay
 from tests.zygote.children import Child, Zygote, eventually
 
 WORKERS, SERVERS = 3, 2
@@ -51,6 +53,8 @@ _CONSISTENCY = {"ssp": {"consistency": "ssp", "staleness_bound": BOUND}, "bsp": 
 LEASE_MS = 3000
 """A worker that stands still for longer is put out."""
 
+_LOOK_S = 0.01
+"""Between two looks at processes and files, which tell nobody when they change; every wait for them has a deadline."""
 _PACE_S = 0.5
 """From one fault to the next, on average."""
 _LONGEST_ABSENCE_S = 0.6
@@ -113,31 +117,6 @@ class _Target:
         return self.child is not None and not self.child.ended.is_set() and not self.doomed and not self.stopped
 
 
-@dataclass(kw_only=True)
-class Verdict:
-    """What was done, what was counted, and what was found."""
-
-    mode: str
-    seed: int
-    faults: Counter[str]
-    counts: dict[str, int] = field(default_factory=dict)
-    broken: dict[str, list[Violation]] = field(default_factory=dict)
-    """Promise -> its violations."""
-    held: list[str] = field(default_factory=list)
-    """Promises that were checked and kept."""
-    seconds: float = 0.0
-
-    def __str__(self) -> str:
-        kinds = ", ".join(f"{times} {kind}" for kind, times in sorted(self.faults.items()))
-        lines = [f"{self.mode}, seed {self.seed}: {self.faults.total()} faults in {self.seconds:.0f} s ({kinds})"]
-        lines.append("  " + ", ".join(f"{number} {what}" for what, number in self.counts.items()))
-        lines += [f"  kept: {promise}" for promise in self.held]
-        for promise, violations in self.broken.items():
-            lines.append(f"  BROKEN: {promise} ({len(violations)} times)")
-            lines += [f"    {violation}" for violation in violations[:3]]
-        return "\n".join(lines)
-
-
 class Campaign:
     """Belongs to the thread that makes it, but for the snapshots, which a thread of their own asks for."""
 
@@ -188,10 +167,8 @@ class Campaign:
         stack.callback(self._close_redis)
         self._coordinator = Coordinator(self._zygote, self._directory, "--redis", self._redis.url).start()
         stack.callback(self._coordinator.close)
-        self._relay = Relay(self._coordinator.address)
-        self._links = [Relay(f"127.0.0.1:{port.port}") for port in self._ports]
-        for relay in (self._relay, *self._links):
-            stack.callback(relay.close)
+        self._relay = stack.enter_context(Relay(self._coordinator.address))
+        self._links = [stack.enter_context(Relay(f"127.0.0.1:{port.port}")) for port in self._ports]
         with self._coordinator.client() as client:
             spec = pb.JobSpec(job_id=self._job_id, min_workers=1, max_workers=8, parameter_servers=SERVERS, lease_ms=LEASE_MS)
             spec.parameter_server_backups = self._backups
@@ -264,7 +241,7 @@ class Campaign:
                 if self._faults.total() >= self._progress_at + _PROGRESS_EVERY:
                     self._progress_at = self._faults.total()
                     self._await_progress()
-            time.sleep(0.005)
+            time.sleep(_LOOK_S)
 
     def _attend(self, now: float) -> None:
         """Does what is due, and looks who has ended."""
@@ -367,14 +344,14 @@ class Campaign:
         self._later(self._chance.uniform(0.05, longest), go_on)
 
     def _cut(self) -> None:
-        held = self._chance.choice([self._relay, *self._links]).cut(self._chance)
+        held = self._chance.choice([self._relay, *self._links]).cut_some(self._chance)
         mend = self._chance.random() < 0.5
         for connection in held:
             self._later(self._chance.uniform(0.05, 2.0), connection.open if mend else connection.drop)
         self._faults["link cut"] += bool(held)
 
     def _drop(self) -> None:
-        self._chance.choice([self._relay, *self._links]).drop(self._chance)
+        self._chance.choice([self._relay, *self._links]).drop_some(self._chance)
         self._faults["connections dropped"] += 1
 
     def _restart_redis(self) -> None:
@@ -418,7 +395,7 @@ class Campaign:
         before, deadline = self._progress(), time.monotonic() + _PROGRESS_WITHIN_S
         while self._progress() == before and not self._unexpected:
             self._attend(time.monotonic())
-            time.sleep(0.02)
+            time.sleep(_LOOK_S)
             if time.monotonic() > deadline:
                 said = "\n".join(f"{each.name}: {each.child.said()[-1500:]}" for each in self._workers if each.child is not None)
                 self._unexpected.append(
@@ -432,7 +409,7 @@ class Campaign:
         self._ending = True
         while self._agenda and not self._unexpected:
             self._attend(time.monotonic())
-            time.sleep(0.005)
+            time.sleep(_LOOK_S)
         self._end.touch()
         deadline = time.monotonic() + 2 * _PROGRESS_WITHIN_S
         waiting: list[_Target] = [*self._workers, *self._servers]
@@ -451,7 +428,7 @@ class Campaign:
             if time.monotonic() > deadline:
                 said = "\n".join(f"{each.name}: {each.child.said()[-1500:]}" for each in waiting if each.child is not None)
                 self._unexpected.append(Violation(f"{', '.join(each.name for each in waiting)} did not come to the end; {said}"))
-            time.sleep(0.01)
+            time.sleep(_LOOK_S)
 
     def _held_at_the_end(self, server_id: str) -> Path:
         """A snapshot of all that a server's data directory has: one with a backup in sync writes none of its own."""
@@ -496,20 +473,6 @@ class Campaign:
             "members put out": self._put_out,
         }
         return verdict
-
-
-def counts(history: History) -> dict[str, int]:
-    """What a verdict says of the volume of a history. Pushes are counted by partition."""
-    answers = [answer for line in history.of_workers("pushed") for answer in line["answers"]]
-    return {
-        "pushes acknowledged": len(answers),
-        "applied": sum(len(versions) - 1 for versions in history.changes.values()),
-        "answered as known": sum(1 for _ in history.of_servers("known")),
-        "partitions pulled": sum(1 for _ in history.of_servers("sent")),
-        "made again by recoveries and backups": sum(line["again"] for line in history.of_servers("applied")),
-        "void": sum(1 for _ in history.of_servers("applied", "restored")) - len(history.valid),
-        "backups made primaries": history.promotions,
-    }
 
 
 def _kind(target: _Target) -> str:

@@ -14,18 +14,15 @@ from safetensors.torch import save_file
 from shoal_common.wire import checksum
 
 from tests.history.checking import (
-    History,
-    Line,
-    Violation,
     applied_once,
-    bound_is_kept,
     changes_are_one_history,
-    iterations_are_apart,
     none_lost,
     optimizer_is_adam,
     samples_count_once,
     versions_are_monotonic,
 )
+from tests.history.clock_checks import bound_is_kept, iterations_are_apart
+from tests.history.lines import History, Line, Violation
 
 ADAM = {"lr": 0.1}
 LENGTHS = (3, 2)

@@ -174,8 +174,8 @@ class ParameterServerClient:
         generation: int = 0,
         deadline: timedelta | None = None,
     ) -> pb.AdvanceClockResponse:
-        """With `has_read`, says instead that what iteration `clock` ended with has been read (bsp). `place`, `generation`: see the
-        .proto."""
+        """Tells that the member has finished iteration `clock`; with `has_read`, that it has read the values that this iteration ended with
+        (bsp). `place`, `generation`: as in AdvanceClockRequest."""
         request = pb.AdvanceClockRequest(
             job_id=job_id, member_id=member_id, clock=clock, has_read=has_read, place=place, generation=generation
         )

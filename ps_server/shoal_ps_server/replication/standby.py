@@ -245,6 +245,9 @@ class Standby:
             stream.fail(UnavailableError(f"data_dir={self._directory.path}: {error}; make room on its disk", reason="JOURNAL_FAILED"))
         except ShoalError as error:
             stream.fail(error)
+        except Exception as error:  # else nobody would hear of it, and the primary would wait for a word for ever
+            stream.fail(InternalError(f"what the primary holds could not be kept: {type(error).__name__}: {error}"))
+            raise
         else:
             failpoint("backup.copied")
             self._copy = stream.copy = copy

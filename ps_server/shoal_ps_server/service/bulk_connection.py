@@ -13,6 +13,7 @@ import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from typing import Final
 
 from shoal_common.bulk.area import AREA_BYTES, SharedArea
@@ -186,15 +187,20 @@ class BulkConnection:
     async def _send_live(self, reading: Reading, nbytes: int) -> None:
         """Values from where they are. They may change while the socket takes no more: then the reading goes on in a copy of them."""
         while nbytes:
-            sent = await self._perform(lambda: self._socket.send(reading.rest[:nbytes]), writes=True)  # noqa: B023 - called before it changes
+            sent = await self._send_some_live(reading, nbytes)
             reading.take(sent)
             nbytes -= sent
+
+    async def _send_some_live(self, reading: Reading, most: int) -> int:
+        # Looked up anew each time: what is to be read may be in a copy by then.
+        return await self._perform(lambda: self._socket.send(reading.rest[:most]), writes=True)
 
     async def _send_bytes(self, data: bytes, *, more: bool = False) -> None:
         flags = _MORE if more and self._is_plain else 0
         rest = memoryview(data)
         while rest.nbytes:
-            rest = rest[await self._perform(lambda: self._socket.send(rest, flags), writes=True) :]  # noqa: B023 - called before it changes
+            sent = await self._perform(partial(self._socket.send, rest, flags), writes=True)
+            rest = rest[sent:]
 
     async def _receive_some(self, target: memoryview) -> int:
         return await self._perform(lambda: self._socket.recv_into(target), writes=False)

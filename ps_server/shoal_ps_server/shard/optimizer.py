@@ -109,7 +109,7 @@ class OptimizerSettings:
 
     @cached_property
     def most_growth(self) -> float:
-        """By how much one update may multiply the norm of a tensor, where that is the most; 1: updates add."""
+        """The largest factor by which one update may multiply the norm of a tensor, over all parameter groups; 1: updates only add."""
         declared = SERVER_OPTIMIZERS[self.name]
         return max(declared.growth(self.at(place)) for place in range(-1, len(self.groups)))
 

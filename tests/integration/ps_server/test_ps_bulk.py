@@ -407,7 +407,7 @@ def test_hundreds_of_connections_leave_no_descriptors_and_no_memory(cluster, sta
     before, memory = [descriptors(each) for each in both], [resident(each) for each in both]
     come_and_go(150)
     for each, had, held in zip(both, before, memory, strict=True):
-        cluster.wait_until(lambda: descriptors(each) <= had + 2, "descriptors to be closed")  # noqa: B023
+        cluster.wait_until(lambda process=each, most=had + 2: descriptors(process) <= most, "descriptors to be closed")
         assert resident(each) < held + (32 << 20), "150 connections have 600 MiB of shared memory, one after another"
     client.close()
 

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from shoal_worker.elastic.session import Session
 
 from tests.integration.coordinator.harness import Coordinator
 from tests.integration.worker_async.async_cluster import AsyncCluster, async_cluster
@@ -27,3 +28,14 @@ def cluster(zygote: Zygote, coordinator: Coordinator, tmp_path: Path) -> Iterato
         yield lambda **settings: stack.enter_context(
             async_cluster(zygote, settings.pop("coordinator", coordinator), settings.pop("directory", tmp_path), **settings)
         )
+
+
+@pytest.fixture
+def running(cluster: Callable[..., AsyncCluster]) -> AsyncCluster:
+    return cluster(keeps_data=False)
+
+
+@pytest.fixture
+def session(running: AsyncCluster) -> Iterator[Session]:
+    with running.member() as session:
+        yield session

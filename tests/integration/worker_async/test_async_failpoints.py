@@ -54,7 +54,8 @@ def test_a_server_can_be_killed_at_each_of_its_failpoints(cluster: Make) -> None
         after = eventually(server.looks, f"the server after {name}")
         for one, other in zip(before.partitions, after.partitions, strict=True):
             assert one.version <= other.version, f"{name} cost partition {one.partition_id} some of what it had"
-        eventually(lambda: server.look().partitions[0].version > after.partitions[0].version, f"training to go on after {name}")  # noqa: B023
+        came_back = after.partitions[0].version
+        eventually(lambda least=came_back: server.look().partitions[0].version > least, f"training to go on after {name}")
     worker.process.kill(signal.SIGTERM)
     assert worker.process.wait() == 0, worker.process.said()
 
@@ -80,7 +81,8 @@ def test_a_primary_and_its_backup_can_be_killed_at_each_failpoint_between_them(c
         assert armed.process.wait() == -signal.SIGKILL, f"{name}: {armed.process.said()}"
         armed.start()
         pair.wait_in_sync()
-        eventually(lambda: min(versions(pair.process(PRIMARY))) > max(before), f"training to go on after {name}")  # noqa: B023
+        newest = max(before)
+        eventually(lambda least=newest: min(versions(pair.process(PRIMARY))) > least, f"training to go on after {name}")
     worker.process.kill(signal.SIGTERM)
     assert worker.process.wait() == 0, worker.process.said()
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 import shoal
 import torch
-from shoal_common.errors import ConfigurationError, DeadlineError, UnknownResourceError
+from shoal_common.errors import ConfigurationError, DeadlineError, UnavailableError, UnknownResourceError
 from shoal_common.rpc.channel import ChannelSettings
 from shoal_worker import api
 from torch import nn
@@ -118,6 +119,18 @@ def test_a_job_without_values_is_one_clear_error(cluster: Make) -> None:
         shoal.ParameterServerClient.state_dict(ChannelSettings(address=running.coordinator.address), "nothing")
     worker.go(0)
     worker.result()
+
+
+def test_closing_a_reader_ends_the_call_that_waits() -> None:
+    reader = shoal.ModelReader(ChannelSettings(address="127.0.0.1:1"), "job", patience=timedelta(minutes=10))
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(reader.state_dict)
+        eventually(reader._reading.locked, "the call")
+        reader.close()
+        with pytest.raises(UnavailableError, match="this reader is closed"):
+            waiting.result(timeout=30)
+    with pytest.raises(UnavailableError, match="make a new one"):
+        reader.state_dict()
 
 
 def test_wrong_arguments_are_refused() -> None:

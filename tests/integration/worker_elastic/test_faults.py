@@ -11,7 +11,7 @@ import pytest
 from shoal_worker.data.record import audit
 
 from tests.integration.worker_elastic.cluster import Cluster, cluster
-from tests.integration.worker_elastic.proxy import Proxy
+from tests.relay import Relay
 from tests.zygote.children import Zygote, eventually
 
 EPOCHS = 4
@@ -198,13 +198,13 @@ def test_training_goes_on_while_the_coordinator_is_away_and_membership_follows_w
 
 
 def test_a_network_that_drops_all_connections_to_the_coordinator_costs_nobody_its_place(three: Cluster, fault_free: dict[str, Any]) -> None:
-    with Proxy(three.address) as proxy:
+    with Relay(three.address) as relay:
         with three.held():
             for index in range(3):
-                three.start(index, SHOAL_COORDINATOR=proxy.address)
+                three.start(index, SHOAL_COORDINATOR=relay.address)
             three.wait_steps(1)
-            assert proxy.drop() == 3
-            eventually(lambda: proxy.connections == 3, "the workers to come back")
+            assert relay.drop() == 3
+            eventually(lambda: relay.connections == 3, "the workers to come back")
             before = three.steps()
             eventually(lambda: three.steps() > before + 1, "steps after the cut")
         results = three.finish(0, 1, 2)

@@ -1,41 +1,16 @@
 """Stops and drains that meet something else: a member that hears of it late, a death at the same time, a start that is not over."""
 
 import signal
-import socket
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from tests.integration.worker_elastic.cluster import Cluster, cluster
-from tests.integration.worker_elastic.proxy import Proxy
+from tests.relay import BACK, Relay
 from tests.zygote.children import Zygote, eventually
-
-
-class DeafLine(Proxy):
-    """Can hold back what the coordinator says; what the member says passes."""
-
-    def __init__(self, target: str) -> None:
-        self.hears = threading.Event()
-        self.hears.set()
-        super().__init__(target)
-
-    def _pass_on(self, pair: tuple[socket.socket, socket.socket], source: socket.socket, sink: socket.socket) -> None:
-        gated = cast(socket.socket, _Gated(source, self.hears)) if source is pair[1] else source
-        super()._pass_on(pair, gated, sink)
-
-
-class _Gated:
-    def __init__(self, source: socket.socket, gate: threading.Event) -> None:
-        self._source, self._gate = source, gate
-
-    def recv(self, size: int) -> bytes:
-        data = self._source.recv(size)
-        self._gate.wait(30)
-        return data
 
 
 def same_end(results: list[dict[str, Any]]) -> None:
@@ -44,13 +19,13 @@ def same_end(results: list[dict[str, Any]]) -> None:
 
 
 @contextmanager
-def third_is_deaf(zygote: Zygote, directory: Path) -> Iterator[tuple[Cluster, DeafLine]]:
+def third_is_deaf(zygote: Zygote, directory: Path) -> Iterator[tuple[Cluster, Relay]]:
     """Three workers that train; what the coordinator says does not reach the third any more."""
-    with cluster(zygote, directory, EPOCHS="4", MICRO="1") as running, DeafLine(running.address) as line, running.held():
+    with cluster(zygote, directory, EPOCHS="4", MICRO="1") as running, Relay(running.address) as line, running.held():
         for index, address in enumerate([running.address, running.address, line.address]):
             running.start(index, SHOAL_COORDINATOR=address)
         running.wait_steps(1)
-        line.hears.clear()
+        line.hold([BACK])
         yield running, line
 
 
@@ -58,7 +33,7 @@ def test_a_member_that_hears_of_the_stop_late_ends_at_the_border_of_the_others(z
     with third_is_deaf(zygote, tmp_path) as (running, line):
         running.client.stop_job("job", reason="test")
         eventually(lambda: len(list(running.output.glob("*.json"))) == 3, "the end of all loops, also of the one that heard nothing")
-        line.hears.set()
+        line.open()
         same_end(running.finish(0, 1, 2))
 
 
@@ -67,7 +42,7 @@ def test_a_death_while_the_job_stops_lets_the_others_end_at_one_border(zygote: Z
         running.signal(0, signal.SIGKILL)
         running.client.stop_job("job", reason="test")
         eventually(lambda: running.job().generation.number == 2, "the generation without the dead")
-        line.hears.set()
+        line.open()
         results = running.finish(1, 2)
         same_end(results)
         assert {r["world"] for r in results} == {2}

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import timedelta
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -94,6 +94,11 @@ def serving(make):
             await made.server.drain_and_stop(timedelta(0))
 
     return serve
+
+
+def descriptors() -> int:
+    """How many this process has open."""
+    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 async def exactly(connected: socket.socket, nbytes: int) -> bytes:
@@ -284,7 +289,7 @@ def test_descriptors_of_shared_memory_are_closed_with_their_connections(serving)
     async def scenario() -> None:
         loop = asyncio.get_running_loop()
         async with serving() as made:
-            before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+            before = descriptors()
             for _ in range(20):
                 local = socket.socket(socket.AF_UNIX)
                 local.setblocking(False)
@@ -294,7 +299,7 @@ def test_descriptors_of_shared_memory_are_closed_with_their_connections(serving)
                 local.close()
             while made.server._serving:
                 await asyncio.sleep(0.01)
-            assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
+            assert descriptors() == before
 
     asyncio.run(scenario())
 

@@ -35,6 +35,7 @@ from shoal_common.wire import checksum
 from shoal_protos.v1 import parameter_server_pb2 as pb
 
 from shoal_worker.asynchronous.job import Job
+from shoal_worker.asynchronous.ledger import Ledger
 from shoal_worker.asynchronous.options import AsyncOptions, Revision, ServerOptimizer
 from shoal_worker.asynchronous.tensors import Iteration, Partition, Payload, Payloads, PulledValues, ServerShare, tensor_bytes
 
@@ -106,12 +107,7 @@ class ServerLink:
         self._lost = lost
         self._partitions = {partition.partition_id: partition for partition in share.partitions}
         self._trained = [partition for partition in share.partitions if partition.trained]
-        self._acknowledged = dict.fromkeys(self._partitions, 0)
-        """Partition -> sequence number of the last push that the server has acknowledged."""
-        self._base = dict.fromkeys(self._partitions, 0)
-        """Partition -> version that the next gradient is computed on; 0: never pulled."""
-        self._held = dict.fromkeys(self._partitions, 0)
-        """Partition -> version that need not be sent again; 0: whatever the server has is news."""
+        self._ledger = Ledger(self._partitions)
         self._revision = Revision(number=0, groups=())
         """The newest that this server was told."""
         self._clock = 0
@@ -288,8 +284,7 @@ class ServerLink:
             raise InternalError(f"server {self._share.index} acknowledged other partitions than were pushed")
         failpoint("exchange.server_answered")
         del self._finished_batches[: len(told)]
-        for result in results:
-            self._acknowledged[result.partition_id] += 1
+        self._ledger.acknowledged(results)
         return results
 
     def _outgoing(
@@ -313,8 +308,7 @@ class ServerLink:
                 absent_pieces=payload.absent,
             )
             if clock is not None:
-                header.sequence = self._acknowledged[partition.partition_id] + 1
-                header.base_version = self._base[partition.partition_id]
+                header.sequence, header.base_version = self._ledger.next_push(partition.partition_id)
                 header.clock = clock
                 header.batch = batch
                 header.finished_batches.extend(finished)
@@ -335,8 +329,7 @@ class ServerLink:
             self._tell(self._clock, has_read=True)
 
     def _push_in_turn(self, push: Callable[[], AnswerT]) -> AnswerT:
-        """Pushes; with bsp when all have read what it changes. A worker that is to leave does not wait:
-        its batch is dealt again."""
+        """Pushes; with bsp when all have read what it changes. A worker that is to leave does not wait: its batch is dealt again."""
         try:
             return self._in_turn("Push", push)
         except DeadlineError as error:
@@ -363,12 +356,11 @@ class ServerLink:
         """`in_turn`: as a member with a clock; else as an onlooker, who waits for no other worker. `codec` None: that of the options."""
         if not partitions:
             return  # asking for none would ask for all
-        request = self._pull_request(partitions, self._held, wait=wait, in_turn=in_turn)
+        request = self._pull_request(partitions, self._ledger.held, wait=wait, in_turn=in_turn)
         request.codec = self._incoming.codec if codec is None else codec
         tensors = {piece.tensor.name: piece.tensor for partition in partitions for piece in partition.pieces}
         memory = {name: tensor.target() for name, tensor in tensors.items()}
-        for header in self._receive(request, memory, deadline=self._stream_deadline + wait):
-            self._base[header.partition_id] = self._held[header.partition_id] = header.version
+        self._ledger.pulled(self._receive(request, memory, deadline=self._stream_deadline + wait))
 
     def _read(self, into: Mapping[str, torch.Tensor]) -> None:
         request = self._pull_request(list(self._partitions.values()), {}, wait=_TURN_WAIT, in_turn=False)
@@ -376,11 +368,10 @@ class ServerLink:
 
     def _receive(self, request: pb.PullRequest, memory: Mapping[str, torch.Tensor], *, deadline: timedelta) -> list[pb.PullHeader]:
         """Pulls into the tensors' memory, which `memory` has by name."""
-        held = self._partitions
         compressed: dict[int, torch.Tensor] = {}
 
         def room(header: pb.PullHeader) -> memoryview:
-            partition = held[header.partition_id]
+            partition = self._partitions[header.partition_id]
             if header.codec == pb.CODEC_RAW:
                 return tensor_bytes(partition.landing(memory))
             compressed[partition.partition_id] = self._incoming.room(header.codec, partition.length)
@@ -389,7 +380,7 @@ class ServerLink:
         headers = self._client.pull(request, room, deadline=deadline)
         for header in headers:
             if not header.unchanged:
-                partition = held[header.partition_id]
+                partition = self._partitions[header.partition_id]
                 if (payload := compressed.get(header.partition_id)) is not None:
                     self._incoming.decode(payload, partition.landing(memory))
                 partition.landed(memory)
@@ -455,46 +446,34 @@ class ServerLink:
         """Finds the server, and out what it holds of what it had acknowledged. Raises what its calls raise."""
         self._find()
         state = self._look()
-        configured = state.HasField("optimizer")
-        if not configured:
+        if not state.HasField("optimizer"):
             self._configure()
         if self._revision.number:
             self._set_hyperparameters(self._revision)
         if self._started:
-            held = {each.partition_id: each for each in state.partitions if each.version}
+            held = {each.partition_id for each in state.partitions if each.version}
             empty = [partition for partition in self._partitions.values() if partition.partition_id not in held]
             if empty:
                 _log.warning("server %d came back without values: it gets this worker's; its optimizer state is lost", self._share.index)
                 self._initialize(empty)
                 state = self._look()
-            self._rewind({each.partition_id: each for each in state.partitions})
+            self._rewind(state.partitions)
 
     def _look_back(self, *, again: bool) -> frozenset[int]:
         """Finds out which partitions have a push that was given up. `again`: what is pushed next is the same batch, under the same numbers;
         returns the partitions that will take it for that push, and only acknowledge it. Else goes on behind what the server has."""
         self._find()
         held = self._look().partitions
-        there = frozenset(each.partition_id for each in held if each.sequence > self._acknowledged[each.partition_id])
+        there = self._ledger.ahead(held)
         self._payloads.settle(there)
         if again:
             return there
-        for here in held:
-            self._acknowledged[here.partition_id] = here.sequence
-            self._base[here.partition_id] = min(self._base[here.partition_id], here.version)
+        self._ledger.follow(held)
         return frozenset()
 
-    def _rewind(self, held: Mapping[int, pb.PartitionVersion]) -> None:
+    def _rewind(self, state: Iterable[pb.PartitionVersion]) -> None:
         """Goes on from where the server stands."""
-        lost = 0
-        for partition_id, acknowledged in self._acknowledged.items():
-            here = held[partition_id]
-            # One more than acknowledged: the push in progress was applied, and sending it again will only be acknowledged.
-            if here.sequence < acknowledged:
-                lost += acknowledged - here.sequence
-                self._acknowledged[partition_id] = here.sequence
-            if here.version < self._held[partition_id] or here.sequence < acknowledged:
-                self._held[partition_id] = 0
-            self._base[partition_id] = min(self._base[partition_id], here.version)
+        lost = self._ledger.rewind(state)
         if lost:
             _log.warning(
                 "server %d came back without %d updates of this worker that it had acknowledged (counted by partition), and without those "

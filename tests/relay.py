@@ -1,4 +1,4 @@
-"""A link that a test can cut: it passes connections on, and can keep the bytes of some of them, in one direction or both."""
+"""A link that a test can cut, as a network does: it drops connections, or keeps their bytes, in one direction or in both."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import contextlib
 import random
 import socket
 import threading
+from collections.abc import Sequence
+from typing import Self
 
-_THERE, _BACK = 0, 1
-_WAYS = ((_THERE, _BACK), (_THERE,), (_BACK,))
+THERE, BACK = 0, 1
+"""From who connects to the target; from the target to who connects."""
+_WAYS = ((THERE, BACK), (THERE,), (BACK,))
 
 
 class _Connection:
@@ -20,14 +23,14 @@ class _Connection:
         self._lock = threading.Lock()
         self._running = 2
         self.open()
-        for way in (_THERE, _BACK):
+        for way in (THERE, BACK):
             threading.Thread(target=self._pass_on, args=(way,), daemon=True).start()
 
     @property
     def over(self) -> bool:
         return not self._running
 
-    def hold(self, ways: tuple[int, ...]) -> None:
+    def hold(self, ways: Sequence[int]) -> None:
         """Keeps what comes from now on."""
         for way in ways:
             self._gates[way].clear()
@@ -60,7 +63,7 @@ class _Connection:
 
 
 class Relay:
-    """A link to `target`, host:port, which need not listen yet. `close` it."""
+    """A link to `target`, host:port, which need not listen yet. A context manager."""
 
     def __init__(self, target: str) -> None:
         host, _, port = target.rpartition(":")
@@ -69,32 +72,63 @@ class Relay:
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         self._lock = threading.Lock()
         self._connections: list[_Connection] = []
+        self._held: Sequence[int] = ()
         self._thread = threading.Thread(target=self._accept)
         self._thread.start()
 
-    def drop(self, chance: random.Random) -> None:
+    @property
+    def connections(self) -> int:
+        """How many are open."""
+        return len(self._all())
+
+    def hold(self, ways: Sequence[int]) -> None:
+        """Keeps the bytes of all connections in these directions, also of later ones, until `open`."""
+        with self._lock:
+            self._held = ways
+        for connection in self._all():
+            connection.hold(ways)
+
+    def open(self) -> None:
+        with self._lock:
+            self._held = ()
+        for connection in self._all():
+            connection.open()
+
+    def drop(self) -> int:
+        """Ends all connections; new ones are passed on. Returns how many there were."""
+        connections = self._all()
+        for connection in connections:
+            connection.drop()
+        return len(connections)
+
+    def drop_some(self, chance: random.Random) -> None:
         """Ends about half of the connections; new ones are passed on."""
         for connection in self._some(chance):
             connection.drop()
 
-    def cut(self, chance: random.Random) -> list[_Connection]:
+    def cut_some(self, chance: random.Random) -> list[_Connection]:
         """Keeps the bytes of about half of the connections from now on, in one direction or in both. Returns them, to be mended."""
         some = self._some(chance)
         for connection in some:
             connection.hold(chance.choice(_WAYS))
         return some
 
-    def close(self) -> None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self._listener.shutdown(socket.SHUT_RDWR)
         self._thread.join()
         self._listener.close()
-        for connection in self._connections:
-            connection.drop()
+        self.drop()
 
-    def _some(self, chance: random.Random) -> list[_Connection]:
+    def _all(self) -> list[_Connection]:
         with self._lock:
             self._connections = [each for each in self._connections if not each.over]
-            there = list(self._connections)
+            return list(self._connections)
+
+    def _some(self, chance: random.Random) -> list[_Connection]:
+        there = self._all()
         return chance.sample(there, (len(there) + 1) // 2)
 
     def _accept(self) -> None:
@@ -111,4 +145,6 @@ class Relay:
             for end in (incoming, outgoing):
                 end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             with self._lock:
-                self._connections.append(_Connection((incoming, outgoing)))
+                connection = _Connection((incoming, outgoing))
+                connection.hold(self._held)
+                self._connections.append(connection)

@@ -1,0 +1,226 @@
+"""A recorded history, read back from what `recording` wrote: its lines, and which of them count.
+
+With backups of servers the history is still one, and takes no search. A primary makes a change only when its backup in sync has it, and
+whoever was told of a change was told by a primary; so what a primary made when it was asked to, and what it had when it answered anybody,
+is for ever, whoever is the primary next. A backup makes what its primary's journal has, which the primary makes too, or its next process,
+or the backup itself in its place. What alone may be void is the end of a journal: a primary that is killed can have changes on its disk
+that no backup has, and makes them again when it is started. It serves nobody then until it has heard what it is. If it hears that it is a
+backup, the changes after the last that it answered for are void, and those that its successor makes in their place are the history. They
+are found by the lines: what a server made in a recovery before it served, where the next that it was told was that it is a backup, and
+beyond all that it had made before.
+
+Nor may a primary that was replaced and has not heard of it acknowledge anything new; but it may answer with older versions. So an older
+version than another that was told before is no violation where another server had been told, by then, that it has that place in a later
+epoch than the one that its sender knew.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from shoal_common.wire import checksum
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of a history."""
+
+    fields: Mapping[str, Any]
+    place: str = "made by hand"
+    """File and line."""
+
+    def __getitem__(self, name: str) -> Any:
+        return self.fields[name]
+
+    def __str__(self) -> str:
+        short = {name: f"{value[:16]}..." if isinstance(value, str) and len(value) > 64 else value for name, value in self.fields.items()}
+        return f"{self.place}: {json.dumps(short)}"
+
+
+@dataclass(frozen=True)
+class Violation:
+    """A promise that was broken, and the lines that show it."""
+
+    what: str
+    lines: Sequence[Line] = ()
+
+    def __str__(self) -> str:
+        return "\n    ".join([self.what, *map(str, self.lines[:12])])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """A version of a partition that was told to a worker: by a pull, or as the answer to a push."""
+
+    partition: int
+    version: int
+    begun: int
+    ended: int
+    line: Line
+    digest: str = ""
+    """Digest of the values that came with it; empty where none came."""
+    server: str = ""
+    """Who told; empty: not known."""
+
+
+@dataclass
+class History:
+    """All lines, those of one process in their order; servers' by the server, one life after the other."""
+
+    servers: Mapping[str, Sequence[Line]] = field(default_factory=dict)
+    workers: Mapping[str, Sequence[Line]] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, directory: Path) -> History:
+        """A last line may be torn."""
+        files = []
+        for path in directory.glob("*.jsonl"):
+            whole = path.read_bytes().rpartition(b"\n")[0]
+            files.append([Line(json.loads(text), f"{path.name}:{number}") for number, text in enumerate(whole.split(b"\n"), 1) if text])
+        servers: dict[str, list[Line]] = defaultdict(list)
+        workers: dict[str, list[Line]] = defaultdict(list)
+        for lines in sorted(filter(None, files), key=lambda lines: lines[0]["t"]):
+            (servers if lines[0]["kind"] == "starts" else workers)[lines[0]["of"]] += lines
+        return cls(servers=servers, workers=workers)
+
+    def of_servers(self, *kinds: str) -> Iterator[Line]:
+        return (line for lines in self.servers.values() for line in lines if line["kind"] in kinds)
+
+    def of_workers(self, *kinds: str) -> Iterator[Line]:
+        return (line for lines in self.workers.values() for line in lines if line["kind"] in kinds)
+
+    @cached_property
+    def valid(self) -> Sequence[Line]:
+        """Servers' lines of what was applied, or restored, in the order in which they were written, without what is void."""
+        return sorted(itertools.chain(*map(_valid_lines, self.servers.values())), key=lambda line: line["t"])
+
+    @cached_property
+    def changes(self) -> Mapping[int, Mapping[int, Line]]:
+        """Partition -> version -> the line of the change that led to it, as it was written first."""
+        found: dict[int, dict[int, Line]] = defaultdict(dict)
+        for line in self.valid:
+            if line["kind"] == "applied":
+                found[line["partition"]].setdefault(line["version"], line)
+        return {partition: dict(sorted(versions.items())) for partition, versions in sorted(found.items())}
+
+    @cached_property
+    def placed(self) -> Mapping[str, Sequence[Line]]:
+        """Server -> what it heard that it is."""
+        return {server: [line for line in lines if line["kind"] == "placed"] for server, lines in self.servers.items()}
+
+    def primaries(self) -> Sequence[str]:
+        """Who has a place at the end, by the index of the place."""
+        newest: dict[int, Line] = {}
+        for line in sorted(itertools.chain(*self.placed.values()), key=lambda line: line["epoch"]):
+            if not line["follows"]:
+                newest[line["index"]] = line
+        return [newest[index]["of"] for index in sorted(newest)]
+
+    @property
+    def promotions(self) -> int:
+        """How often a place's next primary was another server."""
+        holders: dict[int, dict[int, str]] = defaultdict(dict)
+        for line in itertools.chain(*self.placed.values()):
+            if not line["follows"]:
+                holders[line["index"]][line["epoch"]] = line["of"]
+        return sum(before != after for each in holders.values() for before, after in pairwise(each[epoch] for epoch in sorted(each)))
+
+    def may_be_old(self, seen: Seen) -> bool:
+        """Whether who told that may have been replaced without knowing it."""
+        heard = [line for line in self.placed.get(seen.server, ()) if line["t"] < seen.begun]
+        if not heard or heard[-1]["follows"]:
+            return False
+        others = (line for server, lines in self.placed.items() if server != seen.server for line in lines)
+        knew = heard[-1]
+        return any(
+            line["index"] == knew["index"] and not line["follows"] and line["epoch"] > knew["epoch"] and line["t"] < seen.ended
+            for line in others
+        )
+
+    @cached_property
+    def _pushes(self) -> Mapping[tuple[int, str, int, int, str], Line]:
+        return {_push_key(line, digest(bytes.fromhex(line["gradient"]))): line for line in self.of_workers("push")}
+
+    def push_of(self, change: Line) -> Line | None:
+        """The line of the push that was applied: of its member, number and batch, with its gradient."""
+        return self._pushes.get(_push_key(change, change["gradient"]))
+
+    @cached_property
+    def seen(self) -> Sequence[Seen]:
+        """All answers to pulls and pushes."""
+        found = []
+        server_at = {line["address"]: line["of"] for line in self.of_servers("starts")}
+        for lines in self.workers.values():
+            begun: dict[int, Line] = {}
+            for line in lines:
+                if line["kind"] in ("pull", "push"):
+                    begun.setdefault(line["call"], line)
+                elif line["kind"] in ("pulled", "pushed"):
+                    for answer in line["answers"]:
+                        found.append(
+                            Seen(
+                                partition=answer["partition"],
+                                version=answer["version"],
+                                begun=begun[line["call"]]["t"],
+                                ended=line["t"],
+                                line=line,
+                                digest=answer.get("digest", ""),
+                                server=server_at.get(begun[line["call"]]["at"], ""),
+                            )
+                        )
+        return found
+
+
+def _valid_lines(lines: Sequence[Line]) -> Iterator[Line]:
+    """What was applied or restored on one server, without the void end of a journal that the module's text describes."""
+    spans: list[tuple[int, int]] = []
+    """Of each line: the number of the process, and that of the span in it."""
+    recovered: set[tuple[int, int]] = set()
+    served: dict[tuple[int, int], int] = {}
+    """Span -> the number of the last line that shows that it served."""
+    process, copies = 0, False
+    for number, line in enumerate(lines):
+        if line["kind"] == "starts":
+            process, copies = process + 1, False
+        span = process, line.fields.get("span", 0)
+        spans.append(span)
+        if not copies:
+            recovered.add(span)
+        if line["kind"] in ("known", "sent") or (line["kind"] == "applied" and not line["again"]):
+            served[span] = number
+        elif line["kind"] == "placed":
+            copies = line["follows"]
+            if line["serves"]:
+                served[span] = number
+    may_be_void: set[int] = set()
+    is_backup_next = False
+    for number, line in reversed(list(enumerate(lines))):
+        if line["kind"] == "placed" and (line["follows"] or line["serves"]):
+            is_backup_next = line["follows"]
+        elif is_backup_next and spans[number] in recovered and number > served.get(spans[number], -1):
+            may_be_void.add(number)
+    newest: dict[int, int] = {}
+    for number, line in enumerate(lines):
+        if line["kind"] not in ("applied", "restored"):
+            continue
+        partition, version = line["partition"], line["version"]
+        if number not in may_be_void or version <= newest.get(partition, 0):
+            newest[partition] = max(newest.get(partition, 0), version)
+            yield line
+
+
+def _push_key(line: Line, gradient: str) -> tuple[int, str, int, int, str]:
+    return line["partition"], line["member"], line["sequence"], line["batch"], gradient
+
+
+def digest(data: bytes | torch.Tensor) -> str:
+    return f"{checksum(data.numpy() if isinstance(data, torch.Tensor) else data):016x}"

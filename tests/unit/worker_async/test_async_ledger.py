@@ -1,0 +1,66 @@
+"""What a worker knows of its pushes and pulls, after a server said where it stands."""
+
+from __future__ import annotations
+
+from shoal_protos.v1 import parameter_server_pb2 as pb
+from shoal_worker.asynchronous.ledger import Ledger
+
+
+def pushed(ledger: Ledger, *partitions: int) -> None:
+    ledger.acknowledged(pb.PartitionResult(partition_id=each) for each in partitions)
+
+
+def pulled(ledger: Ledger, version: int, *partitions: int) -> None:
+    ledger.pulled(pb.PullHeader(partition_id=each, version=version) for each in partitions)
+
+
+def stands(*, sequence: int, version: int, partition: int = 1) -> list[pb.PartitionVersion]:
+    return [pb.PartitionVersion(partition_id=partition, sequence=sequence, version=version)]
+
+
+def three_pushes() -> Ledger:
+    """Three acknowledged pushes of partitions 1 and 2; version 4 of both was pulled."""
+    ledger = Ledger([1, 2])
+    for _ in range(3):
+        pushed(ledger, 1, 2)
+    pulled(ledger, 4, 1, 2)
+    return ledger
+
+
+def test_each_push_has_the_next_number_and_names_the_version_that_was_pulled() -> None:
+    ledger = Ledger([1])
+    assert ledger.next_push(1) == (1, 0)
+    pushed(ledger, 1)
+    pulled(ledger, 7, 1)
+    assert ledger.next_push(1) == (2, 7)
+    assert ledger.held == {1: 7}
+
+
+def test_a_server_that_lost_pushes_gets_their_numbers_again_and_sends_its_values() -> None:
+    ledger = three_pushes()
+    assert ledger.rewind(stands(sequence=1, version=2)) == 2
+    assert ledger.next_push(1) == (2, 2)
+    assert ledger.held == {1: 0, 2: 4}
+    assert ledger.next_push(2) == (4, 4)
+
+
+def test_a_push_in_progress_that_was_applied_is_sent_again_under_its_number() -> None:
+    ledger = three_pushes()
+    assert ledger.rewind(stands(sequence=4, version=5)) == 0
+    assert ledger.next_push(1) == (4, 4)
+    assert ledger.held == {1: 4, 2: 4}
+    assert ledger.ahead(stands(sequence=4, version=5)) == {1}
+    assert ledger.ahead(stands(sequence=3, version=4)) == frozenset()
+
+
+def test_values_that_went_back_without_a_lost_push_of_this_worker_are_news() -> None:
+    ledger = three_pushes()
+    assert ledger.rewind(stands(sequence=3, version=3)) == 0
+    assert ledger.held[1] == 0
+    assert ledger.next_push(1) == (4, 3)
+
+
+def test_a_batch_that_is_given_up_goes_on_behind_what_the_server_took_of_it() -> None:
+    ledger = three_pushes()
+    ledger.follow(stands(sequence=4, version=5))
+    assert ledger.next_push(1) == (5, 4)

@@ -54,12 +54,13 @@ SERVER_ROLE_PRIMARY: ServerRole
 SERVER_ROLE_BACKUP: ServerRole
 
 class JobSpec(_message.Message):
-    __slots__ = ("job_id", "min_workers", "max_workers", "parameter_servers", "parameter_server_backups", "join_grace_ms", "lease_ms", "stall_timeout_ms")
+    __slots__ = ("job_id", "min_workers", "max_workers", "parameter_servers", "parameter_server_backups", "max_parameter_servers", "join_grace_ms", "lease_ms", "stall_timeout_ms")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     MIN_WORKERS_FIELD_NUMBER: _ClassVar[int]
     MAX_WORKERS_FIELD_NUMBER: _ClassVar[int]
     PARAMETER_SERVERS_FIELD_NUMBER: _ClassVar[int]
     PARAMETER_SERVER_BACKUPS_FIELD_NUMBER: _ClassVar[int]
+    MAX_PARAMETER_SERVERS_FIELD_NUMBER: _ClassVar[int]
     JOIN_GRACE_MS_FIELD_NUMBER: _ClassVar[int]
     LEASE_MS_FIELD_NUMBER: _ClassVar[int]
     STALL_TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
@@ -68,10 +69,11 @@ class JobSpec(_message.Message):
     max_workers: int
     parameter_servers: int
     parameter_server_backups: int
+    max_parameter_servers: int
     join_grace_ms: int
     lease_ms: int
     stall_timeout_ms: int
-    def __init__(self, job_id: _Optional[str] = ..., min_workers: _Optional[int] = ..., max_workers: _Optional[int] = ..., parameter_servers: _Optional[int] = ..., parameter_server_backups: _Optional[int] = ..., join_grace_ms: _Optional[int] = ..., lease_ms: _Optional[int] = ..., stall_timeout_ms: _Optional[int] = ...) -> None: ...
+    def __init__(self, job_id: _Optional[str] = ..., min_workers: _Optional[int] = ..., max_workers: _Optional[int] = ..., parameter_servers: _Optional[int] = ..., parameter_server_backups: _Optional[int] = ..., max_parameter_servers: _Optional[int] = ..., join_grace_ms: _Optional[int] = ..., lease_ms: _Optional[int] = ..., stall_timeout_ms: _Optional[int] = ...) -> None: ...
 
 class CreateJobRequest(_message.Message):
     __slots__ = ("spec",)
@@ -162,7 +164,7 @@ class MemberStatus(_message.Message):
     def __init__(self, member_id: _Optional[str] = ..., phase: _Optional[_Union[MemberPhase, str]] = ..., rank: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., metrics_address: _Optional[str] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., joined_unix_ms: _Optional[int] = ..., launcher_id: _Optional[str] = ..., note: _Optional[str] = ...) -> None: ...
 
 class ServerStatus(_message.Message):
-    __slots__ = ("server_id", "server_index", "address", "metrics_address", "alive", "role", "in_sync")
+    __slots__ = ("server_id", "server_index", "address", "metrics_address", "alive", "role", "in_sync", "draining")
     SERVER_ID_FIELD_NUMBER: _ClassVar[int]
     SERVER_INDEX_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -170,6 +172,7 @@ class ServerStatus(_message.Message):
     ALIVE_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     IN_SYNC_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
     server_id: str
     server_index: int
     address: str
@@ -177,7 +180,8 @@ class ServerStatus(_message.Message):
     alive: bool
     role: ServerRole
     in_sync: bool
-    def __init__(self, server_id: _Optional[str] = ..., server_index: _Optional[int] = ..., address: _Optional[str] = ..., metrics_address: _Optional[str] = ..., alive: _Optional[bool] = ..., role: _Optional[_Union[ServerRole, str]] = ..., in_sync: _Optional[bool] = ...) -> None: ...
+    draining: bool
+    def __init__(self, server_id: _Optional[str] = ..., server_index: _Optional[int] = ..., address: _Optional[str] = ..., metrics_address: _Optional[str] = ..., alive: _Optional[bool] = ..., role: _Optional[_Union[ServerRole, str]] = ..., in_sync: _Optional[bool] = ..., draining: _Optional[bool] = ...) -> None: ...
 
 class MemberMessage(_message.Message):
     __slots__ = ("join", "heartbeat", "ready", "collective_failure", "leave")
@@ -472,14 +476,16 @@ class StopJobResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class ServerMessage(_message.Message):
-    __slots__ = ("register", "heartbeat", "backup")
+    __slots__ = ("register", "heartbeat", "backup", "move")
     REGISTER_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     BACKUP_FIELD_NUMBER: _ClassVar[int]
+    MOVE_FIELD_NUMBER: _ClassVar[int]
     register: RegisterServer
     heartbeat: ServerHeartbeat
     backup: BackupReport
-    def __init__(self, register: _Optional[_Union[RegisterServer, _Mapping]] = ..., heartbeat: _Optional[_Union[ServerHeartbeat, _Mapping]] = ..., backup: _Optional[_Union[BackupReport, _Mapping]] = ...) -> None: ...
+    move: MoveReport
+    def __init__(self, register: _Optional[_Union[RegisterServer, _Mapping]] = ..., heartbeat: _Optional[_Union[ServerHeartbeat, _Mapping]] = ..., backup: _Optional[_Union[BackupReport, _Mapping]] = ..., move: _Optional[_Union[MoveReport, _Mapping]] = ...) -> None: ...
 
 class RegisterServer(_message.Message):
     __slots__ = ("job_id", "server_id", "address", "metrics_address", "host", "pid", "incarnation")
@@ -515,17 +521,53 @@ class BackupReport(_message.Message):
     reason: str
     def __init__(self, epoch: _Optional[int] = ..., in_sync: _Optional[bool] = ..., reason: _Optional[str] = ...) -> None: ...
 
+class MoveReport(_message.Message):
+    __slots__ = ("move", "taken", "reason", "receiver_incarnation")
+    MOVE_FIELD_NUMBER: _ClassVar[int]
+    TAKEN_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    RECEIVER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    move: int
+    taken: bool
+    reason: str
+    receiver_incarnation: str
+    def __init__(self, move: _Optional[int] = ..., taken: _Optional[bool] = ..., reason: _Optional[str] = ..., receiver_incarnation: _Optional[str] = ...) -> None: ...
+
 class ServerDirective(_message.Message):
-    __slots__ = ("welcome", "members", "stop", "place")
+    __slots__ = ("welcome", "members", "stop", "place", "settled", "move")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
     STOP_FIELD_NUMBER: _ClassVar[int]
     PLACE_FIELD_NUMBER: _ClassVar[int]
+    SETTLED_FIELD_NUMBER: _ClassVar[int]
+    MOVE_FIELD_NUMBER: _ClassVar[int]
     welcome: ServerWelcome
     members: Members
     stop: Stop
     place: ServerPlace
-    def __init__(self, welcome: _Optional[_Union[ServerWelcome, _Mapping]] = ..., members: _Optional[_Union[Members, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., place: _Optional[_Union[ServerPlace, _Mapping]] = ...) -> None: ...
+    settled: MovesSettled
+    move: MovePartitions
+    def __init__(self, welcome: _Optional[_Union[ServerWelcome, _Mapping]] = ..., members: _Optional[_Union[Members, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., place: _Optional[_Union[ServerPlace, _Mapping]] = ..., settled: _Optional[_Union[MovesSettled, _Mapping]] = ..., move: _Optional[_Union[MovePartitions, _Mapping]] = ...) -> None: ...
+
+class MovePartitions(_message.Message):
+    __slots__ = ("move", "partition_ids", "receiver_index", "receiver_address")
+    MOVE_FIELD_NUMBER: _ClassVar[int]
+    PARTITION_IDS_FIELD_NUMBER: _ClassVar[int]
+    RECEIVER_INDEX_FIELD_NUMBER: _ClassVar[int]
+    RECEIVER_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    move: int
+    partition_ids: _containers.RepeatedScalarFieldContainer[int]
+    receiver_index: int
+    receiver_address: str
+    def __init__(self, move: _Optional[int] = ..., partition_ids: _Optional[_Iterable[int]] = ..., receiver_index: _Optional[int] = ..., receiver_address: _Optional[str] = ...) -> None: ...
+
+class MovesSettled(_message.Message):
+    __slots__ = ("move", "epoch")
+    MOVE_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    move: int
+    epoch: int
+    def __init__(self, move: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class ServerPlace(_message.Message):
     __slots__ = ("epoch", "role", "primary_address", "backup_id", "in_sync")
@@ -540,6 +582,20 @@ class ServerPlace(_message.Message):
     backup_id: str
     in_sync: bool
     def __init__(self, epoch: _Optional[int] = ..., role: _Optional[_Union[ServerRole, str]] = ..., primary_address: _Optional[str] = ..., backup_id: _Optional[str] = ..., in_sync: _Optional[bool] = ...) -> None: ...
+
+class DrainServerRequest(_message.Message):
+    __slots__ = ("job_id", "server_id", "reason")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    SERVER_ID_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    server_id: str
+    reason: str
+    def __init__(self, job_id: _Optional[str] = ..., server_id: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class DrainServerResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class ServerWelcome(_message.Message):
     __slots__ = ("server_index", "heartbeat_interval_ms", "spec")

@@ -74,6 +74,11 @@ class CoordinatorStub:
                 request_serializer=shoal__protos_dot_v1_dot_coordinator__pb2.StopJobRequest.SerializeToString,
                 response_deserializer=shoal__protos_dot_v1_dot_coordinator__pb2.StopJobResponse.FromString,
                 _registered_method=True)
+        self.DrainServer = channel.unary_unary(
+                '/shoal.v1.Coordinator/DrainServer',
+                request_serializer=shoal__protos_dot_v1_dot_coordinator__pb2.DrainServerRequest.SerializeToString,
+                response_deserializer=shoal__protos_dot_v1_dot_coordinator__pb2.DrainServerResponse.FromString,
+                _registered_method=True)
         self.ServerSession = channel.stream_stream(
                 '/shoal.v1.Coordinator/ServerSession',
                 request_serializer=shoal__protos_dot_v1_dot_coordinator__pb2.ServerMessage.SerializeToString,
@@ -165,6 +170,15 @@ class CoordinatorServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DrainServer(self, request, context):
+        """Moves all that a parameter server holds to the others while training goes on; then it and its backup are told to end, and the job has
+        one server fewer. Returns at once; ServerStatus.draining says how far it is. Idempotent. Role: admin. NOT_FOUND / SERVER_UNKNOWN;
+        FAILED_PRECONDITION / LAST_SERVER when no other could take it over, PLACE_WITHOUT_TENSORS before DeclareTensors.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ServerSession(self, request_iterator, context):
         """One parameter server's session: register first, then heartbeats; the coordinator pushes membership (for ssp clocks).
         A server belongs to one job. Role: server.
@@ -242,6 +256,11 @@ def add_CoordinatorServicer_to_server(servicer, server):
                     servicer.StopJob,
                     request_deserializer=shoal__protos_dot_v1_dot_coordinator__pb2.StopJobRequest.FromString,
                     response_serializer=shoal__protos_dot_v1_dot_coordinator__pb2.StopJobResponse.SerializeToString,
+            ),
+            'DrainServer': grpc.unary_unary_rpc_method_handler(
+                    servicer.DrainServer,
+                    request_deserializer=shoal__protos_dot_v1_dot_coordinator__pb2.DrainServerRequest.FromString,
+                    response_serializer=shoal__protos_dot_v1_dot_coordinator__pb2.DrainServerResponse.SerializeToString,
             ),
             'ServerSession': grpc.stream_stream_rpc_method_handler(
                     servicer.ServerSession,
@@ -463,6 +482,33 @@ class Coordinator:
             '/shoal.v1.Coordinator/StopJob',
             shoal__protos_dot_v1_dot_coordinator__pb2.StopJobRequest.SerializeToString,
             shoal__protos_dot_v1_dot_coordinator__pb2.StopJobResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DrainServer(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shoal.v1.Coordinator/DrainServer',
+            shoal__protos_dot_v1_dot_coordinator__pb2.DrainServerRequest.SerializeToString,
+            shoal__protos_dot_v1_dot_coordinator__pb2.DrainServerResponse.FromString,
             options,
             channel_credentials,
             insecure,

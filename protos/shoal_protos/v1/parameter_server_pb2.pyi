@@ -370,6 +370,12 @@ class FollowHeader(_message.Message):
     position: int
     def __init__(self, kind: _Optional[_Union[FollowHeader.Kind, str]] = ..., fields: _Optional[bytes] = ..., payload_bytes: _Optional[int] = ..., position: _Optional[int] = ...) -> None: ...
 
+class TakePartitionsResponse(_message.Message):
+    __slots__ = ("incarnation",)
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    incarnation: str
+    def __init__(self, incarnation: _Optional[str] = ...) -> None: ...
+
 class GetServerRequest(_message.Message):
     __slots__ = ("member_id",)
     MEMBER_ID_FIELD_NUMBER: _ClassVar[int]

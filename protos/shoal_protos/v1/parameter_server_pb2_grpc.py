@@ -83,6 +83,11 @@ class ParameterServerStub:
                 request_serializer=shoal__protos_dot_v1_dot_parameter__server__pb2.FollowRequest.SerializeToString,
                 response_deserializer=shoal__protos_dot_v1_dot_parameter__server__pb2.FollowChunk.FromString,
                 _registered_method=True)
+        self.TakePartitions = channel.stream_unary(
+                '/shoal.v1.ParameterServer/TakePartitions',
+                request_serializer=shoal__protos_dot_v1_dot_parameter__server__pb2.FollowChunk.SerializeToString,
+                response_deserializer=shoal__protos_dot_v1_dot_parameter__server__pb2.TakePartitionsResponse.FromString,
+                _registered_method=True)
         self.GetServer = channel.unary_unary(
                 '/shoal.v1.ParameterServer/GetServer',
                 request_serializer=shoal__protos_dot_v1_dot_parameter__server__pb2.GetServerRequest.SerializeToString,
@@ -186,6 +191,16 @@ class ParameterServerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def TakePartitions(self, request_iterator, context):
+        """Takes partitions over from another server of the job, which has stopped serving them: first an item KIND_STATE with what the giver
+        knows (`fields`: move, and as in its snapshot configuration, members and batches), then a KIND_PARTITION for each, then KIND_WHOLE.
+        Answers when all is in this server's journal and its backup's. They are served here when the shard map says so, and dropped when it says
+        otherwise. UNAVAILABLE / PLACE_UNKNOWN; FAILED_PRECONDITION / MOVE_SETTLED for one that is over. Role: server.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetServer(self, request, context):
         """What the server holds. Role: any.
         """
@@ -240,6 +255,11 @@ def add_ParameterServerServicer_to_server(servicer, server):
                     servicer.Follow,
                     request_deserializer=shoal__protos_dot_v1_dot_parameter__server__pb2.FollowRequest.FromString,
                     response_serializer=shoal__protos_dot_v1_dot_parameter__server__pb2.FollowChunk.SerializeToString,
+            ),
+            'TakePartitions': grpc.stream_unary_rpc_method_handler(
+                    servicer.TakePartitions,
+                    request_deserializer=shoal__protos_dot_v1_dot_parameter__server__pb2.FollowChunk.FromString,
+                    response_serializer=shoal__protos_dot_v1_dot_parameter__server__pb2.TakePartitionsResponse.SerializeToString,
             ),
             'GetServer': grpc.unary_unary_rpc_method_handler(
                     servicer.GetServer,
@@ -494,6 +514,33 @@ class ParameterServer:
             '/shoal.v1.ParameterServer/Follow',
             shoal__protos_dot_v1_dot_parameter__server__pb2.FollowRequest.SerializeToString,
             shoal__protos_dot_v1_dot_parameter__server__pb2.FollowChunk.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def TakePartitions(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/shoal.v1.ParameterServer/TakePartitions',
+            shoal__protos_dot_v1_dot_parameter__server__pb2.FollowChunk.SerializeToString,
+            shoal__protos_dot_v1_dot_parameter__server__pb2.TakePartitionsResponse.FromString,
             options,
             channel_credentials,
             insecure,

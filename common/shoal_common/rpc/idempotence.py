@@ -18,6 +18,7 @@ IDEMPOTENT: Final[Mapping[str, frozenset[str]]] = {
             "ListJobs",
             "ReportExit",
             "DrainMember",
+            "DrainServer",
             "StopJob",
             "DeclareTensors",
             "GetShardMap",

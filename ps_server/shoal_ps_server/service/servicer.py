@@ -65,6 +65,7 @@ ALLOWED_ROLES: Final[Mapping[str, frozenset[Role]]] = {
     f"/{SERVICE}/AdvanceClock": _WORKERS,
     f"/{SERVICE}/Snapshot": _WORKERS,
     f"/{SERVICE}/Follow": frozenset({Role.SERVER}),
+    f"/{SERVICE}/TakePartitions": frozenset({Role.SERVER}),
     f"/{SERVICE}/GetServer": ANY_ROLE,
 }
 """Besides admins, who may do everything."""

@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 _FAREWELL: Final = timedelta(seconds=2)
 _MOST_SERVERS: Final = 1000
-"""Of a job, as the coordinator has it. A thread is started when a server is spoken to and no other thread is idle."""
+"""A job has no more. A thread is started when a server is spoken to and no other thread is idle."""
 
 AnswerT = TypeVar("AnswerT")
 

@@ -60,6 +60,15 @@ def test_values_that_went_back_without_a_lost_push_of_this_worker_are_news() -> 
     assert ledger.next_push(1) == (4, 3)
 
 
+def test_a_server_without_values_is_given_some_before_a_gradient_is_computed_on_them() -> None:
+    ledger = Ledger([1])
+    assert not ledger.has_values(1)
+    pulled(ledger, 4, 1)
+    ledger.rewind(stands(sequence=0, version=0))
+    assert ledger.has_values(1)
+    assert ledger.next_push(1) == (1, 4)
+
+
 def test_a_push_is_in_doubt_until_it_is_acknowledged_or_looked_for() -> None:
     ledger = three_pushes()
     ledger.begun([1, 2], batch=7)

@@ -36,6 +36,10 @@ class Ledger:
         """Version that need not be sent again; 0: whatever the server has is news."""
         return self._entries[partition_id].held
 
+    def has_values(self, partition_id: int) -> bool:
+        """This worker has pulled the partition before."""
+        return self._entries[partition_id].base > 0
+
     def next_push(self, partition_id: int) -> tuple[int, int]:
         """The sequence number of the next push of a partition, and the version that its gradient is computed on."""
         entry = self._entries[partition_id]
@@ -73,7 +77,7 @@ class Ledger:
         for here in state:
             entry = self._entries[here.partition_id]
             entry.acknowledged = here.sequence
-            entry.base = min(entry.base, here.version)
+            entry.base = min(entry.base, here.version or entry.base)
             entry.doubt = None
 
     def rewind(self, state: Iterable[pb.PartitionVersion]) -> int:
@@ -88,6 +92,6 @@ class Ledger:
             entry.acknowledged -= missing
             if missing or here.version < entry.held:
                 entry.held = 0
-            entry.base = min(entry.base, here.version)
+            entry.base = min(entry.base, here.version or entry.base)
             lost += missing
         return lost

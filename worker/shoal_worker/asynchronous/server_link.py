@@ -108,7 +108,6 @@ class ServerLink:
         self._clock = 0
         self._finished_batches: list[int] = []
         """Finished on all servers, and not told to this one yet."""
-        self._started = False
         self._address = share.address
         self._client = job.server_client(share.address)
         self.adopt(share)
@@ -119,15 +118,15 @@ class ServerLink:
         return self._share.index
 
     def adopt(self, share: ServerShare) -> None:
-        """What the server has by the newest shard map. Between calls."""
+        """What the server has by the newest shard map, some of which this worker may not have pulled before. Between calls."""
         self._share = share
         self._partitions = {partition.partition_id: partition for partition in share.partitions}
         self._trained = [partition for partition in share.partitions if partition.trained]
+        self._started = all(map(self._ledger.has_values, self._partitions))
         self._stream_deadline = timedelta(seconds=60 + sum(partition.size_bytes for partition in share.partitions) / _SLOWEST_BYTES_PER_S)
 
     def joins(self, others: Sequence[ServerLink]) -> None:
         """This link's server got its first partitions from `others` while this worker trains: it is as far as they are. Between calls."""
-        self._started = all(link._started for link in others)
         self._clock = max(link._clock for link in others)
         self._finished_batches = max((list(link._finished_batches) for link in others), key=len)
 

@@ -164,7 +164,7 @@ class MemberStatus(_message.Message):
     def __init__(self, member_id: _Optional[str] = ..., phase: _Optional[_Union[MemberPhase, str]] = ..., rank: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., metrics_address: _Optional[str] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., joined_unix_ms: _Optional[int] = ..., launcher_id: _Optional[str] = ..., note: _Optional[str] = ...) -> None: ...
 
 class ServerStatus(_message.Message):
-    __slots__ = ("server_id", "server_index", "address", "metrics_address", "alive", "role", "in_sync", "draining")
+    __slots__ = ("server_id", "server_index", "address", "metrics_address", "alive", "role", "in_sync", "draining", "partitions", "value_bytes")
     SERVER_ID_FIELD_NUMBER: _ClassVar[int]
     SERVER_INDEX_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -173,6 +173,8 @@ class ServerStatus(_message.Message):
     ROLE_FIELD_NUMBER: _ClassVar[int]
     IN_SYNC_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
+    PARTITIONS_FIELD_NUMBER: _ClassVar[int]
+    VALUE_BYTES_FIELD_NUMBER: _ClassVar[int]
     server_id: str
     server_index: int
     address: str
@@ -181,7 +183,9 @@ class ServerStatus(_message.Message):
     role: ServerRole
     in_sync: bool
     draining: bool
-    def __init__(self, server_id: _Optional[str] = ..., server_index: _Optional[int] = ..., address: _Optional[str] = ..., metrics_address: _Optional[str] = ..., alive: _Optional[bool] = ..., role: _Optional[_Union[ServerRole, str]] = ..., in_sync: _Optional[bool] = ..., draining: _Optional[bool] = ...) -> None: ...
+    partitions: int
+    value_bytes: int
+    def __init__(self, server_id: _Optional[str] = ..., server_index: _Optional[int] = ..., address: _Optional[str] = ..., metrics_address: _Optional[str] = ..., alive: _Optional[bool] = ..., role: _Optional[_Union[ServerRole, str]] = ..., in_sync: _Optional[bool] = ..., draining: _Optional[bool] = ..., partitions: _Optional[int] = ..., value_bytes: _Optional[int] = ...) -> None: ...
 
 class MemberMessage(_message.Message):
     __slots__ = ("join", "heartbeat", "ready", "collective_failure", "leave")

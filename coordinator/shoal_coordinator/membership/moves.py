@@ -36,7 +36,8 @@ def server_drain_requested(draft: Draft, event: ServerDrainRequested) -> None:
         )
     if server.index in draft.moves.draining:
         return
-    if not primaries(draft).keys() - draft.moves.draining.keys() - {server.index}:
+    others = [index for index in primaries(draft).keys() - draft.moves.draining.keys() - {server.index} if _counts(draft, index)]
+    if not others:
         raise PreconditionError(
             f"server {event.server_id} has the last place of job {draft.spec.job_id} that does not drain: nobody could take over what it "
             "holds; start another server first (max_parameter_servers permitting), or stop the job",
@@ -45,6 +46,12 @@ def server_drain_requested(draft: Draft, event: ServerDrainRequested) -> None:
     draft.moves = replace(draft.moves, draining={**draft.moves.draining, server.index: event.reason})
     draft.records.append(Record(kind="server_draining", attributes={**_named(server), "reason": event.reason}))
     draft.look_at_moves_ms = draft.now.ms
+
+
+def _counts(draft: Draft, index: int) -> bool:
+    """Whether a place can take something over, now or when its server is back: one that holds nothing is given to who comes next."""
+    primary = of_place(draft, index, ServerRole.PRIMARY)
+    return (primary is not None and primary.alive) or holds_something(draft, index)
 
 
 def move_reported(draft: Draft, event: MoveReported) -> None:

@@ -102,8 +102,8 @@ def _evened_out(kind: _Kind, givers: list[int], receivers: list[int]) -> Plan | 
         return None
     mean = sum(loads.values()) // len(loads)
     partitions = _at_once(kind, kind.held[fullest], min(loads[fullest] - mean, mean - loads[emptiest]))
-    if not partitions:  # each is smaller than the gap, which grows smaller by any of them: most by one of half of it
-        partitions = (min(kind.held[fullest], key=lambda partition: abs(2 * kind.sizes[partition] - gap)),)
+    if not partitions:  # the smallest carries one of them past the mean, but makes the gap smaller: it is smaller than the gap
+        partitions = (kind.held[fullest][-1],)
     return Plan(partitions=partitions, giver=fullest, receiver=emptiest)
 
 

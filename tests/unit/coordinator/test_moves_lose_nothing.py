@@ -84,6 +84,7 @@ class Moving(RuleBasedStateMachine):
         self.lives = itertools.count()
         self.ms = 0
         self.state = JobState(spec=JobSpec(job_id="j", min_workers=1, max_workers=1, parameter_servers=first, max_parameter_servers=3))
+        self.redis = dict(encode_changes(self.state, everything(self.state)).put)
         self.disks = {name: Disk() for name in NAMES}
         self.processes: dict[str, Process] = {}
         self.acknowledged = dict.fromkeys(range(PARTITIONS), 0)
@@ -100,6 +101,10 @@ class Moving(RuleBasedStateMachine):
         now = Now(ms=self.ms, unix_ms=self.ms)
         decided = transition(self.state, now, [] if event is None else [event], pulses=Pulses(), nonce="0" * 32)
         self.state = decided.state
+        written = encode_changes(decided.state, decided.changes)
+        self.redis.update(written.put)
+        for name in written.remove:
+            del self.redis[name]
         for effect in decided.effects:
             if isinstance(effect, SendSettled | SendMove | StopServer):
                 inbox = self.processes[effect.server_id].inbox if effect.server_id in self.processes else None
@@ -119,7 +124,7 @@ class Moving(RuleBasedStateMachine):
 
     @rule()
     def restart_coordinator(self) -> None:
-        self.state = decode_state(encode_changes(self.state, everything(self.state)).put)
+        self.state = decode_state(self.redis)
         for process in self.processes.values():
             process.inbox = None
 

@@ -1,9 +1,9 @@
 """Partitions move between servers, one move at a time: what is written here decides who owns them (docs/decisions/0200).
 
-A move is written, then its giver is told. It ends by the giver's report alone; a giver that is lost is waited for, since its journal, or
-that of its backup, may say that they have left. The new owner is written together with the end of the move, and only if the process that
-took the partitions is there still. All primaries are told when a move is settled, and each again when it comes back; so is the giver of
-its move.
+A move is written, then its giver is told. It ends by the giver's report alone; a giver that is lost is waited for, or its backup, since the
+journal may say that they have left; if it does not, the move has failed, and the next one is that process's own. The new owner is written
+together with the end of the move, and only if the process that took the partitions is there still. All primaries are told when a move is
+settled, and each again when it comes back; so is the giver of its move.
 """
 
 from __future__ import annotations
@@ -124,10 +124,17 @@ def _begin_next(draft: Draft) -> None:
         draining=draft.moves.draining.keys(),
     )
     if plan is not None:
-        move = Move(number=draft.moves.settled + 1, partitions=plan.partitions, giver=plan.giver, receiver=plan.receiver)
+        giver = there[plan.giver]
+        move = Move(
+            number=draft.moves.settled + 1,
+            partitions=plan.partitions,
+            giver=plan.giver,
+            giver_incarnation=giver.incarnation,
+            receiver=plan.receiver,
+        )
         draft.moves = replace(draft.moves, under_way=move)
         draft.reasons.append(f"move {move.number}: {len(move.partitions)} partitions from server {move.giver} to server {move.receiver}")
-        tell_move(draft, there[plan.giver])
+        tell_move(draft, giver)
 
 
 def _is_safe(draft: Draft, index: int) -> bool:

@@ -196,8 +196,12 @@ class Move:
     partitions: tuple[int, ...]
     """Ids; at least one, all of them the giver's."""
     giver: int
-    """Index of the place that owns them, and of the one that is to own them."""
+    """Index of the place that owns them."""
+    giver_incarnation: str
+    """The process there that is to hand them over. If it dies, what it handed over may arrive late, and so its successor has to do it under
+    another number, unless they have left already."""
     receiver: int
+    """Index of the place that is to own them."""
 
     def concerns(self, index: int) -> bool:
         """Whether a place gives or receives."""

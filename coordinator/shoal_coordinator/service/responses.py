@@ -138,7 +138,11 @@ def move_message(effect: SendMove) -> pb.ServerDirective:
     move = effect.move
     return pb.ServerDirective(
         move=pb.MovePartitions(
-            move=move.number, partition_ids=move.partitions, receiver_index=move.receiver, receiver_address=effect.receiver_address
+            move=move.number,
+            partition_ids=move.partitions,
+            receiver_index=move.receiver,
+            receiver_address=effect.receiver_address,
+            giver_incarnation=move.giver_incarnation,
         )
     )
 

@@ -554,16 +554,18 @@ class ServerDirective(_message.Message):
     def __init__(self, welcome: _Optional[_Union[ServerWelcome, _Mapping]] = ..., members: _Optional[_Union[Members, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., place: _Optional[_Union[ServerPlace, _Mapping]] = ..., settled: _Optional[_Union[MovesSettled, _Mapping]] = ..., move: _Optional[_Union[MovePartitions, _Mapping]] = ...) -> None: ...
 
 class MovePartitions(_message.Message):
-    __slots__ = ("move", "partition_ids", "receiver_index", "receiver_address")
+    __slots__ = ("move", "partition_ids", "receiver_index", "receiver_address", "giver_incarnation")
     MOVE_FIELD_NUMBER: _ClassVar[int]
     PARTITION_IDS_FIELD_NUMBER: _ClassVar[int]
     RECEIVER_INDEX_FIELD_NUMBER: _ClassVar[int]
     RECEIVER_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    GIVER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     move: int
     partition_ids: _containers.RepeatedScalarFieldContainer[int]
     receiver_index: int
     receiver_address: str
-    def __init__(self, move: _Optional[int] = ..., partition_ids: _Optional[_Iterable[int]] = ..., receiver_index: _Optional[int] = ..., receiver_address: _Optional[str] = ...) -> None: ...
+    giver_incarnation: str
+    def __init__(self, move: _Optional[int] = ..., partition_ids: _Optional[_Iterable[int]] = ..., receiver_index: _Optional[int] = ..., receiver_address: _Optional[str] = ..., giver_incarnation: _Optional[str] = ...) -> None: ...
 
 class MovesSettled(_message.Message):
     __slots__ = ("move", "epoch")

@@ -37,7 +37,8 @@ def test_a_server_that_comes_gets_a_share_and_one_that_is_drained_gives_all_away
     assert s0.told("settled") == pb.MovesSettled(move=0, epoch=1)
     s1 = make_server(job, "s1", incarnation="second")
     assert s1.told("settled") == pb.MovesSettled(move=0, epoch=1)
-    assert s0.told("move") == pb.MovePartitions(move=1, partition_ids=[0, 1], receiver_index=1, receiver_address="s1:7000")
+    move = pb.MovePartitions(move=1, partition_ids=[0, 1], receiver_index=1, receiver_address="s1:7000", giver_incarnation="first")
+    assert s0.told("move") == move
     assert owners(job) == [0, 0, 0, 0]
     s0.report(1, receiver="second")
     for server in (s0, s1):

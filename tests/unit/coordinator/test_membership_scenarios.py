@@ -405,8 +405,8 @@ def told_effect(effect: fx.Effect) -> str | None:
         case fx.SendSettled():
             return f"server {effect.server_id}: settled {effect.move}, epoch {effect.epoch}"
         case fx.SendMove(move=move):
-            moving = ",".join(map(str, move.partitions))
-            return f"server {effect.server_id}: move {move.number}, {moving} to {move.receiver} at {effect.receiver_address or 'nowhere'}"
+            moving = f"{','.join(map(str, move.partitions))} to {move.receiver} at {effect.receiver_address or 'nowhere'}"
+            return f"server {effect.server_id}: move {move.number}, {moving}, by life {move.giver_incarnation}"
         case fx.StopServer():
             return f"server {effect.server_id}: stop, {effect.reason}"
         case fx.StopServers():

@@ -58,6 +58,17 @@ class Disk:
 
 
 @dataclass
+class Copy:
+    """Partitions on their way from one process to another."""
+
+    move: int
+    giver: str
+    """Incarnations of both."""
+    receiver: str
+    values: dict[int, int]
+
+
+@dataclass
 class Process:
     """One life of a server."""
 
@@ -68,8 +79,12 @@ class Process:
     """What the coordinator has told it and it has not read; None: it has no session."""
     asked: Move | None = None
     """The move that it is at; its partitions are frozen."""
+    heard: int = 0
+    """Settled moves."""
     handed_to: str = ""
     """The process that has taken them."""
+    given_up: int = 0
+    """The newest move that it has given up: it does not begin it anew."""
 
     def serves(self, partition: int) -> bool:
         leaving = self.disk.leaving is not None and partition in self.disk.leaving.move.partitions
@@ -87,6 +102,7 @@ class Moving(RuleBasedStateMachine):
         self.redis = dict(encode_changes(self.state, everything(self.state)).put)
         self.disks = {name: Disk() for name in NAMES}
         self.processes: dict[str, Process] = {}
+        self.on_their_way: list[Copy] = []
         self.acknowledged = dict.fromkeys(range(PARTITIONS), 0)
         for name in NAMES[:first]:
             self.start(name)
@@ -176,7 +192,7 @@ class Moving(RuleBasedStateMachine):
             able: list[tuple[Callable[[str], None], str]] = []
             for name, process in sorted(self.processes.items()):
                 able += [(self.read, name)] if process.inbox else []
-                able += [(self.hand_over, name)] if process.asked is not None else []
+                able += [(self.hand_over, name), (self.arrive_first, name)] if process.asked is not None else []
                 able += [(self.note, name)] if process.handed_to else []
                 able += [(self.report, name)] if process.disk.leaving is not None else []
             if able:
@@ -199,8 +215,9 @@ class Moving(RuleBasedStateMachine):
 
     def hear_settled(self, process: Process, settled: int) -> None:
         disk = process.disk
+        process.heard = max(process.heard, settled)
         owned = {partition for partition, owner in enumerate(self.owners()) if owner == process.name}
-        for number in [number for number in disk.taken if number <= settled]:
+        for number in sorted((number for number in disk.taken if number <= settled), reverse=True):  # older copies may come late
             came = disk.taken.pop(number)
             disk.applied.update({partition: pushes for partition, pushes in came.items() if partition in owned - disk.applied.keys()})
         if disk.leaving is not None and disk.leaving.move.number <= settled:
@@ -212,21 +229,41 @@ class Moving(RuleBasedStateMachine):
             del disk.applied[partition]
 
     def hear_move(self, process: Process, move: Move) -> None:
-        if process.disk.leaving is None and process.asked is None:
-            assert set(move.partitions) <= process.disk.applied.keys()
-            process.asked, process.handed_to = move, ""
-        self.report(process.name)
+        assert set(move.partitions) <= process.disk.applied.keys()
+        if process.disk.leaving is not None:
+            self.report(process.name)
+        elif process.incarnation == move.giver_incarnation and move.number > process.given_up:
+            process.asked = move
+        else:
+            self.refuse(process, move)
 
     def hand_over(self, name: str) -> None:
-        """The receiver's disk has a copy, if the receiver is there."""
+        """The giver sends a copy, if the receiver is there."""
         process = self.processes.get(name)
         if process is None or process.asked is None:
             return
         for server in self.state.servers.values():
             receiver = self.processes.get(server.server_id)
             if server.index == process.asked.receiver and receiver is not None:
-                receiver.disk.taken[process.asked.number] = {p: process.disk.applied[p] for p in process.asked.partitions}
-                process.handed_to = receiver.incarnation
+                values = {partition: process.disk.applied[partition] for partition in process.asked.partitions}
+                copy = Copy(move=process.asked.number, giver=process.incarnation, receiver=receiver.incarnation, values=values)
+                self.on_their_way.append(copy)
+
+    def arrive_first(self, giver: str) -> None:
+        for position, copy in enumerate(self.on_their_way):
+            if copy.giver == self.processes[giver].incarnation:
+                self.arrive(position)
+                return
+
+    def arrive(self, position: int) -> None:
+        """A copy is on the receiver's disk, and the giver hears of it, as far as both are still there."""
+        copy = self.on_their_way.pop(position)
+        for receiver in self.processes.values():
+            if receiver.incarnation == copy.receiver and copy.move > receiver.heard:
+                receiver.disk.taken[copy.move] = copy.values
+                for giver in self.processes.values():
+                    if giver.incarnation == copy.giver and giver.asked is not None and giver.asked.number == copy.move:
+                        giver.handed_to = copy.receiver
 
     def note(self, name: str) -> None:
         """The giver's journal says that they are leaving."""
@@ -235,14 +272,23 @@ class Moving(RuleBasedStateMachine):
             process.disk.leaving = Leaving(move=process.asked, taken_by=process.handed_to)
             process.asked, process.handed_to = None, ""
 
+    @rule(position=st.integers(min_value=0, max_value=9))
+    def arrive_late(self, position: int) -> None:
+        if self.on_their_way:
+            self.arrive(position % len(self.on_their_way))
+
     @rule(name=st.sampled_from(NAMES))
     def give_up(self, name: str) -> None:
         """The giver has noted nothing: it goes on, and says so, if it has a session."""
         process = self.processes.get(name)
         if process is not None and process.asked is not None:
             move, process.asked, process.handed_to = process.asked, None, ""
-            if process.inbox is not None:
-                self.happen(MoveReported(server_id=name, move=move.number, taken=False, reason="r"))
+            process.given_up = move.number
+            self.refuse(process, move)
+
+    def refuse(self, process: Process, move: Move) -> None:
+        if process.inbox is not None:
+            self.happen(MoveReported(server_id=process.name, move=move.number, taken=False, reason="r"))
 
     def report(self, name: str) -> None:
         """The giver says that they were taken; it may say so again."""
@@ -264,12 +310,15 @@ class Moving(RuleBasedStateMachine):
 
     @invariant()
     def one_server_at_most_answers_for_a_partition_and_has_all_that_was_acknowledged(self) -> None:
-        if not hasattr(self, "acknowledged"):
-            return
         for partition, pushes in self.acknowledged.items():
             serving = [process for process in self.processes.values() if process.serves(partition)]
             assert len(serving) <= 1
             assert all(process.disk.applied[partition] == pushes for process in serving)
+
+    @invariant()
+    def what_is_decided_is_written(self) -> None:
+        read = decode_state(self.redis)
+        assert (read.moves, read.layout, read.servers) == (self.state.moves, self.state.layout, self.state.servers)
 
     @invariant()
     def what_the_map_names_has_all_that_was_acknowledged_on_its_disk(self) -> None:
@@ -277,8 +326,8 @@ class Moving(RuleBasedStateMachine):
             return
         for partition, owner in enumerate(self.owners()):
             disk = self.at(owner)
-            came = [taken[partition] for number, taken in disk.taken.items() if partition in taken and number <= self.state.moves.settled]
-            assert disk.applied.get(partition, came[-1] if came else None) == self.acknowledged[partition]
+            came = [number for number, taken in disk.taken.items() if partition in taken and number <= self.state.moves.settled]
+            assert disk.applied.get(partition, disk.taken[max(came)][partition] if came else None) == self.acknowledged[partition]
 
     @precondition(lambda self: self.state.layout is not None)
     @rule()
@@ -294,8 +343,12 @@ class Moving(RuleBasedStateMachine):
             for name in NAMES:
                 if name in self.processes and self.processes[name].inbox is None:
                     self.connect(name)
-                for step in (self.read, self.read, self.read, self.hand_over, self.note, self.report):
+                for step in (self.read, self.read, self.read, self.hand_over):
                     step(name)
+                while self.on_their_way:
+                    self.arrive(0)
+                self.note(name)
+                self.report(name)
         moves, layout = self.state.moves, self.state.layout
         assert layout is not None
         assert moves.under_way is None
@@ -308,4 +361,32 @@ class Moving(RuleBasedStateMachine):
 
 
 TestMoving = Moving.TestCase
-TestMoving.settings = settings(max_examples=100, stateful_step_count=60, deadline=None)
+TestMoving.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+
+
+def test_a_copy_that_a_dead_giver_had_sent_is_not_taken_for_that_of_the_next_process() -> None:
+    job = Moving()
+    job.begin(first=1)
+    job.start("s1")
+    for _ in ("settled", "move"):
+        job.read("s0")
+    job.hand_over("s0")
+    job.kill("s0", noticed=True)
+    job.start("s0")
+    (partition, *_) = job.on_their_way[0].values
+    job.push(partition)
+    for _ in ("settled", "move"):
+        job.read("s0")
+    job.wait(3000)
+    for _ in ("settled", "move"):
+        job.read("s0")
+    job.hand_over("s0")
+    late, now = job.on_their_way
+    assert now.values[partition] == late.values[partition] + 1
+    job.arrive(1)
+    job.arrive(0)
+    job.note("s0")
+    job.report("s0")
+    assert job.owners()[partition] == "s1"
+    job.what_the_map_names_has_all_that_was_acknowledged_on_its_disk()
+    job.calm()

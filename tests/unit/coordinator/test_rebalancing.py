@@ -127,6 +127,13 @@ def test_thousands_of_tiny_partitions_do_not_all_go_at_once() -> None:
     assert len(plan.partitions) == MOST_BYTES // SMALLEST_FULL_BYTES
 
 
+def test_where_each_partition_is_more_than_its_share_the_smallest_goes() -> None:
+    layout = layout_of([(size * MIB, owner, False) for owner in range(3) for size in (8, 6, 6)] + [(8 * MIB, 3, False)])
+    plan = next_move(layout, givers=range(4), receivers=range(4), draining=())
+    assert plan is not None
+    assert (plan.giver, plan.receiver, [layout.sizes[partition] for partition in plan.partitions]) == (0, 3, [6 * MIB])
+
+
 def test_nobody_gives_or_takes_that_cannot() -> None:
     layout = layout_of([(MIB, 0, False)] * 4)
     assert next_move(layout, givers=[], receivers=[0, 1], draining=[]) is None

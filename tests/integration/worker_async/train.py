@@ -66,6 +66,8 @@ def main(arguments: Sequence[str]) -> int:
     net = network(config.get("seed", 0))
     kind = getattr(torch.optim, config.get("optimizer", "SGD"))
     settings = config.get("settings", {"lr": 0.05})
+    if "outer" in config:
+        options["outer_optimizer"] = torch.optim.SGD(net.parameters(), **config["outer"])
     model, optimizer = shoal.as_distributed(net, kind(net.parameters(), **settings), strategy="async_sgd", **options)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=config.get("gamma", 1.0))
     shoal.register_state(scheduler=scheduler)

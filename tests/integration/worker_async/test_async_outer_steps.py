@@ -327,6 +327,21 @@ def test_outer_gradients_travel_compressed_and_what_is_left_out_comes_later(sess
     assert abs(ours - theirs) < 0.2 * (untrained - theirs)
 
 
+def test_parameters_that_lie_in_several_pieces_of_memory_train_as_others_do(session: Session) -> None:
+    """As those on a device they go through copies in host memory."""
+    reference, net = network(0), network(0)
+    net[0].weight = nn.Parameter(net[0].weight.detach().t().contiguous().t())
+    assert not net[0].weight.is_contiguous()
+    plain = torch.optim.AdamW(reference.parameters(), 0.02, weight_decay=0.1)
+    model, optimizer = distributed(net, outer=averaging, inner_steps=2)
+    for _ in range(5):
+        for each, stepped in ((model, optimizer), (reference, plain)):
+            backward(each)
+            stepped.step()
+            stepped.zero_grad()
+        assert_equal_values(net, reference)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 def test_other_dtypes_train_too(session: Session, dtype: torch.dtype) -> None:
     net = nn.Linear(FEATURES, 1).to(dtype)

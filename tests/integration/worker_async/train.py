@@ -11,6 +11,7 @@ from typing import Any
 
 import shoal_worker.api as shoal
 import torch
+from shoal_common.optim import DelayedNesterov
 from shoal_common.wire import checksum
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -68,6 +69,8 @@ def main(arguments: Sequence[str]) -> int:
     settings = config.get("settings", {"lr": 0.05})
     if "outer" in config:
         options["outer_optimizer"] = torch.optim.SGD(net.parameters(), **config["outer"])
+    if "delayed" in config:
+        options["outer_optimizer"] = DelayedNesterov(net.parameters(), **config["delayed"])
     model, optimizer = shoal.as_distributed(net, kind(net.parameters(), **settings), strategy="async_sgd", **options)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=config.get("gamma", 1.0))
     shoal.register_state(scheduler=scheduler)

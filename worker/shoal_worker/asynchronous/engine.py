@@ -191,11 +191,11 @@ class AsyncEngine(Engine):
     def _leave(self) -> None:
         """Takes leave of the servers; stops those that are this process's own. Idempotent."""
         atexit.unregister(self._leave)
-        if self.steps_in_round:
+        if self._round is not None and self._round.steps and not self._round.is_leased:
             _log.warning(
-                "%d inner steps since the last push are not on the servers; in a loop of your own call optimizer.synchronize_parameters() "
-                "behind it",
-                self.steps_in_round,
+                "%d inner steps since the last push are not on the servers; behind a loop of your own call "
+                "optimizer.synchronize_parameters()",
+                self._round.steps,
             )
         self._leases.close()
         if self._handover is not None:

@@ -149,7 +149,6 @@ class Round:
                 "loaders where model.steps_in_round is 0"
             )
 
-    @torch.no_grad()
     def take(self, optimizer: torch.optim.Optimizer, source: StepSource | None, *, usable: bool) -> None:
         """One inner step. `usable` False: a GradScaler found the gradients unusable, and it changes nothing."""
         if self.steps == 0:

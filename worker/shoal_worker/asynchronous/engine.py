@@ -562,7 +562,7 @@ def outer_of(inner: torch.optim.Optimizer, names: Mapping[int, str], outer: torc
     """
     trained = [p for group in inner.param_groups for p in group["params"]]
     if outer is None:
-        return torch.optim.SGD(trained, lr=0.7, momentum=0.9, nesterov=True)  # Douillard et al., section 3
+        return torch.optim.SGD(trained, lr=0.7, momentum=0.9, nesterov=True)  # as Douillard et al. do
     there = {id(p) for group in outer.param_groups for p in group["params"]}
     if differing := sorted(names.get(each, "a tensor that is not of the model") for each in {id(p) for p in trained} ^ there):
         raise ConfigurationError(

@@ -20,11 +20,16 @@ from tests.integration.worker_async.train import FEATURES, network, problem
 Make = Callable[..., AsyncCluster]
 
 
-def distributed(net: nn.Module, *, outer: Any = None, inner_steps: int = 3, **options: Any) -> tuple[Any, Any]:
+def nesterov(parameters: Any) -> torch.optim.Optimizer:
+    """The paper's."""
+    return torch.optim.SGD(parameters, 0.7, momentum=0.9, nesterov=True)
+
+
+def distributed(net: nn.Module, *, outer: Any = nesterov, inner_steps: int = 3, **options: Any) -> tuple[Any, Any]:
     """AdamW on the worker; `outer` makes the servers' optimizer of parameters."""
     inner = torch.optim.AdamW(net.parameters(), 0.02, weight_decay=0.1)
-    given = None if outer is None else outer(net.parameters())
-    return shoal.as_distributed(net, inner, strategy="async_sgd", inner_steps=inner_steps, outer_optimizer=given, **options)
+    there = outer(net.parameters())
+    return shoal.as_distributed(net, inner, strategy="async_sgd", inner_steps=inner_steps, outer_optimizer=there, **options)
 
 
 def averaging(parameters: Any) -> torch.optim.Optimizer:
@@ -41,7 +46,7 @@ def diloco(net: nn.Module, inputs: list[torch.Tensor], targets: list[torch.Tenso
     """Algorithm 1 of Douillard et al. with one worker: so many inner steps in each round."""
     inner = torch.optim.AdamW(net.parameters(), 0.02, weight_decay=0.1)
     there = [p.detach().clone() for p in net.parameters()]
-    outer = torch.optim.SGD(there, 0.7, momentum=0.9, nesterov=True)
+    outer = nesterov(there)
     taken = iter(zip(inputs, targets, strict=True))
     for steps in rounds:
         for _ in range(steps):
@@ -370,7 +375,8 @@ def test_an_outer_optimizer_that_servers_lack_is_refused(session: Session) -> No
 
 def test_any_optimizer_may_be_the_inner_one(session: Session, running: AsyncCluster) -> None:
     net = network(0)
-    model, optimizer = shoal.as_distributed(net, torch.optim.Adamax(net.parameters()), strategy="async_sgd", inner_steps=1)
+    inner = torch.optim.Adamax(net.parameters())
+    model, optimizer = shoal.as_distributed(net, inner, strategy="async_sgd", inner_steps=1, outer_optimizer=averaging(net.parameters()))
     backward(model)
     assert optimizer.step()
     assert versions(running) == {2}

@@ -89,8 +89,9 @@ class AsyncEngine(Engine):
         names = {id(parameter): name for name, parameter in self.module.named_parameters()}
         self.optimizer = optimizer
         options = self._async_options
-        there = self._pushed_to = outer_of(optimizer, names, options.outer_optimizer) if options.inner_steps else optimizer
-        argument = "outer_optimizer" if options.inner_steps else "optimizer"
+        there = self._pushed_to = optimizer if options.outer_optimizer is None else options.outer_optimizer
+        check_same_parameters(optimizer, there, names)
+        argument = "optimizer" if options.outer_optimizer is None else "outer_optimizer"
         self._schedule = ServerOptimizer(there, names, delay_compensation=options.delay_compensation, argument=argument)
         groups = {id(p): number for number, group in enumerate(there.param_groups) for p in group["params"]}
         # Together with others, what has small gradients would have none of the largest values, and would be lost beside a block's scale.
@@ -554,22 +555,14 @@ class AsyncEngine(Engine):
         return self.optimizer
 
 
-def outer_of(inner: torch.optim.Optimizer, names: Mapping[int, str], outer: torch.optim.Optimizer | None) -> torch.optim.Optimizer:
-    """The outer optimizer that goes with an inner one: `outer`, or the default. `names`: id(parameter) -> its name.
-
-    Raises:
-        ConfigurationError: it is not made from the same parameters.
-    """
-    trained = [p for group in inner.param_groups for p in group["params"]]
-    if outer is None:
-        return torch.optim.SGD(trained, lr=0.7, momentum=0.9, nesterov=True)  # as Douillard et al. do
-    there = {id(p) for group in outer.param_groups for p in group["params"]}
-    if differing := sorted(names.get(each, "a tensor that is not of the model") for each in {id(p) for p in trained} ^ there):
+def check_same_parameters(inner: torch.optim.Optimizer, outer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
+    """Raises ConfigurationError unless both optimizers are made from the same parameters. `names`: id(parameter) -> its name."""
+    here, there = ({id(p) for group in each.param_groups for p in group["params"]} for each in (inner, outer))
+    if differing := sorted(names.get(each, "a tensor that is not of the model") for each in here ^ there):
         raise ConfigurationError(
             f"outer_optimizer={type(outer).__name__}: it and the optimizer must be made from the same parameters, and one of them lacks "
             f"{', '.join(differing[:5])}{f' and {len(differing) - 5} more' if len(differing) > 5 else ''}"
         )
-    return outer
 
 
 def _move_to_epoch(source: StepSource, epoch: int) -> None:

@@ -61,8 +61,8 @@ class AsyncOptions:
     the servers run; >= 1 (DiLoCo; Douillard et al., 2023, algorithm 1). The same on all workers. None: each step is a push, and the servers
     run the optimizer."""
     outer_optimizer: torch.optim.Optimizer | None = None
-    """With `inner_steps`: one that servers have, made from the same parameters. None: the paper's,
-    `torch.optim.SGD(..., lr=0.7, momentum=0.9, nesterov=True)`."""
+    """With `inner_steps`, and needed there: one that servers have, made from the same parameters. For K workers
+    `shoal.optim.DelayedNesterov(net.parameters(), every=K)` has the paper's learning rate and momentum."""
 
     def __post_init__(self) -> None:
         if self.pull_compression is not None:
@@ -106,10 +106,10 @@ class AsyncOptions:
             return
         if type(steps) is not int or steps < 1:
             raise ConfigurationError(f"inner_steps={steps!r}: expected a whole number of steps, at least 1")
-        if outer is not None and not isinstance(outer, torch.optim.Optimizer):
+        if not isinstance(outer, torch.optim.Optimizer):
             raise ConfigurationError(
-                f"outer_optimizer={outer!r}: expected an optimizer made from the model's parameters, such as "
-                "torch.optim.SGD(net.parameters(), 0.7, momentum=0.9, nesterov=True), or None for that one"
+                f"outer_optimizer={outer!r} with inner_steps={steps}: expected the optimizer that the servers are to run, made from the "
+                "model's parameters: for 4 workers shoal.optim.DelayedNesterov(net.parameters(), every=4), say"
             )
         if self.pull_every > 1:
             raise ConfigurationError(

@@ -218,11 +218,14 @@ def test_clipping_schedules_and_gradient_scalers_are_the_inner_optimizers(sessio
     assert (scaler.get_scale(), optimizer.param_groups[0]["lr"]) == (512.0, 0.1 * 0.5**4)
 
 
-def test_changes_of_the_outer_optimizers_settings_go_with_the_next_push(session: Session) -> None:
+def test_a_schedule_of_the_outer_optimizer_goes_with_the_next_push(session: Session) -> None:
     net = network(0)
     outer = averaging(net.parameters())
     model, optimizer = distributed(net, outer=lambda _: outer, inner_steps=1)
-    outer.param_groups[0]["lr"] = 0.0
+    scheduler = torch.optim.lr_scheduler.StepLR(outer, 1, gamma=0.0)
+    backward(model)
+    optimizer.step()
+    scheduler.step()
     before = net[0].weight.detach().clone()
     backward(model)
     optimizer.step()
@@ -307,6 +310,19 @@ def test_a_checkpoint_has_the_inner_optimizers_state(session: Session, cluster: 
         model.engine.restore(state)
         assert all(torch.equal(optimizer.state[other[0].weight][name], value) for name, value in moments.items())
         assert_equal_values(other, net)
+
+
+def test_of_a_checkpoint_without_inner_state_the_settings_are_taken(session: Session) -> None:
+    """Of plain async_sgd, say. Adagrad makes its state when it is made."""
+    net = network(0)
+    model, optimizer = shoal.as_distributed(
+        net, torch.optim.Adagrad(net.parameters(), 0.1), strategy="async_sgd", inner_steps=1, outer_optimizer=averaging(net.parameters())
+    )
+    groups = [{**group, "lr": 0.25} for group in optimizer.state_dict()["param_groups"]]
+    model.engine.restore({"model": net.state_dict(), "optimizer": {"state": {}, "param_groups": groups}})
+    backward(model)
+    assert optimizer.step()
+    assert optimizer.param_groups[0]["lr"] == 0.25
 
 
 def _made(directory: Path) -> Path:

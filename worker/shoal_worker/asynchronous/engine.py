@@ -166,9 +166,9 @@ class AsyncEngine(Engine):
             return
         assert self._schedule is not None
         assert self._pushed_to is not None
-        self._require_optimizer().load_state_dict({"state": {}, "param_groups": state["groups"]})
+        _load_settings(self._require_optimizer(), state["groups"])
         if self._round is not None:
-            self._pushed_to.load_state_dict({"state": {}, "param_groups": state["outer_groups"]})
+            _load_settings(self._pushed_to, state["outer_groups"])
         self._schedule.adopt(state["revision"])
         self._session.registered.restore(state["registered"])
 
@@ -274,6 +274,8 @@ class AsyncEngine(Engine):
     def _push_round(self, over: Round, *, left_out: bool = False) -> None:
         self.exchange({} if left_out else over.outer_gradients())
         over.settle()
+        # The servers have stepped it: its schedulers need not warn that nobody has.
+        self._pushed_to._opt_called = True  # type: ignore[union-attr]
         step = self._session.step
         if self._round_leases is not None and step is not None and step.source is not None:
             step.pushed = self._round_leases.round_of(step.source.name)
@@ -478,9 +480,10 @@ class AsyncEngine(Engine):
         if not self.has_values():
             self._materialize()
         self.module.load_state_dict(state["model"])
-        # Without inner steps the settings alone: momentum and moments of a synchronous run have no place on the workers.
-        moments = {} if self._round is None or state["optimizer"] is None else state["optimizer"]["state"]
-        self._require_optimizer().load_state_dict({"state": moments, "param_groups": groups})
+        if self._round is not None and state["optimizer"] is not None and state["optimizer"]["state"]:
+            self._require_optimizer().load_state_dict(state["optimizer"])
+        else:  # momentum and moments of a synchronous run have no place on the workers
+            _load_settings(self._require_optimizer(), groups)
 
     def has_values(self) -> bool:
         """See `TrainingEngine`."""
@@ -553,6 +556,11 @@ class AsyncEngine(Engine):
     def _require_optimizer(self) -> torch.optim.Optimizer:
         assert self.optimizer is not None
         return self.optimizer
+
+
+def _load_settings(optimizer: torch.optim.Optimizer, groups: Any) -> None:
+    """Takes over the settings of parameter groups. State stays: some optimizers make theirs with themselves."""
+    optimizer.load_state_dict({"state": optimizer.state_dict()["state"], "param_groups": groups})
 
 
 def check_same_parameters(inner: torch.optim.Optimizer, outer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:

@@ -268,6 +268,22 @@ def test_a_step_whose_loop_was_left_within_its_round_is_lost(session: Session, r
     assert versions(running) == {1}
 
 
+def test_a_batch_that_is_only_looked_at_comes_again_with_its_round(session: Session, running: AsyncCluster) -> None:
+    net = network(0)
+    model, optimizer = distributed(net)
+    loader = shoal.ElasticDataLoader(problem(), batch_size=64, shuffle=False, name="train")
+    looked_at, _ = next(iter(loader))
+    taken = []
+    for x, y in loader:
+        taken.append(x)
+        model.train_step(x, y, nn.functional.mse_loss)
+        assert optimizer.step()
+        optimizer.zero_grad()
+    assert torch.equal(taken[0], looked_at)
+    assert torch.equal(torch.cat(taken), problem()[:][0])
+    assert versions(running) == {3}
+
+
 def test_a_step_whose_loop_was_left_at_the_end_of_its_round_is_pushed(session: Session, running: AsyncCluster) -> None:
     net = network(0)
     model, optimizer = distributed(net, inner_steps=2)

@@ -15,7 +15,7 @@ from torch import nn
 
 from tests.integration.worker_async.async_cluster import AsyncCluster
 from tests.integration.worker_async.test_async_leases import versions
-from tests.integration.worker_async.train import SAMPLES, network, problem
+from tests.integration.worker_async.train import LEFT, SAMPLES, network, problem
 from tests.zygote.children import eventually
 
 Make = Callable[..., AsyncCluster]
@@ -198,13 +198,17 @@ def test_with_bsp_and_delayed_nesterov_it_is_diloco_of_all_workers(cluster: Make
         torch.testing.assert_close(torch.tensor(results[0]["parameters"][name]), value, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("leaves", ["leaves_after", "leaves_before"])
 @pytest.mark.parametrize("options", [{"consistency": "ssp", "staleness_bound": 0}, {"consistency": "bsp"}], ids=["ssp", "bsp"])
-def test_nobody_waits_for_a_worker_that_has_left_its_loop_within_a_round(cluster: Make, options: dict[str, Any]) -> None:
+def test_nobody_waits_for_a_worker_that_has_left_its_loop_within_a_round(cluster: Make, options: dict[str, Any], leaves: str) -> None:
+    """Behind a step, or with a batch at hand."""
     running = cluster(together=2)
     config = TRAINING | {"options": {**INNER, **options}, "epochs": 1}
-    left = running.start_worker(**config, leaves_after=STEPS + 2)
+    left = running.start_worker(**config, **{leaves: STEPS + 2}, hold_at=[LEFT])
     other = running.start_worker(**config)
+    left.wait_step(LEFT)
     assert other.result()["steps"] == BATCHES - STEPS
+    left.go(LEFT)
     assert left.result()["committed"] == STEPS + 2
     assert versions(running) == {1 + ROUNDS}
     assert audit(running.records).exactly_once

@@ -86,6 +86,8 @@ def main(arguments: Sequence[str]) -> int:
         epochs.append(epoch)
         for inputs, targets in loader:
             moments.step(steps)
+            if steps == config.get("leaves_before"):
+                break
             if steps == 0:
                 first_parameters = {name: value.tolist() for name, value in net.named_parameters()}
             computed_on.append(checksum(torch.cat([value.detach().flatten() for value in net.parameters()]).numpy().data))
@@ -99,7 +101,7 @@ def main(arguments: Sequence[str]) -> int:
                 scheduler.step()
             optimizer.zero_grad()
             steps += 1
-        if "leaves_after" in config:
+        if "leaves_after" in config or "leaves_before" in config:
             moments.step(LEFT)
         if config.get("schedule") == "epochs":
             scheduler.step()

@@ -158,15 +158,36 @@ def check_gradients(tensors: Iterable[HostTensor]) -> None:
             raise ConfigurationError(
                 f"the gradient of {name!r} is {gradient.layout}; parameter servers take dense ones: make the embedding with sparse=False"
             )
-    if _surely_finite([gradient for _, gradient in found]):
+    for name, culprits in _not_finite(found):
+        raise InvalidRequestError(
+            f"the gradient of {name!r} has {culprits} values that are NaN or infinite; nothing was pushed. Leave "
+            "the batch out (optimizer.zero_grad(), then optimizer.step()), clip, or lower the learning rate",
+            reason="GRADIENT_NOT_FINITE",
+        )
+
+
+def check_outer_gradients(found: Mapping[str, torch.Tensor], *, steps: int) -> None:
+    """Refuses what servers would refuse of a round of `steps` inner steps, before anything is sent.
+
+    Raises:
+        InvalidRequestError (GRADIENT_NOT_FINITE): NaN or infinite values, naming the parameter.
+    """
+    for name, culprits in _not_finite(list(found.items())):
+        raise InvalidRequestError(
+            f"in {steps} inner steps {culprits} values of {name!r} became NaN or infinite; nothing was pushed, and the values are again "
+            "those that the round began with. Leave the round out (optimizer.zero_grad(), then optimizer.step()), clip, or lower the "
+            "learning rate; the inner optimizer's state may have such values as well",
+            reason="GRADIENT_NOT_FINITE",
+        )
+
+
+def _not_finite(found: Sequence[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, str]]:
+    """The names of those that have NaN or infinite values, and how many of how many."""
+    if _surely_finite([tensor for _, tensor in found]):
         return
-    for name, gradient in found:
-        if culprits := int(gradient.isfinite().logical_not_().sum()):
-            raise InvalidRequestError(
-                f"the gradient of {name!r} has {culprits} of {gradient.numel()} values that are NaN or infinite; nothing was pushed. Leave "
-                "the batch out (optimizer.zero_grad(), then optimizer.step()), clip, or lower the learning rate",
-                reason="GRADIENT_NOT_FINITE",
-            )
+    for name, tensor in found:
+        if culprits := int(tensor.isfinite().logical_not_().sum()):
+            yield name, f"{culprits} of {tensor.numel()}"
 
 
 @torch.no_grad()

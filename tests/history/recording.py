@@ -296,8 +296,8 @@ def recording_membership(recorder: Recorder) -> type[Membership]:
                 recorder.write("finished", member=member, clock=clock, place=place)
             super().finished(member, clock, place=place)
 
-        async def proceed(self, member: str, generation: int, *, wait: timedelta) -> None:
-            await super().proceed(member, generation, wait=wait)
+        async def proceed(self, member: str, generation: int, *, wait: timedelta, **more: Any) -> None:
+            await super().proceed(member, generation, wait=wait, **more)
             recorder.write("turn", member=member)
 
     return RecordingMembership

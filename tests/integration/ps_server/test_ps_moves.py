@@ -1,0 +1,106 @@
+"""Partitions move between two servers while a worker trains: nothing is lost or doubled, whoever is killed in between."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.integration.ps_server.moving import MovingCoordinator, MovingServer, Trainer, holds
+from tests.zygote.children import Zygote, eventually
+
+Start = Callable[..., "Pair"]
+
+
+class Pair:
+    """Two servers, of which the first has all partitions at the beginning."""
+
+    def __init__(self, zygote: Zygote, directory: Path, *tensors: tuple[str, int, str], partition: int, keeps_data: bool = True) -> None:
+        self.coordinator = MovingCoordinator(*tensors, partition=partition)
+        self.servers = [MovingServer(zygote, directory, self.coordinator, index, keeps_data=keeps_data) for index in range(2)]
+        for server in self.servers:
+            server.start()
+        self.trainer = Trainer(self.coordinator)
+
+    def move(self, *partition_ids: int, giver: int = 0) -> None:
+        """Returns when it is decided that they have moved."""
+        self.coordinator.move(partition_ids, giver, 1 - giver)
+        self.wait_for(*partition_ids, owner=1 - giver)
+
+    def wait_for(self, *partition_ids: int, owner: int) -> None:
+        def have_moved() -> bool:
+            return self.coordinator.order is None and {self.coordinator.owner(each) for each in partition_ids} == {owner}
+
+        eventually(have_moved, f"partitions {partition_ids} to be server {owner}'s")
+
+    def held(self, index: int) -> set[int]:
+        return set(holds(self.coordinator.address_of(index)))
+
+    def close(self) -> None:
+        self.trainer.close()
+        for server in self.servers:
+            server.process.kill()
+            server.process.wait()
+        self.coordinator.close()
+
+
+@pytest.fixture
+def start(zygote: Zygote, tmp_path: Path) -> Iterator[Start]:
+    """start(*tensors, partition=) -> Pair"""
+    with ExitStack() as stack:
+
+        def started(*tensors: tuple[str, int, str], partition: int = 256, keeps_data: bool = True) -> Pair:
+            pair = Pair(zygote, tmp_path, *(tensors or (("weight", 1000, "float32"),)), partition=partition, keeps_data=keeps_data)
+            stack.callback(pair.close)
+            return pair
+
+        yield started
+
+
+@pytest.mark.parametrize("keeps_data", [True, False])
+def test_partitions_move_while_pushes_go_on_and_nothing_is_lost_or_doubled(start: Start, keeps_data: bool) -> None:
+    pair = start(keeps_data=keeps_data)
+    trainer = pair.trainer
+    trainer.begin()
+    enough = threading.Event()
+
+    def train() -> None:
+        while not enough.is_set():
+            trainer.step()
+
+    training = threading.Thread(target=train)
+    training.start()
+    try:
+        eventually(lambda: trainer.steps > 3, "the training to begin")
+        pair.move(1, 3)
+        pair.move(0)
+        pair.move(3, giver=1)
+        before = trainer.steps
+        eventually(lambda: trainer.steps > before + 3, "the training to go on")
+    finally:
+        enough.set()
+        training.join()
+    trainer.check()
+    assert trainer.push_again(0).duplicate
+    assert trainer.push_again(3).duplicate
+    assert (pair.held(0), pair.held(1)) == ({2, 3}, {0, 1})
+    assert pair.servers[0].metric("shoal_ps_frozen_seconds_count") == 2
+    assert pair.servers[1].metric("shoal_ps_moved_partitions_total") == 4
+
+
+def test_the_pause_of_a_move_of_32_mib_with_the_state_of_adamw_is_short(start: Start) -> None:
+    pair = start(("weight", 8 << 20, "float32"), partition=2 << 20)
+    pair.trainer.begin()
+    pair.trainer.step()
+    pauses = []
+    for giver in (0, 1, 0):
+        pair.move(0, 1, 2, 3, giver=giver)
+        eventually(lambda giver=giver: pair.held(1 - giver) == {0, 1, 2, 3} and not pair.held(giver), "both servers to know")
+        pauses.append(sum(server.metric("shoal_ps_frozen_seconds_sum") for server in pair.servers) - sum(pauses))
+    pair.trainer.step()
+    pair.trainer.check()
+    print(f"pauses of {', '.join(f'{pause:.3f}' for pause in pauses)} s")
+    assert min(pauses) < 2.0  # 0.5 where nothing else runs

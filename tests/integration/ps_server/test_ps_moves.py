@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.ps_server.moving import MovingCoordinator, MovingServer, Trainer, holds
+from tests.unit.common.test_failpoints import documented
 from tests.zygote.children import Zygote, eventually
 
 Start = Callable[..., "Pair"]
@@ -104,3 +106,70 @@ def test_the_pause_of_a_move_of_32_mib_with_the_state_of_adamw_is_short(start: S
     pair.trainer.check()
     print(f"pauses of {', '.join(f'{pause:.3f}' for pause in pauses)} s")
     assert min(pauses) < 2.0  # 0.5 where nothing else runs
+
+
+@pytest.mark.parametrize("other", [False, True], ids=["comes-back", "other-is-killed-too"])
+def test_servers_can_be_killed_at_each_failpoint_of_a_move(start: Start, other: bool) -> None:
+    """The one that passes it, or then both of them; what was acknowledged is there once, at the server that the map names."""
+    pair = start()
+    trainer = pair.trainer
+    trainer.begin()
+    for name in sorted(name for name in documented("Parameter servers") if name.startswith("move.")):
+        giver = pair.coordinator.owner(1)
+        armed = 1 - giver if name in ("move.taken", "move.activated") else giver
+        trainer.step()
+        victim = pair.servers[armed]
+        victim.process.kill()
+        victim.process.wait()
+        victim.start(SHOAL_FAILPOINTS=f"{name}@1=kill")
+        pair.coordinator.move([1, 3], giver, 1 - giver)
+        assert victim.process.wait() == -signal.SIGKILL, f"{name}: {victim.process.said()}"
+        if other:
+            pair.servers[1 - armed].process.kill()
+            pair.servers[1 - armed].process.wait()
+            pair.servers[1 - armed].start()
+        victim.start()
+        eventually(lambda: pair.coordinator.order is None, f"a decision after {name}")
+        trainer.step()
+        trainer.check()
+        assert trainer.push_again(1).duplicate
+        owners = [{each for each in range(4) if pair.coordinator.owner(each) == index} for index in range(2)]
+        assert [pair.held(0), pair.held(1)] == owners, name
+
+
+def test_what_a_receiver_does_not_take_in_time_stays_and_is_served_on(start: Start) -> None:
+    pair = start()
+    pair.trainer.begin()
+    pair.servers[1].process.kill(signal.SIGSTOP)
+    pair.coordinator.move([1, 3], 0, 1)
+    report = pair.coordinator.reports.get(timeout=60)
+    assert not report.taken
+    assert "RECEIVER_SLOW" in report.reason
+    pair.trainer.step()
+    pair.servers[1].process.kill(signal.SIGCONT)
+    pair.move(1, 3)
+    pair.trainer.step()
+    pair.trainer.check()
+
+
+def test_a_move_that_is_settled_otherwise_meanwhile_leaves_everything_as_it_was(start: Start) -> None:
+    """The coordinator has lost patience: what was frozen is served again, and what was taken is dropped."""
+    pair = start()
+    coordinator, trainer = pair.coordinator, pair.trainer
+    trainer.begin()
+    coordinator.decides = False
+    for report_first in (True, False):
+        if not report_first:
+            pair.servers[1].process.kill(signal.SIGSTOP)
+        coordinator.move([1, 3], 0, 1)
+        if report_first:
+            assert coordinator.reports.get(timeout=60).taken
+        coordinator.decide()
+        trainer.step()
+        pair.servers[1].process.kill(signal.SIGCONT)
+    assert pair.held(1) == set()
+    trainer.check()
+    coordinator.decides = True
+    pair.move(1, 3)
+    trainer.step()
+    trainer.check()

@@ -9,7 +9,12 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from shoal_common.clients.parameter_server import ParameterServerClient
+from shoal_common.errors import PreconditionError, UnavailableError
+from shoal_common.rpc.channel import ChannelSettings
+from shoal_protos.v1 import parameter_server_pb2 as pb
 
+from tests.integration.ps_server.conftest import JOB
 from tests.integration.ps_server.moving import MovingCoordinator, MovingServer, Trainer, holds
 from tests.unit.common.test_failpoints import documented
 from tests.zygote.children import Zygote, eventually
@@ -173,3 +178,43 @@ def test_a_move_that_is_settled_otherwise_meanwhile_leaves_everything_as_it_was(
     pair.move(1, 3)
     trainer.step()
     trainer.check()
+
+
+def test_clocks_are_not_told_to_a_server_that_has_given_a_copy_of_them_away(start: Start) -> None:
+    """Until the member knows of the server that has the copy, which it then tells as well."""
+    pair = start()
+    coordinator = pair.coordinator
+    pair.trainer.begin(pb.Consistency(mode=pb.Consistency.MODE_SSP, bound=1))
+    with (
+        ParameterServerClient(ChannelSettings(address=coordinator.address_of(0))) as giver,
+        ParameterServerClient(ChannelSettings(address=coordinator.address_of(1))) as receiver,
+    ):
+
+        def tell(client: ParameterServerClient, clock: int, epoch: int) -> int:
+            return client.advance_clock(JOB, "a", clock=clock, generation=1, shard_map_epoch=epoch).slowest_clock
+
+        tell(giver, 0, 1)
+        tell(giver, 3, 1)
+        coordinator.decides = False
+        coordinator.move([1, 3], 0, 1)
+        report = coordinator.reports.get(timeout=60)
+        with pytest.raises(UnavailableError) as moving:
+            tell(giver, 4, 1)
+        assert moving.value.reason == "PARTITION_MOVING"
+        assert moving.value.retry_after is not None
+        coordinator.decide(report)
+        with pytest.raises(PreconditionError) as stale:
+            eventually(lambda: _answers(lambda: tell(giver, 4, 1)), "the giver to know the new map")
+        assert stale.value.reason == "STALE_SHARD_MAP"
+        assert tell(receiver, 4, 2) == 0  # b is behind
+        assert dict(receiver.get_server().clocks) == {"a": 4, "b": 0}
+        assert tell(giver, 4, 2) == 0
+
+
+def _answers(call: Callable[[], object]) -> bool:
+    """False while it is to be tried again."""
+    try:
+        call()
+    except UnavailableError:
+        return False
+    return True

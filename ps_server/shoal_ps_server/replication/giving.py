@@ -15,7 +15,7 @@ from typing import Final
 
 import grpc
 import grpc.aio
-from shoal_common.errors import PreconditionError, UnavailableError
+from shoal_common.errors import InternalError, PreconditionError, UnavailableError
 from shoal_common.failpoints import failpoint
 from shoal_common.rpc.channel import ChannelSettings, aio_channel
 from shoal_common.rpc.status import from_rpc_error
@@ -152,6 +152,12 @@ class Giver:
             take = channel.stream_unary(_TAKE, response_deserializer=pb.TakePartitionsResponse.FromString)
             answer: pb.TakePartitionsResponse = await take(self._chunks(order, progress), timeout=self._move_limit_s)
             return answer.incarnation
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            # grpc.aio cancels a call whose messages cannot be made, and has logged why.
+            raise InternalError(f"move {order.move}: what was to be sent could not be put together") from error
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.INTERNAL:
                 # grpc puts this in the place of the real status when the connection breaks while something is sent.

@@ -92,7 +92,8 @@ class Mover:
                 self._decided = None
 
     async def _end_moves(self, move: int) -> None:
-        if not self._moves.is_open(move):
+        # A record of the move may be on its way still.
+        if not await asyncio.shield(self._changes.in_order(lambda: self._moves.is_open(move))):
             self._moves.settled = max(self._moves.settled, move)  # a recovery is told again
             return
         stays = frozenset() if self._moves.leaving is None else self._moves.leaving.partitions
@@ -114,6 +115,10 @@ class Mover:
         except ShoalError as error:
             logger.warning("partitions were not given away", extra={"move": order.move, "reason": error.reason, "error": error})
             self._report(order.move, reason=f"{error.reason}: {error}")
+            return
+        except Exception as error:  # else the coordinator would wait for a word for ever
+            logger.exception("partitions were not given away")
+            self._report(order.move, reason=f"{type(error).__name__}: {error}")
             return
         logger.info("partitions were given away", extra={"move": order.move, "partitions": len(order.partition_ids)})
         self._report(order.move, receiver=receiver)

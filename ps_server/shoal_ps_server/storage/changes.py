@@ -132,6 +132,10 @@ class Changes:
         `configure`."""
         return self._make(record, effect, refused=refused)
 
+    def in_order(self, look: Callable[[], T]) -> asyncio.Future[T]:
+        """Calls `look` once all that was said to the journal before has been made. The future fails as that of `configure`."""
+        return self._make(None, look)
+
     def clock(self, member_id: str, clock: int, *, place: int = 0) -> None:
         """A member's word on its clock, without a push, for the journal. Nobody waits for it: a member whose word is lost is held for
         slower than it is, until it speaks again."""

@@ -12,6 +12,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import grpc
+import grpc.aio
 import pytest
 import torch
 from prometheus_client import CollectorRegistry
@@ -28,6 +30,7 @@ from shoal_ps_server.replication.items import FORMAT_VERSION, PARTITION, RECORD,
 from shoal_ps_server.replication.primary import Backup
 from shoal_ps_server.replication.taking import Receiver
 from shoal_ps_server.service.layouts import Layouts
+from shoal_ps_server.service.mover import Mover
 from shoal_ps_server.session import MoveOrder, Place
 from shoal_ps_server.shard.batches import Batches
 from shoal_ps_server.shard.layout import Layout, PartitionSpec
@@ -36,8 +39,8 @@ from shoal_ps_server.shard.shard import Shard
 from shoal_ps_server.storage.directory import DataDirectory
 from shoal_ps_server.storage.image import Members, ServerImage, state_from_json
 from shoal_ps_server.storage.moves import Moves
-from shoal_ps_server.storage.record import read_all
-from shoal_ps_server.storage.recovery import Recovered, Replay, settled_record
+from shoal_ps_server.storage.record import Record, read_all
+from shoal_ps_server.storage.recovery import LEAVING, Recovered, Replay, settled_record
 from shoal_ps_server.storage.snapshot import partition_from_bytes
 
 from tests.unit.ps_server.journaled import ADAMW, JOB, SERVER, Journaled, file, opened, run, same, state_of
@@ -99,14 +102,17 @@ class Moved:
 
     async def hand_over(self, receiver: Moved, order: MoveOrder = ORDER) -> None:
         """As `give` does, without a network."""
-        receiver_of = self.giver
+        self.gives_to(receiver)
+        assert await self.giver.give(order) == "receiver"
+
+    def gives_to(self, receiver: Moved) -> None:
+        """What it gives from now on goes to `receiver`."""
 
         async def transfer(order: MoveOrder, progress: Callable[[], None]) -> str:
-            await receiver.receiver.take(receiver_of._chunks(order, progress))
+            await receiver.receiver.take(self.giver._chunks(order, progress))
             return "receiver"
 
         self.giver._transfer = transfer  # type: ignore[method-assign]
-        assert await self.giver.give(order) == "receiver"
 
     async def settle(self, *, moved: bool, move: int = 1) -> None:
         self.of_coordinator = layout_of(self.make, self.index, moved=moved)
@@ -675,3 +681,123 @@ def test_who_waits_for_others_is_told_when_its_partition_leaves(make, mode) -> N
             assert caught.value.reason == "PARTITION_MOVING"
 
     run(asyncio.wait_for(test(), 20))
+
+
+class Told:
+    """The coordinator, as a giver's reports reach it."""
+
+    def __init__(self, moved: Moved) -> None:
+        self.reports: list[tuple[int, str, str]] = []
+        self.mover = Mover(
+            moves=moved.server.moves, giver=moved.giver, layouts=moved.layouts, changes=moved.server.changes, report=self._report
+        )
+
+    def _report(self, move: int, *, receiver: str = "", reason: str = "") -> None:
+        self.reports.append((move, receiver, reason))
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[Mover]:
+        task = asyncio.create_task(self.mover.run())
+        try:
+            yield self.mover
+        finally:
+            task.cancel()
+            await asyncio.wait([task])
+            assert task.cancelled()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.001)
+
+
+def test_a_decision_that_comes_while_the_note_is_on_its_way_ends_the_freeze(make, tmp_path) -> None:
+    async def test() -> None:
+        async with two(tmp_path, make) as (giver, receiver, history):
+            server, told = giver.server, Told(giver)
+            following = Follows()
+            await server.journal.append(None, lambda: server.journal.follow(following))
+            await server.journal.append(None, lambda: server.journal.hold(position=0, confirmed=0))
+            giver.gives_to(receiver)
+            async with told.running() as mover:
+                mover.ordered(ORDER)
+                await until(lambda: LEAVING in following.heard)
+                mover.settled(1, 1)  # the coordinator has decided without a word of this server's
+                await asyncio.sleep(0.01)
+                assert server.shard.frozen
+                server.journal.follow_no_more()
+                await until(lambda: not server.shard.frozen)
+                assert server.moves.settled == 1
+                assert not told.reports
+            await history.push(server, 3)
+            assert history.has(server.shard)
+
+    run(test())
+
+
+class Follows:
+    """Hears of records, and confirms none."""
+
+    def __init__(self) -> None:
+        self.heard: list[str] = []
+
+    def made(self, record: Record) -> None:
+        raise AssertionError
+
+    def written(self, record: Record) -> int:
+        self.heard.append(record.kind)
+        return len(self.heard)
+
+
+def test_a_move_is_ordered_again_and_again_and_made_once(make, tmp_path) -> None:
+    async def test() -> None:
+        async with two(tmp_path, make) as (giver, receiver, _):
+            told = Told(giver)
+            giver.gives_to(receiver)
+            async with told.running() as mover:
+                mover.ordered(ORDER)
+                await until(lambda: bool(giver.server.shard.frozen))
+                mover.ordered(ORDER)
+                await until(lambda: bool(told.reports))
+                assert told.reports == [(1, "receiver", "")]
+                mover.ordered(ORDER)  # the report was lost
+                await until(lambda: len(told.reports) == 2)
+                assert told.reports[1] == (1, "receiver", "")
+                giver.of_coordinator = layout_of(make, 0, moved=True)
+                mover.settled(1, 2)
+                mover.ordered(ORDER)
+                await until(lambda: giver.server.moves.settled == 1)
+                await asyncio.sleep(0.01)
+                assert len(told.reports) == 2
+                assert giver.server.shard.partition_ids() == (0,)
+
+    run(test())
+
+
+def test_a_giver_that_cannot_put_together_what_it_sends_says_so_and_serves_on(make, tmp_path, monkeypatch) -> None:
+    async def take(messages: AsyncIterator[bytes], context: Any) -> bytes:
+        async for _ in messages:
+            pass
+        return b""
+
+    def fails(partition_id: int) -> None:
+        raise KeyError(partition_id)
+
+    async def test() -> None:
+        server = grpc.aio.server()
+        handlers = {"TakePartitions": grpc.stream_unary_rpc_method_handler(take)}
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("shoal.v1.ParameterServer", handlers),))
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        async with two(tmp_path, make) as (giver, _, history):
+            told = Told(giver)
+            monkeypatch.setattr(giver.server.shard, "frozen_image", fails)
+            async with told.running() as mover:
+                mover.ordered(replace(ORDER, receiver_address=f"127.0.0.1:{port}"))
+                await until(lambda: bool(told.reports))
+            assert told.reports[0][1] == ""
+            assert "could not be put together" in told.reports[0][2]
+            await history.push(giver.server, 3)
+        await server.stop(None)
+
+    run(test())

@@ -123,7 +123,6 @@ class Changes:
         if self._journal is None:
             effect()
             return _done(None)
-        self._write_members(self._journal)  # made again, the map finds the members of this moment
         self._layout_written = self._layout_on_its_way = layout
         return self._journal.append(layout_record(layout), effect, refused=self._write_again)
 
@@ -209,13 +208,10 @@ class Changes:
         if layout is not None and layout is not self._layout_written:
             self._layout_written = layout
             journal.append(layout_record(layout), lambda: None, refused=self._write_again)
-        self._write_members(journal)
-        return journal.append(record, effect, refused=refused)
-
-    def _write_members(self, journal: Journal) -> None:
         if self._members_due:
             self._members_due = False
             journal.append(members_record(self._members()), lambda: None, refused=self._write_again)
+        return journal.append(record, effect, refused=refused)
 
     def _newest_layout(self) -> Layout | None:
         """The journal never goes back to a map before one that is on its way."""

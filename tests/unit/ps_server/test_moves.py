@@ -40,7 +40,7 @@ from shoal_ps_server.storage.directory import DataDirectory
 from shoal_ps_server.storage.image import Members, ServerImage, state_from_json
 from shoal_ps_server.storage.moves import Moves
 from shoal_ps_server.storage.record import Record, read_all
-from shoal_ps_server.storage.recovery import LEAVING, Recovered, Replay, settled_record
+from shoal_ps_server.storage.recovery import LEAVING, PUSH, Recovered, Replay, settled_record
 from shoal_ps_server.storage.snapshot import partition_from_bytes
 
 from tests.unit.ps_server.journaled import ADAMW, JOB, SERVER, Journaled, file, opened, run, same, state_of
@@ -72,6 +72,8 @@ class Moved:
         self.server = server
         self.index = index
         self.make = make
+        self.has_begun = False
+        """To send."""
         self.membership = Membership(fence=Fence(), clocks=Clocks(), admission_wait=timedelta(seconds=0.01))
         self.of_coordinator = layout_of(make, index, moved=False)
         self.layouts = Layouts(current=server.layout, fetch=self._fetch, adopt=self._adopt)
@@ -109,6 +111,7 @@ class Moved:
         """What it gives from now on goes to `receiver`."""
 
         async def transfer(order: MoveOrder, progress: Callable[[], None]) -> str:
+            self.has_begun = True
             await receiver.receiver.take(self.giver._chunks(order, progress))
             return "receiver"
 
@@ -514,9 +517,15 @@ def test_partitions_without_values_are_not_given(make, tmp_path) -> None:
 def test_a_push_that_is_on_its_way_when_its_partition_is_frozen_goes_with_it(make, tmp_path) -> None:
     async def test() -> None:
         async with two(tmp_path, make) as (giver, receiver, history):
-            upload = history.upload(make.spec(1, offset=6), 3)
-            under_way = await giver.server.changes.push(upload)
-            await giver.hand_over(receiver)
+            journal, following = giver.server.journal, Follows()
+            await journal.append(None, lambda: journal.follow(following))
+            await journal.append(None, lambda: journal.hold(position=0, confirmed=0))
+            under_way = await giver.server.changes.push(history.upload(make.spec(1, offset=6), 3))
+            giving = asyncio.create_task(giver.hand_over(receiver))
+            await until(lambda: PUSH in following.heard)
+            assert not giver.has_begun
+            journal.follow_no_more()
+            await giving
             assert (await under_way).version == 4
             assert receiver.server.moves.taken is not None
             assert receiver.server.moves.taken.images[1].version == 4
@@ -801,3 +810,24 @@ def test_a_giver_that_cannot_put_together_what_it_sends_says_so_and_serves_on(ma
         await server.stop(None)
 
     run(test())
+
+
+def test_the_journal_does_not_go_back_to_the_map_before_one_that_is_on_its_way(make, tmp_path) -> None:
+    async def test() -> History:
+        async with two(tmp_path, make) as (giver, receiver, history):
+            await giver.hand_over(receiver)
+            adopting = asyncio.create_task(receiver.settle(moved=True))
+            await asyncio.sleep(0)
+            assert receiver.server.layout is not None
+            assert receiver.server.layout.epoch == 1
+            receiver.server.changes.members_changed()
+            await receiver.server.changes.in_order(lambda: None)
+            await adopting
+            await history.push(receiver.server, 3, ORDER.partition_ids)
+            return history
+
+    history = run(test())
+    with DataDirectory(tmp_path / "receiver") as directory:
+        recovered = directory.recover(job_id=JOB, server_id=SERVER)
+    assert recovered.shard.partition_ids() == (1, 3)
+    assert history.has(recovered.shard)
